@@ -1,0 +1,91 @@
+"""Declared values ⇄ JSON. A value is a frozen dataclass; its JSON is its kind and its fields.
+
+Reading takes the table of kinds that may occur, so no text can name anything else.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .errors import FormatError, nearest
+
+
+def table(*kinds: type) -> dict[str, type]:
+    """The kinds by name."""
+    return {kind.__name__: kind for kind in kinds}
+
+
+def to_plain(value: Any) -> Any:
+    """Dictionaries, lists, numbers and strings; an infinite number becomes the string "inf" or "-inf"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if refusal := getattr(value, "refuses_json", None):
+            raise FormatError(f"{type(value).__name__} {refusal}")
+        fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    if isinstance(value, tuple | list):
+        return [to_plain(v) for v in value]
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value
+
+
+def from_plain(data: Any, kinds: Mapping[str, type]) -> Any:
+    """The value that `to_plain` was given. Unknown kinds, unknown fields and missing fields are named."""
+    if isinstance(data, list):
+        return tuple(from_plain(d, kinds) for d in data)
+    if data in ("inf", "-inf"):
+        return float(data)
+    if not isinstance(data, dict):
+        return data
+    fields = dict(data)
+    name = fields.pop("kind", None)
+    if name is None:
+        raise FormatError(f'a JSON object without a kind, only {_names(fields)}; add "kind"')
+    if name not in kinds:
+        raise FormatError(f"unknown kind {name!r}; {nearest(name, kinds)}")
+    kind = kinds[name]
+    known = {f.name: f for f in dataclasses.fields(kind)}
+    for field in fields:
+        if field not in known:
+            raise FormatError(f"{name} has no field {field!r}; {nearest(field, known)}")
+    required = [f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [r for r in required if r not in fields]:
+        raise FormatError(f"{name} needs {_names(missing)}, which the JSON does not give")
+    return kind(**{field: from_plain(v, kinds) for field, v in fields.items()})
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(to_plain(value), indent=indent, ensure_ascii=False)
+
+
+def from_json(text: str, kinds: Mapping[str, type]) -> Any:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise FormatError(f"not JSON: {e.msg} at line {e.lineno}, column {e.colno}") from e
+    if not isinstance(data, dict):
+        raise FormatError(f'a JSON object with a "kind" was expected, not {type(data).__name__}')
+    return from_plain(data, kinds)
+
+
+def source(value: Any) -> str:
+    """`repr` that is source, without what equals its default; fields that have none come by position."""
+    given = []
+    for f in dataclasses.fields(value):
+        v = getattr(value, f.name)
+        if f.default is f.default_factory is dataclasses.MISSING and not f.kw_only:
+            given.append(repr(v))
+        elif f.default is dataclasses.MISSING or v != f.default:
+            # repr of an infinite float is no source
+            given.append(f"{f.name}={_inf(v)}")
+    return f"{type(value).__name__}({', '.join(given)})"
+
+
+def _inf(v: Any) -> str:
+    return f"float('{v}')" if isinstance(v, float) and math.isinf(v) else repr(v)
+
+
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(repr(f) for f in fields) or "nothing"
