@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+FAR = 1 << 60  # past any key; small enough to add to without overflow
 
 
 @dataclass(frozen=True)
