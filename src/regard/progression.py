@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+PerQuery = Ints | NDArray[np.object_] | np.int64 | int  # one a query, or one for all; object: past int64
 FAR = 1 << 60  # past any key; small enough to add to without overflow
 
 
@@ -28,9 +29,9 @@ class Keys:
     A bound or residue that does not depend on the query is one number.
     """
 
-    lo: Ints | int
-    hi: Ints | int
-    residue: Ints | int = 0
+    lo: PerQuery
+    hi: PerQuery
+    residue: PerQuery = 0
     step: int = 1
 
     def __and__(self, other: "Keys") -> "Keys":
@@ -42,19 +43,21 @@ class Keys:
             return Keys(lo, hi, other.residue, other.step)
         g, step = gcd(self.step, other.step), lcm(self.step, other.step)
         apart = other.residue - self.residue
+        if max(self.step, other.step) * other.step > FAR:  # past int64: count in Python's integers
+            apart = np.asarray(apart, dtype=object)
         # j = residue + step·t with step·t ≡ apart (mod other.step); solvable where g divides apart
         inverse = pow(self.step // g, -1, other.step // g)
         t = (apart // g * inverse) % (other.step // g)
         hi = np.where(apart % g == 0, hi, lo - 1)
         return Keys(lo, hi, (self.residue + self.step * t) % step, step)
 
-    def first(self) -> Ints | int:
+    def first(self) -> PerQuery:
         """The first key at or after lo."""
         return self.lo if self.step == 1 else self.lo + (self.residue - self.lo) % self.step
 
     def count(self) -> Ints:
         span = self.hi - self.first()
-        return np.maximum(span if self.step == 1 else span // self.step, -1) + 1
+        return np.asarray(np.maximum(span if self.step == 1 else span // self.step, -1) + 1, dtype=np.int64)
 
 
 def total(count: Callable[[Ints], Ints], n: int, breaks: Iterable[int], slack: int, period: int) -> int:

@@ -43,7 +43,7 @@ def from_plain(data: Any, kinds: Mapping[str, type]) -> Any:
     name = fields.pop("kind", None)
     if name is None:
         raise FormatError(f'a JSON object without a kind, only {_names(fields)}; add "kind"')
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise FormatError(f"unknown kind {name!r}; {nearest(name, kinds)}")
     kind = kinds[name]
     known = {f.name: f for f in dataclasses.fields(kind)}
@@ -76,14 +76,13 @@ def source(value: Any) -> str:
     for f in dataclasses.fields(value):
         v = getattr(value, f.name)
         if f.default is f.default_factory is dataclasses.MISSING and not f.kw_only:
-            given.append(repr(v))
+            given.append(_inf(v))
         elif f.default is dataclasses.MISSING or v != f.default:
-            # repr of an infinite float is no source
             given.append(f"{f.name}={_inf(v)}")
     return f"{type(value).__name__}({', '.join(given)})"
 
 
-def _inf(v: Any) -> str:
+def _inf(v: Any) -> str:  # repr of an infinite float is no source
     return f"float('{v}')" if isinstance(v, float) and math.isinf(v) else repr(v)
 
 

@@ -30,6 +30,9 @@ class Pattern:
         """The words this pattern is made of, in reading order, repeats included."""
         yield self
 
+    def fits(self, m: int) -> None:
+        """Raise a ShapeError if the data of this word cannot be read for m keys."""
+
     def terms(self) -> Terms:
         """The indicator as a polynomial in those of the words; the empty set stands for the constant 1."""
         raise NotImplementedError
@@ -61,6 +64,8 @@ class Pattern:
     ) -> Bool[Tensor, "*b n m"]:
         """The dense table, True = may look: n × m, or b × 1 × n × m where data differ along the batch."""
         m = n if m is None else m
+        for leaf in self.leaves():
+            leaf.fits(m)
         i = positions(self, n, m, at, device)[..., None]
         j = torch.arange(m, device=device)
         i = i[:, None] if i.dim() == 3 else i  # one offset a batch row: an axis for the heads
@@ -109,12 +114,21 @@ class Pattern:
         return value.from_json(text, KINDS)
 
 
+def _need_patterns(whole: Pattern, *parts: Any) -> None:
+    for part in parts:
+        if not isinstance(part, Pattern):
+            raise SpecError(f"{type(whole).__name__} is made of patterns; {part!r} is none")
+
+
 @dataclass(frozen=True, repr=False)
 class Both(Pattern):
     """left & right."""
 
     left: Pattern
     right: Pattern
+
+    def __post_init__(self):
+        _need_patterns(self, self.left, self.right)
 
     def allows(self, i, j):
         return self.left.allows(i, j) & self.right.allows(i, j)
@@ -140,6 +154,9 @@ class Either(Pattern):
     left: Pattern
     right: Pattern
 
+    def __post_init__(self):
+        _need_patterns(self, self.left, self.right)
+
     def allows(self, i, j):
         return self.left.allows(i, j) | self.right.allows(i, j)
 
@@ -161,6 +178,9 @@ class Not(Pattern):
     """~inner: every pair that inner does not hold."""
 
     inner: Pattern
+
+    def __post_init__(self):
+        _need_patterns(self, self.inner)
 
     def allows(self, i, j):
         inner = self.inner.allows(i, j)

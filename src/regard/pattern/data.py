@@ -28,12 +28,19 @@ class documents(Data):
     ids: Int[Tensor, "*b m"]
 
     def allows(self, i, j):
-        ids = torch.atleast_2d(self.ids)
+        ids, last = self.ids, self.ids.shape[-1] - 1
         if isinstance(i, int):
-            return bool((ids[:, i] == ids[:, j]).all())
+            return 0 <= i <= last and bool((ids[..., i] == ids[..., j]).all())
+        inside = (i >= 0) & (i <= last)  # a query past the ids stands in no document: it looks nowhere
+        i = i.clamp(0, last)
+        if ids.dim() == 1:
+            return (ids[i] == ids[j]) & inside
         b = torch.arange(len(ids), device=ids.device)[:, None, None, None]
-        same = ids[b, i] == ids[b, j]
-        return same if self.ids.dim() == 2 else same[0, 0]
+        return (ids[b, i] == ids[b, j]) & inside
+
+    def fits(self, m: int) -> None:
+        if self.ids.shape[-1] != m:
+            raise ShapeError(f"{self!r} over {m} keys: one id a key is needed, ({m},) or (b, {m})")
 
     def __repr__(self):
         return f"documents(<{'×'.join(map(str, self.ids.shape))} ids>)"

@@ -1,6 +1,6 @@
 """The words of the grammar: each gives a query one arithmetic progression of keys, by an inequality."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -15,6 +15,16 @@ class Word(Countable, Pattern):
     """A pattern that gives each query one arithmetic progression of keys. See progression.py."""
 
     reads_query = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # every word is a dataclass
+            given = getattr(self, field.name)
+            whole = type(given) is int or (given is None and field.default is None)
+            _need(whole, self, f"{field.name} needs to be a whole number, an int")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise a SpecError if these numbers declare no pattern."""
 
     def terms(self) -> Terms:
         return {frozenset([self]): 1}
@@ -64,7 +74,7 @@ class window(Word):
     before: int
     after: int | None = None  # None: as many as before
 
-    def __post_init__(self):
+    def _check(self):
         _need(
             self.before >= 0 and (self.after is None or self.after >= 0),
             self,
@@ -93,7 +103,7 @@ class dilated(Word):
     reach: int
     step: int
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.reach >= 0 and self.step >= 1, self, "reach needs to be >= 0 and step >= 1")
 
     @property
@@ -123,7 +133,7 @@ class every(Word):
 
     reads_query = False
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.k >= 1 and 0 <= self.offset < self.k, self, "k needs to be >= 1 and 0 <= offset < k")
 
     @property
@@ -145,7 +155,7 @@ class strided(Word):
 
     k: int
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.k >= 1, self, "k needs to be >= 1")
 
     @property
@@ -168,7 +178,7 @@ class rows(Word):
     k: int
     offset: int = 0
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.k >= 1 and 0 <= self.offset < self.k, self, "k needs to be >= 1 and 0 <= offset < k")
 
     @property
@@ -194,7 +204,7 @@ class sinks(Word):
 
     reads_query = False
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.m >= 0, self, "m needs to be >= 0")
 
     @property
@@ -214,7 +224,7 @@ class prefix(Word):
 
     m: int
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.m >= 0, self, "m needs to be >= 0")
 
     @property
@@ -238,7 +248,7 @@ class blocks(Word):
 
     size: int
 
-    def __post_init__(self):
+    def _check(self):
         _need(self.size >= 1, self, "size needs to be >= 1")
 
     @property

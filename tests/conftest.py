@@ -1,0 +1,21 @@
+"""One machine, one result: the same instructions, the same threads, the same examples on every run."""
+
+import os
+
+# Before torch is imported: with AMX, oneDNN rounds bfloat16 products otherwise than elsewhere.
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(2)
+
+# `REGARD_EXAMPLES=1000 make long` looks further than `make test` has time for.
+settings.register_profile(
+    "regard",
+    derandomize=True,
+    deadline=None,
+    max_examples=int(os.environ.get("REGARD_EXAMPLES", "60")),
+    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no bug
+)
+settings.load_profile("regard")

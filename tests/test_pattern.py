@@ -1,0 +1,436 @@
+"""Patterns: the readings of the ledger cell by cell, the algebra against dense algebra, data, error texts."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ledger_cases import case, cases
+from pattern_strategies import patterns, standings
+from regard import pattern as grammar
+from regard.errors import FormatError, ShapeError, SpecError
+from regard.pattern import (
+    KINDS,
+    WORDS,
+    Both,
+    Pattern,
+    as_pattern,
+    blocks,
+    causal,
+    dilated,
+    documents,
+    every,
+    full,
+    lengths,
+    positions,
+    prefix,
+    rows,
+    sinks,
+    standing,
+    strided,
+    where,
+    window,
+)
+
+# The ledger's sixteen tokens (section 15.6): the ways to read "every 4th token globally" (D4).
+
+
+def reading(inputs: dict) -> Pattern:
+    band, k, phase = window(inputs["window"]), inputs["stride"], inputs["phase"]
+    wide = {
+        "band": band,
+        "columns": band | every(k, phase),
+        "columns+rows": band | every(k, phase) | rows(k, phase),
+        "strided": band | strided(k),
+    }[inputs["reading"]]
+    return causal() & wide if inputs["causal"] else wide
+
+
+def layers_to_connect(p: Pattern, n: int, goal: Pattern) -> int:
+    """The least L with the boolean power allowed^L = goal."""
+    step, wanted = p.allowed(n).double(), goal.allowed(n)
+    reached = torch.eye(n, dtype=torch.float64)
+    for layers in range(1, n + 1):
+        reached = (reached @ step > 0).double()
+        if torch.equal(reached > 0, wanted):
+            return layers
+    raise AssertionError(f"{p!r} never connects all pairs")
+
+
+@pytest.mark.ledger("S1.Q6a.1", "S1.Q6a.2", "S1.Q6a.3", "S1.Q6a.4", "S1.Q6a.5")
+@pytest.mark.parametrize("c", cases("mask.pattern"), ids=lambda c: c["id"])
+def test_the_sixteen_token_pattern_in_every_reading_is_the_ledgers(c):
+    p, n, expected = reading(c["inputs"]), c["inputs"]["n"], c["expected"]
+    table = p.allowed(n)
+    assert ["".join(str(int(x)) for x in row) for row in table] == expected["rows"]
+    assert p.draw(n).split("\n") == [" ".join("·■"[int(x)] for x in row) for row in expected["rows"]]
+    assert p.count(n) == expected["nnz"] == int(table.sum())
+    assert p.row_counts(n).tolist() == expected["row_nnz"]
+    assert table.sum(0).tolist() == expected["column_nnz"]
+    assert full().count(n) == expected["full"]
+    assert Fraction(p.count(n), full().count(n)) == Fraction(expected["density"])
+    assert 1 - Fraction(p.count(n), full().count(n)) == Fraction(expected["saving"])
+    goal = causal() if c["inputs"]["causal"] else full()
+    assert layers_to_connect(p, n, goal) == expected["layers_to_connect_all"]
+    if c["inputs"]["causal"]:
+        assert causal().count(n) == expected["full_causal"]
+        assert 1 - Fraction(p.count(n), causal().count(n)) == Fraction(expected["saving_vs_causal"])
+
+
+@pytest.mark.ledger("S1.Q6a.2", "S1.Q6a.3", "S1.Q6a.4")
+@pytest.mark.parametrize(
+    ("wide", "allowed", "in_the_past"),
+    [
+        (window(2), 74, 45),
+        (window(2) | every(4), 120, 73),
+        (window(2) | every(4, 3), 120, 63),
+        (window(2) | every(4) | rows(4), 154, 85),
+        (window(2) | every(4, 3) | rows(4, 3), 154, 85),
+        (window(2) | strided(4), 122, 69),
+    ],
+    ids=repr,
+)
+def test_the_table_of_section_15_6_counts_each_reading(wide, allowed, in_the_past):
+    assert wide.count(16) == allowed
+    assert (causal() & wide).count(16) == in_the_past
+
+
+@pytest.mark.ledger("S0.Q2b.8", "S1.Q3a.4")
+@pytest.mark.parametrize("c", cases("mask.causal"), ids=lambda c: c["id"])
+def test_causal_allows_the_lower_triangle_and_the_diagonal(c):
+    n, expected = c["inputs"]["n"], c["expected"]
+    assert causal().count(n) == expected["allowed"]
+    assert (~causal()).count(n) == expected["forbidden"]
+    assert (~causal()).count(n) / n**2 == expected["forbidden_fraction"]
+    assert torch.equal(causal().allowed(n), torch.ones(n, n, dtype=torch.bool).tril())
+
+
+@pytest.mark.ledger("S1.Q6b.1")
+def test_a_window_of_two_holds_4994_of_a_million_pairs_and_connects_in_500_layers():
+    c = case("compare.1000.512.k3.w2")
+    n, p = c["inputs"]["n"], window(c["inputs"]["w"])
+    assert p.count(n) == 4994 == n * 5 - 2 * 3
+    table, reached, layers = p.allowed(n).float(), torch.zeros(n), 0
+    reached[0] = 1.0  # query 0 is farthest from the last key
+    while not reached.all():
+        reached, layers = (table @ reached > 0).float(), layers + 1
+    assert layers == 500 == -(-(n - 1) // c["inputs"]["w"])
+
+
+def test_a_query_that_may_look_nowhere_has_an_empty_row():  # D1: its output is zero, so it must be known
+    p = causal() & every(4, 2)
+    assert p.row_counts(7).tolist() == [0, 0, 1, 1, 1, 1, 2]
+    assert not p.allowed(7)[:2].any()
+    assert (~full()).count(7, 11) == sinks(0).count(7) == 0
+
+
+# Each word is its inequality.
+
+INEQUALITIES = [
+    (full(), lambda i, j: True),
+    (causal(), lambda i, j: j <= i),
+    (window(2), lambda i, j: -2 <= i - j <= 2),
+    (window(3, 1), lambda i, j: -1 <= i - j <= 3),
+    (window(0, 2), lambda i, j: -2 <= i - j <= 0),
+    (dilated(2, 3), lambda i, j: i - j in (-6, -3, 0, 3, 6)),
+    (every(4, 3), lambda i, j: j in (3, 7, 11)),
+    (strided(5), lambda i, j: i - j in (-10, -5, 0, 5, 10)),
+    (rows(4, 1), lambda i, j: i in (1, 5, 9)),
+    (sinks(2), lambda i, j: j in (0, 1)),
+    (prefix(3), lambda i, j: i in (0, 1, 2) and j in (0, 1, 2)),
+    (blocks(4), lambda i, j: (i < 4 and j < 4) or (4 <= i < 8 and 4 <= j < 8) or (i >= 8 and j >= 8)),
+]
+
+
+def test_every_word_of_the_grammar_has_its_inequality_here():
+    assert {type(p) for p, _ in INEQUALITIES} == set(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("p", "holds"), INEQUALITIES, ids=lambda x: repr(x) if isinstance(x, Pattern) else ""
+)
+def test_a_word_allows_exactly_the_pairs_of_its_inequality(p, holds):
+    expected = [[holds(i, j) for j in range(11)] for i in range(11)]
+    assert p.allowed(11).tolist() == expected
+    assert p.allowed(7, 11).tolist() == expected[4:]  # the last seven, standing behind a cache of four
+    assert [[p.allows(i, j) for j in range(11)] for i in range(11)] == expected
+
+
+def test_causal_or_prefix_is_a_prefix_language_model():
+    assert (causal() | prefix(2)).draw(4) == "■ ■ · ·\n■ ■ · ·\n■ ■ ■ ·\n■ ■ ■ ■"
+
+
+# The algebra is the dense algebra.
+
+sizes = st.tuples(st.integers(1, 13), st.integers(0, 11)).map(lambda t: (t[0], t[0] + t[1]))
+
+
+@given(patterns, patterns, sizes)
+def test_the_algebra_of_patterns_is_that_of_their_tables(p, r, size):
+    n, m = size
+    a, b = p.allowed(n, m), r.allowed(n, m)
+    assert torch.equal((p & r).allowed(n, m), a & b)
+    assert torch.equal((p | r).allowed(n, m), a | b)
+    assert torch.equal((~p).allowed(n, m), ~a)
+    assert torch.equal((p - r).allowed(n, m), a & ~b)
+
+
+@given(patterns, sizes)
+def test_integers_and_tensors_are_allowed_the_same(p, size):
+    n, m = size
+    one_by_one = [[p.allows(i + m - n, j) for j in range(m)] for i in range(n)]
+    assert all(type(cell) is bool for row in one_by_one for cell in row)
+    assert p.allowed(n, m).tolist() == one_by_one
+
+
+@given(patterns, patterns, sizes, standings)
+def test_same_means_the_same_table(p, r, size, at):
+    n, m = size
+    assert p.same(r, n, m, at) == torch.equal(p.allowed(n, m, at), r.allowed(n, m, at))
+    assert p.same(~~p, n, m, at)
+    assert (~(p & r)).same(~p | ~r, n, m, at)
+
+
+def test_what_is_written_otherwise_is_the_same_but_not_equal():
+    assert window(2).same(window(2, 2), 7) and window(2) != window(2, 2)
+    assert not window(2).same(window(3), 7) and window(2).same(window(3), 3)
+
+
+@given(patterns)
+def test_repr_is_source(p):
+    assert eval(repr(p), vars(grammar)) == p
+
+
+@given(patterns)
+def test_json_goes_both_ways(p):
+    assert Pattern.from_json(p.json()) == p
+    assert Pattern.from_json(p.json(indent=2)) == p
+
+
+@given(patterns)
+def test_equal_patterns_have_equal_hashes(p):
+    assert hash(Pattern.from_json(p.json())) == hash(p)
+
+
+def test_repr_has_no_more_brackets_than_the_algebra_needs():
+    assert repr(causal() & (window(1) | every(4))) == "causal() & (window(1) | every(4))"
+    assert repr(causal() - window(2, 3)) == "causal() & ~window(2, after=3)"
+    assert repr(full() & (causal() & sinks(1))) == "full() & (causal() & sinks(1))"
+    assert repr(~(full() | (rows(2, 1) | blocks(3)))) == "~(full() | (rows(2, offset=1) | blocks(3)))"
+
+
+def test_a_pattern_takes_no_other_operand():
+    for join in (lambda p: p & 1, lambda p: p | None, lambda p: p - True):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            join(causal())
+
+
+def test_none_means_every_pair():
+    assert as_pattern(None) == full()
+    assert as_pattern(causal()) == causal()
+
+
+def test_words_say_whether_they_read_where_the_query_stands():
+    assert {p for p, _ in INEQUALITIES if not p.reads_query} == {full(), every(4, 3), sinks(2)}
+    assert (every(3) | causal()).reads_query and not (every(3) & ~sinks(2)).reads_query
+    assert not any(p.has_data for p, _ in INEQUALITIES)
+    assert (causal() & where(lambda i, j: i == j)).has_data
+
+
+# Where a query stands.
+
+
+def test_few_queries_follow_a_cache_of_keys():
+    assert standing(causal(), 3, 11) == (8, 1)
+    assert positions(causal(), 3, 11).tolist() == [8, 9, 10]
+    assert positions(causal(), 3, 11, at=2).tolist() == [2, 3, 4]
+    assert positions(causal(), 3, 11, at=(1, 4)).tolist() == [1, 5, 9]
+    assert positions(causal(), 3, 11, at=torch.tensor([2, 0])).tolist() == [[2, 3, 4], [0, 1, 2]]
+
+
+def test_one_offset_a_batch_row_gives_one_table_a_row():
+    at, p = torch.tensor([5, 0, 2]), causal() & (window(3) | every(4, 1))
+    table = p.allowed(7, 11, at)
+    assert table.shape == (3, 1, 7, 11)
+    for row, start in zip(table[:, 0], at.tolist()):
+        assert torch.equal(row, p.allowed(7, 11, start))
+
+
+def test_more_queries_than_keys_are_fine_where_no_position_is_compared():
+    assert every(4).allowed(11, 7).tolist() == [[j % 4 == 0 for j in range(7)]] * 11
+    assert causal().allowed(11, 7, at=0).sum() == causal().count(11, 7, at=0) == 28 + 4 * 7
+
+
+def test_more_queries_than_keys_need_to_say_where_they_stand():
+    message = (
+        r"^11 queries over 7 keys: causal\(\) & every\(4\) compares positions, "
+        r"and query 0 would stand at -4; say where the queries stand with at=, for example at=0$"
+    )
+    for ask in (Pattern.allowed, Pattern.count, Pattern.row_counts, Pattern.draw):
+        with pytest.raises(ShapeError, match=message):
+            ask(causal() & every(4), 11, 7)
+
+
+def test_a_step_between_queries_below_one_is_refused():
+    with pytest.raises(SpecError, match=r"^at=\(3, 0\): the step between queries needs to be >= 1$"):
+        causal().count(7, 11, at=(3, 0))
+
+
+# Patterns that carry data.
+
+IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 3]])
+
+
+@pytest.mark.ledger("S1.Q3a.5")
+def test_documents_do_not_see_one_another():
+    one, two = documents(IDS[0]), documents(IDS)
+    expected = IDS[:, None, :, None] == IDS[:, None, None, :]
+    assert torch.equal(two.allowed(7), expected) and two.allowed(7).shape == (2, 1, 7, 7)
+    assert torch.equal(one.allowed(7), expected[0, 0])
+    assert torch.equal(two.allowed(3, 7), expected[:, :, 4:])  # the last three, after a cache of four
+    assert torch.equal(one.allowed(3, 7), expected[0, 0, 4:])
+    assert torch.equal((causal() & two).allowed(7), expected.tril())
+    assert two.count(7) == int(expected.sum()) and one.count(3, 7) == 6
+
+
+def test_documents_follow_one_offset_a_batch_row():
+    at = torch.tensor([4, 1])
+    expected = torch.stack([documents(IDS[0]).allowed(3, 7, start) for start in at.tolist()])[:, None]
+    assert torch.equal(documents(IDS[0]).allowed(3, 7, at), expected)
+    rows_of_two = torch.stack([documents(ids).allowed(3, 7, int(a)) for ids, a in zip(IDS, at)])[:, None]
+    assert torch.equal(documents(IDS).allowed(3, 7, at), rows_of_two)
+
+
+def test_a_query_past_the_documents_stands_in_none():
+    assert documents(IDS[0]).allowed(3, 7, at=6).any(-1).tolist() == [True, False, False]
+    assert documents(IDS).allowed(2, 7, at=-1).any(-1).tolist() == [[[False, True]], [[False, True]]]
+    assert not documents(IDS).allows(-1, 6) and documents(IDS).allows(6, 6)
+
+
+def test_documents_need_one_id_a_key():
+    message = r"^documents\(<2×7 ids>\) over 11 keys: one id a key is needed, \(11,\) or \(b, 11\)$"
+    with pytest.raises(ShapeError, match=message):
+        (causal() & documents(IDS)).allowed(7, 11)
+
+
+@pytest.mark.ledger("S0.Q2b.9", "S3.Q2b.0")
+def test_lengths_hide_keys_and_never_queries():
+    p = lengths(torch.tensor([2, 7, 0]))
+    table = p.allowed(5, 7)
+    assert table.shape == (3, 1, 5, 7)
+    assert table.sum(-1).squeeze(1).tolist() == [[2] * 5, [7] * 5, [0] * 5]
+    assert table[0, 0, :, :2].all() and p.count(5, 7) == 45
+    assert lengths(torch.tensor([2, 3])).allowed(11, 7).shape == (2, 1, 11, 7)  # compares no positions
+
+
+def test_where_takes_any_function_of_positions():
+    near = where(lambda i, j: (i - j).abs() <= 2)
+    assert torch.equal(near.allowed(7, 11), window(2).allowed(7, 11))
+    assert near.count(7, 11) == window(2).count(7, 11) and near.same(window(2), 7, 11)
+    assert torch.equal((near & ~causal()).allowed(7), (window(2) - causal()).allowed(7))
+    assert torch.equal(where(lambda i, j: True).allowed(3, 5), full().allowed(3, 5))
+
+
+def test_data_of_integers_hold_for_the_whole_batch():
+    for p in (documents(IDS), lengths(torch.tensor([2, 5]))):
+        everywhere = p.allowed(7).all(0)[0]
+        assert [[p.allows(i, j) for j in range(7)] for i in range(7)] == everywhere.tolist()
+
+
+def test_data_are_compared_by_identity():
+    p = documents(IDS)
+    assert p == p and p != documents(IDS) and len({p, documents(IDS), p}) == 2
+    assert causal() & p == causal() & p
+
+
+def test_data_print_their_sizes():
+    assert repr(causal() & documents(IDS)) == "causal() & documents(<2×7 ids>)"
+    assert repr(documents(IDS[0])) == "documents(<7 ids>)"
+    assert repr(lengths(torch.tensor([2, 3]))) == "lengths(<2 lengths>)"
+
+    def twice(i, j):
+        return i == 2 * j
+
+    assert repr(where(twice)) == "where(twice)"
+
+
+@pytest.mark.parametrize(
+    "p", [documents(IDS), lengths(torch.tensor([2])), where(lambda i, j: i == j)], ids=repr
+)
+def test_data_have_no_json_and_no_formula(p):
+    message = "carries data, so it has no JSON; pass it to the call (rg.attention, the module) instead"
+    with pytest.raises(FormatError) as e:
+        (causal() & ~p).json()
+    assert str(e.value) == f"{type(p).__name__} {message}"
+    with pytest.raises(ShapeError) as e:
+        p.row_counts(7)
+    assert str(e.value) == f"{p!r} carries data: there is no formula for it"
+
+
+def test_a_pattern_that_differs_along_the_batch_draws_one_row_at_a_time():
+    with pytest.raises(ShapeError) as e:
+        documents(IDS).draw(7)
+    assert str(e.value) == (
+        "documents(<2×7 ids>) differs along the batch; draw one row: pattern.allowed(n)[b, 0]"
+    )
+    assert documents(IDS[0, :3]).draw(3) == "■ ■ ■\n■ ■ ■\n■ ■ ■"
+
+
+# What cannot be declared.
+
+RESIDUE = "k needs to be >= 1 and 0 <= offset < k"
+
+
+@pytest.mark.parametrize(
+    ("declare", "message"),
+    [
+        (
+            lambda: window(-1),
+            "window(-1): a window cannot end before it begins; before and after need to be >= 0",
+        ),
+        (
+            lambda: window(2, -3),
+            "window(2, after=-3): a window cannot end before it begins; before and after need to be >= 0",
+        ),
+        (lambda: dilated(-1, 2), "dilated(-1, 2): reach needs to be >= 0 and step >= 1"),
+        (lambda: dilated(1, 0), "dilated(1, 0): reach needs to be >= 0 and step >= 1"),
+        (lambda: every(0), f"every(0): {RESIDUE}"),
+        (lambda: every(4, 4), f"every(4, offset=4): {RESIDUE}"),
+        (lambda: every(4, -1), f"every(4, offset=-1): {RESIDUE}"),
+        (lambda: rows(0), f"rows(0): {RESIDUE}"),
+        (lambda: rows(3, 3), f"rows(3, offset=3): {RESIDUE}"),
+        (lambda: strided(0), "strided(0): k needs to be >= 1"),
+        (lambda: sinks(-1), "sinks(-1): m needs to be >= 0"),
+        (lambda: prefix(-1), "prefix(-1): m needs to be >= 0"),
+        (lambda: blocks(0), "blocks(0): size needs to be >= 1"),
+    ],
+)
+def test_what_cannot_be_declared_says_why(declare, message):
+    with pytest.raises(SpecError) as e:
+        declare()
+    assert str(e.value) == message
+
+
+@pytest.mark.compiled  # without the shape checker, which would refuse these first
+@pytest.mark.parametrize(
+    ("declare", "message"),
+    [
+        (lambda: window(2.5), "window(2.5): before needs to be a whole number, an int"),
+        (lambda: window(2, True), "window(2, after=True): after needs to be a whole number, an int"),
+        (lambda: window(None), "window(None): before needs to be a whole number, an int"),
+        (lambda: Both(causal(), 3), "Both is made of patterns; 3 is none"),
+        (lambda: KINDS["Either"](None, causal()), "Either is made of patterns; None is none"),
+        (lambda: KINDS["Not"]("causal"), "Not is made of patterns; 'causal' is none"),
+    ],
+)
+def test_fields_of_the_wrong_kind_say_what_is_needed(declare, message):
+    with pytest.raises(SpecError) as e:
+        declare()
+    assert str(e.value) == message
+
+
+def test_a_pattern_is_a_value_that_does_not_change():
+    with pytest.raises(AttributeError, match="cannot assign to field 'before'"):
+        window(2).before = 3
