@@ -43,4 +43,4 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     close = difflib.get_close_matches(str(word), names, n=1)
-    return f"did you mean {close[0]}?" if close else "known: " + ", ".join(names)
+    return f"did you mean {close[0]}?" if close else "known: " + (", ".join(names) or "none")

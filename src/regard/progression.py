@@ -26,7 +26,7 @@ FAR = 1 << 60  # past any key; small enough to add to without overflow
 class Keys:
     """One progression of keys for each of many queries: bounds inclusive, one step for all.
 
-    A bound or residue that does not depend on the query is one number.
+    A bound or residue that does not depend on the query is one number; 0 ≤ residue < step.
     """
 
     lo: PerQuery
@@ -47,9 +47,11 @@ class Keys:
             apart = np.asarray(apart, dtype=object)
         # j = residue + step·t with step·t ≡ apart (mod other.step); solvable where g divides apart
         inverse = pow(self.step // g, -1, other.step // g)
-        t = (apart // g * inverse) % (other.step // g)
-        hi = np.where(apart % g == 0, hi, lo - 1)
-        return Keys(lo, hi, (self.residue + self.step * t) % step, step)
+        if g > 1:
+            hi = np.where(apart % g == 0, hi, lo - 1)
+            apart = apart // g
+        t = apart * inverse % (other.step // g)
+        return Keys(lo, hi, self.residue + self.step * t, step)
 
     def first(self) -> PerQuery:
         """The first key at or after lo."""

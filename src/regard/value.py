@@ -20,8 +20,7 @@ def table(*kinds: type) -> dict[str, type]:
 def to_plain(value: Any) -> Any:
     """Dictionaries, lists, numbers and strings; an infinite number becomes the string "inf" or "-inf"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        if refusal := getattr(value, "refuses_json", None):
-            raise FormatError(f"{type(value).__name__} {refusal}")
+        _refuse(type(value))
         fields = {f.name: to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"kind": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
@@ -42,10 +41,11 @@ def from_plain(data: Any, kinds: Mapping[str, type]) -> Any:
     fields = dict(data)
     name = fields.pop("kind", None)
     if name is None:
-        raise FormatError(f'a JSON object without a kind, only {_names(fields)}; add "kind"')
+        raise FormatError(f'a JSON object without a kind; its fields: {_names(fields)}; add "kind"')
     if not isinstance(name, str) or name not in kinds:
-        raise FormatError(f"unknown kind {name!r}; {nearest(name, kinds)}")
+        raise FormatError(f"unknown kind {name!r}; {nearest(str(name), kinds)}")
     kind = kinds[name]
+    _refuse(kind)
     known = {f.name: f for f in dataclasses.fields(kind)}
     for field in fields:
         if field not in known:
@@ -54,6 +54,11 @@ def from_plain(data: Any, kinds: Mapping[str, type]) -> Any:
     if missing := [r for r in required if r not in fields]:
         raise FormatError(f"{name} needs {_names(missing)}, which the JSON does not give")
     return kind(**{field: from_plain(v, kinds) for field, v in fields.items()})
+
+
+def _refuse(kind: type) -> None:
+    if refusal := getattr(kind, "refuses_json", None):
+        raise FormatError(f"{kind.__name__} {refusal}")
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -87,4 +92,4 @@ def _inf(v: Any) -> str:  # repr of an infinite float is no source
 
 
 def _names(fields: Iterable[str]) -> str:
-    return ", ".join(repr(f) for f in fields) or "nothing"
+    return ", ".join(repr(f) for f in fields) or "none"
