@@ -6,22 +6,27 @@ A pass is a set of tiles; the passes of a plan hold disjoint sets of pairs, so t
 log-sum-exp. All arrays are numpy int64 on the host; whoever runs a plan moves what it needs.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, reduce
+from math import gcd, lcm
+from operator import and_, or_
 
 import numpy as np
 
-from ..pattern import Pattern
-from ..progression import Ints
+from ..pattern import Both, Either, Not, Pattern, full
+from ..progression import FAR, Ints
+from .cells import ALL, MOST, NONE, PART, RAGGED, SOME, divide, kleene
+from .relations import Axis, NoPlan, Relations, Tiles, lay, relations
 
-
-class NoPlan(Exception):
-    """No short list of progressions describes this pattern; the message says why, `auto` repeats it."""
+TILE = 128  # what one more tile costs a row, in pairs: reading q, writing o, joining with other passes
+SAMPLE = 256  # tiles on which ways are compared
+CLAUSES = 8  # the most clauses an `|` is split into
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Tiles of queries with their progressions of keys (in a transposed plan: tiles of keys, parts of rows)."""
+    """Tiles of queries, each with progressions of keys; in a transposed plan tiles of keys, parts of rows."""
 
     pattern: Pattern  # exactly the pairs of this pass: a ragged part is masked by pattern.allows(i, j)
     tiles: Ints  # (t, 3): first row, row step, number of rows
@@ -67,20 +72,159 @@ class Plan:
         return max((one.most_parts for one in self.passes), default=0)
 
 
+@dataclass(frozen=True)
+class Way:
+    """One way to lay the tiles of a pass: row step `hop`, no tile across a multiple of `grid`."""
+
+    pattern: Pattern
+    hop: int = 1
+    grid: int = 0
+
+
+@dataclass(frozen=True)
+class Question:
+    """One direction of one plan: tiles along xs, parts along ys; swap: xs are the keys."""
+
+    xs: Axis
+    ys: Axis
+    tile: int
+    swap: bool
+
+    def relations(self, pattern: Pattern) -> list[Relations]:
+        return [relations(word, self.swap) for word in dict.fromkeys(pattern.leaves())]
+
+    def hop(self, pattern: Pattern) -> int:
+        """The row step at which all rows of a tile agree in every residue; 1 where it is out of reach."""
+        period = lcm(*(rel.period for rel in self.relations(pattern)))
+        return period // gcd(period, self.xs.step) if period < FAR else 1
+
+    def tiles(self, way: Way) -> Tiles:
+        """No tile crosses the end of a range of x, or a multiple of the grid."""
+        found = self.relations(way.pattern)
+        ends = np.array([rel.x_below for rel in found if rel.x_below < FAR], dtype=np.int64)
+        if way.grid:
+            last = self.xs.start + self.xs.step * self.xs.count
+            ends = np.append(ends, np.arange(self.xs.start // way.grid, last // way.grid + 1) * way.grid)
+        return lay(self.xs, self.tile, way.hop, self.xs.index(ends), self.classes(way))
+
+    def classes(self, way: Way) -> Ints:
+        """The residues mod hop whose rows may see anything at all."""
+        c = np.arange(min(way.hop, self.xs.count), dtype=np.int64)
+        x = self.xs.start + self.xs.step * c
+        values = {}
+        for word in dict.fromkeys(way.pattern.leaves()):
+            k, residue = relations(word, self.swap).x_class
+            known = k > 1 and self.xs.step * way.hop % k == 0
+            values[word] = np.where(x % k == residue, ALL, NONE) if known else np.full_like(c, SOME)
+        return c[kleene(way.pattern, values) > NONE]
+
+    def answer(self, way: Way, sample: int = 0) -> tuple[Pass, float]:
+        """A pass and what it costs, in pairs; with a sample, of about so many tiles, scaled up."""
+        tiles = self.tiles(way)
+        some = tiles.sample(sample) if sample else tiles
+        offsets, parts = divide(way.pattern, some, self.ys, self.swap)
+        many = np.diff(offsets)
+        rows = (some.rows + self.tile) / 2  # a short tile is not cheaper in proportion
+        keys = parts[:, 2] * np.where(parts[:, 3], 1, RAGGED) + PART
+        cost = (np.repeat(rows, many) * keys).sum() + (rows * (many > 0)).sum() * TILE
+        seen = np.flatnonzero(many)
+        table = np.stack([some.first, np.full_like(some.first, way.hop), some.rows], axis=1)[seen]
+        found = Pass(way.pattern, table, np.append(offsets[seen], offsets[-1]), parts)
+        dear = 1 if found.most_parts <= MOST else 2
+        return found, dear * float(cost) * len(tiles.first) / max(len(some.first), 1)
+
+
 def plan(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
     """The plan of a pattern without data: query r of n stands at start + step · r, over keys 0 … m − 1."""
-    return _whole(pattern, n, m, start, step, n, m, tile)
+    return _kept(pattern, n, m, start, step, tile, False)()
 
 
 def transposed(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
     """The same pairs read from the keys: tiles are of keys, parts are progressions of query rows."""
-    return _whole(pattern, n, m, start, step, m, n, tile)
+    return _kept(pattern, n, m, start, step, tile, True)()
 
 
-def _whole(pattern: Pattern, n: int, m: int, start: int, step: int, rows: int, keys: int, tile: int) -> Plan:
-    """Every pair, masked: where the cells of the planner will stand."""
-    first = np.arange(0, rows if keys else 0, tile, dtype=np.int64)
-    tiles = np.stack([first, np.ones_like(first), np.minimum(rows - first, tile)], axis=1)
-    parts = np.tile(np.array([[0, 1, keys, 0]], dtype=np.int64), (len(first), 1))
-    one = Pass(pattern, tiles, np.arange(len(first) + 1, dtype=np.int64), parts)
-    return Plan(pattern, n, m, start, step, (one,), pattern.count(n, m, (start, step)))
+@lru_cache(maxsize=256)
+def _kept(
+    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, swap: bool
+) -> Callable[[], Plan]:
+    """A call that gives the plan, or raises the reason why there is none: both are found once."""
+    queries, keys = Axis(n, start, step), Axis(m)
+    question = Question(keys, queries, tile, True) if swap else Question(queries, keys, tile, False)
+    try:
+        passes = _best(pattern, question) if n and m else ()
+    except NoPlan as why:
+        reason = str(why)
+
+        def refuse() -> Plan:
+            raise NoPlan(reason)
+
+        return refuse
+    found = Plan(pattern, n, m, start, step, passes, pattern.count(n, m, (start, step)))
+    return lambda: found
+
+
+def _best(pattern: Pattern, question: Question) -> tuple[Pass, ...]:
+    """The cheapest of the ways; they are compared on a sample of tiles."""
+    ways, costs, reasons = list(_ways(pattern, question)), {}, []
+    for several in ways if len(ways) > 1 else ():
+        try:
+            costs[several] = sum(question.answer(way, SAMPLE)[1] for way in several)
+        except NoPlan as why:
+            reasons.append(why)
+    if len(reasons) == len(ways):
+        raise reasons[0]
+    best = min(costs, key=costs.__getitem__) if costs else ways[0]
+    found = (question.answer(way)[0] for way in best)
+    return tuple(one for one in found if len(one.parts))
+
+
+def _ways(pattern: Pattern, question: Question) -> Iterator[tuple[Way, ...]]:
+    """Neighbours; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
+    groups: dict[int, list[Clause]] = {}
+    for clause in clauses(pattern):
+        positive = [factor for factor in clause if not isinstance(factor, Not)]
+        groups.setdefault(question.hop(reduce(and_, positive, full())), []).append(clause)
+    span = question.tile * question.xs.step
+    sizes = {rel.block for rel in question.relations(pattern) if rel.block}
+    grids = {b for b in sizes if 4 * b >= span} | {span // b * b for b in sizes if b <= span}
+    yield from ((Way(pattern, 1, grid),) for grid in sorted(grids or {0}))
+    yield from ((Way(pattern, hop),) for hop in sorted({*groups, question.hop(pattern)} - {1}))
+    if len(groups) > 1:
+        for order in (sorted(groups), sorted(groups, reverse=True)):
+            yield tuple(Way(_without(groups, order[:at], hop), hop) for at, hop in enumerate(order))
+
+
+Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
+
+
+def clauses(pattern: Pattern) -> list[Clause]:
+    """The pattern as an `|` of clauses, as long as they are few."""
+
+    def both(a: list[Clause], b: list[Clause]) -> list[Clause]:
+        return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
+
+    match pattern:
+        case Either():
+            found = clauses(pattern.left) + clauses(pattern.right)
+        case Both():
+            found = both(clauses(pattern.left), clauses(pattern.right))
+        case Not(Not() as inner):
+            found = clauses(inner.inner)
+        case Not(Either() as inner):
+            found = both(clauses(~inner.left), clauses(~inner.right))
+        case Not(Both() as inner):
+            found = clauses(~inner.left) + clauses(~inner.right)
+        case _:
+            found = [(pattern,)]
+    return found if len(found) <= CLAUSES else [(pattern,)]
+
+
+def _without(groups: dict[int, list[Clause]], earlier: list[int], hop: int) -> Pattern:
+    """The clauses of one group, less those of the groups before it: C & E − C & W is C & E & ~W."""
+    taken = [clause for other in earlier for clause in groups[other]]
+    kept = []
+    for clause in groups[hop]:
+        rests = [tuple(f for f in other if f not in clause) for other in taken]
+        kept.append(reduce(and_, [*clause, *(~reduce(and_, rest, full()) for rest in rests)]))
+    return reduce(or_, kept)
