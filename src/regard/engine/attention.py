@@ -1,0 +1,114 @@
+"""The one door to attention."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .. import reference
+from ..errors import SpecError
+from ..pattern import At, Pattern
+from ..reference import Ties
+from . import choose, dense, masked
+from .call import Bias, Call, as_pattern_and_table, check
+
+
+def attention(
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    v: Float[Tensor, "b h_kv m d_v"],
+    pattern: Pattern | Tensor | None = None,
+    *,
+    lengths: Int[Tensor, " b"] | None = None,
+    bias: Bias = None,
+    scale: int | float | None = None,
+    ties: Ties = "share",
+    dropout_p: int | float = 0.0,
+    at: At | Tensor = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Float[Tensor, "b h n d_v"] | tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, by the fastest exact way.
+
+    pattern: a `Pattern`, or a bool tensor that broadcasts to (b, h, n, m), True = may look; None is every pair.
+    lengths: keys at and past lengths[b] are hidden, whatever they hold (NaN too); queries never are.
+    bias: added to the scores; a tensor that broadcasts to (b, h, n, m), or a bias by distance.
+    scale: None is 1/√d_k; 0 the mean of the values; inf the hard limit, where tied keys share (`ties`).
+    at: where the queries stand: an offset, one a batch row, or (start, step); None is i + m − n.
+    Fewer key/value heads than query heads are shared by groups; d_v may differ from d_k.
+    A query that may look nowhere gets zeros, and finite gradients.
+    With return_lse, also ln Σ exp(scores), differentiable.
+    """
+    given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
+    o, lse = _run(given, choose.choose(given, backend).backend)
+    return (o, lse) if return_lse else o
+
+
+def weights(
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    pattern: Pattern | Tensor | None = None,
+    *,
+    lengths: Int[Tensor, " b"] | None = None,
+    bias: Bias = None,
+    scale: int | float | None = None,
+    ties: Ties = "share",
+    at: At | Tensor = None,
+) -> Float[Tensor, "b h n m"]:
+    """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table."""
+    call = _call(q, k, k, pattern, lengths, bias, scale, ties, 0.0, at, False)
+    k = reference.repeat_heads(call.k, q.shape[1])
+    return reference.attend(
+        call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=ties
+    ).weights
+
+
+def _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse) -> Call:
+    """The arguments of `attention`, checked and made ready."""
+    pattern, table = as_pattern_and_table(pattern)
+    q, k, v = _cast(q, k, v)
+    call = Call(q, k, v, pattern, table, lengths, bias, scale, ties, float(dropout_p), at, return_lse)
+    return _above_zero(_hide(check(call)))
+
+
+def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
+    match backend:
+        case "dense":
+            return dense.attend(call), None
+        case "masked":
+            return masked.attend(call), None
+        case "plain":
+            return masked.attend_plainly(call)
+    raise SpecError(f"backend={backend!r} is chosen but not built")
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, to its dtype, as PyTorch's own attention does; float64 stays."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _hide(call: Call) -> Call:
+    """Zeros where keys and values lie past the length: 0 · NaN is NaN, so a mask alone would let them through."""
+    if call.lengths is None:
+        return call
+    past = torch.arange(call.m, device=call.k.device) >= call.lengths[:, None]
+    past = past[:, None, :, None]
+    return _replace(call, k=call.k.masked_fill(past, 0.0), v=call.v.masked_fill(past, 0.0))
+
+
+def _above_zero(call: Call) -> Call:
+    """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
+    if call.scale is None or call.scale > 0:
+        return call
+    return (
+        _replace(call, q=-call.q, scale=-call.scale)
+        if call.scale < 0
+        else _replace(call, q=0 * call.q, scale=1.0)
+    )
+
+
+def _replace(call: Call, **changes: Tensor | float) -> Call:
+    return Call(**{**{f: getattr(call, f) for f in Call.__dataclass_fields__}, **changes})

@@ -1,0 +1,183 @@
+"""Multi-head attention: the module a spec.Attention builds."""
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from .. import spec
+from ..engine import attention as engine
+from ..engine.call import Bias
+from ..errors import ShapeError
+from ..pattern import At, Pattern
+from ..reference import repeat_heads, tanh_scores
+from . import position as positions
+from .cache import KeyValues
+
+
+class Projected(NamedTuple):
+    """What goes into the engine."""
+
+    q: Float[Tensor, "b h n d_k"]
+    k: Float[Tensor, "b h_kv m d_k"]
+    v: Float[Tensor, "b h_kv m d_v"]
+    lengths: Int[Tensor, " b"] | None
+    at: At | Tensor
+
+
+class MultiHeadAttention(nn.Module):
+    """concat_h softmax(scale · Q_h K_hᵀ + bias) V_h, times W_O.
+
+    Queries come from x; keys and values from `context`, or from x itself where there is none.
+    """
+
+    def __init__(self, declared: spec.Attention):
+        super().__init__()
+        self.spec = declared
+        size = declared.sizes
+        every = declared.biases == "all"
+        self.w_q = self.w_k = self.w_o = None
+        if declared.score != "position":
+            self.w_q = nn.Linear(size.d_model, size.heads * size.d_k, bias=every)
+        if declared.score in ("dot", "additive"):
+            self.w_k = nn.Linear(size.d_context, size.kv_heads * size.d_k, bias=every)
+        self.w_v = nn.Linear(size.d_context, size.kv_heads * size.d_v, bias=every)
+        if declared.output:
+            self.w_o = nn.Linear(size.heads * size.d_v, size.d_out, bias=declared.biases != "none")
+        if declared.score == "additive":
+            self.v_score = nn.Parameter(torch.empty(size.heads, size.d_k).normal_(std=size.d_k**-0.5))
+        self.position = declared.position and positions.build(
+            declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v
+        )
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b m d_context"] | None = None,
+        *,
+        lengths: Int[Tensor, " b"] | None = None,
+        pattern: Pattern | Tensor | None = None,
+        bias: Bias = None,
+        cache: KeyValues | None = None,
+        at: At | Tensor = None,
+        return_weights: bool = False,
+    ) -> Float[Tensor, "b n d_out"] | tuple[Float[Tensor, "b n d_out"], Float[Tensor, "b h n m"]]:
+        """The new vectors; with return_weights also the weights, which do not change the output.
+
+        lengths: how many keys count in each row. pattern: further restricts the declared one (documents, …).
+        bias: added to the scores beside the layer's own position. at: where the queries stand.
+        """
+        p = self._project(x, context, lengths, cache, at)
+        q, bias, scale = self._score(p, bias)
+        together = {
+            "pattern": self._pattern(pattern),
+            "lengths": p.lengths,
+            "bias": bias,
+            "scale": scale,
+            "ties": self.spec.ties,
+            "at": p.at,
+        }
+        dropout = self.spec.dropout if self.training else 0.0
+        o = engine.attention(q, p.k, p.v, dropout_p=dropout, **together)
+        weights = None
+        if return_weights or getattr(self.spec.position, "values", False):
+            weights = engine.weights(q, p.k, **together)
+        if getattr(self.spec.position, "values", False):
+            o = o + self.position.values(weights, *self._places(p))
+        o = rearrange(o, "b h n d -> b n (h d)")
+        out = o if self.w_o is None else self.w_o(o)
+        return (out, weights) if return_weights else out
+
+    def _project(self, x, context, lengths, cache, at) -> Projected:
+        size = self.spec.sizes
+        source = x if context is None else context
+        self._check_widths(x, source)
+        q = self._queries(x)
+        if context is None and cache is not None:
+            at = cache.offset
+        if context is not None and cache is not None and cache.filled:
+            k, v = cache.k, cache.v  # the context's, from the first step
+        else:
+            k = self._keys(source)
+            v = rearrange(self.w_v(source), "b m (h d) -> b h m d", h=size.kv_heads)
+            if self.spec.position is not None and self.spec.position.acts == "query_key":
+                k = self.position(k, _stand(at if context is None else 0, k.shape[-2], 0, k.device))
+            if cache is not None:
+                k, v, lengths = cache.append(k, v, lengths)
+        if context is not None and at is None and q.shape[-2] > k.shape[-2]:
+            at = 0  # two sequences: their positions are not compared
+        if self.spec.position is not None and self.spec.position.acts == "query_key":
+            q = self.position(q, _stand(at, q.shape[-2], k.shape[-2] - q.shape[-2], q.device))
+        return Projected(q, k, v, lengths, at)
+
+    def _queries(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b h n d_k"]:
+        if self.w_q is None:  # the position alone decides: nothing to compare
+            return x.new_zeros(x.shape[0], self.spec.heads, x.shape[1], 1)
+        return rearrange(self.w_q(x), "b n (h d) -> b h n d", h=self.spec.heads)
+
+    def _keys(self, source: Float[Tensor, "b m d_context"]) -> Float[Tensor, "b h_kv m d_k"]:
+        kv_heads = self.spec.sizes.kv_heads
+        match self.spec.score:
+            case "position":
+                return source.new_zeros(source.shape[0], kv_heads, source.shape[1], 1)
+            case "bilinear":  # q·W·k compares with the input itself
+                return rearrange(source, "b m d -> b 1 m d").expand(-1, kv_heads, -1, -1)
+        return rearrange(self.w_k(source), "b m (h d) -> b h m d", h=kv_heads)
+
+    def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
+        """The queries, the bias and the scale: a score that is no dot product comes as a bias on zeros."""
+        factor = self.spec.factor
+        if self.spec.score == "additive":
+            scores = tanh_scores(p.q, repeat_heads(p.k, self.spec.heads), self.v_score)
+            hard = factor == inf
+            times = 1.0 if factor is None or hard else factor
+            return torch.zeros_like(p.q), _plus(times * scores, bias), inf if hard else None
+        if self.spec.position is not None and self.spec.position.acts == "score":
+            q_at, k_at = self._places(p)
+            own = self.position.by_distance(p.k.shape[-2] - 1) if q_at.dim() == 1 else None
+            usual = p.q.shape[-1] ** -0.5 if factor is None else factor
+            if own is None or bias is not None:
+                own = self.position(q_at, k_at, p.q, usual)
+            return p.q, _plus(own, bias), factor
+        return p.q, bias, factor
+
+    def _places(self, p: Projected) -> tuple[Int[Tensor, "*b n"], Int[Tensor, " m"]]:
+        n, m = p.q.shape[-2], p.k.shape[-2]
+        return _stand(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
+
+    def _pattern(self, given: Pattern | Tensor | None) -> Pattern | Tensor | None:
+        own = self.spec.pattern
+        if given is None:
+            return own
+        if isinstance(given, Pattern):
+            return own & given
+        return given & own.allowed(given.shape[-2], given.shape[-1], device=given.device)
+
+    def _check_widths(self, x: Tensor, source: Tensor) -> None:
+        size = self.spec.sizes
+        if x.shape[-1] != size.d_model:
+            raise ShapeError(f"x is {x.shape[-1]} wide; this attention takes d_model={size.d_model}")
+        if source.shape[-1] != size.d_context:
+            raise ShapeError(
+                f"the context is {source.shape[-1]} wide; declared is d_context={size.d_context}"
+            )
+
+
+def _stand(at: At | Tensor, n: int, otherwise: int, device: torch.device) -> Int[Tensor, "*b n"]:
+    """The positions of n vectors: from `at`, or from `otherwise` on."""
+    along = torch.arange(n, device=device)
+    if isinstance(at, Tensor):
+        return at[:, None] + along
+    start, step = at if isinstance(at, tuple) else (otherwise if at is None else at, 1)
+    return start + step * along
+
+
+def _plus(own: Bias, bias: Bias) -> Bias:
+    if bias is None:
+        return own
+    if isinstance(bias, Tensor) and isinstance(own, Tensor):
+        return own + bias
+    raise ShapeError("two biases by distance at once; give the stack's position or the layer's, not both")

@@ -1,0 +1,84 @@
+"""What was already seen: keys and values kept from step to step. For inference, under `torch.no_grad()`."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import RegardError
+
+
+class KeyValues:
+    """The keys and values of one attention. Rows of the batch may be of different lengths.
+
+    Slot s of row b holds position s, so a row's next key goes to slot lengths[b] whatever the others do.
+    """
+
+    def __init__(self) -> None:
+        self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
+        self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
+        self.filled = 0  # slots in use by the longest row, known without asking the device
+        self.lengths: Int[Tensor, " b"] | None = None  # None while all rows are equally long
+
+    @property
+    def offset(self) -> int | Int[Tensor, " b"]:
+        """Where the next query of each row stands."""
+        return self.filled if self.lengths is None else self.lengths
+
+    def append(
+        self,
+        k: Float[Tensor, "b h_kv n d_k"],
+        v: Float[Tensor, "b h_kv n d_v"],
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"], Int[Tensor, " b"] | None]:
+        """All keys and values with these at the end, and how many of them count in each row.
+
+        `lengths` says how many of the n new ones count; a row's padding is overwritten by what follows.
+        """
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RegardError("a cache keeps no gradients; decode under torch.no_grad()")
+        b, _, n, _ = k.shape
+        start, self.filled = self.filled, self.filled + n
+        self.k, self.v = _grow(self.k, k, self.filled), _grow(self.v, v, self.filled)
+        if lengths is not None and self.lengths is None:
+            self.lengths = torch.full((b,), start, device=k.device, dtype=lengths.dtype)
+        if self.lengths is None:
+            self.k[:, :, start : self.filled], self.v[:, :, start : self.filled] = k, v
+        else:
+            row = torch.arange(b, device=k.device)[:, None]
+            slot = self.lengths[:, None] + torch.arange(n, device=k.device)
+            self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
+            self.lengths = self.lengths + (n if lengths is None else lengths)
+        return self.k[:, :, : self.filled], self.v[:, :, : self.filled], self.lengths
+
+
+def _grow(old: Tensor | None, new: Tensor, needed: int) -> Tensor:
+    """`old` with at least `needed` slots, doubled when full."""
+    if old is not None and old.shape[2] >= needed:
+        return old
+    b, h, _, d = new.shape
+    out = new.new_zeros(b, h, max(needed, 2 * old.shape[2] if old is not None else needed), d)
+    if old is not None:
+        out[:, :, : old.shape[2]] = old
+    return out
+
+
+class LayerCache:
+    """One block's: its own past, and the context's keys, computed once."""
+
+    def __init__(self) -> None:
+        self.own, self.cross = KeyValues(), KeyValues()
+
+
+class Cache:
+    """A whole stack's: pass it to each call, and give each call only what is new."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [LayerCache() for _ in range(layers)]
+
+    @property
+    def offset(self) -> int | Int[Tensor, " b"]:
+        return self.layers[0].own.offset
+
+    @property
+    def filled(self) -> int:
+        return self.layers[0].own.filled

@@ -1,0 +1,32 @@
+"""The position-wise network, and the activations by name."""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .. import spec
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+}
+
+
+class FeedForward(nn.Module):
+    """f(x W₁ + b₁) W₂ + b₂ at each position alike; gated: (f(x W_g) ∘ x W₁) W₂."""
+
+    def __init__(self, declared: spec.FeedForward, d_model: int):
+        super().__init__()
+        self.spec = declared
+        self.w_in = nn.Linear(d_model, declared.d_ff, bias=declared.bias)
+        self.w_gate = nn.Linear(d_model, declared.d_ff, bias=declared.bias) if declared.gated else None
+        self.w_out = nn.Linear(declared.d_ff, d_model, bias=declared.bias)
+
+    def forward(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_model"]:
+        f = ACTIVATIONS[self.spec.activation]
+        hidden = f(self.w_in(x)) if self.w_gate is None else f(self.w_gate(x)) * self.w_in(x)
+        return self.w_out(F.dropout(hidden, self.spec.dropout, self.training))

@@ -1,0 +1,214 @@
+"""The formula, in plain steps. Everything fast is measured against this file.
+
+    scores  = scale · q·k + bias                  (n, m)
+    scores  = −∞ where the query may not look
+    weights = softmax over the keys               each row a distribution; an empty row is zeros
+    o       = weights · v                         (n, d_v)
+
+Rows are positions. `layout="columns"` takes and gives features × positions, as some papers write.
+"""
+
+from math import inf, isinf
+from typing import Literal, NamedTuple
+
+import torch
+from einops import einsum, rearrange, repeat
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .errors import ShapeError, SpecError
+
+Ties = Literal["share", "first"]
+
+
+class Attended(NamedTuple):
+    """o, and what led to it."""
+
+    o: Float[Tensor, "*b n d_v"]
+    weights: Float[Tensor, "*b n m"]
+    lse: Float[Tensor, "*b n"]
+    scores: Float[Tensor, "*b n m"]
+
+
+def dot_scores(q: Float[Tensor, "*b n d_k"], k: Float[Tensor, "*b m d_k"]) -> Float[Tensor, "*b n m"]:
+    """q·k for each pair."""
+    return einsum(q, k, "... n d, ... m d -> ... n m")
+
+
+def bilinear_scores(
+    q: Float[Tensor, "*b n d_q"], k: Float[Tensor, "*b m d_k"], w: Float[Tensor, "d_q d_k"]
+) -> Float[Tensor, "*b n m"]:
+    """qᵀ W k for each pair (multiplicative attention)."""
+    return dot_scores(q @ w, k)
+
+
+def tanh_scores(
+    q: Float[Tensor, "*b n d_a"], k: Float[Tensor, "*b m d_a"], v: Float[Tensor, "*h d_a"]
+) -> Float[Tensor, "*b n m"]:
+    """vᵀ tanh(q + k) for each pair; one v for all heads, or one each."""
+    pairs = rearrange(q, "... n a -> ... n 1 a") + rearrange(k, "... m a -> ... 1 m a")
+    return (pairs.tanh() * rearrange(v, "... a -> ... 1 1 a")).sum(-1)
+
+
+def additive_scores(
+    q: Float[Tensor, "*b n d_q"],
+    k: Float[Tensor, "*b m d_k"],
+    w_q: Float[Tensor, "d_q d_a"],
+    w_k: Float[Tensor, "d_k d_a"],
+    v: Float[Tensor, " d_a"],
+) -> Float[Tensor, "*b n m"]:
+    """vᵀ tanh(W_q q + W_k k) for each pair (additive attention)."""
+    return tanh_scores(q @ w_q, k @ w_k, v)
+
+
+def softmax(
+    scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*b n m"]:
+    """exp(s_j) / Σ exp(s_j) over the allowed keys; a query that may look nowhere gets zeros (D1).
+
+    A score of −∞ forbids its key as well: that is how an additive mask says it.
+    """
+    scores, allowed = _forbid(scores, allowed)
+    return scores.softmax(-1).masked_fill(~allowed, 0.0)
+
+
+def log_sum_exp(
+    scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None
+) -> Float[Tensor, "*b n"]:
+    """ln Σ exp(s_j) over the allowed keys; −∞ for a query that may look nowhere, with zero gradient."""
+    scores, allowed = _forbid(scores, allowed)
+    return scores.logsumexp(-1).masked_fill(~allowed.any(-1), -inf)
+
+
+def _forbid(
+    scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None
+) -> tuple[Float[Tensor, "*b n m"], Bool[Tensor, "*b n m"]]:
+    """Scores with −∞ at each forbidden key, and which keys are left.
+
+    A row of −∞ alone would be 0/0: it gets zeros instead, for the caller to take away; no NaN, no gradient.
+    """
+    left = scores != -inf if allowed is None else allowed & (scores != -inf)
+    somewhere = left.any(-1, keepdim=True)
+    return scores.masked_fill(~left, -inf).masked_fill(~somewhere, 0.0), left
+
+
+def hardmax(
+    scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None, ties: Ties = "share"
+) -> Float[Tensor, "*b n m"]:
+    """The limit of softmax(t·s), t → ∞: t tied keys get 1/t each, or the first of them all (D11)."""
+    if scores.shape[-1] == 0:
+        return scores.detach()
+    scores, left = _forbid(scores.detach(), allowed)
+    best = (scores == scores.amax(-1, keepdim=True)) & left
+    if ties == "first":
+        best = best & (best.cumsum(-1) == 1)
+    return best.to(scores.dtype) / best.sum(-1, keepdim=True).clamp(min=1)
+
+
+def attend(
+    q: Float[Tensor, "*b n d_k"],
+    k: Float[Tensor, "*b m d_k"],
+    v: Float[Tensor, "*b m d_v"],
+    allowed: Bool[Tensor, "..."] | None = None,
+    *,
+    bias: Float[Tensor, "..."] | None = None,
+    scale: int | float | None = None,
+    ties: Ties = "share",
+) -> Attended:
+    """softmax(scale · q kᵀ + bias) v over the allowed pairs; scale is 1/√d_k unless given.
+
+    scale=∞ is hard attention: the limit of softmax(t · (q·k/√d_k + bias)), t → ∞. Its gradient reaches v
+    alone, and it has no log-sum-exp.
+    """
+    hard = scale is not None and isinf(scale)
+    if hard and scale < 0:
+        raise SpecError(f"scale={scale}: only +inf has a meaning, the hard limit; negate q for the least key")
+    factor = q.shape[-1] ** -0.5 if scale is None or hard else scale
+    scores = factor * dot_scores(q, k)
+    if bias is not None:
+        scores = scores + bias
+    if hard:
+        weights = hardmax(scores, allowed, ties)
+        lse = scores.new_full(scores.shape[:-1], torch.nan)
+    else:
+        weights, lse = softmax(scores, allowed), log_sum_exp(scores, allowed)
+    return Attended(einsum(weights, v, "... n m, ... m d -> ... n d"), weights, lse, scores)
+
+
+def attend_columns(
+    q: Float[Tensor, "*b d_k n"],
+    k: Float[Tensor, "*b d_k m"],
+    v: Float[Tensor, "*b d_v m"],
+    allowed: Bool[Tensor, "..."] | None = None,
+    *,
+    scale: int | float | None = None,
+) -> Float[Tensor, "*b d_v n"]:
+    """V softmax(scale · Kᵀ Q): columns are positions, the softmax runs down each column (D13)."""
+    rows = (rearrange(x, "... d n -> ... n d") for x in (q, k, v))
+    return rearrange(attend(*rows, allowed, scale=scale).o, "... n d -> ... d n")
+
+
+def attend_streaming(
+    q: Float[Tensor, "*b n d_k"],
+    k: Float[Tensor, "*b m d_k"],
+    v: Float[Tensor, "*b m d_v"],
+    allowed: Bool[Tensor, "n m"] | None = None,
+    *,
+    scale: int | float | None = None,
+    block: int = 64,
+) -> tuple[Float[Tensor, "*b n d_v"], Float[Tensor, "*b n"]]:
+    """The same in one pass over blocks of keys: two running numbers a query instead of a row of weights.
+
+    With top = max so far and mass = Σ exp(s − top), a new block rescales what was gathered by exp(old − new).
+    """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    top = torch.full_like(q[..., 0], -inf)
+    mass, gathered = torch.zeros_like(top), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for j in range(0, k.shape[-2], block):
+        scores = factor * dot_scores(q, k[..., j : j + block, :])
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed[:, j : j + block], -inf)
+        higher = torch.maximum(top, scores.amax(-1))
+        floor = higher.masked_fill(higher == -inf, 0.0)  # nothing allowed yet: exp(−∞ − 0) = 0, not NaN
+        kept, new = (top - floor).exp(), (scores - floor[..., None]).exp()
+        mass = mass * kept + new.sum(-1)
+        gathered = gathered * kept[..., None] + new @ v[..., j : j + block, :]
+        top = higher
+    mass = mass.where(mass > 0, 1.0)  # an empty row: o = 0/1, and a log-sum-exp of −∞ + ln 1
+    return gathered / mass[..., None], top + mass.log()
+
+
+def multi_head(
+    x: Float[Tensor, "*b n d_model"],
+    w_q: Float[Tensor, "d_model h_dk"],
+    w_k: Float[Tensor, "d_model h_dk"],
+    w_v: Float[Tensor, "d_model h_dv"],
+    w_o: Float[Tensor, "h_dv d_out"] | None,
+    heads: int,
+    allowed: Bool[Tensor, "..."] | None = None,
+    *,
+    in_sequence: bool = False,
+) -> Float[Tensor, "*b n d_out"]:
+    """concat_h softmax(Q_h K_hᵀ/√d_k) V_h, times W_O; heads are consecutive column blocks.
+
+    `in_sequence` computes one head after the other, so that only one n × m table lives at a time. That
+    saves memory in inference alone: in training autograd keeps every table (D25).
+    """
+    split = (rearrange(x @ w, "... n (h d) -> ... h n d", h=heads) for w in (w_q, w_k, w_v))
+    q, k, v = split
+    if in_sequence:
+        o = torch.stack(
+            [attend(q[..., h, :, :], k[..., h, :, :], v[..., h, :, :], allowed).o for h in range(heads)], -3
+        )
+    else:
+        o = attend(q, k, v, allowed).o
+    o = rearrange(o, "... h n d -> ... n (h d)")
+    return o if w_o is None else o @ w_o
+
+
+def repeat_heads(x: Float[Tensor, "*b h_kv m d"], heads: int) -> Float[Tensor, "*b h m d"]:
+    """Grouped heads: query heads g·c … g·c + c − 1 share key/value head g, c = heads / h_kv."""
+    kv_heads = x.shape[-3]
+    if heads % kv_heads:
+        raise ShapeError(f"{kv_heads} key/value heads do not divide {heads} query heads")
+    return repeat(x, "... h m d -> ... (h c) m d", c=heads // kv_heads)

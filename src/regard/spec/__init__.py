@@ -1,0 +1,47 @@
+"""Declarations: frozen values, checked once, of everything that can be built."""
+
+from .. import pattern, position, value
+from .attention import Attention, EmptyRowWarning, Sizes
+from .base import Spec
+from .model import (
+    Block,
+    ClassifierHead,
+    Decoder,
+    Embedding,
+    Encoder,
+    EncoderDecoder,
+    FeedForward,
+    LanguageHead,
+    MaskedHead,
+    Pooler,
+    Vision,
+)
+from .presets import preset, presets
+from .rivals import Convolutional, Mixing, Recurrent
+
+SPECS = (
+    Attention,
+    FeedForward,
+    Block,
+    Embedding,
+    LanguageHead,
+    ClassifierHead,
+    MaskedHead,
+    Pooler,
+    Encoder,
+    Decoder,
+    EncoderDecoder,
+    Vision,
+    Recurrent,
+    Convolutional,
+    Mixing,
+)
+KINDS = pattern.KINDS | value.table(*position.KINDS, *SPECS)
+
+
+def from_json(text: str) -> Spec:
+    """The spec, pattern or position that `json()` wrote."""
+    return value.from_json(text, KINDS)
+
+
+__all__ = [*(s.__name__ for s in SPECS), "EmptyRowWarning", "Sizes", "Spec", "from_json", "preset", "presets"]

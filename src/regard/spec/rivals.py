@@ -1,0 +1,72 @@
+"""The declarations of what attention is compared with: recurrent and convolutional models, fixed mixing."""
+
+from dataclasses import KW_ONLY, dataclass
+
+from .base import Number, Spec, need, need_fraction, need_positive, need_word
+
+CELLS = ("rnn", "gru", "lstm")
+ATTENTIONS = ("none", "additive", "multiplicative")
+
+
+@dataclass(frozen=True, repr=False)
+class Recurrent(Spec):
+    """A recurrent encoder-decoder: without attention its decoder sees one vector, with it all source states."""
+
+    vocab: int
+    d_model: int
+    _: KW_ONLY
+    cell: str = "gru"
+    layers: int = 1
+    attention: str = "additive"
+    target_vocab: int | None = None  # None: as vocab
+    bidirectional: bool = False  # of the encoder
+    dropout: Number = 0.0
+
+    def __post_init__(self):
+        need_positive(self, "vocab", "d_model", "layers", "target_vocab")
+        need_fraction(self, "dropout")
+        need_word("cell", self.cell, CELLS)
+        need_word("attention", self.attention, ATTENTIONS)
+        need(
+            not self.bidirectional or self.d_model % 2 == 0,
+            f"d_model={self.d_model}: a bidirectional encoder splits it in two; give an even width",
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Convolutional(Spec):
+    """A stack of convolutions over a sequence: residual, each position-wise mixing kernel neighbours."""
+
+    d_model: int
+    _: KW_ONLY
+    layers: int = 4
+    kernel: int = 3
+    dilation: int = 1  # of layer l: dilation^l
+    causal: bool = False
+    separable: bool = False  # one kernel a channel, then mixing of channels: k·n·d + n·d² instead of k·n·d²
+    vocab: int | None = None  # None: it is given vectors and gives vectors
+    dropout: Number = 0.0
+
+    def __post_init__(self):
+        need_positive(self, "d_model", "layers", "kernel", "dilation", "vocab")
+        need_fraction(self, "dropout")
+        need(
+            self.causal or self.kernel % 2 == 1,
+            f"kernel={self.kernel} has no middle; use an odd kernel, or causal=True",
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Mixing(Spec):
+    """A fixed mixing of positions, o = A v: `average` of all, or `select` of position `index[i]` for output i."""
+
+    how: str
+    _: KW_ONLY
+    index: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        need_word("how", self.how, ("identity", "average", "select"))
+        need(
+            (self.how == "select") == (self.index is not None),
+            f"how={self.how!r} and index={self.index!r}: an index belongs to 'select', and only there",
+        )

@@ -1,0 +1,246 @@
+"""Declarations: values that check themselves, print as source and travel as JSON."""
+
+import dataclasses
+import json
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import regard as rg
+from regard import Attention, Block, Decoder, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
+from regard.errors import FormatError, SpecError
+
+ALL = {**vars(rg), "inf": inf}
+
+
+@pytest.mark.parametrize("name", rg.presets())
+def test_a_preset_is_its_source_and_its_json(name):
+    declared = rg.preset(name)
+    assert eval(repr(declared), ALL) == declared
+    assert rg.from_json(declared.json()) == declared
+    assert rg.from_json(json.dumps(json.loads(declared.json(indent=2)))) == declared
+
+
+heads_and_widths = st.tuples(st.integers(1, 6), st.integers(1, 9))
+
+
+@given(
+    heads_and_widths,
+    st.sampled_from(["none", "output", "all"]),
+    st.one_of(st.none(), st.floats(0, 9, allow_nan=False), st.just(inf)),
+    st.sampled_from([None, rg.rope(pairing="interleaved"), rg.alibi(), rg.shaw(3, values=True)]),
+)
+def test_a_declared_attention_round_trips(sizes, biases, scale, position):
+    heads, width = sizes
+    declared = Attention(heads * 2 * width, heads=heads, biases=biases, scale=scale, position=position)
+    assert rg.from_json(declared.json()) == declared == eval(repr(declared), ALL)
+    assert declared.sizes.d_k == 2 * width == declared.sizes.d_v
+
+
+@pytest.mark.ledger("S2.1.2.1", "S0.Q2a.1", "S0.Q2b.2")
+def test_all_five_sizes_are_free_and_default_to_equal_shares():
+    assert Attention(512, heads=8).sizes.d_k == 64
+    free = Attention(3, heads=9, d_k=4, d_v=5, d_out=6).sizes
+    assert (free.heads, free.d_model, free.d_k, free.d_v, free.d_out) == (9, 3, 4, 5, 6)
+
+
+def test_variants_by_replace():
+    base = Attention(64, heads=4)
+    assert dataclasses.replace(base, pattern=rg.causal()).pattern == rg.causal()
+    with pytest.raises(SpecError, match="heads=5 does not divide"):
+        dataclasses.replace(base, heads=5)
+
+
+@pytest.mark.ledger("S2.4.1.2")
+def test_temperature_is_the_inverse_of_the_scale():
+    assert Attention(8, heads=2, temperature=4.0).factor == 0.25
+    assert Attention(8, heads=2, temperature=0).factor == inf
+    assert Attention(8, heads=2, scale=0.5).factor == 0.5
+    assert Attention(8, heads=2).factor is None
+
+
+def block(**changed):
+    return Block(Attention(8, heads=2), FeedForward(16), **changed)
+
+
+def causal_block(**changed):
+    return Block(Attention(8, heads=2, pattern=rg.causal()), FeedForward(16), **changed)
+
+
+WRONG = [
+    (
+        lambda: Attention(512, heads=7),
+        "heads=7 does not divide d_model=512; use 1, 2, 4 or 8 heads, or give d_k and d_v",
+    ),
+    (lambda: Attention(64, heads=8, kv_heads=3), "kv_heads=3 does not divide heads=8; use 1, 2, 4 or 8"),
+    (lambda: Attention(64, heads=0), "heads=0: a whole number of at least 1 is needed"),
+    (lambda: Attention(64, heads=8, d_k=-2), "d_k=-2: a whole number of at least 1 is needed"),
+    (lambda: Attention(64, dropout=1.0), "dropout=1.0 is not in [0, 1)"),
+    (lambda: Attention(64, score="dott"), "score='dott' is unknown; did you mean dot?"),
+    (lambda: Attention(64, biases="some"), "biases='some' is unknown; known: all, none, output"),
+    (lambda: Attention(64, scale=1.0, temperature=1.0), "scale and temperature are two names; give one"),
+    (lambda: Attention(64, temperature=-1.0), "temperature=-1.0: it cannot be below 0 (0 is hard)"),
+    (lambda: Attention(64, scale=-1.0), "scale=-1.0: it cannot be below 0 (inf is hard attention)"),
+    (
+        lambda: Attention(64, d_out=32, output=False),
+        "d_out=32 without an output projection; leave it out",
+    ),
+    (
+        lambda: Attention(64, position=rg.sinusoidal()),
+        "position=sinusoidal() is added to the input; give it to the embedding of a model",
+    ),
+    (
+        lambda: Attention(64, score="position"),
+        "score='position' needs a position that scores, such as rg.quadratic() or rg.alibi()",
+    ),
+    (
+        lambda: Attention(64, score="bilinear", d_k=8),
+        "d_k=8: a bilinear score q·W·k compares with the input itself, d_context wide; leave it out",
+    ),
+    (
+        lambda: Attention(64, score="additive", position=rg.rope()),
+        "score='additive' does not take position=rope(); use the dot score",
+    ),
+    (
+        lambda: Attention(64, pattern=rg.where(max)),
+        "pattern=where(max) carries data, which a declaration cannot hold; "
+        "pass it when the module is called: layer(x, pattern=...)",
+    ),
+    (lambda: FeedForward(0), "d_ff=0: a whole number of at least 1 is needed"),
+    (lambda: FeedForward(8, activation="rellu"), "activation='rellu' is unknown; did you mean relu?"),
+    (lambda: block(norm="lay"), "norm='lay' is unknown; did you mean layer?"),
+    (lambda: block(norm_at="middle"), "norm_at='middle' is unknown; known: post, pre"),
+    (
+        lambda: Block(Attention(8, heads=2, d_out=9), None),
+        "attention takes 8 and gives 9 wide vectors; a block of width 8 needs both to be 8",
+    ),
+    (
+        lambda: block(cross=Attention(8, heads=2, pattern=rg.causal())),
+        "cross-attention compares positions of two sequences; its pattern needs to be full()",
+    ),
+    (
+        lambda: Embedding(10, 8, position=rg.rope()),
+        "position=rope() acts inside attention; give it to the stack or to its attention",
+    ),
+    (lambda: Embedding(10, 8, types=-1), "types=-1: it cannot be below 0"),
+    (
+        lambda: Encoder(block(cross=Attention(8, heads=2)), 2),
+        "an Encoder has no context to look at; use a Decoder for a block with cross",
+    ),
+    (
+        lambda: Encoder(block(), 2, embedding=Embedding(10, 9)),
+        "an embedding 9 wide and blocks 8 wide; give both one d_model",
+    ),
+    (
+        lambda: Encoder(block(), 2, head=rg.LanguageHead()),
+        "LanguageHead() gives logits over the vocabulary, and there is no embedding to say how many; give one",
+    ),
+    (
+        lambda: Encoder(block(), 2, position=rg.sinusoidal()),
+        "position=sinusoidal() is added to the input; give it to the embedding",
+    ),
+    (
+        lambda: Encoder(Block(Attention(8, heads=2, position=rg.rope()), None), 2, position=rg.alibi()),
+        "position=alibi() for all layers and rope() in each; give one",
+    ),
+    (
+        lambda: Decoder(block(), 2),
+        "a Decoder must not see what comes next, and pattern=full() does; use rg.causal() & it",
+    ),
+    (
+        lambda: EncoderDecoder(Encoder(block(), 1), Decoder(causal_block(), 1)),
+        "the decoder's block has no cross-attention; declare Block(..., cross=Attention(...))",
+    ),
+    (
+        lambda: EncoderDecoder(
+            Encoder(block(), 1), Decoder(causal_block(cross=Attention(8, heads=2, d_context=9)), 1)
+        ),
+        "the encoder gives 8 wide states and cross-attention takes 9; set d_context=8 there",
+    ),
+    (
+        lambda: EncoderDecoder(
+            Encoder(block(), 1), Decoder(causal_block(cross=Attention(8, heads=2)), 1), share_embedding=True
+        ),
+        "share_embedding needs two embeddings of one size, not None and None",
+    ),
+    (
+        lambda: EncoderDecoder(
+            Encoder(block(), 1, head=rg.Pooler()), Decoder(causal_block(cross=Attention(8, heads=2)), 1)
+        ),
+        "the encoder of an EncoderDecoder gives states; put the head on the decoder",
+    ),
+    (
+        lambda: Vision(Encoder(block(), 1), image=(9, 8), patch=(2, 2)),
+        "patches of 2 × 2 do not tile an image of 9 × 8; both sides need to divide",
+    ),
+    (
+        lambda: Vision(Encoder(block(), 1, embedding=Embedding(9, 8)), image=(8, 8), patch=(2, 2)),
+        "the encoder of a Vision is given patches; leave out its embedding and its head",
+    ),
+    (
+        lambda: Vision(
+            Encoder(block(), 1),
+            class_token=False,
+            head=rg.ClassifierHead(3, pool="first"),
+            image=(8, 8),
+            patch=(2, 2),
+        ),
+        "pool='first' reads the class token, and class_token is False; use pool='mean'",
+    ),
+    (
+        lambda: Vision(Encoder(block(), 1), image=(8, 8), patch=(2, 2), position=rg.learned(16)),
+        "learned(16) is shorter than the 17 tokens of an image",
+    ),
+    (
+        lambda: Vision(Encoder(block(), 1, position=rg.quadratic(grid=(4, 4))), image=(8, 8), patch=(2, 2)),
+        "position=quadratic(grid=(4, 4)) is of a grid, where the class token has no place; use class_token=False",
+    ),
+    (lambda: rg.Recurrent(10, 8, cell="gur"), "cell='gur' is unknown; did you mean gru?"),
+    (
+        lambda: rg.Recurrent(10, 7, bidirectional=True),
+        "d_model=7: a bidirectional encoder splits it in two; give an even width",
+    ),
+    (lambda: rg.Convolutional(8, kernel=4), "kernel=4 has no middle; use an odd kernel, or causal=True"),
+    (
+        lambda: rg.Mixing("average", index=(0,)),
+        "how='average' and index=(0,): an index belongs to 'select', and only there",
+    ),
+    (
+        lambda: rg.preset("transformer-bas"),
+        "unknown preset 'transformer-bas'; did you mean transformer-base?",
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong, message", WRONG, ids=[m[:40] for _, m in WRONG])
+def test_a_wrong_declaration_says_what_clashes_and_what_would_work(wrong, message):
+    with pytest.raises(SpecError) as e:
+        wrong()
+    assert str(e.value) == message
+
+
+def test_a_json_spec_with_a_wrong_field_names_it():
+    text = Attention(8, heads=2).json()
+    with pytest.raises(FormatError) as e:
+        rg.from_json(text.replace('"kv_heads"', '"kvheads"'))
+    assert str(e.value) == "Attention has no field 'kvheads'; did you mean kv_heads?"
+    with pytest.raises(FormatError) as e:
+        rg.from_json('{"kind": "Attention", "heads": 2}')
+    assert str(e.value) == "Attention needs 'd_model', which the JSON does not give"
+    with pytest.raises(FormatError) as e:
+        rg.from_json('{"kind": "Attentoin", "d_model": 2}')
+    assert str(e.value) == "unknown kind 'Attentoin'; did you mean Attention?"
+
+
+def test_a_pattern_that_leaves_queries_nothing_warns_at_declaration():
+    with pytest.warns(rg.EmptyRowWarning) as w:
+        Attention(8, heads=2, pattern=rg.causal() - rg.window(0))
+    assert str(w[0].message) == "causal() & ~window(0): of 64 queries, 0 may look nowhere and get zeros"
+
+
+def test_a_part_is_not_built_alone():
+    with pytest.raises(SpecError) as e:
+        FeedForward(8).build()
+    assert str(e.value) == "FeedForward is a part; it is built by the block or the model that holds it"
