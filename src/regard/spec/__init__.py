@@ -3,6 +3,7 @@
 from .. import pattern, position, value
 from .attention import Attention, EmptyRowWarning, Sizes
 from .base import Spec
+from .catalogue import preset, presets
 from .model import (
     Block,
     ClassifierHead,
@@ -16,7 +17,6 @@ from .model import (
     Pooler,
     Vision,
 )
-from .presets import preset, presets
 from .rivals import Convolutional, Mixing, Recurrent
 
 SPECS = (

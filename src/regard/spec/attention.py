@@ -98,7 +98,8 @@ class Attention(Spec):
         if self.score == "bilinear":
             need(
                 self.d_k is None,
-                f"d_k={self.d_k}: a bilinear score q·W·k compares with the input itself, d_context wide; leave it out",
+                f"d_k={self.d_k}: a bilinear score q·W·k compares with the input itself, d_context wide; "
+                f"leave it out",
             )
         need(
             self.score in ("dot", "position") or self.position is None,
