@@ -1,0 +1,400 @@
+"""The modules that positions build. What a module is called with follows from where its position acts:
+
+"input"      module(x, positions, length=None)            x plus a vector for each position
+"query_key"  module(x, positions)                         queries or keys, turned
+"score"      module(q_positions, k_positions, q, scale)   a bias (…, h, n, m) for the scores
+
+Positions are (n), or (b, n) where each row of the batch has its own; on a grid they are cell numbers (n) or
+rows and columns (…, n, 2). A score module whose bias depends on the 1-D distance alone also gives it as
+`by_distance()`, for which the engine needs no n × m tensor.
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange
+from jaxtyping import Float, Int, Real
+from torch import Tensor, nn
+
+from ..errors import ShapeError, SpecError
+from ..position import (
+    ByDistance,
+    Position,
+    alibi,
+    alibi_slopes,
+    coordinates,
+    learned,
+    offsets,
+    quadratic,
+    quadratic_scores,
+    relative_table,
+    resample,
+    resample_grid,
+    rope,
+    rotate,
+    rotate_grid,
+    shaw,
+    sinusoid,
+    sinusoid_grid,
+    sinusoidal,
+    t5_bucket,
+    t5_buckets,
+)
+
+
+def build(
+    position: Position,
+    d_model: int | None = None,
+    heads: int | None = None,
+    d_k: int | None = None,
+    d_v: int | None = None,
+) -> nn.Module:
+    """The module of a position. Each kind reads the sizes it needs and says so when one is missing."""
+
+    def need(**sizes: int | None) -> tuple[int, ...]:
+        if missing := [name for name, size in sizes.items() if size is None]:
+            raise SpecError(f"{position!r} needs {' and '.join(missing)} to be built")
+        return tuple(sizes.values())  # type: ignore[arg-type]
+
+    match position:
+        case sinusoidal():
+            if d_model is not None:
+                position.check_width(d_model)
+            return Sinusoidal(position)
+        case learned():
+            kind = Learned if position.grid is None else LearnedGrid
+            return kind(position, *need(d_model=d_model))
+        case rope():
+            if d_k is not None:
+                position.width(d_k)
+            return Rotary(position)
+        case alibi():
+            return Alibi(position, *need(heads=heads))
+        case t5_buckets():
+            return T5Buckets(position, *need(heads=heads))
+        case relative_table(grid=None):
+            return RelativeTable(position, *need(heads=heads))
+        case relative_table():
+            return RelativeGrid(position, *need(heads=heads))
+        case shaw(values=False):
+            return Shaw(position, *need(d_k=d_k))
+        case shaw():
+            return Shaw(position, *need(d_k=d_k, d_v=d_v))
+        case quadratic():
+            return Quadratic(position, *need(heads=heads))
+    raise SpecError(f"{position!r} is no position that can be built; see regard.position.KINDS")
+
+
+class Sinusoidal(nn.Module):
+    """x + sinusoid(positions). Holds nothing."""
+
+    def __init__(self, position: sinusoidal):
+        super().__init__()
+        self.position = position
+
+    def forward(
+        self,
+        x: Float[Tensor, "b n d"],
+        positions: Real[Tensor, "..."],
+        length: int | tuple[int, int] | None = None,
+    ) -> Float[Tensor, "b n d"]:
+        p = self.position
+        if p.grid is None:
+            return x + sinusoid(positions, x.shape[-1], p.base, p.order, x.dtype)
+        return x + sinusoid_grid(coordinates(positions, p.grid), x.shape[-1], p.base, p.order, x.dtype)
+
+    def extra_repr(self) -> str:
+        return repr(self.position)
+
+
+class Learned(nn.Module):
+    """x + table[positions]. The table starts normal with deviation 0.02.
+
+    `length` is last position + 1, which the caller knows without asking the device. Without it eager code
+    reads the positions, which waits for a GPU; compiled code leaves the check to the lookup. A table that may
+    be resampled is stretched to `length` where that is more than it holds, so decoding step by step has to give
+    the final one from the start.
+    """
+
+    def __init__(self, position: learned, d_model: int):
+        super().__init__()
+        self.position = position
+        self.table = nn.Parameter(torch.empty(position.entries, d_model).normal_(std=0.02))
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], positions: Real[Tensor, "*p n"], length: int | None = None
+    ) -> Float[Tensor, "b n d"]:
+        _check_whole(self.position, positions)
+        size = len(self.table)
+        if length is None:
+            length = _used(positions, unknown=size)
+        if length <= size:
+            return x + F.embedding(positions, self.table).to(x.dtype)
+        if self.position.beyond == "resample":
+            return x + F.embedding(positions, resample(self.table, length)).to(x.dtype)
+        last = length - 1
+        raise ShapeError(
+            f"position {last} is past the learned table of {size}: shorten the input, declare"
+            f" learned({1 << last.bit_length()}), or learned({size}, beyond='resample')"
+        )
+
+    def extra_repr(self) -> str:
+        return repr(self.position)
+
+
+class LearnedGrid(nn.Module):
+    """x + table[row, column]. As `Learned`, with `length` the (height, width) that cell numbers count in.
+
+    A table that may be resampled is stretched or shrunk to `length`: another resolution of the same field.
+    """
+
+    def __init__(self, position: learned, d_model: int):
+        super().__init__()
+        self.position = position
+        self.grid: tuple[int, int] = position.table  # type: ignore[assignment]
+        self.table = nn.Parameter(torch.empty(position.entries, d_model).normal_(std=0.02))
+
+    def forward(
+        self, x: Float[Tensor, "b n d"], positions: Real[Tensor, "..."], length: tuple[int, int] | None = None
+    ) -> Float[Tensor, "b n d"]:
+        _check_whole(self.position, positions)
+        height, width = self.grid
+        rows, columns = coordinates(positions, length or self.grid).unbind(-1)
+        new = length or (max(height, _used(rows, height)), max(width, _used(columns, width)))
+        table: Tensor = self.table
+        if new != self.grid and self.position.beyond == "resample":
+            table, width = resample_grid(table, self.grid, new), new[1]
+        elif new[0] > height or new[1] > width:
+            raise ShapeError(
+                f"a grid of {new[0]}×{new[1]} is past the learned table of {height}×{width}: shrink the"
+                f" image, declare learned({max(new[0], height), max(new[1], width)}),"
+                f" or learned({self.grid}, beyond='resample')"
+            )
+        inside = (columns >= 0) & (columns < width)  # else the next row would answer; −1 is refused
+        return x + F.embedding(torch.where(inside, rows * width + columns, -1), table).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return repr(self.position)
+
+
+def _check_whole(position: learned, positions: Real[Tensor, "..."]) -> None:
+    if positions.is_floating_point():
+        raise ShapeError(
+            f"{position!r} has vectors for whole positions, not for {positions.dtype}: round them, or use"
+            " sinusoidal()"
+        )
+
+
+def _used(positions: Real[Tensor, "..."], unknown: int) -> int:
+    """Last position + 1, or `unknown` where asking would cut a compiled graph."""
+    if torch.compiler.is_compiling() or positions.numel() == 0:
+        return unknown
+    first, last = torch.stack(torch.aminmax(positions)).tolist()
+    if first < 0:
+        raise ShapeError(f"position {first} is before the learned table: positions count from 0")
+    return last + 1
+
+
+class Rotary(nn.Module):
+    """Pair i turned by pos · base^(−2i/d). Holds nothing, so no cast can blur the angles."""
+
+    def __init__(self, position: rope):
+        super().__init__()
+        self.position = position
+
+    def forward(self, x: Float[Tensor, "*b n d"], positions: Real[Tensor, "..."]) -> Float[Tensor, "*b n d"]:
+        p = self.position
+        width = p.width(x.shape[-1])
+        turning, still = x[..., :width], x[..., width:]
+        if p.grid is None:
+            turned = rotate(turning, positions, p.base, p.pairing)
+        else:
+            turned = rotate_grid(turning, coordinates(positions, p.grid), p.base, p.pairing)
+        return torch.cat([turned, still], dim=-1) if still.shape[-1] else turned
+
+    def extra_repr(self) -> str:
+        return repr(self.position)
+
+
+class Score(nn.Module):
+    """A bias of the scores; `by_distance()` is None where it does not follow from the 1-D distance alone."""
+
+    def __init__(self, position: Position):
+        super().__init__()
+        self.position = position
+
+    def by_distance(self, reach: int | None = None) -> ByDistance | None:
+        return None
+
+    def extra_repr(self) -> str:
+        return repr(self.position)
+
+
+class OfDistance(Score):
+    """A score module that is its `by_distance()`."""
+
+    def forward(
+        self,
+        q_positions: Int[Tensor, "*b n"],
+        k_positions: Int[Tensor, " m"],
+        q: Float[Tensor, "..."] | None = None,
+        scale: float = 1.0,
+    ) -> Float[Tensor, "*b h n m"]:
+        bias = self.by_distance()
+        assert bias is not None
+        return bias.dense(q_positions, k_positions)
+
+
+class Alibi(OfDistance):
+    """−slope_h · |j − i|. The slopes are computed, not held: a module cast to bfloat16 keeps them exact."""
+
+    def __init__(self, position: alibi, heads: int):
+        super().__init__(position)
+        self.heads = heads
+        self._here: Tensor
+        self.register_buffer("_here", torch.empty(0), persistent=False)  # knows the device
+
+    def by_distance(self, reach: int | None = None) -> ByDistance:
+        return ByDistance(slopes=alibi_slopes(self.heads, self._here.device))
+
+
+class T5Buckets(OfDistance):
+    """table_h[bucket(j − i)]. The table starts at zero, as attention without positions: an additive bias
+    has a gradient there."""
+
+    def __init__(self, position: t5_buckets, heads: int):
+        super().__init__(position)
+        p = position
+        self.table = nn.Parameter(torch.zeros(heads, p.buckets))
+        distances = torch.arange(-p.max_distance, p.max_distance + 1)
+        buckets = t5_bucket(distances, p.buckets, p.max_distance, p.bidirectional)
+        self.buckets: Tensor
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def by_distance(self, reach: int | None = None) -> ByDistance:
+        return ByDistance(table=self.table[:, self.buckets])
+
+
+class RelativeTable(OfDistance):
+    """table_h[clip(j − i, ±reach)], starting at zero as `T5Buckets` does."""
+
+    def __init__(self, position: relative_table, heads: int):
+        super().__init__(position)
+        self.table = nn.Parameter(torch.zeros(heads, position.entries))
+
+    def by_distance(self, reach: int | None = None) -> ByDistance:
+        return ByDistance(table=self.table)
+
+
+class RelativeGrid(Score):
+    """table_h[row distance, column distance], clipped to the grid; starts at zero as `T5Buckets` does."""
+
+    def __init__(self, position: relative_table, heads: int):
+        super().__init__(position)
+        self.grid: tuple[int, int] = position.grid  # type: ignore[assignment]
+        self.table = nn.Parameter(torch.zeros(heads, position.entries))
+
+    def forward(
+        self,
+        q_positions: Int[Tensor, "..."],
+        k_positions: Int[Tensor, "..."],
+        q: Float[Tensor, "..."] | None = None,
+        scale: float = 1.0,
+    ) -> Float[Tensor, "*b h n m"]:
+        height, width = self.grid
+        down, right = _grid_offsets(q_positions, k_positions, self.grid)
+        row = down.clamp(1 - height, height - 1) + height - 1
+        column = right.clamp(1 - width, width - 1) + width - 1
+        bias = self.table[:, row * (2 * width - 1) + column]
+        return rearrange(bias, "h ... n m -> ... h n m")
+
+
+class Shaw(Score):
+    """scale · q_i · a_{clip(j − i)}: one product with 2·reach + 1 vectors, then each pair picks its own.
+
+    `values(weights, …)` is Σ_j weights_ij a'_{clip(j − i)}: weights of equal distance are summed first, so
+    nothing is n × m × d. Both sets start normal with deviation 0.02.
+    """
+
+    position: shaw
+
+    def __init__(self, position: shaw, d_k: int, d_v: int = 0):
+        super().__init__(position)
+        entries = 2 * position.reach + 1
+        self.keys = nn.Parameter(torch.empty(entries, d_k).normal_(std=0.02))
+        if position.values:
+            self.for_values = nn.Parameter(torch.empty(entries, d_v).normal_(std=0.02))
+
+    def forward(
+        self,
+        q_positions: Int[Tensor, "*p n"],
+        k_positions: Int[Tensor, " m"],
+        q: Float[Tensor, "*b h n d_k"],
+        scale: float = 1.0,
+    ) -> Float[Tensor, "*b h n m"]:
+        logits = scale * einsum(q, self.keys, "... n d, r d -> ... n r")
+        return logits.gather(-1, self._entries(q_positions, k_positions, logits))
+
+    def values(
+        self,
+        weights: Float[Tensor, "*b h n m"],
+        q_positions: Int[Tensor, "*p n"],
+        k_positions: Int[Tensor, " m"],
+    ) -> Float[Tensor, "*b h n d_v"]:
+        if not self.position.values:
+            raise SpecError(f"{self.position!r} adds nothing to the values: declare shaw(…, values=True)")
+        entries = self._entries(q_positions, k_positions, weights)
+        by_entry = weights.new_zeros(*weights.shape[:-1], len(self.for_values)).scatter_add(
+            -1, entries, weights
+        )
+        return einsum(by_entry, self.for_values, "... n r, r d -> ... n d")
+
+    def _entries(
+        self,
+        q_positions: Int[Tensor, "*p n"],
+        k_positions: Int[Tensor, " m"],
+        like: Float[Tensor, "*b h n any"],
+    ) -> Int[Tensor, "*b h n m"]:
+        reach = self.position.reach
+        entries = offsets(q_positions, k_positions).clamp(-reach, reach) + reach
+        return rearrange(entries, "... n m -> ... 1 n m").expand(*like.shape[:-1], len(k_positions))
+
+
+class Quadratic(Score):
+    """−α_h(‖δ‖² − 2 δ·Δ_h), δ = k − q. Centres Δ start normal with deviation 2, so that heads look at
+    different neighbours; sharpness α starts at 1."""
+
+    position: quadratic
+
+    def __init__(self, position: quadratic, heads: int):
+        super().__init__(position)
+        self.centre = nn.Parameter(torch.empty(heads, position.axes).normal_(std=2.0))
+        self.alpha = nn.Parameter(torch.ones(heads))
+
+    def forward(
+        self,
+        q_positions: Real[Tensor, "..."],
+        k_positions: Real[Tensor, "..."],
+        q: Float[Tensor, "..."] | None = None,
+        scale: float = 1.0,
+    ) -> Float[Tensor, "*b h n m"]:
+        if self.position.grid is None:
+            along = [offsets(q_positions, k_positions)]
+        else:
+            along = _grid_offsets(q_positions, k_positions, self.position.grid)
+        scores = quadratic_scores(self.centre, self.alpha, torch.stack(along, dim=-1))
+        return rearrange(scores, "h ... n m -> ... h n m")
+
+    def by_distance(self, reach: int | None = None) -> ByDistance | None:
+        """On a line, with `reach` the largest distance in use, each of the 2·reach + 1 distances once."""
+        if self.position.grid is not None or reach is None:
+            return None
+        distances = torch.arange(-reach, reach + 1, device=self.centre.device)
+        return ByDistance(table=quadratic_scores(self.centre, self.alpha, distances[:, None]))
+
+
+def _grid_offsets(
+    q_positions: Real[Tensor, "..."], k_positions: Real[Tensor, "..."], grid: tuple[int, int]
+) -> list[Real[Tensor, "*b n m"]]:
+    """k − q along the rows and along the columns."""
+    q_axes, k_axes = coordinates(q_positions, grid), coordinates(k_positions, grid)
+    return [offsets(i, j) for i, j in zip(q_axes.unbind(-1), k_axes.unbind(-1))]
