@@ -8,7 +8,7 @@ becomes progressions: full where all, ragged where some. Neighbouring cells join
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd, lcm
+from math import gcd, isqrt, lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from .relations import Axis, Reading, Tiles, limit, read, relations
 NONE, SOME, ALL = 0, 1, 2  # Kleene's values, so that & is min, | is max and ~ is 2 − v
 RAGGED = 1.25  # what a masked pair costs, in pairs
 PART = 32  # what one more part costs a row, in pairs: a call or a loop starts, partial results are joined
+PERIOD = 1 << 16  # the most residues told apart
 MOST = 8  # parts a tile may have before `auto` masks instead; the planner pays double to stay below
 
 Cover = tuple[tuple[int, int, bool], ...]  # residue, step, full: disjoint progressions without ends
@@ -55,14 +56,13 @@ class Residues:
             zero = np.zeros(tiles, dtype=np.int64)
             return cls(zero, zero, np.zeros((1, 1), dtype=np.int64), [whole])
         period = lcm(*(r.modulus for r in some.values()))
-        limit("residues", period, "the residues of " + ", ".join(map(repr, some)) + " repeat too late")
         widest = max(some.values(), key=lambda r: r.modulus)
         relative = {w: (r.residue - widest.residue) % r.modulus for w, r in some.items()}
         code = np.zeros(tiles, dtype=np.int64)
         for w, r in some.items():
             _, code = np.unique(code * r.modulus + relative[w], return_inverse=True)
         _, example, kind = np.unique(code, return_index=True, return_inverse=True)
-        limit("kinds of tile", len(example), "every tile has other residues")
+        limit("residues", len(example) * period, "the residues of " + ", ".join(map(repr, some)))
         y = np.arange(period)
         truth = np.zeros((len(example), period), dtype=np.int64)
         for bit, (w, r) in enumerate(some.items()):
@@ -89,12 +89,17 @@ def cover(values: bytes) -> Cover:
     """As few disjoint progressions as greed finds that hold exactly the residues whose value is not NONE."""
     left = np.frombuffer(values, dtype=np.int8).copy()
     period, found = len(left), []
-    for step in (d for d in range(1, period + 1) if period % d == 0):
+    for step in _divisors(period):
         table = left.reshape(-1, step)
         for residue in np.flatnonzero(table.min(axis=0) > NONE):
             found.append((int(residue), step, bool(table[:, residue].min() == ALL)))
             table[:, residue] = NONE
     return tuple(sorted(found))
+
+
+def _divisors(k: int) -> list[int]:
+    small = [d for d in range(1, isqrt(k) + 1) if k % d == 0]
+    return sorted({*small, *(k // d for d in small)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +206,7 @@ def emit(book: Book, found: list[Segments], shift: Ints) -> tuple[Ints, Ints]:
 
 def divide(pattern: Pattern, tiles: Tiles, ys: Axis, swap: bool) -> tuple[Ints, Ints]:
     """offsets and parts of every tile: where the pattern is ALL a full part, where SOME a ragged one."""
-    readings = {w: read(relations(w, swap), tiles, ys) for w in dict.fromkeys(pattern.leaves())}
+    readings = _bounded({w: read(relations(w, swap), tiles, ys) for w in dict.fromkeys(pattern.leaves())})
     residues = Residues.of(readings, len(tiles.first))
     lo, hi = cut(readings, ys.count)
     values = {w: r.value(lo) for w, r in readings.items()}
@@ -213,6 +218,16 @@ def divide(pattern: Pattern, tiles: Tiles, ys: Axis, swap: bool) -> tuple[Ints, 
     book, page = _pages(code, residues)
     columns = (segments(book, page[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
     return emit(book, list(merge(book, columns)), residues.shift)
+
+
+def _bounded(readings: dict[Pattern, Reading]) -> dict[Pattern, Reading]:
+    """Forget residues, the last words' first, once all together repeat too late: those words are masked."""
+    period, kept = 1, {}
+    for w, r in readings.items():
+        together = lcm(period, r.modulus)
+        kept[w] = r if together <= PERIOD else r.without_residue()
+        period = together if together <= PERIOD else period
+    return kept
 
 
 def _pages(code: Ints, residues: Residues) -> tuple[Book, Ints]:

@@ -17,7 +17,7 @@ import numpy as np
 from ..pattern import Both, Either, Not, Pattern, full
 from ..progression import FAR, Ints
 from .cells import ALL, MOST, NONE, PART, RAGGED, SOME, divide, kleene
-from .relations import Axis, NoPlan, Relations, Tiles, lay, relations
+from .relations import Axis, NoPlan, Relations, Tiles, lay, limit, relations
 
 TILE = 128  # what one more tile costs a row, in pairs: reading q, writing o, joining with other passes
 SAMPLE = 256  # tiles on which ways are compared
@@ -47,7 +47,10 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every allowed pair lies in exactly one part of one tile of one pass; a full part holds no other."""
+    """Every allowed pair lies in exactly one part of one tile of one pass; a full part holds no other.
+
+    A row that sees nothing may be in no tile; where no pair is allowed there is no pass.
+    """
 
     pattern: Pattern
     n: int
@@ -55,7 +58,11 @@ class Plan:
     start: int  # query r stands at start + step · r
     step: int
     passes: tuple[Pass, ...]
-    needed: int  # the pairs of the pattern
+
+    @cached_property
+    def needed(self) -> int:
+        """The pairs of the pattern."""
+        return self.pattern.count(self.n, self.m, (self.start, self.step))
 
     @cached_property
     def computed(self) -> int:
@@ -115,7 +122,7 @@ class Question:
         for word in dict.fromkeys(way.pattern.leaves()):
             k, residue = relations(word, self.swap).x_class
             known = k > 1 and self.xs.step * way.hop % k == 0
-            values[word] = np.where(x % k == residue, ALL, NONE) if known else np.full_like(c, SOME)
+            values[word] = np.where(known, np.where(x % k == residue, ALL, NONE), SOME).astype(np.int8)
         return c[kleene(way.pattern, values) > NONE]
 
     def answer(self, way: Way, sample: int = 0) -> tuple[Pass, float]:
@@ -160,12 +167,13 @@ def _kept(
             raise NoPlan(reason)
 
         return refuse
-    found = Plan(pattern, n, m, start, step, passes, pattern.count(n, m, (start, step)))
+    found = Plan(pattern, n, m, start, step, passes)
     return lambda: found
 
 
 def _best(pattern: Pattern, question: Question) -> tuple[Pass, ...]:
     """The cheapest of the ways; they are compared on a sample of tiles."""
+    limit("words", len(set(pattern.leaves())), "a pattern this long is masked")
     ways, costs, reasons = list(_ways(pattern, question)), {}, []
     for several in ways if len(ways) > 1 else ():
         try:
@@ -181,18 +189,23 @@ def _best(pattern: Pattern, question: Question) -> tuple[Pass, ...]:
 
 def _ways(pattern: Pattern, question: Question) -> Iterator[tuple[Way, ...]]:
     """Neighbours; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
-    groups: dict[int, list[Clause]] = {}
+    groups: dict[tuple[int, int], list[Clause]] = {}  # by row step and key step
     for clause in clauses(pattern):
-        positive = [factor for factor in clause if not isinstance(factor, Not)]
-        groups.setdefault(question.hop(reduce(and_, positive, full())), []).append(clause)
+        positive = reduce(and_, (factor for factor in clause if not isinstance(factor, Not)), full())
+        key_step = lcm(*(rel.y_class[0] for rel in question.relations(positive)))
+        groups.setdefault((question.hop(positive), key_step), []).append(clause)
+    hops = {hop for hop, _ in groups}
+    together = {hop} if (hop := question.hop(pattern)) < question.xs.count else set()
     span = question.tile * question.xs.step
     sizes = {rel.block for rel in question.relations(pattern) if rel.block}
     grids = {b for b in sizes if 4 * b >= span} | {span // b * b for b in sizes if b <= span}
     yield from ((Way(pattern, 1, grid),) for grid in sorted(grids or {0}))
-    yield from ((Way(pattern, hop),) for hop in sorted({*groups, question.hop(pattern)} - {1}))
-    if len(groups) > 1:
-        for order in (sorted(groups), sorted(groups, reverse=True)):
-            yield tuple(Way(_without(groups, order[:at], hop), hop) for at, hop in enumerate(order))
+    yield from ((Way(pattern, hop),) for hop in sorted((hops | together) - {1}))
+    if len(hops) > 1:
+        by_hop = [(hop, [c for key in groups for c in groups[key] if key[0] == hop]) for hop in sorted(hops)]
+        yield from (_split(by_hop), _split(by_hop[::-1]))
+    if len({key_step for _, key_step in groups} - {1}) > 1:  # two combs meet in few keys, found by masking
+        yield _split([(key[0], groups[key]) for key in sorted(groups, reverse=True)])
 
 
 Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
@@ -220,11 +233,15 @@ def clauses(pattern: Pattern) -> list[Clause]:
     return found if len(found) <= CLAUSES else [(pattern,)]
 
 
-def _without(groups: dict[int, list[Clause]], earlier: list[int], hop: int) -> Pattern:
-    """The clauses of one group, less those of the groups before it: C & E − C & W is C & E & ~W."""
-    taken = [clause for other in earlier for clause in groups[other]]
-    kept = []
-    for clause in groups[hop]:
-        rests = [tuple(f for f in other if f not in clause) for other in taken]
-        kept.append(reduce(and_, [*clause, *(~reduce(and_, rest, full()) for rest in rests)]))
-    return reduce(or_, kept)
+def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Way, ...]:
+    """A pass a group, each less the groups before it: C & E − C & W is C & E & ~W."""
+    ways, taken = [], []
+    for hop, group in groups:
+        kept = []
+        for clause in group:
+            rests = [tuple(f for f in other if f not in clause) for other in taken]
+            if all(rests):  # else this clause lies within an earlier one
+                kept.append(reduce(and_, [*clause, *(~reduce(and_, rest) for rest in rests)]))
+        ways += [Way(reduce(or_, kept), hop)] if kept else []
+        taken += group
+    return tuple(ways)

@@ -20,9 +20,9 @@ LIMITS = {
     "positions": 1 << 40,
     "tiles": 1 << 18,
     "cells": 1 << 23,
-    "residues": 1 << 14,
     "outcomes": 12,
-    "kinds of tile": 256,
+    "residues": 1 << 17,
+    "words": 16,
 }
 
 
@@ -157,6 +157,11 @@ class Reading:
     inner: tuple[Ints, Ints]
     modulus: int
     residue: Ints
+
+    def without_residue(self) -> "Reading":
+        """The same with less known: no y is allowed for sure."""
+        nowhere = (self.outer[0], self.outer[0])
+        return Reading(self.outer, nowhere, 1, np.zeros_like(self.residue))
 
     def value(self, lo: Ints) -> NDArray[np.int8]:
         """ALL, SOME or NONE of the cells that start at lo, where the residue is right."""
