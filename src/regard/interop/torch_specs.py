@@ -1,0 +1,289 @@
+"""What a PyTorch module declares, in our words, and the empty PyTorch module of one of our declarations."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from math import isclose
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import spec
+from ..errors import SpecError
+from ..pattern import Pattern, causal, full
+from ..spec.base import need
+
+# A partial for tanh: on the fast path of nn.TransformerEncoderLayer nn.GELU("tanh") runs as plain GELU.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def declare(module: nn.Module, pattern: Pattern | None) -> spec.Spec:
+    """The declaration of a PyTorch module whose type is in READERS."""
+    return READERS[type(module)](module, pattern)
+
+
+def empty(declared: spec.Spec, batch_first: bool) -> nn.Module:
+    """The PyTorch module of a declaration, weights as they come; refuses what PyTorch cannot say."""
+    match declared:
+        case spec.Attention():
+            return _write_attention(declared, batch_first)
+        case spec.Block():
+            return _write_layer(declared, batch_first)
+        case spec.Encoder() | spec.Decoder():
+            return _write_stack(declared, batch_first)
+        case spec.EncoderDecoder():
+            return _write_transformer(declared, batch_first)
+    raise AssertionError(f"the door let {declared!r} in")
+
+
+# --- from theirs ---
+
+
+def _read_attention(module: nn.MultiheadAttention, pattern: Pattern | None) -> spec.Attention:
+    need(
+        module.bias_k is None and module.bias_v is None,
+        "add_bias_kv=True gives each sequence one more, learned key and value, which ours has not; "
+        "use add_bias_kv=False",
+    )
+    need(
+        not module.add_zero_attn,
+        "add_zero_attn=True gives each sequence one more key and value of zeros, which ours has not; "
+        "use add_zero_attn=False",
+    )
+    need(
+        module.kdim == module.vdim,
+        f"kdim={module.kdim} and vdim={module.vdim}: ours reads keys and values from one context; "
+        f"give both one width",
+    )
+    return spec.Attention(
+        module.embed_dim,
+        heads=module.num_heads,
+        d_context=None if module.kdim == module.embed_dim else module.kdim,
+        pattern=full() if pattern is None else pattern,
+        biases="none" if module.in_proj_bias is None else "all",
+        dropout=float(module.dropout),
+    )
+
+
+def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
+    crosses = isinstance(layer, nn.TransformerDecoderLayer)
+    if crosses and pattern is None:
+        pattern = causal()
+    branches = 3 if crosses else 2
+    eps, norm_bias = _read_norms([getattr(layer, f"norm{i + 1}") for i in range(branches)])
+    rates = [float(getattr(layer, f"dropout{i + 1}").p) for i in range(branches)]
+    need(len(set(rates)) == 1, f"dropout1, dropout2, … drop {rates}; ours has one rate for all branches")
+    return spec.Block(
+        _read_attention(layer.self_attn, pattern),
+        spec.FeedForward(
+            layer.linear1.out_features,
+            activation=_read_activation(layer.activation),
+            bias=layer.linear1.bias is not None,
+            dropout=float(layer.dropout.p),
+        ),
+        cross=_read_attention(layer.multihead_attn, None) if crosses else None,
+        norm_at="pre" if layer.norm_first else "post",
+        norm_bias=norm_bias,
+        eps=eps,
+        dropout=rates[0],
+    )
+
+
+def _read_norms(norms: list[Any]) -> tuple[float, bool]:
+    """eps, and whether there is a shift: the same in all of them."""
+    for norm in norms:
+        need(
+            type(norm) is nn.LayerNorm and norm.weight is not None,
+            f"{norm} where a norm stands; it needs to be nn.LayerNorm(d_model), with its learned scale",
+        )
+    eps, shifts = {n.eps for n in norms}, {n.bias is not None for n in norms}
+    need(len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all")
+    need(len(shifts) == 1, "some norms have a bias and some have none; ours has one norm_bias for all")
+    return eps.pop(), shifts.pop()
+
+
+def _read_activation(given: Any) -> str:
+    """Its name. PyTorch holds an activation as a function or as a module."""
+    match given:
+        case nn.ReLU():
+            return "relu"
+        case nn.SiLU():
+            return "silu"
+        case nn.GELU():
+            return "gelu" if given.approximate == "none" else "gelu_tanh"
+        case partial(func=F.gelu, args=(), keywords={"approximate": "tanh"}):
+            return "gelu_tanh"
+    for name, known in (*ACTIVATIONS.items(), ("relu", torch.relu)):
+        if given is known:
+            return name
+    called = getattr(given, "__name__", repr(given))
+    raise SpecError(f"activation {called} is not one that ours knows; known: {', '.join(ACTIVATIONS)}")
+
+
+def _read_stack(stack: Any, pattern: Pattern | None) -> spec.Encoder | spec.Decoder:
+    crosses = isinstance(stack, nn.TransformerDecoder)
+    wanted = nn.TransformerDecoderLayer if crosses else nn.TransformerEncoderLayer
+    whose = type(stack).__name__
+    need(len(stack.layers) > 0, f"a {whose} without layers gives back what it is given; at least 1 is needed")
+    for layer in stack.layers:
+        need(
+            type(layer) is wanted,
+            f"a {type(layer).__name__} among the layers of a {whose}; it takes nn.{wanted.__name__}",
+        )
+    first, *rest = [_read_layer(layer, pattern) for layer in stack.layers]
+    for number, block in enumerate(rest, 1):
+        differ = [f.name for f in fields(first) if getattr(first, f.name) != getattr(block, f.name)]
+        need(
+            not differ,
+            f"layers 0 and {number} differ in {', '.join(differ)}; ours declares one block for all",
+        )
+    if stack.norm is not None:
+        _read_norms([stack.layers[0].norm1, stack.norm])
+    whole = spec.Decoder if crosses else spec.Encoder
+    return whole(first, len(stack.layers), final_norm=stack.norm is not None)
+
+
+def _read_transformer(module: nn.Transformer, pattern: Pattern | None) -> spec.EncoderDecoder:
+    for part, wanted in ((module.encoder, nn.TransformerEncoder), (module.decoder, nn.TransformerDecoder)):
+        need(
+            type(part) is wanted,
+            f"an nn.Transformer made with a custom {type(part).__name__}; an nn.{wanted.__name__} is needed",
+        )
+    encoder: Any = _read_stack(module.encoder, None)
+    decoder: Any = _read_stack(module.decoder, pattern)
+    return spec.EncoderDecoder(encoder, decoder)
+
+
+READERS: dict[type, Callable[[Any, Pattern | None], spec.Spec]] = {
+    nn.MultiheadAttention: _read_attention,
+    nn.TransformerEncoderLayer: _read_layer,
+    nn.TransformerDecoderLayer: _read_layer,
+    nn.TransformerEncoder: _read_stack,
+    nn.TransformerDecoder: _read_stack,
+    nn.Transformer: _read_transformer,
+}
+
+
+# --- to theirs; `field` is where in the whole declaration a part stands, for the message ---
+
+
+def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "") -> nn.MultiheadAttention:
+    size, theirs = declared.sizes, "nn.MultiheadAttention"
+    _need_only(theirs, declared, field, score="dot", position=None, output=True)
+    width = size.d_model / size.heads
+    for name, only in {"kv_heads": size.heads, "d_k": width, "d_v": width, "d_out": size.d_model}.items():
+        need(
+            getattr(size, name) == only,
+            f"{field}{name}={getattr(size, name)}: {theirs} with d_model={size.d_model} and "
+            f"heads={size.heads} has {name}={only:g}",
+        )
+    usual = size.d_k**-0.5
+    need(
+        declared.factor is None or isclose(declared.factor, usual, rel_tol=1e-12),
+        f"{field}scale={declared.factor}: {theirs} scales scores by 1/√d_k = {usual:.6g}; leave it out",
+    )
+    need(
+        declared.biases != "output",
+        f"{field}biases='output': {theirs} has all biases or none; use 'all' or 'none'",
+    )
+    need(
+        declared.pattern in (full(), causal()),
+        f"{field}pattern={declared.pattern!r}: {theirs} looks everywhere unless a call brings a mask; "
+        f"declare rg.full() and give each call attn_mask=~pattern.allowed(n)",
+    )
+    context = None if size.d_context == size.d_model else size.d_context
+    return nn.MultiheadAttention(
+        size.d_model,
+        size.heads,
+        dropout=declared.dropout,
+        bias=declared.biases == "all",
+        kdim=context,
+        vdim=context,
+        batch_first=batch_first,
+    )
+
+
+def _write_layer(declared: spec.Block, batch_first: bool, field: str = "") -> nn.Module:
+    make = nn.TransformerEncoderLayer if declared.cross is None else nn.TransformerDecoderLayer
+    theirs, network = f"nn.{make.__name__}", declared.feed_forward
+    if network is None:
+        raise SpecError(f"{field}feed_forward=None: {theirs} always has one")
+    _need_only(theirs, declared, field, norm="layer", residual=True)
+    need(
+        not network.gated,
+        f"{field}feed_forward.activation={network.activation!r}: {theirs} has no gate; "
+        f"use one of {', '.join(ACTIVATIONS)}",
+    )
+    _need_one_bias(theirs, declared, field)
+    layer: Any = make(
+        declared.d_model,
+        declared.attention.heads,
+        network.d_ff,
+        declared.dropout,
+        ACTIVATIONS[network.activation],
+        declared.eps,
+        batch_first,
+        declared.norm_at == "pre",
+        declared.norm_bias,
+    )
+    layer.dropout.p = network.dropout  # PyTorch asks for one rate and holds one for each part
+    layer.self_attn = _write_attention(declared.attention, batch_first, f"{field}attention.")
+    if declared.cross is not None:
+        layer.multihead_attn = _write_attention(declared.cross, batch_first, f"{field}cross.")
+    return layer
+
+
+def _need_one_bias(theirs: str, declared: spec.Block, field: str) -> None:
+    """PyTorch has one switch; its fast path fails on a layer with some biases."""
+    asked = {f"{field}norm_bias": declared.norm_bias}
+    if declared.feed_forward is not None:
+        asked[f"{field}feed_forward.bias"] = declared.feed_forward.bias
+    for name in ("attention", "cross"):
+        part = getattr(declared, name)
+        if part is not None:
+            asked[f"{field}{name}.biases"] = part.biases != "none"
+    some, none = [n for n in asked if asked[n]], [n for n in asked if not asked[n]]
+    need(
+        not some or not none,
+        f"{theirs} has biases everywhere or nowhere: {', '.join(some)} has and {', '.join(none)} has not",
+    )
+
+
+def _write_stack(declared: spec.Encoder | spec.Decoder, batch_first: bool, field: str = "") -> nn.Module:
+    block, crosses = declared.block, declared.block.cross is not None
+    theirs = "nn.TransformerDecoder" if crosses else "nn.TransformerEncoder"
+    _need_only(theirs, declared, field, embedding=None, position=None, head=None)
+    layer: Any = _write_layer(block, batch_first, f"{field}block.")
+    norm = nn.LayerNorm(block.d_model, block.eps, bias=block.norm_bias) if declared.has_final_norm else None
+    if crosses:
+        return nn.TransformerDecoder(layer, declared.layers, norm)
+    # Nested tensors are a prototype that warns, and they turn the states of padding into zeros.
+    return nn.TransformerEncoder(layer, declared.layers, norm, enable_nested_tensor=False)
+
+
+def _write_transformer(declared: spec.EncoderDecoder, batch_first: bool) -> nn.Transformer:
+    source, target = declared.encoder.d_model, declared.decoder.d_model
+    need(
+        source == target,
+        f"an encoder {source} wide and a decoder {target} wide; nn.Transformer has one d_model",
+    )
+    return nn.Transformer(
+        source,
+        declared.encoder.block.attention.heads,
+        custom_encoder=_write_stack(declared.encoder, batch_first, "encoder."),
+        custom_decoder=_write_stack(declared.decoder, batch_first, "decoder."),
+        batch_first=batch_first,
+    )
+
+
+def _need_only(theirs: str, declared: Any, field: str, **wanted: Any) -> None:
+    for name, only in wanted.items():
+        given = getattr(declared, name)
+        need(given == only, f"{field}{name}={given!r}: {theirs} has no word for it; it needs {name}={only!r}")

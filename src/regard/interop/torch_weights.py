@@ -1,0 +1,185 @@
+"""PyTorch's own attention modules as ours, and back: the same outputs, the same gradients.
+
+    nn.MultiheadAttention         Attention
+    nn.TransformerEncoderLayer    Block
+    nn.TransformerDecoderLayer    Block with cross
+    nn.TransformerEncoder         Encoder without embedding or head
+    nn.TransformerDecoder         Decoder without embedding or head
+    nn.Transformer                EncoderDecoder without embeddings or head
+
+Three habits differ, and none of them is a weight:
+
+- Ours take (b, n, d_model), always batch first; a PyTorch module may take (n, b, d_model).
+- Who sees whom is declared in ours (`pattern`) and said at each call in PyTorch (`attn_mask`, `tgt_mask`).
+- In ours True is "may look"; in PyTorch's masks True is "leave out". Padding is `lengths` in ours.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.attention import MultiHeadAttention
+from ..nn.block import Block
+from ..nn.stack import EncoderDecoder, Stack
+from ..pattern import Pattern
+from ..spec.base import need
+from .torch_specs import READERS, declare, empty
+
+OURS = (MultiHeadAttention, Block, Stack, EncoderDecoder)
+
+
+def from_torch(module: nn.Module, *, pattern: Pattern | None = None) -> nn.Module:
+    """Our module with the weights of a PyTorch one; its `spec` is read off the module.
+
+    pattern: whom self-attention may look at, which PyTorch is only told when called. Where not given, layers
+    with cross-attention are causal and all others look everywhere; for nn.Transformer it is the target's.
+    Mode (train or eval), dtype, device and frozen weights are kept; the weights are copies.
+    """
+    _need_known(module, tuple(READERS), "from_torch")
+    declared = declare(module, pattern)
+    with torch.device("meta"):  # nothing is drawn: the caller's random numbers go on undisturbed
+        ours = declared.build()
+    pairs = list(_pairs(ours, module))
+    _need_all(module, [pair.theirs for pair in pairs])
+    for pair in pairs:
+        pair.read()
+    return ours.train(module.training)
+
+
+def to_torch(module: Any, *, batch_first: bool = True) -> nn.Module:
+    """The PyTorch module with the weights of ours; what PyTorch has no word for is refused by name.
+
+    A causal pattern does not travel: say `tgt_mask` or `attn_mask` at each call, as PyTorch wants it.
+    Mode (train or eval), dtype, device and frozen weights are kept; the weights are copies.
+    """
+    _need_known(module, OURS, "to_torch")
+    with torch.device("meta"):
+        theirs = empty(module.spec, batch_first)
+    pairs = list(_pairs(module, theirs))
+    _need_all(module, [place for pair in pairs for place in pair.ours])
+    for pair in pairs:
+        pair.write()
+    return theirs.train(module.training)
+
+
+class Place(NamedTuple):
+    """A parameter by the module that holds it and its name there."""
+
+    module: Any
+    name: str
+
+    def get(self) -> nn.Parameter:
+        found = getattr(self.module, self.name)
+        need(
+            isinstance(found, nn.Parameter),
+            f"{self} is no ordinary parameter (left out, pruned or parametrized); the copy needs one there",
+        )
+        return found
+
+    def put(self, weight: Tensor, like: nn.Parameter) -> None:
+        declared = tuple(self.get().shape)
+        need(
+            tuple(weight.shape) == declared,
+            f"{self} takes {declared}, and the weight to copy is {tuple(weight.shape)}",
+        )
+        copied = weight.detach().clone(memory_format=torch.contiguous_format)
+        setattr(self.module, self.name, nn.Parameter(copied, requires_grad=like.requires_grad))
+
+    def __str__(self) -> str:
+        return f"{type(self.module).__name__}.{self.name}"
+
+
+class Pair(NamedTuple):
+    """One parameter of theirs and the one of ours, or the three that lie in it, one below the other."""
+
+    theirs: Place
+    ours: tuple[Place, ...]
+
+    def read(self) -> None:
+        packed = self.theirs.get()
+        for place, weight in zip(self.ours, packed.chunk(len(self.ours))):
+            place.put(weight, like=packed)
+
+    def write(self) -> None:
+        parts = [place.get() for place in self.ours]
+        need(
+            len({p.requires_grad for p in parts}) == 1,
+            f"w_q, w_k and w_v become one {self.theirs}, and only some are frozen; freeze all three or none",
+        )
+        packed = parts[0] if len(parts) == 1 else torch.cat([p.detach() for p in parts])
+        self.theirs.put(packed, like=parts[0])
+
+
+def _pairs(ours: Any, theirs: Any) -> Iterator[Pair]:
+    """Which weight is which: one walk serves both directions."""
+    match ours:
+        case EncoderDecoder():
+            yield from _pairs(ours.encoder, theirs.encoder)
+            yield from _pairs(ours.decoder, theirs.decoder)
+        case Stack():
+            for block, layer in zip(ours.blocks, theirs.layers):
+                yield from _pairs(block, layer)
+            if theirs.norm is not None:
+                yield from _pairs(ours.norm, theirs.norm)
+        case Block():
+            for part, other in _parts(ours, theirs):
+                yield from _pairs(part, other)
+        case MultiHeadAttention():
+            yield from _attention_pairs(ours, theirs)
+        case nn.Linear() | nn.LayerNorm():
+            for name in ("weight", "bias"):
+                if getattr(ours, name) is not None:
+                    yield Pair(Place(theirs, name), (Place(ours, name),))
+
+
+def _parts(ours: Any, theirs: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
+    yield ours.attention, theirs.self_attn
+    yield ours.attention_norm, theirs.norm1
+    if ours.spec.cross is not None:
+        yield ours.cross, theirs.multihead_attn
+        yield ours.cross_norm, theirs.norm2
+    yield ours.feed_forward.w_in, theirs.linear1
+    yield ours.feed_forward.w_out, theirs.linear2
+    yield ours.feed_forward_norm, theirs.norm2 if ours.spec.cross is None else theirs.norm3
+
+
+def _attention_pairs(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> Iterator[Pair]:
+    """in_proj_weight is w_q over w_k over w_v; where the context has another width the three stand alone."""
+    three = (ours.w_q, ours.w_k, ours.w_v)
+    if theirs.in_proj_weight is not None:
+        yield Pair(Place(theirs, "in_proj_weight"), tuple(Place(w, "weight") for w in three))
+    else:
+        for w, name in zip(three, ("q_proj_weight", "k_proj_weight", "v_proj_weight")):
+            yield Pair(Place(theirs, name), (Place(w, "weight"),))
+    if ours.spec.biases == "all":
+        yield Pair(Place(theirs, "in_proj_bias"), tuple(Place(w, "bias") for w in three))
+    yield from _pairs(ours.w_o, theirs.out_proj)
+
+
+def _need_known(module: nn.Module, known: tuple[type, ...], who: str) -> None:
+    *most, last = [t.__name__ for t in known]
+    need(
+        type(module) in known,
+        f"{who} takes {', '.join(most)} or {last}, not {type(module).__name__} "
+        f"(nor a subclass: it may compute something else)",
+    )
+    modes = {part.training for part in module.modules()}
+    need(
+        len(modes) == 1,
+        "some parts are in training mode and some are not; call train() or eval() on the whole",
+    )
+
+
+def _need_all(module: nn.Module, places: Iterable[Place]) -> None:
+    """Every weight is copied, and each one once: copies of a shared weight would drift apart."""
+    seen: dict[int, Place] = {}
+    for place in places:
+        before = seen.setdefault(id(place.get()), place)
+        need(
+            before is place,
+            f"{before} and {place} are one shared weight, and the copy would hold two; untie them",
+        )
+    left = [name for name, weight in module.named_parameters() if id(weight) not in seen]
+    need(not left, f"{', '.join(left)}: the copy has no place for this; take it off first")
