@@ -20,11 +20,6 @@ class Countable:
         return 1
 
     @property
-    def hop(self) -> int:
-        """The step of its progressions of keys."""
-        return 1
-
-    @property
     def lines(self) -> tuple[tuple[int, int], ...]:
         """The bounds lo and hi, as (slope, constant): slope · i + constant."""
         return ()
@@ -98,7 +93,7 @@ def _term(words: frozenset[Countable], n: int, m: int, start: int, step: int) ->
     steep = {c for w in words for slope, c in w.lines if slope == 1}
     turns = {b - a for a in steep for b in flat} | {t for w in words for t in w.turns}
     breaks = [(t - start) // step for t in turns]
-    slack = (sum(w.wobble for w in words) + lcm(*(w.hop for w in words))) // step + 1
+    slack = sum(w.wobble for w in words) // step + 1
     rows = row_counter({words: 1}, m, start, step)
     return progression.total(rows, n, breaks, slack, period // gcd(period, step))
 

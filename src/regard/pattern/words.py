@@ -110,8 +110,6 @@ class dilated(Word):
     def period(self):
         return self.step
 
-    hop = period
-
     @property
     def lines(self):
         return ((1, -self.reach * self.step), (1, self.reach * self.step))
@@ -140,8 +138,6 @@ class every(Word):
     def period(self):
         return self.k
 
-    hop = period
-
     def allows(self, i, j):
         return (j % self.k == self.offset) & (i == i)
 
@@ -161,8 +157,6 @@ class strided(Word):
     @property
     def period(self):
         return self.k
-
-    hop = period
 
     def allows(self, i, j):
         return (i - j) % self.k == 0
