@@ -1,0 +1,57 @@
+"""A short tour on the CPU: a pattern, the Transformer of the paper, "Hello world" through an untrained one."""
+
+import torch
+
+import regard as rg
+
+
+def patterns() -> None:
+    p = rg.causal() & (rg.window(2) | rg.every(4))
+    n = 16
+    print(f"A pattern is a set of pairs (query, key): {p}\n")
+    print(p.draw(n))
+    full, million = n * n, 1_000_000
+    print(f"\n{p.count(n)} of {full} pairs, {1 - p.count(n) / full:.1%} saved; {p.count(million):,} at n = {million:,}\n")
+
+    q, k, v = torch.randn(3, 1, 8, n, 64).unbind()
+    o = rg.attention(q, k, v, p)
+    print(f"rg.attention(q, k, v, p): q, k, v of {tuple(q.shape)} → {tuple(o.shape)}\n")
+
+
+def hello_world() -> None:
+    words = ["<start>", "<end>", "Hello", "world", "Hola", "mundo"]
+    declared = rg.preset("transformer-base")
+    model = declared.build().eval()
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"The Transformer of the paper, {parameters:,} parameters:\n")
+    for name, part in (
+        ("embedding", model.encoder.embedding),
+        ("encoder block", model.encoder.blocks[0]),
+        ("decoder block", model.decoder.blocks[0]),
+    ):
+        print(f"  {name}")
+        for parameter, tensor in part.named_parameters():
+            print(f"    {parameter:32} {' × '.join(map(str, tensor.shape))}")
+
+    source = torch.tensor([[words.index("Hello"), words.index("world")]])
+    target = torch.tensor([[words.index(w) for w in ("<start>", "Hola", "mundo")]])
+    with torch.no_grad():
+        logits, seen = model(source, target, return_weights=True)
+    print('\n"Hello world" → "Hola mundo", untrained:')
+    for name, weights in (
+        ("encoder self-attention", seen["encoder"][0]["self"]),
+        ("decoder self-attention", seen["decoder"][0]["self"]),
+        ("decoder cross-attention", seen["decoder"][0]["cross"]),
+    ):
+        print(f"  {name:24} {tuple(weights.shape[1:])} (heads, queries, keys)")
+    print(f"  logits                   {tuple(logits.shape[1:])} (positions, vocabulary)")
+    rows, columns = ["<start>", "Hola", "mundo"], ["Hello", "world"]
+    print("\n  cross-attention of the first head:   " + "  ".join(f"{c:>5}" for c in columns))
+    for word, row in zip(rows, seen["decoder"][0]["cross"][0, 0].tolist()):
+        print(f"    {word:>36} " + "  ".join(f"{w:.3f}" for w in row))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    patterns()
+    hello_world()
