@@ -1,0 +1,132 @@
+"""The door under torch.compile: one graph, the same numbers, no new graph for each length."""
+
+import shutil
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+from regard.engine.attention import attention
+from regard.pattern import causal, documents, every, full, lengths, strided, where, window
+from regard.position import ByDistance, alibi_slopes
+
+pytestmark = pytest.mark.compiled
+
+B, H, H_KV, N, M, D_K, D_V = 2, 4, 2, 7, 11, 5, 3
+f64 = torch.float64
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_compiled():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=f64)
+
+
+def qkv(n=N, m=M, d_v=D_V):
+    return randn(B, H, n, D_K), randn(B, H_KV, m, D_K, seed=1), randn(B, H_KV, m, d_v, seed=2)
+
+
+def with_gradients(f, *inputs):
+    """The outputs of f, and the gradients of a fixed random mix of them towards the inputs it depends on."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = f(*leaves)
+    outs = (out,) if isinstance(out, torch.Tensor) else out
+    total = sum((x * randn(*x.shape, seed=97)).sum() for x in outs)
+    return [*outs, *torch.autograd.grad(total, leaves, materialize_grads=True)]
+
+
+SPARSE = causal() & (window(2) | every(4))
+IDS = torch.tensor([0] * 4 + [1] * 7)
+CALLS = {  # the arguments after q, k, v
+    "full": ((), {}),
+    "causal": ((causal(),), {}),
+    "window or every": ((SPARSE,), {}),
+    "strided": ((strided(3),), {"at": (1, 2)}),
+    "a bool tensor": ((randn(N, M) > 0,), {}),
+    "documents": ((causal() & documents(IDS),), {}),
+    "a pattern of lengths": ((causal() & lengths(torch.tensor([4, 11])),), {}),
+    "a function": ((where(lambda i, j: (i + j) % 3 == 0),), {}),
+    "lengths": ((window(3),), {"lengths": torch.tensor([4, 11])}),
+    "lengths of 0": ((), {"lengths": torch.tensor([0, 11])}),
+    "a bias": ((causal(),), {"bias": randn(H, 1, M, seed=8)}),
+    "ALiBi": ((causal(),), {"bias": ByDistance(slopes=alibi_slopes(H).to(f64))}),
+    "a table by distance": ((SPARSE,), {"bias": ByDistance(table=randn(H, 7, seed=9))}),
+    "one offset a row": ((SPARSE,), {"at": torch.tensor([0, 3])}),
+    "one offset a row by distance": (
+        (causal(),),
+        {"at": torch.tensor([0, 3]), "bias": ByDistance(slopes=alibi_slopes(H).to(f64))},
+    ),
+    "the log-sum-exp": ((SPARSE,), {"return_lse": True}),
+    "hard": ((SPARSE,), {"scale": float("inf")}),
+    "a scale of 0": ((causal(),), {"scale": 0.0}),
+}
+
+
+@pytest.mark.parametrize(("arguments", "named"), CALLS.values(), ids=CALLS)
+def test_one_graph_gives_what_eager_gives(arguments, named):
+    def f(q, k, v):
+        return attention(q, k, v, *arguments, **named)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for mine, other in zip(with_gradients(compiled, *qkv()), with_gradients(f, *qkv()), strict=True):
+        assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+def test_a_bias_by_distance_trains_inside_the_graph():
+    def f(q, k, v, table, slopes):
+        return attention(q, k, v, causal(), bias=ByDistance(table, slopes))
+
+    inputs = *qkv(), randn(H, 7, seed=9), alibi_slopes(H).to(f64)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for mine, other in zip(with_gradients(compiled, *inputs), with_gradients(f, *inputs), strict=True):
+        assert_close(mine, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "c++"))), reason="inductor needs a C compiler on the CPU"
+)
+def test_inductor_gives_what_eager_gives():
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, SPARSE), fullgraph=True)
+    assert_close(compiled(*qkv()), attention(*qkv(), SPARSE), rtol=0, atol=1e-12)
+
+
+# Twenty lengths; the first graph is for one length, the second for any.
+LENGTHS = range(17, 57, 2)
+
+
+@pytest.mark.parametrize("pattern", [full(), causal(), SPARSE], ids=repr)
+def test_twenty_lengths_cost_at_most_two_compilations(pattern):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, pattern), fullgraph=True, backend=counter)
+    for n in LENGTHS:
+        inputs = qkv(n, n)
+        assert_close(compiled(*inputs), attention(*inputs, pattern), rtol=0, atol=1e-12)
+    assert 1 <= counter.frame_count <= 2
+
+
+def test_twenty_lengths_of_a_batch_and_of_a_bias_cost_at_most_two_compilations():
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def f(q, k, v, kept, slopes):
+        return attention(q, k, v, SPARSE, lengths=kept, bias=ByDistance(slopes=slopes))
+
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for n in LENGTHS:
+        inputs = *qkv(n, n), torch.tensor([n, n // 2]), alibi_slopes(H).to(f64)
+        assert_close(compiled(*inputs), f(*inputs), rtol=0, atol=1e-12)
+    assert 1 <= counter.frame_count <= 2
+
+
+def test_decoding_after_a_growing_cache_costs_at_most_two_compilations():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: attention(q, k, v, SPARSE), fullgraph=True, backend=counter)
+    for m in LENGTHS:
+        inputs = qkv(1, m)
+        assert_close(compiled(*inputs), attention(*inputs, SPARSE), rtol=0, atol=1e-12)
+    assert 1 <= counter.frame_count <= 2
