@@ -121,7 +121,7 @@ def attend(
     alone, and it has no log-sum-exp.
     """
     hard = scale is not None and isinf(scale)
-    if hard and scale < 0:
+    if scale == -inf:
         raise SpecError(f"scale={scale}: only +inf has a meaning, the hard limit; negate q for the least key")
     factor = q.shape[-1] ** -0.5 if scale is None or hard else scale
     scores = factor * dot_scores(q, k)

@@ -40,7 +40,7 @@ def attention(
     """
     given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
     o, lse = _run(given, choose.choose(given, backend).backend)
-    return (o, lse) if return_lse else o
+    return o if lse is None or not return_lse else (o, lse)
 
 
 def weights(
@@ -84,7 +84,7 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, to its dtype, as PyTorch's own attention does; float64 stays."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):  # meta has none
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

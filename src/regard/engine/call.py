@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ShapeError, SpecError
-from ..pattern import At, Data, Pattern, full, positions, standing
+from ..pattern import At, Pattern, full, positions, standing
 from ..position import ByDistance
 from ..reference import Ties
 
@@ -43,7 +43,7 @@ class Call:
 
     @property
     def grouped(self) -> bool:
-        return self.q.shape[1] != self.k.shape[1]
+        return True if self.q.shape[1] != self.k.shape[1] else False  # noqa: SIM210 — SDPA takes no symbol
 
     @property
     def hard(self) -> bool:
@@ -176,7 +176,7 @@ def _check_extras(call: Call) -> None:
                 raise ShapeError(f"a bias by distance for {x.shape[0]} heads and queries with {q.shape[1]}")
     if call.scale is not None and isnan(call.scale):
         raise SpecError("scale=nan is no number; use None for 1/√d_k")
-    if call.hard and call.scale < 0:
+    if call.scale == -inf:
         raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")
     if call.hard and call.return_lse:
         raise SpecError("scale=inf has no log-sum-exp: ask for return_lse=True with a finite scale only")
@@ -187,7 +187,9 @@ def _check_extras(call: Call) -> None:
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(s in (1, t) for s, t in zip(reversed(shape), reversed(to)))
+    # the sizes may be symbols, for which Dynamo has no `in`
+    fits = [s == 1 or s == t for s, t in zip(reversed(shape), reversed(to))]
+    return len(shape) <= len(to) and all(fits)
 
 
 def as_pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tensor | None]:
@@ -224,7 +226,5 @@ def allowed_from(
         return zero_one != 0
     if additive is not None:
         return additive > torch.finfo(additive.dtype).min
+    assert padding is not None
     return ~padding[:, None, None, :]
-
-
-__all__ = ["Bias", "Call", "Data", "allowed_from", "as_pattern_and_table", "check", "dense"]

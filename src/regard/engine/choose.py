@@ -29,7 +29,7 @@ def _auto(call: Call) -> Choice:
         return Choice("plain", "hard attention has no softmax to fuse")
     if call.return_lse:
         return Choice("plain", "the log-sum-exp is asked for")
-    if _cannot(call, "dense") is None:
+    if call.plain and _some_pairs(call) and _full_or_causal(call):  # no message: it would fix the sizes in a trace
         return Choice("dense", "every pair, or every past one: PyTorch's own attention as it is")
     return Choice("masked", f"{call.pattern!r} by a table of allowed pairs")
 
@@ -43,11 +43,19 @@ def _cannot(call: Call, backend: str) -> str | None:
     if backend == "dense":
         if not call.plain:
             return "a bool tensor, lengths or a bias needs a mask; use backend='masked'"
-        if call.m == 0 or call.n == 0:
+        if not _some_pairs(call):
             return "there are no pairs"
-        if isinstance(call.pattern, full):
-            return None
-        if isinstance(call.pattern, causal) and call.at is None and (call.n == call.m or call.n == 1):
-            return None
-        return f"{call.pattern!r} over {call.n} queries and {call.m} keys is neither full nor square causal"
+        if not _full_or_causal(call):
+            return f"{call.pattern!r} over {call.n} queries and {call.m} keys is neither full nor square causal"
     return None
+
+
+def _some_pairs(call: Call) -> bool:
+    return call.n != 0 and call.m != 0
+
+
+def _full_or_causal(call: Call) -> bool:
+    """Every pair; or every past one, for as many queries as keys or one query at the end."""
+    if isinstance(call.pattern, full):
+        return True
+    return isinstance(call.pattern, causal) and call.at is None and (call.n == call.m or call.n == 1)

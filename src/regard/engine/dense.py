@@ -10,7 +10,9 @@ from .call import Call
 
 def attend(call: Call) -> Float[Tensor, "b h n d_v"]:
     """softmax(scale · q kᵀ) v over all keys, or over those up to the query where n = m."""
-    is_causal = isinstance(call.pattern, causal) and call.n > 1  # one query at the end sees every key
+    is_causal = isinstance(call.pattern, causal)
+    if call.n == 1:  # one query at the end sees every key; an `if`, as n may be a symbol
+        is_causal = False
     return F.scaled_dot_product_attention(
         call.q,
         call.k,

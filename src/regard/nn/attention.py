@@ -1,7 +1,7 @@
 """Multi-head attention: the module a spec.Attention builds."""
 
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -49,9 +49,9 @@ class MultiHeadAttention(nn.Module):
             self.w_o = nn.Linear(size.heads * size.d_v, size.d_out, bias=declared.biases != "none")
         if declared.score == "additive":
             self.v_score = nn.Parameter(torch.empty(size.heads, size.d_k).normal_(std=size.d_k**-0.5))
-        self.position = declared.position and positions.build(
-            declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v
-        )
+        self.position: Any = None  # what a position is called with follows from where it acts
+        if declared.position is not None:
+            self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
 
     def forward(
         self,
@@ -72,7 +72,7 @@ class MultiHeadAttention(nn.Module):
         """
         p = self._project(x, context, lengths, cache, at)
         q, bias, scale = self._score(p, bias)
-        together = {
+        together: dict[str, Any] = {
             "pattern": self._pattern(pattern),
             "lengths": p.lengths,
             "bias": bias,
@@ -82,14 +82,13 @@ class MultiHeadAttention(nn.Module):
         }
         dropout = self.spec.dropout if self.training else 0.0
         o = engine.attention(q, p.k, p.v, dropout_p=dropout, **together)
-        weights = None
-        if return_weights or getattr(self.spec.position, "values", False):
-            weights = engine.weights(q, p.k, **together)
-        if getattr(self.spec.position, "values", False):
+        on_values = getattr(self.spec.position, "values", False)  # Shaw's vectors may join the values too
+        weights = engine.weights(q, p.k, **together) if return_weights or on_values else None
+        if on_values:
             o = o + self.position.values(weights, *self._places(p))
-        o = rearrange(o, "b h n d -> b n (h d)")
-        out = o if self.w_o is None else self.w_o(o)
-        return (out, weights) if return_weights else out
+        out: Tensor = rearrange(o, "b h n d -> b n (h d)")
+        out = out if self.w_o is None else self.w_o(out)
+        return out if weights is None or not return_weights else (out, weights)
 
     def _project(self, x, context, lengths, cache, at) -> Projected:
         size = self.spec.sizes

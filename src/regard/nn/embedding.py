@@ -22,7 +22,9 @@ class Embedding(nn.Module):
         self.types = None
         if declared.types:
             self.types = nn.Parameter(torch.empty(declared.types, declared.d_model).normal_(std=0.02))
-        self.position = declared.position and positions.build(declared.position, d_model=declared.d_model)
+        self.position: nn.Module | None = None
+        if declared.position is not None:
+            self.position = positions.build(declared.position, d_model=declared.d_model)
         self.norm = norm("layer", declared.d_model, declared.eps) if declared.norm else nn.Identity()
 
     def forward(

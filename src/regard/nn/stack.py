@@ -1,6 +1,7 @@
 """Encoders and decoders: an embedding, blocks, a norm, a head."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +29,13 @@ class Stack(nn.Module):
         super().__init__()
         self.spec = declared
         block = declared.block
-        self.position = None
+        self.position: Any = None
         if declared.position is not None and declared.position.acts == "query_key":  # it holds no weights
             block = replace(block, attention=replace(block.attention, position=declared.position))
         elif declared.position is not None:
             size = block.attention.sizes
             self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
-        self.embedding = declared.embedding and Embedding(declared.embedding)
+        self.embedding: Any = None if declared.embedding is None else Embedding(declared.embedding)
         self.blocks = nn.ModuleList(Block(block) for _ in range(declared.layers))
         after = declared.has_final_norm
         self.norm = norm(block.norm, block.d_model, block.eps, block.norm_bias) if after else nn.Identity()
@@ -62,7 +63,7 @@ class Stack(nn.Module):
         bias = self._bias(x, cache)
         kept: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         for i, block in enumerate(self.blocks):
-            given = {
+            given: dict[str, Any] = {
                 "lengths": lengths,
                 "context_lengths": context_lengths,
                 "pattern": pattern,
@@ -114,15 +115,15 @@ class Stack(nn.Module):
 
 
 def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:
-    match declared.head:
-        case spec.LanguageHead():
-            return LanguageHead(declared.head, declared.embedding)
-        case spec.MaskedHead():
-            return MaskedHead(declared.head, declared.embedding)
-        case spec.ClassifierHead():
-            return ClassifierHead(declared.head, declared.d_model)
-        case spec.Pooler():
-            return Pooler(declared.head, declared.d_model)
+    match declared.head, declared.embedding:
+        case spec.LanguageHead() as h, spec.Embedding() as e:
+            return LanguageHead(h, e)
+        case spec.MaskedHead() as h, spec.Embedding() as e:
+            return MaskedHead(h, e)
+        case spec.ClassifierHead() as h, _:
+            return ClassifierHead(h, declared.d_model)
+        case spec.Pooler() as h, _:
+            return Pooler(h, declared.d_model)
     return None
 
 
@@ -179,7 +180,7 @@ class Vision(nn.Module):
         where = declared.position or learned(declared.tokens)
         self.position = positions.build(where, d_model=d_model)
         self.encoder = Stack(declared.encoder)
-        self.head = declared.head and ClassifierHead(declared.head, d_model)
+        self.head = None if declared.head is None else ClassifierHead(declared.head, d_model)
         initialise(self.patches, declared.encoder.init)
 
     def forward(self, images: Float[Tensor, "b c height width"], *, return_weights: bool = False):
