@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isinf, isnan
+from math import inf, isinf, isnan
 
 import torch
 from jaxtyping import Bool, Float, Int
