@@ -122,6 +122,7 @@ def test_first_values_are_small_vectors_zero_biases_and_scattered_centres():
     [
         (learned(512), {"heads": 8}, "learned(512) needs d_model to be built"),
         (alibi(), {"d_model": 512}, "alibi() needs heads to be built"),
+        (rope(), {"d_model": 512}, "rope() needs d_k to be built"),
         (shaw(4, values=True), {"heads": 3}, "shaw(4, values=True) needs d_k and d_v to be built"),
         (rope(), {"d_k": 5}, "rope() on d_k=5: columns come in pairs, and 5 is no multiple of 2; use 4 or 6"),
         (
@@ -296,6 +297,12 @@ def test_a_fraction_leaves_the_other_columns_alone():
     assert torch.equal(turned[..., :4], rotate(x[..., :4], torch.arange(7)))
 
 
+def test_a_rotary_module_refuses_another_width():
+    with pytest.raises(ShapeError) as error:
+        build(rope(), d_k=8)(randn(7, 6), torch.arange(7))
+    assert str(error.value) == "rope() was built for d_k=8 and met 6 columns"
+
+
 def test_a_bfloat16_query_at_position_100000_is_right_to_its_rounding():
     x = randn(1, 2, 3, 64).bfloat16()
     where = torch.tensor([99_999, 100_000, 131_071], dtype=torch.int32)
@@ -314,7 +321,7 @@ def test_the_rotation_of_transformers_llama_is_rope_in_halves():
     theta = where.double()[:, None] * 10000.0 ** (-torch.arange(0, 8, 2, dtype=f64) / 8)
     theta = torch.cat([theta, theta], -1)[None]
     theirs, _ = llama.apply_rotary_pos_emb(x, x, theta.cos(), theta.sin())
-    assert torch.allclose(build(rope())(x, where), theirs, atol=1e-13)
+    assert torch.allclose(build(rope(), d_k=8)(x, where), theirs, atol=1e-13)
 
 
 # What is added to the scores
@@ -364,8 +371,8 @@ def test_by_distance_is_none_where_the_distance_does_not_decide():
 
 def test_alibi_and_t5_are_their_formulas():
     i, j = torch.arange(7)[:, None], torch.arange(11)[None, :]
-    half = build(alibi(), heads=6).bfloat16()(torch.arange(7), torch.arange(11))
-    assert torch.equal(half, -alibi_slopes(6)[:, None, None] * (i - j).abs())  # no cast rounds the slopes
+    half = build(alibi(), heads=12).bfloat16()(torch.arange(7), torch.arange(11))
+    assert torch.equal(half, -alibi_slopes(12)[:, None, None] * (i - j).abs())  # no cast rounds the slopes
     for two_way in (True, False):
         module = made(t5_buckets(8, 9, bidirectional=two_way))
         bias = module(torch.arange(7) + 90, torch.arange(11) + 80)
@@ -466,6 +473,17 @@ def test_one_graph_gives_what_eager_gives(position):
         got, expected = (f(torch.arange(7) + 4, torch.arange(11), q=x, scale=0.5) for f in (fast, module))
     assert torch.allclose(got, expected, atol=1e-5)
     assert got.shape == expected.shape and got.dtype == expected.dtype
+
+
+@pytest.mark.compiled
+@INDUCTOR_WARNS
+def test_angles_are_opaque_to_the_compiler_and_plain_to_an_export():
+    torch.compiler.reset()
+    module, x, where = build(rope(), d_k=8), randn(2, 3, 7, 8, dtype=torch.float32), torch.arange(7)
+    graphs = []
+    torch.compile(module, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)(x, where)
+    assert graphs[0].code.count("regard.cos_sin") == 1
+    assert "regard" not in torch.export.export(module, (x, where)).graph_module.code
 
 
 @pytest.mark.compiled

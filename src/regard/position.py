@@ -116,7 +116,7 @@ class rope(Position):
         16
         """
         width = round(self.fraction * d_k)
-        if not math.isclose(width, self.fraction * d_k, rel_tol=1e-9):
+        if abs(width - self.fraction * d_k) > 1e-9 * d_k:
             raise SpecError(
                 f"fraction={self.fraction} of d_k={d_k} is {self.fraction * d_k:g} columns, no whole number"
             )
@@ -277,6 +277,26 @@ def rates(d: int, base: int | float = 10000.0, device: torch.device | None = Non
     return base ** (-torch.arange(0, d, 2, dtype=torch.float64, device=device) / d)
 
 
+def cos_sin(positions: Real[Tensor, "*p"], d: int, base: int | float = 10000.0) -> Float[Tensor, "2 *p r"]:
+    """cos and sin of pos · base^(−2i/d), in float64."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.regard.cos_sin(positions, d, float(base))
+    angles = positions.double()[..., None] * rates(d, base, positions.device)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+@torch.library.custom_op("regard::cos_sin", mutates_args=())
+def _cos_sin(positions: Tensor, d: int, base: float) -> Tensor:
+    # Opaque to the compiler, which else fuses these float64 functions into what uses them, anew for every head
+    # and batch row. With `_join`, bfloat16 queries (8, 16, 4096, 128) on an H200: 0.20 ms compiled, 1.23 before.
+    return cos_sin(positions, d, base)
+
+
+@_cos_sin.register_fake
+def _cos_sin_shape(positions: Tensor, d: int, base: float) -> Tensor:
+    return positions.new_empty((2, *positions.shape, d // 2), dtype=torch.float64)
+
+
 def sinusoid(
     positions: Real[Tensor, "*p"],
     d: int,
@@ -290,9 +310,8 @@ def sinusoid(
     tensor([ 0.1411, -0.9900,  0.2451, -0.9695])
     """
     _check_pairs(d, None, f"a sinusoid of width {d}")
-    angles = positions.double()[..., None] * rates(d, base, positions.device)
-    encoding = rearrange([angles.sin(), angles.cos()], f"two ... r -> ... {_COLUMNS[order]}")
-    return encoding.to(dtype or torch.get_default_dtype())
+    cos, sin = cos_sin(positions, d, base)
+    return _join(sin, cos, order).to(dtype or torch.get_default_dtype())
 
 
 def sinusoid_grid(
@@ -321,14 +340,14 @@ def rotate(
     d = x.shape[-1]
     _check_pairs(d, None, f"a rotation of {d} columns")
     precise = torch.promote_types(x.dtype, torch.float32)
-    angles = positions.double()[..., None] * rates(d, base, positions.device)
-    angles = (angles % (2 * math.pi)).to(precise)  # under 2π before float32, so it keeps its digits
-    if angles.ndim > 2:
-        angles = angles.reshape(len(angles), *(1,) * (x.ndim - angles.ndim), *angles.shape[1:])
-    cos, sin = angles.cos(), angles.sin()
-    first, second = rearrange(x.to(precise), f"... {_COLUMNS[pairing]} -> two ... r", two=2)
-    turned = [first * cos - second * sin, first * sin + second * cos]
-    return rearrange(turned, f"two ... r -> ... {_COLUMNS[pairing]}").to(x.dtype)
+    cos, sin = cos_sin(positions, d, base).to(precise)
+    if cos.ndim > 2:
+        between = (1,) * (x.ndim - cos.ndim)
+        cos, sin = (each.reshape(len(each), *between, *each.shape[1:]) for each in (cos, sin))
+    first, second = (
+        each.to(precise) for each in rearrange(x, f"... {_COLUMNS[pairing]} -> two ... r", two=2)
+    )
+    return _join((first * cos - second * sin).to(x.dtype), (first * sin + second * cos).to(x.dtype), pairing)
 
 
 def rotate_grid(
@@ -445,6 +464,12 @@ def skew(logits: Float[Tensor, "*b n r"]) -> Float[Tensor, "*b n m"]:
     flat = rearrange(torch.nn.functional.pad(logits, (0, 1)), "... n r -> ... (n r)")
     rows = rearrange(flat[..., n - 1 : n - 1 + n * r], "... (n r) -> ... n r", n=n)
     return rows[..., : r - n + 1]
+
+
+def _join(first: Float[Tensor, "*p r"], second: Float[Tensor, "*p r"], order: str) -> Float[Tensor, "*p d"]:
+    """The pairs back in their columns. Stacked where they belong, they compile to one pass over the data."""
+    stacked = torch.stack([first, second], dim=-1 if order == "interleaved" else -2)
+    return rearrange(stacked, "... one other -> ... (one other)")
 
 
 def _outer(per_head: Float[Tensor, " h"], each: Real[Tensor, "*o"]) -> Float[Tensor, "h *o"]:

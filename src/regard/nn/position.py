@@ -64,9 +64,7 @@ def build(
             kind = Learned if position.grid is None else LearnedGrid
             return kind(position, *need(d_model=d_model))
         case rope():
-            if d_k is not None:
-                position.width(d_k)
-            return Rotary(position)
+            return Rotary(position, *need(d_k=d_k))
         case alibi():
             return Alibi(position, *need(heads=heads))
         case t5_buckets():
@@ -197,14 +195,16 @@ def _used(positions: Real[Tensor, "..."], unknown: int) -> int:
 class Rotary(nn.Module):
     """Pair i turned by pos · base^(−2i/d). Holds nothing, so no cast can blur the angles."""
 
-    def __init__(self, position: rope):
+    def __init__(self, position: rope, d_k: int):
         super().__init__()
         self.position = position
+        self.d_k, self.width = d_k, position.width(d_k)
 
     def forward(self, x: Float[Tensor, "*b n d"], positions: Real[Tensor, "..."]) -> Float[Tensor, "*b n d"]:
         p = self.position
-        width = p.width(x.shape[-1])
-        turning, still = x[..., :width], x[..., width:]
+        if x.shape[-1] != self.d_k:
+            raise ShapeError(f"{p!r} was built for d_k={self.d_k} and met {x.shape[-1]} columns")
+        turning, still = x[..., : self.width], x[..., self.width :]
         if p.grid is None:
             turned = rotate(turning, positions, p.base, p.pairing)
         else:
