@@ -1,0 +1,273 @@
+"""How much of a pattern's saving is realised on a GPU, beside SDPA and compiled FlexAttention.
+
+    realised = max(time of full SDPA by its best backend × count / (n·m), bytes of q, k, v, o / copy rate) / our time
+
+Forward+backward: SDPA's forward+backward and three times the bytes. 1.0 is the limit. Parity comes first.
+
+    PYTHONPATH=src python3 bench/gpu_patterns.py --group check sweep forward backward
+"""
+
+import argparse
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from regard.engine.kernels import attend
+from regard.engine.kernels.configs import Config, Configs, default
+from regard.engine.kernels.launch import Task, _dkv, _dq, forward
+from regard.pattern import Pattern, causal, dilated, every, strided, window
+
+HEADS = 16
+DEVICE = "cuda"
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+MAIN: tuple[tuple[Pattern, int], ...] = (
+    (window(128) | every(64), 16384),
+    (window(256) | every(128), 32768),
+    (causal() & (window(128) | every(64)), 16384),
+    (causal() & (window(256) | every(128)), 32768),
+    (window(256) | every(256), 65536),
+)
+OTHER: tuple[tuple[Pattern, int], ...] = (
+    (dilated(64, 16), 16384),
+    (causal() & strided(128), 16384),
+    (window(256), 32768),
+)
+
+# tile, block, warps, stages, cap on registers
+SWEEP = {
+    128: {
+        "forward": (
+            (128, 64, 8, 3), (128, 32, 8, 3, 128), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
+            (128, 64, 8, 2, 128), (128, 32, 4, 4), (128, 64, 4, 3),
+        ),
+        "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)),
+        "dkv": ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)),
+    },
+    64: {
+        "forward": (
+            (128, 64, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3),
+        ),
+        "dq": ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
+        "dkv": ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
+    },
+}  # fmt: skip
+
+
+def bench(fn, ms: int = 100) -> float:
+    return triton.testing.do_bench(fn, warmup=25, rep=ms, return_mode="median")
+
+
+def tensors(n: int, d: int, count: int = 3, heads: int = HEADS, dtype=torch.bfloat16):
+    return [torch.randn(1, heads, n, d, device=DEVICE, dtype=dtype) for _ in range(count)]
+
+
+def both_ways(fn, q, k, v, do):
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def run():
+        torch.autograd.grad(fn(*inputs), inputs, do)
+
+    return run
+
+
+def ours(pattern: Pattern, configs: Configs | None = None):
+    return lambda q, k, v: attend(q, k, v, pattern, 0, 1, configs=configs)[0]
+
+
+# Parity
+
+
+def dense(q, k, v, allowed):
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -math.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    return (scores - torch.where(lse == -math.inf, 0, lse)).exp() @ v
+
+
+def parity(job) -> str:
+    """Output and gradients against float64, within twice the error of plain PyTorch in the same dtype + 4 ulp."""
+    pattern, n, d, dtype = job
+    torch.manual_seed(n + d)
+    q, k, v, do = tensors(n, d, 4, dtype=dtype)
+    allowed = pattern.allowed(n, device=DEVICE)
+    results = []
+    for kind, fn in ((torch.float64, None), (dtype, None), (dtype, ours(pattern))):
+        x = [t.to(kind).requires_grad_() for t in (q, k, v)]
+        o = dense(*x, allowed) if fn is None else fn(*x)
+        results.append([o, *torch.autograd.grad(o, x, do.to(kind))])
+    for name, ref, plain, fast in zip(("o", "dq", "dk", "dv"), *results):
+        error = (fast - ref).abs().max().item()
+        ulp = torch.finfo(dtype).eps * ref.abs().max().item()
+        budget = 2 * (plain - ref).abs().max().item() + 4 * ulp
+        if not error <= budget:
+            return f"{pattern} n={n} d={d} {dtype}: {name} is off by {error:.2e} > {budget:.2e}"
+    return ""
+
+
+def at_once(fn, jobs) -> None:
+    """Each job in a process of its own: kernels compile side by side and stay in Triton's cache on disk."""
+    begin = time.time()
+    with concurrent.futures.ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
+        complaints = [c for c in pool.map(fn, jobs) if c]
+    print(f"{fn.__name__}: {len(jobs)} in {time.time() - begin:.0f} s", *complaints, sep="\n  ", flush=True)
+    if fn is parity and complaints:
+        raise SystemExit("parity fails: no timing")
+
+
+def check(widths) -> None:
+    jobs = [(p, 1200, d, torch.bfloat16) for d in widths for p, _ in MAIN + OTHER]
+    at_once(parity, [*jobs, (MAIN[0][0], 1201, 80, torch.bfloat16), (MAIN[2][0], 1201, 64, torch.float16)])
+
+
+# Configurations
+
+
+def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
+    """A call that launches one direction alone, and the pieces it needs."""
+    configs = Configs(config, config, config)
+    task = Task(pattern, 0, 1, d**-0.5, configs)
+    q, k, v, do = tensors(n, d, 4)
+    if kind == "forward":
+        return lambda: forward(q, k, v, task)
+    o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, default(d, d, q.dtype)))
+    stats = lse.new_zeros((1, HEADS, n, 4))
+    if kind == "dq":
+        return lambda: _dq(q, k, v, o, lse, do, None, stats, task, None)
+    return lambda: _dkv(q, k, v, do, stats, task, None)
+
+
+def compile_one(job) -> str:
+    """Fill Triton's disk cache from a process of its own, so that many compile at once."""
+    kind, pattern, n, d, config = job
+    try:
+        one_kernel(kind, pattern, n, d, Config(*config))()
+        torch.cuda.synchronize()
+        return ""
+    except Exception as error:
+        return f"{kind} d={d} {config}: {str(error)[:100]}"
+
+
+def sweep(widths, out) -> None:
+    pattern, n = MAIN[0]
+    jobs = [(kind, pattern, n, d, c) for d in widths for kind, cs in SWEEP[d].items() for c in cs]
+    at_once(compile_one, jobs)
+    for kind, _, _, d, c in jobs:
+        try:
+            took = bench(one_kernel(kind, pattern, n, d, Config(*c)), 40)
+        except Exception:
+            took = math.nan
+        out.append({"group": "sweep", "kind": kind, "d": d, "config": c, "ms": took})
+        print(f"{kind:8} d={d:<4} {c!s:24} {took:.4f} ms", flush=True)
+
+
+# The table
+
+
+def sdpa(n: int, d: int, backward: bool) -> tuple[float, str]:
+    q, k, v, do = tensors(n, d, 4)
+    best = (math.inf, "none")
+    for name, backend in BACKENDS.items():
+        try:
+            with sdpa_kernel(backend):
+                fn = both_ways(F.scaled_dot_product_attention, q, k, v, do)
+                took = bench(fn if backward else lambda: F.scaled_dot_product_attention(q, k, v))
+        except RuntimeError:
+            continue
+        best = min(best, (took, name))
+    return best
+
+
+def flex(pattern: Pattern, n: int, d: int, backward: bool) -> float:
+    """Compiled afresh for this shape: past 8 recompilations it runs unfused without a word."""
+    torch._dynamo.reset()
+    fn = torch.compile(flex_attention, dynamic=False)
+    mask = create_block_mask(lambda b, h, i, j: pattern.allows(i, j), None, None, n, n, device=DEVICE)
+    q, k, v, do = tensors(n, d, 4)
+    if backward:
+        return bench(both_ways(lambda q, k, v: fn(q, k, v, block_mask=mask), q, k, v, do))
+    with torch.no_grad():
+        return bench(lambda: fn(q, k, v, block_mask=mask))
+
+
+def copy_rate() -> float:
+    """Bytes a millisecond through memory, reads and writes together."""
+    x = torch.randn(1 << 29, device=DEVICE)
+    y = torch.empty_like(x)
+    return 2 * 4 * x.numel() / bench(lambda: y.copy_(x))
+
+
+def table(cases, widths, backward: bool, with_flex: bool, rate: float, out) -> None:
+    print(f"\n{'forward+backward' if backward else 'forward'}, bf16, {HEADS} heads, in ms")
+    dense_times: dict[tuple[int, int], tuple[float, str]] = {}
+    for d in widths:
+        for pattern, n in cases:
+            if (n, d) not in dense_times:
+                dense_times[n, d] = sdpa(n, d, backward)
+            full, backend = dense_times[n, d]
+            q, k, v, do = tensors(n, d, 4)
+            fn = ours(pattern)
+            if backward:
+                took = bench(both_ways(fn, q, k, v, do))
+            else:
+                with torch.no_grad():
+                    took = bench(lambda q=q, k=k, v=v, fn=fn: fn(q, k, v))
+            count = pattern.count(n)
+            by_count = full * count / n**2
+            by_bytes = (3 if backward else 1) * 4 * q.numel() * q.element_size() / rate
+            realised = max(by_count, by_bytes) / took
+            theirs = flex(pattern, n, d, backward) if with_flex else math.nan
+            row = {
+                "group": "backward" if backward else "forward", "pattern": repr(pattern), "n": n, "d": d,
+                "ours_ms": took, "sdpa_ms": full, "sdpa": backend, "flex_ms": theirs, "by_count_ms": by_count,
+                "by_bytes_ms": by_bytes, "realised": realised, "times_flex": theirs / took,
+            }  # fmt: skip
+            out.append(row)
+            print(
+                f"{pattern!r:44} n={n:<6} d={d:<4} ours {took:7.3f}  full {full:8.3f} ({backend})  "
+                f"flex {theirs:8.3f}  realised {realised:.2f}  {theirs / took:6.1f} × flex",
+                flush=True,
+            )
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser()
+    groups = ["check", "sweep", "forward", "backward", "other"]
+    ask.add_argument("--group", nargs="+", choices=groups, default=["check", "forward", "backward", "other"])
+    ask.add_argument("--width", nargs="+", type=int, default=[128, 64])
+    ask.add_argument(
+        "--flex", action="store_true", help="also time compiled FlexAttention (compiles for a minute)"
+    )
+    asked = ask.parse_args()
+    torch.manual_seed(0)
+    out: list[dict] = []
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name(0)}"
+    rate = copy_rate()
+    print(f"{versions}; copy {rate / 1e9:.2f} TB/s")
+    if "check" in asked.group:
+        check(asked.width)
+    if "sweep" in asked.group:
+        sweep(asked.width, out)
+    if "forward" in asked.group:
+        table(MAIN, asked.width, False, asked.flex, rate, out)
+    if "backward" in asked.group:
+        table(MAIN, asked.width, True, asked.flex, rate, out)
+    if "other" in asked.group:
+        table(OTHER, asked.width, False, asked.flex, rate, out)
+        table(OTHER, asked.width, True, asked.flex, rate, out)
+    if folder := os.environ.get("OUT"):
+        name = f"gpu_patterns_{'_'.join(asked.group)}.json"
+        Path(folder, name).write_text(json.dumps({"versions": versions, "copy": rate, "rows": out}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""CUDA: Triton kernels that walk the blocks of a plan, forward and backward.
+
+Triton is imported here and nowhere else; whoever wants these kernels imports this package when it runs them.
+"""
+
+from .launch import attend, backward, forward
+
+__all__ = ["attend", "backward", "forward"]

@@ -1,0 +1,228 @@
+"""The gradients, by the saved log-sum-exp: weights = exp(scores − lse), no softmax again.
+
+    dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
+
+with delta = Σ do ∘ o − dlse a row. dq walks the plan, dk and dv the transposed plan; the first also writes the
+two numbers a row that the second reads.
+"""
+
+import triton
+import triton.language as tl
+
+from .common import VARYING, item_of, members, rows_of, store_rows
+
+
+@triton.jit
+def _visit_keys(
+    q, do, K, V, BLOCKS, t, mid, i, limit, k_m, v_m, scale2, lse2, delta, dq,
+    allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    HIDES: tl.constexpr = RAGGED or LENGTHS
+    c = tl.arange(0, B)
+    j = members(BLOCKS, t, c, SEGMENTS)
+    seen = c < tl.load(BLOCKS + t * 12 + 8)
+    if LENGTHS:
+        seen = seen & (j < limit)
+    k = rows_of(K, j, k_m, seen, d_k, DK, HIDES, WIDE)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    v = rows_of(V, j, v_m, seen, d_v, DV, HIDES, WIDE)
+    dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    weights = tl.exp2(scores * scale2 - lse2[:, None])
+    if LENGTHS:
+        weights = tl.where(seen[None, :], weights, 0.0)
+    if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
+        if t >= mid:
+            weights = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], weights, 0.0)
+    dscores = weights * (dweights - delta[:, None])
+    return tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dq_kernel(
+    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, ITEMS, BLOCKS, LIMITS,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
+    heads, all_heads, group, n, start, step, scale, scale2,
+    allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
+    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dq of a tile of R queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4)."""
+    pid = tl.program_id(0)
+    bh = pid % all_heads
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
+    a = tl.arange(0, R)
+    r = first + hop * a
+    mine = a < count
+    i = start + step * r
+    limit = 0
+    if LENGTHS:
+        limit = tl.load(LIMITS + b)
+    Q += b * q_b + h * q_h
+    K += b * k_b + (h // group) * k_h
+    V += b * v_b + (h // group) * v_h
+    O += b * o_b + h * o_h
+    DO += b * do_b + h * do_h
+    DQ += b * dq_b + h * dq_h
+    row = bh.to(tl.int64) * n
+    STATS += 4 * row
+
+    q = rows_of(Q, r, q_n, mine, d_k, DK, True, WIDE)
+    do = rows_of(DO, r, do_n, mine, d_v, DV, True, WIDE)
+    o = rows_of(O, r, o_n, mine, d_v, DV, True, WIDE)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + row + r, mask=mine, other=0.0)
+    lse2 = tl.load(LSE + row + r, mask=mine, other=-float("inf")) * 1.4426950408889634
+    lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)  # an empty row: every weight exp2(−∞) = 0
+    stored = mine
+    if keep is not None:
+        stored = mine & keep(i, i)
+    tl.store(STATS + 4 * r, lse2, mask=stored)
+    tl.store(STATS + 4 * r + 1, delta, mask=stored)
+
+    dq = tl.zeros((R, DK), tl.float32)
+    for t in range(lo, hi):
+        dq = _visit_keys(
+            q, do, K, V, BLOCKS, t, mid, i, limit, k_m, v_m, scale2, lse2, delta, dq, allowed, B,
+            d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+        )  # fmt: skip
+    dq = dq * scale
+    if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
+        if slot >= 0:
+            at = (slot.to(tl.int64) * all_heads + bh) * R + a
+            tl.store(PART + at[:, None] * DK + tl.arange(0, DK)[None, :], dq)
+            stored = a < 0
+    if GOES_ON:
+        dq += rows_of(DQ, r, dq_n, stored, d_k, DK, True, WIDE).to(tl.float32)
+    store_rows(DQ, r, dq_n, dq, stored, d_k, DK, WIDE)
+
+
+@triton.jit
+def _visit_rows(
+    k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
+    GROUP: tl.constexpr, allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores are held as (keys, rows), so that weights and ds stand ready as left factors."""
+    t = lo + u
+    if GROUP > 1:  # all blocks of the first head, then all of the next
+        t = lo + u % (hi - lo)
+        g = (u // (hi - lo)).to(tl.int64)
+        Q += g * q_h
+        DO += g * do_h
+        STATS += g * 4 * n
+    c = tl.arange(0, B)
+    r = members(BLOCKS, t, c, SEGMENTS)
+    seen = c < tl.load(BLOCKS + t * 12 + 8)
+    word = tl.arange(0, 4)
+    if RAGGED:
+        stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=seen[:, None], other=0.0)
+    else:
+        stats = tl.load(STATS + r[:, None] * 4 + word[None, :])
+    lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
+    delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
+    q = rows_of(Q, r, q_n, seen, d_k, DK, RAGGED, WIDE)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    weights = tl.exp2(scores * scale2 - lse2[None, :])
+    if LENGTHS:
+        weights = tl.where(live[:, None], weights, 0.0)
+    if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
+        if t >= mid:
+            i = start + step * r
+            weights = tl.where(allowed(i[None, :], j[:, None]) & seen[None, :], weights, 0.0)
+    do = rows_of(DO, r, do_n, seen, d_v, DV, RAGGED, WIDE)
+    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+    dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    dscores = weights * (dweights - delta[None, :])
+    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=VARYING)
+def dkv_kernel(
+    Q, K, V, DO, STATS, DK_OUT, DV_OUT, PART, ITEMS, BLOCKS, LIMITS,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
+    heads, all_heads, n, start, step, scale, scale2,
+    allowed: tl.constexpr, keep: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
+    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of R keys of one key head, over the rows of each of its GROUP query heads in turn."""
+    pid = tl.program_id(0)
+    bh = pid % all_heads
+    b = (bh // heads).to(tl.int64)
+    h = (bh % heads).to(tl.int64)
+    first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
+    a = tl.arange(0, R)
+    j = first + hop * a
+    mine = a < count
+    live = mine
+    if LENGTHS:
+        live = mine & (j < tl.load(LIMITS + b))
+    Q += b * q_b + h * GROUP * q_h
+    K += b * k_b + h * k_h
+    V += b * v_b + h * v_h
+    DO += b * do_b + h * GROUP * do_h
+    DK_OUT += b * dk_b + h * dk_h
+    DV_OUT += b * dv_b + h * dv_h
+    STATS += 4 * bh.to(tl.int64) * GROUP * n
+
+    k = rows_of(K, j, k_m, live, d_k, DK, True, WIDE)
+    v = rows_of(V, j, v_m, live, d_v, DV, True, WIDE)
+    dk = tl.zeros((R, DK), tl.float32)
+    dv = tl.zeros((R, DV), tl.float32)
+    for u in range(GROUP * (hi - lo)):
+        dk, dv = _visit_rows(
+            k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n,
+            n, scale2, dk, dv, GROUP, allowed, B,
+            d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+        )  # fmt: skip
+    dk = dk * scale
+    stored = mine
+    if keep is not None:
+        stored = mine & keep(j, j)
+    if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
+        if slot >= 0:
+            at = ((slot.to(tl.int64) * all_heads + bh) * R + a) * (DK + DV)
+            tl.store(PART + at[:, None] + tl.arange(0, DK)[None, :], dk)
+            tl.store(PART + at[:, None] + DK + tl.arange(0, DV)[None, :], dv)
+            stored = a < 0
+    if GOES_ON:
+        dk += rows_of(DK_OUT, j, dk_m, stored, d_k, DK, True, WIDE).to(tl.float32)
+        dv += rows_of(DV_OUT, j, dv_m, stored, d_v, DV, True, WIDE).to(tl.float32)
+    store_rows(DK_OUT, j, dk_m, dk, stored, d_k, DK, WIDE)
+    store_rows(DV_OUT, j, dv_m, dv, stored, d_v, DV, WIDE)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sum_kernel(
+    OUT, PART, SPLITS, out_b, out_h, out_n, heads, all_heads, start, step, part_at,
+    keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
+    PART_WIDTH: tl.constexpr, GOES_ON: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """SLICE members of a split tile: their partial gradients, added in order."""
+    pid = tl.program_id(0)
+    bh = pid % all_heads
+    work = pid // all_heads
+    first, hop, count, slot, pieces, _, _ = item_of(SPLITS, work // (R // SLICE))
+    a = work % (R // SLICE) * SLICE + tl.arange(0, SLICE)
+    x = first + hop * a
+    stored = a < count
+    if keep is not None:
+        stored = stored & keep(start + step * x, start + step * x)
+    OUT += (bh // heads).to(tl.int64) * out_b + (bh % heads).to(tl.int64) * out_h
+    total = tl.zeros((SLICE, D), tl.float32)
+    if GOES_ON:
+        total = rows_of(OUT, x, out_n, stored, d, D, True, WIDE).to(tl.float32)
+    for u in range(pieces):
+        t = slot + u
+        at = ((t.to(tl.int64) * all_heads + bh) * R + a) * PART_WIDTH + part_at
+        total += tl.load(PART + at[:, None] + tl.arange(0, D)[None, :])
+    store_rows(OUT, x, out_n, total, stored, d, D, WIDE)

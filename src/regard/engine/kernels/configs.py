@@ -1,0 +1,51 @@
+"""The stored configurations: tile and block sizes, warps and stages, by direction, width and dtype.
+
+Chosen on an H200 (bench/gpu_patterns.py --group sweep). No tuning at run time, so the first call is quick.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers."""
+
+    tile: int
+    block: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Configs:
+    forward: Config
+    dq: Config
+    dkv: Config
+
+
+HALF = {  # by the larger of the two padded widths
+    32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    64: Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    128: Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    256: Configs(Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
+}
+SINGLE = {  # IEEE products run on the plain arithmetic units: small tiles, or the registers overflow
+    32: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    64: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    256: Configs(Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+}
+
+
+def padded(d: int) -> int:
+    """The width a kernel works with: the next power of two, at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
+    """The stored configuration of this shape class."""
+    width = max(32, padded(d_k), padded(d_v))
+    return (SINGLE if dtype == torch.float32 else HALF)[width]

@@ -1,0 +1,188 @@
+"""A pass of a plan, cut into blocks of exactly B keys: what a kernel reads.
+
+The progressions of a tile are laid end to end and cut every B keys, so that a block holds keys of up to three
+progressions and only the last block of a tile can have empty places. Full blocks (B keys that every query of
+the tile may see) come first and need no mask; all else is masked. A tile with very many blocks is cut into
+items that write partial results, which are added in order afterwards: no atomics, the same bits every time.
+
+Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...progression import Ints
+from ..plan import Pass
+from .verdict import Run, verdict
+
+SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
+WIDTH = 12  # int32 words a block takes; 9 are used
+ITEM = 8  # int32 words an item takes; 7 are used
+FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
+SHORT = 16  # blocks that are never worth splitting
+ENOUGH = 64  # items a head that keep a GPU busy: a tile with more than its share of the blocks is split
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Device arrays of one pass. Place c of a block holds a + b·c, by the last segment that has begun at c."""
+
+    items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
+    blocks: Tensor  # (x, 12)
+    joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
+    segments: int  # the most that any block holds
+    ragged: bool  # some block needs a mask
+    slots: int
+
+
+def schedule(
+    one: Pass, block: int, start: int, step: int, by_keys: bool, device: torch.device, longest: int = SHORT
+) -> Schedule:
+    """Cut the parts of each tile into blocks and order the items by length, longest first."""
+    tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
+    full = one.parts[:, 3] == 1
+    whole, rest = _cut_whole(tile[full], one.parts[full, :3], block)
+    ragged = _sorted(np.concatenate([np.column_stack([tile[~full], one.parts[~full, :3]]), rest]))
+    masked = _cut(ragged[:, 0], ragged[:, 1:], block)
+
+    kind = _kinds(one, masked, block, start, step, by_keys)
+    masked[:, 1] += 1 << 40  # after the blocks of `whole`
+    segs = np.concatenate(
+        [np.insert(whole, 1, FULL, axis=1), np.insert(masked, 1, kind, axis=1)[kind != EMPTY]]
+    )
+    segs = segs[np.lexsort((segs[:, 3], segs[:, 2], segs[:, 1], segs[:, 0]))]  # tile, kind, block, place
+    blocks, owner, kind, most = _table(segs)
+    items, joins = _items(one.tiles, owner, kind, max(longest, -(-len(blocks) // ENOUGH)))
+
+    def move(array: Ints, width: int) -> Tensor:
+        padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
+        padded[: len(array), : array.shape[1]] = array
+        return torch.from_numpy(padded).to(device)
+
+    return Schedule(
+        items=move(items, ITEM)[: len(items)],
+        blocks=move(blocks, WIDTH),
+        joins=move(joins, ITEM)[: len(joins)],
+        segments=most,
+        ragged=bool((kind == RAGGED).any()),
+        slots=int(joins[:, 4].sum()),
+    )
+
+
+def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
+    """FULL, RAGGED or EMPTY for the block of each segment."""
+    if not len(segs):
+        return np.zeros(0, dtype=np.int64)
+    tile = Run(*one.tiles[segs[:, 0]].T)
+    part = Run(*segs[:, 3:].T)
+    i, j = (part, tile) if by_keys else (tile, part)
+    found = verdict(one.pattern, Run(start + step * i.first, step * i.step, i.count), j)
+    first = np.flatnonzero(_changes(segs, 2))
+    size = np.diff(first, append=len(segs))
+    held = np.add.reduceat(segs[:, 5], first)
+    every = np.logical_and.reduceat(found.all, first) & (held == block)
+    none = np.logical_and.reduceat(found.none, first)
+    return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
+
+
+def _changes(rows: Ints, columns: int) -> Ints:
+    """True in each row whose first columns differ from those of the row before."""
+    return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
+
+
+def _sorted(rows: Ints) -> Ints:
+    return rows[np.argsort(rows[:, 0], kind="stable")]
+
+
+def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
+    """Segments (tile, block of the tile, place, first, step, count) of parts laid end to end, tile by tile."""
+    if not len(parts):
+        return np.zeros((0, 6), dtype=np.int64)
+    counts = parts[:, 2]
+    new = np.flatnonzero(np.diff(tile, prepend=-1))  # the first part of each tile
+    total = np.add.reduceat(counts, new)
+    room = -(-total // block) * block
+    base = np.repeat(np.cumsum(room) - room, np.diff(new, append=len(tile)))
+    within = np.cumsum(counts) - counts
+    within -= np.repeat(within[new], np.diff(new, append=len(tile)))
+    begin = base + within  # where each part begins on one long line on which every block is aligned
+
+    lines = np.arange(0, int(room.sum()), block)
+    at = np.unique(np.concatenate([begin, lines]))
+    part = np.searchsorted(begin, at, side="right") - 1
+    end = begin + counts
+    inside = at < end[part]  # not in the empty places after the last part of a tile
+    at, part = at[inside], part[inside]
+    count = np.minimum(end[part], (at // block + 1) * block) - at
+    first = parts[part, 0] + parts[part, 1] * (at - begin[part])
+    of_tile = (at - base[part]) // block
+    segs = np.column_stack([tile[part], of_tile, at % block, first, parts[part, 1], count])
+    return _at_most_three(segs, block)
+
+
+def _at_most_three(segs: Ints, block: int) -> Ints:
+    """Number blocks anew so that none holds more than SEGMENTS segments."""
+    new = _changes(segs, 2)
+    rank = np.arange(len(segs)) - np.maximum.accumulate(np.where(new, np.arange(len(segs)), 0))
+    again = (rank % SEGMENTS == 0) & (rank > 0)
+    if not again.any():
+        return segs
+    out = segs.copy()
+    out[:, 1] = segs[:, 1] * block + rank // SEGMENTS  # any increasing number will do
+    start = np.maximum.accumulate(np.where(new | again, np.arange(len(segs)), 0))
+    out[:, 2] -= segs[start, 2]
+    return out
+
+
+def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
+    """Segments of the blocks without an empty place, and the parts (tile, first, step, count) left over."""
+    segs = _cut(tile, parts, block)
+    if not len(segs):
+        return segs, segs[:, :4]
+    new = _changes(segs, 2)
+    start = np.flatnonzero(new)
+    held = np.repeat(np.add.reduceat(segs[:, 5], start), np.diff(start, append=len(segs)))
+    return segs[held == block], segs[held < block][:, [0, 3, 4, 5]]
+
+
+def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
+    """One row a block (see SEGMENTS), its tile, whether it is masked; and the most segments of any."""
+    if not len(segs):
+        none = np.zeros(0, dtype=np.int64)
+        return np.zeros((0, WIDTH), dtype=np.int64), none, none, 1
+    tile, kind, _, place, first, step, count = segs.T
+    new = _changes(segs, 3)
+    start = np.flatnonzero(new)
+    rank = np.arange(len(segs)) - np.repeat(start, np.diff(start, append=len(segs)))
+    which = np.cumsum(new) - 1
+    table = np.zeros((len(start), WIDTH), dtype=np.int64)
+    table[:, [2, 5]] = np.iinfo(np.int32).max  # a segment that never begins
+    table[which, 3 * rank] = first - step * place
+    table[which, 3 * rank + 1] = step
+    later = rank > 0
+    table[which[later], 3 * rank[later] - 1] = place[later]
+    table[:, 8] = np.add.reduceat(count, start)
+    return table, tile[start], kind[start], int(rank.max()) + 1
+
+
+def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, Ints]:
+    """Items (tile, block range, slot), longest first, and the joins of split tiles."""
+    t = np.arange(len(tiles))
+    begin, end = np.searchsorted(owner, t, side="left"), np.searchsorted(owner, t, side="right")
+    masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))[t] if len(owner) else end
+    pieces = np.maximum(-(-(end - begin) // longest), 1)
+    of = np.repeat(t, pieces)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    length = (end - begin)[of]
+    lo = begin[of] + length * nth // pieces[of]
+    hi = begin[of] + length * (nth + 1) // pieces[of]
+    split = pieces[of] > 1
+    slot = np.where(split, np.cumsum(split) - 1, -1)
+    items = np.column_stack([tiles[of], lo, np.clip(masked[of], lo, hi), hi, slot])
+    whose = np.flatnonzero(pieces > 1)
+    first_slot = slot[np.searchsorted(of, whose, side="left")] if len(whose) else whose
+    joins = np.column_stack([tiles[whose], first_slot, pieces[whose]])
+    return items[np.argsort(lo - hi, kind="stable")], joins
