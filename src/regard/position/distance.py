@@ -1,0 +1,123 @@
+"""Scores by distance: from query i to key j the distance is j − i."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float, Int, Real
+from torch import Tensor
+
+from ..errors import ShapeError
+from .words import t5_buckets
+
+
+@dataclass(frozen=True, eq=False)
+class ByDistance:
+    """table_h[clip(j − i, ±R)] − slope_h · |j − i|: a bias of the scores by distance alone.
+
+    Entry R of the table (r = 2R + 1) is distance 0. Both parts are differentiable; either may be absent.
+    """
+
+    table: Float[Tensor, "h r"] | None = None
+    slopes: Float[Tensor, " h"] | None = None
+
+    def __post_init__(self):
+        if self.table is None and self.slopes is None:
+            raise ShapeError("ByDistance() is empty: give a table (h, 2R + 1), slopes (h), or both")
+        if self.table is not None and self.table.shape[-1] % 2 == 0:
+            raise ShapeError(
+                f"a table of {self.table.shape[-1]} distances has no middle: use 2R + 1 of them, from −R to R"
+            )
+        if self.table is not None and self.slopes is not None and len(self.table) != len(self.slopes):
+            raise ShapeError(
+                f"a table for {len(self.table)} heads and slopes for {len(self.slopes)} do not fit"
+            )
+
+    @property
+    def heads(self) -> int:
+        return len(self.slopes) if self.slopes is not None else len(self.table)  # type: ignore[arg-type]
+
+    @property
+    def reach(self) -> int:
+        """R, from which on the table is constant; 0 without a table."""
+        return 0 if self.table is None else self.table.shape[-1] // 2
+
+    def at(self, distances: Int[Tensor, "*o"]) -> Float[Tensor, "h *o"]:
+        """The bias at each distance j − i."""
+        if self.table is None:
+            return -_outer(self.slopes, distances.abs())  # type: ignore[arg-type]
+        near = self.table[:, distances.clamp(-self.reach, self.reach) + self.reach]
+        return near if self.slopes is None else near - _outer(self.slopes, distances.abs())
+
+    def dense(
+        self, q_positions: Int[Tensor, "*b n"], k_positions: Int[Tensor, " m"]
+    ) -> Float[Tensor, "*b h n m"]:
+        """The bias of every pair, n × m for each head."""
+        return rearrange(self.at(offsets(q_positions, k_positions)), "h ... n m -> ... h n m")
+
+
+def alibi_slopes(heads: int, device: torch.device | None = None) -> Float[Tensor, "{heads}"]:
+    """2^(−8(t + 1)/p) for t = 0 … p − 1, p the power of two up to `heads`; the rest fall half-way between.
+
+    >>> alibi_slopes(6)
+    tensor([0.2500, 0.0625, 0.0156, 0.0039, 0.5000, 0.1250])
+    """
+    power = 1 << (heads.bit_length() - 1)
+    t = torch.arange(heads, device=device)
+    steps = torch.where(t < power, t + 1.0, t - power + 0.5)
+    return torch.exp2(-8 * steps / power)
+
+
+def t5_bucket(
+    distances: Int[Tensor, "*o"], buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
+) -> Int[Tensor, "*o"]:
+    """|j − i| below e = ⌊B/2⌋, then e + ⌊(B − e) log(|j − i|/e) / log(max_distance/e)⌋, at most B − 1.
+
+    B is the number of buckets a direction; future keys (j > i) come B later. The edges are found in whole
+    numbers, so the rounding of a logarithm decides nothing.
+    """
+    declared = t5_buckets(buckets, max_distance, bidirectional)
+    exact, log_steps = declared.exact, declared.one_way - declared.exact
+    reachable = range(exact, max_distance + 1)
+
+    def edge(t: int) -> int:  # the smallest distance with (distance/e)^(B−e) ≥ (max_distance/e)^t
+        past = max_distance**t * exact**log_steps
+        return reachable[bisect_left(reachable, past, key=lambda distance: distance**log_steps * exact**t)]
+
+    edges = [*range(1, exact + 1), *(edge(t) for t in range(1, log_steps))]
+    size = distances.abs() if bidirectional else (-distances).clamp(min=0)
+    bucket = torch.bucketize(size, torch.tensor(edges, device=distances.device), right=True)
+    return bucket + declared.one_way * (distances > 0) if bidirectional else bucket
+
+
+def quadratic_scores(
+    centre: Float[Tensor, "h c"], alpha: Float[Tensor, " h"], offsets: Real[Tensor, "*o c"]
+) -> Float[Tensor, "h *o"]:
+    """−α(‖δ‖² − 2 δ·Δ) = −α‖δ − Δ‖² + α‖Δ‖² at each offset δ = k − q; softmax drops the constant."""
+    precise = torch.promote_types(centre.dtype, torch.float32)  # a square of 17 already needs 9 bits
+    delta, centre = offsets.to(precise), centre.to(precise)
+    inner = sum(_outer(middle, along) for middle, along in zip(centre.T, delta.unbind(-1)))
+    return -_outer(alpha.to(precise), torch.ones_like(delta[..., 0])) * ((delta**2).sum(-1) - 2 * inner)
+
+
+def offsets(q_positions: Real[Tensor, "*b n"], k_positions: Real[Tensor, " m"]) -> Real[Tensor, "*b n m"]:
+    """j − i for every query and key."""
+    return k_positions - rearrange(q_positions, "... n -> ... n 1")
+
+
+def skew(logits: Float[Tensor, "*b n r"]) -> Float[Tensor, "*b n m"]:
+    """out[i, j] = logits[i, j − i + n − 1], r = n + m − 1: from an entry a distance to one a key.
+
+    One pad and one reshape: with a spare column each row starts one entry later than the row above it.
+    """
+    n, r = logits.shape[-2:]
+    flat = rearrange(F.pad(logits, (0, 1)), "... n r -> ... (n r)")
+    rows = rearrange(flat[..., n - 1 : n - 1 + n * r], "... (n r) -> ... n r", n=n)
+    return rows[..., : r - n + 1]
+
+
+def _outer(per_head: Float[Tensor, " h"], each: Real[Tensor, "*o"]) -> Float[Tensor, "h *o"]:
+    """The product of every head with every entry, without a matrix product that autocast would round."""
+    return per_head.reshape(-1, *(1,) * each.ndim) * each
