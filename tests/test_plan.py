@@ -235,6 +235,14 @@ def test_keys_seen_by_all_are_full_parts_of_every_row_when_transposed():
     assert band.pattern == window(128) & ~every(64) and set(band.tiles[:, 1]) == {1}
 
 
+def test_what_a_pass_leaves_out_stands_once_and_outside():
+    comb, rest = plan(window(64) | every(64) | rows(64), 16384, 16384, 0, 1, 128).passes
+    assert comb.pattern == rows(64)
+    assert rest.pattern == (window(64) | every(64)) & ~rows(64)
+    comb, band = transposed(window(256) | every(128), 16384, 16384, 0, 1, 128).passes
+    assert (comb.pattern, band.pattern) == (every(128), window(256) & ~every(128))
+
+
 def test_tiles_end_where_a_range_of_queries_ends():
     (one,) = transposed(sinks(4) | window(64), 4096, 4096, 0, 1, 128).passes
     assert one.tiles[:2].tolist() == [[0, 1, 4], [4, 1, 128]]
@@ -309,6 +317,18 @@ def test_nothing_allowed_is_no_pass():
 def test_rows_that_see_nothing_are_in_no_tile():
     (one,) = plan(rows(5, 2), 23, 23, 0, 1, 8).passes
     assert one.tiles.tolist() == [[2, 5, 5]]
+    (one,) = plan(causal(), 50, 50, -30, 1, 8).passes  # rows 0 … 29 stand before the first key
+    assert one.tiles[:, 0].tolist() == [24, 32, 40, 48]
+
+
+def test_a_clause_within_another_is_not_planned_again():
+    made = checked(strided(4) | (strided(4) & every(8)) | window(2), 600, 600, 0, 1, 32, swap=True)
+    assert [set(one.tiles[:, 1]) for one in made.passes] == [{4}]
+
+
+def test_cells_without_keys_do_not_widen_a_part():
+    made = checked(~full() | (every(4, 3) - causal()), 639, 639, 0, 1, 32, swap=False)
+    assert made.computed == 53113
 
 
 def test_a_plan_is_made_once():

@@ -75,8 +75,8 @@ class Residues:
 
 def cut(readings: dict[Pattern, Reading], m: int) -> tuple[Ints, Ints]:
     """The cells of every tile, (t, c) first and past-the-last index: between any two ends of intervals."""
-    ends = {e.tobytes(): e for r in readings.values() for e in (*r.outer, *r.inner)}.values()
-    ends = [e for e in ends if np.any((e > 0) & (e < m))]
+    distinct = {e.tobytes(): e for r in readings.values() for e in (*r.outer, *r.inner)}
+    ends = [e for e in distinct.values() if np.any((e > 0) & (e < m))]
     t = len(next(iter(readings.values())).residue)
     limit("cells", t * (len(ends) + 1), f"{t} tiles with {len(readings)} words")
     table = np.stack([np.zeros(t, np.int64), *ends, np.full(t, m, np.int64)], axis=1)
@@ -84,7 +84,7 @@ def cut(readings: dict[Pattern, Reading], m: int) -> tuple[Ints, Ints]:
     return table[:, :-1], table[:, 1:]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def cover(values: bytes) -> Cover:
     """As few disjoint progressions as greed finds that hold exactly the residues whose value is not NONE."""
     left = np.frombuffer(values, dtype=np.int8).copy()

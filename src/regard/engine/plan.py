@@ -7,14 +7,14 @@ log-sum-exp. All arrays are numpy int64 on the host; whoever runs a plan moves w
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from math import gcd, lcm
 from operator import and_, or_
 
 import numpy as np
 
-from ..pattern import Both, Either, Not, Pattern, full
+from ..pattern import Both, Either, Not, Pattern, every, full, rows
 from ..progression import FAR, Ints
 from .cells import ALL, MOST, NONE, PART, RAGGED, SOME, divide, kleene
 from .relations import Axis, NoPlan, Relations, Tiles, lay, limit, relations
@@ -125,20 +125,27 @@ class Question:
             values[word] = np.where(known, np.where(x % k == residue, ALL, NONE), SOME).astype(np.int8)
         return c[kleene(way.pattern, values) > NONE]
 
-    def answer(self, way: Way, sample: int = 0) -> tuple[Pass, float]:
-        """A pass and what it costs, in pairs; with a sample, of about so many tiles, scaled up."""
+    def answer(self, way: Way) -> Pass:
+        return self._visit(way, self.tiles(way))
+
+    def cost(self, way: Way) -> float:
+        """What a pass costs, in pairs, guessed from a sample of its tiles."""
+        way = replace(way, pattern=_core(way.pattern, self.swap))
         tiles = self.tiles(way)
-        some = tiles.sample(sample) if sample else tiles
-        offsets, parts = divide(way.pattern, some, self.ys, self.swap)
-        many = np.diff(offsets)
-        rows = (some.rows + self.tile) / 2  # a short tile is not cheaper in proportion
-        keys = parts[:, 2] * np.where(parts[:, 3], 1, RAGGED) + PART
-        cost = (np.repeat(rows, many) * keys).sum() + (rows * (many > 0)).sum() * TILE
-        seen = np.flatnonzero(many)
-        table = np.stack([some.first, np.full_like(some.first, way.hop), some.rows], axis=1)[seen]
-        found = Pass(way.pattern, table, np.append(offsets[seen], offsets[-1]), parts)
-        dear = 1 if found.most_parts <= MOST else 2
-        return found, dear * float(cost) * len(tiles.first) / max(len(some.first), 1)
+        some = tiles.sample(SAMPLE)
+        one = self._visit(way, some)
+        seen = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
+        keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, RAGGED) + PART
+        cost = (np.repeat(seen, np.diff(one.offsets)) * keys).sum() + seen.sum() * TILE
+        dear = 1 if one.most_parts <= MOST else 2
+        return dear * float(cost) * len(tiles.first) / max(len(some.first), 1)
+
+    def _visit(self, way: Way, tiles: Tiles) -> Pass:
+        """The parts of these tiles; a tile that sees nothing is left out."""
+        offsets, parts = divide(way.pattern, tiles, self.ys, self.swap)
+        table = np.stack([tiles.first, np.full_like(tiles.first, way.hop), tiles.rows], axis=1)
+        seen = np.flatnonzero(np.diff(offsets))
+        return Pass(way.pattern, table[seen], np.append(offsets[seen], offsets[-1]), parts)
 
 
 def plan(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
@@ -177,13 +184,13 @@ def _best(pattern: Pattern, question: Question) -> tuple[Pass, ...]:
     ways, costs, reasons = list(_ways(pattern, question)), {}, []
     for several in ways if len(ways) > 1 else ():
         try:
-            costs[several] = sum(question.answer(way, SAMPLE)[1] for way in several)
+            costs[several] = sum(map(question.cost, several))
         except NoPlan as why:
             reasons.append(why)
     if len(reasons) == len(ways):
         raise reasons[0]
     best = min(costs, key=costs.__getitem__) if costs else ways[0]
-    found = (question.answer(way)[0] for way in best)
+    found = map(question.answer, best)
     return tuple(one for one in found if len(one.parts))
 
 
@@ -235,13 +242,29 @@ def clauses(pattern: Pattern) -> list[Clause]:
 
 def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Way, ...]:
     """A pass a group, each less the groups before it: C & E − C & W is C & E & ~W."""
-    ways, taken = [], []
+    ways: list[Way] = []
+    taken: list[Clause] = []
     for hop, group in groups:
-        kept = []
+        kept: list[tuple[Clause, Clause]] = []  # what holds, what was taken
         for clause in group:
             rests = [tuple(f for f in other if f not in clause) for other in taken]
             if all(rests):  # else this clause lies within an earlier one
-                kept.append(reduce(and_, [*clause, *(~reduce(and_, rest) for rest in rests)]))
-        ways += [Way(reduce(or_, kept), hop)] if kept else []
+                kept.append((clause, tuple(~reduce(and_, rest) for rest in rests)))
+        common = [less for less in kept[0][1] if all(less in other for _, other in kept)] if kept else []
+        each = [reduce(and_, (*clause, *(x for x in less if x not in common))) for clause, less in kept]
+        ways += [Way(reduce(and_, (reduce(or_, each), *common)), hop)] if kept else []
         taken += group
     return tuple(ways)
+
+
+def _core(pattern: Pattern, swap: bool) -> Pattern:
+    """The pattern without `~rows(k)` (for keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
+    match pattern:
+        case Both(left, Not(rows() | every() as own)) if isinstance(own, every if swap else rows):
+            return _core(left, swap)
+        case Both(left, right):
+            return _core(left, swap) & _core(right, swap)
+        case Either(left, right):
+            return _core(left, swap) | _core(right, swap)
+        case _:
+            return pattern
