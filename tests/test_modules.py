@@ -422,3 +422,22 @@ def test_weights_of_the_layer_are_those_of_the_engine():
     q = rearrange(layer.w_q(x), "b n (h d) -> b h n d", h=3)
     k = rearrange(layer.w_k(x), "b n (h d) -> b h n d", h=1)
     assert torch.equal(layer(x, return_weights=True)[1], dense_weights(q, k, rg.causal()))
+
+
+@pytest.mark.parametrize("at", [0, 9, -3, (2, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["alibi", "t5", "table", "shaw", "position alone", "rope"])
+def test_queries_may_stand_anywhere(kind, at):
+    """Past the last key, before the first, or at every third position: the pairs keep their distances."""
+    layer = built(Attention(12, **DECLARED[kind]))
+    x, context = randn(1, 5, 12), randn(1, 7, 12, seed=1)
+    start, step = at if isinstance(at, tuple) else (at, 1)
+    got = layer(x, context, at=at)
+    for r in range(5):
+        alone = layer(x[:, r : r + 1], context, at=start + step * r)
+        assert torch.allclose(got[:, r : r + 1], alone, atol=1e-12)
+    if start >= 0:
+        long = torch.zeros(1, start + step * 5, 12, dtype=f64)
+        places = start + step * torch.arange(5)
+        long[:, places] = x
+        longer = layer(long, context, at=0)[:, places]
+        assert torch.allclose(got, longer, atol=1e-12)

@@ -136,7 +136,7 @@ class MultiHeadAttention(nn.Module):
             return torch.zeros_like(p.q), _plus(times * scores, bias), inf if hard else None
         if self.spec.position is not None and self.spec.position.acts == "score":
             q_at, k_at = self._places(p)
-            own = self.position.by_distance(p.k.shape[-2] - 1) if q_at.dim() == 1 else None
+            own = self.position.by_distance(_reach(p)) if q_at.dim() == 1 else None
             usual = p.q.shape[-1] ** -0.5 if factor is None else factor
             if own is None or bias is not None:
                 own = self.position(q_at, k_at, p.q, usual)
@@ -172,6 +172,13 @@ def _stand(at: At | Tensor, n: int, otherwise: int, device: torch.device) -> Int
         return at[:, None] + along
     start, step = at if isinstance(at, tuple) else (otherwise if at is None else at, 1)
     return start + step * along
+
+
+def _reach(p: Projected) -> int:
+    """The largest distance between a query and a key; `at` is no tensor."""
+    n, m = p.q.shape[-2], p.k.shape[-2]
+    start, step = p.at if isinstance(p.at, tuple) else (m - n if p.at is None else p.at, 1)
+    return max(m - 1, abs(start), abs(start + step * (n - 1)), abs(m - 1 - start))  # type: ignore[operator]
 
 
 def _plus(own: Bias, bias: Bias) -> Bias:
