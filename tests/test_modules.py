@@ -435,6 +435,10 @@ def test_queries_may_stand_anywhere(kind, at):
     for r in range(5):
         alone = layer(x[:, r : r + 1], context, at=start + step * r)
         assert torch.allclose(got[:, r : r + 1], alone, atol=1e-12)
+    if kind == "position alone":  # whose scores have no end: the dense formula, pair by pair
+        scores = layer.position(start + step * torch.arange(5), torch.arange(7))
+        weights = layer(x, context, at=at, return_weights=True)[1]
+        assert torch.allclose(weights[0], scores.softmax(-1), atol=1e-12)
     if start >= 0:
         long = torch.zeros(1, start + step * 5, 12, dtype=f64)
         places = start + step * torch.arange(5)
