@@ -314,6 +314,20 @@ def test_ties_share_or_go_to_the_first():
     assert_close(nearly, attention(q, k, v, scale=inf))  # the limit it stands for
 
 
+@pytest.mark.ledger("S3.Q2a.0", "S4.1.1c.1")
+def test_hard_attention_stands_for_soft_attention_only_where_one_weight_leads():
+    """|o − v_best| ≤ (1 − p_max) · max_j |v_j − v_best|: an approximation as good as the largest weight."""
+    q, k, v = qkv(h_kv=H)
+    hard, errors = attention(q, k, v, scale=inf), []
+    spread = (v[:, :, None] - hard[:, :, :, None]).norm(dim=-1).amax(-1)
+    for scale in (0.1, 1.0, 10.0, 100.0):
+        top = weights(q, k, scale=scale).amax(-1)
+        error = (attention(q, k, v, scale=scale) - hard).norm(dim=-1)
+        assert (error <= (1 - top) * spread + 1e-12).all()
+        errors.append(error.mean())
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 0.05 < 0.5 < errors[0]
+
+
 def test_the_gradient_of_hard_attention_reaches_the_values_alone():
     q, k, v = (x.requires_grad_() for x in qkv())
     o = attention(q, k, v, causal(), scale=inf)
@@ -403,6 +417,17 @@ def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(nowhere, 
         assert g is None or g.isfinite().all()
     if "scale" not in asked:
         assert (gradients[0][empty] == 0).all() and gradients[0][~empty].any()
+
+
+@pytest.mark.parametrize("nowhere", NOWHERE.values(), ids=NOWHERE)
+def test_no_nan_arises_on_the_way_back_either(nowhere):
+    """With PyTorch's anomaly mode on, a NaN that is masked away later would be an error."""
+    inputs = [x.requires_grad_() for x in qkv()]
+    with torch.autograd.set_detect_anomaly(True):
+        o, lse = attention(*inputs, **nowhere, return_lse=True)
+        alone = attention(*inputs, **nowhere)
+        total = o.sum() + alone.sum() + lse.masked_fill(lse == -inf, 0).sum()
+        assert all(g.isfinite().all() for g in torch.autograd.grad(total, inputs))
 
 
 def test_a_loss_on_the_log_sum_exp_of_an_empty_row_has_a_finite_gradient_too():
