@@ -135,7 +135,9 @@ def bulky_functions(source: str, name: str, most_lines: int = 70, most_parameter
     for f in ast.walk(ast.parse(source)):
         if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
             given = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
-            kernel = any(ast.unparse(d).endswith(".jit") for d in f.decorator_list)  # takes every stride
+            kernel = any(
+                re.search(r"\.jit\b", ast.unparse(d)) for d in f.decorator_list
+            )  # takes every stride
             parameters = [] if kernel else [a for a in given if a.arg not in ("self", "cls")]
             lines = f.end_lineno - f.lineno + 1
             if lines > most_lines or len(parameters) > most_parameters:
@@ -161,6 +163,7 @@ def test_a_bulky_function_is_seen():
     assert bulky_functions(f"def f(self, {many}): ...", "x.py") == ["x.py:1 f: 1 lines, 13 parameters"]
     assert bulky_functions("def f():\n" + "    pass\n" * 70, "x.py") == ["x.py:1 f: 71 lines, 0 parameters"]
     assert not bulky_functions(f"@triton.jit\ndef f({many}): ...", "x.py")
+    assert not bulky_functions(f"@triton.jit(debug=True)\ndef f({many}): ...", "x.py")
     assert not bulky_functions("def f():\n" + "    pass\n" * 69, "x.py")
 
 
