@@ -480,12 +480,15 @@ def test_each_module_becomes_the_one_that_is_declared_so():
     assert whole.spec.encoder.final_norm and whole.spec.decoder.final_norm
 
 
-def test_a_decoder_without_cross_is_an_encoder_in_pytorch():
+@norm_places
+def test_a_decoder_without_cross_is_an_encoder_in_pytorch(norm_first):
     """PyTorch's decoder layer always looks at a context; a causal stack without one is its encoder."""
-    block = rg.Block(rg.Attention(D, heads=HEADS, pattern=rg.causal()), rg.FeedForward(D_FF))
+    looks = rg.Attention(D, heads=HEADS, pattern=rg.causal())
+    block = rg.Block(looks, rg.FeedForward(D_FF), norm_at="pre" if norm_first else "post")
     ours = stirred(rg.Decoder(block, 2).build())
     theirs = to_torch(ours)
-    assert type(theirs) is nn.TransformerEncoder and theirs.norm is None
+    assert type(theirs) is nn.TransformerEncoder
+    assert (theirs.norm is not None) == norm_first  # a final norm where the blocks are pre-norm
     x = vectors(B, N, D)
     close(ours(x), theirs(x, mask=future(N)), "output")
 
