@@ -22,6 +22,8 @@ KINDS: dict[str, type] = {}  # what JSON may name; each module of this package a
 class Pattern:
     """A set of pairs (i, j). Combine with `&`, `|`, `~` and `-`; nothing is n × m until `allowed(n, m)`."""
 
+    text: str | None = None  # its JSON, made when it is declared: what a compiled graph carries; None with data
+
     def allows(self, i: Any, j: Any) -> Any:
         """Whether the query at position i may look at key j: for two integers, or tensors that broadcast."""
         raise NotImplementedError
@@ -114,6 +116,12 @@ class Pattern:
         return value.from_json(text, KINDS)
 
 
+def write_text(pattern: Pattern, *parts: Pattern) -> None:
+    """Give a frozen pattern its text, if all its parts have one."""
+    if all(part.text is not None for part in parts):
+        object.__setattr__(pattern, "text", value.to_json(pattern))
+
+
 def _need_patterns(whole: Pattern, *parts: Any) -> None:
     for part in parts:
         if not isinstance(part, Pattern):
@@ -129,6 +137,7 @@ class Both(Pattern):
 
     def __post_init__(self):
         _need_patterns(self, self.left, self.right)
+        write_text(self, self.left, self.right)
 
     def allows(self, i, j):
         return self.left.allows(i, j) & self.right.allows(i, j)
@@ -156,6 +165,7 @@ class Either(Pattern):
 
     def __post_init__(self):
         _need_patterns(self, self.left, self.right)
+        write_text(self, self.left, self.right)
 
     def allows(self, i, j):
         return self.left.allows(i, j) | self.right.allows(i, j)
@@ -181,6 +191,7 @@ class Not(Pattern):
 
     def __post_init__(self):
         _need_patterns(self, self.inner)
+        write_text(self, self.inner)
 
     def allows(self, i, j):
         inner = self.inner.allows(i, j)

@@ -7,7 +7,7 @@ import numpy as np
 from .. import value
 from ..errors import SpecError
 from ..progression import FAR, Keys
-from .algebra import KINDS, Pattern
+from .algebra import KINDS, Pattern, write_text
 from .counting import Countable, Terms
 
 
@@ -22,6 +22,7 @@ class Word(Countable, Pattern):
             whole = type(given) is int or (given is None and field.default is None)
             _need(whole, self, f"{field.name} needs to be a whole number, an int")
         self._check()
+        write_text(self)
 
     def _check(self) -> None:
         """Raise a SpecError if these numbers declare no pattern."""
