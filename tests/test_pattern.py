@@ -1,5 +1,6 @@
 """Patterns: the readings of the ledger cell by cell, the algebra against dense algebra, data, error texts."""
 
+import json
 from fractions import Fraction
 
 import pytest
@@ -434,3 +435,15 @@ def test_fields_of_the_wrong_kind_say_what_is_needed(declare, message):
 def test_a_pattern_is_a_value_that_does_not_change():
     with pytest.raises(AttributeError, match="cannot assign to field 'before'"):
         window(2).before = 3
+
+
+@given(patterns)
+def test_a_pattern_carries_its_json_as_text(p):
+    """What a compiled graph carries: made by hand at declaration, and the same as `json()`."""
+    assert json.loads(p.text) == json.loads(p.json())
+    assert Pattern.from_json(p.text) == p
+
+
+def test_a_pattern_with_data_has_no_text():
+    p = causal() & documents(torch.tensor([0, 0, 1]))
+    assert p.text is None and p.left.text is not None

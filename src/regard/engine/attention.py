@@ -5,10 +5,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import reference
-from ..errors import SpecError
-from ..pattern import At, Pattern
+from ..pattern import At, Pattern, standing
 from ..reference import Ties
-from . import choose, dense, masked
+from . import by_distance, choose, dense, masked, walk
+from .batches import program
 from .call import Bias, Call, as_pattern_and_table, check
 
 
@@ -39,7 +39,7 @@ def attention(
     With return_lse, also ln Σ exp(scores), differentiable.
     """
     given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
-    o, lse = _run(given, choose.choose(given, backend).backend)
+    o, lse = _run(given, choose.choose(choose.facts(given), backend).backend)
     return o if lse is None or not return_lse else (o, lse)
 
 
@@ -78,7 +78,13 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
             return masked.attend(call), None
         case "plain":
             return masked.attend_plainly(call)
-    raise SpecError(f"backend={backend!r} is chosen but not built")
+    start, step = standing(call.pattern, call.n, call.m, call.at)
+    if backend == "progressions":
+        return walk.attend(call.q, call.k, call.v, call.pattern, start, step, call.factor, call.lengths)
+    way = program(call.pattern, call.n, call.m, start, step)
+    more = {"scale": call.factor, "lengths": call.lengths, "dropout_p": call.dropout_p}
+    with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
+        return by_distance.attend(call.q, call.k, call.v, way, call.bias, **more)
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:

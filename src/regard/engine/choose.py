@@ -1,12 +1,28 @@
-"""Which way to run a call, and why. A way asked for by name never falls back in silence."""
+"""Which way to run a call, and why. A way asked for by name never falls back in silence.
 
+dense         PyTorch's own attention as it is: every pair, or every past one
+progressions  only the keys of the pattern, by arithmetic progressions (walk.py)
+tiled         bias by distance and dropout on the CPU, a tile of scores at a time (by_distance.py)
+masked        PyTorch's attention with a table of allowed pairs: any pattern, at the price of full attention
+plain         the formula, some rows at a time: hard attention, and a log-sum-exp that nothing else gives
+"""
+
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import BackendError, SpecError, nearest
-from ..pattern import causal, full
-from .call import Call
+import torch
+from torch import Tensor
 
-BACKENDS = ("auto", "dense", "masked", "plain")
+from ..errors import BackendError, SpecError, nearest
+from ..pattern import At, Pattern, causal, full, standing
+from ..position import ByDistance
+from .batches import Program, program
+from .call import Call
+from .plan import NoPlan, Plan, plan
+
+BACKENDS = ("auto", "dense", "progressions", "tiled", "masked", "plain")
+MOST_PARTS = 8  # progressions a tile: past that the masked way is quicker
+WIDEST = 256  # what the Triton kernels hold
 
 
 class Choice(NamedTuple):
@@ -14,48 +30,209 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(call: Call, backend: str = "auto") -> Choice:
+@dataclass(frozen=True)
+class Facts:
+    """What the choice depends on: sizes, kinds, and the pattern; no tensor."""
+
+    pattern: Pattern
+    n: int
+    m: int
+    d_k: int
+    d_v: int
+    heads: int  # of all batch rows together
+    dtype: torch.dtype
+    device: str
+    at: At = None
+    at_each_row: bool = False
+    table: bool = False
+    lengths: bool = False
+    bias: str = "none"  # none, tensor or distance
+    bias_grad: bool = False
+    hard: bool = False
+    dropout: bool = False
+    lse: bool = False
+    grad: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return not self.table and not self.lengths and self.bias == "none"
+
+    @property
+    def stands(self) -> tuple[int, int]:
+        return standing(self.pattern, self.n, self.m, self.at)
+
+
+def facts(call: Call) -> Facts:
+    by_distance = isinstance(call.bias, ByDistance)
+    each_row = isinstance(call.at, Tensor)
+    return Facts(
+        call.pattern,
+        call.n,
+        call.m,
+        call.q.shape[-1],
+        call.v.shape[-1],
+        call.q.shape[0] * call.q.shape[1],
+        call.q.dtype,
+        call.q.device.type,
+        at=None if each_row else call.at,
+        at_each_row=each_row,
+        table=call.table is not None,
+        lengths=call.lengths is not None,
+        bias="none" if call.bias is None else "distance" if by_distance else "tensor",
+        bias_grad=_learns(*((call.bias.table, call.bias.slopes) if by_distance else (call.bias,))),
+        hard=call.hard,
+        dropout=call.dropout_p > 0,
+        lse=call.return_lse,
+        grad=_learns(call.q, call.k, call.v),
+    )
+
+
+def _learns(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def choose(f: Facts, backend: str = "auto") -> Choice:
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if backend == "auto":
-        return _auto(call)
-    if refusal := _cannot(call, backend):
+        return _auto(f)
+    if refusal := cannot(f, backend):
         raise BackendError(f"backend={backend!r} cannot run this: {refusal}")
     return Choice(backend, "asked for by name")
 
 
-def _auto(call: Call) -> Choice:
-    if call.hard:
+def _auto(f: Facts) -> Choice:
+    if f.hard:
         return Choice("plain", "hard attention has no softmax to fuse")
-    if call.return_lse:
-        return Choice("plain", "the log-sum-exp is asked for")
-    if call.plain and _some_pairs(call) and _full_or_causal(call):  # no message: it would fix the sizes in a trace
+    if f.plain and not f.lse and _some_pairs(f) and _full_or_causal(f):
         return Choice("dense", "every pair, or every past one: PyTorch's own attention as it is")
-    return Choice("masked", f"{call.pattern!r} by a table of allowed pairs")
+    if torch.compiler.is_compiling():  # sizes may be symbols: nothing that reads them, and no message
+        ours = not f.dropout and f.bias == "none" and not _unwalkable(f)
+        return Choice("progressions", "") if ours else Choice("plain" if f.lse else "masked", "")
+    if f.bias == "distance" and f.bias_grad and cannot(f, "tiled") is None:
+        return Choice(
+            "tiled", "the bias learns: its gradient is summed by diagonals, without an n × m tensor"
+        )
+    if f.dropout and not f.lse and cannot(f, "tiled") is None and TILED * estimate(f) < masked_estimate(f):
+        return Choice("tiled", "dropout over the pairs of the pattern alone")
+    why = cannot(f, "progressions")
+    if why is None and f.lse:
+        return Choice("progressions", "it gives the log-sum-exp")
+    if f.lse:
+        return Choice("plain", f"the log-sum-exp is asked for, and progressions cannot: {why}")
+    if why is None:
+        ours, theirs = estimate(f), masked_estimate(f)
+        told = f"about {ours / theirs:.0%} of the time of a masked call"
+        return (
+            Choice("progressions", told)
+            if ours < theirs
+            else Choice("masked", f"progressions would take {told}")
+        )
+    return Choice("masked", why)
 
 
-def _cannot(call: Call, backend: str) -> str | None:
+def cannot(f: Facts, backend: str) -> str | None:
     """Why this way cannot run the call; None if it can."""
-    if backend != "plain" and call.hard:
+    if backend != "plain" and f.hard:
         return "scale=inf has no softmax; use backend='plain'"
-    if backend != "plain" and call.return_lse:
-        return "it gives no log-sum-exp; use backend='plain'"
-    if backend == "dense":
-        if not call.plain:
-            return "a bool tensor, lengths or a bias needs a mask; use backend='masked'"
-        if not _some_pairs(call):
-            return "there are no pairs"
-        if not _full_or_causal(call):
-            return f"{call.pattern!r} over {call.n} queries and {call.m} keys is neither full nor square causal"
+    match backend:
+        case "plain":
+            return None
+        case "masked":
+            return "it gives no log-sum-exp; use backend='plain'" if f.lse else None
+        case "dense":
+            return _cannot_dense(f)
+        case "tiled" if f.device != "cpu":
+            return f"it runs on the CPU, not on {f.device}"
+        case "tiled" if f.bias == "tensor":
+            return "a bias tensor is n × m already; use backend='masked'"
+        case "progressions" if f.bias != "none":
+            return "a bias is added to the scores; use backend='tiled' (by distance, CPU) or 'masked'"
+        case "progressions" if f.dropout:
+            return "it has no dropout; use backend='tiled' (CPU) or 'masked'"
+    return _unwalkable(f) or _unplanned(f)
+
+
+def _cannot_dense(f: Facts) -> str | None:
+    if f.lse:
+        return "it gives no log-sum-exp; use backend='progressions'"
+    if not f.plain:
+        return "a bool tensor, lengths or a bias needs a mask; use backend='masked'"
+    if not _some_pairs(f):
+        return "there are no pairs"
+    if not _full_or_causal(f):
+        return f"{f.pattern!r} over {f.n} queries and {f.m} keys is neither full nor square causal"
     return None
 
 
-def _some_pairs(call: Call) -> bool:
-    return call.n != 0 and call.m != 0
+def _unwalkable(f: Facts) -> str | None:
+    """Why no progressions describe the call, whatever its sizes."""
+    if f.table:
+        return "a bool tensor is no pattern; declare one, or use backend='masked'"
+    if f.pattern.has_data:
+        return f"{f.pattern!r} carries data, which no progression describes; use backend='masked'"
+    if f.at_each_row:
+        return "each batch row stands elsewhere; use backend='masked'"
+    if f.device not in ("cpu", "cuda"):
+        return f"it runs on the CPU and on CUDA, not on {f.device}"
+    if f.device == "cuda" and f.dtype == torch.float64:
+        return "the Triton kernels take float32, float16 or bfloat16, not float64; use backend='masked'"
+    if f.device == "cuda" and max(f.d_k, f.d_v) > WIDEST:
+        return f"heads {max(f.d_k, f.d_v)} wide do not fit the Triton kernels, which hold {WIDEST}"
+    return None
 
 
-def _full_or_causal(call: Call) -> bool:
+def _unplanned(f: Facts) -> str | None:
+    """Why there is no good plan at these sizes."""
+    if not _some_pairs(f):
+        return "there are no pairs"
+    try:
+        most = plan_of(f).most_parts
+    except NoPlan as why:
+        return str(why)
+    return f"{most} progressions a tile; past {MOST_PARTS} a mask is quicker" if most > MOST_PARTS else None
+
+
+def plan_of(f: Facts) -> Plan:
+    return plan(f.pattern, f.n, f.m, *f.stands)
+
+
+def program_of(f: Facts) -> Program:
+    return program(f.pattern, f.n, f.m, *f.stands)
+
+
+def computed(f: Facts) -> int:
+    """The pairs that progressions visit for one head."""
+    return program_of(f).computed if f.device == "cpu" else plan_of(f).computed
+
+
+def estimate(f: Facts) -> float:
+    """About the time of progressions, in nanoseconds on two cores or in units of a dense pair on a GPU."""
+    if f.device == "cpu":
+        return program_of(f).nanoseconds(f.heads, f.grad)
+    return f.heads * (computed(f) * 2.0 + 64 * f.n) + GPU_CALL
+
+
+def masked_estimate(f: Facts) -> float:
+    """The same for a masked call, which computes every pair."""
+    if f.device == "cpu":
+        return f.heads * f.n * f.m * (MASKED_BOTH if f.grad else MASKED_FORWARD)
+    return f.heads * f.n * f.m * 2.0 + GPU_CALL / 4
+
+
+MASKED_FORWARD, MASKED_BOTH = 1.9, 8.0  # nanoseconds a pair, two cores, heads of 64 in float32
+TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
+GPU_CALL = 2e7  # what a call of several small kernels costs more, in dense pairs
+
+
+def _some_pairs(f: Facts) -> bool:
+    return f.n != 0 and f.m != 0
+
+
+def _full_or_causal(f: Facts) -> bool:
     """Every pair; or every past one, for as many queries as keys or one query at the end."""
-    if isinstance(call.pattern, full):
+    if isinstance(f.pattern, full):
         return True
-    return isinstance(call.pattern, causal) and call.at is None and (call.n == call.m or call.n == 1)
+    if not isinstance(f.pattern, causal) or f.at is not None or f.at_each_row:
+        return False
+    return f.n == f.m or f.n == 1

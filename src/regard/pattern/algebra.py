@@ -1,7 +1,7 @@
 """The algebra of patterns: `&`, `|`, `~` and `-` over sets of pairs, and where a query stands."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -117,9 +117,18 @@ class Pattern:
 
 
 def write_text(pattern: Pattern, *parts: Pattern) -> None:
-    """Give a frozen pattern its text, if all its parts have one."""
-    if all(part.text is not None for part in parts):
-        object.__setattr__(pattern, "text", value.to_json(pattern))
+    """Give a frozen pattern its text, if all its parts have one.
+
+    The JSON of whole numbers, None and patterns, put together by hand: a traced graph may declare a pattern too.
+    """
+    if any(part.text is None for part in parts):
+        return
+    said = [f'"kind": "{type(pattern).__name__}"']
+    for field in fields(pattern):  # type: ignore[arg-type]  # every pattern is a dataclass
+        given = getattr(pattern, field.name)
+        text = given.text if isinstance(given, Pattern) else "null" if given is None else str(given)
+        said.append(f'"{field.name}": {text}')
+    object.__setattr__(pattern, "text", "{" + ", ".join(said) + "}")
 
 
 def _need_patterns(whole: Pattern, *parts: Any) -> None:

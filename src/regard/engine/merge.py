@@ -1,0 +1,55 @@
+"""Partial attentions into one: softmax over a union of disjoint sets of keys, from the softmax over each.
+
+lse = ln Σ_p exp(lse_p)        o = Σ_p exp(lse_p − lse) · o_p
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import ShapeError
+
+Part = tuple[Float[Tensor, "*b n d_v"], Float[Tensor, "*b n"]]
+
+
+def merge(parts: Sequence[Part]) -> Part:
+    """(o, lse) over all keys from the (o, lse) of disjoint sets of keys; gradients reach every o and lse.
+
+    A row that saw nothing in a part has o = 0 and lse = −∞ there; one that saw nothing in any part has both
+    here, and its gradients are zeros.
+    """
+    if not parts:
+        raise ShapeError("merge() of no parts; give at least one (o, lse)")
+    for o, lse in parts:
+        if o.shape != parts[0][0].shape or lse.shape != o.shape[:-1]:
+            raise ShapeError(
+                f"merge: o {tuple(o.shape)} and lse {tuple(lse.shape)} beside o {tuple(parts[0][0].shape)}; "
+                f"every o needs one shape (…, n, d_v), and its lse the same without d_v"
+            )
+    logs = torch.stack([lse for _, lse in parts])
+    # An empty row is −∞ in every part: shift it by 0, so that exp gives 0 and no gradient is ∞ − ∞.
+    most = logs.detach().amax(0)
+    most = most.masked_fill(most == -inf, 0.0)
+    weights = (logs - most).exp()
+    total = weights.sum(0)
+    somewhere = total > 0
+    shares = weights / torch.where(somewhere, total, 1.0)
+    lse = torch.where(somewhere, torch.where(somewhere, total, 1.0).log() + most, -inf)
+    shares = rearrange(shares, "p ... -> p ... 1").to(parts[0][0].dtype)
+    return sum(share * o for share, (o, _) in zip(shares, parts)), lse
+
+
+def join(
+    o: Float[Tensor, "*b n d_v"],
+    lse: Float[Tensor, "*b n"],
+    other: Float[Tensor, "*b n d_v"],
+    other_lse: Float[Tensor, "*b n"],
+) -> None:
+    """o and lse become those of both sets of keys, in place and without gradients."""
+    share = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
+    o.lerp_(other, rearrange(share, "... -> ... 1"))
+    lse.copy_(torch.logaddexp(lse, other_lse))

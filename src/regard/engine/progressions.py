@@ -1,0 +1,151 @@
+"""A plan on the CPU: each batch of tiles in one call of the fused op, joined by log-sum-exp; nothing is n × m.
+
+Backward: with the joined o and lse, exp(score − lse) is the weight of a pair in the whole softmax, so each
+batch gives its share of the exact gradients, and they add up.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import frexp, inf
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from . import flash_cpu
+from .batches import Program, program, working
+from .merge import join
+from .plan import Plan
+
+
+def attend(
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    v: Float[Tensor, "b h_kv m d_v"],
+    plan: Plan | Program,
+    *,
+    scale: float,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    """softmax(scale · q kᵀ) v over the plan's pairs, and ln Σ exp of each row; both differentiable.
+
+    The tiles are of the sizes a CPU likes, not the plan's; keys from lengths on are never read. lse is float32
+    for half types.
+    """
+    way = plan if isinstance(plan, Program) else program(plan.pattern, plan.n, plan.m, plan.start, plan.step)
+    dtype = working(q.dtype)
+    wide = q.to(dtype)
+    if abs(frexp(scale)[0]) != 0.5:
+        # The op scales after the products forward and within them backward: unless scale is a power of two the
+        # scores differ in their last bit, and so do exp(score − lse) and the weights.
+        wide, scale = wide * scale, 1.0
+    o, lse = _Attend.apply(wide, k.to(dtype), v.to(dtype), way, scale, lengths)
+    return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, way, scale, lengths):
+        o, lse = forward(q, k, v, way, scale, lengths)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.way, ctx.scale, ctx.lengths = way, scale, lengths
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad, grad_lse):
+        q, k, v, o, lse = ctx.saved_tensors
+        if grad is None and grad_lse is None:
+            return (None,) * 6
+        grad = torch.zeros_like(o) if grad is None else grad
+        return *backward(grad, grad_lse, q, k, v, o, lse, ctx.way, ctx.scale, ctx.lengths), None, None, None
+
+
+def forward(
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    v: Float[Tensor, "b h_kv m d_v"],
+    way: Program,
+    scale: float,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    """o and lse, in float32 or float64."""
+    d_v, d = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (_flat(x, d) for x in (q, k, v))
+    o, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -inf)
+    for left, rows, keys in _lanes(way, lengths, (q, o, lse), (k, v)):
+        for batch in left.calls(len(keys[0]) * d):
+            queries, out, logs = map(batch.rows_of, rows)
+            k, v = map(batch.keys_of, keys)
+            part, part_lse = flash_cpu.forward(queries, k, v, scale, batch.allowed)
+            join(out, logs, part, part_lse)
+    return o[..., :d_v], lse
+
+
+def backward(
+    grad: Float[Tensor, "b h n d_v"],
+    grad_lse: Float[Tensor, "b h n"] | None,
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    v: Float[Tensor, "b h_kv m d_v"],
+    o: Float[Tensor, "b h n d_v"],
+    lse: Float[Tensor, "b h n"],
+    way: Program,
+    scale: float,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
+    """The gradients of q, k and v from those of o and lse."""
+    d_k, d_v = q.shape[-1], v.shape[-1]
+    if grad_lse is not None:
+        # The op takes δ = do·o off each do·v; one more column, v 0, o 1, do −dlse, makes that δ − dlse.
+        v, o = F.pad(v, (0, 1)), F.pad(o, (0, 1), value=1.0)
+        grad = torch.cat([grad, -rearrange(grad_lse, "b h n -> b h n 1")], -1)
+    d = max(d_k, v.shape[-1])
+    grad, q, k, v, o = (_flat(x, d) for x in (grad, q, k, v, o))
+    lse = lse.masked_fill(lse == -inf, inf)  # exp(score − lse) is then 0 in an empty row, not NaN
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for left, rows, keys in _lanes(way, lengths, (grad, q, o, lse, dq), (k, v, dk, dv)):
+        for batch in left.calls(len(keys[0]) * d):
+            do, queries, out, logs, into = map(batch.rows_of, rows)
+            k, v = map(batch.keys_of, keys[:2])
+            part = flash_cpu.backward(do, queries, k, v, out, logs, scale, batch.allowed)
+            into.add_(part[0])
+            batch.add_to_keys(keys[2], part[1])
+            batch.add_to_keys(keys[3], part[2])
+    return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+
+
+def _flat(x: Tensor, d: int) -> Tensor:
+    """x, d wide, with batch and heads one behind the other in memory."""
+    return F.pad(x, (0, d - x.shape[-1])) if x.shape[-1] < d else x.contiguous()
+
+
+Lane = tuple[Tensor, ...]
+
+
+def _lanes(
+    way: Program, lengths: Tensor | None, queries: Lane, keys: Lane
+) -> Iterator[tuple[Program, Lane, Lane]]:
+    """(program, (b·h_kv, n, …) of each of `queries`, (b·h_kv, m, …) of each of `keys`), as views.
+
+    One lane for each query head of a group, as they share their keys; with lengths, for each batch row too.
+    """
+    group = queries[0].shape[1] // keys[0].shape[1]
+    rows = [(slice(None), way)]
+    if lengths is not None:
+        rows = [(slice(b, b + 1), _before(way, m)) for b, m in enumerate(lengths.tolist())]
+    for some, left in rows:
+        for member in range(group):
+            yield (
+                left,
+                tuple(x[some, member::group].flatten(0, 1) for x in queries),
+                tuple(x[some].flatten(0, 1) for x in keys),
+            )
+
+
+@lru_cache(maxsize=256)
+def _before(way: Program, m: int) -> Program:
+    return way.before(m)
