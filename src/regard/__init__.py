@@ -2,6 +2,8 @@
 
 from .engine.attention import attention
 from .engine.call import allowed_from
+from .engine.explain import explain
+from .engine.merge import merge
 from .errors import BackendError, FormatError, RegardError, ShapeError, SpecError
 from .nn.cache import Cache, KeyValues
 from .nn.saved import load, save
@@ -94,11 +96,13 @@ __all__ = [
     "dilated",
     "documents",
     "every",
+    "explain",
     "from_json",
     "full",
     "learned",
     "lengths",
     "load",
+    "merge",
     "prefix",
     "preset",
     "presets",
