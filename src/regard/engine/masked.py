@@ -34,16 +34,24 @@ def attend(call: Call) -> Float[Tensor, "b h n d_v"]:
 
 
 def attend_plainly(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """The formula itself, a stretch of queries at a time: for hard attention and for the log-sum-exp."""
-    k = reference.repeat_heads(call.k, call.q.shape[1])
-    v = reference.repeat_heads(call.v, call.q.shape[1])
+    """The formula itself, a stretch of queries at a time: for hard attention and for the log-sum-exp.
+
+    16-bit inputs are computed in float32, as the log-sum-exp is of that dtype on every way.
+    """
+    with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
+        return _plainly(call, torch.promote_types(call.q.dtype, torch.float32))
+
+
+def _plainly(call: Call, wide: torch.dtype) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    q = call.q.to(wide)
+    k, v = (reference.repeat_heads(x.to(wide), q.shape[1]) for x in (call.k, call.v))
     allowed, bias = call.allowed(), call.dense_bias()
     outs, lses = [], []
     rows = max(1, ROWS // max(1, call.m))
     for a in range(0, max(1, call.n), rows):
         some = slice(a, a + rows)
         got = reference.attend(
-            call.q[..., some, :],
+            q[..., some, :],
             k,
             v,
             _rows(allowed, some),
@@ -53,8 +61,7 @@ def attend_plainly(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor
         )
         outs.append(F.dropout(got.weights, call.dropout_p) @ v if call.dropout_p else got.o)
         lses.append(got.lse)
-    o, lse = torch.cat(outs, -2), torch.cat(lses, -1)
-    return o, lse
+    return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
 
 
 def _rows(x: Tensor | None, some: slice) -> Tensor | None:
