@@ -36,7 +36,7 @@ class Keys:
 
     def __and__(self, other: "Keys") -> "Keys":
         """Both progressions at once. Where the residues contradict each other, nothing: hi < lo."""
-        lo, hi = np.maximum(self.lo, other.lo), np.minimum(self.hi, other.hi)
+        lo, hi = _later(self.lo, other.lo), _sooner(self.hi, other.hi)
         if other.step == 1:
             return Keys(lo, hi, self.residue, self.step)
         if self.step == 1:
@@ -60,6 +60,18 @@ class Keys:
     def count(self) -> Ints:
         span = self.hi - self.first()
         return np.asarray(np.maximum(span if self.step == 1 else span // self.step, -1) + 1, dtype=np.int64)
+
+
+def _later(a: PerQuery, b: PerQuery) -> PerQuery:
+    if isinstance(a, int) and a == -FAR:
+        return b
+    return a if isinstance(b, int) and b == -FAR else np.maximum(a, b)
+
+
+def _sooner(a: PerQuery, b: PerQuery) -> PerQuery:
+    if isinstance(a, int) and a == FAR:
+        return b
+    return a if isinstance(b, int) and b == FAR else np.minimum(a, b)
 
 
 def total(count: Callable[[Ints], Ints], n: int, breaks: Iterable[int], slack: int, period: int) -> int:
@@ -98,9 +110,9 @@ PIECE = 1 << 15  # rows at a time: the arrays stay in the second-level cache
 
 def _each(count: Callable[[Ints], Ints], start: int, stop: int) -> int:
     pieces = range(start, stop, PIECE)
-    return sum(int(count(np.arange(a, min(a + PIECE, stop), dtype=np.int64)).sum()) for a in pieces)
+    return sum(int(count(np.arange(a, min(a + PIECE, stop))).sum()) for a in pieces)
 
 
 def _rows(count: Callable[[Ints], Ints], start: int, stop: int) -> Ints:
     pieces = range(start, stop, PIECE)
-    return np.concatenate([count(np.arange(a, min(a + PIECE, stop), dtype=np.int64)) for a in pieces])
+    return np.concatenate([count(np.arange(a, min(a + PIECE, stop))) for a in pieces])

@@ -22,7 +22,9 @@ KINDS: dict[str, type] = {}  # what JSON may name; each module of this package a
 class Pattern:
     """A set of pairs (i, j). Combine with `&`, `|`, `~` and `-`; nothing is n × m until `allowed(n, m)`."""
 
-    text: str | None = None  # its JSON, made when it is declared: what a compiled graph carries; None with data
+    text: str | None = (
+        None  # its JSON, made when it is declared: what a compiled graph carries; None with data
+    )
 
     def allows(self, i: Any, j: Any) -> Any:
         """Whether the query at position i may look at key j: for two integers, or tensors that broadcast."""

@@ -60,6 +60,7 @@ class causal(Word):
     """j ≤ i: itself and what came before."""
 
     lines = ((1, 0),)
+    apart = (0, FAR, 1)
 
     def allows(self, i, j):
         return j <= i
@@ -90,6 +91,10 @@ class window(Word):
     def lines(self):
         return ((1, -self.before), (1, self.ahead))
 
+    @property
+    def apart(self):
+        return (-self.ahead, self.before, 1)
+
     def allows(self, i, j):
         return (i - j <= self.before) & (j - i <= self.ahead)
 
@@ -114,6 +119,10 @@ class dilated(Word):
     @property
     def lines(self):
         return ((1, -self.reach * self.step), (1, self.reach * self.step))
+
+    @property
+    def apart(self):
+        return (-self.reach * self.step, self.reach * self.step, self.step)
 
     def allows(self, i, j):
         return ((i - j) % self.step == 0) & (abs(i - j) <= self.reach * self.step)
@@ -145,6 +154,9 @@ class every(Word):
     def keys(self, i):
         return Keys(-FAR, FAR, self.offset, self.k)
 
+    def along(self, d):
+        return Keys(-FAR, FAR, (self.offset + d) % self.k, self.k)
+
 
 @dataclass(frozen=True, repr=False)
 class strided(Word):
@@ -158,6 +170,10 @@ class strided(Word):
     @property
     def period(self):
         return self.k
+
+    @property
+    def apart(self):
+        return (-FAR, FAR, self.k)
 
     def allows(self, i, j):
         return (i - j) % self.k == 0
@@ -212,6 +228,9 @@ class sinks(Word):
     def keys(self, i):
         return Keys(-FAR, self.m - 1)
 
+    def along(self, d):
+        return Keys(-FAR, self.m - 1 + d)
+
 
 @dataclass(frozen=True, repr=False)
 class prefix(Word):
@@ -236,6 +255,9 @@ class prefix(Word):
     def keys(self, i):
         return Keys(-FAR, np.where(i < self.m, self.m - 1, -1))
 
+    def along(self, d):
+        return Keys(-FAR, self.m - 1 + np.minimum(d, 0))
+
 
 @dataclass(frozen=True, repr=False)
 class blocks(Word):
@@ -253,6 +275,12 @@ class blocks(Word):
     @property
     def wobble(self):  # its bounds are a staircase along j = i
         return self.size
+
+    stair = wobble
+
+    @property
+    def apart(self):  # no further, and not all that near
+        return (1 - self.size, self.size - 1, 1)
 
     lines = ((1, 0),)
 
