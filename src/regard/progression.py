@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-PerQuery = Ints | NDArray[np.object_] | np.int64 | int  # one a query, or one for all; object: past int64
+PerQuery = NDArray[np.integer] | NDArray[np.object_] | np.integer | int  # one a query, or one for all
 FAR = 1 << 60  # past any key; small enough to add to without overflow
 
 
