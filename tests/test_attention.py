@@ -630,6 +630,16 @@ def test_what_is_remembered_in_inference_or_on_fake_tensors_serves_training_too(
     assert_close(attention(*inputs, other), formula(*inputs, other).o, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("pattern", [full(), causal(), causal() & (window(3) | every(64))], ids=repr)
+def test_tensors_without_data_give_shapes_without_data(pattern, asked):
+    q, k, v = (x.to("meta").requires_grad_() for x in qkv(n=300, m=300))
+    got = attention(q, k, v, pattern, lengths=torch.ones(B, dtype=torch.long, device="meta"), **asked)
+    o = got[0] if isinstance(got, tuple) else got
+    assert o.shape == (B, H, 300, D_V) and o.is_meta
+    assert torch.autograd.grad(o.sum(), v)[0].shape == v.shape
+
+
 @pytest.mark.parametrize("pattern", [full(), causal(), window(2)], ids=repr)
 def test_strides_do_not_matter(pattern):
     packed = randn(B, M, 3, H, D_K)  # as one projection to queries, keys and values gives them

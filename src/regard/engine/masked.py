@@ -1,5 +1,6 @@
 """Any pattern, by a table of allowed pairs: right everywhere, and as dear as full attention."""
 
+from contextlib import nullcontext
 from math import inf
 
 import torch
@@ -38,7 +39,8 @@ def attend_plainly(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor
 
     16-bit inputs are computed in float32, as the log-sum-exp is of that dtype on every way.
     """
-    with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
+    kind = call.q.device.type  # meta has no autocast to switch off
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         return _plainly(call, torch.promote_types(call.q.dtype, torch.float32))
 
 
