@@ -1,12 +1,16 @@
 """Which way a call runs, and why: by name it never falls back, `auto` chooses and can say why."""
 
+from functools import reduce
 from math import inf
+from operator import or_
 
 import pytest
 import torch
 
 import regard as rg
 from regard.engine import choose
+from regard.engine.batches import program
+from regard.engine.plan import NoPlan
 from regard.errors import BackendError
 from regard.position import ByDistance
 
@@ -158,3 +162,15 @@ def test_explain_tells_pairs_and_reason():
     assert rg.explain(rg.causal(), n=100).computed == 5050
     named = rg.explain(rg.window(1), n=16, backend="progressions")
     assert named.backend == "progressions" and named.reason == "asked for by name"
+
+
+@pytest.mark.compiled
+def test_a_compiled_graph_masks_what_no_progressions_describe():
+    """It chooses before it knows the sizes; where the planner gives up, every pair is computed and masked."""
+    p = reduce(or_, map(rg.every, (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)), rg.window(1))
+    with pytest.raises(NoPlan):
+        program(p, 70, 70, 0, 1)
+    q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    torch._dynamo.reset()
+    got = torch.compile(lambda *x: rg.attention(*x, p), fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.allclose(got, rg.attention(q, k, v, p, backend="masked"), atol=1e-6)

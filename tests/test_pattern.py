@@ -366,8 +366,9 @@ def test_data_have_no_json_and_no_formula(p):
         (causal() & ~p).json()
     assert str(e.value) == f"{type(p).__name__} {message}"
     with pytest.raises(ShapeError) as e:
-        p.row_counts(7)
+        p.terms()
     assert str(e.value) == f"{p!r} carries data: there is no formula for it"
+    assert p.row_counts(7).tolist() == p.allowed(7).reshape(-1, 7, 7).sum((0, 2)).tolist()  # looked at instead
 
 
 def test_a_pattern_that_differs_along_the_batch_draws_one_row_at_a_time():
@@ -447,3 +448,10 @@ def test_a_pattern_carries_its_json_as_text(p):
 def test_a_pattern_with_data_has_no_text():
     p = causal() & documents(torch.tensor([0, 0, 1]))
     assert p.text is None and p.left.text is not None
+
+
+def test_many_words_are_counted_pair_by_pair():
+    p = causal()
+    for k in range(2, 19):
+        p = p | every(k, k - 1)
+    assert p.count(97) == int(p.allowed(97).sum())

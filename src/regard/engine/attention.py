@@ -1,5 +1,7 @@
 """The one door to attention."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -78,11 +80,12 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
             return masked.attend(call), None
         case "plain":
             return masked.attend_plainly(call)
+    assert not isinstance(call.at, Tensor) and not isinstance(call.bias, Tensor)  # choose.py saw to it
     start, step = standing(call.pattern, call.n, call.m, call.at)
     if backend == "progressions":
         return walk.attend(call.q, call.k, call.v, call.pattern, start, step, call.factor, call.lengths)
     way = program(call.pattern, call.n, call.m, start, step)
-    more = {"scale": call.factor, "lengths": call.lengths, "dropout_p": call.dropout_p}
+    more: dict[str, Any] = {"scale": call.factor, "lengths": call.lengths, "dropout_p": call.dropout_p}
     with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
         return by_distance.attend(call.q, call.k, call.v, way, call.bias, **more)
 

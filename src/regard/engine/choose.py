@@ -64,7 +64,7 @@ class Facts:
 
 def facts(call: Call) -> Facts:
     by_distance = isinstance(call.bias, ByDistance)
-    each_row = isinstance(call.at, Tensor)
+    adds = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     return Facts(
         call.pattern,
         call.n,
@@ -74,12 +74,12 @@ def facts(call: Call) -> Facts:
         call.q.shape[0] * call.q.shape[1],
         call.q.dtype,
         call.q.device.type,
-        at=None if each_row else call.at,
-        at_each_row=each_row,
+        at=None if isinstance(call.at, Tensor) else call.at,
+        at_each_row=isinstance(call.at, Tensor),
         table=call.table is not None,
         lengths=call.lengths is not None,
         bias="none" if call.bias is None else "distance" if by_distance else "tensor",
-        bias_grad=_learns(*((call.bias.table, call.bias.slopes) if by_distance else (call.bias,))),
+        bias_grad=_learns(*adds),
         hard=call.hard,
         dropout=call.dropout_p > 0,
         lse=call.return_lse,
@@ -107,8 +107,8 @@ def _auto(f: Facts) -> Choice:
     if f.plain and not f.lse and _some_pairs(f) and _full_or_causal(f):
         return Choice("dense", "every pair, or every past one: PyTorch's own attention as it is")
     if torch.compiler.is_compiling():  # sizes may be symbols: nothing that reads them, and no message
-        ours = not f.dropout and f.bias == "none" and not _unwalkable(f)
-        return Choice("progressions", "") if ours else Choice("plain" if f.lse else "masked", "")
+        walks = not f.dropout and f.bias == "none" and not _unwalkable(f)
+        return Choice("progressions", "") if walks else Choice("plain" if f.lse else "masked", "")
     if f.bias == "distance" and f.bias_grad and cannot(f, "tiled") is None:
         return Choice(
             "tiled", "the bias learns: its gradient is summed by diagonals, without an n × m tensor"
@@ -123,11 +123,9 @@ def _auto(f: Facts) -> Choice:
     if why is None:
         ours, theirs = estimate(f), masked_estimate(f)
         told = f"about {ours / theirs:.0%} of the time of a masked call"
-        return (
-            Choice("progressions", told)
-            if ours < theirs
-            else Choice("masked", f"progressions would take {told}")
-        )
+        if ours < theirs:
+            return Choice("progressions", told)
+        why = f"progressions would take {told}"
     return Choice("masked", why)
 
 

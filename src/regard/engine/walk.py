@@ -6,12 +6,16 @@ number of lengths share a graph. On the CPU it runs progressions.py, on CUDA the
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..pattern import Pattern
 from . import progressions
-from .batches import Program, program, working
+from .batches import Program, of_plans, program, working
+from .plan import NoPlan, Pass, Plan
+
+TILE = 512  # queries at a time where every pair is visited
 
 
 @lru_cache(maxsize=512)
@@ -43,9 +47,8 @@ def walk(
         o, lse = kernels.forward(q, k, v, kernels.task(q, v, read(pattern), start, step, scale), lengths)
     else:
         dtype = working(q.dtype)
-        o, lse = progressions.forward(
-            *_cast(dtype, q, k, v), _program(q, k, pattern, start, step), scale, lengths
-        )
+        way = _program(q, k, pattern, start, step)
+        o, lse = progressions.forward(q.to(dtype), k.to(dtype), v.to(dtype), way, scale, lengths)
     return _own(o.to(q.dtype)), _own(lse.to(_lse_dtype(q)))
 
 
@@ -77,9 +80,8 @@ def walk_backward(
     else:
         way, dtype = _program(q, k, pattern, start, step), working(q.dtype)
         grad_lse = None if grad_lse is None else grad_lse.to(dtype)
-        grads = progressions.backward(
-            grad.to(dtype), grad_lse, *_cast(dtype, q, k, v, o, lse), way, scale, lengths
-        )
+        q_, k_, v_, o, lse = (x.to(dtype) for x in (q, k, v, o, lse))
+        grads = progressions.backward(grad.to(dtype), grad_lse, q_, k_, v_, o, lse, way, scale, lengths)
     return tuple(_own(g.to(x.dtype)) for g, x in zip(grads, (q, k, v)))  # type: ignore[return-value]
 
 
@@ -107,11 +109,21 @@ walk.register_autograd(_backward, setup_context=_setup)
 
 
 def _program(q: Tensor, k: Tensor, pattern: str, start: int, step: int) -> Program:
-    return program(read(pattern), q.shape[2], k.shape[2], start, step)
+    n, m = q.shape[2], k.shape[2]
+    try:
+        return program(read(pattern), n, m, start, step)
+    except NoPlan:  # met by compiled graphs alone, which choose before they know the sizes
+        return _every_pair(read(pattern), n, m, start, step)
 
 
-def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.to(dtype) for x in tensors)
+@lru_cache(maxsize=64)
+def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Program:
+    """All keys for all queries, masked: what is left where no progressions describe a pattern."""
+    first = np.arange(0, n, TILE, dtype=np.int64)
+    tiles = np.stack([first, np.ones_like(first), np.minimum(TILE, n - first)], 1)
+    parts = np.tile(np.array([[0, 1, m, 0]], dtype=np.int64), (len(first), 1))
+    whole = Pass(pattern, tiles, np.arange(len(first) + 1, dtype=np.int64), parts)
+    return of_plans(Plan(pattern, n, m, start, step, (whole,) if n and m else ()))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -81,12 +81,12 @@ class MultiHeadAttention(nn.Module):
             "at": p.at,
         }
         dropout = self.spec.dropout if self.training else 0.0
-        o = engine.attention(q, p.k, p.v, dropout_p=dropout, **together)
+        o: Any = engine.attention(q, p.k, p.v, dropout_p=dropout, **together)
         on_values = getattr(self.spec.position, "values", False)  # Shaw's vectors may join the values too
         weights = engine.weights(q, p.k, **together) if return_weights or on_values else None
         if on_values:
             o = o + self.position.values(weights, *self._places(p))
-        out: Tensor = rearrange(o, "b h n d -> b n (h d)")
+        out = rearrange(o, "b h n d -> b n (h d)")
         out = out if self.w_o is None else self.w_o(out)
         return out if weights is None or not return_weights else (out, weights)
 
@@ -177,8 +177,9 @@ def _stand(at: At | Tensor, n: int, otherwise: int, device: torch.device) -> Int
 def _reach(p: Projected) -> int:
     """The largest distance between a query and a key; `at` is no tensor."""
     n, m = p.q.shape[-2], p.k.shape[-2]
+    assert not isinstance(p.at, Tensor)
     start, step = p.at if isinstance(p.at, tuple) else (m - n if p.at is None else p.at, 1)
-    return max(m - 1, abs(start), abs(start + step * (n - 1)), abs(m - 1 - start))  # type: ignore[operator]
+    return max(m - 1, abs(start), abs(start + step * (n - 1)), abs(m - 1 - start))
 
 
 def _plus(own: Bias, bias: Bias) -> Bias:

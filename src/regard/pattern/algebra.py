@@ -16,6 +16,7 @@ from . import counting
 from .counting import Countable, Terms
 
 At = int | tuple[int, int] | None
+MANY = 12  # words: inclusion and exclusion has up to 2^words terms, so past this pairs are looked at
 KINDS: dict[str, type] = {}  # what JSON may name; each module of this package adds its own
 
 
@@ -79,9 +80,15 @@ class Pattern:
         )
 
     def row_counts(self, n: int, m: int | None = None, at: At = None) -> Ints:
-        """How many keys each of the n queries may look at."""
+        """How many keys each of the n queries may look at; with data, over all batch rows together."""
         m = n if m is None else m
-        return counting.row_counter(self.terms(), m, *standing(self, n, m, at))(np.arange(n, dtype=np.int64))
+        start, step = standing(self, n, m, at)
+        if not self._looked_at:
+            return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
+        some = max(1, (1 << 24) // max(m, 1))
+        tables = (self.allowed(min(some, n - r), m, (start + step * r, step)) for r in range(0, n, some))
+        counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).numpy() for t in tables]
+        return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
@@ -92,12 +99,14 @@ class Pattern:
         start, step = standing(self, n, m, at)
         if n == 0 or m == 0:
             return 0
-        if self.has_data:
-            rows = range(0, n, max(1, (1 << 24) // m))
-            return sum(
-                int(self.allowed(min(rows.step, n - r), m, (start + step * r, step)).sum()) for r in rows
-            )
+        if self._looked_at:
+            return int(self.row_counts(n, m, at).sum())
         return counting.count(self.terms(), n, m, start, step)
+
+    @property
+    def _looked_at(self) -> bool:
+        """True where there is no formula, or one of too many terms: pairs are then looked at, some rows at a time."""
+        return self.has_data or len(set(self.leaves())) > MANY
 
     def same(self, other: "Pattern", n: int, m: int | None = None, at: At = None) -> bool:
         """Equality of meaning at this size: exactly the same pairs. (`==` compares how they are written.)"""

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from functools import cache, reduce
 from math import gcd, lcm
 from operator import and_
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import progression
 from ..progression import FAR, Ints, Keys
@@ -82,7 +84,7 @@ def row_counter(
     """t ↦ how many keys query t may look at: Σ coefficient · |progression of the term|."""
 
     def count_rows(t: Ints) -> Ints:
-        i = (start + step * t).astype(dtype)
+        i: Ints = (start + step * t).astype(dtype)
         of = cache(lambda word: word.keys(i))
         total = np.zeros(i.shape, dtype=np.int64)
         for words, coefficient in terms.items():
@@ -151,11 +153,11 @@ def _across(words: frozenset[Countable], distances: range, n: int, m: int, start
 
 def _on_stairs(queries: Keys, d: Ints, stairs: set[int]) -> Ints:
     """How many of the queries share a block of each size with the key d before them."""
-    lo, hi, (size, *others) = queries.lo, queries.hi, sorted(stairs)
+    lo, hi, (size, *others) = np.asarray(queries.lo), np.asarray(queries.hi), sorted(stairs)
     if queries.step == 1 and not others:  # a query is d past its block's begin, or −d before its end
         low, width = np.maximum(d, 0), np.maximum(size - np.abs(d), 0)
 
-        def up_to(x: Ints) -> Ints:
+        def up_to(x: NDArray[Any]) -> NDArray[Any]:
             return x // size * width + np.clip(x % size - low + 1, 0, width)
 
         return np.where(hi >= lo, up_to(hi) - up_to(lo - 1), 0)
