@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST := $(PY) -m pytest -q
-HOOK := --jaxtyping-packages=regard,beartype.beartype  # shapes are checked by the test run only
+# Two workers, one thread each. Shapes are checked by the test run only, and not where code is compiled.
+PYTEST := $(PY) -m pytest -q -n 2
+HOOK := --jaxtyping-packages=regard,beartype.beartype
 
 .PHONY: demo test check long ledger clean
 
@@ -20,7 +21,7 @@ test: $(VENV)/.ready
 	$(PYTEST) -m "compiled and not long"
 
 long: $(VENV)/.ready
-	$(PYTEST) $(HOOK) -m "long and not compiled"
+	REGARD_EXAMPLES=500 $(PYTEST) $(HOOK) -m "not compiled"
 
 check: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,check]"

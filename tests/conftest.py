@@ -2,7 +2,7 @@
 
 import os
 
-# Before torch is imported: with AMX, oneDNN rounds bfloat16 products otherwise than elsewhere.
+# Before torch is imported: on some CPUs oneDNN's bfloat16 products end in an illegal instruction otherwise.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 import torch
