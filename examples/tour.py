@@ -10,8 +10,9 @@ def patterns() -> None:
     n = 16
     print(f"A pattern is a set of pairs (query, key): {p}\n")
     print(p.draw(n))
-    full, million = n * n, 1_000_000
-    print(f"\n{p.count(n)} of {full} pairs, {1 - p.count(n) / full:.1%} saved; {p.count(million):,} at n = {million:,}\n")
+    saved, million = 1 - p.count(n) / n**2, 1_000_000
+    print(f"\n{p.count(n)} of {n**2} pairs, {saved:.1%} saved; {p.count(million):,} at n = {million:,}\n")
+    print(rg.explain(p, n=16384), "\n")
 
     q, k, v = torch.randn(3, 1, 8, n, 64).unbind()
     o = rg.attention(q, k, v, p)

@@ -27,5 +27,9 @@ def agrees(got: Any, expected: Any, compare: dict[str, Any]) -> bool:
         return len(got) == len(expected) and all(agrees(g, e, compare) for g, e in zip(got, expected))
     if isinstance(expected, bool | str | int) or expected is None:
         return got == expected
-    rel, abs_ = (1e-12, 0.0) if compare["type"] == "exact" else (compare.get("rel", 0.0), compare.get("abs", 0.0))
-    return math.isclose(got, expected, rel_tol=rel, abs_tol=abs_) or abs(got - expected) <= abs_ + rel * abs(expected)
+    rel, abs_ = (
+        (1e-12, 0.0) if compare["type"] == "exact" else (compare.get("rel", 0.0), compare.get("abs", 0.0))
+    )
+    return math.isclose(got, expected, rel_tol=rel, abs_tol=abs_) or abs(got - expected) <= abs_ + rel * abs(
+        expected
+    )

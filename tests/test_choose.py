@@ -167,7 +167,9 @@ def test_explain_tells_pairs_and_reason():
 @pytest.mark.compiled
 def test_a_compiled_graph_masks_what_no_progressions_describe():
     """It chooses before it knows the sizes; where the planner gives up, every pair is computed and masked."""
-    p = reduce(or_, map(rg.every, (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)), rg.window(1))
+    p = reduce(
+        or_, map(rg.every, (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)), rg.window(1)
+    )
     with pytest.raises(NoPlan):
         program(p, 70, 70, 0, 1)
     q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).unbind()

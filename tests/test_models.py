@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from ledger_cases import case, cases
 
 import regard as rg
-from regard import Attention, Block, Decoder, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
+from ledger_cases import case, cases
+from regard import Attention, Block, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
 from regard.errors import FormatError, RegardError, ShapeError
 from regard.nn.saved import WEIGHTS
 from regard.spec import catalogue
@@ -44,7 +44,10 @@ def shrunk(declared):
             )
         case Vision():
             return dataclasses.replace(
-                declared, encoder=dataclasses.replace(declared.encoder, layers=2), image=(32, 32), patch=(8, 8)
+                declared,
+                encoder=dataclasses.replace(declared.encoder, layers=2),
+                image=(32, 32),
+                patch=(8, 8),
             )
     embedding = dataclasses.replace(declared.embedding, vocab=50)
     return dataclasses.replace(declared, layers=2, embedding=embedding)
@@ -74,7 +77,11 @@ def test_a_transformer_has_the_parameters_the_ledger_counts(c):
     assert given["bias"]
     with torch.device("meta"):
         declared = catalogue.transformer(
-            given["d_model"], given["heads"], given["d_ff"], max(1, given["enc_layers"]), vocab=given["vocab"] or 1
+            given["d_model"],
+            given["heads"],
+            given["d_ff"],
+            max(1, given["enc_layers"]),
+            vocab=given["vocab"] or 1,
         )
         sides = {}
         for side, layers in (("encoder", given["enc_layers"]), ("decoder", given["dec_layers"])):
@@ -133,7 +140,9 @@ def test_hello_world_has_the_attention_tables_of_the_ledger():
     c = case("shapes.hello_world")
     given, expected = c["inputs"], c["expected"]
     model = built(catalogue.transformer(64, given["heads"], 64, 2, vocab=9))
-    logits, seen = model(ids(1, given["src_len"], vocab=9), ids(1, given["tgt_len"], vocab=9), return_weights=True)
+    logits, seen = model(
+        ids(1, given["src_len"], vocab=9), ids(1, given["tgt_len"], vocab=9), return_weights=True
+    )
     assert logits.shape == (1, given["tgt_len"], 9)
     assert torch.equal(logits, model(ids(1, given["src_len"], vocab=9), ids(1, given["tgt_len"], vocab=9)))
     for layer in seen["encoder"]:
@@ -177,7 +186,8 @@ def test_decoding_step_by_step_equals_the_full_pass(name):
         whole = model(source, target, source_lengths=lengths)
         states, cache = model.encode(source, lengths), model.decoder.cache()
         steps = [
-            model.decoder(target[:, t : t + 1], states, context_lengths=lengths, cache=cache) for t in range(7)
+            model.decoder(target[:, t : t + 1], states, context_lengths=lengths, cache=cache)
+            for t in range(7)
         ]
     assert torch.allclose(torch.cat(steps, 1), whole, atol=1e-11)
 
@@ -236,7 +246,9 @@ def test_an_image_of_another_size_is_refused():
 
 @pytest.mark.ledger("S2.1.3.1")
 @pytest.mark.parametrize(
-    "position", [rg.sinusoidal(grid=(4, 4)), rg.learned((4, 4)), rg.learned(17)], ids=["sines", "grid", "line"]
+    "position",
+    [rg.sinusoidal(grid=(4, 4)), rg.learned((4, 4)), rg.learned(17)],
+    ids=["sines", "grid", "line"],
 )
 def test_images_take_positions_of_a_grid_or_of_a_line(position):
     declared = dataclasses.replace(rg.preset("tiny-vit"), position=position)
@@ -246,9 +258,11 @@ def test_images_take_positions_of_a_grid_or_of_a_line(position):
     assert (model(images) - model(turned)).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("position", [rg.quadratic(grid=(4, 4)), rg.relative_table(grid=(4, 4)), rg.rope(grid=(4, 4))])
-def test_images_take_relative_positions_inside_attention(position):
-    block = Block(Attention(32, heads=2, position=position), FeedForward(32), norm_at="pre")
+@pytest.mark.parametrize(
+    "position", [rg.quadratic(grid=(4, 4)), rg.relative_table(grid=(4, 4)), rg.rope(grid=(4, 4))]
+)
+def test_images_take_relative_positions_inside_attention(kind):
+    block = Block(Attention(32, heads=2, position=kind(grid=(4, 4))), FeedForward(32), norm_at="pre")
     declared = Vision(
         Encoder(block, 2),
         image=(8, 8),

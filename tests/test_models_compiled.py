@@ -47,7 +47,10 @@ def built(declared):
     ids=["window", "alibi", "table", "additive"],
 )
 def test_attention_compiles_whole(more):
-    same(built(Attention(12, heads=2, **more)), torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0)))
+    same(
+        built(Attention(12, heads=2, **more)),
+        torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0)),
+    )
 
 
 @pytest.mark.parametrize("norm_at", ["pre", "post"])

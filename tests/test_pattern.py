@@ -368,7 +368,9 @@ def test_data_have_no_json_and_no_formula(p):
     with pytest.raises(ShapeError) as e:
         p.terms()
     assert str(e.value) == f"{p!r} carries data: there is no formula for it"
-    assert p.row_counts(7).tolist() == p.allowed(7).reshape(-1, 7, 7).sum((0, 2)).tolist()  # looked at instead
+    assert (
+        p.row_counts(7).tolist() == p.allowed(7).reshape(-1, 7, 7).sum((0, 2)).tolist()
+    )  # looked at instead
 
 
 def test_a_pattern_that_differs_along_the_batch_draws_one_row_at_a_time():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ledger_cases import agrees, cases
 
 import regard as rg
+from ledger_cases import agrees, cases
 
 f64 = torch.float64
 

@@ -164,7 +164,9 @@ def _check_extras(call: Call) -> None:
                 f"(batch, heads, queries, keys) = {(b, q.shape[1], n, m)}"
             )
     if isinstance(call.bias, Tensor) and call.bias.dtype == torch.bool:
-        raise SpecError("a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may look")
+        raise SpecError(
+            "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may look"
+        )
     if isinstance(call.bias, ByDistance):
         if n > m and call.at is None:
             raise ShapeError(
