@@ -23,8 +23,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from regard.engine.kernels import attend
+from regard.engine.kernels.calls import dkv_call, dq_call, layout
 from regard.engine.kernels.configs import Config, Configs, default
-from regard.engine.kernels.launch import Task, _dkv, _dq, forward
+from regard.engine.kernels.launch import Task, forward
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
 HEADS = 16
@@ -47,19 +48,26 @@ OTHER: tuple[tuple[Pattern, int], ...] = (
 # tile, block, warps, stages, cap on registers
 SWEEP = {
     128: {
-        "forward": (
-            (128, 64, 8, 3), (128, 32, 8, 3, 128), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3),
-            (128, 64, 8, 2, 128), (128, 32, 4, 4), (128, 64, 4, 3),
+        "stream": ((64, 64, 4, 1, 168), (64, 64, 4, 1)),
+        "dq": (
+            (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 32, 4, 2, 168), (64, 32, 4, 3, 168), (128, 32, 8, 2, 128),
+            (64, 32, 4, 2, 128), (128, 64, 8, 2),
         ),
-        "dq": ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)),
-        "dkv": ((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 3)),
+        "dkv": (
+            (64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 4, 2, 168), (128, 32, 8, 2),
+            (128, 64, 8, 2),
+        ),
     },
     64: {
-        "forward": (
-            (128, 64, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 4), (64, 64, 4, 3), (128, 64, 8, 3),
+        "stream": ((64, 64, 4, 1, 128), (64, 64, 4, 1, 168)),
+        "dq": (
+            (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 2, 128), (128, 64, 8, 2, 128),
+            (128, 64, 8, 3), (64, 128, 4, 2),
         ),
-        "dq": ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
-        "dkv": ((128, 64, 4, 3), (128, 64, 4, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2)),
+        "dkv": (
+            (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 3), (128, 64, 8, 2),
+            (128, 64, 8, 3), (64, 32, 4, 3, 168),
+        ),
     },
 }  # fmt: skip
 
@@ -134,16 +142,19 @@ def check(widths) -> None:
 
 def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
     """A call that launches one direction alone, and the pieces it needs."""
-    configs = Configs(config, config, config)
+    configs = Configs(config, config, config, config if kind == "stream" else None)
     task = Task(pattern, 0, 1, d**-0.5, configs)
     q, k, v, do = tensors(n, d, 4)
-    if kind == "forward":
+    if kind in ("forward", "stream"):
         return lambda: forward(q, k, v, task)
     o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, default(d, d, q.dtype)))
     stats = lse.new_zeros((1, HEADS, n, 4))
+    given = tuple(map(layout, (q, k, v, o, do)))
     if kind == "dq":
-        return lambda: _dq(q, k, v, o, lse, do, None, stats, task, None)
-    return lambda: _dkv(q, k, v, do, stats, task, None)
+        call = dq_call(task, given, q.dtype, q.device, False, False)
+        return lambda: call(q, k, v, o, do, lse, None, None, stats)
+    keys_call = dkv_call(task, given, q.dtype, q.device, False)
+    return lambda: keys_call(q, k, v, do, None, stats)
 
 
 def compile_one(job) -> str:

@@ -3,6 +3,6 @@
 Triton is imported here and nowhere else; whoever wants these kernels imports this package when it runs them.
 """
 
-from .launch import attend, backward, forward
+from .launch import attend, backward, forward, task
 
-__all__ = ["attend", "backward", "forward"]
+__all__ = ["attend", "backward", "forward", "task"]

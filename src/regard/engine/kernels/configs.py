@@ -24,12 +24,15 @@ class Configs:
     forward: Config
     dq: Config
     dkv: Config
+    stream: Config | None = None  # of the forward pass on Hopper, where it can be one stream
 
 
 HALF = {  # by the larger of the two padded widths
     32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
-    64: Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
-    128: Configs(Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    64: Configs(
+        Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 1, 128)
+    ),
+    128: Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 1, 168)),
     256: Configs(Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
 }
 SINGLE = {  # IEEE products run on the plain arithmetic units: small tiles, or the registers overflow

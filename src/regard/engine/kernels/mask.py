@@ -78,20 +78,22 @@ def _residue(name: str, k: int) -> str:
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: Pattern) -> Any:
-    """`allowed(i, j)` as a Triton function; its name carries its meaning, so that caches tell two apart."""
-    body = expression(pattern)
-    name = "allowed_" + hashlib.sha256(body.encode()).hexdigest()[:16]
-    source = f"def {name}(i, j):\n    return {body}\n"
+    """`allowed(i, j)` as a Triton function."""
+    return function(
+        "allowed", "i, j", expression(pattern), triton.jit, {"tl": tl}
+    )  # the interpreter wants to see tl
+
+
+def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
+    """A function for the compiler `jit`; its name carries its meaning, so that caches tell two apart."""
+    name = f"{word}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+    source = f"def {name}({arguments}):\n    return {body}\n"
     path = f"<regard {name}>"
-    linecache.cache[path] = (
-        len(source),
-        None,
-        source.splitlines(keepends=True),
-        path,
-    )  # Triton reads the source
-    space: dict[str, Any] = {"__name__": __name__, "tl": tl}  # the interpreter wants to see tl
+    lines = source.splitlines(keepends=True)
+    linecache.cache[path] = (len(source), None, lines, path)  # compilers read the source
+    space = {"__name__": __name__, **space}
     exec(compile(source, path, "exec"), space)
-    return triton.jit(space[name])
+    return jit(space[name])
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...pattern import Pattern
 from ...progression import Ints
 from ..plan import Pass
+from .band import band, lean, marks
 from .verdict import Run, verdict
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
-WIDTH = 12  # int32 words a block takes; 9 are used
+WIDTH = 12  # int32 words a block takes: those, then marks + 256 × count, first and step of its tile
+BEGINS = 8  # the mark of the first block of a tile; 1, 2, 4 say what is to be tested (see band.marks)
 ITEM = 8  # int32 words an item takes; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
 SHORT = 16  # blocks that are never worth splitting
@@ -30,12 +33,19 @@ ENOUGH = 64  # items a head that keep a GPU busy: a tile with more than its shar
 class Schedule:
     """Device arrays of one pass. Place c of a block holds a + b·c, by the last segment that has begun at c."""
 
+    pattern: Pattern  # what is to be tested in a masked block
     items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
     blocks: Tensor  # (x, 12)
     joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
     segments: int  # the most that any block holds
     ragged: bool  # some block needs a mask
     slots: int
+    ends: Ints  # on the host: where the blocks of each tile end; a tile without a block has none of its own
+
+    @property
+    def empty(self) -> bool:
+        """Whether some tile has no block."""
+        return bool((np.diff(self.ends, prepend=0) == 0).any())
 
 
 def schedule(
@@ -45,7 +55,7 @@ def schedule(
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
     full = one.parts[:, 3] == 1
     whole, rest = _cut_whole(tile[full], one.parts[full, :3], block)
-    ragged = _sorted(np.concatenate([np.column_stack([tile[~full], one.parts[~full, :3]]), rest]))
+    ragged = _with_rest(np.column_stack([tile[~full], one.parts[~full, :3]]), rest)
     masked = _cut(ragged[:, 0], ragged[:, 1:], block)
 
     kind = _kinds(one, masked, block, start, step, by_keys)
@@ -55,6 +65,10 @@ def schedule(
     )
     segs = segs[np.lexsort((segs[:, 3], segs[:, 2], segs[:, 1], segs[:, 0]))]  # tile, kind, block, place
     blocks, owner, kind, most = _table(segs)
+    pattern = lean(one.pattern, one, start, step, by_keys)
+    blocks[:, 9] = _marks(one, pattern, segs, block, start, step, by_keys)
+    blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
+    blocks[:, 10:] = one.tiles[owner, :2]
     items, joins = _items(one.tiles, owner, kind, max(longest, -(-len(blocks) // ENOUGH)))
 
     def move(array: Ints, width: int) -> Tensor:
@@ -63,13 +77,33 @@ def schedule(
         return torch.from_numpy(padded).to(device)
 
     return Schedule(
+        pattern=pattern,
         items=move(items, ITEM)[: len(items)],
         blocks=move(blocks, WIDTH),
         joins=move(joins, ITEM)[: len(joins)],
         segments=most,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
+        ends=np.searchsorted(owner, np.arange(len(one.tiles)), side="right"),
     )
+
+
+def chunks(work: Schedule, heads: int, slots: int) -> tuple[Tensor, Tensor]:
+    """The blocks in the order in which programs visit them, and (k, 2) first block and end of each program's run.
+
+    Program p of the k of a head takes tiles p, p + k, p + 2k …: tiles that run at one time are neighbours and share
+    keys in the cache. `slots` programs run at a time, and there are no more of them if that can be.
+    """
+    size = np.diff(work.ends, prepend=0)
+    k = min(max(slots // heads, 1), len(size))
+    program = np.arange(len(size)) % k
+    order = np.argsort(program, kind="stable")
+    begin, length = (work.ends - size)[order], size[order]
+    where = np.repeat(begin - np.cumsum(length) + length, length) + np.arange(length.sum())
+    ends = np.cumsum(np.bincount(program, size)).astype(np.int32)
+    table = np.column_stack([np.append(0, ends[:-1]), ends]).astype(np.int32)
+    device = work.blocks.device
+    return work.blocks[torch.from_numpy(where).to(device)], torch.from_numpy(table).to(device)
 
 
 def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
@@ -88,13 +122,34 @@ def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bo
     return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
 
 
+def _marks(one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
+    """What is to be tested in each block; 0 in full ones."""
+    if not len(segs):
+        return np.zeros(0, dtype=np.int64)
+    tile = Run(*one.tiles[segs[:, 0]].T)
+    part = Run(*segs[:, 4:].T)
+    i, j = (part, tile) if by_keys else (tile, part)
+    found = marks(band(pattern), Run(start + step * i.first, step * i.step, i.count), j)
+    first = np.flatnonzero(_changes(segs, 3))
+    out = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, found), first)
+    short = np.add.reduceat(segs[:, 6], first) < block  # empty places are hidden by either test
+    return np.where(short & (out == 0), 1, out)
+
+
 def _changes(rows: Ints, columns: int) -> Ints:
     """True in each row whose first columns differ from those of the row before."""
     return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
 
 
-def _sorted(rows: Ints) -> Ints:
-    return rows[np.argsort(rows[:, 0], kind="stable")]
+def _with_rest(ragged: Ints, rest: Ints) -> Ints:
+    """Ragged parts and what is left of full ones, tile by tile, in the order of keys: one bound cuts a block, not two.
+
+    A single ragged part stays aligned: what is left follows it.
+    """
+    rows = np.concatenate([ragged, rest])
+    number = np.bincount(ragged[:, 0], minlength=int(rows[:, 0].max(initial=0)) + 1)
+    place = np.where((np.arange(len(rows)) >= len(ragged)) & (number[rows[:, 0]] == 1), 1 << 40, rows[:, 1])
+    return rows[np.lexsort((place, rows[:, 0]))]
 
 
 def _cut(tile: Ints, parts: Ints, block: int) -> Ints:

@@ -1,0 +1,303 @@
+"""Calls of the kernels for one task and one layout of tensors, prepared once: a repeated call only launches."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backward import dkv_kernel, dq_kernel, sum_kernel
+from .configs import Config, padded
+from .forward import forward_kernel, join_kernel
+from .route import Route, Step, route
+from .schedule import chunks
+
+LOG2E = 1.4426950408889634
+STREAMED = (64, 128)  # widths of heads that the streaming kernel takes
+SLICE = 16  # members that one program of an ordered sum adds up
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory; aligned: to 16 bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    aligned: bool
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of batch, head and row."""
+        return self.stride[:3]
+
+
+def layout(x: Tensor) -> Layout:
+    return Layout(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+
+
+def _dense(*shape: int) -> Layout:
+    b, h, n, d = shape
+    return Layout(shape, (h * n * d, n * d, d, 1), True)
+
+
+class Launch:
+    """One kernel with all its arguments but the tensors, which come first."""
+
+    def __init__(self, kernel: Any, programs: int, config: Config, *numbers: Any, **sizes: Any):
+        self.kernel, self.grid = kernel, (programs, 1, 1)
+        self.numbers, self.sizes = numbers, sizes
+        self.options = {"num_warps": config.warps, "num_stages": config.stages}
+        if config.registers is not None:
+            self.options["maxnreg"] = config.registers
+        self.ready: Any = None  # the compiled kernel, after the first call: from then on nothing is looked up
+        self.rest: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if self.ready is not None:
+            self.ready[self.grid](*tensors, *self.rest)
+        elif self.grid[0]:
+            self.ready = self.kernel[self.grid](*tensors, *self.numbers, **self.sizes, **self.options)
+            if self.ready is not None:  # not under the interpreter
+                names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+                self.rest = (*self.numbers, *({**self.sizes, **self.options}[name] for name in names))
+
+
+@lru_cache(maxsize=512)
+def forward_call(
+    task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device, lengths: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, limits) → (o, lse)."""
+    way = None if lengths else _streamed(task, q, k, v, dtype, device)
+    if way is not None:
+        return _stream(task, way, q, k, v, device)
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.forward, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, False, device)
+    o_type = torch.float32 if way.joins else dtype
+    o_like = _dense(b, h, n, d_v)
+    wide = _wide(q, k, v, o_like)
+    launches = []
+    for step in way.steps:
+        first = Launch(
+            forward_kernel, len(step.work.items) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *o_like.steps,
+            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
+            **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, PRECISION=_precision(dtype), WIDE=wide,
+            LENGTHS=lengths,
+        )  # fmt: skip
+        then = Launch(
+            join_kernel, len(step.work.joins) * b * h, config, *o_like.steps, h, b * h, n, task.start, task.step,
+            keep=step.keep, R=config.tile, d_v=d_v, DV=padded(d_v), GOES_ON=step.goes_on, WIDE=wide,
+        )  # fmt: skip
+        launches.append((step.work, first, then))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, lse = _outputs(way, o_like.shape, o_type, device)
+        for work, first, then in launches:
+            part_o = lse.new_empty((work.slots, b * h, config.tile, padded(d_v)))
+            part_lse = lse.new_empty((work.slots, b * h, config.tile))
+            first(
+                q, k, v, o, lse, part_o, part_lse, work.items, work.blocks, lse if limits is None else limits
+            )
+            if work.slots:
+                then(o, lse, part_o, part_lse, work.joins)
+        return o.to(dtype), lse
+
+    return call
+
+
+def _outputs(
+    way: Route, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if way.covers:
+        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:3], device=device)
+    return torch.zeros(shape, dtype=dtype, device=device), torch.full(shape[:3], -torch.inf, device=device)
+
+
+def _streamed(
+    task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
+) -> Route | None:
+    """The route of the streaming kernel where it can go it: one pass a row, no tile split, Hopper, 16 bits."""
+    config, d = task.configs.stream, q.shape[-1]
+    if config is None or dtype.itemsize != 2 or d not in STREAMED or v.shape[-1] != d or _wide(q, k, v):
+        return None
+    if not (q.aligned and k.aligned and v.aligned and all(s % 8 == 0 for x in (q, k, v) for s in x.steps)):
+        return None
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, False, device)
+    simple = all(not (s.goes_on or s.work.slots or s.work.empty) for s in way.steps)
+    return way if simple else None
+
+
+def _stream(
+    task: Any, way: Route, q: Layout, k: Layout, v: Layout, device: torch.device
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    from . import hopper  # Gluon is imported where there is a Hopper GPU
+
+    (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
+    at_once = 65536 // (
+        32 * config.warps * (config.registers or 255)
+    )  # programs a multiprocessor, by registers
+    slots = at_once * torch.cuda.get_device_properties(device).multi_processor_count
+    launches = []
+    for step in way.steps:
+        blocks, table = chunks(step.work, b * h, slots)
+        launch = Launch(
+            hopper.stream_kernel, len(table) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *_dense(b, h, n, d).steps,
+            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
+            **hopper.tests(step.work.pattern), keep=None if step.kept is None else hopper.keep(step.kept),
+            R=config.tile, D=d, SEGMENTS=step.work.segments, RAGGED=step.work.ragged,
+        )  # fmt: skip
+        launches.append((launch, table, blocks))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, lse = _outputs(way, q.shape, q.dtype, device)
+        for launch, table, blocks in launches:
+            launch(q, k, v, o, lse, table, blocks)
+        return o, lse
+
+    return call
+
+
+@lru_cache(maxsize=512)
+def backward_call(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool, lengths: bool
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """(q, k, v, o, do, lse, dlse, limits) → (dq, dk, dv)."""
+    for_queries = dq_call(task, given, dtype, device, dlse, lengths)
+    for_keys = dkv_call(task, given, dtype, device, lengths)
+
+    def call(q, k, v, o, do, lse, dlse, limits):
+        stats = lse.new_empty(
+            (*lse.shape, 4)
+        )  # lse in base 2, delta, and room that makes the loads 16 bytes wide
+        dq = for_queries(q, k, v, o, do, lse, dlse, limits, stats)
+        return dq, *for_keys(q, k, v, do, limits, stats)
+
+    return call
+
+
+def dq_call(
+    task: Any,
+    given: tuple[Layout, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    has_dlse: bool,
+    lengths: bool,
+) -> Callable[..., Tensor]:
+    """(q, k, v, o, do, lse, dlse, limits, stats) → dq; fills stats."""
+    q, k, v, o, do = given
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, False, device)
+    like = _dense(b, h, n, d_k)
+    wide = _wide(*given, like)
+    launches = []
+    for step in way.steps:
+        first = Launch(
+            dq_kernel, len(step.work.items) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, _base2(task.scale),
+            **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, HAS_DLSE=has_dlse,
+            PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+        )  # fmt: skip
+        then = _sum(like, 0, padded(d_k), step, config, (task.start, task.step), wide)
+        launches.append((step.work, first, then))
+
+    def call(q, k, v, o, do, lse, dlse, limits, stats):
+        make = torch.empty if way.covers else torch.zeros
+        dq = make(like.shape, dtype=torch.float32 if way.joins else dtype, device=device)
+        if not way.covers:
+            stats.zero_()
+        dlse, limits = lse if dlse is None else dlse, lse if limits is None else limits
+        for work, first, then in launches:
+            part = lse.new_empty((work.slots, b * h, config.tile, padded(d_k)))
+            first(q, k, v, o, do, lse, dlse, stats, dq, part, work.items, work.blocks, limits)
+            if work.slots:
+                then(dq, part, work.joins)
+        return dq.to(dtype)
+
+    return call
+
+
+def dkv_call(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, lengths: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, do, limits, stats) → dk, dv."""
+    q, k, v, _, do = given
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dkv, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, True, device)
+    like_k, like_v = _dense(b, h_kv, m, d_k), _dense(b, h_kv, m, d_v)
+    wide = _wide(q, k, v, do, like_k, like_v)
+    both = padded(d_k) + padded(d_v)
+    launches = []
+    for step in way.steps:
+        first = Launch(
+            dkv_kernel, len(step.work.items) * b * h_kv, config,
+            *q.steps, *k.steps, *v.steps, *do.steps, *like_k.steps, *like_v.steps,
+            h_kv, b * h_kv, n, task.start, task.step, task.scale, _base2(task.scale),
+            **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GROUP=h // h_kv,
+            PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+        )  # fmt: skip
+        sum_k = _sum(like_k, 0, both, step, config, (0, 1), wide)
+        sum_v = _sum(like_v, padded(d_k), both, step, config, (0, 1), wide)
+        launches.append((step.work, first, sum_k, sum_v))
+
+    def call(q, k, v, do, limits, stats):
+        make, kind = torch.empty if way.covers else torch.zeros, torch.float32 if way.joins else dtype
+        dk, dv = (make(x.shape, dtype=kind, device=device) for x in (like_k, like_v))
+        limits = stats if limits is None else limits
+        for work, first, sum_k, sum_v in launches:
+            part = stats.new_empty((work.slots, b * h_kv, config.tile, both))
+            first(q, k, v, do, stats, dk, dv, part, work.items, work.blocks, limits)
+            if work.slots:
+                sum_k(dk, part, work.joins)
+                sum_v(dv, part, work.joins)
+        return dk.to(dtype), dv.to(dtype)
+
+    return call
+
+
+def _sum(
+    out: Layout, part_at: int, width: int, step: Step, config: Config, at: tuple[int, int], wide: bool
+) -> Launch:
+    b, h, _, d = out.shape
+    return Launch(
+        sum_kernel, len(step.work.joins) * b * h * (config.tile // SLICE), config,
+        *out.steps, h, b * h, *at, part_at,
+        keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=width,
+        GOES_ON=step.goes_on, WIDE=wide,
+    )  # fmt: skip
+
+
+def _shape(step: Step, config: Config, d_k: int, d_v: int) -> dict[str, Any]:
+    return {
+        "allowed": step.allowed,
+        "keep": step.keep,
+        "R": config.tile,
+        "B": config.block,
+        "d_k": d_k,
+        "d_v": d_v,
+        "DK": padded(d_k),
+        "DV": padded(d_v),
+        "SEGMENTS": step.work.segments,
+        "RAGGED": step.work.ragged,
+        "GOES_ON": step.goes_on,
+    }
+
+
+def _base2(scale: float) -> float:
+    """The scale of scores in base 2. Not 0: it multiplies the −∞ of what may not be seen."""
+    return max(scale * LOG2E, 1e-30)
+
+
+def _wide(*tensors: Layout) -> bool:
+    """Whether an offset within one head can pass 2³¹."""
+    return any(x.shape[2] * x.stride[2] >= 2**31 for x in tensors)
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """IEEE products in float32, unless PyTorch's own setting allows TF32."""
+    return (
+        "ieee" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
+    )

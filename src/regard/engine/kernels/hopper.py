@@ -1,0 +1,269 @@
+"""The forward pass as one stream of blocks a program, for Hopper's tensor cores, in Gluon.
+
+A program runs through the blocks of many tiles without a pause between them. While the tensor cores multiply block
+t by its values, block t + 1 is weighed; copies of what comes next are under way all the time. Three places in shared
+memory hold keys and values in turn, so that three programs fit on a multiprocessor.
+
+    place 0: keys t + 1    place 1: values t    place 2: keys t + 2 arriving; values t + 1 take over place 0
+"""
+
+from functools import lru_cache
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+
+from ...pattern import Pattern
+from .band import band
+from .mask import expression, function
+
+fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+BEGINS = gl.constexpr(
+    8
+)  # marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile
+FAR = gl.constexpr(1 << 30)
+
+
+@lru_cache(maxsize=1024)
+def tests(pattern: Pattern) -> dict[str, Any]:
+    """What the kernel tests in a block that needs it: two bounds, or else every pair."""
+    found = band(pattern)
+    names = ("lowest", "highest", "low_of", "high_of", "allowed")
+    if found is None:
+        allowed = function("allowed", "i, j", expression(pattern), gluon.jit, {"gl": gl})
+        return dict(zip(names, (None, None, None, None, allowed)))
+    far = 1 << 30
+
+    def freed(keys: Pattern | None, to: int) -> str:
+        body = "j" if keys is None else f"gl.where({expression(keys)}, {to}, j)"
+        return body if found.only is None else f"gl.where({expression(found.only)}, {body}, {-to})"
+
+    bodies = (
+        ("i", f"i * 0 - {far // 2}" if found.before is None else f"i - {found.before}"),
+        ("i", f"i * 0 + {far // 2}" if found.after is None else f"i + {found.after}"),
+        ("j", freed(found.high, -far)),
+        ("j", freed(found.low, far)),
+    )
+    made = [function(name, arg, body, gluon.jit, {"gl": gl}) for name, (arg, body) in zip(names, bodies)]
+    return dict(zip(names, (*made, None)))
+
+
+@lru_cache(maxsize=1024)
+def keep(pattern: Pattern) -> Any:
+    """Whether results of a query at i count: a pattern that reads i alone."""
+    return function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
+
+
+@gluon.jit
+def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
+    """The words of block t: up to three segments, their end, and its marks."""
+    at = BLOCKS + t * 12
+    a = gl.load(at)
+    b = gl.load(at + 1)
+    c1, a1, b1, c2, a2, b2 = a, a, a, a, a, a
+    if SEGMENTS > 1:
+        c1, a1, b1 = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+    if SEGMENTS > 2:
+        c2, a2, b2 = gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
+    return (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8)), gl.load(at + 9)
+
+
+@gluon.jit
+def _keys(row, c, past, SEGMENTS: gl.constexpr):
+    """The keys at places c of a block, and `past` at its empty places."""
+    a, b, c1, a1, b1, c2, a2, b2, end = row
+    j = a + b * c
+    if SEGMENTS > 1:
+        j = gl.where(c < c1, j, a1 + b1 * c)
+    if SEGMENTS > 2:
+        j = gl.where(c < c2, j, a2 + b2 * c)
+    return gl.where(c < end, j, past)
+
+
+@gluon.jit
+def _hide(
+    scores, j, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr,
+    high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """−∞ for pairs that are not allowed. What only a key decides is found once a key, not once a pair."""
+    MMA: gl.constexpr = scores.type.layout
+    i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
+    if allowed is not None:
+        keys = gl.convert_layout(j, gl.SliceLayout(0, MMA))
+        ok = allowed(i[:, None], keys[None, :]) & (keys >= 0)[None, :]
+        scores = gl.where(ok, scores, -float("inf"))
+    else:
+        if marks & 1:
+            high = gl.convert_layout(gl.where(j >= 0, high_of(j), -FAR), gl.SliceLayout(0, MMA))
+            scores = gl.where(high[None, :] >= lowest(i)[:, None], scores, -float("inf"))
+        if marks & 2:
+            low = gl.convert_layout(gl.where(j >= 0, low_of(j), FAR), gl.SliceLayout(0, MMA))
+            scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, top, total, scale2):
+    """The weights of a block, how far earlier ones fade, and the running largest score (base 2) and sum."""
+    higher = gl.maximum(top, gl.max(scores, 1) * scale2)
+    base = gl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: −∞ − (−∞) would be NaN
+    weights = gl.exp2(scores * scale2 - base[:, None])
+    fade = gl.exp2(top - base)
+    return weights, fade, higher, total * fade + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows of a tile, and which of them are to be written."""
+    a = gl.arange(0, R, layout=LAYOUT)
+    x = first + hop * a
+    mine = a < count
+    if keep is not None:
+        mine = mine & keep(start + step * x, start + step * x)
+    return x, mine
+
+
+@gluon.jit
+def _close(
+    O, LSE, place, first, hop, count, acc, top, total, start, step, o_n,
+    keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr,
+):  # fmt: skip
+    """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
+    ROWS: gl.constexpr = top.type.layout
+    x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
+    gl.store(LSE + x, (top + gl.log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
+    scale = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, acc.type.layout))
+    place.store((acc * scale[:, None]).to(place.dtype))
+    LINES: gl.constexpr = gl.SliceLayout(1, LOAD)
+    x, mine = _mine(first, hop, count, start, step, keep, R, LINES)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
+    gl.store(O + (x * o_n)[:, None] + d[None, :], place.load(LOAD), mask=mine[:, None])
+
+
+@gluon.jit
+def _fetch_queries(qs, Q, BLOCKS, t, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
+    """Start to copy the queries of the tile that block t begins."""
+    last = (gl.load(BLOCKS + t * 12 + 9) >> 8) - 1
+    a = gl.minimum(gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), last)
+    x = gl.load(BLOCKS + t * 12 + 10) + gl.load(BLOCKS + t * 12 + 11) * a
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
+    fetch(qs, Q + (x * q_n)[:, None] + d[None, :])
+
+
+@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
+def stream_kernel(
+    Q, K, V, O, LSE, CHUNKS, BLOCKS,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
+    heads, all_heads, group, n, start, step, scale2,
+    lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr, high_of: gl.constexpr,
+    allowed: gl.constexpr, keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
+    RAGGED: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, R, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, D], Q.dtype.element_ty)
+    pid = gl.program_id(0)
+    bh = pid % all_heads
+    b = (bh // heads).to(gl.int64)
+    h = (bh % heads).to(gl.int64)
+    lo = gl.load(CHUNKS + 2 * (pid // all_heads))
+    last = gl.load(CHUNKS + 2 * (pid // all_heads) + 1) - 1
+    c = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD))
+    flat = gl.arange(0, R, layout=FLAT)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
+    Q += b * q_b + h * q_h
+    K += b * k_b + (h // group) * k_h
+    V += b * v_b + (h // group) * v_h
+    O += b * o_b + h * o_h
+    LSE += bh.to(gl.int64) * n
+
+    qs = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
+    ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, R, D], SHARED)
+    _fetch_queries(qs, Q, BLOCKS, lo, q_n, R, D, LOAD)
+    row, mark = _row(BLOCKS, lo, SEGMENTS)
+    j = _keys(row, c, row[0], SEGMENTS)
+    f = _keys(row, flat, -1, SEGMENTS)
+    fetch(ring.index(0), K + (j * k_m)[:, None] + d)
+    async_copy.commit_group()
+    fetch(ring.index(1), V + (j * v_m)[:, None] + d)
+    row, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
+    j = _keys(row, c, row[0], SEGMENTS)
+    if lo < last:
+        fetch(ring.index(2), K + (j * k_m)[:, None] + d)
+    async_copy.commit_group()
+    first = gl.load(BLOCKS + lo * 12 + 10)
+    hop = gl.load(BLOCKS + lo * 12 + 11)
+    count = mark >> 8
+    zero = gl.zeros([R, R], gl.float32, layout=SCORES)
+    acc = gl.zeros([R, D], gl.float32, layout=OUT)
+    none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    async_copy.wait_group(1)
+    barrier()
+    scores = warpgroup_mma(qs, ring.index(0).permute((1, 0)), zero, use_acc=False)
+    if (lo < last) & ((coming & BEGINS) != 0):  # the first tile has but one block
+        barrier()
+        _fetch_queries(qs, Q, BLOCKS, lo + 1, q_n, R, D, LOAD)
+        async_copy.commit_group()
+    if RAGGED:
+        if mark & 7:
+            scores = _hide(
+                scores, f, mark, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R
+            )
+    weights, fade, top, total = _weigh(scores, none, gl.zeros_like(none), scale2)
+    left = gl.convert_layout(weights.to(ring.dtype), LEFT)
+    f = _keys(row, flat, -1, SEGMENTS)
+    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
+    k_at, v_at, free = 2, 1, 0
+    for t in range(lo, last):
+        async_copy.wait_group(0)
+        barrier()
+        coming_scores = warpgroup_mma(
+            qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        product = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
+        ahead = _keys(row, c, row[0], SEGMENTS)
+        if t + 2 <= last:
+            fetch(ring.index(free), K + (ahead * k_m)[:, None] + d)
+        async_copy.commit_group()
+        flat_ahead = _keys(row, flat, -1, SEGMENTS)
+        row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
+        scores = warpgroup_mma_wait(1, deps=[coming_scores])
+        barrier()
+        fetch(ring.index(k_at), V + (j * v_m)[:, None] + d)
+        if (t + 2 <= last) & ((after & BEGINS) != 0):
+            _fetch_queries(qs, Q, BLOCKS, t + 2, q_n, R, D, LOAD)
+        async_copy.commit_group()
+        begins = (coming & BEGINS) != 0
+        was, had, here = first, hop, count
+        if begins:
+            first = gl.load(BLOCKS + (t + 1) * 12 + 10)
+            hop = gl.load(BLOCKS + (t + 1) * 12 + 11)
+            count = coming >> 8
+        if RAGGED:
+            if coming & 7:
+                scores = _hide(
+                    scores, f, coming, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R
+                )
+        sofar, summed = gl.where(begins, none, top), gl.where(begins, 0.0, total)
+        weights, fade, higher, summed = _weigh(scores, sofar, summed, scale2)
+        acc = warpgroup_mma_wait(0, deps=[product])
+        if begins:
+            _close(
+                O, LSE, ring.index(v_at), was, had, here, acc, top, total, start, step, o_n, keep, R, D, LOAD
+            )
+            acc = gl.zeros([R, D], gl.float32, layout=OUT)
+        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
+        left = gl.convert_layout(weights.to(ring.dtype), LEFT)
+        top, total, coming, after, j, f = higher, summed, after, later, ahead, flat_ahead
+        k_at, v_at, free = free, k_at, v_at
+    async_copy.wait_group(0)
+    barrier()
+    acc = warpgroup_mma(left, ring.index(v_at), acc)
+    _close(O, LSE, ring.index(v_at), first, hop, count, acc, top, total, start, step, o_n, keep, R, D, LOAD)
