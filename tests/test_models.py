@@ -258,9 +258,7 @@ def test_images_take_positions_of_a_grid_or_of_a_line(position):
     assert (model(images) - model(turned)).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize(
-    "position", [rg.quadratic(grid=(4, 4)), rg.relative_table(grid=(4, 4)), rg.rope(grid=(4, 4))]
-)
+@pytest.mark.parametrize("kind", [rg.quadratic, rg.relative_table, rg.rope])
 def test_images_take_relative_positions_inside_attention(kind):
     block = Block(Attention(32, heads=2, position=kind(grid=(4, 4))), FeedForward(32), norm_at="pre")
     declared = Vision(
