@@ -4,7 +4,7 @@
 
 Forward+backward: SDPA's forward+backward and three times the bytes. 1.0 is the limit. Parity comes first.
 
-    PYTHONPATH=src python3 bench/gpu_patterns.py --group check sweep forward backward
+    PYTHONPATH=src python3 bench/gpu_patterns.py --group check forward backward flex
 """
 
 import argparse
@@ -43,7 +43,11 @@ OTHER: tuple[tuple[Pattern, int], ...] = (
     (dilated(64, 16), 16384),
     (causal() & strided(128), 16384),
     (window(256), 32768),
+    (causal(), 16384),
 )
+FLEX = tuple(
+    (pattern, n) for pattern, n in MAIN + OTHER if n <= 32768
+)  # its mask of 65536² takes too much memory
 
 # tile, block, warps, stages, cap on registers
 SWEEP = {
@@ -72,7 +76,7 @@ SWEEP = {
 }  # fmt: skip
 
 
-def bench(fn, ms: int = 100) -> float:
+def bench(fn, ms: int = 60) -> float:
     return triton.testing.do_bench(fn, warmup=25, rep=ms, return_mode="median")
 
 
@@ -97,16 +101,21 @@ def ours(pattern: Pattern, configs: Configs | None = None):
 
 
 def dense(q, k, v, allowed):
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -math.inf)
     lse = scores.logsumexp(-1, keepdim=True)
     return (scores - torch.where(lse == -math.inf, 0, lse)).exp() @ v
 
 
 def parity(job) -> str:
-    """Output and gradients against float64, within twice the error of plain PyTorch in the same dtype + 4 ulp."""
-    pattern, n, d, dtype = job
+    """Output and gradients against float64, within twice the error of plain PyTorch in the same dtype + 4 ulp.
+
+    A batch of 4, so that a program of the streaming kernel has several tiles.
+    """
+    pattern, n, d, dtype, h_kv = job
     torch.manual_seed(n + d)
-    q, k, v, do = tensors(n, d, 4, dtype=dtype)
+    q, do = (torch.randn(4, HEADS, n, d, device=DEVICE, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(4, h_kv, n, d, device=DEVICE, dtype=dtype) for _ in range(2))
     allowed = pattern.allowed(n, device=DEVICE)
     results = []
     for kind, fn in ((torch.float64, None), (dtype, None), (dtype, ours(pattern))):
@@ -133,8 +142,13 @@ def at_once(fn, jobs) -> None:
 
 
 def check(widths) -> None:
-    jobs = [(p, 1200, d, torch.bfloat16) for d in widths for p, _ in MAIN + OTHER]
-    at_once(parity, [*jobs, (MAIN[0][0], 1201, 80, torch.bfloat16), (MAIN[2][0], 1201, 64, torch.float16)])
+    jobs = [(p, 1200, d, torch.bfloat16, HEADS) for d in widths for p, _ in MAIN + OTHER]
+    jobs += [(MAIN[0][0], 1201, 80, torch.bfloat16, HEADS), (MAIN[2][0], 1201, 64, torch.float16, 4)]
+    jobs += [
+        (MAIN[0][0], 1201, 128, torch.bfloat16, 4),
+        (window(8) | strided(64), 777, 64, torch.float16, HEADS),
+    ]
+    at_once(parity, jobs)
 
 
 # Configurations
@@ -198,14 +212,12 @@ def sdpa(n: int, d: int, backward: bool) -> tuple[float, str]:
     return best
 
 
-def flex(pattern: Pattern, n: int, d: int, backward: bool) -> float:
+def flex(pattern: Pattern, n: int, d: int) -> float:
     """Compiled afresh for this shape: past 8 recompilations it runs unfused without a word."""
     torch._dynamo.reset()
     fn = torch.compile(flex_attention, dynamic=False)
     mask = create_block_mask(lambda b, h, i, j: pattern.allows(i, j), None, None, n, n, device=DEVICE)
-    q, k, v, do = tensors(n, d, 4)
-    if backward:
-        return bench(both_ways(lambda q, k, v: fn(q, k, v, block_mask=mask), q, k, v, do))
+    q, k, v = tensors(n, d)
     with torch.no_grad():
         return bench(lambda: fn(q, k, v, block_mask=mask))
 
@@ -217,7 +229,7 @@ def copy_rate() -> float:
     return 2 * 4 * x.numel() / bench(lambda: y.copy_(x))
 
 
-def table(cases, widths, backward: bool, with_flex: bool, rate: float, out) -> None:
+def table(cases, widths, backward: bool, rate: float, out) -> None:
     print(f"\n{'forward+backward' if backward else 'forward'}, bf16, {HEADS} heads, in ms")
     dense_times: dict[tuple[int, int], tuple[float, str]] = {}
     for d in widths:
@@ -226,58 +238,78 @@ def table(cases, widths, backward: bool, with_flex: bool, rate: float, out) -> N
                 dense_times[n, d] = sdpa(n, d, backward)
             full, backend = dense_times[n, d]
             q, k, v, do = tensors(n, d, 4)
-            fn = ours(pattern)
-            if backward:
-                took = bench(both_ways(fn, q, k, v, do))
-            else:
-                with torch.no_grad():
-                    took = bench(lambda q=q, k=k, v=v, fn=fn: fn(q, k, v))
-            count = pattern.count(n)
-            by_count = full * count / n**2
+            took = time_of(ours(pattern), q, k, v, do, backward)
+            by_count = full * pattern.count(n) / n**2
             by_bytes = (3 if backward else 1) * 4 * q.numel() * q.element_size() / rate
             realised = max(by_count, by_bytes) / took
-            theirs = flex(pattern, n, d, backward) if with_flex else math.nan
             row = {
-                "group": "backward" if backward else "forward", "pattern": repr(pattern), "n": n, "d": d,
-                "ours_ms": took, "sdpa_ms": full, "sdpa": backend, "flex_ms": theirs, "by_count_ms": by_count,
-                "by_bytes_ms": by_bytes, "realised": realised, "times_flex": theirs / took,
+                "group": "forward+backward" if backward else "forward", "pattern": repr(pattern), "n": n, "d": d,
+                "ours_ms": took, "sdpa_ms": full, "sdpa": backend, "by_count_ms": by_count,
+                "by_bytes_ms": by_bytes, "realised": realised,
             }  # fmt: skip
             out.append(row)
             print(
-                f"{pattern!r:44} n={n:<6} d={d:<4} ours {took:7.3f}  full {full:8.3f} ({backend})  "
-                f"flex {theirs:8.3f}  realised {realised:.2f}  {theirs / took:6.1f} × flex",
+                f"{pattern!r:40} n={n:<6} d={d:<4} ours {took:7.3f}  full {full:8.3f} ({backend})  "
+                f"by count {by_count:6.3f}  by bytes {by_bytes:6.3f}  realised {realised:.2f}",
+                flush=True,
+            )
+
+
+def time_of(fn, q, k, v, do, backward: bool) -> float:
+    if backward:
+        return bench(both_ways(fn, q, k, v, do))
+    with torch.no_grad():
+        return bench(lambda: fn(q, k, v))
+
+
+def beside_flex(cases, widths, out) -> None:
+    print(
+        f"\nforward beside compiled FlexAttention of torch {torch.__version__}, compiled afresh for each shape"
+    )
+    for d in widths:
+        for pattern, n in cases:
+            q, k, v, do = tensors(n, d, 4)
+            took, theirs = time_of(ours(pattern), q, k, v, do, False), flex(pattern, n, d)
+            out.append(
+                {
+                    "group": "flex",
+                    "pattern": repr(pattern),
+                    "n": n,
+                    "d": d,
+                    "ours_ms": took,
+                    "flex_ms": theirs,
+                }
+            )
+            print(
+                f"{pattern!r:40} n={n:<6} d={d:<4} ours {took:7.3f}  flex {theirs:8.3f}  {theirs / took:5.1f} ×",
                 flush=True,
             )
 
 
 def main() -> None:
     ask = argparse.ArgumentParser()
-    groups = ["check", "sweep", "forward", "backward", "other"]
-    ask.add_argument("--group", nargs="+", choices=groups, default=["check", "forward", "backward", "other"])
+    groups = ["check", "sweep", "forward", "backward", "other", "flex"]
+    ask.add_argument("--group", nargs="+", choices=groups, default=["check", "forward", "backward"])
     ask.add_argument("--width", nargs="+", type=int, default=[128, 64])
-    ask.add_argument(
-        "--flex", action="store_true", help="also time compiled FlexAttention (compiles for a minute)"
-    )
     asked = ask.parse_args()
     torch.manual_seed(0)
     out: list[dict] = []
     versions = f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name(0)}"
     rate = copy_rate()
     print(f"{versions}; copy {rate / 1e9:.2f} TB/s")
-    if "check" in asked.group:
-        check(asked.width)
-    if "sweep" in asked.group:
-        sweep(asked.width, out)
-    if "forward" in asked.group:
-        table(MAIN, asked.width, False, asked.flex, rate, out)
-    if "backward" in asked.group:
-        table(MAIN, asked.width, True, asked.flex, rate, out)
-    if "other" in asked.group:
-        table(OTHER, asked.width, False, asked.flex, rate, out)
-        table(OTHER, asked.width, True, asked.flex, rate, out)
-    if folder := os.environ.get("OUT"):
-        name = f"gpu_patterns_{'_'.join(asked.group)}.json"
-        Path(folder, name).write_text(json.dumps({"versions": versions, "copy": rate, "rows": out}, indent=1))
+    runs = {
+        "check": lambda: check(asked.width),
+        "sweep": lambda: sweep(asked.width, out),
+        "forward": lambda: table(MAIN + OTHER, asked.width, False, rate, out),
+        "backward": lambda: table(MAIN, asked.width, True, rate, out),
+        "other": lambda: table(OTHER, asked.width, True, rate, out),
+        "flex": lambda: beside_flex(FLEX, asked.width[:1], out),
+    }
+    for group in asked.group:
+        runs[group]()
+        if folder := os.environ.get("OUT"):
+            kept = {"versions": versions, "copy_bytes_per_ms": rate, "rows": out}
+            Path(folder, "gpu_patterns.json").write_text(json.dumps(kept, indent=1))
 
 
 if __name__ == "__main__":

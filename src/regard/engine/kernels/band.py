@@ -84,7 +84,7 @@ def _either(a: Band | None, keys: Pattern) -> Band | None:
 
 
 def marks(found: Band | None, i: Run, j: Run) -> Ints:
-    """For each segment of keys j and tile i: 1 where the lower bound cuts, + 2 where the upper one does; 4: unknown."""
+    """For each segment j of a tile i: 1 where the lower bound cuts it, + 2 where the upper one does; 4: unknown."""
     if found is None:
         return np.full(len(i.first), 4)
     never = np.zeros(len(i.first), dtype=bool)

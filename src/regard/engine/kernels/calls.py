@@ -36,7 +36,7 @@ def layout(x: Tensor) -> Layout:
 
 
 def _dense(*shape: int) -> Layout:
-    b, h, n, d = shape
+    _, h, n, d = shape
     return Layout(shape, (h * n * d, n * d, d, 1), True)
 
 
@@ -69,7 +69,7 @@ def forward_call(
     """(q, k, v, limits) → (o, lse)."""
     way = None if lengths else _streamed(task, q, k, v, dtype, device)
     if way is not None:
-        return _stream(task, way, q, k, v, device)
+        return _stream(task, way, q, k, v, dtype, device)
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.forward, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
     o_type = torch.float32 if way.joins else dtype
@@ -130,7 +130,7 @@ def _streamed(
 
 
 def _stream(
-    task: Any, way: Route, q: Layout, k: Layout, v: Layout, device: torch.device
+    task: Any, way: Route, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     from . import hopper  # Gluon is imported where there is a Hopper GPU
 
@@ -147,7 +147,8 @@ def _stream(
             *q.steps, *k.steps, *v.steps, *_dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
             **hopper.tests(step.work.pattern), keep=None if step.kept is None else hopper.keep(step.kept),
-            R=config.tile, D=d, SEGMENTS=step.work.segments, RAGGED=step.work.ragged,
+            R=config.tile, D=d, SEGMENTS=step.work.segments,
+            **hopper.layouts(config.tile, d, config.warps, dtype),
         )  # fmt: skip
         launches.append((launch, table, blocks))
 

@@ -10,6 +10,7 @@ memory hold keys and values in turn, so that three programs fit on a multiproces
 from functools import lru_cache
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
@@ -51,6 +52,20 @@ def tests(pattern: Pattern) -> dict[str, Any]:
     return dict(zip(names, (*made, None)))
 
 
+@lru_cache
+def layouts(tile: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Who holds what: rows being copied, one number a key, scores, outputs, and rows in shared memory."""
+    return {
+        "LOAD": gl.BlockedLayout([1, 8], [256 // d, d // 8], [warps, 1], [1, 0]),
+        "FLAT": gl.BlockedLayout([1], [32], [warps], [0]),
+        "SCORES": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tile, 16]),
+        "OUT": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
+        "SHARED": gl.NVMMASharedLayout.get_default_for(
+            [tile, d], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+        ),
+    }
+
+
 @lru_cache(maxsize=1024)
 def keep(pattern: Pattern) -> Any:
     """Whether results of a query at i count: a pattern that reads i alone."""
@@ -72,6 +87,13 @@ def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
+def _tile(BLOCKS, t):
+    """First row, step and number of rows of the tile of block t."""
+    at = BLOCKS + t * 12
+    return gl.load(at + 10), gl.load(at + 11), gl.load(at + 9) >> 8
+
+
+@gluon.jit
 def _keys(row, c, past, SEGMENTS: gl.constexpr):
     """The keys at places c of a block, and `past` at its empty places."""
     a, b, c1, a1, b1, c2, a2, b2, end = row
@@ -90,18 +112,19 @@ def _hide(
 ):  # fmt: skip
     """−∞ for pairs that are not allowed. What only a key decides is found once a key, not once a pair."""
     MMA: gl.constexpr = scores.type.layout
-    i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
-    if allowed is not None:
-        keys = gl.convert_layout(j, gl.SliceLayout(0, MMA))
-        ok = allowed(i[:, None], keys[None, :]) & (keys >= 0)[None, :]
-        scores = gl.where(ok, scores, -float("inf"))
-    else:
-        if marks & 1:
-            high = gl.convert_layout(gl.where(j >= 0, high_of(j), -FAR), gl.SliceLayout(0, MMA))
-            scores = gl.where(high[None, :] >= lowest(i)[:, None], scores, -float("inf"))
-        if marks & 2:
-            low = gl.convert_layout(gl.where(j >= 0, low_of(j), FAR), gl.SliceLayout(0, MMA))
-            scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
+    if marks & 7:
+        i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
+        if allowed is not None:
+            keys = gl.convert_layout(j, gl.SliceLayout(0, MMA))
+            ok = allowed(i[:, None], keys[None, :]) & (keys >= 0)[None, :]
+            scores = gl.where(ok, scores, -float("inf"))
+        else:
+            if marks & 1:
+                high = gl.convert_layout(gl.where(j >= 0, high_of(j), -FAR), gl.SliceLayout(0, MMA))
+                scores = gl.where(high[None, :] >= lowest(i)[:, None], scores, -float("inf"))
+            if marks & 2:
+                low = gl.convert_layout(gl.where(j >= 0, low_of(j), FAR), gl.SliceLayout(0, MMA))
+                scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
     return scores
 
 
@@ -128,10 +151,11 @@ def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, L
 
 @gluon.jit
 def _close(
-    O, LSE, place, first, hop, count, acc, top, total, start, step, o_n,
+    O, LSE, place, BLOCKS, t, acc, top, total, start, step, o_n,
     keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
+    """Write o and lse of the tile of block t; `place` is shared memory that nothing else uses just now."""
+    first, hop, count = _tile(BLOCKS, t)
     ROWS: gl.constexpr = top.type.layout
     x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
     gl.store(LSE + x, (top + gl.log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
@@ -144,50 +168,23 @@ def _close(
 
 
 @gluon.jit
-def _fetch_queries(qs, Q, BLOCKS, t, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
-    """Start to copy the queries of the tile that block t begins."""
-    last = (gl.load(BLOCKS + t * 12 + 9) >> 8) - 1
-    a = gl.minimum(gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), last)
-    x = gl.load(BLOCKS + t * 12 + 10) + gl.load(BLOCKS + t * 12 + 11) * a
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
-    fetch(qs, Q + (x * q_n)[:, None] + d[None, :])
+def _fetch_queries(qs, Q, BLOCKS, t, last, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
+    """If block t begins a tile, start to copy its queries."""
+    if (t <= last) & ((marks & BEGINS) != 0):
+        first, hop, count = _tile(BLOCKS, t)
+        x = first + hop * gl.minimum(gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), count - 1)
+        d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
+        fetch(qs, Q + (x * q_n)[:, None] + d[None, :])
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
-def stream_kernel(
-    Q, K, V, O, LSE, CHUNKS, BLOCKS,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2,
-    lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr, high_of: gl.constexpr,
-    allowed: gl.constexpr, keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
-    RAGGED: gl.constexpr, num_warps: gl.constexpr,
+@gluon.jit
+def _first_copies(
+    qs, ring, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d,
+    R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [num_warps, 1], [1, 0])
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, R, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([R, D], Q.dtype.element_ty)
-    pid = gl.program_id(0)
-    bh = pid % all_heads
-    b = (bh // heads).to(gl.int64)
-    h = (bh % heads).to(gl.int64)
-    lo = gl.load(CHUNKS + 2 * (pid // all_heads))
-    last = gl.load(CHUNKS + 2 * (pid // all_heads) + 1) - 1
-    c = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD))
-    flat = gl.arange(0, R, layout=FLAT)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
-    Q += b * q_b + h * q_h
-    K += b * k_b + (h // group) * k_h
-    V += b * v_b + (h // group) * v_h
-    O += b * o_b + h * o_h
-    LSE += bh.to(gl.int64) * n
-
-    qs = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
-    ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, R, D], SHARED)
-    _fetch_queries(qs, Q, BLOCKS, lo, q_n, R, D, LOAD)
-    row, mark = _row(BLOCKS, lo, SEGMENTS)
+    """Queries and keys of block `lo`, then its values and the keys of the next; that block's row, marks and keys."""
+    row, marks = _row(BLOCKS, lo, SEGMENTS)
+    _fetch_queries(qs, Q, BLOCKS, lo, last, marks, q_n, R, D, LOAD)
     j = _keys(row, c, row[0], SEGMENTS)
     f = _keys(row, flat, -1, SEGMENTS)
     fetch(ring.index(0), K + (j * k_m)[:, None] + d)
@@ -198,72 +195,77 @@ def stream_kernel(
     if lo < last:
         fetch(ring.index(2), K + (j * k_m)[:, None] + d)
     async_copy.commit_group()
-    first = gl.load(BLOCKS + lo * 12 + 10)
-    hop = gl.load(BLOCKS + lo * 12 + 11)
-    count = mark >> 8
-    zero = gl.zeros([R, R], gl.float32, layout=SCORES)
-    acc = gl.zeros([R, D], gl.float32, layout=OUT)
+    return marks, f, j, _keys(row, flat, -1, SEGMENTS), coming
+
+
+@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
+def stream_kernel(
+    Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
+    heads, all_heads, group, n, start, step, scale2, lowest: gl.constexpr, highest: gl.constexpr,
+    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr,
+    SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
+    bh = gl.program_id(0) % all_heads
+    b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
+    Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
+    K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
+    CHUNKS += 2 * (gl.program_id(0) // all_heads)
+    lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
+    c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
+    qs = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
+    ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, R, D], SHARED)
+    zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
     none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+    mark, now, j, f, coming = _first_copies(
+        qs, ring, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, R, D, SEGMENTS, LOAD
+    )
+    first, hop, _ = _tile(BLOCKS, lo)
     async_copy.wait_group(1)
     barrier()
     scores = warpgroup_mma(qs, ring.index(0).permute((1, 0)), zero, use_acc=False)
-    if (lo < last) & ((coming & BEGINS) != 0):  # the first tile has but one block
-        barrier()
-        _fetch_queries(qs, Q, BLOCKS, lo + 1, q_n, R, D, LOAD)
-        async_copy.commit_group()
-    if RAGGED:
-        if mark & 7:
-            scores = _hide(
-                scores, f, mark, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R
-            )
+    barrier()
+    _fetch_queries(qs, Q, BLOCKS, lo + 1, last, coming, q_n, R, D, LOAD)  # a first tile of one block
+    async_copy.commit_group()
+    scores = _hide(scores, now, mark, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R)
     weights, fade, top, total = _weigh(scores, none, gl.zeros_like(none), scale2)
-    left = gl.convert_layout(weights.to(ring.dtype), LEFT)
-    f = _keys(row, flat, -1, SEGMENTS)
+    left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
     row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
     k_at, v_at, free = 2, 1, 0
     for t in range(lo, last):
         async_copy.wait_group(0)
         barrier()
-        coming_scores = warpgroup_mma(
-            qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True
-        )
-        product = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
-        ahead = _keys(row, c, row[0], SEGMENTS)
+        product_k = warpgroup_mma(qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True)
+        product_v = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
+        ahead, f_ahead = _keys(row, c, row[0], SEGMENTS), _keys(row, flat, -1, SEGMENTS)
         if t + 2 <= last:
             fetch(ring.index(free), K + (ahead * k_m)[:, None] + d)
         async_copy.commit_group()
-        flat_ahead = _keys(row, flat, -1, SEGMENTS)
         row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
-        scores = warpgroup_mma_wait(1, deps=[coming_scores])
+        scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
         fetch(ring.index(k_at), V + (j * v_m)[:, None] + d)
-        if (t + 2 <= last) & ((after & BEGINS) != 0):
-            _fetch_queries(qs, Q, BLOCKS, t + 2, q_n, R, D, LOAD)
+        _fetch_queries(qs, Q, BLOCKS, t + 2, last, after, q_n, R, D, LOAD)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        was, had, here = first, hop, count
         if begins:
-            first = gl.load(BLOCKS + (t + 1) * 12 + 10)
-            hop = gl.load(BLOCKS + (t + 1) * 12 + 11)
-            count = coming >> 8
-        if RAGGED:
-            if coming & 7:
-                scores = _hide(
-                    scores, f, coming, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R
-                )
+            first, hop, _ = _tile(BLOCKS, t + 1)
+        scores = _hide(
+            scores, f, coming, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R
+        )
         sofar, summed = gl.where(begins, none, top), gl.where(begins, 0.0, total)
         weights, fade, higher, summed = _weigh(scores, sofar, summed, scale2)
-        acc = warpgroup_mma_wait(0, deps=[product])
+        acc = warpgroup_mma_wait(0, deps=[product_v])
         if begins:
-            _close(
-                O, LSE, ring.index(v_at), was, had, here, acc, top, total, start, step, o_n, keep, R, D, LOAD
-            )
+            _close(O, LSE, ring.index(v_at), BLOCKS, t, acc, top, total, start, step, o_n, keep, R, D, LOAD)
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
-        left = gl.convert_layout(weights.to(ring.dtype), LEFT)
-        top, total, coming, after, j, f = higher, summed, after, later, ahead, flat_ahead
+        left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
+        top, total, coming, after, j, f = higher, summed, after, later, ahead, f_ahead
         k_at, v_at, free = free, k_at, v_at
     async_copy.wait_group(0)
     barrier()
     acc = warpgroup_mma(left, ring.index(v_at), acc)
-    _close(O, LSE, ring.index(v_at), first, hop, count, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+    _close(O, LSE, ring.index(v_at), BLOCKS, last, acc, top, total, start, step, o_n, keep, R, D, LOAD)

@@ -63,7 +63,7 @@ def schedule(
     segs = np.concatenate(
         [np.insert(whole, 1, FULL, axis=1), np.insert(masked, 1, kind, axis=1)[kind != EMPTY]]
     )
-    segs = segs[np.lexsort((segs[:, 3], segs[:, 2], segs[:, 1], segs[:, 0]))]  # tile, kind, block, place
+    segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
     pattern = lean(one.pattern, one, start, step, by_keys)
     blocks[:, 9] = _marks(one, pattern, segs, block, start, step, by_keys)
@@ -84,7 +84,7 @@ def schedule(
         segments=most,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
-        ends=np.searchsorted(owner, np.arange(len(one.tiles)), side="right"),
+        ends=np.cumsum(np.bincount(owner, minlength=len(one.tiles))),
     )
 
 
@@ -142,7 +142,7 @@ def _changes(rows: Ints, columns: int) -> Ints:
 
 
 def _with_rest(ragged: Ints, rest: Ints) -> Ints:
-    """Ragged parts and what is left of full ones, tile by tile, in the order of keys: one bound cuts a block, not two.
+    """Ragged parts and what is left of full ones, by tile and by key: so one bound cuts a block, not two.
 
     A single ragged part stays aligned: what is left follows it.
     """
@@ -166,8 +166,12 @@ def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
     begin = base + within  # where each part begins on one long line on which every block is aligned
 
     lines = np.arange(0, int(room.sum()), block)
-    at = np.unique(np.concatenate([begin, lines]))
-    part = np.searchsorted(begin, at, side="right") - 1
+    at = np.concatenate([begin, lines])
+    order = np.argsort(at, kind="stable")  # two sorted runs: one merge
+    part = np.cumsum(order < len(begin)) - 1
+    at = at[order]
+    final = np.append(at[1:] != at[:-1], True)
+    at, part = at[final], part[final]
     end = begin + counts
     inside = at < end[part]  # not in the empty places after the last part of a tile
     at, part = at[inside], part[inside]
@@ -226,7 +230,8 @@ def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
 def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, Ints]:
     """Items (tile, block range, slot), longest first, and the joins of split tiles."""
     t = np.arange(len(tiles))
-    begin, end = np.searchsorted(owner, t, side="left"), np.searchsorted(owner, t, side="right")
+    end = np.cumsum(np.bincount(owner, minlength=len(tiles)))
+    begin = np.append(0, end[:-1])
     masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))[t] if len(owner) else end
     pieces = np.maximum(-(-(end - begin) // longest), 1)
     of = np.repeat(t, pieces)
