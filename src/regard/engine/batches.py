@@ -1,191 +1,25 @@
-"""A plan for wide machines: tiles that look alike, run together.
+"""From a pattern to batches: the plan's tiles that look alike, found without looking at each mask.
 
-Tiles whose rows and keys advance by a constant, and whose allowed pairs are the same table, are one batch:
-
-    row  r of tile t   is query  row + row_hop·t + row_step·r
-    key  l of tile t   is key    key + key_hop·t + key_step·l        key_hop = 0: all tiles share their keys
-
-so that a batch is a strided (perhaps overlapping) view of q, k and v, and one small table of allowed pairs.
+Tiles whose rows and keys advance by a constant are one batch if their masks are the same; a shift that keeps
+every distance and residue in the pattern keeps the mask.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd, lcm
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from ..pattern import Pattern, every
 from ..progression import FAR, Ints
+from .batch import NARROW, WIDE, Batch, Program, lanes, working
 from .plan import Pass, Plan, plan
 from .relations import NoPlan, Relations, relations
 
-NARROW, WIDE = 64, 192  # rows of a tile: a narrow one wastes less of a band, a wide one is faster a pair
-HELD = 1 << 23  # numbers in the keys of one call: where tiles overlap much, fewer of them run at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """`tiles` tiles of `rows` queries over `keys` keys each."""
-
-    tiles: int
-    row: int
-    row_hop: int
-    row_step: int
-    rows: int
-    key: int
-    key_hop: int
-    key_step: int
-    keys: int
-    masked_by: Pattern | None  # None: every pair of the batch is allowed
-    start: int  # query r stands at start + step · r
-    step: int
-
-    @property
-    def pairs(self) -> int:
-        return self.tiles * self.rows * self.keys
-
-    @property
-    def allowed(self) -> Bool[Tensor, "r l"] | None:
-        """The allowed pairs of every tile, which are those of the first; None: all."""
-        if self.masked_by is None:
-            return None
-        if self.rows * self.keys > 1 << 20:  # too large to keep
-            return self._look(self.masked_by)
-        return self._allowed
-
-    @cached_property
-    def _allowed(self) -> Bool[Tensor, "r l"] | None:
-        return None if self.masked_by is None else self._look(self.masked_by)
-
-    def _look(self, pattern: Pattern) -> Bool[Tensor, "r l"]:
-        i = self.start + self.step * (self.row + self.row_step * torch.arange(self.rows))
-        j = self.key + self.key_step * torch.arange(self.keys)
-        return torch.broadcast_to(pattern.allows(i[:, None], j), (self.rows, self.keys))
-
-    @property
-    def one_stretch(self) -> bool:
-        """Whether the tiles are one tile: the same keys, no mask, and rows that follow one another."""
-        return self.tiles == 1 or (
-            self.masked_by is None and self.key_hop == 0 and self.row_hop == self.rows * self.row_step
-        )
-
-    @property
-    def phases(self) -> int:
-        """Tiles t, t + phases, t + 2·phases … have no key in common."""
-        apart = self.key_step // gcd(self.key_step, self.key_hop)  # tiles this far apart agree in the residue
-        shift = apart * self.key_hop // self.key_step
-        return 1 if shift >= self.keys else apart * -(-self.keys // shift)
-
-    def tile(self, first: int, count: int = 1, apart: int = 1) -> "Batch":
-        """Tiles first, first + apart, … of this batch, as a batch."""
-        return replace(
-            self,
-            tiles=count,
-            row=self.row + self.row_hop * first,
-            key=self.key + self.key_hop * first,
-            row_hop=self.row_hop * apart,
-            key_hop=self.key_hop * apart,
-        )
-
-    def some_rows(self, first: int, count: int) -> "Batch":
-        """Rows first, first + 1, … of each tile; the mask is no longer that of the first row."""
-        return replace(self, row=self.row + self.row_step * first, rows=count)
-
-    def as_one(self) -> "Batch":
-        """A batch that is one stretch, as one tile."""
-        return replace(self, tiles=1, rows=self.tiles * self.rows)
-
-    def pieces(self, width: int) -> Iterator["Batch"]:
-        """The batch, some tiles at a time, so that their keys hold at most HELD numbers of `width` a key."""
-        some = max(HELD // (self.keys * width), 1)
-        for t in range(0, self.tiles, some):
-            yield self if some >= self.tiles else self.tile(t, min(some, self.tiles - t))
-
-    def rows_of(self, x: Float[Tensor, "lanes n *d"]) -> Float[Tensor, "lanes t r *d"]:
-        """The rows of each tile, as a view."""
-        return _view(x, self.tiles, self.rows, self.row, self.row_hop, self.row_step)
-
-    def keys_of(self, x: Float[Tensor, "lanes m *d"]) -> Float[Tensor, "lanes t l *d"]:
-        """The keys of each tile, as a view in which tiles may overlap."""
-        return _view(x, self.tiles, self.keys, self.key, self.key_hop, self.key_step)
-
-    def add_to_keys(self, into: Float[Tensor, "lanes m d"], part: Float[Tensor, "lanes t l d"]) -> None:
-        """into[key l of tile t] += part[t, l], in one order only: tiles without a common key at once."""
-        if self.key_hop == 0:
-            self.tile(0).keys_of(into).add_(part.sum(1, keepdim=True))
-            return
-        for phase in range(min(self.phases, self.tiles)):
-            some = part[:, phase :: self.phases]
-            self.tile(phase, some.shape[1], self.phases).keys_of(into).add_(some)
-
-    def before(self, m: int) -> Iterator["Batch"]:
-        """What is left of this batch if the keys from m on are hidden."""
-        last = self.key + self.key_step * (self.keys - 1)
-        if self.key_hop:
-            whole = min(max((m - 1 - last) // self.key_hop + 1, 0), self.tiles)
-        else:
-            whole = self.tiles if last < m else 0
-        if whole:
-            yield self.tile(0, whole)
-        for t in range(whole, self.tiles):
-            one = self.tile(t)
-            if one.key < m:
-                yield replace(one, keys=min(one.keys, -((one.key - m) // one.key_step)))
-
-
-def _view(x: Tensor, tiles: int, count: int, first: int, hop: int, step: int) -> Tensor:
-    lane, s, *inner = x.stride()
-    shape, strides = (len(x), tiles, count, *x.shape[2:]), (lane, s * hop, s * step, *inner)
-    return x.as_strided(shape, strides, x.storage_offset() + s * first)
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """The batches of a pattern over n queries and m keys; their sets of pairs are disjoint."""
-
-    n: int
-    m: int
-    start: int  # query r stands at start + step · r
-    step: int
-    batches: tuple[Batch, ...]
-
-    @cached_property
-    def computed(self) -> int:
-        return sum(batch.pairs for batch in self.batches)
-
-    def before(self, m: int) -> "Program":
-        """The same with the keys from m on hidden."""
-        if m >= self.m:
-            return self
-        return replace(self, m=m, batches=tuple(left for batch in self.batches for left in batch.before(m)))
-
-    def calls(self, width: int) -> Iterator[Batch]:
-        """The batches as they are run, with `width` numbers for each key."""
-        for batch in self.batches:
-            yield from (batch.as_one() if batch.one_stretch else batch).pieces(width)
-
-    def nanoseconds(self, heads: int = 8, grad: bool = True) -> float:
-        """About what it takes on two cores, for heads of 64 in float32; constants from bench/cpu_patterns.py."""
-        return sum((_nanoseconds(batch, heads, grad) for batch in self.batches), 0.0)
-
-
-def _nanoseconds(batch: Batch, heads: int, grad: bool) -> float:
-    rows = batch.rows * batch.tiles if batch.one_stretch else batch.rows
-    forward, backward = (1.5, 3.9) if rows >= 192 else (1.7, 5.2)  # a pair
-    joins = 40.0 * batch.tiles * batch.rows + (20.0 * batch.tiles * batch.keys if grad else 0.0)
-    a_pair = forward + backward if grad else forward
-    return heads * (batch.pairs * a_pair + joins) + (150e3 if grad else 60e3)
-
-
-def working(dtype: torch.dtype) -> torch.dtype:
-    """What a call on the CPU is computed in: half types in float32, which is as quick here and exact."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+__all__ = ["Batch", "Program", "lanes", "of_plans", "program", "working"]
 
 
 @lru_cache(maxsize=64)
@@ -215,7 +49,27 @@ def of_plans(*plans: Plan) -> Program:
         batch for each in plans for one in each.passes for batch in _batches(one, each.start, each.step)
     ]
     first = plans[0]
-    return Program(first.n, first.m, first.start, first.step, tuple(batches))
+    return Program(first.n, first.m, first.start, first.step, tuple(_together(batches)))
+
+
+def _together(batches: list[Batch]) -> Iterator[Batch]:
+    """Stretches of rows that see the same keys in full and follow one another, as one: the last tile is shorter."""
+    stretches: dict[tuple[int, ...], list[Batch]] = defaultdict(list)
+    for batch in batches:
+        if batch.masked_by is None and batch.one_stretch:
+            one = batch.as_one()
+            stretches[one.key, one.key_step, one.keys, one.row_step].append(one)
+        else:
+            yield batch
+    for alike in stretches.values():
+        held, *others = sorted(alike, key=lambda one: one.row)
+        for one in others:
+            if held.row + held.rows * held.row_step == one.row:
+                held = replace(held, rows=held.rows + one.rows)
+            else:
+                yield held
+                held = one
+        yield held
 
 
 def _combs(whole: Plan) -> list[every]:

@@ -6,8 +6,9 @@
 With the rows of a tile in reverse order, the bias is e[x₀ + a·r + c·l], a and c positive: a view of e, never
 copied, and its gradient is a sum along the anti-diagonals of the tile, which are the columns of a view as well.
 
-Scores and lse are in base 2 inside: PyTorch's CPU exp falls to a tenth of its speed where a result is not a
-normal float, exp2 does not.
+Forward is the fused op with that view for a mask. Backward and dropout make the scores, many heads at once: every
+PyTorch operation waits for all threads, and on a busy machine that wait, not the work, would be the time. They are
+in base 2: PyTorch's CPU exp falls to a tenth of its speed where a result is not a normal float, exp2 does not.
 """
 
 from collections.abc import Iterator
@@ -17,17 +18,19 @@ from math import inf, log2
 from operator import add
 
 import torch
-from einops import einsum, rearrange
-from jaxtyping import Float, Int
+from einops import einsum, repeat
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..position import ByDistance
-from .batches import Batch, Program, program, working
+from . import flash_cpu
+from .batches import Batch, Program, lanes, program, working
 from .merge import join
 from .plan import Plan
 
 LOG2E = log2(2.718281828459045)
-PAIRS = 1 << 18  # scores held at once: 1 MiB in float32, about the second-level cache of a core
+PAIRS = 1 << 21  # scores held at once, of all heads together: 8 MiB in float32
+ROWS = 64  # as many rows at least, as far as there are: products of fewer are slow
 
 
 def attend(
@@ -80,16 +83,6 @@ class Job:
     dropout_p: float
     seed: int
 
-    def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[tuple[int, int], tuple[int, int], Batch]]:
-        """(batch row, head) of queries, of the keys they read, and a batch of tiles, always in this order."""
-        group = q.shape[1] // k.shape[1]
-        lengths = [self.way.m] * len(q) if self.lengths is None else self.lengths.tolist()
-        ways = {m: self.way.before(m) for m in set(lengths)}
-        for b, m in enumerate(lengths):
-            for h in range(q.shape[1]):
-                for batch in ways[m].batches:
-                    yield (b, h), (b, h // group), batch.as_one() if batch.one_stretch else batch
-
     def kept(self) -> "Kept":
         return Kept(self.dropout_p, torch.Generator().manual_seed(self.seed))
 
@@ -101,7 +94,7 @@ class Kept:
     dropout_p: float
     generator: torch.Generator
 
-    def like(self, s: Float[Tensor, "t r l"]) -> Float[Tensor, "t r l"] | None:
+    def like(self, s: Float[Tensor, "*s"]) -> Float[Tensor, "*s"] | None:
         if not self.dropout_p:
             return None
         stay = 1.0 - self.dropout_p
@@ -135,25 +128,35 @@ def forward(
     job: Job,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and lse, in float32 or float64."""
+    q, k, v = (x.contiguous() for x in (q, k, v))
     o, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -inf)
-    kept, e = job.kept(), None if e is None else e * LOG2E
-    for at, kv, batch in job.heads(q, k):
-        for tile in _tiles(batch, None if e is None else e[at[1]], job.far, q.dtype):
-            s = tile.scores(q[at], k[kv], job.scale)
-            most = s.amax(-1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)  # −∞ − most is −∞ again
-            s.sub_(most).exp2_()
-            total = s.sum(-1, keepdim=True)
-            drop = kept.like(s)
-            part = torch.bmm(s if drop is None else s.mul_(drop), tile.keys(v[kv]))
-            part.div_(total.masked_fill(total == 0, 1.0))
-            part_lse = most.add_(total.log2_()).div_(LOG2E).squeeze(-1)
-            join(
-                tile.batch.rows_of(o[at][None])[0],
-                tile.batch.rows_of(lse[at][None])[0],
-                part.flip(1),
-                part_lse.flip(1),
-            )
+    kept, e = job.kept(), _of_rows(e, q)
+    for left, (queries, out, logs, bias), (of_k, of_v) in lanes(job.way, job.lengths, (q, o, lse, e), (k, v)):
+        for batch in left.calls():
+            for tile in _tiles(batch, bias, job.far, whole=not job.dropout_p):
+                run = _dropped if job.dropout_p else _fused
+                part, part_lse = run(tile, queries, of_k, of_v, job.scale, kept)
+                join(tile.batch.rows_of(out), tile.batch.rows_of(logs), part.flip(2), part_lse.flip(2))
     return o, lse
+
+
+def _fused(tile: "Tile", q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Kept) -> tuple[Tensor, Tensor]:
+    """o and lse of a tile by the fused op, the bias a view of e."""
+    return flash_cpu.forward(tile.rows(q), tile.keys(k), tile.keys(v), scale, tile.allowed, tile.bias)
+
+
+def _dropped(
+    tile: "Tile", q: Tensor, k: Tensor, v: Tensor, scale: float, kept: Kept
+) -> tuple[Tensor, Tensor]:
+    """o and lse of a tile, some weights taken away."""
+    s = tile.scores(tile.rows(q), k, scale)
+    most = s.amax(-1, keepdim=True).clamp_(min=torch.finfo(s.dtype).min)  # −∞ − most is −∞ again
+    s.sub_(most).exp2_()
+    total = s.sum(-1, keepdim=True)
+    drop = kept.like(s)
+    o = (s if drop is None else s.mul_(drop)) @ tile.keys(v)
+    o.div_(total.masked_fill(total == 0, 1.0))
+    return o, most.add_(total.log2_()).div_(LOG2E).squeeze(-1)
 
 
 def backward(
@@ -169,27 +172,67 @@ def backward(
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and e from those of o and lse."""
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    de = torch.zeros_like(e) if e is not None and of_bias else None
+    grad, q, k, v = (x.contiguous() for x in (grad, q, k, v))
     delta = einsum(grad, o, "b h n d, b h n d -> b h n")
     delta = delta if grad_lse is None else delta - grad_lse
     lse = lse.masked_fill(lse == -inf, inf) * LOG2E  # 2^(score − lse) is then 0 in an empty row, not NaN
-    kept, e = job.kept(), None if e is None else e * LOG2E
-    for at, kv, batch in job.heads(q, k):
-        for tile in _tiles(batch, None if e is None else e[at[1]], job.far, q.dtype):
-            p = tile.scores(q[at], k[kv], job.scale)
-            p.sub_(tile.rows(lse[at])[..., None]).exp2_()
-            do, drop = tile.rows(grad[at]), kept.like(p)
-            ds = tile.room(p)
-            ds.baddbmm_(do, tile.keys(v[kv]).mT, beta=0)
-            ds = ds if drop is None else ds.mul_(drop)
-            ds.sub_(tile.rows(delta[at])[..., None]).mul_(p)
-            tile.add_to_rows(dq[at], torch.bmm(ds, tile.keys(k[kv])).mul_(job.scale))
-            tile.add_to_keys(dk[kv], ds, tile.rows(q[at]), job.scale)
-            tile.add_to_keys(dv[kv], p if drop is None else p.mul_(drop), do)
-            if de is not None:
-                tile.add_to_bias(de[at[1]], ds)
-    return dq, dk, dv, de
+    kept, e = job.kept(), _of_rows(e, q)
+    dq, dk, dv, de = (torch.zeros_like(x) for x in (q, k, v, e))
+    room = Room()
+    queries, keys = (grad, q, lse, delta, dq, e, de), (k, v, dk, dv)
+    for left, of_rows, of_keys in lanes(job.way, job.lengths, queries, keys):
+        for batch in left.calls():
+            for tile in _tiles(batch, of_rows[5], job.far):
+                _tile_backward(tile, of_rows, of_keys, job.scale, kept, room if of_bias else None)
+    return dq, dk, dv, de.sum(0) if of_bias else None
+
+
+def _tile_backward(
+    tile: "Tile",
+    of_rows: tuple[Tensor, ...],
+    of_keys: tuple[Tensor, ...],
+    scale: float,
+    kept: Kept,
+    room: "Room | None",
+) -> None:
+    """Adds the gradients of one tile: q kᵀ again, the weights, do vᵀ, and three products; room: of the bias too."""
+    do, q, lse, delta = map(tile.rows, of_rows[:4])
+    (dq, _, de), (k, v, dk, dv) = of_rows[4:], of_keys
+    p = tile.scores(q, k, scale).sub_(lse[..., None]).exp2_()
+    drop = kept.like(p)
+    ds = do @ tile.keys(v).mT if room is None else room.product(do, tile.keys(v))
+    ds = ds if drop is None else ds.mul_(drop)
+    ds.sub_(delta[..., None]).mul_(p)
+    tile.batch.rows_of(dq).add_((ds @ tile.keys(k)).flip(2), alpha=scale)
+    tile.batch.add_to_keys(dk, (ds.mT @ q).mul_(scale))
+    tile.batch.add_to_keys(dv, (p if drop is None else p.mul_(drop)).mT @ do)
+    if room is not None:
+        tile.add_to_bias(de, ds)
+
+
+class Room:
+    """Space for the ds of tile after tile, each row followed by `rows` zeros: see Tile.add_to_bias."""
+
+    def __init__(self):
+        self.held = torch.empty(0)
+
+    def product(
+        self, do: Float[Tensor, "lanes t r d"], v: Float[Tensor, "lanes t l d"]
+    ) -> Float[Tensor, "lanes t r l"]:
+        """do vᵀ, written there."""
+        shape = (*do.shape[:3], v.shape[2] + do.shape[2])
+        if self.held.shape != shape or self.held.dtype != do.dtype:
+            self.held = do.new_zeros(shape)
+        ds = self.held[..., : v.shape[2]]
+        torch.bmm(do.flatten(0, 1), v.mT.flatten(0, 1), out=ds.flatten(0, 1))
+        return ds
+
+
+def _of_rows(e: Tensor | None, q: Tensor) -> Float[Tensor, "b h x"]:
+    """e for each batch row, so that it goes along with the heads; one zero where there is none."""
+    if e is None:
+        return q.new_zeros(*q.shape[:2], 0)
+    return repeat(e, "h x -> b h x", b=len(q)).contiguous()
 
 
 # Tiles
@@ -197,96 +240,65 @@ def backward(
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """Some tiles of a batch, or some rows of one; rows in reverse order. added: bias and mask, in base 2."""
+    """Some tiles of a batch, or some rows of one, in every lane; rows in reverse order."""
 
     batch: Batch
-    added: Float[Tensor, "1 r l"] | None
+    allowed: Bool[Tensor, "r l"] | None
+    bias: Float[Tensor, "lanes 1 r l"] | None
     first: int  # the entry of e of the last row and the first key
     steps: tuple[int, int]  # from there, one row back and one key on
 
-    def rows(self, x: Float[Tensor, "n *d"]) -> Float[Tensor, "t r *d"]:
-        return self.batch.rows_of(x[None])[0].flip(1)
+    def rows(self, x: Float[Tensor, "lanes n *d"]) -> Float[Tensor, "lanes t r *d"]:
+        return self.batch.rows_of(x).flip(2)
 
-    def keys(self, x: Float[Tensor, "m d"]) -> Float[Tensor, "t l d"]:
-        return self.batch.keys_of(x[None])[0]
+    def keys(self, x: Float[Tensor, "lanes m d"]) -> Float[Tensor, "lanes t l d"]:
+        return self.batch.keys_of(x)
 
     def scores(
-        self, q: Float[Tensor, "n d"], k: Float[Tensor, "m d"], scale: float
-    ) -> Float[Tensor, "t r l"]:
+        self, q: Float[Tensor, "lanes t r d"], k: Float[Tensor, "lanes m d"], scale: float
+    ) -> Float[Tensor, "lanes t r l"]:
         """scale · q kᵀ + bias, and −∞ where a pair is not allowed; in base 2."""
-        given, beta = (q.new_zeros(1), 0) if self.added is None else (self.added, 1)
-        return torch.baddbmm(given, self.rows(q), self.keys(k).mT, beta=beta, alpha=scale * LOG2E)
+        s = q * (scale * LOG2E) @ self.keys(k).mT
+        s = s if self.bias is None else s.add_(self.bias, alpha=LOG2E)
+        return s if self.allowed is None else s.masked_fill_(~self.allowed, -inf)
 
-    def room(self, like: Float[Tensor, "t r l"]) -> Float[Tensor, "t r l"]:
-        """Space for ds, each row followed by rows − 1 zeros, so that add_to_bias can shift row r by r."""
-        t, r, l = like.shape
-        room = like.new_empty(t, r, l + r - 1)
-        room[..., l:] = 0.0
-        return room[..., :l]
+    def add_to_bias(self, into: Float[Tensor, "lanes x"], ds: Float[Tensor, "lanes t r l"]) -> None:
+        """into[first + a·r + c·l] += Σ_t ds[t, r, l], for steps (a, c).
 
-    def add_to_rows(self, into: Float[Tensor, "n d"], part: Float[Tensor, "t r d"]) -> None:
-        self.batch.rows_of(into[None])[0].add_(part.flip(1))
-
-    def add_to_keys(
-        self,
-        into: Float[Tensor, "m d"],
-        weights: Float[Tensor, "t r l"],
-        rows: Float[Tensor, "t r d"],
-        by: float = 1.0,
-    ) -> None:
-        """into[key l of tile t] += by · Σ_r weights[t, r, l] · rows[t, r]; tiles that share a key in turn."""
-        apart = self.batch.phases if self.batch.key_hop else self.batch.tiles
-        for phase in range(min(apart, self.batch.tiles)):
-            some = slice(phase, None, apart)
-            there = self.batch.tile(phase, len(weights[some]), apart).keys_of(into[None])[0]
-            there.baddbmm_(weights[some].mT, rows[some], alpha=by)
-
-    def add_to_bias(self, into: Float[Tensor, " x"], ds: Float[Tensor, "t r l"]) -> None:
-        """into[first + a·r + c·l] += Σ_t ds[t, r, l], for steps (a, c)."""
-        (a, c), (_, r, l) = self.steps, ds.shape
+        Where a = c: read with a pitch of one less, row r is shifted by r, and what shifts in is a zero.
+        """
+        (a, c), (n_lanes, t, r, l) = self.steps, ds.shape
         if a == c:
-            columns = ds.as_strided((len(ds), r, l + r - 1), (ds.stride(0), ds.stride(1) - 1, 1))
-            into[self.first : self.first + c * (l + r - 2) + 1 : c] += columns.sum((0, 1))
+            pitch = l + r - 1
+            shifted = ds.as_strided((n_lanes * t, r, pitch), (r * (l + r), pitch, 1))
+            columns = torch.bmm(ds.new_ones(1, 1, r).expand(n_lanes * t, 1, r), shifted)  # a sum, but quicker
+            columns = columns.view(n_lanes, t, pitch).sum(1)
+            into[:, self.first : self.first + c * (pitch - 1) + 1 : c] += columns
             return
-        ds = ds.sum(0)
+        ds = ds.sum(1)
         some = c // a if c % a == 0 else 1  # so many rows reach no entry twice
         for low in range(0, r, some):
-            rows = ds[low : low + some]
-            there = into[self.first + a * low :]
-            there.as_strided(rows.shape, (a * into.stride(0), c * into.stride(0))).add_(rows)
+            rows, there = ds[:, low : low + some], into[:, self.first + a * low :]
+            there.as_strided(rows.shape, (into.stride(0), a, c)).add_(rows)
 
 
-def _tiles(batch: Batch, e: Float[Tensor, " x"] | None, far: int, dtype: torch.dtype) -> Iterator[Tile]:
-    """The batch in tiles of at most PAIRS pairs, as far as one row goes, each with its bias and mask."""
+def _tiles(batch: Batch, e: Float[Tensor, "lanes x"], far: int, whole: bool = False) -> Iterator[Tile]:
+    """The batch in tiles of about PAIRS pairs in all lanes, each with its bias; whole, if nothing is held."""
     steps = batch.step * batch.row_step, batch.key_step
-    alike = e is None or batch.key_hop == batch.step * batch.row_hop  # all tiles at the same distances
+    biased = e.shape[1] > 0
+    alike = not biased or batch.key_hop == batch.step * batch.row_hop  # all tiles at the same distances
     allowed = None if batch.allowed is None else batch.allowed.flip(0)
-    tiles = PAIRS // (batch.rows * batch.keys) if alike else 0
-    tiles, rows = max(tiles, 1), batch.rows if tiles else max(PAIRS // batch.keys, 1)
+    view = whole and (not biased or (allowed is None and batch.key_step == 1))
+    tiles = batch.tiles if view else PAIRS // (batch.rows * batch.keys * len(e))
+    rows = batch.rows if tiles else max(PAIRS // (batch.keys * len(e)), ROWS)
+    tiles = max(tiles, 1) if alike else 1
     for r in range(0, batch.rows, rows):
         some = batch.some_rows(r, min(rows, batch.rows - r))
-        hidden = None if allowed is None else ~allowed[batch.rows - r - some.rows : batch.rows - r]
-        added = None
+        part = None if allowed is None else allowed[batch.rows - r - some.rows : batch.rows - r]
         for t in range(0, batch.tiles, tiles):
             piece = some.tile(t, min(tiles, batch.tiles - t))
             last = piece.start + piece.step * (piece.row + piece.row_step * (piece.rows - 1))
             first = piece.key - last + far
-            if t == 0 or not alike:
-                added = _added(e, first, steps, hidden, (piece.rows, piece.keys), dtype)
-            yield Tile(piece, added, first, steps)
-
-
-def _added(
-    e: Float[Tensor, " x"] | None,
-    first: int,
-    steps: tuple[int, int],
-    hidden: Tensor | None,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-) -> Float[Tensor, "1 r l"] | None:
-    """e[first + a·r + c·l], −∞ where hidden; None for zeros everywhere."""
-    if e is None and hidden is None:
-        return None
-    view = torch.zeros(shape, dtype=dtype) if e is None else e[first:].as_strided(shape, steps)
-    view = view if hidden is None else view.masked_fill(hidden, -inf)
-    return rearrange(view, "r l -> 1 r l")
+            shape, strides = (len(e), 1, piece.rows, piece.keys), (e.stride(0), 0, *steps)
+            bias = e[:, first:].as_strided(shape, strides) if biased else None
+            yield Tile(piece, part, bias, first, steps)

@@ -50,13 +50,14 @@ def forward(
     v: Float[Tensor, "b h_kv m d_v"],
     scale: float,
     allowed: Bool[Tensor, "n m"] | None = None,
+    bias: Float[Tensor, "#b #h n m"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """o and lse over the allowed pairs; a row without any has zeros and −∞."""
+    """o and lse over the allowed pairs, a bias added to the scores; a row without pairs has zeros and −∞."""
     d = max(q.shape[-1], v.shape[-1])
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -inf)
     o, lse = op(NAME)(
-        _wide(q, d), _wide(k, d), _wide(v, d), 0.0, False, attn_mask=_additive(allowed, q.dtype), scale=scale
+        *(_wide(x, d) for x in (q, k, v)), 0.0, False, attn_mask=_added(allowed, bias, q.dtype), scale=scale
     )
     if allowed is not None:
         lse = lse.masked_fill(~allowed.any(-1), -inf)
@@ -83,15 +84,17 @@ def backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     wide = [_wide(x, d) for x in (grad, q, k, v, o)]
     dq, dk, dv = op(f"{NAME}_backward")(
-        *wide, lse, 0.0, False, attn_mask=_additive(allowed, q.dtype), scale=scale
+        *wide, lse, 0.0, False, attn_mask=_added(allowed, None, q.dtype), scale=scale
     )
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
 
 
-def _additive(allowed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if allowed is None:
-        return None
-    return torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -inf)
+def _added(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What is added to the scores: a mask that is a view stays one, as long as its keys are neighbours in memory."""
+    if bias is not None:
+        bias = bias if allowed is None else bias.masked_fill(~allowed, -inf)
+        return bias if bias.stride(-1) == 1 else bias.contiguous()
+    return None if allowed is None else torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -inf)
 
 
 def _wide(x: Tensor, d: int) -> Tensor:

@@ -4,8 +4,6 @@ Backward: with the joined o and lse, exp(score − lse) is the weight of a pair 
 batch gives its share of the exact gradients, and they add up.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
 from math import frexp, inf
 
 import torch
@@ -15,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from . import flash_cpu
-from .batches import Program, program, working
+from .batches import Program, lanes, program, working
 from .merge import join
 from .plan import Plan
 
@@ -36,12 +34,7 @@ def attend(
     """
     way = plan if isinstance(plan, Program) else program(plan.pattern, plan.n, plan.m, plan.start, plan.step)
     dtype = working(q.dtype)
-    wide = q.to(dtype)
-    if abs(frexp(scale)[0]) != 0.5:
-        # The op scales after the products forward and within them backward: unless scale is a power of two the
-        # scores differ in their last bit, and so do exp(score − lse) and the weights.
-        wide, scale = wide * scale, 1.0
-    o, lse = _Attend.apply(wide, k.to(dtype), v.to(dtype), way, scale, lengths)
+    o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), way, scale, lengths)
     return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
@@ -73,11 +66,12 @@ def forward(
     lengths: Int[Tensor, " b"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and lse, in float32 or float64."""
+    q, scale, _ = _scaled(q, scale)
     d_v, d = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = (_flat(x, d) for x in (q, k, v))
     o, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -inf)
-    for left, rows, keys in _lanes(way, lengths, (q, o, lse), (k, v)):
-        for batch in left.calls(len(keys[0]) * d):
+    for left, rows, keys in lanes(way, lengths, (q, o, lse), (k, v)):
+        for batch in left.calls():
             queries, out, logs = map(batch.rows_of, rows)
             k, v = map(batch.keys_of, keys)
             part, part_lse = flash_cpu.forward(queries, k, v, scale, batch.allowed)
@@ -98,6 +92,7 @@ def backward(
     lengths: Int[Tensor, " b"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
     """The gradients of q, k and v from those of o and lse."""
+    q, scale, outside = _scaled(q, scale)
     d_k, d_v = q.shape[-1], v.shape[-1]
     if grad_lse is not None:
         # The op takes δ = do·o off each do·v; one more column, v 0, o 1, do −dlse, makes that δ − dlse.
@@ -107,7 +102,7 @@ def backward(
     grad, q, k, v, o = (_flat(x, d) for x in (grad, q, k, v, o))
     lse = lse.masked_fill(lse == -inf, inf)  # exp(score − lse) is then 0 in an empty row, not NaN
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for left, rows, keys in _lanes(way, lengths, (grad, q, o, lse, dq), (k, v, dk, dv)):
+    for left, rows, keys in lanes(way, lengths, (grad, q, o, lse, dq), (k, v, dk, dv)):
         for batch in left.calls(len(keys[0]) * d):
             do, queries, out, logs, into = map(batch.rows_of, rows)
             k, v = map(batch.keys_of, keys[:2])
@@ -115,37 +110,19 @@ def backward(
             into.add_(part[0])
             batch.add_to_keys(keys[2], part[1])
             batch.add_to_keys(keys[3], part[2])
+    dq = dq if outside == 1.0 else dq.mul_(outside)
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+
+
+def _scaled(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
+    """q and the scale to give the op, and what is left of the scale for dq.
+
+    The op scales after the products forward and within them backward: unless the scale is a power of two, its
+    scores differ in their last bit, and then exp(score − lse) is not the weight there was.
+    """
+    return (q, scale, 1.0) if abs(frexp(scale)[0]) == 0.5 else (q * scale, 1.0, scale)
 
 
 def _flat(x: Tensor, d: int) -> Tensor:
     """x, d wide, with batch and heads one behind the other in memory."""
     return F.pad(x, (0, d - x.shape[-1])) if x.shape[-1] < d else x.contiguous()
-
-
-Lane = tuple[Tensor, ...]
-
-
-def _lanes(
-    way: Program, lengths: Tensor | None, queries: Lane, keys: Lane
-) -> Iterator[tuple[Program, Lane, Lane]]:
-    """(program, (b·h_kv, n, …) of each of `queries`, (b·h_kv, m, …) of each of `keys`), as views.
-
-    One lane for each query head of a group, as they share their keys; with lengths, for each batch row too.
-    """
-    group = queries[0].shape[1] // keys[0].shape[1]
-    rows = [(slice(None), way)]
-    if lengths is not None:
-        rows = [(slice(b, b + 1), _before(way, m)) for b, m in enumerate(lengths.tolist())]
-    for some, left in rows:
-        for member in range(group):
-            yield (
-                left,
-                tuple(x[some, member::group].flatten(0, 1) for x in queries),
-                tuple(x[some].flatten(0, 1) for x in keys),
-            )
-
-
-@lru_cache(maxsize=256)
-def _before(way: Program, m: int) -> Program:
-    return way.before(m)

@@ -1,0 +1,105 @@
+"""A learned bias by distance on a CPU: tiles with gradients by diagonals, beside SDPA with the bias gathered.
+
+ratio = time of SDPA's math path / our time, forward + backward; medians of interleaved rounds. Parity first.
+
+PYTHONPATH=src python bench/cpu_bias.py --write
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cpu_patterns
+import torch
+import torch.nn.functional as F
+from cpu_patterns import HEADS, WIDTH, interleaved, resident, say
+from torch import Tensor
+
+from regard.engine import by_distance
+from regard.engine.plan import plan
+from regard.pattern import causal, full, window
+from regard.position import ByDistance
+
+
+class Case:
+    """A table of 2n − 1 distances a head, and q, k, v, all of which learn."""
+
+    def __init__(self, n: int, pattern=None):
+        torch.manual_seed(0)
+        self.n, self.pattern = n, full() if pattern is None else pattern
+        self.table = torch.randn(HEADS, 2 * n - 1, requires_grad=True)
+        self.inputs = [torch.randn(1, HEADS, n, WIDTH, requires_grad=True) for _ in range(3)]
+        self.out = torch.randn(1, HEADS, n, WIDTH)
+        self.plan = plan(self.pattern, n, n, 0, 1)
+        self.at = torch.arange(n) - torch.arange(n)[:, None] + n - 1
+
+    def ours(self) -> Tensor:
+        return by_distance.attend(*self.inputs, self.plan, ByDistance(self.table), scale=WIDTH**-0.5)[0]
+
+    def theirs(self) -> Tensor:
+        """As a user would: gather, then let SDPA add. A bias that needs a gradient takes its math path."""
+        bias = self.table[:, self.at]
+        if not isinstance(self.pattern, full):
+            bias = bias.masked_fill(~self.pattern.allowed(self.n), -torch.inf)
+        return F.scaled_dot_product_attention(*self.inputs, attn_mask=bias[None])
+
+    def grads(self, way) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(way(), (*self.inputs, self.table), self.out)
+
+    def check(self) -> float:
+        pairs = zip((self.ours(), *self.grads(self.ours)), (self.theirs(), *self.grads(self.theirs)))
+        worst = max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+        assert worst < 1e-4, f"off by {worst}"
+        return worst
+
+
+def time_group(rounds: int) -> list[dict]:
+    found = []
+    for n, pattern in ((1024, full()), (2048, full()), (2048, causal()), (2048, window(128))):
+        case = Case(n, pattern)
+        worst = case.check()
+        times = interleaved(
+            {"ours": lambda c=case: c.grads(c.ours), "math": lambda c=case: c.grads(c.theirs)}, rounds
+        )
+        ratio = times["math"]["median"] / times["ours"]["median"]
+        found.append({"pattern": repr(pattern), "n": n, "difference": worst, "ms": times, "ratio": ratio})
+        say(
+            f"{pattern!r:12} n={n:5}  ours {times['ours']['median']:8.1f} ms  math {times['math']['median']:8.1f} ms"
+            f" = {ratio:.2f} ×"
+        )
+    return found
+
+
+def memory_group(rounds: int) -> list[dict]:
+    """Extra memory of one forward + backward, each way in a process of its own."""
+    found = []
+    for way, n in (("ours", 2048), ("theirs", 2048), ("ours", 4096), ("ours", 8192)):
+        call = [sys.executable, __file__, "--memory", way, str(n)]
+        out = subprocess.run(call, capture_output=True, text=True, check=True)
+        found.append(json.loads(out.stdout.splitlines()[-1]))
+        say(f"{way:7} n={n:5}: {found[-1]['extra MiB']:7.0f} MiB over the tensors and their gradients")
+    return found
+
+
+def memory(way: str, n: int) -> None:
+    small = Case(128)  # what PyTorch allocates once and for all
+    small.grads(getattr(small, way))
+    case = Case(n)
+    spare = [torch.zeros_like(x).fill_(1.0) for x in (*case.inputs, case.table, case.out)]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = resident()
+    del spare
+    case.grads(getattr(case, way))
+    print(json.dumps({"way": way, "n": n, "extra MiB": resident() - before}))
+
+
+if __name__ == "__main__":
+    if "--memory" in sys.argv:
+        torch.set_num_threads(cpu_patterns.THREADS)
+        memory(sys.argv[2], int(sys.argv[3]))
+    else:
+        begun = time.perf_counter()
+        cpu_patterns.run({"time": time_group, "memory": memory_group}, "cpu_bias")
+        say(f"{time.perf_counter() - begun:.0f} s in all")
