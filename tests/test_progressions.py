@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pattern_strategies import patterns, standings
@@ -54,10 +54,10 @@ MIXED = [
 ]
 
 
-def small(pattern, n, m=None, at=None):
+def small(pattern, n, m=None, at=None, tile=8):
     """A program whose tiles are small, so that n = 101 has many of them."""
     m = n if m is None else m
-    return program(pattern, n, m, *standing(pattern, n, m, at), narrow=8, wide=24)
+    return program(pattern, n, m, *standing(pattern, n, m, at), narrow=tile, wide=tile)
 
 
 def tensors(b=2, h=2, h_kv=2, n=101, m=None, d_k=5, d_v=3, dtype=torch.float64, seed=0):
@@ -123,23 +123,40 @@ def covered(way):
 
 # Which pairs
 
+tiles = st.sampled_from([4, 5, 8, 24])
 
-@given(patterns, st.integers(1, 70), st.integers(1, 70), standings)
-def test_batches_hold_each_allowed_pair_once_and_no_other(pattern, n, m, at):
+
+@given(patterns, st.integers(1, 70), st.integers(1, 70), standings, tiles)
+@example(window(4) - every(5), 70, 70, None, 4)  # masks that repeat with every fifth tile
+@example(causal() & (window(9) | sinks(20)), 70, 70, None, 4)  # a fixed end within some tiles
+@example(window(3) & ~prefix(30), 70, 70, None, 4)
+@example(every(3) & (blocks(6) | rows(5)), 70, 70, None, 5)  # shared keys, masks that differ
+@example(causal() & every(3), 70, 70, None, 4)
+def test_batches_hold_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile):
     if at is None and n > m:
         n, m = m, n
     try:
-        way = small(pattern, n, m, at)
+        way = small(pattern, n, m, at, tile)
     except NoPlan:
         return
     assert torch.equal(covered(way), pattern.allowed(n, m, at).int())
     assert way.computed >= pattern.count(n, m, at)
+    for batch in way.batches:  # what a call writes to, it writes once
+        rows = [
+            batch.row + batch.row_hop * t + batch.row_step * r
+            for t in range(batch.tiles)
+            for r in range(batch.rows)
+        ]
+        assert len(set(rows)) == len(rows)
 
 
-@given(patterns, st.integers(1, 70), st.integers(0, 70))
-def test_a_length_hides_the_keys_from_it_on_and_no_other(pattern, n, length):
+@given(patterns, st.integers(1, 70), st.integers(0, 70), tiles)
+@example(window(3), 70, 41, 4)
+@example(window(3), 70, 42, 4)
+@example(window(3) | every(9), 70, 37, 4)
+def test_a_length_hides_the_keys_from_it_on_and_no_other(pattern, n, length, tile):
     try:
-        way = small(pattern, n)
+        way = small(pattern, n, tile=tile)
     except NoPlan:
         return
     expected = pattern.allowed(n).int()
@@ -240,15 +257,30 @@ def test_no_queries_or_no_keys_give_zeros(n, m):
         assert grad.shape == x.shape and not grad.any()
 
 
-def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
-    pattern = every(7) & ~(window(200) & rows(3))  # every third query looks nowhere
+@pytest.mark.parametrize(
+    "pattern, empty",
+    [
+        (every(7) & ~(window(200) & rows(3)), slice(0, None, 3)),
+        (causal() - window(5), slice(0, 6)),  # in a tile with rows that see something
+        (window(9) & ~(causal() & rows(2)) & causal(), slice(0, None, 2)),
+    ],
+    ids=repr,
+)
+def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(pattern, empty):
     q, k, v = tensors()
-    o, lse, *grads = with_gradients(
-        lambda *x: progressions.attend(*x, small(pattern, 101), scale=1.0), q, k, v
-    )
-    assert not o[:, :, ::3].any() and (lse[:, :, ::3] == -inf).all()
-    assert o[:, :, 1].all() and all(g.isfinite().all() for g in grads)
-    assert not grads[0][:, :, ::3].any()
+    way = program(pattern, 101, 101, 0, 1)
+    o, lse, *grads = with_gradients(lambda *x: progressions.attend(*x, way, scale=1.0), q, k, v)
+    assert not o[:, :, empty].any() and (lse[:, :, empty] == -inf).all()
+    assert o[:, :, 7].all() and all(g.isfinite().all() for g in grads)
+    assert not grads[0][:, :, empty].any()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_scale_that_is_no_power_of_two_costs_no_precision(seed):
+    """The op scales in one place forward and in another backward; with few products to a score that would show."""
+    pattern, n = window(64) | every(64), 512
+    q, k, v = tensors(b=1, n=n, d_k=3, d_v=3, dtype=torch.float32, seed=seed)
+    check(plan(pattern, n, n, 0, 1), pattern.allowed(n), q, k, v, scale=3**-0.5)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])

@@ -87,9 +87,13 @@ def _combs(whole: Plan) -> list[every]:
 
 def _batches(one: Pass, start: int, step: int) -> Iterator[Batch]:
     groups: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    alike: dict[tuple[int, ...], int] = defaultdict(int)
     for row, row_step, rows, key, key_step, keys, full in _segments(one):
-        groups[row_step, rows, key_step, keys, full].append((row, key))
-    for (row_step, rows, key_step, keys, full), corners in groups.items():
+        shape = (row_step, rows, key_step, keys, full)
+        number = alike[row, *shape]  # parts of one tile never share a batch: rows are written once a call
+        alike[row, *shape] += 1
+        groups[*shape, number].append((row, key))
+    for (row_step, rows, key_step, keys, full, _), corners in groups.items():
         for row, key, row_hop, key_hop, tiles in _runs(sorted(corners)):
             by = None if full else one.pattern
             batch = Batch(tiles, row, row_hop, row_step, rows, key, key_hop, key_step, keys, by, start, step)
