@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -62,10 +63,12 @@ def forward(
         return q.new_zeros((*q.shape[:3], v.shape[-1])), lse
     if task.scale < 0:  # the running maximum is taken before scaling
         return forward(-q, k, v, replace(task, scale=-task.scale), lengths)
+    d_v = v.shape[-1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     call = forward_call(task, layout(q), layout(k), layout(v), q.dtype, q.device, lengths is not None)
     with torch.cuda.device(q.device if q.is_cuda else -1):
-        return call(q, k, v, _limits(lengths, q))
+        o, lse = call(q, k, v, _limits(lengths, q))
+    return o[..., :d_v], lse
 
 
 def backward(
@@ -85,17 +88,24 @@ def backward(
     if task.scale < 0:
         dq, dk, dv = backward(-q, k, v, o, lse, do, dlse, replace(task, scale=-task.scale), lengths)
         return -dq, dk, dv
+    d_k, d_v = q.shape[-1], v.shape[-1]
     q, k, v, o, do = _rows(q), _rows(k), _rows(v), _rows(o), _rows(do)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     given: tuple[Layout, ...] = tuple(map(layout, (q, k, v, o, do)))
     call = backward_call(task, given, q.dtype, q.device, dlse is not None, lengths is not None)
     with torch.cuda.device(q.device if q.is_cuda else -1):
-        return call(q, k, v, o, do, lse, dlse, _limits(lengths, q))
+        dq, dk, dv = call(q, k, v, o, do, lse, dlse, _limits(lengths, q))
+    return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows of adjacent numbers: what the kernels can load."""
-    return x if x.stride(-1) == 1 and x.stride(-2) >= 0 else x.contiguous()
+    """Rows of adjacent numbers that begin and end at multiples of 16 bytes: what the kernels load in whole."""
+    whole = 16 // x.element_size()
+    if short := -x.shape[-1] % whole:
+        return F.pad(x, (0, short))
+    *strides, last = x.stride()
+    aligned = all(s >= 0 and s % whole == 0 for s in strides) and x.storage_offset() % whole == 0
+    return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _limits(lengths: Tensor | None, q: Tensor) -> Tensor | None:
