@@ -50,7 +50,8 @@ def route(
 ) -> Route:
     """The passes of the plan (of the transposed plan: by_keys) on a device."""
     written = np.zeros(m if by_keys else n, dtype=bool)
-    steps, covers = [], False
+    steps: list[Step] = []
+    covers = False
     for stretch in stretches(pattern, n, m, start, step, config.tile, by_keys):
         mine = _owned(stretch, *((0, 1) if by_keys else (start, step)))
         goes_on = bool(written[mine].any())

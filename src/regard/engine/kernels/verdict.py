@@ -5,9 +5,11 @@
 "No" is always a safe answer: the block is then masked.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...pattern import (
     Both,
@@ -28,7 +30,8 @@ from ...pattern import (
 from ...progression import Ints
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Run:
     """Progressions of positions, one a block."""
 
     first: Ints
@@ -46,8 +49,8 @@ class Run(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    all: Ints
-    none: Ints
+    all: NDArray[np.bool_]
+    none: NDArray[np.bool_]
 
 
 def verdict(pattern: Pattern, i: Run, j: Run) -> Verdict:
