@@ -146,6 +146,10 @@ WRONG = [
         "position=alibi() for all layers and rope() in each; give one",
     ),
     (
+        lambda: Encoder(block(), 2, position=rg.shaw(3)),
+        "position=shaw(3) scores each layer's own queries; give it to the attention of the block",
+    ),
+    (
         lambda: Decoder(block(), 2),
         "a Decoder must not see what comes next, and pattern=full() does; use rg.causal() & it",
     ),

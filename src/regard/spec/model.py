@@ -4,7 +4,7 @@ from dataclasses import KW_ONLY, dataclass
 from math import prod
 
 from ..pattern import causal, full
-from ..position import Position, learned
+from ..position import Position, learned, shaw
 from .attention import Attention
 from .base import Number, Spec, need, need_fraction, need_positive, need_word
 
@@ -228,6 +228,10 @@ def check_stack(stack: Encoder | Decoder) -> None:
         need(
             stack.position.acts != "input",
             f"position={stack.position!r} is added to the input; give it to the embedding",
+        )
+        need(
+            not isinstance(stack.position, shaw),
+            f"position={stack.position!r} scores each layer's own queries; give it to the attention of the block",
         )
         need(
             stack.block.attention.position is None,
