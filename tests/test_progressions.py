@@ -275,12 +275,11 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(pattern, empt
     assert not grads[0][:, :, empty].any()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(1, 5))
 def test_a_scale_that_is_no_power_of_two_costs_no_precision(seed):
-    """The op scales in one place forward and in another backward; with few products to a score that would show."""
-    pattern, n = window(64) | every(64), 512
-    q, k, v = tensors(b=1, n=n, d_k=3, d_v=3, dtype=torch.float32, seed=seed)
-    check(plan(pattern, n, n, 0, 1), pattern.allowed(n), q, k, v, scale=3**-0.5)
+    """The op scales in one place forward and in another backward; in large scores that would show."""
+    q, k, v = tensors(b=1, n=2, m=17, d_k=16, d_v=16, dtype=torch.float32, seed=seed)
+    check(small(full(), 2, 17), full().allowed(2, 17), q, k, v, scale=0.4)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])

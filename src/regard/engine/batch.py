@@ -161,9 +161,9 @@ class Program:
             yield from (batch.as_one() if batch.one_stretch else batch).pieces(width)
 
     def nanoseconds(self, heads: int = 8, grad: bool = True) -> float:
-        """About what it takes on two cores, for heads of 64 in float32, where a pair of masked SDPA takes 1.6,
-        with gradients 5.4. The constants are fitted to bench/cpu_patterns.py."""
-        start = 250e3 if grad else 100e3
+        """About what it takes on two cores, for heads of 64 in float32, where a pair of full SDPA takes 1.8, with
+        gradients 6.4, and a pair of masked SDPA 2.2 and 7.1. Fitted to bench/cpu_patterns.py --group small."""
+        start = 1.5e6 if grad else 0.5e6
         return start + sum((_nanoseconds(batch, heads, grad) for batch in self.batches), 0.0)
 
 
@@ -171,11 +171,11 @@ def _nanoseconds(batch: Batch, heads: int, grad: bool) -> float:
     """What a row costs and what a pair, which is less in the op's larger blocks; what joining costs; a call."""
     rows = batch.tiles * batch.rows
     wide = (rows if batch.one_stretch else batch.rows) >= WIDE
-    forward = 140.0 + 1.4 * batch.keys if wide else 170.0 + 2.3 * batch.keys
-    backward = 140.0 + 4.3 * batch.keys if wide else 250.0 + 7.0 * batch.keys
+    forward = 210.0 + 2.1 * batch.keys if wide else 255.0 + 3.4 * batch.keys
+    backward = 180.0 + 5.6 * batch.keys if wide else 325.0 + 9.1 * batch.keys
     keys = batch.keys if batch.one_stretch else batch.tiles * batch.keys
-    each = rows * forward + (rows * backward + keys * 85.0 if grad else 0.0)
-    return heads * each + (230e3 if grad else 80e3)
+    each = rows * forward + (rows * backward + keys * 110.0 if grad else 0.0)
+    return heads * each + (300e3 if grad else 120e3)
 
 
 Lane = tuple[Tensor, ...]
