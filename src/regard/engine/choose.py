@@ -8,6 +8,7 @@ plain         the formula, some rows at a time: hard attention, and a log-sum-ex
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -95,10 +96,17 @@ def choose(f: Facts, backend: str = "auto") -> Choice:
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if backend == "auto":
-        return _auto(f)
+        # Remembered, as a short call takes no longer than the choice; a trace has symbols for sizes, a pattern with
+        # data is compared by identity and would be kept alive.
+        return _auto(f) if torch.compiler.is_compiling() or f.pattern.has_data else _remembered(f)
     if refusal := cannot(f, backend):
         raise BackendError(f"backend={backend!r} cannot run this: {refusal}")
     return Choice(backend, "asked for by name")
+
+
+@lru_cache(maxsize=1024)
+def _remembered(f: Facts) -> Choice:
+    return _auto(f)
 
 
 def _auto(f: Facts) -> Choice:
@@ -218,7 +226,7 @@ def masked_estimate(f: Facts) -> float:
     return f.heads * f.n * f.m * 2.0 + GPU_CALL / 4
 
 
-MASKED_FORWARD, MASKED_BOTH = 1.6, 5.4  # nanoseconds a pair: two cores, heads of 64, float32, bench/cpu_patterns.py
+MASKED_FORWARD, MASKED_BOTH = 1.8, 6.4  # nanoseconds a pair: two cores, heads of 64, float32, bench/cpu_patterns.py
 TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
 GPU_CALL = 2e7  # what a call of several small kernels costs more, in dense pairs
 
