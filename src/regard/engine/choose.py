@@ -226,10 +226,8 @@ def masked_estimate(f: Facts) -> float:
     return f.heads * f.n * f.m * 2.0 + GPU_CALL / 4
 
 
-MASKED_FORWARD, MASKED_BOTH = (
-    1.8,
-    6.4,
-)  # nanoseconds a pair: two cores, heads of 64, float32, bench/cpu_patterns.py
+# Nanoseconds a pair of SDPA: two cores, heads of 64, float32; measured by bench/cpu_patterns.py.
+MASKED_FORWARD, MASKED_BOTH = 1.8, 6.4
 TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
 GPU_CALL = 2e7  # what a call of several small kernels costs more, in dense pairs
 
