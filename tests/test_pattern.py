@@ -17,7 +17,6 @@ from regard.pattern import (
     WORDS,
     Both,
     Pattern,
-    as_pattern,
     blocks,
     causal,
     dilated,
@@ -226,11 +225,6 @@ def test_a_pattern_takes_no_other_operand():
     for join in (lambda p: p & 1, lambda p: p | None, lambda p: p - True):
         with pytest.raises(TypeError, match="unsupported operand"):
             join(causal())
-
-
-def test_none_means_every_pair():
-    assert as_pattern(None) == full()
-    assert as_pattern(causal()) == causal()
 
 
 def test_words_say_whether_they_read_where_the_query_stands():

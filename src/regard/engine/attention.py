@@ -57,7 +57,7 @@ def weights(
     at: At | Tensor = None,
 ) -> Float[Tensor, "b h n m"]:
     """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table."""
-    call = _call(q, k, k, pattern, lengths, bias, scale, ties, 0.0, at, False)
+    call = _hide(_call(q, k, k, pattern, lengths, bias, scale, ties, 0.0, at, False))
     k = reference.repeat_heads(call.k, q.shape[1])
     return reference.attend(
         call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=ties
@@ -69,10 +69,12 @@ def _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_ls
     pattern, table = as_pattern_and_table(pattern)
     q, k, v = _cast(q, k, v)
     call = Call(q, k, v, pattern, table, lengths, bias, scale, ties, float(dropout_p), at, return_lse)
-    return _above_zero(_hide(check(call)))
+    return _above_zero(check(call))
 
 
 def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
+    if backend != "progressions":  # which never reads a hidden key
+        call = _hide(call)
     match backend:
         case "dense":
             return dense.attend(call), None

@@ -54,11 +54,6 @@ class Call:
         """What the products q·k are multiplied with; for hard attention the usual 1/√d_k."""
         return self.q.shape[-1] ** -0.5 if self.scale is None or self.hard else self.scale
 
-    @property
-    def plain(self) -> bool:
-        """Nothing but the pattern decides which pairs there are, and nothing is added to the scores."""
-        return self.table is None and self.lengths is None and self.bias is None
-
     def allowed(self) -> Bool[Tensor, "..."] | None:
         """The dense table of allowed pairs, broadcastable to (b, h, n, m); None if every pair is."""
         tables = []

@@ -19,7 +19,6 @@ from .data import Data, documents, lengths, where
 from .words import (
     WORDS,
     Word,
-    as_pattern,
     blocks,
     causal,
     dilated,
@@ -42,7 +41,6 @@ __all__ = [
     "Not",
     "Pattern",
     "Word",
-    "as_pattern",
     "blocks",
     "causal",
     "dilated",

@@ -294,8 +294,3 @@ class blocks(Word):
 
 WORDS = (full, causal, window, dilated, every, strided, rows, sinks, prefix, blocks)
 KINDS.update(value.table(*WORDS))
-
-
-def as_pattern(given: Pattern | None) -> Pattern:
-    """None means every pair."""
-    return full() if given is None else given

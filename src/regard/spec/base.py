@@ -1,6 +1,5 @@
 """What all specs share: a frozen value that can be built, priced, written as JSON and read back."""
 
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import value
@@ -60,12 +59,3 @@ def need_no_data(field: str, pattern: Pattern) -> None:
             f"{field}={pattern!r} carries data, which a declaration cannot hold; "
             f"pass it when the module is called: layer(x, pattern=...)"
         )
-
-
-def walk(spec: Any) -> list[Spec]:
-    """The spec and every spec inside it, outermost first."""
-    found = [spec] if isinstance(spec, Spec) else []
-    if is_dataclass(spec):
-        for f in fields(spec):
-            found += walk(getattr(spec, f.name))
-    return found
