@@ -1,0 +1,181 @@
+"""What a word on the command line names: a preset, a declaration, a configuration, a checkpoint, a Python object."""
+
+import ast
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .. import pattern as patterns
+from .. import spec, value
+from ..errors import FormatError, SpecError, nearest
+from ..nn.saved import load
+from ..pattern import Pattern
+
+FORMS = (
+    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder or package.module:name"
+)
+
+
+def read(source: str) -> Any:
+    """The object that `source` names.
+
+    A preset or a declaration gives its spec; a Hugging Face configuration its PretrainedConfig; a folder
+    written by `rg.save` its model; `package.module:name` whatever has that name.
+    """
+    if source.startswith("hf:"):
+        return huggingface_config(Path(source.removeprefix("hf:")))
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path)
+    if path.suffix in (".json", ".yaml", ".yml"):
+        return _declaration(path)
+    if ":" in source:
+        return python_object(source)
+    if source in spec.presets():
+        return spec.preset(source)
+    raise SpecError(f"{source!r} is none of {FORMS}; {nearest(source, spec.presets())}")
+
+
+def python_object(source: str) -> Any:
+    """`package.module:name.of.it`, looked for on PYTHONPATH and in the current folder."""
+    module_name, _, name = source.partition(":")
+    if not module_name or not name:
+        raise SpecError(f"{source!r} names no object; write package.module:name")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        if e.name != module_name and not module_name.startswith(f"{e.name}."):
+            raise  # the module is there and lacks one of its own
+        raise SpecError(f"there is no module {module_name!r} on PYTHONPATH or in {Path.cwd()}") from e
+    for part in name.split("."):
+        if not hasattr(found, part):
+            public = [n for n in dir(found) if not n.startswith("_")]
+            raise SpecError(f"{module_name} has no {name!r}; {nearest(part, public)}")
+        found = getattr(found, part)
+    return found
+
+
+def huggingface_config(path: Path) -> Any:
+    """The PretrainedConfig of a config.json; nothing is downloaded."""
+    path = path / "config.json" if path.is_dir() else path
+    return _huggingface(_json(path), path)
+
+
+def read_pattern(text: str) -> Pattern:
+    """A pattern as it is written in Python, `causal() & (window(128) | every(64))`; nothing else is evaluated.
+
+    >>> read_pattern("causal() & (window(2) | every(4))")
+    causal() & (window(2) | every(4))
+    """
+    try:
+        return _pattern(ast.parse(text, mode="eval").body)
+    except SyntaxError as e:
+        raise FormatError(f"{text!r} is not a pattern: {e.msg} at column {e.offset}") from e
+
+
+WORDS = {
+    name: getattr(patterns, name)
+    for name in "full causal window dilated every strided rows sinks prefix blocks".split()
+}
+OPERATIONS = {
+    ast.BitAnd: lambda a, b: a & b,
+    ast.BitOr: lambda a, b: a | b,
+    ast.Sub: lambda a, b: a - b,
+}
+
+
+def _pattern(node: ast.expr) -> Pattern:
+    match node:
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_pattern(left), _pattern(right))
+        case ast.UnaryOp(ast.Invert(), inner):
+            return ~_pattern(inner)
+        case ast.Call(ast.Name(word), arguments, keywords):
+            if word not in WORDS:
+                raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, WORDS)}")
+            given = {str(k.arg): _number(k.value, word) for k in keywords}
+            try:
+                return WORDS[word](*[_number(a, word) for a in arguments], **given)
+            except TypeError as e:
+                raise FormatError(f"{ast.unparse(node)}: {e}") from e
+    raise FormatError(
+        f"{ast.unparse(node)!r} is not a pattern; combine {', '.join(WORDS)} with &, |, - and ~"
+    )
+
+
+def _number(node: ast.expr, word: str) -> int:
+    try:
+        number = ast.literal_eval(node)
+    except ValueError:
+        number = None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise FormatError(f"{word}({ast.unparse(node)}): a whole number is needed")
+    return number
+
+
+def _folder(path: Path) -> Any:
+    config = _json(path / "config.json")
+    return load(path) if "spec" in config else _huggingface(config, path)
+
+
+def _declaration(path: Path) -> Any:
+    data = _json(path) if path.suffix == ".json" else _yaml(path)
+    if "kind" in data:
+        return value.from_plain(data, spec.KINDS)
+    if "spec" in data:
+        return value.from_plain(data["spec"], spec.KINDS)
+    return _huggingface(data, path)
+
+
+def _huggingface(data: dict[str, Any], path: Path) -> Any:
+    if "model_type" not in data:
+        raise FormatError(
+            f'{path} has neither a "kind" (a declaration of regard) nor a "model_type" (a Hugging Face '
+            f"configuration)"
+        )
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as e:
+        raise SpecError(f"{path} is a Hugging Face configuration; pip install 'regard[huggingface]'") from e
+    kept = {k: v for k, v in data.items() if k not in ("model_type", "transformers_version")}
+    try:
+        return AutoConfig.for_model(data["model_type"], **kept)
+    except ValueError as e:
+        raise FormatError(f"{path}: transformers knows no model_type {data['model_type']!r}") from e
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise FormatError(f"there is no file {path}") from e
+    except UnicodeDecodeError as e:
+        raise FormatError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return _mapping(json.loads(_text(path)), path)
+    except json.JSONDecodeError as e:
+        raise FormatError(f"{path} is not JSON: {e.msg} at line {e.lineno}, column {e.colno}") from e
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    try:
+        import yaml
+    except ModuleNotFoundError as e:
+        raise SpecError(f"{path} is YAML; pip install 'regard[cli]'") from e
+    try:
+        return _mapping(yaml.safe_load(_text(path)), path)
+    except yaml.YAMLError as e:
+        raise FormatError(f"{path} is not YAML: {e}") from e
+
+
+def _mapping(data: Any, path: Path) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise FormatError(f"{path}: an object with fields was expected, not {type(data).__name__}")
+    return data

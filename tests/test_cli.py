@@ -1,0 +1,152 @@
+"""The command line: what a word names, what is printed where, which exit code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import regard as rg
+from regard.cli import sources
+from regard.cli.main import app
+
+
+def regard(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, words)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def test_the_presets_are_listed_as_text_and_as_json():
+    assert regard("presets").split() == list(rg.presets())
+    assert json.loads(regard("presets", "--json")) == list(rg.presets())
+
+
+def test_a_declaration_goes_out_as_json_and_comes_back(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(regard("show", "tiny-gpt"))
+    assert sources.read(str(file)) == rg.preset("tiny-gpt")
+    assert regard("show", str(file)) == file.read_text()
+
+
+def test_yaml_declares_the_same_value(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "kind: Attention\nd_model: 12\nheads: 3\npattern: {kind: window, before: 2, after: null}\n"
+    )
+    assert sources.read(str(file)) == rg.Attention(12, heads=3, pattern=rg.window(2))
+
+
+def test_yaml_runs_no_code(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("kind: !!python/object/apply:os.system ['true']\n")
+    with pytest.raises(rg.FormatError, match="is not YAML: could not determine a constructor"):
+        sources.read(str(file))
+
+
+def test_a_checkpoint_folder_names_its_model(tmp_path):
+    torch.manual_seed(0)
+    model = rg.Attention(12, heads=3).build()
+    rg.save(model, tmp_path / "run")
+    read = sources.read(str(tmp_path / "run"))
+    assert read.spec == model.spec
+    assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["{}", "hf:{}"])
+def test_a_hugging_face_configuration_is_read_without_a_download(tmp_path, form):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_layer": 3, "transformers_version": "5.0.0"}))
+    config = sources.read(form.format(file))
+    assert (config.model_type, config.n_layer) == ("gpt2", 3)
+    assert sources.read(f"hf:{tmp_path}").n_layer == 3
+
+
+def test_python_objects_are_found_on_the_path_and_in_the_current_folder(tmp_path, monkeypatch):
+    assert sources.read("torch.nn.functional:softmax") is torch.nn.functional.softmax
+    assert sources.read("torch:nn.Linear") is torch.nn.Linear
+    (tmp_path / "my_attention_of_today.py").write_text("def mine(q, k, v):\n    return v\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
+    assert sources.read("my_attention_of_today:mine")(1, 2, 3) == 3
+
+
+PATTERNS = [
+    rg.causal() & (rg.window(128) | rg.every(64)),
+    ~rg.every(4, offset=1) - rg.sinks(2),
+    rg.full() | rg.dilated(3, 2) | rg.strided(5) | rg.rows(4) | rg.prefix(6) | rg.blocks(7),
+    rg.window(3, 0),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_a_pattern_is_read_as_it_is_written(pattern):
+    assert sources.read_pattern(repr(pattern)) == pattern
+
+
+REFUSED = [
+    ("causal() & widow(2)", "'widow' is no word for a pattern; did you mean window?"),
+    ("window(2", "'window(2' is not a pattern: '(' was never closed at column 7"),
+    ("window(x)", "window(x): a whole number is needed"),
+    ("window(True)", "window(True): a whole number is needed"),
+    ("window()", "window(): "),
+    ("__import__('os')", "'__import__' is no word for a pattern; known: blocks"),
+    ("causal() + full()", "'causal() + full()' is not a pattern; combine full, causal, window"),
+    ("window(-1)", "window(-1): a window cannot end before it begins"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_what_is_no_pattern_is_refused(text, message):
+    with pytest.raises(rg.RegardError) as refused:
+        sources.read_pattern(text)
+    assert str(refused.value).startswith(message)
+
+
+def test_explain_prints_the_plan_and_its_picture():
+    said = regard("explain", "causal() & window(1)", "--n", "4096", "--draw")
+    assert said.startswith("■ ·") and "causal() & window(1): 4,096 queries" in said
+    told = json.loads(regard("explain", "causal() & window(1)", "--n", "4096", "--json"))
+    assert told["needed"] == 2 * 4096 - 1 and told["pattern"] == "causal() & window(1)"
+
+
+UNREAD = {
+    "gtp2": "'gtp2' is none of a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, "
+    "a checkpoint folder or package.module:name; did you mean gpt2?",
+    "absent.json": "there is no file absent.json",
+    "no_such_module:x": "there is no module 'no_such_module' on PYTHONPATH or in {here}",
+    "torch.nn:Liner": "torch.nn has no 'Liner'; did you mean Linear?",
+    "torch.nn:": "'torch.nn:' names no object; write package.module:name",
+    "broken.json": "broken.json is not JSON: Expecting value at line 1, column 7",
+    "list.yaml": "list.yaml: an object with fields was expected, not list",
+    "bytes.json": "bytes.json is not UTF-8 text: invalid start byte at byte 0",
+    "other.json": 'other.json has neither a "kind" (a declaration of regard) nor a "model_type" (a Hugging '
+    "Face configuration)",
+    "foreign.json": "foreign.json: transformers knows no model_type 'no-such-model'",
+}
+
+
+@pytest.mark.parametrize("source", UNREAD)
+def test_what_cannot_be_read_says_why(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.json").write_text('{"a": x}')
+    Path("list.yaml").write_text("- 1\n")
+    Path("bytes.json").write_bytes(b"\xff\xfe")
+    Path("other.json").write_text("{}")
+    Path("foreign.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(rg.RegardError) as refused:
+        sources.read(source)
+    assert str(refused.value) == UNREAD[source].format(here=Path.cwd())
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "regard", "show", "gtp2"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: 'gtp2' is none of") and done.stderr.count("\n") == 1
