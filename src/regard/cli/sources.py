@@ -7,11 +7,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import pattern as patterns
 from .. import spec, value
 from ..errors import FormatError, SpecError, nearest
 from ..nn.saved import load
-from ..pattern import Pattern
+from ..pattern import (
+    Pattern,
+    blocks,
+    causal,
+    dilated,
+    every,
+    full,
+    prefix,
+    rows,
+    sinks,
+    strided,
+    window,
+)
 
 FORMS = (
     "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder or package.module:name"
@@ -77,10 +88,7 @@ def read_pattern(text: str) -> Pattern:
         raise FormatError(f"{text!r} is not a pattern: {e.msg} at column {e.offset}") from e
 
 
-WORDS = {
-    name: getattr(patterns, name)
-    for name in "full causal window dilated every strided rows sinks prefix blocks".split()
-}
+WORDS = value.table(full, causal, window, dilated, every, strided, rows, sinks, prefix, blocks)
 OPERATIONS = {
     ast.BitAnd: lambda a, b: a & b,
     ast.BitOr: lambda a, b: a | b,
