@@ -5,6 +5,7 @@ from .engine.call import allowed_from
 from .engine.explain import explain
 from .engine.merge import merge
 from .errors import BackendError, FormatError, RegardError, ShapeError, SpecError
+from .generation import Generated, beam, generate, greedy, sample
 from .nn.cache import Cache, KeyValues
 from .nn.saved import load, save
 from .pattern import (
@@ -75,6 +76,7 @@ __all__ = [
     "EncoderDecoder",
     "FeedForward",
     "FormatError",
+    "Generated",
     "KeyValues",
     "LanguageHead",
     "MaskedHead",
@@ -91,6 +93,7 @@ __all__ = [
     "alibi",
     "allowed_from",
     "attention",
+    "beam",
     "blocks",
     "causal",
     "dilated",
@@ -99,6 +102,8 @@ __all__ = [
     "explain",
     "from_json",
     "full",
+    "generate",
+    "greedy",
     "learned",
     "lengths",
     "load",
@@ -110,6 +115,7 @@ __all__ = [
     "relative_table",
     "rope",
     "rows",
+    "sample",
     "save",
     "shaw",
     "sinks",

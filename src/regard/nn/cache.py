@@ -50,6 +50,13 @@ class KeyValues:
             self.lengths = self.lengths + (n if lengths is None else lengths)
         return self.k[:, :, : self.filled], self.v[:, :, : self.filled], self.lengths
 
+    def select(self, rows: Int[Tensor, " r"]) -> None:
+        """Keep these rows of the batch, in this order; a row may come twice."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[rows], self.v[rows]
+        if self.lengths is not None:
+            self.lengths = self.lengths[rows]
+
 
 def _grow(old: Tensor | None, new: Tensor, needed: int) -> Tensor:
     """`old` with at least `needed` slots, doubled when full."""
@@ -68,6 +75,12 @@ class LayerCache:
     def __init__(self) -> None:
         self.own, self.cross = KeyValues(), KeyValues()
 
+    def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
+        """Keep these rows. same_context: each stands in for a row that looked at the same context."""
+        self.own.select(rows)
+        if not same_context:
+            self.cross.select(rows)
+
 
 class Cache:
     """A whole stack's: pass it to each call, and give each call only what is new."""
@@ -82,3 +95,8 @@ class Cache:
     @property
     def filled(self) -> int:
         return self.layers[0].own.filled
+
+    def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
+        """Keep these rows of the batch, in this order, in every layer."""
+        for layer in self.layers:
+            layer.select(rows, same_context)

@@ -59,9 +59,35 @@ class Stack(nn.Module):
         lengths: real tokens a row, the rest is padding at its end. pattern: further restricts who sees whom.
         cache: keeps what was seen, so that each call brings only new tokens.
         """
+        kept: list[dict[str, Tensor]] | None = [{} for _ in self.blocks] if return_weights else None
+        x = self.states(
+            x,
+            context,
+            lengths=lengths,
+            context_lengths=context_lengths,
+            types=types,
+            pattern=pattern,
+            cache=cache,
+            keep=kept,
+        )
+        out = self.read(x, lengths)
+        return (out, kept) if return_weights else out
+
+    def states(
+        self,
+        x: Int[Tensor, "b n"] | Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b m d_context"] | None = None,
+        *,
+        lengths: Int[Tensor, " b"] | None = None,
+        context_lengths: Int[Tensor, " b"] | None = None,
+        types: Int[Tensor, "b n"] | None = None,
+        pattern: Pattern | Tensor | None = None,
+        cache: Cache | None = None,
+        keep: list[dict[str, Tensor]] | None = None,
+    ) -> Float[Tensor, "b n d_model"]:
+        """What the head reads. A list of dictionaries given as `keep`, one a block, receives the weights."""
         x = self._embed(x, types, cache)
         bias = self._bias(x, cache)
-        kept: list[dict[str, Tensor]] = [{} for _ in self.blocks]
         for i, block in enumerate(self.blocks):
             given: dict[str, Any] = {
                 "lengths": lengths,
@@ -69,14 +95,26 @@ class Stack(nn.Module):
                 "pattern": pattern,
                 "bias": bias,
                 "cache": cache and cache.layers[i],
-                "keep": kept[i] if return_weights else None,
+                "keep": keep and keep[i],
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
                 x = checkpoint(block, x, context, use_reentrant=False, **given)
             else:
                 x = block(x, context, **given)
-        out = self._read(self.norm(x), lengths)
-        return (out, kept) if return_weights else out
+        return self.norm(x)
+
+    def read(
+        self, x: Float[Tensor, "b n d_model"], lengths: Int[Tensor, " b"] | None = None
+    ) -> Float[Tensor, "b ..."]:
+        """What the head makes of states: logits, class scores, or the states where there is none."""
+        match self.head:
+            case None:
+                return x
+            case LanguageHead() | MaskedHead():
+                return self.head(x, self.embedding.table)
+            case ClassifierHead():
+                return self.head(x, lengths)
+        return self.head(x)
 
     def cache(self) -> Cache:
         """An empty cache for this stack."""
@@ -102,16 +140,6 @@ class Stack(nn.Module):
         along = torch.arange(x.shape[1], device=x.device)
         where = along + (start[:, None] if isinstance(start, Tensor) else start)
         return self.position(where, torch.arange(filled, device=x.device))
-
-    def _read(self, x: Float[Tensor, "b n d_model"], lengths: Int[Tensor, " b"] | None) -> Tensor:
-        match self.head:
-            case None:
-                return x
-            case LanguageHead() | MaskedHead():
-                return self.head(x, self.embedding.table)
-            case ClassifierHead():
-                return self.head(x, lengths)
-        return self.head(x)
 
 
 def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:

@@ -1,0 +1,266 @@
+"""Generation: each way against the full pass without a cache, or against every sentence there is."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import regard as rg
+from regard.generation import beam, generate, greedy, sample
+from regard.generation.how import pick, probabilities
+
+VOCAB, END = 11, 3
+
+
+def gpt(position=None, layers=2, vocab=VOCAB, inside=None, **given):
+    torch.manual_seed(0)
+    block = rg.Block(
+        rg.Attention(12, heads=3, pattern=rg.causal(), position=inside, **given),
+        rg.FeedForward(16),
+        norm_at="pre",
+        dropout=0.1,
+    )
+    where = rg.learned(24) if position is None else position
+    embedding = rg.Embedding(vocab, 12, position=where)
+    model = rg.Encoder(block, layers, embedding=embedding, head=rg.LanguageHead(tied=False)).build()
+    return spread(model)
+
+
+def translator(vocab=VOCAB):
+    torch.manual_seed(1)
+    attention, mlp = rg.Attention(12, heads=3), rg.FeedForward(16)
+    past = rg.Attention(12, heads=3, pattern=rg.causal())
+    embedding = rg.Embedding(vocab, 12, position=rg.sinusoidal())
+    head = rg.LanguageHead(tied=False)
+    spec = rg.EncoderDecoder(
+        rg.Encoder(rg.Block(attention, mlp), 2, embedding=embedding),
+        rg.Decoder(rg.Block(past, mlp, cross=attention), 2, embedding=embedding, head=head),
+    )
+    return spread(spec.build())
+
+
+def spread(model):
+    """Float64, and logits far enough apart that rounding decides nothing."""
+    for module in model.modules():
+        if isinstance(module, rg.nn.embedding.LanguageHead):
+            torch.nn.init.normal_(module.table, std=1.0)
+        if isinstance(module, rg.nn.embedding.Embedding):
+            torch.nn.init.normal_(module.table, std=1.0)
+    return model.double().eval()
+
+
+def sources(b=5, m=7, seed=0):
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCAB, (b, m), generator=noise), torch.randint(1, m + 1, (b,), generator=noise)
+
+
+def greedily(logits_of, prompt, most, end=END):
+    """argmax of the whole pass, again for each token."""
+    tokens = list(prompt)
+    for _ in range(most):
+        token = int(logits_of(torch.tensor([tokens]))[0, -1].argmax())
+        if token == end:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+PROMPTS = [[5], [4, 9, 2, 7], [6, 6, 1], [8, 5, 10, 2, 4], [9, 7]]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"kv_heads": 1, "d_v": 5}, {"position": rg.rope()}],
+    ids=["learned", "grouped", "rotary"],
+)
+@torch.no_grad()
+def test_greedy_is_the_argmax_of_the_full_pass_at_every_step(given):
+    position = given.pop("position", None)
+    model = gpt(**given) if position is None else gpt(rg.sinusoidal(), inside=position)
+    written = generate(model, PROMPTS, most=9, end=END).rows()
+    assert written == [greedily(model, p, 9) for p in PROMPTS]
+    assert len({len(w) for w in written}) > 1, "rows that end at different steps are the point"
+
+
+@torch.no_grad()
+def test_a_translation_is_the_argmax_of_the_full_pass_at_every_step():
+    model, (source, lengths) = translator(), sources(b=9)
+    written = generate(model, [[1]] * 9, source=source, source_lengths=lengths, most=8, end=END).rows()
+    alone = [
+        greedily(lambda t, s=s, n=n: model(s[None, :n], t), [1], 8)
+        for s, n in zip(source, lengths, strict=True)
+    ]
+    assert written == alone and len({len(w) for w in written}) > 1
+
+
+@pytest.mark.parametrize("attention", ["none", "additive", "multiplicative"])
+@torch.no_grad()
+def test_recurrent_models_write_too(attention):
+    torch.manual_seed(3)
+    model = rg.Recurrent(VOCAB, 8, attention=attention).build().double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.8)
+    source, lengths = sources(b=6)
+    written = generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=8, end=END).rows()
+    assert written == [
+        greedily(lambda t, s=s, n=n: model(s[None, :n], t), [1], 8)
+        for s, n in zip(source, lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("how", [greedy(), sample(0.9, top_k=7, top_p=0.95, seed=5), beam(3)], ids=repr)
+def test_padding_on_either_side_changes_nothing(how):
+    model, longest = gpt(), max(map(len, PROMPTS))
+    short = [longest - len(p) for p in PROMPTS]
+    right = torch.tensor([p + [7] * s for p, s in zip(PROMPTS, short, strict=True)])
+    left = torch.tensor([[7] * s + p for p, s in zip(PROMPTS, short, strict=True)])
+    along = torch.arange(longest)
+    at_end = along >= torch.tensor([len(p) for p in PROMPTS])[:, None]
+    at_start = along < torch.tensor(short)[:, None]
+    ragged = generate(model, PROMPTS, how, most=9, end=END)
+    for told in (
+        generate(model, right, how, padding=at_end, most=9, end=END),
+        generate(model, left, how, padding=at_start, most=9, end=END),
+    ):
+        assert told.rows() == ragged.rows() and torch.equal(told.log_p, ragged.log_p)
+
+
+@pytest.mark.parametrize("how", [greedy(), sample(0.9, seed=5), beam(3)], ids=repr)
+def test_the_same_call_gives_the_same_and_leaves_the_model_as_it_was(how):
+    model = gpt().train()
+    once, again = (generate(model, PROMPTS, how, most=9, end=END) for _ in range(2))
+    assert once.rows() == again.rows() and torch.equal(once.log_p, again.log_p)
+    assert model.training
+
+
+def test_a_row_draws_the_same_whoever_stands_beside_it():
+    model = gpt()
+    how = sample(seed=5)
+    all_end = generate(model, PROMPTS, how, most=12, end=END)
+    nobody_ends = generate(model, PROMPTS, how, most=12)
+    for ended, went_on in zip(all_end.rows(), nobody_ends.rows(), strict=True):
+        assert went_on[: len(ended)] == ended
+
+
+@torch.no_grad()
+def test_the_log_probability_is_that_of_the_tokens_and_their_end():
+    model = gpt()
+    for how in (greedy(), sample(seed=1), beam(3)):
+        told = generate(model, PROMPTS, how, most=9, end=END)
+        for prompt, row, log_p in zip(PROMPTS, told.rows(), told.log_p.tolist(), strict=True):
+            said = [*row, END] if len(row) < 9 else row
+            logits = model(torch.tensor([prompt + said]))[0].log_softmax(-1)
+            true = sum(float(logits[len(prompt) - 1 + i, t]) for i, t in enumerate(said))
+            assert abs(true - log_p) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length_penalty", [0.0, 0.6, 2.0])
+def test_a_beam_as_wide_as_the_world_finds_the_best_sentence(length_penalty):
+    vocab, most = 4, 4
+    model = gpt(vocab=vocab)
+    how = beam(vocab**most, length_penalty=length_penalty)
+    for prompt in ([1], [2, 0], [1, 2, 2]):
+        told = generate(model, [prompt], how, most=most, end=END)
+        scored = {}
+        for n in range(most + 1):
+            for said in product([t for t in range(vocab) if t != END], repeat=n):
+                full = [*said] if n == most else [*said, END]
+                logits = model(torch.tensor([[*prompt, *full]]))[0].log_softmax(-1)
+                log_p = sum(float(logits[len(prompt) - 1 + i, t]) for i, t in enumerate(full))
+                scored[said] = log_p / how.penalty(len(full))
+        best = max(scored, key=scored.get)
+        assert tuple(told.rows()[0]) == best
+        assert abs(float(told.log_p[0]) / how.penalty(min(len(best) + 1, most)) - scored[best]) < 1e-5
+
+
+def test_a_wider_beam_is_never_less_likely_here_and_often_more():
+    model, (source, lengths) = translator(), sources(b=16)
+    together = {"source": source, "source_lengths": lengths, "most": 8, "end": END}
+    plain = generate(model, [[1]] * 16, beam(1, length_penalty=0.0), **together).log_p
+    wide = generate(model, [[1]] * 16, beam(8, length_penalty=0.0), **together).log_p
+    assert bool((wide >= plain - 1e-6).all()) and bool((wide > plain + 1e-3).any())
+
+
+def test_beams_of_a_batch_are_those_of_each_row_alone():
+    model, (source, lengths) = translator(), sources(b=6)
+    together = generate(model, [[1]] * 6, beam(3), source=source, source_lengths=lengths, most=8, end=END)
+    alone = [
+        generate(model, [[1]], beam(3), source=s[None, :n], most=8, end=END).rows()[0]
+        for s, n in zip(source, lengths, strict=True)
+    ]
+    assert together.rows() == alone
+
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 0.0, 3.0, 0.0]])
+
+
+def test_what_is_drawn_from_is_what_top_k_and_top_p_leave():
+    p = LOGITS.softmax(-1)
+    assert torch.allclose(probabilities(sample(), LOGITS), p)
+    assert torch.allclose(probabilities(sample(0.5), LOGITS), (2 * LOGITS).softmax(-1))
+    two = probabilities(sample(top_k=2), LOGITS)
+    assert two[0].tolist() == pytest.approx([*(p[0, :2] / p[0, :2].sum()).tolist(), 0, 0], abs=1e-6)
+    assert two[1].gt(0).tolist() == [True, False, True, False]  # of equals the first stays
+    nucleus = probabilities(sample(top_p=0.7), LOGITS)  # 0.644 is not enough, 0.881 is
+    assert nucleus[0].gt(0).tolist() == [True, True, False, False]
+    assert nucleus.sum(-1).tolist() == pytest.approx([1, 1], abs=1e-6)
+    assert probabilities(sample(top_p=1e-9), LOGITS).argmax(-1).tolist() == [0, 2]
+
+
+def test_draws_follow_the_probabilities():
+    drawn = torch.linspace(0, 1, 100_001, dtype=torch.float64)[:-1]
+    tokens = pick(sample(), LOGITS[:1].expand(100_000, -1), drawn)
+    shares = torch.bincount(tokens, minlength=4) / 100_000
+    assert torch.allclose(shares, LOGITS[0].softmax(-1), atol=2e-5)
+    edge = torch.full((1,), 1 - 2**-53, dtype=torch.float64)
+    assert int(pick(sample(top_k=2), LOGITS[:1], edge)) == 1  # never one that is left out
+
+
+@pytest.mark.parametrize("how", [greedy(), sample(seed=2), beam(2)], ids=repr)
+def test_no_row_outgrows_the_table_of_positions(how):
+    told = generate(gpt(), [[5], [4] * 20], how, most=100)
+    assert told.tokens.shape[1] == 4 and told.lengths.tolist() == [4, 4]  # 24 positions, 20 taken
+
+
+@torch.no_grad()
+def test_the_weights_are_those_of_the_full_pass():
+    model, (source, lengths) = translator(), sources(b=3)
+    told = generate(
+        model, [[1]] * 3, source=source, source_lengths=lengths, most=6, end=END, return_weights=True
+    )
+    cross = told.weights["decoder"][1]["cross"]
+    assert cross.shape == (3, 3, 1 + told.tokens.shape[1], 7)
+    assert torch.allclose(cross.sum(-1)[0, :, : 1 + int(told.lengths[0])], torch.ones(()).double())
+    assert bool((cross[0, :, :, int(lengths[0]) :] == 0).all())
+    alone = generate(gpt(), PROMPTS, most=4, return_weights=True)
+    assert alone.weights[0]["self"].shape == (5, 3, 9, 9)
+
+
+REFUSED = {
+    "most=0: at least one token needs to be asked for": lambda: generate(gpt(), [[1]], most=0),
+    "every row needs a token to go on from, its start token at least": lambda: generate(gpt(), [[1], []]),
+    "a prompt of 24 tokens fills a table of 24 positions; shorten it": lambda: generate(gpt(), [[1] * 24]),
+    "EncoderDecoder writes from a source; give source=": lambda: generate(translator(), [[1]]),
+    "a decoder on its own has no source to look at; give the tokens as prompt": lambda: generate(
+        gpt(), [[1]], source=torch.ones(1, 2, dtype=torch.long)
+    ),
+    "Linear gives no logits for a next token; a model with rg.LanguageHead() does": lambda: generate(
+        torch.nn.Linear(2, 2), [[1]]
+    ),
+    "padding (1, 2) beside a prompt (1, 1)": lambda: generate(
+        gpt(), torch.ones(1, 1, dtype=torch.long), padding=torch.zeros(1, 2, dtype=torch.bool)
+    ),
+    "temperature=0: it needs to be above 0 and finite; 0 is greedy()": lambda: sample(0),
+    "top_k=0: at least one token needs to be left": lambda: sample(top_k=0),
+    "top_p=0 is not in (0, 1]": lambda: sample(top_p=0),
+    "beam(0): a beam holds at least one sentence": lambda: beam(0),
+    "length_penalty=-1: it cannot be below 0": lambda: beam(length_penalty=-1),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_generated_is_refused(message):
+    with pytest.raises(rg.RegardError) as refused:
+        REFUSED[message]()
+    assert str(refused.value) == message
