@@ -1,5 +1,7 @@
 """Attention, term by term: projections, what a position adds, scores, scale, softmax, mixing, output."""
 
+from dataclasses import replace
+
 from ..position import (
     Position,
     alibi,
@@ -24,7 +26,7 @@ def attention(
     s, b, n, m = at.read.attention(spec), at.b, at.n, at.m
     every = spec.biases == "all"
     pairs = core(spec, at, shared, cross)
-    parts = some(
+    parts: tuple[Part, ...] = some(
         linear("q", at, b * n, s.d_model, s.heads * s.d_k, every) if spec.score != "position" else None,
         linear("k", at, b * m, s.d_context, s.kv_heads * s.d_k, every)
         if spec.score in ("dot", "additive")
@@ -34,11 +36,22 @@ def attention(
         _scores(spec, at, s, pairs),
         _bias(spec, at, s, pairs, shared),
         Part("scale", Amounts(other=b * s.heads * pairs.needed, bytes=_table(at, s, pairs, 2))),
-        _softmax(at, s, pairs),
-        _mixing(at, s, pairs),
+        _softmax(spec, at, s, pairs),
+        _mixing(spec, at, s, pairs),
         linear("output", at, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none") if spec.output else None,
     )
+    if hard(spec):
+        parts = tuple(_without_gradient(p) if p.name in ("q", "k", "position") else p for p in parts)
     return Part(name, parts=parts)
+
+
+def hard(spec: Attention) -> bool:
+    """The largest score takes all: a step, whose gradient reaches the values alone."""
+    return spec.factor == float("inf")
+
+
+def _without_gradient(part: Part) -> Part:
+    return replace(part, own=replace(part.own, backward=0, executed_backward=0))
 
 
 def _scores(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
@@ -58,27 +71,44 @@ def _scores(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
     own = Amounts(
         parameters=s.heads * s.d_k if spec.score == "additive" else 0,
         operations=needed,
-        backward=2 * needed,
+        backward=0 if hard(spec) else 2 * needed,
         other=rows * pairs.needed * (4 * s.d_k - 1) if spec.score == "additive" else 0,
         executed=executed,
-        executed_backward=(3 if pairs.fused else 2) * executed,
+        executed_backward=_back_of_scores(spec, pairs) * executed,
         bytes=moved,
     )
-    again = "in the backward pass a fused way computes them once more" if pairs.fused else ""
+    again = "once more in the backward pass" if pairs.fused and at.given.train else ""
     return Part("scores", own, note=again)
 
 
-def _softmax(at: Scope, s: Sizes, pairs: Core) -> Part:
-    """5m − 2 a row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions."""
-    other = at.b * s.heads * (5 * pairs.needed - 2 * pairs.rows)
+def _back_of_scores(spec: Attention, pairs: Core) -> int:
+    """How many products as large the backward pass runs: to q, to k, and where fused the scores once more."""
+    if pairs.fused:
+        return 3
+    if hard(spec):
+        return 0
+    return {"additive": 1, "position": 0}.get(spec.score, 2)  # zeros want no gradient
+
+
+def _softmax(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
+    """5m − 2 a row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
+
+    Hard attention compares with the largest instead: 4m − 2.
+    """
+    other = at.b * s.heads * ((4 if hard(spec) else 5) * pairs.needed - 2 * pairs.rows)
     return Part("softmax", Amounts(other=other, bytes=_table(at, s, pairs, 2)))
 
 
-def _mixing(at: Scope, s: Sizes, pairs: Core) -> Part:
-    """weights · v: 2 d_v a pair."""
+def _mixing(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
+    """weights · v: 2 d_v a pair. With dropout the plain way mixes twice, before it and after."""
     needed, executed = (2 * at.b * s.heads * count * s.d_v for count in (pairs.needed, pairs.computed))
     moved = at.itemsize * at.b * s.d_v * (s.kv_heads * at.m + s.heads * at.n) + _table(at, s, pairs, 1)
-    return Part("mixing", Amounts(0, needed, 2 * needed, 0, executed, 2 * executed, moved))
+    fixed = hard(spec) or (
+        spec.score == "position" and isinstance(spec.position, alibi)
+    )  # weights learn nothing
+    back, twice = 1 if fixed else 2, pairs.backend == "plain" and at.given.train and spec.dropout > 0
+    own = Amounts(0, needed, back * needed, 0, (2 if twice else 1) * executed, back * executed, moved)
+    return Part("mixing", own)
 
 
 def _table(at: Scope, s: Sizes, pairs: Core, times: int) -> Amount:

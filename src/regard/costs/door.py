@@ -14,7 +14,9 @@ from .tree import Cost
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+DTYPES = {
+    str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 def cost(

@@ -81,18 +81,21 @@ def _layers(spec: Stack, inner: Block, shared: Position | None, at: Scope, layer
         return replace(one, times=layers)
     again = Part(
         "recomputed",
-        Amounts(executed_backward=one.total.executed - _last(inner, one)),
+        Amounts(executed_backward=one.total.executed - _not_again(inner, one, at)),
         note="checkpointed: the backward pass runs each block again, up to the last tensor it needs",
     )
     return replace(one, parts=(*one.parts, again), times=layers)
 
 
-def _last(inner: Block, one: Part) -> Amount:
-    """The product that a block ends with and whose output nothing needs: it is not run again."""
-    if inner.norm_at == "post" and inner.norm != "none":
+def _not_again(inner: Block, one: Part, at: Scope) -> Amount:
+    """The product that a block ends with, where nothing after it keeps a tensor: a norm does, and dropout."""
+    normed = inner.norm_at == "post" and inner.norm != "none"
+    if normed or (at.given.train and inner.dropout > 0):
         return 0
-    last = one["feed_forward/w_out"] if inner.feed_forward is not None else one.parts[-1]
-    return last.total.executed
+    if inner.feed_forward is not None:
+        return one["feed_forward/w_out"].total.executed
+    name, last = ("attention", inner.attention) if inner.cross is None else ("cross", inner.cross)
+    return one[f"{name}/output"].total.executed if last.output else one[f"{name}/mixing"].total.executed
 
 
 def _shared_position(position: Position, inner: Block, at: Scope) -> Part:
@@ -108,9 +111,7 @@ def embedding(spec: Embedding, at: Scope, shares_table: bool = False) -> Part:
     """A row of a table for each token: no operation but what is added to it."""
     d, vocab, rows = at.size("d_model", spec.d_model), at.size("vocab", spec.vocab), at.b * at.n
     _check_length(spec.position, at.queries)
-    lookup = Amounts(
-        parameters=0 if shares_table else vocab * d, bytes=rows * (ID + 2 * at.itemsize * d)
-    )
+    lookup = Amounts(parameters=0 if shares_table else vocab * d, bytes=rows * (ID + 2 * at.itemsize * d))
     parts = some(
         Part("tokens", lookup, note="shared with the encoder's" if shares_table else ""),
         elementwise("scale", at, rows * d) if spec.scaled else None,

@@ -31,7 +31,12 @@ TWO_LENGTHS = (specs.Attention, specs.EncoderDecoder, specs.Recurrent)
 def price(given: Given) -> Cost:
     """The cost of a declaration."""
     tree, pairs = read(given, Numbers())
-    sizes = {"n": given.n, "m": given.m, "batch": given.batch, "dtype": str(given.dtype).removeprefix("torch.")}
+    sizes = {
+        "n": given.n,
+        "m": given.m,
+        "batch": given.batch,
+        "dtype": str(given.dtype).removeprefix("torch."),
+    }
     sizes |= {"device": given.device, "train": bool(given.train)}
     if not looks_across(given.spec):
         del sizes["m"]

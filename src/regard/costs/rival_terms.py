@@ -55,7 +55,9 @@ def _look(spec: Recurrent, at: Scope, d: Amount) -> Part:
     """Luong's attention: score each state with each source state, mix."""
     b, n, m = at.b, at.n, at.m
     product = 2 * b * n * m * d
-    pairs = Amounts(0, product, 2 * product, 0, product, 2 * product, at.itemsize * b * (n * d + m * d + n * m))
+    pairs = Amounts(
+        0, product, 2 * product, 0, product, 2 * product, at.itemsize * b * (n * d + m * d + n * m)
+    )
     additive = spec.attention == "additive"
     other = Amounts(
         d, other=b * n * m * (4 * d - 1), bytes=at.itemsize * b * (n * d + m * d + 2 * n * m * d + n * m)

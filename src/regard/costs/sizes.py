@@ -13,7 +13,12 @@ from ..position import Position
 from ..spec import Attention, Sizes, Spec
 from .tree import Amount, Pairs
 
-FUSED = ("dense", "progressions", "tiled", "masked")  # no table of scores in memory; the backward makes them again
+FUSED = (
+    "dense",
+    "progressions",
+    "tiled",
+    "masked",
+)  # no table of scores in memory; the backward makes them again
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ class Symbols:
         try:
             import sympy
         except ModuleNotFoundError as missing:
-            raise SpecError("a formula needs sympy, which is not here: pip install 'regard[cost]'") from missing
+            raise SpecError(
+                "a formula needs sympy, which is not here: pip install 'regard[cost]'"
+            ) from missing
         self.sympy = sympy
         self.values: dict[Any, int] = {}
 

@@ -14,7 +14,9 @@ from .tree import Amount, Amounts, Part
 ACTIVATIONS = {"relu": 1, "gelu": 5, "gelu_tanh": 9, "silu": 4, "swiglu": 5, "geglu": 6, "tanh": 1}
 
 
-def linear(name: str, at: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool, note: str = "") -> Part:
+def linear(
+    name: str, at: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool, note: str = ""
+) -> Part:
     """y = x W (+ b) for so many rows: 2 · rows · d_in · d_out forward, twice that backward (to x and to W)."""
     product = 2 * rows * d_in * d_out
     return Part(

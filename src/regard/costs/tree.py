@@ -172,6 +172,34 @@ class Cost:
         return self.symbolic.total.operations.expand()
 
     @property
+    def biases(self) -> dict[str, int] | None:
+        """Parameters with no biases, with attention's output bias alone, with all; None for what was traced."""
+        from .readings import biases
+
+        return None if self.facts is None else biases(self.facts)
+
+    @property
+    def saving(self) -> Any:
+        """What the patterns save, of attention's core and of the whole; None for what was traced."""
+        from .readings import saving
+
+        return None if self.facts is None else saving(self.facts)
+
+    @property
+    def bottleneck(self) -> Any:
+        """The kind of work that dominates, and why; None where there are no matrix products."""
+        from .readings import bottleneck
+
+        return bottleneck(self)
+
+    @property
+    def score_ways(self) -> Any:
+        """A declared attention's scores, projected for every pair, once, or with W_q W_kᵀ merged; else None."""
+        from .readings import ways_of
+
+        return None if self.facts is None else ways_of(self.facts)
+
+    @property
     def latex(self) -> str:
         """Term by term, as a LaTeX array: parameters and operations."""
         from .tables import latex
@@ -187,7 +215,10 @@ class Cost:
             },
             "convention": CONVENTION,
             "total": self.total.plain(),
+            "biases": self.biases,
             "pairs": [p.plain() for p in self.pairs],
+            "saving": None if self.saving is None else vars(self.saving),
+            "bottleneck": None if self.bottleneck is None else vars(self.bottleneck),
             "memory": None if self.memory is None else self.memory.plain(),
             "uncounted": list(self.uncounted),
             "tree": self.tree.plain(),

@@ -9,6 +9,8 @@ from ..pattern import Pattern
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..costs.tree import Cost
+
 Number = int | float
 
 
@@ -20,6 +22,12 @@ class Spec:
         from ..nn.build import build  # the one import that goes against the order: a spec knows its reader
 
         return build(self)
+
+    def cost(self, n: int | None = None, m: int | None = None, **how: Any) -> "Cost":
+        """What it costs at n queries (and m keys) before it is built: see `regard.cost` for `how`."""
+        from ..costs.door import cost
+
+        return cost(self, n=n, m=m, **how)
 
     def json(self, indent: int | None = None) -> str:
         return value.to_json(self, indent)
