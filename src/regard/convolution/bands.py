@@ -1,0 +1,75 @@
+"""Average pooling: one head of equal scores over a band (L18)."""
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..engine import attention as engine
+from ..errors import ShapeError, SpecError
+from ..pattern import window
+from .frame import Frame, Offset
+
+
+class Band(nn.Module):
+    """The mean over a window, as attention: equal scores, and a pattern that lets each query see its window.
+
+    With `border="zeros"` the window's keys past the input are keys that hold zeros, and count; with
+    "renormalised" they do not exist, as softmax over what there is has it.
+    """
+
+    def __init__(self, kernel: Offset, stride: Offset, padding: Offset, border: str):
+        super().__init__()
+        self.kernel, self.stride, self.padding, self.border = kernel, stride, padding, border
+        corners = (tuple(-p for p in padding), tuple(k - 1 - p for k, p in zip(kernel, padding)))
+        self.frame = Frame(corners, stride, tuple((p, p) for p in padding))
+
+    def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        axes = len(self.kernel)
+        if x.dim() not in (axes + 1, axes + 2):
+            form = "(batch, channels, length)" if axes == 1 else "(batch, channels, height, width)"
+            raise ShapeError(f"input of shape {tuple(x.shape)}; {form} is needed")
+        size = self.frame.out_size(tuple(x.shape[-axes:]))
+        for axis in range(axes):
+            x = self._along(x, axis - axes, size[axis])
+        return x
+
+    def _along(self, x: Float[Tensor, "..."], axis: int, n: int) -> Float[Tensor, "..."]:
+        """The mean along one axis: a window on a grid is a product of windows along its axes."""
+        kernel, step, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
+        across = x.movedim(axis, 0)
+        v = rearrange(across, "m ... -> m (...)")
+        first = -padding
+        if self.border == "zeros" and padding:
+            nothing = v.new_zeros(padding, v.shape[1])
+            v, first = torch.cat([nothing, v, nothing]), 0
+        zeros = v.new_zeros(1, 1, max(n, len(v)), 1)
+        o = engine.attention(
+            zeros[:, :, :n],
+            zeros[:, :, : len(v)],
+            v[None, None],
+            window(0, after=kernel - 1),
+            at=(first, step),
+        )
+        assert isinstance(o, Tensor)
+        return o[0, 0].reshape(n, *across.shape[1:]).movedim(0, axis)
+
+    def extra_repr(self) -> str:
+        return f"mean over a window of {self.kernel}, stride {self.stride}, border {self.border}"
+
+
+def band(pool: nn.AvgPool1d | nn.AvgPool2d) -> Band:
+    """Average pooling as a band. `count_include_pad=False` is what softmax does by itself."""
+    if pool.ceil_mode:
+        raise SpecError("ceil_mode=True lets a window hang over the end; pad the input, and use ceil_mode=False")
+    if getattr(pool, "divisor_override", None) is not None:
+        raise SpecError(
+            f"divisor_override={pool.divisor_override}: weights of attention sum to one; scale the result instead"
+        )
+    axes = 1 if isinstance(pool, nn.AvgPool1d) else 2
+    kernel, stride, padding = (_each(x, axes) for x in (pool.kernel_size, pool.stride, pool.padding))
+    return Band(kernel, stride, padding, "zeros" if pool.count_include_pad else "renormalised")
+
+
+def _each(x: int | Offset, axes: int) -> Offset:
+    return (x,) * axes if isinstance(x, int) else tuple(x)
