@@ -1,0 +1,164 @@
+"""x-transformers: its Attention, its layers (Encoder, Decoder, CrossAttender) and its TransformerWrapper."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from ...errors import SpecError
+from ..target import Model
+from .seeded import seeded
+
+IMPORTS = "import x_transformers\nfrom regard.laws import adapters"
+
+
+def x_transformers(module: nn.Module | None = None, *, kind: str = "encoder", **sizes: Any) -> Model:
+    """A module of x-transformers, or a small one: kind is "attention", "encoder", "decoder" or "tokens".
+
+    "tokens" is a causal language model, a TransformerWrapper around a Decoder with rotary positions.
+    """
+    source = None
+    if module is None:
+        named = "".join(f", {name}={value!r}" for name, value in sizes.items())
+        module, source = (
+            seeded(lambda: _build(kind, **sizes)),
+            f"adapters.x_transformers(kind={kind!r}{named})",
+        )
+    from x_transformers.x_transformers import Attention, AttentionLayers, TransformerWrapper
+
+    match module:
+        case TransformerWrapper():
+            return _wrapper(module, source)
+        case AttentionLayers():
+            return _layers(module, source)
+        case Attention():
+            return _attention(module, source)
+    raise SpecError(
+        f"{type(module).__name__} of x-transformers: adapted are Attention, Encoder, Decoder, TransformerWrapper"
+    )
+
+
+def _build(kind: str, *, d_model: int = 16, heads: int = 4, layers: int = 2, **more: Any) -> nn.Module:
+    from x_transformers import Decoder, Encoder, TransformerWrapper
+    from x_transformers.x_transformers import Attention
+
+    width = d_model // heads
+    stack = {"dim": d_model, "depth": layers, "heads": heads, "attn_dim_head": width, **more}
+    match kind:
+        case "attention":
+            return Attention(dim=d_model, heads=heads, dim_head=width, **more)
+        case "encoder":
+            return Encoder(**stack)
+        case "decoder":
+            return Decoder(**stack)
+        case "tokens":
+            stack |= {"attn_dim_head": 32, "rotary_pos_emb": True, "rotary_emb_dim": 32}  # its least, it says
+            return TransformerWrapper(
+                num_tokens=61, max_seq_len=64, attn_layers=Decoder(**stack), use_abs_pos_emb=False
+            )
+    raise SpecError(f"kind={kind!r}; use attention, encoder, decoder or tokens")
+
+
+def _attention(module: Any, source: str | None) -> Model:
+    def call(module, x, context=None, *, allowed=None, lengths=None, context_lengths=None, pads=None):
+        given: dict[str, Any] = {"attn_mask": _pairs(allowed)}
+        if context is None:
+            given["mask"] = real(x.shape[1], lengths, pads)
+        else:
+            given |= {"context": context, "context_mask": real(context.shape[1], context_lengths)}
+        return module(x, **given)
+
+    claims = {"mask", "lengths", "left padding", "float32", "float64", "grad", "context", "context lengths"}
+    if module.causal:
+        claims = (claims - {"context", "context lengths"}) | {"always causal"}
+    return Model(
+        f"x_transformers Attention{' (causal)' if module.causal else ''}",
+        module.eval(),
+        call,
+        of="attention",
+        d_model=module.to_q.in_features,
+        heads=module.heads,
+        layers=1,
+        claims=claims,
+        lacks={"positions", "relative positions"} - ({"positions"} if module.causal else set()),
+        source=source,
+        imports=IMPORTS,
+    )
+
+
+def _layers(module: Any, source: str | None) -> Model:
+    past = bool(module.causal)
+    rotary = module.rotary_pos_emb is not None
+    claims = {"lengths", "left padding", "float32", "float64", "grad"} | ({"mask"} if not past else set())
+    if past:
+        claims |= {"always causal"}
+    if rotary:
+        claims |= {"positions", "relative positions"}
+
+    def call(module, x, context=None, *, allowed=None, lengths=None, pads=None):
+        return module(x, mask=real(x.shape[1], lengths, pads), attn_mask=_pairs(allowed))
+
+    return Model(
+        f"x_transformers {type(module).__name__}",
+        module.eval(),
+        call,
+        of="decoder" if past else "encoder",
+        d_model=module.dim,
+        layers=module.depth,
+        claims=claims,
+        lacks=set() if rotary or past else {"positions", "relative positions"},
+        source=source,
+        imports=IMPORTS,
+    )
+
+
+def _wrapper(module: Any, source: str | None) -> Model:
+    past = bool(module.attn_layers.causal)
+    claims = {"lengths", "float32", "float64", "grad", "positions"}
+    if past:
+        claims |= {"always causal", "cache"}
+
+    def call(module, x, context=None, *, lengths=None):
+        return module(x, mask=real(x.shape[1], lengths))
+
+    return Model(
+        f"x_transformers {type(module).__name__} of {type(module.attn_layers).__name__}",
+        module.eval(),
+        call,
+        of="decoder" if past else "encoder",
+        vocab=module.num_tokens,
+        longest=min(64, module.max_seq_len),
+        layers=module.attn_layers.depth,
+        start=(lambda module, b, context=None: {}) if past else None,
+        step=_next if past else None,
+        claims=claims,
+        source=source,
+        imports=IMPORTS,
+    )
+
+
+def _next(module: nn.Module, x: Int[Tensor, "b n"], kept: dict[str, Any]) -> Tensor:
+    """The outputs of the new tokens; the cache is made by the first of them."""
+    given: dict[str, Any] = {}
+    if kept:
+        given = {"cache": kept["cache"], "input_not_include_cache": True, "cache_age": x.shape[1]}
+    with torch.no_grad():
+        logits, kept["cache"] = module(x, return_intermediates=True, **given)
+    return logits
+
+
+def _pairs(allowed: Bool[Tensor, "..."] | None) -> Bool[Tensor, "..."] | None:
+    return allowed if allowed is None or allowed.dim() == 2 else allowed[:, None]
+
+
+def real(
+    n: int, lengths: Int[Tensor, " b"] | None, pads: Int[Tensor, " b"] | None = None
+) -> Bool[Tensor, "b n"] | None:
+    """Its mask: True = a real position."""
+    if lengths is None and pads is None:
+        return None
+    device = lengths.device if lengths is not None else pads.device  # type: ignore[union-attr]
+    j = torch.arange(n, device=device)
+    inside = j < lengths[:, None] if lengths is not None else j >= 0
+    return inside if pads is None else inside & (j >= pads[:, None])
