@@ -62,7 +62,7 @@ def _scores(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
     width = 1 if spec.score == "position" else s.d_k
     rows = at.b * s.heads
     needed = 2 * rows * pairs.needed * width if spec.score in ("dot", "bilinear") else 0
-    executed = 2 * rows * pairs.computed * width
+    executed = 0 if _outer(pairs, spec.sizes.d_k if width != 1 else 1) else 2 * rows * pairs.computed * width
     moved = at.itemsize * at.b * width * (s.heads * at.n + s.kv_heads * at.m) + _table(at, s, pairs, 1)
     if pairs.backend == "masked":
         moved += at.n * at.m  # the table of allowed pairs, a byte each
@@ -90,6 +90,11 @@ def _back_of_scores(spec: Attention, pairs: Core) -> int:
     return {"additive": 1, "position": 0}.get(spec.score, 2)  # zeros want no gradient
 
 
+def _outer(pairs: Core, summed: int) -> bool:
+    """Whether einsum, of which the plain way is made, multiplies entry by entry: there is one product to sum."""
+    return pairs.backend == "plain" and summed == 1
+
+
 def _softmax(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
     """5m − 2 a row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
 
@@ -102,6 +107,7 @@ def _softmax(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
 def _mixing(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
     """weights · v: 2 d_v a pair. With dropout the plain way mixes twice, before it and after."""
     needed, executed = (2 * at.b * s.heads * count * s.d_v for count in (pairs.needed, pairs.computed))
+    executed = 0 if _outer(pairs, at.keys.value) else executed
     moved = at.itemsize * at.b * s.d_v * (s.kv_heads * at.m + s.heads * at.n) + _table(at, s, pairs, 1)
     fixed = hard(spec) or (
         spec.score == "position" and isinstance(spec.position, alibi)

@@ -1,0 +1,81 @@
+"""What PyTorch itself says a declaration costs: its tensors, and its FLOP counter over the decomposed path.
+
+The decomposed path: modules and inputs live on the meta device, where attention runs as plain matrix products
+(PyTorch's SDPA there is its math form); `plainly` makes regard's own formula run instead.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard as rg
+from regard.costs.pricing import looks_across
+from regard.engine import choose
+
+B, N, M = 2, 13, 11
+
+
+def sizes(spec):
+    """The lengths that `inputs` have, as `cost` takes them."""
+    if isinstance(spec, rg.Vision):
+        return {"batch": B}
+    across = looks_across(spec) and not (isinstance(spec, rg.Attention) and spec.d_context is None)
+    return {"n": N, "batch": B} | ({"m": M} if across else {})
+
+
+def built(spec):
+    with torch.device("meta"):
+        return spec.build()
+
+
+def parameters(spec) -> int:
+    return sum(p.numel() for p in built(spec).parameters())
+
+
+def inputs(spec):
+    def ids(n):
+        return torch.zeros(B, n, dtype=torch.long, device="meta")
+
+    def vectors(n, d):
+        return torch.zeros(B, n, d, device="meta", requires_grad=True)
+
+    match spec:
+        case rg.EncoderDecoder() | rg.Recurrent():
+            return ids(M), ids(N)
+        case rg.Vision():
+            return (torch.zeros(B, spec.channels, *spec.image, device="meta"),)
+        case rg.Encoder() | rg.Decoder():
+            x, block = vectors(N, spec.d_model) if spec.embedding is None else ids(N), spec.block
+            return (x,) if block.cross is None else (x, vectors(M, block.cross.sizes.d_context))
+        case rg.Block():
+            x = vectors(N, spec.d_model)
+            return (x,) if spec.cross is None else (x, vectors(M, spec.cross.sizes.d_context))
+        case rg.Attention(d_context=None):
+            return (vectors(N, spec.d_model),)
+        case rg.Attention():
+            return vectors(N, spec.d_model), vectors(M, spec.d_context)
+        case rg.Convolutional():
+            return (vectors(N, spec.d_model) if spec.vocab is None else ids(N),)
+        case rg.Embedding():
+            return (ids(N),)
+    raise AssertionError(spec)
+
+
+@contextmanager
+def plainly():
+    """Attention by regard's own formula, step by step."""
+    with mock.patch.object(choose, "choose", lambda f, backend="auto": choose.Choice("plain", "")):
+        yield
+
+
+def operations(spec, train=True) -> tuple[int, int]:
+    """(forward, backward) as the counter saw them."""
+    model = built(spec).train(train)
+    with FlopCounterMode(display=False) as forward:
+        out = model(*inputs(spec))
+    with FlopCounterMode(display=False) as backward:
+        if out.requires_grad:
+            out.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()

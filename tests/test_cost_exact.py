@@ -1,0 +1,131 @@
+"""Parameters are those of the tensors built; operations those that PyTorch's counter sees. Nothing is allocated."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+
+import cost_witness as witness
+import regard as rg
+from cost_strategies import specs
+from regard.costs import cost
+
+many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+some = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+# The shape checker looks at a random item of a tuple, also while a strategy declares a spec.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
+MASKS = (rg.causal(), rg.window(2), rg.causal() & (rg.window(1) | rg.every(3)), rg.strided(4), rg.blocks(5))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", rg.EmptyRowWarning)
+        yield
+
+
+@pytest.mark.parametrize("name", rg.presets())
+@pytest.mark.ledger("S0.Q2a.5", "S2.1.2.5", "S2.1.2.6")
+def test_a_presets_parameters_are_those_of_its_tensors(name):
+    spec = rg.preset(name)
+    assert cost(spec, **witness.sizes(spec)).parameters == witness.parameters(spec)
+
+
+@many
+@given(specs)
+@pytest.mark.ledger("S2.1.2.1", "S2.1.2.3")
+def test_the_parameters_of_any_declaration_are_those_of_its_tensors(spec):
+    assert cost(spec, **witness.sizes(spec)).parameters == witness.parameters(spec)
+
+
+@pytest.mark.parametrize("name", rg.presets())
+@pytest.mark.parametrize("way", ["math", "plain"])
+@pytest.mark.ledger("S0.Q2a.10", "S3.Q2c.6", "S1.Q2b.3")
+def test_a_presets_operations_are_those_that_the_counter_sees_forward_and_backward(name, way):
+    spec = rg.preset(name)
+    told = cost(spec, **witness.sizes(spec), train=True, backend="plain").total
+    if way == "math":
+        seen = witness.operations(spec)
+    else:
+        with witness.plainly():
+            seen = witness.operations(spec)
+    assert (told.executed, told.executed_backward) == seen
+    assert seen[0] > 0 and seen[1] > seen[0]
+
+
+@pytest.mark.parametrize("pattern", MASKS, ids=repr)
+def test_a_mask_saves_nothing_on_the_decomposed_path_and_its_share_everywhere_else(pattern):
+    spec = rg.Attention(60, heads=4, kv_heads=2, pattern=pattern)
+    told = cost(spec, n=witness.N, batch=witness.B, backend="plain").total
+    assert (told.executed, told.executed_backward) == witness.operations(spec)
+    core = 2 * 60 * witness.B  # a pair's scores and mixing, of all heads and rows
+    pairs = int(pattern.allowed(witness.N).sum())
+    assert told.executed - told.operations == 2 * core * (witness.N**2 - pairs)
+    assert told.executed_backward - told.backward == 4 * core * (witness.N**2 - pairs)
+
+
+@some
+@given(specs)
+def test_the_operations_of_any_declaration_are_those_that_the_counter_sees(spec):
+    assume(not isinstance(spec, rg.Embedding))
+    told = cost(spec, **witness.sizes(spec), train=True, backend="plain")
+    with witness.plainly():
+        seen = witness.operations(spec)
+    surplus = _charged_as_dense(spec, told)
+    assert (told.total.executed, told.total.executed_backward + surplus) == seen
+
+
+def _charged_as_dense(spec, told) -> int:
+    """PyTorch's counter charges the weights' gradient of a depthwise convolution as if it were a dense one."""
+    if not isinstance(spec, rg.Convolutional) or not spec.separable:
+        return 0
+    return (spec.d_model - 1) * spec.layers * told["layer/depthwise"].total.executed
+
+
+@pytest.mark.parametrize(
+    "spec", [rg.Attention(60, heads=4, dropout=0.1), rg.Attention(60, dropout=0.2, heads=5)]
+)
+def test_dropout_of_the_weights_mixes_twice_on_the_plain_way(spec):
+    told = cost(spec, n=witness.N, batch=witness.B, train=True, backend="plain").total
+    with witness.plainly():
+        assert witness.operations(spec) == (told.executed, told.executed_backward)
+
+
+def test_a_fused_way_computes_the_scores_once_more_in_the_backward_pass():
+    spec = rg.Attention(64, heads=4)
+    plain, fused = (cost(spec, n=32, train=True, backend=way)["scores"].total for way in ("plain", "dense"))
+    assert plain.executed_backward == plain.backward == fused.backward == 2 * plain.executed
+    assert fused.executed_backward == 3 * fused.executed
+
+
+SPEED = """
+import time, regard as rg
+from regard.costs import cost
+for name in rg.presets():
+    n = {"vit-b16": None, "tiny-vit": None, "bert-base": 512, "tiny-bert": 128}.get(name, 1024)
+    start = time.process_time()
+    told = cost(name, n=n, train=True)
+    assert f"{told.parameters:,}" in str(told)
+    print(name, time.process_time() - start)
+"""
+
+
+def test_each_preset_is_priced_and_printed_in_half_a_second_after_import():
+    """In a process of its own: no shape checker, nothing remembered."""
+    done = subprocess.run([sys.executable, "-c", SPEED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    took = dict(line.split() for line in done.stdout.splitlines())
+    assert list(took) == rg.presets()
+    assert not {name: seconds for name, seconds in took.items() if float(seconds) >= 0.5}
+
+
+def test_no_weight_is_allocated_while_pricing(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a tensor was made")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    monkeypatch.setattr(torch.nn, "Linear", refuse)
+    assert cost("gpt2", n=256).parameters == 124_439_808
