@@ -67,7 +67,8 @@ def blocks(draw, d_model=None, patterns=PATTERNS, cross=False, positions=True):
         norm=draw(st.sampled_from(["layer", "rms", "batch", "none"])),
         norm_at=draw(st.sampled_from(["pre", "post"])),
         norm_bias=draw(st.booleans()),
-        residual=draw(st.booleans()),
+        # without a residual nothing learns below a hard look elsewhere: its queries get no gradient
+        residual=(look is not None and look.scale == float("inf")) or draw(st.booleans()),
         dropout=draw(st.sampled_from([0.0, 0.1])),
     )
 

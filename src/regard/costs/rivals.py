@@ -72,7 +72,7 @@ class Crossing:
 
     first: str
     second: str
-    n: float | None
+    n: int | float | None
     in_widths: str  # n as a multiple of d: "2 d"
 
 
