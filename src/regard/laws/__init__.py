@@ -1,0 +1,25 @@
+"""Laws that any attention must obey, and `check`, which tries them on anyone's."""
+
+from .catalogue import LAWS, law
+from .checker import Budget, check, replay, try_law
+from .law import Law, Outcome, Tolerance
+from .target import Function, Model, Part, Projections, Target
+from .verdict import Verdict
+
+__all__ = [
+    "LAWS",
+    "Budget",
+    "Function",
+    "Law",
+    "Model",
+    "Outcome",
+    "Part",
+    "Projections",
+    "Target",
+    "Tolerance",
+    "Verdict",
+    "check",
+    "law",
+    "replay",
+    "try_law",
+]

@@ -1,0 +1,107 @@
+"""Parts that have laws of their own: those found inside a model, and ours."""
+
+from collections.abc import Iterator
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..position import rotate, sinusoid
+from ..schedule import warmup_cosine
+from .target import Model, Part
+from .training import by_norm, scheduled
+
+
+def found_in(model: Model) -> tuple[Part, ...]:
+    """What the adapter gives, and the first of each kind of norm and patch cutter inside."""
+    given = model.parts(model.module) if model.parts is not None else ()
+    kinds = {part.kind for part in given}
+    return (*given, *(part for part in _seen(model) if part.kind not in kinds))
+
+
+def _seen(model: Model) -> Iterator[Part]:
+    seen: set[type] = set()
+    for name, module in model.module.named_modules():
+        if type(module) in seen:
+            continue
+        match module:
+            case nn.LayerNorm() if len(module.normalized_shape) == 1:
+                yield layer_norm(module, f"{model.name}: {name}")
+            case nn.BatchNorm1d():
+                yield batch_norm(module, f"{model.name}: {name}")
+            case nn.Conv2d() if model.image is not None and module.kernel_size == module.stride:
+                yield patch_cutter(module, model.image, f"{model.name}: {name}")
+            case _:
+                continue
+        seen.add(type(module))
+
+
+def layer_norm(module: nn.LayerNorm, name: str = "nn.LayerNorm") -> Part:
+    """A layer norm in float64. Its affine part is taken away again, so gains of 0 would hide what it does."""
+    import copy
+
+    double = copy.deepcopy(module).double().requires_grad_(False)
+    facts = {
+        "width": module.normalized_shape[0],
+        "eps": module.eps,
+        "gain": double.weight,
+        "shift": double.bias,
+    }
+    return Part(name, "norm", double, facts)
+
+
+def batch_norm(module: nn.BatchNorm1d, name: str = "nn.BatchNorm1d") -> Part:
+    import copy
+
+    double = copy.deepcopy(module).double().requires_grad_(False)
+
+    def call(x: Tensor, training: bool) -> Tensor:
+        return copy.deepcopy(double).train(training)(x)
+
+    return Part(name, "batch norm", call, {"width": module.num_features})
+
+
+def feed_forward(module: nn.Module, width: int, name: str = "feed-forward", **facts: Tensor) -> Part:
+    import copy
+
+    return Part(name, "feed-forward", copy.deepcopy(module).double().eval(), {"width": width, **facts})
+
+
+def patch_cutter(module: nn.Conv2d, image: tuple[int, int, int], name: str = "patches") -> Part:
+    import copy
+
+    double = copy.deepcopy(module).double().requires_grad_(False)
+
+    def call(images: Tensor) -> Tensor:
+        return rearrange(double(images), "b d y x -> b (y x) d")
+
+    facts = {"image": image, "side": module.kernel_size, "weight": double.weight, "bias": double.bias}
+    return Part(name, "patches", call, facts)
+
+
+def ours() -> tuple[Part, ...]:
+    """The parts this library is made of, as targets."""
+    from ..nn.feed_forward import FeedForward
+    from ..nn.norm import norm
+    from ..spec import FeedForward as Declared
+    from .counting import counted_specs
+
+    torch.manual_seed(0)
+    mlp = FeedForward(Declared(7), 5)
+    facts = {
+        "w_1": mlp.w_in.weight.detach().double(),
+        "b_1": mlp.w_in.bias.detach().double(),
+        "w_2": mlp.w_out.weight.detach().double(),
+        "b_2": mlp.w_out.bias.detach().double(),
+    }
+    return (
+        Part("sinusoidal()", "positions", lambda p, d: sinusoid(p, d, dtype=torch.float64)),
+        Part("rope()", "rotary", lambda x, p: rotate(x, p)),
+        Part("LayerNorm, ε = 0", "norm", norm("layer", 7, 0.0).double(), {"width": 7, "eps": 0.0}),
+        batch_norm(nn.BatchNorm1d(5), "BatchNorm1d"),
+        feed_forward(mlp, 5, "FeedForward", **facts),
+        patch_cutter(nn.Conv2d(3, 5, 4, stride=4), (3, 12, 8), "Vision.patches"),
+        scheduled(warmup_cosine(0.001, 40, 200)),
+        Part("clip_grad_norm_", "clip", by_norm),
+        *counted_specs(),
+    )

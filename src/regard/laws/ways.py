@@ -1,0 +1,539 @@
+"""One result, many ways to it: L06, L07, L51 – L54, L57, L61, L62."""
+
+import math
+from typing import Any
+
+import torch
+from einops import einsum, rearrange, repeat
+from torch import Tensor
+
+from .. import reference
+from ..engine.merge import merge
+from .formula import formula, wrapped
+from .lab import Lab
+from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, worst
+from .softmax import asked, spaced
+from .target import Function, Model, Projections
+
+GRADIENTS = 100.0  # a gradient may have this many times the error of an output: 1e-10 for 1e-12
+
+
+def slack(lab: Lab) -> float:
+    return GRADIENTS if lab.dtype == torch.float64 else 10.0
+
+
+def gradients(o: Tensor, over: tuple[Tensor, ...], towards: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of ⟨o, towards⟩; a tensor that gets none gets zeros."""
+    given = torch.autograd.grad((o * towards.to(o.dtype)).sum(), over, allow_unused=True)
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(given, over))
+
+
+def one_result(lab: Lab, c: Case) -> Reading:
+    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
+    hiding = asked(lab, c)
+    o = lab.attend(q, k, v, **hiding.options)
+    ways = {"the formula": lab.formula(q, k, v, hiding.allowed).o}
+    if c.hide in ("nothing", "causal", "random", "band", "columns", "window"):
+        heads = [lab.attend(*(x[:, h : h + 1] for x in (q, k, v)), **hiding.options) for h in range(c.h)]
+        ways["one head after the other"] = torch.cat(heads, 1)
+        folded = (rearrange(x, "b h n d -> (b h) 1 n d") for x in (q, k, v))
+        ways["heads folded into the batch"] = rearrange(
+            lab.attend(*folded, **hiding.options), "(b h) 1 n d -> b h n d", b=c.b
+        )
+        shown = hiding.allowed
+        doubles = (x.double() for x in (q, k, v))
+        ways["a streaming softmax"] = reference.attend_streaming(*doubles, shown, block=3)[0]
+    readings = [compare(f"outputs against {name}", o, way) for name, way in ways.items()]
+    if lab.takes("grad"):
+        towards = lab.randn(*o.shape)
+        got = gradients(o, (q, k, v), towards)
+        for name in ("the formula", "one head after the other"):
+            if name in ways:
+                want = gradients(ways[name], (q, k, v), towards)
+                readings += [
+                    compare(f"∂/∂{x} against {name}", g, w, slack(lab)) for x, g, w in zip("qkv", got, want)
+                ]
+    return worst(*readings)
+
+
+def projected(
+    x: Tensor, context: Tensor, p: Projections, allowed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The head outputs (b, h, n, d_v) by the formula, and what W_O makes of each: (b, h, n, d_out)."""
+
+    def project(given: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        out = einsum(given, w, "b n e, h e d -> b h n d")
+        return out if bias is None else out + bias[:, None]
+
+    q = project(x, p.w_q, p.b_q)
+    k, v = project(context, p.w_k, p.b_k), project(context, p.w_v, p.b_v)
+    k, v = (reference.repeat_heads(t, q.shape[1]) for t in (k, v))
+    heads = reference.attend(q, k, v, allowed).o
+    return heads, einsum(heads, p.w_o, "b h n d, h d e -> b h n e")
+
+
+def _matrices(lab: Lab, module: Any) -> Projections:
+    assert lab.model.projections is not None
+    return lab.model.projections(module)
+
+
+def module_is_the_formula(lab: Lab, c: Case) -> Reading:
+    module, x = lab.module(), lab.sequence(c.b, c.n)
+    p = _matrices(lab, module)
+    context = lab.context(c.b, c.m) if c.get("m") else None
+    options, allowed = model_hiding(lab, c.hide, c.b, c.n)
+    options = options if context is None else {}
+    table = None if allowed is None or context is not None else rearrange(allowed, "... n m -> ... 1 n m")
+    heads, parts = projected(x, x if context is None else context, p, table)
+    want = parts.sum(1) if p.b_o is None else parts.sum(1) + p.b_o
+    return compare(
+        "outputs against concat_h softmax(Q_h K_hᵀ/√d_k) V_h W_O", lab.run(x, context, **options), want
+    )
+
+
+def model_hiding(lab: Lab, way: str, b: int, n: int) -> tuple[dict[str, Any], Tensor | None]:
+    """How to ask a model to hide pairs, and the table (b, n, n)."""
+    past = torch.ones(n, n, dtype=torch.bool, device=lab.device).tril()
+    always = past if lab.takes("always causal") else None
+    match way:
+        case "nothing":
+            return {}, always
+        case "causal":
+            return {"causal": True}, past
+        case "random":
+            allowed = (lab.rand(b, n, n) < 0.5) | torch.eye(n, dtype=torch.bool, device=lab.device)
+            return {"allowed": allowed}, allowed if always is None else allowed & always
+    raise AssertionError(way)
+
+
+def model_hidings(lab: Lab) -> tuple[str, ...]:
+    return (
+        "nothing",
+        *(["causal"] if lab.takes("causal") else []),
+        *(["random"] if lab.takes("mask") else []),
+    )
+
+
+def module_space(lab: Lab, **fields):
+    sizes = {"b": (1, 2, 3), "n": (1, 2, 3, 5, 7), "hide": model_hidings(lab)}
+    return {**sizes, **({"m": (2, 3, 5)} if lab.takes("context") else {}), **fields}
+
+
+def has_projections(lab: Lab) -> str | None:
+    return (
+        "its matrices are not given (the adapter's field projections)"
+        if lab.model.projections is None
+        else None
+    )
+
+
+def of_plain_heads(lab: Lab) -> str | None:
+    if lab.takes("positions"):
+        return "it adds positions inside, which the bare formula does not know"
+    return has_projections(lab)
+
+
+def output_projection(lab: Lab, c: Case) -> Reading:
+    q, k, v = lab.qkv(c)
+    o = lab.attend(q, k, v)
+    w_o = lab.randn(c.h, v.shape[-1], 5)
+    together = rearrange(o, "b h n d -> b n (h d)") @ rearrange(w_o, "h d e -> (h d) e")
+    summed = sum(o[:, h] @ w_o[h] for h in range(c.h))
+    order = lab.shuffled(c.h)
+    permuted = lab.attend(q[:, order], k[:, order], v[:, order])
+    with_blocks = rearrange(permuted, "b h n d -> b n (h d)") @ rearrange(w_o[order], "h d e -> (h d) e")
+    return worst(
+        compare("concat(H_h) W_O against Σ_h H_h W_O^(h)", together, summed),
+        compare("heads permuted with the row blocks of W_O", with_blocks, together),
+    )
+
+
+def module_output_projection(lab: Lab, c: Case) -> Reading:
+    """Permute the heads of the module together with the blocks of W_O: nothing may change."""
+    module, x = lab.fresh(), lab.sequence(c.b, c.n)
+    context = lab.context(c.b, c.n)
+    with torch.no_grad():
+        before = lab.run(x, context, module)
+        p = _matrices(lab, module)
+        groups = p.w_k.shape[0]
+        order = lab.shuffled(groups)
+        each = p.w_q.shape[0] // groups
+        queries = rearrange(
+            repeat(order, "g -> g c", c=each) * each + torch.arange(each, device=lab.device), "g c -> (g c)"
+        )
+        for w, rows in zip(p[:7], (queries, order, order, queries, queries, order, order)):
+            if w is not None:
+                w.copy_(w[rows].clone())
+        return compare("outputs with heads and blocks of W_O permuted", lab.run(x, context, module), before)
+
+
+def grouped(lab: Lab, c: Case) -> Reading:
+    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
+    hiding = asked(lab, c)
+    o = lab.attend(q, k, v, **hiding.options)
+    repeated = [reference.repeat_heads(x, c.h) for x in (k, v)]
+    want = lab.attend(q, *repeated, **hiding.options)
+    readings = [
+        compare("grouped heads against repeated ones", o, want),
+        compare("grouped heads against the formula", o, lab.formula(q, k, v, hiding.allowed).o),
+    ]
+    if lab.takes("grad"):
+        towards = lab.randn(*o.shape)
+        got, right = gradients(o, (q, k, v), towards), gradients(want, (q, k, v), towards)
+        readings += [
+            compare(f"∂/∂{x} of grouped heads", g, w, slack(lab)) for x, g, w in zip("qkv", got, right)
+        ]
+    return worst(*readings)
+
+
+def chunked_prefill(lab: Lab, c: Case) -> Reading:
+    """Queries in chunks, each over the keys so far, against the full causal pass."""
+    q, k, v = lab.qkv(c)
+    whole = lab.attend(q, k, v, **_past(lab, c.n, c.n))
+    chunks = []
+    for start in range(0, c.n, c.chunk):
+        end = min(start + c.chunk, c.n)
+        options = _past(lab, end - start, end)
+        chunks.append(lab.attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], **options))
+    return compare("queries in chunks against the full pass", torch.cat(chunks, 2), whole)
+
+
+def _past(lab: Lab, n: int, m: int) -> dict[str, Any]:
+    """n last queries over m keys, each looking at its past."""
+    if lab.takes("causal") and (n == m or lab.target.alignment == "bottom-right"):
+        return {"causal": True}
+    i = torch.arange(n, device=lab.device)[:, None] + m - n
+    return {"allowed": torch.arange(m, device=lab.device) <= i}
+
+
+def split_and_merged(lab: Lab, c: Case) -> Reading:
+    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
+    m = k.shape[-2]
+    cut = int(lab.below(m, low=1)) if m > 1 else m
+    whole, lse = lab.attend_lse(q, k, v)
+    parts = [lab.attend_lse(q, k[:, :, s], v[:, :, s]) for s in (slice(0, cut), slice(cut, m)) if m > s.start]
+    joined, joined_lse = merge(parts)
+    right = lab.formula(q, k, v)
+    readings = [
+        compare("the log-sum-exp against the formula", lse, right.lse),
+        compare("parts merged by log-sum-exp against the whole", joined, whole),
+        compare("their joined log-sum-exp", joined_lse, lse),
+    ]
+    if lab.takes("grad"):
+        on_o, on_lse = lab.randn(*whole.shape), lab.randn(*lse.shape)
+        got = torch.autograd.grad(
+            (joined * on_o).sum() + (joined_lse * on_lse).sum(), (q, k, v), retain_graph=True
+        )
+        ones = torch.autograd.grad((whole * on_o).sum() + (lse * on_lse).sum(), (q, k, v), allow_unused=True)
+        want = torch.autograd.grad((right.o * on_o).sum() + (right.lse * on_lse).sum(), (q, k, v))
+        for x, g, o, w in zip("qkv", got, ones, want):
+            if o is None:
+                return Reading(math.inf, f"no gradient reaches {x} through (o, lse)")
+            readings += [
+                compare(f"∂/∂{x} of the merged parts", g, w, slack(lab)),
+                compare(f"∂/∂{x} through o and lse", o, w, slack(lab)),
+            ]
+    return worst(*readings)
+
+
+def overlaps_once(lab: Lab, c: Case) -> Reading:
+    """A union of overlapping masks, and keys that several ways of hiding allow: each key counts once."""
+    q, k, v = lab.qkv(c)
+    m = k.shape[-2]
+    i, j = torch.arange(c.n, device=lab.device)[:, None], torch.arange(m, device=lab.device)
+    near, sinks, columns = (i - j).abs() <= 2, j < 2, j % 3 == 0
+    union = near | sinks | columns
+    o = lab.attend(q, k, v, allowed=union)
+    readings = [compare("a union of overlapping masks against the formula", o, lab.formula(q, k, v, union).o)]
+    if lab.takes("lse"):
+        parts = [near, sinks & ~near, columns & ~near & ~sinks]
+        told = [lab.attend_lse(q, k, v, allowed=p.expand(c.n, m)) for p in parts]
+        joined, _ = merge(told)
+        readings.append(compare("disjoint parts merged against their union", joined, o))
+    return worst(*readings)
+
+
+def any_layout(lab: Lab, c: Case) -> Reading:
+    """The same numbers in other places of memory."""
+    q, k, v = lab.qkv(c)
+    hiding = asked(lab, c)
+    want = lab.attend(*(x.contiguous() for x in (q, k, v)), **hiding.options)
+
+    def laid(x: Tensor, how: str) -> Tensor:
+        match how:
+            case "heads inside positions":
+                return x.transpose(1, 2).contiguous().transpose(1, 2)
+            case "columns":
+                return x.mT.contiguous().mT
+            case "every other":
+                wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), 9.0)
+                wide[..., ::2] = x
+                return wide[..., ::2]
+            case "with an offset":
+                long = x.new_full((*x.shape[:-2], x.shape[-2] + 3, x.shape[-1]), 9.0)
+                long[..., 2:-1, :] = x
+                return long[..., 2:-1, :]
+        return x[:1].expand_as(x)  # stride 0 along the batch
+
+    if c.how == "one row for all":
+        q, k, v = (x[:1].expand_as(x).contiguous() for x in (q, k, v))
+        want = lab.attend(q, k, v, **hiding.options)
+    got = lab.attend(*(laid(x, c.how) for x in (q, k, v)), **hiding.options)
+    return compare(f"the same numbers laid out as {c.how!r}", got, want)
+
+
+LAYOUTS = ("heads inside positions", "with an offset", "columns", "every other", "one row for all")
+
+
+def model_any_layout(lab: Lab, c: Case) -> Reading:
+    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
+    spread = torch.stack([x, lab.others(x)], -1)[..., 0]
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    with torch.no_grad():
+        want = lab.run(x, context)
+        return worst(
+            compare("the same input with stride 2", lab.run(spread, context), want),
+            compare("the same input, positions first in memory", lab.run(turned, context), want),
+        )
+
+
+def past_tiles(lab: Lab, c: Case) -> Reading:
+    """Lengths just below, at and past the tiles kernels work in."""
+    q, k, v = lab.qkv(c)
+    hiding = asked(lab, c)
+    o = lab.attend(q, k, v, **hiding.options)
+    return compare(f"{c.n} queries against the formula", o, lab.formula(q, k, v, hiding.allowed).o)
+
+
+TILES = (15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257)
+
+
+def leaves_nothing(lab: Lab, c: Case) -> Reading:
+    """A call between two equal ones, of another length and another mask, changes nothing."""
+    q, k, v = lab.qkv(c)
+    hiding, m = asked(lab, c), k.shape[-2]
+    before = [x.clone() for x in (q, k, v)]
+    first = lab.attend(q, k, v, **hiding.options).clone()
+    for other in (Case(c, n=c.n + 3, **({"m": m + 3} if "m" in c else {})), Case(c, b=c.b + 1)):
+        more = lab.qkv(other)
+        way = c.hide if lab.fits(other) else "nothing"
+        asking = lab.hide(way, other.b, other.h, other.n, other.get("m", other.n))
+        got = lab.attend(*more, **asking.options)
+        fresh = compare("a call after one of another length", got, lab.formula(*more, asking.allowed).o)
+        if fresh.rank > 1e-3:
+            return fresh
+    same = asked(lab, c)  # the same sizes, another mask of the same kind
+    again = lab.attend(q, k, v, **same.options)
+    return worst(
+        compare("a call with another mask of the same shape", again, lab.formula(q, k, v, same.allowed).o),
+        compare("the first call again", lab.attend(q, k, v, **hiding.options), first),
+        *(
+            exactly(f"{name} was written to", torch.equal(x, y))
+            for name, x, y in zip("qkv", (q, k, v), before)
+        ),
+    )
+
+
+def _any_size(lab: Lab) -> str | None:
+    return "the target takes fixed lengths only" if {"n", "b"} & set(lab.function.sizes) else None
+
+
+def _heads(lab: Lab):
+    sizes = lab.space(hide=lab.hidings(), h=(2, 3, 4, 6), h_kv=(1, 2, 3))
+    return sizes
+
+
+def _wrong_split(x: Tensor, h: int) -> Tensor:
+    return rearrange(rearrange(x, "b h n d -> b n (d h)"), "b n (h d) -> b h n d", h=h)
+
+
+def _chunk_space(lab: Lab):
+    return lab.space(m=None, n=(2, 3, 5, 7, 11), chunk=(1, 2, 3, 4))
+
+
+def _dropped_lse() -> Function:
+    right = formula()
+
+    def call(q, k, v, **asked):
+        out = right.call(q, k, v, **asked)
+        return (out[0], out[1].detach() + 0 * q.sum(-1)) if asked.get("lse") else out
+
+    return Function("no gradient through lse", call, claims=right.claims, alignment=right.alignment)
+
+
+def _twice(q, k, v, asked):
+    allowed = asked.get("allowed")
+    if allowed is not None:  # keys 0 and 1 stand in the list twice
+        k, v = (torch.cat([x[:, :, :2], x], 2) for x in (k, v))
+        asked["allowed"] = torch.cat([allowed[..., :2], allowed], -1)
+    return (q, k, v), asked
+
+
+def _remembering() -> Function:
+    right, kept = formula(), {}
+
+    def call(q, k, v, *, allowed=None, **asked):
+        if allowed is not None:
+            allowed = kept.setdefault(q.shape[-2:], allowed)
+            allowed = allowed if allowed.shape[-1] == k.shape[-2] else None
+        return right.call(q, k, v, allowed=allowed, **asked)
+
+    claims = right.claims - {"documents", "lengths", "window", "causal"}
+    return Function("a mask remembered by length", call, claims=claims, alignment="bottom-right")
+
+
+def _misread(x: Tensor) -> Tensor:
+    """What a kernel sees that walks the storage as if it were contiguous."""
+    return x if x.is_contiguous() else x.as_strided(x.shape, x.contiguous().stride())
+
+
+def _past_64(q, k, v, asked):
+    shift = torch.zeros_like(k)
+    shift[..., 64:, :] = 1e-3
+    return (q, k + shift, v), asked
+
+
+def wrong_module(name: str = "heads split in the wrong order") -> Model:
+    """A multi-head attention that takes every h-th column for a head."""
+    from .modules import small_attention
+
+    return small_attention(name, split="n (d h) -> h n d")
+
+
+LAWS = (
+    Law(
+        "L06",
+        "one result, many ways",
+        "scalar sums = head loop = heads in the batch = streaming softmax = softmax(b Q Kᵀ) V, gradients too",
+        "the same weights, mask and scale; no dropout",
+        {
+            "function": Trial(one_result, spaced()),
+            "model": Trial(module_is_the_formula, module_space, avoids=("pooled",), when=of_plain_heads),
+        },
+        lambda: wrapped(
+            "heads split in another order",
+            lambda q, k, v, asked: ((_wrong_split(q, q.shape[1]), k, v), asked),
+        ),
+    ),
+    Law(
+        "L07",
+        "output projection",
+        "concat(H_h) W_O = Σ_h H_h W_O^(h); heads permuted with the row blocks of W_O: the same",
+        "no dropout",
+        {
+            "function": Trial(output_projection, spaced(hide=False, h=(2, 3, 5))),
+            "model": Trial(module_output_projection, module_space, when=has_projections),
+        },
+        lambda: wrapped(
+            "head 0's keys for all", lambda q, k, v, asked: ((q, k[:, :1].expand_as(k), v), asked)
+        ),
+    ),
+    Law(
+        "L51",
+        "grouped heads",
+        "query head g·c + r with key/value head g = the same with keys and values repeated",
+        "h_kv divides h",
+        {"function": Trial(grouped, _heads, needs=("grouped",))},
+        lambda: wrapped(
+            "heads grouped by remainder",
+            lambda q, k, v, asked: (
+                (q, *(x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))),
+                asked,
+            ),
+        ),
+    ),
+    Law(
+        "L52",
+        "chunked prefill",
+        "queries in chunks over the keys so far = the full causal pass",
+        "causal or mask; n ≠ m",
+        {
+            "function": Trial(
+                chunked_prefill, _chunk_space, needs=("causal|mask", "n≠m"), when=lambda lab: _by_chunks(lab)
+            )
+        },
+        lambda: wrapped(
+            "each chunk sees itself alone",
+            lambda q, k, v, asked: ((q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]), asked),
+            "causal",
+            "n≠m",
+            "float64",
+            "d_v≠d_k",
+        ),
+    ),
+    Law(
+        "L53",
+        "split and merged",
+        "o = Σ_p exp(lse_p − lse) o_p, lse = logsumexp_p lse_p over a split of the keys; gradients through both",
+        "gives its log-sum-exp",
+        {"function": Trial(split_and_merged, spaced(hide=False), needs=("lse", "n≠m"))},
+        _dropped_lse,
+    ),
+    Law(
+        "L54",
+        "overlaps counted once",
+        "keys that several masks allow weigh as much as any other",
+        "mask; each query has an allowed key",
+        {"function": Trial(overlaps_once, spaced(hide=False), needs=("mask",))},
+        lambda: wrapped("sinks counted twice", _twice),
+    ),
+    Law(
+        "L57",
+        "any memory layout",
+        "the same numbers with other strides and offsets give the same",
+        "everywhere",
+        {
+            "function": Trial(any_layout, lambda lab: lab.space(hide=lab.hidings(), how=LAYOUTS)),
+            "model": Trial(
+                model_any_layout,
+                lambda lab: {"b": (1, 2, 3), "n": _lengths(lab)},
+                when=lambda lab: _sequences(lab),
+            ),
+        },
+        lambda: wrapped("storage read as if contiguous", lambda q, k, v, asked: ((q, _misread(k), v), asked)),
+    ),
+    Law(
+        "L61",
+        "past tile boundaries",
+        "the formula holds at lengths around 16, 32, 64, 128 and 256",
+        "everywhere",
+        {
+            "function": Trial(
+                past_tiles,
+                lambda lab: lab.space(
+                    b=(1,),
+                    h=(1, 2),
+                    n=TILES,
+                    m=TILES if lab.takes("n≠m") else None,
+                    d_k=(8,),
+                    d_v=None,
+                    hide=lab.hidings(),
+                ),
+            )
+        },
+        lambda: wrapped("an error past key 64", _past_64),
+        Tolerance(1e-12, 1e-5),
+    ),
+    Law(
+        "L62",
+        "a call leaves nothing behind",
+        "f(x), f(y), f(x): the first and the last are the same, and x is as it was",
+        "everywhere",
+        {"function": Trial(leaves_nothing, spaced(), when=_any_size)},
+        _remembering,
+    ),
+)
+
+
+def _by_chunks(lab: Lab) -> str | None:
+    if lab.takes("mask") or lab.target.alignment == "bottom-right":
+        return None
+    return "chunks stand at the end of their keys: it aligns top-left and takes no mask"
+
+
+def _lengths(lab: Lab) -> tuple[int, ...]:
+    return tuple(n for n in (1, 2, 3, 5, 7, 11) if n <= lab.model.longest)
+
+
+def _sequences(lab: Lab) -> str | None:
+    return "its input is an image" if lab.model.image is not None else None
