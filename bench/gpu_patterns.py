@@ -23,9 +23,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from regard.engine.kernels import attend
-from regard.engine.kernels.calls import dkv_call, dq_call, layout
+from regard.engine.kernels.calls import dkv_call, dq_call
 from regard.engine.kernels.configs import Config, Configs, default
 from regard.engine.kernels.launch import Task, forward
+from regard.engine.kernels.launches import layout
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
 HEADS = 16
@@ -52,7 +53,7 @@ FLEX = tuple(
 # tile, block, warps, stages, cap on registers
 SWEEP = {
     128: {
-        "stream": ((64, 64, 4, 1, 168), (64, 64, 4, 1)),
+        "stream": ((64, 64, 4, 1, 168), (128, 64, 8, 1), (128, 128, 8, 1)),
         "dq": (
             (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 32, 4, 2, 168), (64, 32, 4, 3, 168), (128, 32, 8, 2, 128),
             (64, 32, 4, 2, 128), (128, 64, 8, 2),
@@ -63,7 +64,7 @@ SWEEP = {
         ),
     },
     64: {
-        "stream": ((64, 64, 4, 1, 128), (64, 64, 4, 1, 168)),
+        "stream": ((64, 64, 4, 1, 128), (128, 64, 8, 1, 128), (128, 128, 8, 1, 168), (128, 128, 8, 1)),
         "dq": (
             (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 2, 128), (128, 64, 8, 2, 128),
             (128, 64, 8, 3), (64, 128, 4, 2),
@@ -182,17 +183,29 @@ def compile_one(job) -> str:
         return f"{kind} d={d} {config}: {str(error)[:100]}"
 
 
-def sweep(widths, out) -> None:
-    pattern, n = MAIN[0]
-    jobs = [(kind, pattern, n, d, c) for d in widths for kind, cs in SWEEP[d].items() for c in cs]
+def sweep(widths, kinds, out) -> None:
+    jobs = [
+        (kind, pattern, n, d, c)
+        for pattern, n in (MAIN[0], MAIN[2])
+        for d in widths
+        for kind in kinds
+        for c in SWEEP[d][kind]
+    ]
     at_once(compile_one, jobs)
-    for kind, _, _, d, c in jobs:
+    for kind, pattern, n, d, c in jobs:
         try:
-            took = bench(one_kernel(kind, pattern, n, d, Config(*c)), 40)
-        except Exception:
-            took = math.nan
+            torch.manual_seed(0)  # every configuration is given the same numbers
+            call = one_kernel(kind, pattern, n, d, Config(*c))
+            norms = (
+                [x.double().norm().item() for x in call()]
+                if kind != "dq"
+                else [call().double().norm().item()]
+            )
+            took = bench(call, 40)
+        except Exception as error:
+            norms, took = [repr(error)[:60]], math.nan
         out.append({"group": "sweep", "kind": kind, "d": d, "config": c, "ms": took})
-        print(f"{kind:8} d={d:<4} {c!s:24} {took:.4f} ms", flush=True)
+        print(f"{kind:8} {pattern!r:40} d={d:<4} {c!s:24} {took:.4f} ms, norms {norms}", flush=True)
 
 
 # The table
@@ -291,6 +304,7 @@ def main() -> None:
     groups = ["check", "sweep", "forward", "backward", "other", "flex"]
     ask.add_argument("--group", nargs="+", choices=groups, default=["check", "forward", "backward"])
     ask.add_argument("--width", nargs="+", type=int, default=[128, 64])
+    ask.add_argument("--kind", nargs="+", choices=["stream", "dq", "dkv"], default=["stream", "dq", "dkv"])
     asked = ask.parse_args()
     torch.manual_seed(0)
     out: list[dict] = []
@@ -299,7 +313,7 @@ def main() -> None:
     print(f"{versions}; copy {rate / 1e9:.2f} TB/s")
     runs = {
         "check": lambda: check(asked.width),
-        "sweep": lambda: sweep(asked.width, out),
+        "sweep": lambda: sweep(asked.width, asked.kind, out),
         "forward": lambda: table(MAIN + OTHER, asked.width, False, rate, out),
         "backward": lambda: table(MAIN, asked.width, True, rate, out),
         "other": lambda: table(OTHER, asked.width, True, rate, out),

@@ -4,7 +4,8 @@
     python kernel_cases.py cuda NAME …                       with the configurations stored for a GPU
 
 The rule: max|fast − ref| ≤ 2 · max|plain − ref| + 4 ulp of max|ref|, where plain is ordinary PyTorch in the same
-dtype, for o, lse and the gradients of q, k and v under random gradients of o and lse.
+dtype, for o, lse and the gradients of q, k, v and of a bias by distance under random gradients of o and lse. Where
+weights are dropped, the same are dropped in all three: which, Philox says, here once more in NumPy.
 """
 
 import json
@@ -21,6 +22,7 @@ from math import inf, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -33,6 +35,7 @@ from regard.pattern import (
     dilated,
     every,
     full,
+    positions,
     prefix,
     rows,
     sinks,
@@ -40,8 +43,10 @@ from regard.pattern import (
     strided,
     window,
 )
+from regard.position import ByDistance
 
 OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+SEED = 0x1234_5678_9ABC_DEF
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,9 @@ class Case:
     given: str = "o and lse"  # which outputs have a gradient
     order: str = "b h n d"  # of the axes in memory
     one_key: bool = False  # no query sees two keys: see `terms`
+    reach: int | None = None  # of a table of distances, which learns
+    slopes: bool = False  # a bias falls with distance, by slopes that learn
+    dropout_p: float = 0.0
 
 
 def _words() -> Iterator[Case]:
@@ -132,6 +140,21 @@ SMALL = [
     Case("scale 0", BOTH, scale=0.0),
     Case("gradient of o alone", BOTH, given="o"),
     Case("gradient of lse alone", BOTH, given="lse"),
+    # A bias by distance and its gradient: along diagonals, at places of their own, past the reach
+    Case("table", full(), n=35, m=41, h=2, h_kv=1, b=2, reach=9),
+    Case("table of every distance", BOTH, n=35, m=35, reach=50),
+    Case("table of one distance", window(4) | every(8), reach=0),
+    Case("slopes", BOTH, h=2, h_kv=2, slopes=True),
+    Case("table and slopes", window(4) | every(3), h=2, h_kv=1, reach=12, slopes=True, scale=-0.3),
+    Case("table over strided keys", causal() & (strided(6) | every(4)), h=2, reach=30),
+    Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),
+    Case("table, several passes", causal() & (window(2) | every(16) | rows(13)), n=67, m=67, reach=20),
+    Case("table, every second position", blocks(7) | every(4), n=17, at=(1, 2), reach=15),
+    Case("table, lengths", window(3) | every(8), b=3, reach=6, slopes=True, lengths=(37, 17, 0)),
+    # Dropout
+    Case("dropout", BOTH, b=2, h=2, h_kv=1, dropout_p=0.3),
+    Case("dropout, split keys that go on", causal() & (window(2) | every(64)), n=291, m=291, dropout_p=0.5),
+    Case("dropout with a table, half", window(3) | every(8), reach=5, dropout_p=0.1, dtype="float16"),
     # Half precision
     Case("half window | every", window(4) | every(8), n=50, m=50, dtype="float16"),
     Case("half window | strided", window(3) | strided(8), dtype="float16"),
@@ -176,7 +199,7 @@ def tensors(case: Case, device: str) -> list[Tensor]:
     """q, k, v and gradients for o and lse, numbers of the case's dtype; what lengths hide is NaN and infinity."""
     c = case
     g = torch.Generator().manual_seed(1000 * c.n + c.m + c.d_k)
-    shapes = (
+    shapes: tuple[tuple[int, ...], ...] = (
         (c.b, c.h, c.n, c.d_k),
         (c.b, c.h_kv, c.m, c.d_k),
         (c.b, c.h_kv, c.m, c.d_v),
@@ -187,6 +210,40 @@ def tensors(case: Case, device: str) -> list[Tensor]:
     dlse = torch.randn(shapes[0][:3], generator=g, dtype=torch.float64).to(device, dtype).float()
     past = hidden(case, device)
     return [q, k.masked_fill(past, nan), v.masked_fill(past, inf), do, dlse]
+
+
+def bias(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parts of the bias by distance: numbers of the case's dtype, in this one."""
+    g = torch.Generator().manual_seed(case.n + case.m)
+    parts = {}
+    if case.reach is not None:
+        parts["table"] = torch.randn(case.h, 2 * case.reach + 1, generator=g, dtype=torch.float64)
+    if case.slopes:
+        parts["slopes"] = 0.2 * torch.rand(case.h, generator=g, dtype=torch.float64)
+    return {name: x.to(device, getattr(torch, case.dtype)).to(dtype) for name, x in parts.items()}
+
+
+def philox(counter: list[np.ndarray], seed: int, rounds: int = 7) -> np.ndarray:
+    """The first word of Philox4x32 of these four words, by its definition (Salmon and others, 2011)."""
+    mask = np.uint64(0xFFFFFFFF)
+    c = [np.asarray(x, dtype=np.uint64) for x in counter]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(rounds):
+        low, high = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        k0, k1 = (np.uint64(k) for k in keys)
+        shift = np.uint64(32)
+        c = [(high >> shift) ^ c[1] ^ k0, high & mask, (low >> shift) ^ c[3] ^ k1, low & mask]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c[0]
+
+
+def stay(case: Case, device: str) -> Tensor:
+    """What weights are multiplied with: 0 or 1/(1 − p), by seed, head, row and key."""
+    shape = case.b * case.h, case.n, case.m
+    head, row, key = np.indices(shape)
+    drawn = philox([key, row, head, np.zeros(shape)], SEED)
+    kept = torch.from_numpy(drawn >= round(case.dropout_p * 2**32)).double() / (1 - case.dropout_p)
+    return rearrange(kept, "(b h) n m -> b h n m", b=case.b).to(device)
 
 
 def written(x: Tensor, order: str) -> Tensor:
@@ -207,11 +264,17 @@ def dense(case: Case, device: str) -> Any:
         ~past, "b h m 1 -> b h 1 m"
     )
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    where = positions(case.pattern, case.n, case.m, case.at, torch.device(device))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (reference.repeat_heads(x.masked_fill(past, 0.0), case.h) for x in (k, v))
-        found = reference.attend(q, k, v, allowed, scale=case.scale)
+        added = ByDistance(**parts).dense(where, torch.arange(case.m, device=device)) if parts else None
+        found = reference.attend(q, k, v, allowed, bias=added, scale=case.scale)
         wide = found.scores if q.dtype == torch.float64 else found.scores.float()
-        return found.o, reference.log_sum_exp(wide, allowed)
+        o = found.o
+        if case.dropout_p:
+            o = (found.weights * stay(case, device).to(q.dtype)) @ v
+        return o, reference.log_sum_exp(wide, allowed)
 
     return attend
 
@@ -223,23 +286,24 @@ def fast(case: Case, device: str, configs: Any) -> Any:
     start, step = standing(case.pattern, case.n, case.m, case.at)
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (written(x, case.order) for x in (q, k, v))
-        return kernels.attend(
-            q, k, v, case.pattern, start, step, scale=case.scale, lengths=lengths, configs=configs
-        )
+        added = ByDistance(**parts) if parts else None
+        more: dict[str, Any] = {"bias": added, "dropout_p": case.dropout_p, "seed": SEED, "configs": configs}
+        return kernels.attend(q, k, v, case.pattern, start, step, scale=case.scale, lengths=lengths, **more)
 
     return attend
 
 
 def run(case: Case, attend: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """o, lse, dq, dk, dv."""
+    """o, lse, dq, dk, dv, and the gradients of the bias."""
     q, k, v, do, dlse = tensors(case, device)
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
-    o, lse = attend(q, k, v)
+    parts = {name: x.requires_grad_() for name, x in bias(case, device, dtype).items()}
+    o, lse = attend(q, k, v, **parts)
     given = {"o": (o, do.to(dtype)), "lse": (lse, dlse.to(lse.dtype))}
     outs, grads = zip(*(given[name] for name in case.given.split(" and ")))
-    found = torch.autograd.grad(outs, (q, k, v), grads, materialize_grads=True)
+    found = torch.autograd.grad(outs, (q, k, v, *parts.values()), grads, materialize_grads=True)
     return [o.detach(), lse.detach(), *found]
 
 
@@ -249,14 +313,17 @@ def ulp(ref: Tensor, dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps * 2.0 ** largest.log2().floor()) if largest > 0 else 0.0
 
 
-def errors(fast: list[Tensor], plain: list[Tensor], ref: list[Tensor]) -> dict[str, tuple[float, float]]:
+def errors(
+    names: tuple[str, ...], fast: list[Tensor], plain: list[Tensor], ref: list[Tensor]
+) -> dict[str, tuple[float, float]]:
     """For each output its largest error and what the rule grants; an infinite error where −∞ stands elsewhere."""
     out = {}
-    for name, f, p, r in zip(OUTPUTS, fast, plain, ref, strict=True):
+    for name, f, p, r in zip(names, fast, plain, ref, strict=True):
         none = r == -inf
         wrong = f.shape != r.shape or not torch.equal(f == -inf, none)
+        dtype = f.dtype
         f, p, r = (x.double().masked_fill(none, 0.0) for x in (f, p, r))
-        granted = 2 * float((p - r).abs().max()) + 4 * ulp(r, fast[OUTPUTS.index(name)].dtype)
+        granted = 2 * float((p - r).abs().max()) + 4 * ulp(r, dtype)
         out[name] = inf if wrong else float((f - r).abs().max()), granted
     return out
 
@@ -302,7 +369,8 @@ def outcome(case: Case, device: str) -> dict[str, Any]:
     dtype = getattr(torch, case.dtype)
     exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
     found = run(case, fast(case, device, configs), device, dtype)
-    told = errors(found, plain, exact)
+    names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
+    told = errors(names, found, plain, exact)
     if case.one_key:
         for name, size in terms(case, device).items():
             told[name] = told[name][0], 4 * torch.finfo(dtype).eps * size

@@ -2,23 +2,26 @@
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
-with delta = Σ do ∘ o − dlse a row. dq walks the plan, dk and dv the transposed plan; the first also writes the
-two numbers a row that the second reads.
+with delta = Σ do ∘ o − dlse a row; dropout multiplies the weights of dv, and do vᵀ. dq walks the plan, dk and dv the
+transposed plan; the first also writes the two numbers a row that the others read.
 """
 
 import triton
 import triton.language as tl
 
-from .common import VARYING, item_of, members, rows_of, store_rows
+from .added import head_of, stays, with_bias
+from .common import VARYING, ends, item_of, members, rows_of, store_rows
 
 
 @triton.jit
-def _visit_keys(
-    q, do, K, V, BLOCKS, t, mid, i, limit, k_m, v_m, scale2, lse2, delta, dq,
+def dscores_of_keys(
+    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
+    TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """ds of the rows of a tile and the keys of block t; those keys, and their rows of K."""
     HIDES: tl.constexpr = RAGGED or LENGTHS
     c = tl.arange(0, B)
     j = members(BLOCKS, t, c, SEGMENTS)
@@ -29,21 +32,27 @@ def _visit_keys(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     v = rows_of(V, j, v_m, seen, d_v, DV, HIDES, WIDE)
     dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    weights = tl.exp2(scores * scale2 - lse2[:, None])
+    scores = scores * scale2
+    if BIAS:
+        low, high = ends(BLOCKS, t, B, SEGMENTS)
+        scores = with_bias(scores, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - at, BIAS)
+    weights = tl.exp2(scores - lse2[:, None])
+    if DROPS:
+        dweights = tl.where(stays(seed, bh, r[:, None], j[None, :], below), dweights * boost, 0.0)
     if LENGTHS:
         weights = tl.where(seen[None, :], weights, 0.0)
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
             weights = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], weights, 0.0)
-    dscores = weights * (dweights - delta[:, None])
-    return tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+    return weights * (dweights - delta[:, None]), j, k
 
 
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, ITEMS, BLOCKS, LIMITS,
+    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    heads, all_heads, group, n, start, step, scale, scale2,
+    heads, all_heads, group, n, start, step, scale, scale2, reach, below, boost,
+    BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
@@ -59,6 +68,8 @@ def dq_kernel(
     r = first + hop * a
     mine = a < count
     i = start + step * r
+    at = start + step * first
+    latest = at + step * hop * (R - 1)
     limit = 0
     if LENGTHS:
         limit = tl.load(LIMITS + b)
@@ -70,6 +81,9 @@ def dq_kernel(
     DQ += b * dq_b + h * dq_h
     row = bh.to(tl.int64) * n
     STATS += 4 * row
+    slope = 0.0
+    if BIAS:
+        TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
 
     q = rows_of(Q, r, q_n, mine, d_k, DK, True, WIDE)
     do = rows_of(DO, r, do_n, mine, d_v, DV, True, WIDE)
@@ -87,10 +101,12 @@ def dq_kernel(
 
     dq = tl.zeros((R, DK), tl.float32)
     for t in range(lo, hi):
-        dq = _visit_keys(
-            q, do, K, V, BLOCKS, t, mid, i, limit, k_m, v_m, scale2, lse2, delta, dq, allowed, B,
+        dscores, _, k = dscores_of_keys(
+            q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
+            TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
             d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
         )  # fmt: skip
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = dq * scale
     if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
@@ -105,6 +121,7 @@ def dq_kernel(
 @triton.jit
 def _visit_rows(
     k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
+    TABLE, SLOPES, reach, at, latest, seed, h, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     GROUP: tl.constexpr, allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -117,6 +134,7 @@ def _visit_rows(
         Q += g * q_h
         DO += g * do_h
         STATS += g * 4 * n
+        h, bh = h + g, bh + g.to(tl.int32)
     c = tl.arange(0, B)
     r = members(BLOCKS, t, c, SEGMENTS)
     seen = c < tl.load(BLOCKS + t * 12 + 8)
@@ -129,16 +147,28 @@ def _visit_rows(
     delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
     q = rows_of(Q, r, q_n, seen, d_k, DK, RAGGED, WIDE)
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    weights = tl.exp2(scores * scale2 - lse2[None, :])
+    i = start + step * r
+    scores = scores * scale2
+    if BIAS:
+        TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
+        low, high = ends(BLOCKS, t, B, SEGMENTS)
+        least, most = at - start - step * high, latest - start - step * low
+        scores = with_bias(scores, TABLE, slope, reach, i[None, :], j[:, None], least, most, BIAS)
+    weights = tl.exp2(scores - lse2[None, :])
     if LENGTHS:
         weights = tl.where(live[:, None], weights, 0.0)
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            i = start + step * r
             weights = tl.where(allowed(i[None, :], j[:, None]) & seen[None, :], weights, 0.0)
     do = rows_of(DO, r, do_n, seen, d_v, DV, RAGGED, WIDE)
-    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+    kept = weights
+    if DROPS:
+        stay = stays(seed, bh, r[None, :], j[:, None], below)
+        kept = tl.where(stay, weights * boost, 0.0)
+    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
     dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    if DROPS:
+        dweights = tl.where(stay, dweights * boost, 0.0)
     dscores = weights * (dweights - delta[None, :])
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -146,9 +176,10 @@ def _visit_rows(
 
 @triton.jit(do_not_specialize=VARYING)
 def dkv_kernel(
-    Q, K, V, DO, STATS, DK_OUT, DV_OUT, PART, ITEMS, BLOCKS, LIMITS,
+    Q, K, V, DO, STATS, DK_OUT, DV_OUT, PART, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    heads, all_heads, n, start, step, scale, scale2,
+    heads, all_heads, n, start, step, scale, scale2, reach, below, boost,
+    BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
@@ -181,7 +212,9 @@ def dkv_kernel(
     for u in range(GROUP * (hi - lo)):
         dk, dv = _visit_rows(
             k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n,
-            n, scale2, dk, dv, GROUP, allowed, B,
+            n, scale2, dk, dv, TABLE, SLOPES, reach, first, first + hop * (R - 1), seed,
+            h * GROUP, bh * GROUP, below, boost, BIAS, DROPS,
+            GROUP, allowed, B,
             d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
         )  # fmt: skip
     dk = dk * scale

@@ -2,87 +2,45 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .added import LOG2E, SLOPES, TABLE, Added, threshold
 from .backward import dkv_kernel, dq_kernel, sum_kernel
+from .bias_gradient import bias_kernel
 from .configs import Config, padded
 from .forward import forward_kernel, join_kernel
+from .launches import Launch, Layout, dense
 from .route import Route, Step, route
 from .schedule import chunks
 
-LOG2E = 1.4426950408889634
 STREAMED = (64, 128)  # widths of heads that the streaming kernel takes
 SLICE = 16  # members that one program of an ordered sum adds up
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory; aligned: to 16 bytes."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    aligned: bool
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Strides of batch, head and row."""
-        return self.stride[:3]
-
-
-def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.data_ptr() % 16 == 0)
-
-
-def _dense(*shape: int) -> Layout:
-    _, h, n, d = shape
-    return Layout(shape, (h * n * d, n * d, d, 1), True)
-
-
-class Launch:
-    """One kernel with all its arguments but the tensors, which come first."""
-
-    def __init__(self, kernel: Any, programs: int, config: Config, *numbers: Any, **sizes: Any):
-        self.kernel, self.grid = kernel, (programs, 1, 1)
-        self.numbers, self.sizes = numbers, sizes
-        self.options = {"num_warps": config.warps, "num_stages": config.stages}
-        if config.registers is not None:
-            self.options["maxnreg"] = config.registers
-        self.ready: Any = None  # the compiled kernel, after the first call: from then on nothing is looked up
-        self.rest: tuple[Any, ...] = ()
-
-    def __call__(self, *tensors: Tensor) -> None:
-        if self.ready is not None:
-            self.ready[self.grid](*tensors, *self.rest)
-        elif self.grid[0]:
-            self.ready = self.kernel[self.grid](*tensors, *self.numbers, **self.sizes, **self.options)
-            if self.ready is not None:  # not under the interpreter
-                names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-                self.rest = (*self.numbers, *({**self.sizes, **self.options}[name] for name in names))
 
 
 @lru_cache(maxsize=512)
 def forward_call(
     task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device, lengths: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, limits) → (o, lse)."""
-    way = None if lengths else _streamed(task, q, k, v, dtype, device)
+    """(q, k, v, limits, added) → (o, lse)."""
+    way = None if lengths or task.adds else _streamed(task, q, k, v, dtype, device)
     if way is not None:
         return _stream(task, way, q, k, v, dtype, device)
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.forward, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
     o_type = torch.float32 if way.joins else dtype
-    o_like = _dense(b, h, n, d_v)
+    o_like = dense(b, h, n, d_v)
     wide = _wide(q, k, v, o_like)
     launches = []
     for step in way.steps:
         first = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o_like.steps,
-            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
-            **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, PRECISION=_precision(dtype), WIDE=wide,
-            LENGTHS=lengths,
+            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
         )  # fmt: skip
         then = Launch(
             join_kernel, len(step.work.joins) * b * h, config, *o_like.steps, h, b * h, n, task.start, task.step,
@@ -90,17 +48,18 @@ def forward_call(
         )  # fmt: skip
         launches.append((step.work, first, then))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Added) -> tuple[Tensor, Tensor]:
         o, lse = _outputs(way, o_like.shape, o_type, device)
+        rest = _rest(limits, added, lse)
         for work, first, then in launches:
-            part_o = lse.new_empty((work.slots, b * h, config.tile, padded(d_v)))
-            part_lse = lse.new_empty((work.slots, b * h, config.tile))
-            first(
-                q, k, v, o, lse, part_o, part_lse, work.items, work.blocks, lse if limits is None else limits
-            )
+            part_o = part_lse = lse
+            if work.slots:
+                part_o = lse.new_empty((work.slots, b * h, config.tile, padded(d_v)))
+                part_lse = lse.new_empty((work.slots, b * h, config.tile))
+            first(q, k, v, o, lse, part_o, part_lse, work.items, work.blocks, *rest)
             if work.slots:
                 then(o, lse, part_o, part_lse, work.joins)
-        return o.to(dtype), lse
+        return o if o_type == dtype else o.to(dtype), lse
 
     return call
 
@@ -144,15 +103,15 @@ def _stream(
         blocks, table = chunks(step.work, b * h, slots)
         launch = Launch(
             hopper.stream_kernel, len(table) * b * h, config,
-            *q.steps, *k.steps, *v.steps, *_dense(b, h, n, d).steps,
+            *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
             **hopper.tests(step.work.pattern), keep=None if step.kept is None else hopper.keep(step.kept),
-            R=config.tile, D=d, SEGMENTS=step.work.segments,
-            **hopper.layouts(config.tile, d, config.warps, dtype),
+            R=config.tile, B=config.block, D=d, SEGMENTS=step.work.segments,
+            **hopper.layouts(config.block, d, config.warps, dtype),
         )  # fmt: skip
         launches.append((launch, table, blocks))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None) -> tuple[Tensor, Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Added) -> tuple[Tensor, Tensor]:
         o, lse = _outputs(way, q.shape, q.dtype, device)
         for launch, table, blocks in launches:
             launch(q, k, v, o, lse, table, blocks)
@@ -163,18 +122,22 @@ def _stream(
 
 @lru_cache(maxsize=512)
 def backward_call(
-    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool, lengths: bool
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """(q, k, v, o, do, lse, dlse, limits) → (dq, dk, dv)."""
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool, lengths: bool,
+    of_bias: bool,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]]:  # fmt: skip
+    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv, and (near, far) of the bias where it learns."""
     for_queries = dq_call(task, given, dtype, device, dlse, lengths)
     for_keys = dkv_call(task, given, dtype, device, lengths)
+    for_bias = bias_call(task, given, dtype, device, lengths) if of_bias else None
 
-    def call(q, k, v, o, do, lse, dlse, limits):
+    def call(q, k, v, o, do, lse, dlse, limits, added):
         stats = lse.new_empty(
             (*lse.shape, 4)
         )  # lse in base 2, delta, and room that makes the loads 16 bytes wide
-        dq = for_queries(q, k, v, o, do, lse, dlse, limits, stats)
-        return dq, *for_keys(q, k, v, do, limits, stats)
+        rest = _rest(limits, added, lse)
+        dq = for_queries(q, k, v, o, do, lse, dlse, stats, rest)
+        dk, dv = for_keys(q, k, v, do, stats, rest)
+        return dq, dk, dv, None if for_bias is None else for_bias(q, k, v, do, stats, rest)
 
     return call
 
@@ -187,36 +150,37 @@ def dq_call(
     has_dlse: bool,
     lengths: bool,
 ) -> Callable[..., Tensor]:
-    """(q, k, v, o, do, lse, dlse, limits, stats) → dq; fills stats."""
+    """(q, k, v, o, do, lse, dlse, stats, rest) → dq; fills stats."""
     q, k, v, o, do = given
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
-    like = _dense(b, h, n, d_k)
+    like = dense(b, h, n, d_k)
     wide = _wide(*given, like)
     launches = []
     for step in way.steps:
         first = Launch(
             dq_kernel, len(step.work.items) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
-            h, b * h, h // h_kv, n, task.start, task.step, task.scale, _base2(task.scale),
-            **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, HAS_DLSE=has_dlse,
-            PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, _base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            HAS_DLSE=has_dlse, PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
         )  # fmt: skip
         then = _sum(like, 0, padded(d_k), step, config, (task.start, task.step), wide)
         launches.append((step.work, first, then))
 
-    def call(q, k, v, o, do, lse, dlse, limits, stats):
-        make = torch.empty if way.covers else torch.zeros
-        dq = make(like.shape, dtype=torch.float32 if way.joins else dtype, device=device)
+    kind = torch.float32 if way.joins else dtype
+
+    def call(q, k, v, o, do, lse, dlse, stats, rest):
+        dq = (torch.empty if way.covers else torch.zeros)(like.shape, dtype=kind, device=device)
         if not way.covers:
             stats.zero_()
-        dlse, limits = lse if dlse is None else dlse, lse if limits is None else limits
+        dlse = lse if dlse is None else dlse
         for work, first, then in launches:
-            part = lse.new_empty((work.slots, b * h, config.tile, padded(d_k)))
-            first(q, k, v, o, do, lse, dlse, stats, dq, part, work.items, work.blocks, limits)
+            part = lse.new_empty((work.slots, b * h, config.tile, padded(d_k))) if work.slots else lse
+            first(q, k, v, o, do, lse, dlse, stats, dq, part, work.items, work.blocks, *rest)
             if work.slots:
                 then(dq, part, work.joins)
-        return dq.to(dtype)
+        return dq if kind == dtype else dq.to(dtype)
 
     return call
 
@@ -224,11 +188,11 @@ def dq_call(
 def dkv_call(
     task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, lengths: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, do, limits, stats) → dk, dv."""
+    """(q, k, v, do, stats, rest) → dk, dv."""
     q, k, v, _, do = given
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dkv, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, True, device)
-    like_k, like_v = _dense(b, h_kv, m, d_k), _dense(b, h_kv, m, d_v)
+    like_k, like_v = dense(b, h_kv, m, d_k), dense(b, h_kv, m, d_v)
     wide = _wide(q, k, v, do, like_k, like_v)
     both = padded(d_k) + padded(d_v)
     launches = []
@@ -236,27 +200,64 @@ def dkv_call(
         first = Launch(
             dkv_kernel, len(step.work.items) * b * h_kv, config,
             *q.steps, *k.steps, *v.steps, *do.steps, *like_k.steps, *like_v.steps,
-            h_kv, b * h_kv, n, task.start, task.step, task.scale, _base2(task.scale),
-            **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GROUP=h // h_kv,
+            h_kv, b * h_kv, n, task.start, task.step, task.scale, _base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            GROUP=h // h_kv,
             PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
         )  # fmt: skip
         sum_k = _sum(like_k, 0, both, step, config, (0, 1), wide)
         sum_v = _sum(like_v, padded(d_k), both, step, config, (0, 1), wide)
         launches.append((step.work, first, sum_k, sum_v))
 
-    def call(q, k, v, do, limits, stats):
-        make, kind = torch.empty if way.covers else torch.zeros, torch.float32 if way.joins else dtype
+    kind = torch.float32 if way.joins else dtype
+
+    def call(q, k, v, do, stats, rest):
+        make = torch.empty if way.covers else torch.zeros
         dk, dv = (make(x.shape, dtype=kind, device=device) for x in (like_k, like_v))
-        limits = stats if limits is None else limits
         for work, first, sum_k, sum_v in launches:
-            part = stats.new_empty((work.slots, b * h_kv, config.tile, both))
-            first(q, k, v, do, stats, dk, dv, part, work.items, work.blocks, limits)
+            part = stats.new_empty((work.slots, b * h_kv, config.tile, both)) if work.slots else stats
+            first(q, k, v, do, stats, dk, dv, part, work.items, work.blocks, *rest)
             if work.slots:
                 sum_k(dk, part, work.joins)
                 sum_v(dv, part, work.joins)
-        return dk.to(dtype), dv.to(dtype)
+        return (dk, dv) if kind == dtype else (dk.to(dtype), dv.to(dtype))
 
     return call
+
+
+def bias_call(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, lengths: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, do, stats, rest) → (h, 2·reach + 1) and (h, 3): Σ ds by distance, below, above and times |j − i|."""
+    q, k, v, _, do = given
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, False, device)
+    wide = _wide(q, k, v, do)
+    most = max((len(step.work.items) for step in way.steps), default=1)
+    programs = min(max(_at_a_time(device) // (b * h), 1), most)  # of a head: no more rows of sums than these
+    launches = [
+        (step.work, Launch(
+            bias_kernel, programs * b * h, config,
+            *q.steps, *k.steps, *v.steps, *do.steps, len(step.work.items), programs,
+            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+        ))
+        for step in way.steps
+    ]  # fmt: skip
+
+    def call(q, k, v, do, stats, rest):
+        near = stats.new_zeros((programs, b, h, 2 * (task.reach or 0) + 1))
+        far = stats.new_zeros((programs, b, h, 4))
+        for work, launch in launches:
+            launch(q, k, v, do, stats, near, far, work.items, work.blocks, *rest)
+        return near.sum((0, 1)), far.sum((0, 1))[:, :3]
+
+    return call
+
+
+def _at_a_time(device: torch.device) -> int:
+    """Programs of the bias's gradient that a GPU runs at a time, about."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _sum(
@@ -283,8 +284,28 @@ def _shape(step: Step, config: Config, d_k: int, d_v: int) -> dict[str, Any]:
         "DV": padded(d_v),
         "SEGMENTS": step.work.segments,
         "RAGGED": step.work.ragged,
-        "GOES_ON": step.goes_on,
     }
+
+
+def _parts(task: Any) -> dict[str, Any]:
+    """What is added to a plain call, for the compiler."""
+    bias = TABLE * (task.reach is not None) + SLOPES * task.sloped
+    return {"BIAS": bias, "DROPS": task.dropout_p > 0}
+
+
+def _numbers(task: Any) -> tuple[Any, ...]:
+    """The same in numbers: reach of the table, what dropout is decided by, what it multiplies with."""
+    return task.reach or 0, threshold(task.dropout_p), 1.0 / (1.0 - task.dropout_p)
+
+
+def _rest(limits: Tensor | None, added: Added, some: Tensor) -> tuple[Any, ...]:
+    """Limits, table, slopes and seed; `some` tensor stands for what there is not, and is not read."""
+    return (
+        some if limits is None else limits,
+        some if added.table is None else added.table,
+        some if added.slopes is None else added.slopes,
+        added.seed,
+    )
 
 
 def _base2(scale: float) -> float:

@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-VARYING = ["heads", "all_heads", "n", "start"]  # numbers that must not make Triton compile again
+VARYING = [
+    "heads",
+    "all_heads",
+    "n",
+    "start",
+    "reach",
+    "seed",
+    "below",
+]  # numbers that must not make Triton compile again
 
 
 @triton.jit
@@ -31,6 +39,18 @@ def members(BLOCKS, t, c, SEGMENTS: tl.constexpr):
     if SEGMENTS > 2:
         x = tl.where(c < tl.load(at + 5), x, tl.load(at + 6) + tl.load(at + 7) * c)
     return x
+
+
+@triton.jit
+def ends(BLOCKS, t, B: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The first and last of `members`; of several progressions, bounds that hold for any."""
+    at = BLOCKS + t * 12
+    low = tl.load(at)
+    high = low + tl.load(at + 1) * (B - 1)
+    if SEGMENTS > 1:
+        low = low * 0 - (1 << 29)
+        high = high * 0 + (1 << 29)
+    return low, high
 
 
 @triton.jit

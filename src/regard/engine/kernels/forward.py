@@ -1,14 +1,16 @@
-"""o = softmax(scale · q kᵀ) v over the blocks of a schedule, one program a tile of queries and a head."""
+"""o = softmax(scale · q kᵀ + bias) v over the blocks of a schedule, one program a tile of queries and a head."""
 
 import triton
 import triton.language as tl
 
-from .common import VARYING, item_of, members, rows_of, store_rows
+from .added import head_of, stays, with_bias
+from .common import VARYING, ends, item_of, members, rows_of, store_rows
 
 
 @triton.jit
 def _visit(
-    q, K, V, BLOCKS, t, mid, i, limit, k_m, v_m, scale2, top, total, acc,
+    q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc,
+    TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -22,16 +24,25 @@ def _visit(
         seen = seen & (j < limit)
     k = rows_of(K, j, k_m, seen, d_k, DK, HIDES, WIDE)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    unit = scale2
+    if BIAS:
+        low, high = ends(BLOCKS, t, B, SEGMENTS)
+        scores = with_bias(
+            scores * scale2, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - at, BIAS
+        )
+        unit = 1.0
     if LENGTHS:
         scores = tl.where(seen[None, :], scores, -float("inf"))
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
             scores = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], scores, -float("inf"))
-    higher = tl.maximum(top, tl.max(scores, 1) * scale2)
+    higher = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: −∞ − (−∞) would be NaN
-    weights = tl.exp2(scores * scale2 - base[:, None])
+    weights = tl.exp2(scores * unit - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weights, 1)
+    if DROPS:
+        weights = tl.where(stays(seed, bh, r[:, None], j[None, :], below), weights * boost, 0.0)
     v = rows_of(V, j, v_m, seen, d_v, DV, HIDES, WIDE)
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -40,9 +51,9 @@ def _visit(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    Q, K, V, O, LSE, PART_O, PART_LSE, ITEMS, BLOCKS, LIMITS,
+    Q, K, V, O, LSE, PART_O, PART_LSE, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2,
+    heads, all_heads, group, n, start, step, scale2, reach, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
@@ -58,6 +69,8 @@ def forward_kernel(
     r = first + hop * a
     mine = a < count
     i = start + step * r
+    at = start + step * first
+    latest = at + step * hop * (R - 1)
     limit = 0
     if LENGTHS:
         limit = tl.load(LIMITS + b)
@@ -66,6 +79,9 @@ def forward_kernel(
     V += b * v_b + (h // group) * v_h
     O += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * n
+    slope = 0.0
+    if BIAS:
+        TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
 
     q = rows_of(Q, r, q_n, mine, d_k, DK, True, WIDE)
     top = tl.full((R,), -float("inf"), tl.float32)
@@ -79,7 +95,8 @@ def forward_kernel(
 
     for t in range(lo, hi):
         top, total, acc = _visit(
-            q, K, V, BLOCKS, t, mid, i, limit, k_m, v_m, scale2, top, total, acc, allowed, B,
+            q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc,
+            TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
             d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
         )  # fmt: skip
 

@@ -1,17 +1,24 @@
 """From tensors to launches: what a pattern needs on a device is prepared once, then kept."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...errors import BackendError
 from ...pattern import Pattern
-from .calls import Layout, backward_call, forward_call, layout
-from .configs import Configs, default
+from ...position import ByDistance
+from . import added
+from .added import NOTHING, Added
+from .calls import backward_call, forward_call
+from .configs import Configs, default, padded
+from .launches import layout
 from .route import route
 
 __all__ = ["Task", "attend", "backward", "forward", "route", "task"]
@@ -20,22 +27,36 @@ WIDEST = 256
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """What one call computes, apart from its tensors."""
+    """What one call computes, apart from its tensors. One object for all calls alike: they are known by it."""
 
     pattern: Pattern
     start: int  # query r stands at start + step · r
     step: int
     scale: float
     configs: Configs
+    reach: int | None = None  # of the table of a bias by distance; None: no table
+    sloped: bool = False  # the bias has slopes
+    dropout_p: float = 0.0
+
+    @property
+    def adds(self) -> bool:
+        return self.reach is not None or self.sloped or self.dropout_p > 0
 
 
 @lru_cache(maxsize=256)
 def _task(
-    d_k: int, d_v: int, dtype: torch.dtype, pattern: Pattern, start: int, step: int, scale: float
+    d_k: int,
+    d_v: int,
+    dtype: torch.dtype,
+    pattern: Pattern,
+    place: tuple[int, int],
+    scale: float,
+    more: tuple[int | None, bool, float],
+    configs: Configs | None,
 ) -> Task:
-    return Task(pattern, start, step, scale, default(d_k, d_v, dtype))
+    return Task(pattern, *place, scale, configs or default(d_k, d_v, dtype), *more)
 
 
 def task(
@@ -45,9 +66,19 @@ def task(
     start: int,
     step: int,
     scale: float,
+    given: Added = NOTHING,
+    dropout_p: float = 0.0,
+    configs: Configs | None = None,
 ) -> Task:
-    """The task with the stored configuration of these widths."""
-    return _task(q.shape[-1], v.shape[-1], q.dtype, pattern, start, step, scale)
+    """The task, with the stored configuration of these widths unless one is given."""
+    more = None if given.table is None else given.table.shape[-1] // 2, given.slopes is not None, dropout_p
+    return _task(q.shape[-1], v.shape[-1], q.dtype, pattern, (start, step), scale, more, configs)
+
+
+@lru_cache(maxsize=64)
+def _turned(task: Task) -> Task:
+    """The same with the scale's sign changed: the running maximum is taken before scaling."""
+    return replace(task, scale=-task.scale)
 
 
 def forward(
@@ -56,19 +87,20 @@ def forward(
     v: Float[Tensor, "b h_kv m d_v"],
     task: Task,
     lengths: Int[Tensor, " b"] | None = None,
+    given: Added = NOTHING,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and ln Σ exp(scores); zeros and −∞ for a query that may look nowhere."""
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         return q.new_zeros((*q.shape[:3], v.shape[-1])), lse
-    if task.scale < 0:  # the running maximum is taken before scaling
-        return forward(-q, k, v, replace(task, scale=-task.scale), lengths)
+    if task.scale < 0:
+        return forward(-q, k, v, _turned(task), lengths, given)
     d_v = v.shape[-1]
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = _rows(q), _rows(k), _rows(v, _least(q))
     call = forward_call(task, layout(q), layout(k), layout(v), q.dtype, q.device, lengths is not None)
-    with torch.cuda.device(q.device if q.is_cuda else -1):
-        o, lse = call(q, k, v, _limits(lengths, q))
-    return o[..., :d_v], lse
+    with _on(q):
+        o, lse = call(q, k, v, _limits(lengths, q), given.ready())
+    return o if v.shape[-1] == d_v else o[..., :d_v], lse
 
 
 def backward(
@@ -81,31 +113,64 @@ def backward(
     dlse: Float[Tensor, "b h n"] | None,
     task: Task,
     lengths: Int[Tensor, " b"] | None = None,
-) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
-    """dq, dk, dv from what the forward pass gave and the gradients of both its outputs."""
+    given: Added = NOTHING,
+    of_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of q, k, v and, if `of_bias`, of table and slopes, from those of both outputs."""
     if not q.numel() or not k.numel():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        zeros = (None if x is None else torch.zeros_like(x) for x in (q, k, v, given.table, given.slopes))
+        return tuple(zeros)  # type: ignore[return-value]
     if task.scale < 0:
-        dq, dk, dv = backward(-q, k, v, o, lse, do, dlse, replace(task, scale=-task.scale), lengths)
-        return -dq, dk, dv
-    d_k, d_v = q.shape[-1], v.shape[-1]
-    q, k, v, o, do = _rows(q), _rows(k), _rows(v), _rows(o), _rows(do)
+        dq, *more = backward(-q, k, v, o, lse, do, dlse, _turned(task), lengths, given, of_bias)
+        return -dq, *more
+    d_k, d_v, least = q.shape[-1], v.shape[-1], _least(q)
+    q, k, v, o, do = _rows(q), _rows(k), _rows(v, least), _rows(o, least), _rows(do, least)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    given: tuple[Layout, ...] = tuple(map(layout, (q, k, v, o, do)))
-    call = backward_call(task, given, q.dtype, q.device, dlse is not None, lengths is not None)
-    with torch.cuda.device(q.device if q.is_cuda else -1):
-        dq, dk, dv = call(q, k, v, o, do, lse, dlse, _limits(lengths, q))
-    return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+    lie = layout(q), layout(k), layout(v), layout(o), layout(do)
+    call = backward_call(task, lie, q.dtype, q.device, dlse is not None, lengths is not None, of_bias)
+    with _on(q):
+        dq, dk, dv, found = call(q, k, v, o, do, lse, dlse, _limits(lengths, q), given.ready())
+        of_table, of_slopes = (None, None) if found is None else _of_bias(given, *found)
+    if q.shape[-1] != d_k:
+        dq, dk = dq[..., :d_k], dk[..., :d_k]
+    return dq, dk, dv if v.shape[-1] == d_v else dv[..., :d_v], of_table, of_slopes
 
 
-def _rows(x: Tensor) -> Tensor:
+def _of_bias(
+    given: Added, near: Float[Tensor, "h r"], far: Float[Tensor, "h 3"]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of table and slopes: what lies past the reach belongs to the table's ends."""
+    if given.table is not None:
+        near[:, 0] += far[:, 0]
+        near[:, -1] += far[:, 1]
+    of_table = None if given.table is None else near.to(given.table.dtype)
+    return of_table, None if given.slopes is None else -far[:, 2].to(given.slopes.dtype)
+
+
+def _rows(x: Tensor, least: int = 1) -> Tensor:
     """Rows of adjacent numbers that begin and end at multiples of 16 bytes: what the kernels load in whole."""
     whole = 16 // x.element_size()
-    if short := -x.shape[-1] % whole:
+    if short := max(-x.shape[-1] % whole, least - x.shape[-1]):
         return F.pad(x, (0, short))
-    *strides, last = x.stride()
-    aligned = all(s >= 0 and s % whole == 0 for s in strides) and x.storage_offset() % whole == 0
+    a, b, c, last = x.stride()
+    aligned = min(a, b, c) >= 0 and not (a % whole or b % whole or c % whole or x.storage_offset() % whole)
     return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _least(q: Tensor) -> int:
+    """How wide values must be beside these queries.
+
+    Triton 3.6 reads past shared memory in the product of 128 rows of weights with values 16 wide, where keys are
+    wider (seen by compute-sanitizer on an H200).
+    """
+    return 24 if padded(q.shape[-1]) > 16 else 1
+
+
+def _on(q: Tensor) -> AbstractContextManager[Any]:
+    """The device of q as the current one; nothing to do where it is."""
+    if not q.is_cuda or q.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(q.device)
 
 
 def _limits(lengths: Tensor | None, q: Tensor) -> Tensor | None:
@@ -113,21 +178,27 @@ def _limits(lengths: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 class Attend(torch.autograd.Function):
-    """(q, k, v) → (o, lse), both differentiable."""
+    """(q, k, v, table, slopes) → (o, lse), both differentiable."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lengths, task):
-        o, lse = forward(q, k, v, task, lengths)
-        ctx.save_for_backward(q, k, v, o, lse, lengths)
-        ctx.task = task
+    def forward(ctx, q, k, v, table, slopes, lengths, seed, task):
+        o, lse = forward(q, k, v, task, lengths, Added(table, slopes, seed))
+        ctx.save_for_backward(q, k, v, table, slopes, o, lse, lengths)
+        ctx.task, ctx.seed = task, seed
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, o, lse, lengths = ctx.saved_tensors
+        q, k, v, table, slopes, o, lse, lengths = ctx.saved_tensors
+        if do is None and dlse is None:
+            return (None,) * 8
         do = torch.zeros_like(o) if do is None else do
-        return *backward(q, k, v, o, lse, do, dlse, ctx.task, lengths), None, None
+        of_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        given = Added(table, slopes, ctx.seed)
+        grads = backward(q, k, v, o, lse, do, dlse, ctx.task, lengths, given, of_bias)
+        return *grads, None, None, None
 
 
 def attend(
@@ -140,15 +211,22 @@ def attend(
     *,
     scale: float | None = None,
     lengths: Int[Tensor, " b"] | None = None,
+    bias: ByDistance | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
     configs: Configs | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """softmax(scale · q kᵀ) v over the pairs of the pattern, and ln Σ exp(scores): (o, lse).
+    """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, and ln Σ exp(scores): (o, lse).
 
-    Query r stands at start + step · r. Keys at and past lengths[b] are hidden, whatever they hold.
+    Query r stands at start + step · r. Keys at and past lengths[b] are hidden, whatever they hold. Dropout takes
+    weights away after the softmax, by a seed that is drawn from PyTorch's generator unless it is given.
     """
     _check(q, k, v)
-    what = task(q, v, pattern, start, step, q.shape[-1] ** -0.5 if scale is None else scale)
-    return Attend.apply(q, k, v, lengths, what if configs is None else replace(what, configs=configs))
+    drawn = int(added.seed()) if dropout_p and seed is None else seed or NOTHING.seed
+    given = NOTHING if bias is None else Added(bias.table, bias.slopes)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    what = task(q, v, pattern, start, step, scale, given, dropout_p, configs)
+    return Attend.apply(q, k, v, given.table, given.slopes, lengths, drawn, what)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,0 +1,108 @@
+"""Where the time of one call under autograd goes: each kernel on the GPU, and the CPU's way to its launch.
+
+    PYTHONPATH=src python3 bench/gpu_overhead.py
+
+CPU times are of calls made back to back and waited for at the end: where they are longer than the kernels, the GPU
+waits. `to the thread` and `back` are autograd's: it runs the backward of CUDA tensors in a thread of its own.
+"""
+
+import time
+from collections import defaultdict
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import regard as rg
+from regard.engine import kernels
+from regard.engine.kernels import launch
+
+CASES = [(rg.causal() & (rg.window(128) | rg.every(64)), 16384, d) for d in (64, 128)]
+CALLS = 60
+
+
+def microseconds(fn) -> float:
+    """Of the CPU, a call."""
+    for _ in range(5):
+        fn()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        fn()
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return 1e6 * took / CALLS
+
+
+def kernels_of(fn) -> list[tuple[float, int, str]]:
+    """Microseconds on the GPU, launches and name of each kernel of one call."""
+    for _ in range(3):
+        fn()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        for _ in range(10):
+            fn()
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total / 10, e.count // 10, e.key) for e in seen.key_averages()]
+    return sorted((row for row in rows if row[0] > 0), reverse=True)
+
+
+def stations(fn) -> dict[str, float]:
+    """Median microseconds between the stations of fn(), a call of autograd.grad over one kernels.attend."""
+    marks: dict[str, float] = {}
+    inner = launch.backward
+
+    def timed(*args, **more):
+        marks["enter"] = time.perf_counter()
+        out = inner(*args, **more)
+        marks["leave"] = time.perf_counter()
+        return out
+
+    found = defaultdict(list)
+    launch.backward = timed
+    try:
+        for _ in range(CALLS):
+            torch.cuda.synchronize()
+            o, inputs, do = fn()
+            begin = time.perf_counter()
+            torch.autograd.grad(o, inputs, do)
+            end = time.perf_counter()
+            found["to the thread"].append(marks["enter"] - begin)
+            found["backward itself"].append(marks["leave"] - marks["enter"])
+            found["back"].append(end - marks["leave"])
+    finally:
+        launch.backward = inner
+    return {name: 1e6 * float(torch.tensor(times).median()) for name, times in found.items()}
+
+
+def one(pattern, n: int, d: int) -> None:
+    q, k, v, do = (torch.randn(1, 16, n, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def apart(attend):
+        return lambda: torch.autograd.grad(attend(*inputs), inputs, do)
+
+    direct = lambda *x: kernels.attend(*x, pattern, 0, 1)[0]  # noqa: E731
+    door = lambda *x: rg.attention(*x, pattern, backend="progressions")  # noqa: E731
+    task = kernels.task(q, v, pattern, 0, 1, d**-0.5)
+    o, lse = kernels.forward(q, k, v, task)
+    print(f"\n{pattern!r} n={n} d={d}; microseconds")
+    for took, count, name in kernels_of(apart(direct)):
+        print(f"  GPU {took:8.1f} in {count} launches of {name[:70]}")
+    times = {
+        "forward, called directly": lambda: kernels.forward(q, k, v, task),
+        "backward, called directly": lambda: kernels.backward(q, k, v, o, lse, do, None, task),
+        "forward under autograd": lambda: direct(*inputs),
+        "both under autograd": apart(direct),
+        "both through the door": apart(door),
+        "forward through the door": lambda: door(q, k, v),
+    }
+    for name, fn in times.items():
+        print(f"  CPU {microseconds(fn):8.1f} {name}")
+    with torch.autograd.set_multithreading_enabled(False):
+        print(f"  CPU {microseconds(apart(direct)):8.1f} both under autograd, in one thread")
+    for name, took in stations(lambda: (direct(*inputs), inputs, do)).items():
+        print(f"  CPU {took:8.1f} {name}")
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        one(*case)

@@ -1,0 +1,68 @@
+"""One kernel and all that is known before its tensors; how those tensors lie in memory."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from .configs import Config
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory; aligned: to 16 bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    aligned: bool
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Strides of batch, head and row."""
+        return self.stride[:3]
+
+
+def layout(x: Tensor) -> Layout:
+    return Layout(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+
+
+def dense(*shape: int) -> Layout:
+    _, h, n, d = shape
+    return Layout(shape, (h * n * d, n * d, d, 1), True)
+
+
+class Launch:
+    """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one."""
+
+    def __init__(self, kernel: Any, programs: int, config: Config, *numbers: Any, **sizes: Any):
+        self.kernel, self.grid = kernel, (programs, 1, 1)
+        self.numbers, self.sizes = numbers, sizes
+        self.options = {"num_warps": config.warps, "num_stages": config.stages}
+        if config.registers is not None:
+            self.options["maxnreg"] = config.registers
+        self.ready: Any = None  # the compiled kernel, after the first call: from then on nothing is looked up
+        self.rest: tuple[Any, ...] = ()
+        self.handles: tuple[Any, ...] = ()
+
+    def __call__(self, *given: Tensor | int) -> None:
+        if self.ready is not None:
+            self._again(*given)
+        elif self.grid[0]:
+            self.ready = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
+            if self.ready is not None:  # not under the interpreter
+                names = self.kernel.arg_names[len(given) + len(self.numbers) :]
+                self.rest = (*self.numbers, *({**self.sizes, **self.options}[name] for name in names))
+                self.handles = (self.ready.function, self.ready.packed_metadata, None, None, None)
+
+    def _again(self, *given: Tensor | int) -> None:
+        """As Triton launches a compiled kernel, without its hooks where nobody has set one."""
+        if _hooked():
+            self.ready[self.grid](*given, *self.rest)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+            self.ready.run(*self.grid, stream, *self.handles, *given, *self.rest)
+
+
+def _hooked() -> bool:
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
