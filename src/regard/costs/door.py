@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DTYPES = {
     str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
+DEVICES = ("cpu", "cuda", "mps")
 
 
 def cost(
@@ -49,6 +50,8 @@ def cost(
     dtype = _dtype(dtype)
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
+    if device not in DEVICES:
+        raise SpecError(f"unknown device {device!r}; {nearest(device, DEVICES)}")
     if not isinstance(thing, Spec):
         from .foreign import cost_of
 

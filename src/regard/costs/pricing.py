@@ -45,9 +45,14 @@ def price(given: Given) -> Cost:
         sizes,
         tree,
         pairs,
-        formulas=lambda: read(given, Symbols())[0],
+        formulas=lambda: _write(given),
         facts=given,
     )
+
+
+def _write(given: Given) -> tuple[Part, dict[Any, int]]:
+    by = Symbols()
+    return read(given, by)[0], by.values
 
 
 def read(

@@ -126,6 +126,25 @@ def _why(part: str, kinds: dict[str, Amounts], cost: Cost) -> str:
     }.get(part, "no attention is in it")
 
 
+def leading_order(formula: Any) -> Any:
+    """The monomials of a sum that no other one outgrows, without their factors: 6·n·d² + 4·n²·d → n·d² + n²·d."""
+    import sympy
+
+    def powers(term: Any) -> dict[Any, Any]:
+        return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
+
+    found = {
+        sympy.Mul(*(base**p for base, p in powers(t).items())) for t in sympy.Add.make_args(formula.expand())
+    }
+
+    def outgrown(term: Any) -> bool:
+        mine = powers(term)
+        others = (powers(t) for t in found if t != term)
+        return any(all(theirs.get(base, 0) >= p for base, p in mine.items()) for theirs in others)
+
+    return sympy.Add(*(term for term in found if not outgrown(term)))
+
+
 @dataclass(frozen=True)
 class ScoreWays:
     """Operations of all scores of one attention, by three orders of the same products; and with positions.

@@ -138,7 +138,9 @@ class Cost:
     pairs: tuple[Pairs, ...] = ()
     uncounted: tuple[str, ...] = ()  # what a traced module did that is in no amount
     memory: Any = None  # bytes held, line by line: has rows() -> [(name, bytes)] and plain()
-    formulas: Callable[[], Part] | None = field(default=None, repr=False, compare=False)
+    formulas: Callable[[], tuple[Part, dict[Any, int]]] | None = field(
+        default=None, repr=False, compare=False
+    )
     facts: Any = field(default=None, repr=False, compare=False)  # spec and sizes, for further readings
 
     @property
@@ -158,8 +160,7 @@ class Cost:
         return self.tree[path]
 
     @cached_property
-    def symbolic(self) -> Part:
-        """The same tree, with a formula for each amount. Needs sympy."""
+    def _written(self) -> tuple[Part, dict[Any, int]]:
         if self.formulas is None:
             raise SpecError(
                 f"the cost of {self.of} was counted by running it, which gives numbers; declare a spec for a formula"
@@ -167,9 +168,26 @@ class Cost:
         return self.formulas()
 
     @property
+    def symbolic(self) -> Part:
+        """The same tree, with a formula for each amount. Needs sympy."""
+        return self._written[0]
+
+    @property
+    def values(self) -> dict[Any, int]:
+        """What each symbol of the formulas stands for: `formula.subs(values)` is the number again."""
+        return self._written[1]
+
+    @property
     def formula(self) -> Any:
         """Operations of the forward pass, as a sympy expression; `symbolic` has every other formula."""
         return self.symbolic.total.operations.expand()
+
+    @property
+    def order(self) -> Any:
+        """The leading order of the operations: its monomials that no other outgrows, without their factors."""
+        from .readings import leading_order
+
+        return leading_order(self.symbolic.total.operations)
 
     @property
     def biases(self) -> dict[str, int] | None:
