@@ -9,9 +9,9 @@ from faults.sound_module import Attention
 class Block(nn.Module):
     """x + F(LN(x)), for attention and feed-forward."""
 
-    def __init__(self, d_model, heads, causal):
+    def __init__(self, d_model, heads, past):
         super().__init__()
-        self.attention = Attention(d_model, heads, causal=causal)
+        self.attention = Attention(d_model, heads, heads, past=past)
         self.norm, self.norm_ff = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.ff = nn.Sequential(nn.Linear(d_model, 2 * d_model), nn.ReLU(), nn.Linear(2 * d_model, d_model))
 
@@ -21,20 +21,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens → logits; causal: each for the next token."""
+    """Tokens → logits; where it looks at the past alone, each for the next token."""
 
-    def __init__(self, causal=True, vocab=13, d_model=24, heads=4, layers=2, longest=64):
+    def __init__(self, past=True, vocab=13, d_model=24, heads=4, layers=2, longest=64):
         super().__init__()
-        self.causal = causal
         self.tokens, self.places = nn.Embedding(vocab, d_model), nn.Embedding(longest, d_model)
-        self.blocks = nn.ModuleList(Block(d_model, heads, causal) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(d_model, heads, past) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(d_model), nn.Linear(d_model, vocab)
 
-    def forward(self, ids, *, lengths=None, cache=None):
-        start = 0 if cache is None else cache.get("filled", 0)
+    def forward(self, ids, *, lengths=None, documents=None, cache=None):
+        start = 0 if not cache else cache["filled"]
         x = self.tokens(ids) + self.places(torch.arange(start, start + ids.shape[1]))
         for i, block in enumerate(self.blocks):
-            x = block(x, lengths=lengths, cache=None if cache is None else cache.setdefault(i, {}))
+            kept = None if cache is None else cache.setdefault(i, {})
+            x = block(x, lengths=lengths, documents=documents, cache=kept)
         if cache is not None:
             cache["filled"] = start + ids.shape[1]
         return self.head(self.norm(x))

@@ -10,28 +10,25 @@ from faults.sound_attention import attention
 class Attention(nn.Module):
     """concat_h softmax(Q_h K_hᵀ/√d_k) V_h · W_O; causal where asked, rotary where asked."""
 
-    def __init__(self, d_model=24, heads=4, kv_heads=None, causal=False, rotary=False, dropout=0.0):
+    def __init__(self, d_model=24, heads=4, kv_heads=2, past=False, rotary=False, dropout=0.0):
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads or heads
-        self.d_k = d_model // heads
-        self.causal, self.rotary, self.dropout = causal, rotary, dropout
+        self.heads, self.kv_heads, self.d_k = heads, kv_heads, d_model // heads
+        self.past, self.rotary, self.dropout = past, rotary, dropout
         self.w_q = nn.Linear(d_model, heads * self.d_k)
-        self.w_k = nn.Linear(d_model, self.kv_heads * self.d_k)
-        self.w_v = nn.Linear(d_model, self.kv_heads * self.d_k)
+        self.w_k = nn.Linear(d_model, kv_heads * self.d_k)
+        self.w_v = nn.Linear(d_model, kv_heads * self.d_k)
         self.w_o = nn.Linear(heads * self.d_k, d_model)
 
-    def forward(self, x, context=None, *, lengths=None, allowed=None, documents=None, cache=None):
+    def forward(self, x, context=None, *, lengths=None, allowed=None, documents=None, cache=None, shift=0):
         source = x if context is None else context
         q, k, v = self.split(self.w_q(x)), self.split(self.w_k(source)), self.split(self.w_v(source))
-        start = 0 if cache is None or "k" not in cache else cache["k"].shape[2]
+        start = shift if not cache else cache["k"].shape[2]
         if self.rotary:
             q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
-            k, v = self.extend(cache, k, v)
-        if documents is not None:
-            own = documents[:, None, :, None] == documents[:, None, None, :]
-            allowed = own if allowed is None else allowed & own
-        o = attention(q, k, v, allowed, causal=self.causal, lengths=lengths)
+            k, v = extend(cache, k, v)
+        allowed = None if allowed is None else allowed[:, None]
+        o = attention(q, k, v, allowed=allowed, causal=self.past, lengths=lengths, documents=documents)
         o = F.dropout(o, self.dropout, self.training)
         return self.w_o(self.join(o))
 
@@ -41,18 +38,19 @@ class Attention(nn.Module):
     def join(self, o):
         return o.transpose(1, 2).flatten(2)
 
-    def extend(self, cache, k, v):
-        if "k" in cache:
-            k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
-        cache["k"], cache["v"] = k, v
-        return k, v
+
+def extend(cache, k, v):
+    if cache:
+        k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
+    cache["k"], cache["v"] = k, v
+    return k, v
 
 
 def rotate(x, start=0):
     """Pairs of numbers turned by position · frequency."""
     n, d = x.shape[-2:]
-    turn = torch.arange(d // 2, dtype=torch.float64)
-    angle = torch.outer(torch.arange(start, start + n, dtype=torch.float64), 100.0 ** (-2 * turn / d))
+    turn = 100.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = torch.outer(torch.arange(start, start + n, dtype=torch.float64), turn)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)

@@ -1,0 +1,154 @@
+"""A verdict as one page of HTML: no network, no script, everything that came from outside escaped."""
+
+import math
+from html import escape
+
+from .dependence import Dependence, dependence
+from .law import Outcome
+from .verdict import MARK, Verdict
+
+STYLE = """
+.regard { color-scheme: light dark; --ink: #1b1b1b; --dim: #6b6b6b; --line: #d8d8d8; --paper: #fff;
+  --good: #1a7f37; --bad: #b42318; --deep: 33, 82, 173;
+  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem; margin: auto;
+  padding: 1.5rem; box-sizing: border-box }
+@media (prefers-color-scheme: dark) { .regard { --ink: #e8e8e8; --dim: #9a9a9a; --line: #3a3a3a; --paper: #161616;
+  --good: #4cc26a; --bad: #ff7b6b; --deep: 122, 170, 255 } }
+.regard h1 { font-size: 1.4rem; margin: 0 0 .3rem; overflow-wrap: anywhere }
+.regard h2 { font-size: 1.05rem; margin: 2rem 0 .5rem }
+.regard p { margin: .3rem 0 } .regard .dim { color: var(--dim) }
+.regard .wide { overflow-x: auto } .regard table { border-collapse: collapse; width: 100% }
+.regard th, .regard td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0;
+  border-top: 1px solid var(--line) }
+.regard th { font-weight: 600 } .regard td.n { white-space: nowrap; font-variant-numeric: tabular-nums }
+.regard .holds { color: var(--good) } .regard .broken, .regard .raised { color: var(--bad); font-weight: 600 }
+.regard pre { overflow-x: auto; padding: .7rem; border: 1px solid var(--line); border-radius: 4px; font-size: 13px }
+.regard summary { cursor: pointer } .regard figure { display: inline-block; margin: .5rem 1.5rem .5rem 0 }
+.regard figcaption { font-size: 13px } .regard svg text { fill: var(--dim); font-size: 9px }
+.regard svg rect { fill: rgb(var(--deep)); stroke: var(--line); stroke-width: .5 }
+"""
+
+
+def page(verdict: Verdict) -> str:
+    """The whole document."""
+    title = escape(f"regard check: {verdict.target.name}")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"</head><body>{inline(verdict)}</body></html>\n"
+    )
+
+
+def inline(verdict: Verdict) -> str:
+    """The part of a page, with its own style, that a notebook can hold."""
+    promises = [o for o in verdict.outcomes if o.law.promise is not None]
+    laws = [o for o in verdict.outcomes if o.law.promise is None]
+    parts = [
+        f"<style>{STYLE}</style>",
+        f'<div class="regard"><h1>{escape(verdict.target.name)}</h1>',
+        f"<p>{escape(', '.join(f'{n} {s}' for s, n in verdict.counts().items()))}; "
+        f"{verdict.seconds:.1f} s; exit code {verdict.exit_code}</p>",
+        _said(verdict),
+        _counterexamples(verdict.broken),
+        _table("Laws", [o for o in laws if o.status != "not applicable"]),
+        _table("Promises", [o for o in promises if o.status != "not applicable"]),
+        _pictures(dependence(verdict.target, verdict.found)),
+        _not_applicable([o for o in verdict.outcomes if o.status == "not applicable"]),
+        "</div>",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _said(verdict: Verdict) -> str:
+    target = verdict.target
+    lines = [("claims", target.claims), ("denies", target.lacks)]
+    lines.append(("found out", {word for word, yes in verdict.found.items() if yes}))
+    told = [f"{how}: {', '.join(sorted(words))}" for how, words in lines if words]
+    return "".join(f'<p class="dim">{escape(line)}</p>' for line in told)
+
+
+def _counterexamples(broken: tuple[Outcome, ...]) -> str:
+    if not broken:
+        return ""
+    parts = ["<h2>Broken</h2>"]
+    for o in broken:
+        case = (
+            "" if o.counterexample is None else f"<p>Smallest case found: {escape(str(o.counterexample))}</p>"
+        )
+        snippet = f"<pre>{escape(o.snippet)}</pre>" if o.snippet else ""
+        parts.append(
+            f'<details open><summary><span class="broken">{escape(o.law.number)} {escape(o.law.name)}</span>: '
+            f"{escape(o.said)}</summary><p>{escape(o.law.formula)}</p>{case}{snippet}</details>"
+        )
+    return "\n".join(parts)
+
+
+def _table(title: str, outcomes: list[Outcome]) -> str:
+    if not outcomes:
+        return ""
+    rows = "\n".join(_row(o) for o in outcomes)
+    head = "<tr><th>law</th><th>says</th><th>found</th><th>cases</th><th>worst / tolerance</th></tr>"
+    return f'<h2>{escape(title)}</h2><div class="wide"><table>{head}\n{rows}</table></div>'
+
+
+def _row(o: Outcome) -> str:
+    measured = (
+        f"{_number(o.worst)} / {_number(o.tolerance)} {escape(o.dtype)}" if o.cases and o.tolerance else ""
+    )
+    said = f'<br><span class="dim">{escape(o.said)}</span>' if o.said else ""
+    status = o.status.replace(" ", "-")
+    return (
+        f'<tr><td class="n">{escape(o.law.number)}</td>'
+        f'<td>{escape(o.law.name)}<br><span class="dim">{escape(o.law.formula)}</span></td>'
+        f'<td><span class="{status}">{MARK[o.status]} {escape(o.status)}</span>{said}</td>'
+        f'<td class="n">{o.cases}</td><td class="n">{measured}</td></tr>'
+    )
+
+
+def _number(x: float) -> str:
+    return f"{x:.1e}" if math.isfinite(x) else str(x)
+
+
+def _not_applicable(outcomes: list[Outcome]) -> str:
+    if not outcomes:
+        return ""
+    rows = "".join(
+        f'<tr><td class="n">{escape(o.law.number)}</td><td>{escape(o.law.name)}</td><td>{escape(o.said)}</td></tr>'
+        for o in outcomes
+    )
+    about = f"<summary>{len(outcomes)} laws, and why</summary>"
+    return f"<h2>Not applicable</h2><details>{about}<table>{rows}</table></details>"
+
+
+def _pictures(found: list[Dependence]) -> str:
+    if not found:
+        return ""
+    about = "Row i, column j: how strongly output i answers to input j. Empty: not at all, exactly 0."
+    return f'<h2>Who depends on whom</h2><p class="dim">{about}</p>' + "".join(map(_picture, found))
+
+
+def _picture(d: Dependence, cell: int = 18) -> str:
+    """A square a pair; the darker the stronger, on a scale of powers of ten down to 10⁻⁶ of the strongest."""
+    cell = max(4, min(cell, 320 // max(d.strength.shape)))
+    most = float(d.strength.max()) or 1.0
+    squares = []
+    for i, row in enumerate(d.strength.tolist()):
+        for j, value in enumerate(row):
+            shade = 0.0 if value == 0 else max(0.08, 1 + math.log10(max(value / most, 1e-6)) / 6)
+            hint = f"output {d.outputs[i]}, input {d.inputs[j]}: {value:.3g}"
+            squares.append(
+                f'<rect x="{14 + j * cell}" y="{12 + i * cell}" width="{cell}" height="{cell}" '
+                f'fill-opacity="{shade:.2f}"><title>{escape(hint)}</title></rect>'
+            )
+    height, width = (s * cell for s in d.strength.shape)
+    every = range(0, len(d.inputs), max(1, 14 // cell))
+    names = [f'<text x="{14 + (j + 0.3) * cell:.0f}" y="9">{escape(d.inputs[j])}</text>' for j in every]
+    if len(d.outputs) > 1:
+        names += [
+            f'<text x="0" y="{12 + (i + 0.7) * cell:.0f}">{escape(d.outputs[i])}</text>'
+            for i in range(0, len(d.outputs), max(1, 14 // cell))
+        ]
+    return (
+        f'<figure><svg width="{width + 16}" height="{height + 14}" role="img" aria-label="{escape(d.name)}">'
+        f"{''.join(squares)}{''.join(names)}</svg><figcaption>{escape(d.name)}</figcaption></figure>"
+    )
