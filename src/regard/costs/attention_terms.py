@@ -132,7 +132,7 @@ def positions(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> tuple[Part, 
             values = at.b * (s.heads * at.n + s.kv_heads * at.m) * width
             return (Part("position", Amounts(other=3 * values, bytes=at.itemsize * 2 * values)),)
         case shaw() as vectors:
-            return _shaw(vectors, at, s)
+            return _shaw(vectors, at, s, hard(spec))
     return (Part("position", Amounts(parameters=table(spec.position, at, s))),)
 
 
@@ -150,10 +150,11 @@ def table(position: Position, at: Scope, s: Sizes) -> Amount:
     raise AssertionError(f"{position!r} is no position of all layers")
 
 
-def _shaw(position: shaw, at: Scope, s: Sizes) -> tuple[Part, ...]:
+def _shaw(position: shaw, at: Scope, s: Sizes, fixed: bool) -> tuple[Part, ...]:
     """q against 2·reach + 1 vectors, and the weights summed by distance against as many more.
 
     The weights of the second come from a formula of their own: scores once more, and a product thrown away.
+    fixed: no gradient flows through the weights.
     """
     entries, rows = at.size("entries", 2 * position.reach + 1), at.b * s.heads * at.n
     keys = 2 * rows * entries * s.d_k
@@ -165,10 +166,10 @@ def _shaw(position: shaw, at: Scope, s: Sizes) -> tuple[Part, ...]:
     own = Amounts(
         parameters=entries * s.d_v,
         operations=values,
-        backward=2 * values,
+        backward=(1 if fixed else 2) * values,
         other=rows * at.m,
         executed=values + 2 * again,
-        executed_backward=2 * values + 2 * again,
+        executed_backward=values if fixed else 2 * values + 2 * again,
         bytes=at.itemsize * rows * (3 * at.m + entries + s.d_v),
     )
     return (*parts, Part("position_values", own, note="the weights are computed apart for it"))

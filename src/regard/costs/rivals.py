@@ -107,7 +107,9 @@ class Comparison:
 
     def tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """(title, lines) of each table; the first line is its heading."""
-        types = [("layer", "operations", "order", "waits for", "order", "path", "order")]
+        types: list[tuple[str, ...]] = [
+            ("layer", "operations", "order", "waits for", "order", "path", "order")
+        ]
         types += [
             (
                 l.name,
@@ -120,17 +122,17 @@ class Comparison:
             )
             for l in self.layers
         ]
-        cross = [("costs more", "than", "from n =", "")]
+        cross: list[tuple[str, ...]] = [("costs more", "than", "from n =", "")]
         cross += [
             (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths)
             for c in self.crossings
         ]
-        out = [
+        out: list[tuple[str, list[tuple[str, ...]]]] = [
             (f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}", types),
             ("crossings", cross),
         ]
         if self.growth:
-            timed = [
+            timed: list[tuple[str, ...]] = [
                 ("layer", "measured exponent", "predicted", *(f"n = {n:,}" for n in self.growth[0].lengths))
             ]
             timed += [
@@ -152,7 +154,7 @@ class Comparison:
         from rich.console import Group
         from rich.table import Table
 
-        shown = []
+        shown: list[Any] = []
         for title, (head, *lines) in self.tables():
             table = Table(*head, title=title, title_justify="left", box=None, header_style="bold")
             for line in lines:
@@ -347,7 +349,7 @@ def _time(layer: nn.Module, x: Tensor, repeats: int) -> float:
     return best
 
 
-def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
     """The exponent p of y = c · xᵖ, by least squares of the logarithms.
 
     >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
