@@ -1,5 +1,7 @@
 """regard: attention you can declare, run, price, prove, train and see."""
 
+from .convolution import lift, lower
+from .costs import Cost, cost
 from .engine.attention import attention
 from .engine.call import allowed_from
 from .engine.explain import explain
@@ -69,6 +71,7 @@ __all__ = [
     "Cache",
     "ClassifierHead",
     "Convolutional",
+    "Cost",
     "Decoder",
     "Embedding",
     "EmptyRowWarning",
@@ -96,6 +99,7 @@ __all__ = [
     "beam",
     "blocks",
     "causal",
+    "cost",
     "dilated",
     "documents",
     "every",
@@ -106,7 +110,9 @@ __all__ = [
     "greedy",
     "learned",
     "lengths",
+    "lift",
     "load",
+    "lower",
     "merge",
     "prefix",
     "preset",
