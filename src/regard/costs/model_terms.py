@@ -77,7 +77,8 @@ def stack(spec: Stack, at: Scope, name: str, shares_table: bool = False) -> Part
 
 def _layers(spec: Stack, inner: Block, shared: Position | None, at: Scope, layers: Amount) -> Part:
     one = block(inner, at, shared=shared)
-    if not spec.checkpoint:
+    asked = getattr(at.given.train, "checkpointing", None)
+    if not (spec.checkpoint if asked is None else asked):
         return replace(one, times=layers)
     again = Part(
         "recomputed",

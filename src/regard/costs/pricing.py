@@ -8,6 +8,7 @@ from .. import spec as specs
 from ..errors import SpecError
 from ..spec import Spec
 from .attention_terms import attention
+from .memory import memory_of
 from .model_terms import block, embedding, encoder_decoder, stack, vision
 from .rival_terms import convolutional, mixing, recurrent
 from .sizes import Given, Length, Numbers, Scope, Symbols, scope
@@ -37,7 +38,7 @@ def price(given: Given) -> Cost:
         "batch": given.batch,
         "dtype": str(given.dtype).removeprefix("torch."),
     }
-    sizes |= {"device": given.device, "train": bool(given.train)}
+    sizes |= {"device": given.device, "train": given.train}
     if not looks_across(given.spec):
         del sizes["m"]
     return Cost(
@@ -45,6 +46,7 @@ def price(given: Given) -> Cost:
         sizes,
         tree,
         pairs,
+        memory=memory_of(given),
         formulas=lambda: _write(given),
         facts=given,
     )
@@ -66,7 +68,7 @@ def read(
         )
     outer = scope(given, by, ignore_patterns)
     tree = PRICES[kind](given.spec, outer)
-    return tree, tuple(outer.seen)
+    return tree, tuple(replace(p, where=p.where.removeprefix(f"{tree.name}/")) for p in outer.seen)
 
 
 def lengths(spec: Spec, n: int | None, m: int | None) -> tuple[int, int]:

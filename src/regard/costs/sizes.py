@@ -1,6 +1,5 @@
 """What a price is asked for, and the two ways to read a size: as its number, or as a symbol of that name."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -37,6 +36,12 @@ class Given:
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def computes_in(self) -> torch.dtype:
+        """The dtype of the products: autocast's, where training has one."""
+        low = getattr(self.train, "autocast", None)
+        return self.dtype if low is None else getattr(torch, low)
 
 
 class Length(NamedTuple):
@@ -148,7 +153,7 @@ class Scope:
 
     @property
     def itemsize(self) -> int:
-        return self.given.itemsize
+        return self.given.computes_in.itemsize
 
     def size(self, name: str, value: int) -> Amount:
         return self.read.size(name, value)
@@ -181,7 +186,7 @@ def core(spec: Attention, at: Scope, shared: Position | None, cross: bool) -> Co
     """Pairs the pattern needs and the backend computes, for one head; the mask is noted in `at.seen`."""
     n, m = at.queries, at.keys
     pattern = full() if at.ignore_patterns else spec.pattern
-    f = _facts(spec, at, pattern, shared, cross)
+    f = facts_of(spec, at.given, n.value, m.value, shared, cross, pattern)
     choice = choose.choose(f, at.given.backend)
     needed = pattern.count(n.value, m.value, f.stands)
     computed, rows = _computed(f, choice.backend), _looking(pattern, f)
@@ -205,26 +210,29 @@ def _looking(pattern: Pattern, f: choose.Facts) -> int:
     return int((pattern.row_counts(f.n, f.m, f.stands) > 0).sum())
 
 
-def _facts(
-    spec: Attention, at: Scope, pattern: Pattern, shared: Position | None, cross: bool
+def facts_of(
+    spec: Attention,
+    given: Given,
+    n: int,
+    m: int,
+    shared: Position | None = None,
+    cross: bool = False,
+    pattern: Pattern | None = None,
 ) -> choose.Facts:
-    """What the engine would be asked: sizes, the kind of bias, whether gradients flow."""
-    given, sizes = at.given, spec.sizes
-    n, m = at.queries.value, at.keys.value
-    acting = shared or spec.position
-    bias = "none"
+    """What the engine would be asked: sizes, kind of bias, gradients. `shared`: a position that the stack holds."""
+    sizes, acting, bias = spec.sizes, shared or spec.position, "none"
     if spec.score == "additive":
         bias = "tensor"
     elif acting is not None and acting.acts == "score":
         bias = "distance" if _by_distance(acting) else "tensor"
     return choose.Facts(
-        pattern,
+        spec.pattern if pattern is None else pattern,
         n,
         m,
         1 if spec.score == "position" else sizes.d_k,
         sizes.d_v,
         given.batch * sizes.heads,
-        given.dtype,
+        given.computes_in,
         given.device,
         at=0 if cross and n > m else None,
         bias=bias,
@@ -247,6 +255,3 @@ def _computed(f: choose.Facts, backend: str) -> int:
     if backend == "dense" and f.n == f.m and f.pattern.reads_query:
         return f.pattern.count(f.n)
     return f.n * f.m
-
-
-Reader = Callable[[Any, Scope], Any]
