@@ -5,7 +5,8 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from .catalogue import LAWS, law
 from .lab import Lab, WrongShape, first_line, probe
 from .law import Case, Law, Outcome, Reading, Trial
 from .parts import found_in
-from .target import Function, Model, Target
+from .target import NAMED, Function, Model, Target
 from .verdict import Verdict
 
 SHRINKING = 4.0  # seconds for the search of a smaller counterexample
@@ -47,9 +48,21 @@ def check(
     chosen = LAWS if laws is None else tuple(x if isinstance(x, Law) else law(x) for x in _listed(laws))
     budget = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
     known = _as_target(target)
-    found, why = _probe(known)
-    outcomes = tuple(try_law(one, known, budget, found=found, why=why) for one in chosen)
+    with _one_thread():
+        found, why = _probe(known)
+        outcomes = tuple(try_law(one, known, budget, found=found, why=why) for one in chosen)
     return Verdict(known, outcomes, found, why)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Cases are small: on a busy machine two threads waiting for one another take ten times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _listed(laws: Iterable[str | Law] | str | Law) -> list[str | Law]:
@@ -100,9 +113,7 @@ def try_law(
     lab = Lab(target, found)
     place = _place(one, target)
     if place is None:
-        return Outcome(
-            one, "not applicable", f"it is about {_or(one.on)}, and this is {_article(_kind(target))}"
-        )
+        return Outcome(one, "not applicable", f"it is about {about(one)}, and this is {_named(target)}")
     trial, lab = one.on[place[0]], lab if place[1] is target else Lab(place[1], {"float64": True})
     if reason := _outside(one, trial, lab):
         status = "raised" if why.get("float32") and target.kind in ("function", "model") else "not applicable"
@@ -125,19 +136,15 @@ def _place(one: Law, target: Target) -> tuple[str, Target] | None:
     return None
 
 
-def _kind(target: Target) -> str:
-    return target.of if isinstance(target, Model) else target.kind
+def _named(target: Target) -> str:
+    kind = target.of if isinstance(target, Model) else target.kind
+    return NAMED.get(kind, kind)
 
 
-def _or(words: Iterable[str]) -> str:
-    *most, last = [_article(w) for w in words]
+def about(one: Law) -> str:
+    """The kinds of target a law speaks of, in words."""
+    *most, last = [NAMED.get(kind, kind) for kind in one.on]
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def _article(word: str) -> str:
-    if word.endswith("s") and not word.endswith("ss"):
-        return word
-    return f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
 
 
 def _outside(one: Law, trial: Trial, lab: Lab) -> str | None:
@@ -157,7 +164,7 @@ def _outside(one: Law, trial: Trial, lab: Lab) -> str | None:
 
 def _tried(one: Law, trial: Trial, lab: Lab, budget: Budget, seed: int) -> Outcome:
     began = time.monotonic()
-    limit = lab.target.seconds or budget.seconds
+    limit = max(lab.target.seconds or budget.seconds, trial.seconds)
     space = trial.space(lab)
 
     def fits(c: Case) -> bool:
@@ -171,7 +178,15 @@ def _tried(one: Law, trial: Trial, lab: Lab, budget: Budget, seed: int) -> Outco
         warnings.simplefilter("ignore")
         try:
             with search.time_limit(limit * 3):
-                _draw(state, trial, lab, search.cases(space, fits, seed), wanted, tolerance, began + limit)
+                _draw(
+                    state,
+                    trial,
+                    lab,
+                    search.cases(space, fits, seed, trial.few),
+                    wanted,
+                    tolerance,
+                    began + limit,
+                )
         except search.TooSlow:
             return Outcome(one, "too slow", f"no answer within {limit * 3:.0f} s", state["cases"], seed=seed)
         except Exception as e:  # a stranger's code may raise anything
@@ -325,7 +340,7 @@ def replay(number: str, target: Any, **case: Any) -> str:
     found, _ = _probe(known)
     place = _place(one, known)
     if place is None:
-        raise SpecError(f"{one.number} is about {_or(one.on)}, and {known.name} is {_article(_kind(known))}")
+        raise SpecError(f"{one.number} is about {about(one)}, and {known.name} is {_named(known)}")
     lab = Lab(place[1], found)
     reading = measure(one.on[place[0]], lab, Case(case))
     tolerance = one.tolerance.of(lab.dtype)

@@ -43,7 +43,7 @@ def diagonal_weights(lab: Lab, c: Case) -> Reading:
 
 
 def band_average(lab: Lab, c: Case) -> Reading:
-    """Equal scores and a band of w each side: average pooling that leaves the border out; with zero keys, one that counts it."""
+    """Equal scores in a band: average pooling that leaves the border out; with zero keys, one that counts it."""
     n, w = c.n, c.w
     v = lab.randn(c.b, 1, n, 3)
     zero = torch.zeros_like(v)
@@ -67,7 +67,7 @@ def band_average(lab: Lab, c: Case) -> Reading:
 
 
 def one_hot(lab: Lab, keys: Tensor, many: int) -> Tensor:
-    """Table (h, n, m + 1): query i of head h sees key keys[h, i] alone, or the zero key `many` where that is outside."""
+    """Table (h, n, m + 1): query i of head h sees keys[h, i] alone, or the zero key at the end where it is outside."""
     inside = (keys >= 0) & (keys < many)
     return F.one_hot(torch.where(inside, keys, many), many + 1).bool()
 
@@ -189,7 +189,7 @@ def tap_rank(lab: Lab, c: Case) -> Reading:
             bounded(f"singular value {d_v + 1} of a tap, over the first", sizes[:, d_v] / sizes[:, 0])
         )
     x = lab.randn(c.b, 1, p.w_q.shape[1])
-    context = lab.context(c.b, 1)
+    context = lab.other(c.b, 1) if lab.takes("context") else None
     with torch.no_grad():
         source = x if context is None else context
         _, parts = projected(x, source, p)

@@ -53,6 +53,11 @@ class Lab:
         said = self.target.says(word)
         return bool(self.found.get(word, False) if said is None else said)
 
+    @property
+    def slack(self) -> float:
+        """How many times the error of an output a gradient may have: 1e-10 for 1e-12, 1e-4 for 1e-5."""
+        return 100.0 if self.dtype == torch.float64 else 10.0
+
     def begin(self, case: Case) -> None:
         self.random = torch.Generator().manual_seed(case.get("seed", 0))
 
@@ -230,9 +235,11 @@ class Lab:
         return self._draw(b, n, self.model.vocab, self.model.d_model)
 
     def context(self, b: int, m: int) -> Tensor | None:
-        """The other sequence, of a model that has one."""
-        if not self.takes("context"):
-            return None
+        """The other sequence, of a model that cannot do without one."""
+        return None if self.model.of == "attention" or not self.takes("context") else self.other(b, m)
+
+    def other(self, b: int, m: int) -> Tensor:
+        """Another sequence to look at."""
         if self.model.d_context is not None:
             return self.randn(b, m, self.model.d_context)
         return self._draw(b, m, self.model.vocab, self.model.d_model)
@@ -279,7 +286,7 @@ class Lab:
 
 def probe(target: Target) -> tuple[dict[str, bool], dict[str, str]]:
     """What a target can do beyond what it says, found by calling it: word → yes or no, and in words why not."""
-    found: dict[str, bool] = {}
+    found: dict[str, bool] = {"float64": True} if isinstance(target, Part) else {}
     why: dict[str, str] = {}
     probes = (
         FUNCTION_PROBES if isinstance(target, Function) else MODEL_PROBES if isinstance(target, Model) else {}

@@ -5,7 +5,7 @@ space of cases, and a run that measures one case. `checker.py` draws cases, runs
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -77,6 +77,14 @@ def compare(what: str, got: Tensor, want: Tensor, slack: float = 1.0) -> Reading
     return Reading(far.amax().item() / max(1.0, size) / slack, text)
 
 
+def gradients(o: Tensor, over: tuple[Tensor, ...], towards: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of ⟨o, towards⟩; a tensor that gets none gets zeros."""
+    if not o.requires_grad:
+        return tuple(torch.zeros_like(x) for x in over)
+    given = torch.autograd.grad((o * towards.to(o.dtype)).sum(), over, allow_unused=True)
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(given, over))
+
+
 def bounded(what: str, excess: Tensor | float, slack: float = 1.0) -> Reading:
     """An inequality: how far it is exceeded, 0 where it holds."""
     largest = float(torch.as_tensor(excess, dtype=torch.float64).max())
@@ -110,6 +118,7 @@ class Trial:
     fits: Callable[[Case], bool] | None = None
     when: "Callable[[Lab], str | None]" = lambda lab: None  # a further reason why not
     few: bool = False  # one large draw a case: a sampled law, or one whose case is dear
+    seconds: float = 0.0  # at least so long, where one case takes its time
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,3 @@ def _plain(value: Any) -> Any:
         if isinstance(value, int | float | str)
         else str(value)
     )
-
-
-def numbered(laws: Sequence[Law]) -> Iterator[tuple[str, Law]]:
-    yield from ((law.number, law) for law in laws)

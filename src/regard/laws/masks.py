@@ -9,10 +9,9 @@ from torch import Tensor
 
 from .formula import CLAIMS, weighing, wrapped
 from .lab import Asked, Lab
-from .law import Case, Law, Reading, Trial, compare, exactly, worst
+from .law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
 from .modules import small_attention
 from .softmax import asked, spaced
-from .ways import gradients, slack
 
 
 def causality(lab: Lab, c: Case) -> Reading:
@@ -124,7 +123,7 @@ def padding(lab: Lab, c: Case) -> Reading:
         ]
         want = gradients(lab.formula(q, k, v, hiding.allowed).o, (k, v), torch.ones_like(o))
         got = gradients(lab.attend(q, k, v, **hiding.options), (k, v), torch.ones_like(o))
-        readings += [compare(f"∂/∂{x} under padding", g, w, slack(lab)) for x, g, w in zip("kv", got, want)]
+        readings += [compare(f"∂/∂{x} under padding", g, w, lab.slack) for x, g, w in zip("kv", got, want)]
     return worst(*readings)
 
 
@@ -146,7 +145,8 @@ def model_padding(lab: Lab, c: Case) -> Reading:
                 readings.append(
                     compare("outputs after one more padded position", *_real(lab, grown, o, real))
                 )
-        if lab.takes("context lengths") and context is not None:
+        if lab.takes("context lengths"):
+            context = lab.other(c.b, c.n)
             l = lab.below(c.n + 1, c.b, low=1)
             real = torch.arange(c.n, device=lab.device) < l[:, None]
             real = real[..., None] if context.is_floating_point() else real
@@ -194,7 +194,7 @@ def sparse_is_masked_dense(lab: Lab, c: Case) -> Reading:
         towards = lab.randn(*o.shape)
         got, right = gradients(o, (q, k, v), towards), gradients(want, (q, k, v), towards)
         readings += [
-            compare(f"∂/∂{x} with {c.hide!r} hidden", g, w, slack(lab)) for x, g, w in zip("qkv", got, right)
+            compare(f"∂/∂{x} with {c.hide!r} hidden", g, w, lab.slack) for x, g, w in zip("qkv", got, right)
         ]
     return worst(*readings)
 
@@ -359,7 +359,7 @@ def every_gradient(lab: Lab, c: Case) -> Reading:
     for name, g, w in zip(inputs, got, want):
         if g is None:
             return Reading(math.inf, f"no gradient reaches {name}")
-        readings.append(compare(f"∂/∂{name}", g, w, slack(lab)))
+        readings.append(compare(f"∂/∂{name}", g, w, lab.slack))
     return worst(*readings)
 
 

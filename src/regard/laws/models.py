@@ -176,7 +176,7 @@ def _stack(lab: Lab) -> str | None:
 
 
 def initial_scale(lab: Lab, c: Case) -> Reading:
-    """Xavier on separate square projections: q and k of variance 1, scaled scores of variance 1, entropy ln n − 1/2."""
+    """Xavier on separate square projections: q, k and scaled scores of variance 1, entropy ln n − 1/2."""
     assert lab.model.projections is not None
     p = lab.model.projections(lab.module())
     n, wide = 1024, p.w_q.shape[1]

@@ -6,11 +6,10 @@ from torch import Tensor
 from .. import reference
 from .formula import formula
 from .lab import DTYPES, Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, worst
+from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, gradients, worst
 from .modules import small_attention
 from .softmax import asked, spaced
 from .target import Function
-from .ways import gradients
 
 
 def compiled(lab: Lab, c: Case) -> Reading:
@@ -222,12 +221,14 @@ LAWS = (
                 lambda lab: lab.space(b=(2,), h=(2,), n=(7,), m=None, d_k=(8,), d_v=None, hide=lab.hidings()),
                 needs=("compile",),
                 few=True,
+                seconds=40.0,
             ),
             "model": Trial(
                 model_compiled,
                 lambda lab: {"b": (2,), "n": (min(5, lab.model.longest),)},
                 needs=("compile",),
                 few=True,
+                seconds=40.0,
             ),
         },
         _traced_otherwise,

@@ -77,8 +77,7 @@ def invariance(lab: Lab, c: Case) -> Reading:
 
 def context_invariance(lab: Lab, c: Case) -> Reading:
     """What is looked at, in another order."""
-    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.m)
-    assert context is not None
+    x, context = lab.sequence(c.b, c.n), lab.other(c.b, c.m)
     order = lab.shuffled(c.m)
     with torch.no_grad():
         return compare("the context in another order", lab.run(x, context[:, order]), lab.run(x, context))

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from .. import reference
 from .formula import CLAIMS, formula, weighing, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, worst
+from .lab import Lab, first_line
+from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, gradients, worst
 from .masks import hide_end, lengths_in, sequences
 from .softmax import asked, spaced
 from .target import Function
-from .ways import gradients, slack
 
 POISON = {"NaN": math.nan, "infinity": math.inf, "−infinity": -math.inf}
 
@@ -39,7 +38,7 @@ def hidden_poison(lab: Lab, c: Case) -> Reading:
     return worst(
         compare(f"outputs with {c.poison} in hidden {c.into}", o, want),
         *(
-            compare(f"∂/∂{x} with {c.poison} in hidden {c.into}", g, w, slack(lab))
+            compare(f"∂/∂{x} with {c.poison} in hidden {c.into}", g, w, lab.slack)
             for x, g, w in zip("qkv", got, wanted)
         ),
     )
@@ -105,13 +104,13 @@ def _elsewhere(lab: Lab, q: Tensor, k: Tensor, v: Tensor, o: Tensor, allowed: Te
         towards = lab.randn(*o.shape)
         got, want = gradients(o, (q, k, v), towards), gradients(right.o, (q, k, v), towards)
         readings += [
-            compare(f"∂/∂{x} beside an empty row", g, w, slack(lab)) for x, g, w in zip("qkv", got, want)
+            compare(f"∂/∂{x} beside an empty row", g, w, lab.slack) for x, g, w in zip("qkv", got, want)
         ]
     return readings
 
 
 def model_empty_row(lab: Lab, c: Case) -> Reading:
-    """One row is padding alone: the others' outputs and gradients are as ever, its own finite, each position by itself."""
+    """One row is padding alone: the others are as ever, gradients too; its own finite, each position by itself."""
     module, x = lab.fresh(), lab.sequence(c.b, c.n)
     context = lab.context(c.b, c.n)
     l = lab.below(c.n + 1, c.b, low=1)
@@ -128,7 +127,7 @@ def model_empty_row(lab: Lab, c: Case) -> Reading:
         compare("the other rows beside one of padding alone", got, want),
         Reading(
             0.0 if bool(torch.isfinite(own).all()) else math.nan,
-            f"a row of padding alone gives NaN in {int(own.isnan().sum())} of {own.numel()} outputs",
+            f"a row of padding alone: NaN in {int(own.isnan().sum())} of {own.numel()} outputs",
         ),
     ]
     if lab.takes("grad"):
@@ -160,10 +159,13 @@ def double_backward(lab: Lab, c: Case) -> Reading:
         first = torch.autograd.grad((o * towards).sum(), leaves, create_graph=True)
         return torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
 
-    got, want = second(lab.attend(*leaves)), second(lab.formula(*leaves).o)
+    try:
+        got, want = second(lab.attend(*leaves)), second(lab.formula(*leaves).o)
+    except RuntimeError as e:  # what autograd says where there is no second derivative
+        return Reading(math.inf, f"the gradient cannot be differentiated again: {first_line(e)}")
     return worst(
         *(
-            compare(f"second derivatives towards {x}", g, w, 10 * slack(lab))
+            compare(f"second derivatives towards {x}", g, w, 10 * lab.slack)
             for x, g, w in zip("qkv", got, want)
         )
     )

@@ -17,8 +17,10 @@ class TooSlow(Exception):
     """A law's time ran out inside a call."""
 
 
-def cases(space: Space, fits: Callable[[Case], bool] | None, seed: int) -> Iterator[Case]:
-    """Endless: each field runs through its values in an order of its own, shuffled anew each round."""
+def cases(
+    space: Space, fits: Callable[[Case], bool] | None, seed: int, in_order: bool = False
+) -> Iterator[Case]:
+    """Endless: each field runs through its values, shuffled anew each round, or in their order."""
     random = Random(seed)
     rounds: dict[str, list] = {name: [] for name in space}
     misses, count = 0, 0
@@ -26,7 +28,7 @@ def cases(space: Space, fits: Callable[[Case], bool] | None, seed: int) -> Itera
         fields = {}
         for name, values in space.items():
             if not rounds[name]:
-                rounds[name] = random.sample(list(values), len(values))
+                rounds[name] = list(values)[::-1] if in_order else random.sample(list(values), len(values))
             fields[name] = rounds[name].pop()
         case = Case(fields, seed=seed + count)
         if fits is not None and not fits(case):

@@ -69,6 +69,25 @@ ALIGNMENTS = ("top-left", "bottom-right")
 MODELS = ("attention", "encoder", "decoder", "encoder-decoder", "vision")
 PARTS = ("norm", "batch norm", "feed-forward", "patches", "positions", "rotary", "schedule", "clip", "counts")
 
+NAMED = {  # the kinds of target, in words
+    "function": "an attention function",
+    "model": "a module or a model",
+    "attention": "an attention module",
+    "encoder": "an encoder",
+    "decoder": "a decoder",
+    "encoder-decoder": "an encoder-decoder",
+    "vision": "a vision model",
+    "norm": "a norm",
+    "batch norm": "a batch norm",
+    "feed-forward": "a feed-forward network",
+    "patches": "a cutter of patches",
+    "positions": "sinusoids",
+    "rotary": "rotary positions",
+    "schedule": "a schedule",
+    "clip": "gradient clipping",
+    "counts": "declared counts",
+}
+
 
 class Projections(NamedTuple):
     """The matrices of a multi-head attention, head by head, as views of its parameters; x @ w."""

@@ -11,21 +11,9 @@ from .. import reference
 from ..engine.merge import merge
 from .formula import formula, wrapped
 from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, worst
+from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, gradients, worst
 from .softmax import asked, spaced
 from .target import Function, Model, Projections
-
-GRADIENTS = 100.0  # a gradient may have this many times the error of an output: 1e-10 for 1e-12
-
-
-def slack(lab: Lab) -> float:
-    return GRADIENTS if lab.dtype == torch.float64 else 10.0
-
-
-def gradients(o: Tensor, over: tuple[Tensor, ...], towards: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of ⟨o, towards⟩; a tensor that gets none gets zeros."""
-    given = torch.autograd.grad((o * towards.to(o.dtype)).sum(), over, allow_unused=True)
-    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(given, over))
 
 
 def one_result(lab: Lab, c: Case) -> Reading:
@@ -51,7 +39,7 @@ def one_result(lab: Lab, c: Case) -> Reading:
             if name in ways:
                 want = gradients(ways[name], (q, k, v), towards)
                 readings += [
-                    compare(f"∂/∂{x} against {name}", g, w, slack(lab)) for x, g, w in zip("qkv", got, want)
+                    compare(f"∂/∂{x} against {name}", g, w, lab.slack) for x, g, w in zip("qkv", got, want)
                 ]
     return worst(*readings)
 
@@ -80,11 +68,11 @@ def _matrices(lab: Lab, module: Any) -> Projections:
 def module_is_the_formula(lab: Lab, c: Case) -> Reading:
     module, x = lab.module(), lab.sequence(c.b, c.n)
     p = _matrices(lab, module)
-    context = lab.context(c.b, c.m) if c.get("m") else None
+    context = lab.other(c.b, c.m) if c.get("m") else None
     options, allowed = model_hiding(lab, c.hide, c.b, c.n)
     options = options if context is None else {}
     table = None if allowed is None or context is not None else rearrange(allowed, "... n m -> ... 1 n m")
-    heads, parts = projected(x, x if context is None else context, p, table)
+    _, parts = projected(x, x if context is None else context, p, table)
     want = parts.sum(1) if p.b_o is None else parts.sum(1) + p.b_o
     return compare(
         "outputs against concat_h softmax(Q_h K_hᵀ/√d_k) V_h W_O", lab.run(x, context, **options), want
@@ -116,7 +104,7 @@ def model_hidings(lab: Lab) -> tuple[str, ...]:
 
 def module_space(lab: Lab, **fields):
     sizes = {"b": (1, 2, 3), "n": (1, 2, 3, 5, 7), "hide": model_hidings(lab)}
-    return {**sizes, **({"m": (2, 3, 5)} if lab.takes("context") else {}), **fields}
+    return {**sizes, **({"m": (None, 2, 3, 5)} if lab.takes("context") else {}), **fields}
 
 
 def has_projections(lab: Lab) -> str | None:
@@ -181,7 +169,7 @@ def grouped(lab: Lab, c: Case) -> Reading:
         towards = lab.randn(*o.shape)
         got, right = gradients(o, (q, k, v), towards), gradients(want, (q, k, v), towards)
         readings += [
-            compare(f"∂/∂{x} of grouped heads", g, w, slack(lab)) for x, g, w in zip("qkv", got, right)
+            compare(f"∂/∂{x} of grouped heads", g, w, lab.slack) for x, g, w in zip("qkv", got, right)
         ]
     return worst(*readings)
 
@@ -230,8 +218,8 @@ def split_and_merged(lab: Lab, c: Case) -> Reading:
             if o is None:
                 return Reading(math.inf, f"no gradient reaches {x} through (o, lse)")
             readings += [
-                compare(f"∂/∂{x} of the merged parts", g, w, slack(lab)),
-                compare(f"∂/∂{x} through o and lse", o, w, slack(lab)),
+                compare(f"∂/∂{x} of the merged parts", g, w, lab.slack),
+                compare(f"∂/∂{x} through o and lse", o, w, lab.slack),
             ]
     return worst(*readings)
 
@@ -339,8 +327,7 @@ def _any_size(lab: Lab) -> str | None:
 
 
 def _heads(lab: Lab):
-    sizes = lab.space(hide=lab.hidings(), h=(2, 3, 4, 6), h_kv=(1, 2, 3))
-    return sizes
+    return lab.space(hide=lab.hidings(), h=(2, 3, 4, 6), h_kv=(1, 2, 3))
 
 
 def _wrong_split(x: Tensor, h: int) -> Tensor:
@@ -374,12 +361,11 @@ def _remembering() -> Function:
 
     def call(q, k, v, *, allowed=None, **asked):
         if allowed is not None:
-            allowed = kept.setdefault(q.shape[-2:], allowed)
-            allowed = allowed if allowed.shape[-1] == k.shape[-2] else None
+            allowed = kept.setdefault((q.shape, k.shape, allowed.dim()), allowed)
         return right.call(q, k, v, allowed=allowed, **asked)
 
     claims = right.claims - {"documents", "lengths", "window", "causal"}
-    return Function("a mask remembered by length", call, claims=claims, alignment="bottom-right")
+    return Function("a mask remembered by its shape", call, claims=claims, alignment="bottom-right")
 
 
 def _misread(x: Tensor) -> Tensor:
