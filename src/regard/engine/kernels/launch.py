@@ -56,7 +56,8 @@ def _task(
     more: tuple[int | None, bool, float],
     configs: Configs | None,
 ) -> Task:
-    return Task(pattern, *place, scale, configs or default(d_k, d_v, dtype), *more)
+    (start, step), (reach, sloped, dropout_p) = place, more
+    return Task(pattern, start, step, scale, configs or default(d_k, d_v, dtype), reach, sloped, dropout_p)
 
 
 def task(
@@ -121,8 +122,8 @@ def backward(
         zeros = (None if x is None else torch.zeros_like(x) for x in (q, k, v, given.table, given.slopes))
         return tuple(zeros)  # type: ignore[return-value]
     if task.scale < 0:
-        dq, *more = backward(-q, k, v, o, lse, do, dlse, _turned(task), lengths, given, of_bias)
-        return -dq, *more
+        grads = backward(-q, k, v, o, lse, do, dlse, _turned(task), lengths, given, of_bias)
+        return -grads[0], *grads[1:]
     d_k, d_v, least = q.shape[-1], v.shape[-1], _least(q)
     q, k, v, o, do = _rows(q), _rows(k), _rows(v, least), _rows(o, least), _rows(do, least)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
