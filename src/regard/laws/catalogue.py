@@ -2,8 +2,10 @@
 
 from ..errors import SpecError, nearest
 from . import (
+    calls,
     convolutions,
     counts,
+    isolation,
     masks,
     models,
     norms,
@@ -26,6 +28,8 @@ THEMES = (
     positions,
     convolutions,
     masks,
+    isolation,
+    calls,
     models,
     norms,
     training,

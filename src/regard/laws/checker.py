@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ SHRINKING = 4.0  # seconds for the search of a smaller counterexample
 class Budget:
     """How long to look: so many cases a law, so many seconds a law. Sampled laws take `seeds` draws."""
 
-    cases: int = 24
+    cases: int = 40
     seconds: float = 8.0
     seeds: int = 1
 
@@ -197,7 +198,13 @@ def _tried(one: Law, trial: Trial, lab: Lab, budget: Budget, seed: int) -> Outco
         return Outcome(one, "not applicable", "no case fits what this target takes", **common)
     if reading.rank <= tolerance:
         return Outcome(
-            one, "holds", "", state["cases"], reading.error, seconds=time.monotonic() - began, **common
+            one,
+            "holds",
+            reading.what if trial.tells else "",
+            state["cases"],
+            reading.error,
+            seconds=time.monotonic() - began,
+            **common,
         )
     if not trial.few:
         case, reading = _shrunk(trial, lab, case, reading, space, fits, tolerance)
@@ -277,18 +284,17 @@ def _raised(one: Law, e: Exception, state, lab: Lab, began: float, seed: int) ->
 
 
 def _is_ours(e: Exception) -> bool:
-    """Whether a law itself made the mistake: no frame past the laws' own files."""
+    """Whether a law itself made the mistake: neither the target nor autograd was at work when it was raised."""
     if isinstance(e, WrongShape):
         return False
-    frames = traceback.extract_tb(e.__traceback__)
-    return (
-        isinstance(e, AttributeError | NameError | AssertionError)
-        and bool(frames)
-        and (
-            frames[-1].filename.startswith(__file__.rpartition("/")[0])
-            and "adapters" not in frames[-1].filename
-        )
-    )
+    here = str(Path(__file__).parent)
+    for frame in traceback.extract_tb(e.__traceback__):
+        file, inside = frame.filename, frame.filename.startswith(here)
+        if inside and (frame.name in ("attend", "attend_lse", "run") or "adapters" in file):
+            return False
+        if "autograd" in file or not (inside or "torch" in file or "einops" in file):
+            return False
+    return True
 
 
 def _observed(outcome: Outcome) -> Outcome:

@@ -67,7 +67,7 @@ def band_average(lab: Lab, c: Case) -> Reading:
 
 
 def one_hot(lab: Lab, keys: Tensor, many: int) -> Tensor:
-    """Table (h, n, m + 1): query i of head h sees keys[h, i] alone, or the zero key at the end where it is outside."""
+    """Table (h, n, m + 1): query i of head h sees keys[h, i] alone, or the last (zero) key where it is outside."""
     inside = (keys >= 0) & (keys < many)
     return F.one_hot(torch.where(inside, keys, many), many + 1).bool()
 

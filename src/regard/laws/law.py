@@ -119,6 +119,7 @@ class Trial:
     when: "Callable[[Lab], str | None]" = lambda lab: None  # a further reason why not
     few: bool = False  # one large draw a case: a sampled law, or one whose case is dear
     seconds: float = 0.0  # at least so long, where one case takes its time
+    tells: bool = False  # what was measured is worth saying where it holds as well
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def model_empty_row(lab: Lab, c: Case) -> Reading:
         readings.append(
             Reading(
                 0.0 if not broken else math.nan,
-                f"the gradients of {broken} of {len(parameters)} parameters are NaN, from a loss over the other rows alone",
+                f"a loss over the other rows alone gives {broken} of {len(parameters)} parameters NaN gradients",
             )
         )
     if c.n > 1 and not lab.takes("pooled"):

@@ -95,5 +95,6 @@ class Verdict:
 def _told(o: Outcome) -> str:
     if o.status == "holds":
         plural = "case" if o.cases == 1 else "cases"
-        return f"holds, {o.cases} {plural}, worst {o.worst:.1e} of {o.tolerance:.0e}"
+        told = f"; {o.said}" if o.said else ""
+        return f"holds, {o.cases} {plural}, worst {o.worst:.1e} of {o.tolerance:.0e}{told}"
     return f"{o.status}: {o.said}"
