@@ -43,7 +43,7 @@ def test_the_path_of_a_convolution_bounds_what_its_taps_connect(n, k):
     assert dilated.layers == 1 or not torch.equal(less.build().sees(n), below)
 
 
-@pytest.mark.ledger("S1.Q2a.1", "S0.Q1c.5", "S4.1.4a.1")
+@pytest.mark.ledger("S1.Q2a.1", "S0.Q1c.5", "S0.Q1c.6", "S4.1.4a.1")
 def test_only_recurrent_layers_wait_for_each_step():
     told = compare(100, 16)
     waits = {l.name: (l.sequential, l.sequential_order) for l in told.layers}
@@ -55,6 +55,22 @@ def test_only_recurrent_layers_wait_for_each_step():
 def test_a_cell_costs_4_12_or_16_times_the_square_of_its_width_a_step():
     told = compare(1, 16)
     assert [told[cell].operations // 16**2 for cell in ("RNN", "GRU", "LSTM")] == [4, 12, 16]
+
+
+@pytest.mark.ledger("S0.Q1c.7", "S0.Q1c.4")
+def test_a_recurrent_layer_keeps_n_states_to_train_and_goes_on_from_one():
+    told = compare(100, 16, w=3)
+    assert [(told[c].kept, told[c].state) for c in ("RNN", "GRU", "LSTM")] == [
+        (100 * 16, 16),
+        (100 * 16, 16),
+        (100 * 32, 32),
+    ]
+    gru = rg.Recurrent(5, 16, cell="gru").build().encoder(torch.zeros(1, 100, 16))
+    assert (gru[0].numel(), gru[1].numel()) == (told["GRU"].kept, told["GRU"].state)
+    assert told["attention"].kept == 4 * 100 * 16 + 100**2 and told["attention"].state == 2 * 100 * 16
+    assert told["restricted attention"].kept == 4 * 100 * 16 + rg.window(3).count(100)
+    assert told["restricted attention"].state == 2 * 7 * 16
+    assert told["causal convolution"].state == 2 * 16 and told["convolution"].kept == 100 * 16
 
 
 @pytest.mark.parametrize("d", [16, 60])
@@ -121,7 +137,9 @@ def test_a_comparison_that_cannot_be_says_why(given, message):
 
 def test_an_even_kernel_has_no_middle_and_is_compared_as_causal():
     told = compare(16, 8, kernel=4)
-    assert told["convolution"].path == told["causal convolution"].path == 5
+    assert (
+        told["convolution"].path == told["causal convolution"].path == told["separable convolution"].path == 5
+    )
 
 
 @pytest.mark.ledger("S3.Q2a.1", "S3.Q2a.3")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..pattern import window
+from ..pattern import full, window
 from ..spec import Attention, Convolutional, Recurrent, Spec
 from .pricing import need_whole, read
 from .readings import core_of
@@ -51,6 +51,23 @@ class Kind:
         """Scores and mixing alone."""
         return core_of(read(Given(self.spec, n, n), Numbers())[0]).operations
 
+    def space(self, n: int) -> tuple[int, int]:
+        """Values that carry the sequence: all that training keeps, and what the next position needs.
+
+        A recurrent layer keeps n states and goes on from one (an LSTM's is twice as wide); attention keeps q, k, v,
+        weights and outputs, and goes on from keys and values; a convolution from the inputs under its kernel.
+        """
+        match self.spec:
+            case Recurrent(d_model=d, cell=cell):
+                state = 2 * d if cell == "lstm" else d
+                return n * state, state
+            case Convolutional(d_model=d, kernel=k, dilation=dilation):
+                return n * d, min(n, (k - 1) * dilation) * d
+            case Attention(d_model=d, pattern=pattern):
+                near = n if isinstance(pattern, full) else int(pattern.row_counts(n).max())
+                return 4 * n * d + pattern.count(n), 2 * near * d
+        raise AssertionError(self.spec)
+
 
 @dataclass(frozen=True)
 class LayerType:
@@ -61,6 +78,8 @@ class LayerType:
     core: int  # scores and mixing, of attention
     sequential: int
     path: int
+    kept: int  # values that carry the sequence while training
+    state: int  # values that the next position needs
     order: str
     sequential_order: str
     path_order: str
@@ -119,6 +138,8 @@ class Comparison:
                 l.sequential_order,
                 f"{l.path:,}",
                 l.path_order,
+                f"{l.kept:,}",
+                f"{l.state:,}",
             )
             for l in self.layers
         ]
@@ -200,6 +221,7 @@ def kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[Kind, ...]:
         return _up(n - 1, near)
 
     centre = {"causal": kernel % 2 == 0}  # an even kernel has no middle
+    middle = causally if kernel % 2 == 0 else centred
     return (
         Kind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", one, one),
         Kind(
@@ -214,7 +236,7 @@ def kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[Kind, ...]:
         cell("RNN", "rnn"),
         cell("GRU", "gru"),
         cell("LSTM", "lstm"),
-        conv("convolution", "k·n·d²", "O(n/k)", causally if kernel % 2 == 0 else centred, **centre),
+        conv("convolution", "k·n·d²", "O(n/k)", middle, **centre),
         conv("causal convolution", "k·n·d²", "O(n/k)", causally, causal=True),
         conv(
             "dilated convolution",
@@ -232,7 +254,7 @@ def kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[Kind, ...]:
             causal=True,
             dilation=kernel,
         ),
-        conv("separable convolution", "k·n·d + n·d²", "O(n/k)", centred, separable=True, **centre),
+        conv("separable convolution", "k·n·d + n·d²", "O(n/k)", middle, separable=True, **centre),
     )
 
 
@@ -266,6 +288,7 @@ def compare(
             t.core(n) if isinstance(t.spec, Attention) else 0,
             t.sequential(n),
             t.path(n),
+            *t.space(n),
             t.order,
             t.sequential_order,
             t.path_order,
