@@ -261,6 +261,7 @@ def test_scores_projected_for_every_pair_once_or_merged(c):
     n, d = c["inputs"]["n"], c["inputs"]["d"]
     ways = cost(rg.Attention(d, heads=1), n=n).score_ways
     assert ways == score_ways(n, n, d)
+    assert f"{ways.again:,} projected again for each pair" in str(cost(rg.Attention(d, heads=1), n=n))
     ratio = ways.again / ways.once
     told = {
         "naive": ways.again,

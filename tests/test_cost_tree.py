@@ -147,6 +147,11 @@ def test_spec_cost_is_the_door():
     assert cost("gpt2", n=10) == rg.preset("gpt2").cost(10)
 
 
+def test_a_module_that_was_declared_is_priced_by_its_declaration():
+    spec = rg.Attention(64, heads=4)
+    assert cost(spec.build(), n=32) == cost(spec, n=32)
+
+
 def test_16_bits_halve_the_bytes_and_leave_operations():
     wide, half = (cost(rg.Attention(64), n=32, dtype=t) for t in (torch.float32, torch.bfloat16))
     assert wide.total.bytes == 2 * half.total.bytes and wide.operations == half.operations

@@ -52,6 +52,8 @@ def cost(
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if device not in DEVICES:
         raise SpecError(f"unknown device {device!r}; {nearest(device, DEVICES)}")
+    if not isinstance(thing, Spec) and not example_inputs:
+        thing = getattr(thing, "spec", thing)  # a module that was declared
     if not isinstance(thing, Spec):
         from .foreign import cost_of
 

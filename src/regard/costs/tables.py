@@ -53,7 +53,7 @@ def heading(cost: Cost) -> str:
 
 def remarks(cost: Cost) -> list[str]:
     """What stands under the table: biases, masks, savings, the bottleneck, memory, the convention."""
-    told = [*_biases(cost), *_masks(cost)]
+    told = [*_biases(cost), *_masks(cost), *_scores(cost)]
     bottleneck = getattr(cost, "bottleneck", None)
     if bottleneck is not None:
         told.append(str(bottleneck))
@@ -69,6 +69,16 @@ def _biases(cost: Cost) -> list[str]:
     if counts is None or len(set(counts.values())) == 1:
         return []
     return ["parameters with biases " + ", ".join(f"{word}: {count:,}" for word, count in counts.items())]
+
+
+def _scores(cost: Cost) -> list[str]:
+    ways = cost.score_ways
+    if ways is None:
+        return []
+    return [
+        f"scores of every pair: {ways.once:,} operations, vectors projected once; {ways.merged:,} with W_q W_kᵀ "
+        f"merged; {ways.again:,} projected again for each pair"
+    ]
 
 
 def _masks(cost: Cost) -> list[str]:

@@ -236,6 +236,7 @@ class Cost:
             "biases": self.biases,
             "pairs": [p.plain() for p in self.pairs],
             "saving": None if self.saving is None else vars(self.saving),
+            "score_ways": None if self.score_ways is None else vars(self.score_ways),
             "bottleneck": None if self.bottleneck is None else vars(self.bottleneck),
             "memory": None if self.memory is None else self.memory.plain(),
             "uncounted": list(self.uncounted),
