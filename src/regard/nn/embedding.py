@@ -67,7 +67,13 @@ class LanguageHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
     ) -> Float[Tensor, "*b vocab"]:
-        return F.linear(x * self.factor, table if self.table is None else self.table, self.bias)
+        return F.linear(*self.inputs(x, table))
+
+    def inputs(
+        self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
+    ) -> tuple[Float[Tensor, "*b d_model"], Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"] | None]:
+        """What is multiplied: logits are F.linear of these three, and a loss need not hold them all at once."""
+        return x * self.factor, table if self.table is None else self.table, self.bias
 
 
 class MaskedHead(nn.Module):
@@ -83,7 +89,13 @@ class MaskedHead(nn.Module):
     def forward(
         self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
     ) -> Float[Tensor, "*b vocab"]:
-        return F.linear(self.norm(ACTIVATIONS[self.spec.activation](self.transform(x))), table, self.bias)
+        return F.linear(*self.inputs(x, table))
+
+    def inputs(
+        self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
+    ) -> tuple[Float[Tensor, "*b d_model"], Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"]]:
+        """What is multiplied: logits are F.linear of these three."""
+        return self.norm(ACTIVATIONS[self.spec.activation](self.transform(x))), table, self.bias
 
 
 class ClassifierHead(nn.Module):

@@ -1,0 +1,89 @@
+"""Cross-entropy from states, without ever holding all logits: chunks of tokens, each done at once."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+IGNORED = -100
+
+
+def cross_entropy(
+    states: Float[Tensor, "*b d"],
+    table: Float[Tensor, "vocab d"],
+    targets: Int[Tensor, "*b"],
+    bias: Float[Tensor, " vocab"] | None = None,
+    *,
+    smoothing: float = 0.0,
+    chunk: int = 1024,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Σ over the tokens whose target is not IGNORED, of −Σ_c q_c log p_c: the smoothed loss, and the plain −log p_y.
+
+    p = softmax(states·tableᵀ + bias); q is 1 − smoothing at the target, and smoothing / vocab everywhere. The
+    first is differentiable: its gradients are made beside it, while a chunk's logits are at hand, so the backward
+    pass only scales them. Memory: chunk · vocab.
+    """
+    rows, y = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
+    kept = y != IGNORED
+    if not bool(kept.all()):
+        rows, y = rows[kept], y[kept]
+    return Chunked.apply(rows, table, bias, y, smoothing, chunk)
+
+
+class Chunked(torch.autograd.Function):
+    """loss = Σ_i lse_i − (1−ε) x_iy − ε mean_c x_ic;  ∂loss/∂x_ic = p_ic − (1−ε)[c = y] − ε / vocab."""
+
+    @staticmethod
+    def forward(ctx: Any, rows, table, bias, y, smoothing: float, chunk: int):
+        matrix = _matmul_dtype(rows)
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        r, t = rows.to(matrix), table.to(matrix)
+        loss, plain = rows.new_zeros((), dtype=wide), rows.new_zeros((), dtype=wide)
+        needs = torch.is_grad_enabled() or any(ctx.needs_input_grad)
+        d_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        d_table = torch.zeros_like(table, dtype=wide) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        for i in range(0, len(rows), chunk):
+            part, target = r[i : i + chunk], y[i : i + chunk, None]
+            logits = F.linear(part, t).to(wide)
+            if bias is not None:
+                logits += bias
+            lse = logits.logsumexp(-1, keepdim=True)
+            nll = (lse - logits.gather(-1, target)).sum()
+            plain += nll
+            loss += (1 - smoothing) * nll
+            if smoothing:
+                loss += smoothing * (lse.sum() - logits.mean(-1).sum())
+            if needs:
+                slope = logits.sub_(lse).exp_()
+                slope.scatter_add_(-1, target, slope.new_full(target.shape, smoothing - 1))
+                if smoothing:
+                    slope -= smoothing / len(table)
+                s = slope.to(matrix)
+                if d_rows is not None:
+                    d_rows[i : i + chunk] = s @ t
+                if d_table is not None and s.dtype == wide:
+                    d_table.addmm_(s.T, part)
+                elif d_table is not None:
+                    d_table += s.T @ part
+                if d_bias is not None:
+                    d_bias += slope.sum(0)
+        ctx.save_for_backward(
+            d_rows,
+            None if d_table is None else d_table.to(table.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+        )
+        ctx.mark_non_differentiable(plain)
+        return loss, plain
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_loss, _):
+        return (*(None if d is None else d * d_loss.to(d.dtype) for d in ctx.saved_tensors), None, None, None)
+
+
+def _matmul_dtype(rows: Tensor) -> torch.dtype:
+    kind = rows.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype

@@ -1,0 +1,207 @@
+"""What is learned: how a task's rows become a batch, and a batch a loss.
+
+A task's module holds the model and gives, for one batch, the smoothed loss and the plain one, both summed over
+what is predicted, so that batches of any size can be added up before they are divided.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ..nn.embedding import LanguageHead, MaskedHead
+from ..nn.stack import EncoderDecoder, Stack
+from .loss import IGNORED, cross_entropy
+from .ragged import Ragged
+from .tokens import END, PAD, START
+
+
+class Batch(NamedTuple):
+    """Tensors by name, and how many predictions they hold."""
+
+    given: dict[str, Tensor]
+    predicted: int
+
+    def to(self, device: torch.device) -> "Batch":
+        return Batch(
+            {name: t.to(device, non_blocking=True) for name, t in self.given.items()}, self.predicted
+        )
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Source and target sentences."""
+
+    source: Ragged
+    target: Ragged
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        """The tokens of each row: the source, and the target with its start or end."""
+        return torch.stack([self.source.lengths, self.target.lengths + 1], 1)
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        source, source_lengths = self.source.pad(rows, PAD)
+        target, lengths = self.target.pad(rows, PAD)
+        b, n = target.shape
+        shifted = torch.cat([torch.full((b, 1), START), target], 1)
+        wanted = torch.cat([target, torch.full((b, 1), PAD)], 1)
+        wanted[torch.arange(b), lengths] = END
+        wanted.masked_fill_(torch.arange(n + 1) > lengths[:, None], IGNORED)
+        given = {"source": source, "source_lengths": source_lengths, "target": shifted, "wanted": wanted}
+        return Batch(given, int(lengths.sum()) + b)
+
+
+class Translation(nn.Module):
+    """−log p(target | source), token by token."""
+
+    def __init__(self, model: EncoderDecoder, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self,
+        source: Int[Tensor, "b m"],
+        source_lengths: Int[Tensor, " b"],
+        target: Int[Tensor, "b n"],
+        wanted: Int[Tensor, "b n"],
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        decoder = self.model.decoder
+        context = self.model.encode(source, source_lengths)
+        states = decoder.states(target, context, context_lengths=source_lengths)
+        return token_loss(decoder, states, wanted, self.smoothing if self.training else 0.0)
+
+
+def token_loss(
+    stack: Stack, states: Float[Tensor, "b n d"], wanted: Int[Tensor, "b n"], smoothing: float
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """The loss of what the head would say, chunk by chunk."""
+    assert isinstance(stack.head, LanguageHead | MaskedHead)
+    x, table, bias = stack.head.inputs(states, stack.embedding.table)
+    return cross_entropy(x, table, wanted, bias, smoothing=smoothing)
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Windows of one long text: row r is its tokens r·step … r·step + context, and what follows each."""
+
+    ids: Int[Tensor, " total"]
+    context: int
+    step: int = 1
+
+    def __len__(self) -> int:
+        return max((len(self.ids) - self.context - 1) // self.step + 1, 0)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        return torch.full((len(self), 1), self.context)
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        at = rows[:, None] * self.step + torch.arange(self.context)
+        return Batch({"tokens": self.ids[at].long(), "wanted": self.ids[at + 1].long()}, at.numel())
+
+
+class Language(nn.Module):
+    """−log p(next token | those before)."""
+
+    def __init__(self, model: Stack, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self, tokens: Int[Tensor, "b n"], wanted: Int[Tensor, "b n"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        states = self.model.states(tokens)
+        return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Sentences, or images, and their classes."""
+
+    inputs: Ragged | Float[Tensor, "rows c height width"]
+    labels: Int[Tensor, " rows"]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        if isinstance(self.inputs, Ragged):
+            return self.inputs.lengths[:, None]
+        return torch.ones(len(self), 1, dtype=torch.long)
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        labels = self.labels[rows]
+        if not isinstance(self.inputs, Ragged):
+            return Batch({"images": self.inputs[rows], "labels": labels}, len(rows))
+        tokens, lengths = self.inputs.pad(rows, PAD)
+        return Batch({"tokens": tokens, "lengths": lengths, "labels": labels}, len(rows))
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Sentences of which some tokens are to be guessed; `mask` stands where they stood."""
+
+    tokens: Ragged
+    hidden: Ragged  # as long as the tokens: 1 where a token is to be guessed
+    mask: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        return self.tokens.lengths[:, None]
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        tokens, lengths = self.tokens.pad(rows, PAD)
+        hidden = self.hidden.pad(rows, 0)[0] == 1
+        given = {
+            "tokens": tokens.masked_fill(hidden, self.mask),
+            "lengths": lengths,
+            "wanted": tokens.masked_fill(~hidden, IGNORED),
+        }
+        return Batch(given, int(hidden.sum()))
+
+
+class Guessing(nn.Module):
+    """−log p(hidden token | the sentence around it)."""
+
+    def __init__(self, model: Stack, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"], wanted: Int[Tensor, "b n"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        states = self.model.states(tokens, lengths=lengths)
+        return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
+
+
+class Classification(nn.Module):
+    """−log p(class | sentence or image)."""
+
+    def __init__(self, model: nn.Module, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self,
+        labels: Int[Tensor, " b"],
+        images: Float[Tensor, "b c height width"] | None = None,
+        tokens: Int[Tensor, "b n"] | None = None,
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        scores = self.model(tokens, lengths=lengths) if images is None else self.model(images)
+        plain = F.cross_entropy(scores, labels, reduction="sum")
+        if not self.smoothing or not self.training:
+            return plain, plain.detach()
+        loss = F.cross_entropy(scores, labels, reduction="sum", label_smoothing=self.smoothing)
+        return loss, plain.detach()

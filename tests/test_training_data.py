@@ -1,0 +1,215 @@
+"""Text, tokens and batches: what is read, what is refused, how little is padding."""
+
+import gzip
+import json
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import regard as rg
+from regard.training import corpora, text, tokens
+from regard.training.batches import Stream, by_tokens
+from regard.training.loss import IGNORED
+from regard.training.ragged import Ragged
+from regard.training.tasks import Hidden, Labelled, Pairs, Stretches
+from regard.training.tokens import END, PAD, START, Tokens
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+def test_pairs_are_read_plain_and_zipped(tmp_path, name):
+    file = tmp_path / name
+    raw = "one\tuno\r\ntwo ñ\tdos\n".encode()
+    file.write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    assert text.pairs(file) == [("one", "uno"), ("two ñ", "dos")]
+
+
+def test_jsonl_lines_and_whole_texts_are_read(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good", "label": 1}\n{"label": 0, "text": "bad"}\n')
+    assert text.records(file, "label", "text") == [("1", "good"), ("0", "bad")]
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\ntwo\n")
+    assert text.sentences(plain) == ["one", "two"] and text.whole(plain) == "one\ntwo\n"
+
+
+BROKEN = {
+    "empty.tsv": (b"", "empty.tsv is empty"),
+    "tab.tsv": (b"a\tb\nno tab\n", "tab.tsv, line 2: 0 tabs where one is needed, source<TAB>target"),
+    "tabs.tsv": (b"a\tb\tc\n", "tabs.tsv, line 1: 2 tabs where one is needed, source<TAB>target"),
+    "bytes.tsv": (
+        b"a\tb\nc\t\xff\n",
+        "bytes.tsv, line 2: byte 3 is not UTF-8 (invalid start byte); convert the file first",
+    ),
+    "cut.tsv.gz": (gzip.compress(b"a\tb\n" * 99)[:-9], "cut.tsv.gz is not a whole gzip file: "),
+    "plain.tsv.gz": (b"a\tb\n", "plain.tsv.gz is not a whole gzip file: Not a gzipped file"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    raw, message = BROKEN[name]
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(rg.FormatError) as refused:
+        text.pairs(name)
+    assert str(refused.value).startswith(message)
+    with pytest.raises(rg.FormatError, match=r"^there is no file absent.tsv$"):
+        text.pairs("absent.tsv")
+
+
+def test_a_record_without_its_field_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"label": 1}\n')
+    with pytest.raises(rg.FormatError, match=r"^a.jsonl, line 2: no field 'text'; needed: text$"):
+        text.records("a.jsonl", "text")
+    (tmp_path / "b.jsonl").write_text("[1]\n")
+    with pytest.raises(rg.FormatError, match=r"^b.jsonl, line 1: not an object; needed: text$"):
+        text.records("b.jsonl", "text")
+    (tmp_path / "c.jsonl").write_text("{x\n")
+    with pytest.raises(rg.FormatError, match=r"^c.jsonl, line 1: not JSON: "):
+        text.records("c.jsonl", "text")
+
+
+def test_the_texts_that_come_along_are_whole_and_say_whose_they_are():
+    folder = corpora.folder("en-es")
+    assert [len(text.pairs(folder / f)) for f in ("valid.tsv", "test.tsv")] == [1015, 1956]
+    assert sum(1 for _ in text.lines(folder / "train.tsv.gz")) == 138_208
+    assert (
+        "licence" in (folder / "README.md").read_text() and len((folder / "NOTICES.txt").read_text()) > 10_000
+    )
+    assert text.whole(corpora.folder("shakespeare") / "tiny.txt.gz").startswith("First Citizen:")
+
+
+SENTENCES = ["the cat sat on the mat", "el gato se sentó en la estera", "¿qué? <s> 中文", "a  b"]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram", "characters"])
+def made(request) -> Tokens:
+    if request.param == "characters":
+        return tokens.characters(SENTENCES)
+    return getattr(tokens, request.param)(SENTENCES * 20, 320)
+
+
+def test_what_is_encoded_comes_back(made):
+    assert made.decode(made.encode(SENTENCES)) == SENTENCES
+    again = Tokens.from_json(made.json())
+    assert again.encode(SENTENCES) == made.encode(SENTENCES) and len(again) == len(made)
+
+
+def test_text_never_holds_a_special_token(made):
+    said = made.encode(["</s> <s> <pad>"])[0]
+    assert not {PAD, START, END} & set(said)
+
+
+def test_special_tokens_are_named_and_left_out_of_texts(made):
+    ids = [START, *made.encode(["the mat"])[0], END, PAD]
+    assert made.words(ids)[0] == "<s>" and made.words(ids)[-2:] == ["</s>", "<pad>"]
+    assert made.decode([ids]) == ["the mat"]
+
+
+def test_any_byte_can_be_written():
+    made = tokens.bpe(["abc"] * 9, 300)
+    assert made.decode(made.encode(["žluťoučký 🐎\n"])) == ["žluťoučký 🐎\n"]
+
+
+def test_foreign_tokenisers_and_small_vocabularies_are_refused():
+    with pytest.raises(rg.FormatError, match=r"^not a tokeniser: "):
+        Tokens.from_json("{}")
+    other = json.loads(tokens.characters(["ab"]).json())
+    other["model"]["vocab"]["<pad>"], other["model"]["vocab"]["a"] = 4, 0
+    other["added_tokens"] = []
+    with pytest.raises(rg.FormatError, match="first ids are not <pad>, <s>, </s>, <unk>; it was not made by"):
+        Tokens.from_json(json.dumps(other))
+    with pytest.raises(
+        rg.FormatError, match=r"^a vocabulary of 99 does not hold 4 signs and 256 bytes; use 260"
+    ):
+        tokens.bpe(["a"], 99)
+
+
+lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=60)
+
+
+@given(lengths, st.integers(18, 60), st.integers(1, 3), st.integers(0, 3))
+def test_an_epoch_has_every_row_once_within_the_budget(rows, most, world, epoch):
+    sizes = torch.tensor(rows)
+    if len(rows) < world:
+        return
+    plan = by_tokens(sizes, most, epoch=epoch, world=world)
+    assert sorted(torch.cat([plan[i] for i in range(len(plan))]).tolist()) == list(range(len(rows)))
+    assert len(plan) % world == 0
+    padded = [len(plan[i]) * int(sizes[plan[i]].amax(0).sum()) for i in range(len(plan))]
+    assert max(padded) <= most and sum(padded) == plan.padded >= plan.real == int(sizes.sum())
+
+
+def test_little_of_the_corpus_is_padding_and_two_epochs_differ():
+    noise = torch.Generator().manual_seed(0)
+    source = torch.randint(1, 60, (20_000,), generator=noise)
+    sizes = torch.stack([source, (source + torch.randint(-5, 9, (20_000,), generator=noise)).clamp(min=1)], 1)
+    one, again, other = (by_tokens(sizes, 4096, epoch=e) for e in (0, 0, 1))
+    assert 0 < one.waste < 0.06
+    assert torch.equal(one.rows, again.rows) and one.cuts == again.cuts
+    assert not torch.equal(one.rows, other.rows)
+    in_order = -(-len(sizes) // 64)  # random batches of 64 rows, for comparison
+    random = sum(64 * int(sizes[64 * i : 64 * i + 64].amax(0).sum()) for i in range(in_order))
+    assert plan_waste(sizes, random) > 5 * one.waste
+
+
+def plan_waste(sizes, padded):
+    return 1 - int(sizes.sum()) / padded
+
+
+def test_a_stream_goes_on_from_two_numbers_and_ranks_share_it():
+    sizes = torch.tensor([[n] for n in (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)])
+    stream = Stream(sizes, 9, seed=4)
+    seen = [stream.next().tolist() for _ in range(30)]
+    later = Stream(sizes, 9, seed=4)
+    for _ in range(11):
+        later.next()
+    resumed = Stream(sizes, 9, seed=4, epoch=later.epoch, index=later.index)
+    assert [resumed.next().tolist() for _ in range(19)] == seen[11:]
+    ranks = [Stream(sizes, 9, seed=4, rank=r, world=2) for r in range(2)]
+    batches = len(by_tokens(sizes, 9, seed=4, world=2)) // 2
+    rows = [s.next().tolist() for _ in range(batches) for s in ranks]
+    assert sorted(chain(*rows)) == list(range(11))
+
+
+def test_rows_that_cannot_be_batched_are_refused():
+    with pytest.raises(
+        rg.SpecError, match=r"^a row of 9 tokens does not fit a batch of 8; raise it, or drop"
+    ):
+        by_tokens(torch.tensor([[4, 5]]), 8)
+    with pytest.raises(rg.SpecError, match=r"^there is no row to make a batch of$"):
+        by_tokens(torch.zeros(0, 1, dtype=torch.long), 8)
+    with pytest.raises(
+        rg.SpecError, match=r"^1 batches of one row cannot be shared by 2 ranks; give more rows$"
+    ):
+        by_tokens(torch.tensor([[4]]), 8, world=2)
+
+
+def test_a_batch_of_pairs_is_shifted_by_one_and_ignores_padding():
+    data = Pairs(Ragged.of([[5, 6, 7], [8]]), Ragged.of([[9], [10, 11]]))
+    assert data.sizes.tolist() == [[3, 2], [1, 3]]
+    batch = data.batch(torch.tensor([1, 0]))
+    assert batch.predicted == 5
+    assert {k: v.tolist() for k, v in batch.given.items()} == {
+        "source": [[8, PAD, PAD], [5, 6, 7]],
+        "source_lengths": [1, 3],
+        "target": [[START, 10, 11], [START, 9, PAD]],
+        "wanted": [[10, 11, END], [9, END, IGNORED]],
+    }
+
+
+def test_batches_of_stretches_labels_and_hidden_tokens():
+    text_ids = Stretches(torch.arange(10, dtype=torch.int32), context=3, step=2)
+    assert len(text_ids) == 4
+    batch = text_ids.batch(torch.tensor([0, 3]))
+    assert batch.given["tokens"].tolist() == [[0, 1, 2], [6, 7, 8]]
+    assert batch.given["wanted"].tolist() == [[1, 2, 3], [7, 8, 9]] and batch.predicted == 6
+    told = Labelled(Ragged.of([[5], [6, 7]]), torch.tensor([1, 0])).batch(torch.tensor([1, 0])).given
+    assert (told["tokens"].tolist(), told["labels"].tolist()) == ([[6, 7], [5, PAD]], [0, 1])
+    hidden = Hidden(Ragged.of([[5, 6], [7]]), Ragged.of([[0, 1], [1]]), mask=4).batch(torch.tensor([0, 1]))
+    assert hidden.given["tokens"].tolist() == [[5, 4], [4, PAD]] and hidden.predicted == 2
+    assert hidden.given["wanted"].tolist() == [[IGNORED, 6], [7, IGNORED]]

@@ -1,0 +1,54 @@
+"""A small training that takes a second: a copying task. Run as a program it trains in the folder it is given."""
+
+import sys
+from dataclasses import replace
+
+import torch
+
+import regard as rg
+from regard.schedule import warmup_cosine
+from regard.training.average import ema
+from regard.training.loop import Settings, Trainer
+from regard.training.ragged import Ragged
+from regard.training.tasks import Pairs, Translation
+
+VOCAB = 13
+SETTINGS = Settings(
+    24,
+    96,
+    warmup_cosine(0.01, 6, 24),
+    average=ema(0.9),
+    save_every=4,
+    keep=3,
+    log_every=2,
+    valid_every=8,
+    seed=3,
+)
+
+
+def model(vocab: int = VOCAB):
+    torch.manual_seed(0)
+    embedding = rg.Embedding(vocab, 16, position=rg.sinusoidal(), dropout=0.1)
+    attention, past = rg.Attention(16, heads=2), rg.Attention(16, heads=2, pattern=rg.causal())
+    encoder = rg.Encoder(rg.Block(attention, rg.FeedForward(16), dropout=0.1), 1, embedding=embedding)
+    block = rg.Block(past, rg.FeedForward(16), cross=attention, dropout=0.1)
+    decoder = rg.Decoder(block, 1, embedding=embedding, head=rg.LanguageHead())
+    return rg.EncoderDecoder(encoder, decoder, share_embedding=True).build()
+
+
+def pairs(rows: int, seed: int) -> Pairs:
+    noise = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 8, (rows,), generator=noise).tolist()
+    copied = Ragged.of([torch.randint(4, VOCAB, (n,), generator=noise).tolist() for n in lengths])
+    return Pairs(copied, copied)
+
+
+def trainer(folder, **other) -> Trainer:
+    vocab = other.pop("vocab", VOCAB)
+    task = Translation(model(vocab), other.pop("smoothing", 0.1))
+    return Trainer(task, pairs(60, 1), pairs(20, 2), replace(SETTINGS, **other), folder)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    trainer(sys.argv[1]).run(lambda event: print(event["event"], event["step"], flush=True))
