@@ -214,8 +214,8 @@ def test_folding_heads_is_no_term_for_a_view_costs_nothing():
 @pytest.mark.parametrize(
     ("id", "part", "told"),
     [
-        ("flops.short_wide.32.32.16x128", "projections", "128.0 times the pairs"),
-        ("flops.long_narrow.8192.8192.4x16", "core", "64.0 times them"),
+        ("flops.short_wide.32.32.16x128", "projections", "128.0 times their work"),
+        ("flops.long_narrow.8192.8192.4x16", "core", "64.0 times their work"),
     ],
 )
 @pytest.mark.ledger("S3.Q2d.1", "S3.Q2d.2")

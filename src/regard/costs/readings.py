@@ -1,7 +1,7 @@
 """What is read off a cost: biases side by side, what a pattern saves, which part dominates, other ways to score."""
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from ..spec import Attention
@@ -14,7 +14,7 @@ CORE = ("scores", "mixing")
 PROJECTIONS = ("q", "k", "v", "output", "w_q", "w_k")
 
 
-@cache
+@lru_cache(maxsize=64)
 def biases(given: Given) -> dict[str, int]:
     """Parameters with biases in no linear map, in attention's output alone, and in all (D7)."""
     each = {word: replace(given, spec=with_biases(given.spec, word)) for word in BIASES}
@@ -37,7 +37,7 @@ class Saving:
         )
 
 
-@cache
+@lru_cache(maxsize=64)
 def saving(given: Given) -> Saving:
     ours, _ = read(given, Numbers())
     dense, _ = read(given, Numbers(), ignore_patterns=True)
@@ -114,12 +114,12 @@ def _why(part: str, kinds: dict[str, Amounts], cost: Cost) -> str:
     core, projections = (kinds.get(k, Amounts()).executed for k in ("core", "projections"))
     if part == "core":
         return (
-            f"pairs grow as n·m, projections as n + m: {core / projections:.1f} times them here"
+            f"pairs grow as n·m, projections as n + m: {core / projections:.1f} times their work here"
             if projections
             else "there are no projections"
         )
     if part == "projections" and core:
-        return f"the sequence is short for the width: {projections / core:.1f} times the pairs here"
+        return f"pairs are few for the width: {projections / core:.1f} times their work here"
     return {
         "feed-forward": "its matrices are the widest",
         "head": "the vocabulary is wider than all layers",
