@@ -101,10 +101,14 @@ class Stream:
 
     def next(self) -> Int[Tensor, " b"]:
         """The rows of this rank's next batch."""
-        if self.plan is not None and self.index >= len(self.plan):
-            self.epoch, self.index, self.plan = self.epoch + 1, 0, None
-        if self.plan is None:
-            self.plan = by_tokens(self.lengths, self.most, seed=self.seed, epoch=self.epoch, world=self.world)
-        rows = self.plan[self.index + self.rank]
+        plan = self.plan or self._epoch()
+        if self.index >= len(plan):
+            self.epoch, self.index = self.epoch + 1, 0
+            plan = self._epoch()
+        rows = plan[self.index + self.rank]
         self.index += self.world
         return rows
+
+    def _epoch(self) -> Plan:
+        self.plan = by_tokens(self.lengths, self.most, seed=self.seed, epoch=self.epoch, world=self.world)
+        return self.plan
