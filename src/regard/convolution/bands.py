@@ -61,7 +61,9 @@ class Band(nn.Module):
 def band(pool: nn.AvgPool1d | nn.AvgPool2d) -> Band:
     """Average pooling as a band. `count_include_pad=False` is what softmax does by itself."""
     if pool.ceil_mode:
-        raise SpecError("ceil_mode=True lets a window hang over the end; pad the input, and use ceil_mode=False")
+        raise SpecError(
+            "ceil_mode=True lets a window hang over the end; pad the input, and use ceil_mode=False"
+        )
     if getattr(pool, "divisor_override", None) is not None:
         raise SpecError(
             f"divisor_override={pool.divisor_override}: weights of attention sum to one; scale the result instead"

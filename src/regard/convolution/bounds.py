@@ -40,7 +40,7 @@ def _others(centre: Float[Tensor, "h axes"], alpha: Float[Tensor, " h"]) -> Floa
     return shares.sum(-1).masked_fill(soft[:, None], inf)
 
 
-def sharpness(error: float, axes: int, weight: float = 1.0) -> float:
+def sharpness(error: int | float, axes: int, weight: int | float = 1.0) -> float:
     """The least α (to 1e-9 of itself) at which heads at whole offsets leak so little that weight · leak ≤ error.
 
     weight: Σ∣tap∣ · range of the input for the error of a convolution's output; 1 for the leak itself.

@@ -58,7 +58,9 @@ class Certificate:
                 f"{h.head:4}  {shift:15}  {h.became:9}  {h.taps:4}  {h.worst:8.2g}  {h.mean:7.2g}".rstrip()
             )
         size = "any size" if self.size is None else " × ".join(map(str, self.size))
-        bound = "none: scores depend on content" if self.certified is None else f"{self.certified:.2g} · range"
+        bound = (
+            "none: scores depend on content" if self.certified is None else f"{self.certified:.2g} · range"
+        )
         lines += [
             f"{len(self.lowered)} of {len(self.heads)} heads lowered at tolerance {self.tolerance:g}; "
             f"{size}, border of {self.border}",

@@ -26,7 +26,9 @@ class Frame:
     stride: Offset
     border: tuple[tuple[int, int], ...]
     mode: str = "zeros"
-    window: tuple[tuple[int, int], ...] | None = None  # the offsets that a query must have keys at; None: those
+    window: tuple[tuple[int, int], ...] | None = (
+        None  # the offsets that a query must have keys at; None: those
+    )
 
     def __post_init__(self):
         if not self.offsets:
@@ -90,9 +92,7 @@ def frame(conv: nn.Conv1d | nn.Conv2d) -> Frame:
     else:
         border = tuple((int(p), int(p)) for p in conv.padding)
     taps = product(*(range(k) for k in kernel))
-    offsets = tuple(
-        tuple(d * t - before for t, d, (before, _) in zip(tap, dilation, border)) for tap in taps
-    )
+    offsets = tuple(tuple(d * t - before for t, d, (before, _) in zip(tap, dilation, border)) for tap in taps)
     return Frame(offsets, tuple(stride), border, conv.padding_mode)
 
 

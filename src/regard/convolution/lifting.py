@@ -8,6 +8,7 @@ Frameworks sum x[q + t] W_t, unflipped: tap t is the head of offset Δ = t. The 
 
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 from einops import einsum, rearrange
@@ -47,7 +48,7 @@ class Lifted(nn.Module):
         super().__init__()
         heads, c_out, c_in = taps.shape
         self.frame, self.hard, self.groups = frame, sharpness is None, groups
-        like = {"dtype": taps.dtype, "device": taps.device}
+        like: dict[str, Any] = {"dtype": taps.dtype, "device": taps.device}
         into, out = _factors(taps.detach(), d_v, frame)
         self.d_v = into.shape[-1]
         self.w_v = nn.Linear(c_in, heads * self.d_v, bias=False, **like)
@@ -109,13 +110,13 @@ class Lifted(nn.Module):
 
     def bound(self, x: Float[Tensor, "b c *size"]) -> Float[Tensor, "b c_out"]:
         """Σ_h leak_h · range over the keys of x·W_h: no output is further from the convolution's (L26)."""
-        cells = rearrange(self.frame.pad(x), "b c ... -> b (...) c").double()
-        reached = einsum(cells, self.taps.double(), "b m c, h o c -> b h o m")
+        cells = rearrange(self.frame.pad(x), "b c ... -> b (...) c").detach().double()
+        reached = einsum(cells, self.taps.detach().double(), "b m c, h o c -> b h o m")
         return einsum(reached.amax(-1) - reached.amin(-1), self.leak(), "b h o, h -> b o")
 
-    def bound_over(self, span: float) -> float:
+    def bound_over(self, span: int | float) -> float:
         """The same for every input whose channels, border included, range over no more than `span`."""
-        return float(einsum(self.taps.double().abs(), self.leak(), "h o c, h -> o").max() * span)
+        return float(einsum(self.taps.detach().double().abs(), self.leak(), "h o c, h -> o").max() * span)
 
     def declare(self, size: Offset) -> spec.Attention:
         """The attention over the padded input of this size, as a spec: what it costs is what this would cost."""
@@ -152,9 +153,7 @@ class Lifted(nn.Module):
             keys = v[:, first + low : first + step * (some - 1) + high + 1]
             yield self._attend(keys, axis, -low, some)
 
-    def _attend(
-        self, v: Float[Tensor, "h m w"], axis: int, first: int, n: int
-    ) -> Float[Tensor, "h n w"]:
+    def _attend(self, v: Float[Tensor, "h m w"], axis: int, first: int, n: int) -> Float[Tensor, "h n w"]:
         """softmax_j −α(j − i − Δ)² over the keys j, for n queries i = first, first + stride, …
 
         The constant that −α(δ² − 2δΔ) leaves out is kept: the scores near the target are then small and exact.
@@ -231,17 +230,20 @@ def shift_heads(
     if len(offsets) != len(taps):
         raise SpecError(f"{len(offsets)} shifts and {len(taps)} taps; one tap a shift is needed")
     if heads is not None and heads < len(offsets):
-        raise SpecError(f"{len(offsets)} offsets need a head each, and heads={heads}; use heads={len(offsets)}")
+        raise SpecError(
+            f"{len(offsets)} offsets need a head each, and heads={heads}; use heads={len(offsets)}"
+        )
     axes = len(offsets[0])
     border = tuple(
-        (max(0, -min(o[axis] for o in offsets)), max(0, max(o[axis] for o in offsets))) for axis in range(axes)
+        (max(0, -min(o[axis] for o in offsets)), max(0, max(o[axis] for o in offsets)))
+        for axis in range(axes)
     )
     steps = (stride,) * axes if isinstance(stride, int) else tuple(stride)
     place = Frame(tuple(offsets), steps, border)
     return Lifted(place, rearrange(taps, "h c o -> h o c"), bias, sharpness=sharpness)
 
 
-def sharpness_for(conv: nn.Conv1d | nn.Conv2d, error: float, span: float = 1.0) -> float:
+def sharpness_for(conv: nn.Conv1d | nn.Conv2d, error: int | float, span: int | float = 1.0) -> float:
     """The least α whose lifted form is within `error` of the convolution, for channels that range over `span`.
 
     The range counts the border: inputs in [−1, 1] have span 2, and inputs in [3, 4] padded with zeros have 4.
@@ -303,7 +305,9 @@ def _factors(
     return into.to(taps.dtype), out.to(taps.dtype)
 
 
-def _grown(x: Float[Tensor, "h a b"], size: int, dim: int, zero: Float[Tensor, "h 1 1"]) -> Float[Tensor, "h c d"]:
+def _grown(
+    x: Float[Tensor, "h a b"], size: int, dim: int, zero: Float[Tensor, "h 1 1"]
+) -> Float[Tensor, "h c d"]:
     """x with zeros up to `size` along one dimension."""
     missing = size - x.shape[dim]
     shape = [len(x), missing, x.shape[2]] if dim == 1 else [len(x), x.shape[1], missing]

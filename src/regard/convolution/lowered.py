@@ -44,14 +44,16 @@ class Lowered(nn.Module):
         if self.grid is None:
             return fold(torch.add, (part(x) for part in (self.convolution, self.rest) if part is not None))
         pattern = given.pop("pattern", None)
-        if others := [name for name, value in {"context": context, **given}.items() if value is not None]:
-            if others != ["return_weights"] or given["return_weights"]:
-                raise ShapeError(
-                    f"{' and '.join(others)} given to a lowered attention, whose heads are fixed to {self._where()}; "
-                    f"call the attention it was lowered from"
-                )
+        asked = {"context": context, **given}
+        if others := [name for name, value in asked.items() if value is not None and value is not False]:
+            raise ShapeError(
+                f"{' and '.join(others)} given to a lowered attention, whose heads are fixed to {self._where()}; "
+                f"call the attention it was lowered from"
+            )
         if not _same(pattern, self.pattern):
-            raise ShapeError("another pattern than the one that this attention was lowered with; lower it again")
+            raise ShapeError(
+                "another pattern than the one that this attention was lowered with; lower it again"
+            )
         found = [] if self.rest is None else [self.rest(x, pattern=pattern)]
         if self.convolution is not None or self.kernels is not None:
             cells = rearrange(x, "b n c -> b c n") if len(self.grid) == 1 else self._on_grid(x)
@@ -66,7 +68,9 @@ class Lowered(nn.Module):
         return rearrange(x, "b (height width) c -> b c height width", height=self.grid[0])
 
     def _where(self) -> str:
-        return "a grid of " + " × ".join(map(str, self.grid or ())) if len(self.grid or ()) > 1 else "a sequence"
+        return (
+            "a grid of " + " × ".join(map(str, self.grid or ())) if len(self.grid or ()) > 1 else "a sequence"
+        )
 
     def extra_repr(self) -> str:
         return f"heads {list(self.certificate.lowered)} of {len(self.certificate.heads)} lowered"
@@ -142,8 +146,8 @@ def convolution(
     kernel = [(high - low) // d + 1 for (low, high), d in zip(spans, dilation)]
     weight = taps.new_zeros(*taps.shape[1:], *kernel)
     for offset, tap in zip(place.offsets, taps):
-        at = tuple((o - low) // d for o, (low, _), d in zip(offset, spans, dilation))
-        weight[(slice(None), slice(None), *at)] += tap
+        at: Any = tuple((o - low) // d for o, (low, _), d in zip(offset, spans, dilation))
+        weight[(..., *at)] += tap
     weight, groups = _grouped(weight, groups)
     padding, outside = _padding(place, kernel, dilation)
     conv = _MODULE[place.axes](

@@ -31,7 +31,7 @@ def lower(
     attention: nn.Module,
     data: Float[Tensor, "b ..."] | None = None,
     *,
-    tolerance: float = 0.05,
+    tolerance: int | float = 0.05,
     size: int | Offset | None = None,
     kernel: int = 7,
     pattern: Pattern | Tensor | None = None,
@@ -58,7 +58,7 @@ def lower(
 
 
 def lower_all(
-    model: nn.Module, data: Float[Tensor, "b ..."], *, tolerance: float = 0.05, kernel: int = 7
+    model: nn.Module, data: Float[Tensor, "b ..."], *, tolerance: int | float = 0.05, kernel: int = 7
 ) -> tuple[nn.Module, dict[str, Certificate]]:
     """A copy of the model with each of its attentions lowered on what reaches it from the data, by its path."""
     model, seen = copy.deepcopy(model).eval(), {}
@@ -85,7 +85,7 @@ def lower_all(
     return model, found
 
 
-def _lower_lifted(lifted: Lifted, data: Tensor | None, tolerance: float) -> Lowered:
+def _lower_lifted(lifted: Lifted, data: Tensor | None, tolerance: int | float) -> Lowered:
     """Every head at its nearest whole offset; what it misses there is known for every input (`leak`)."""
     place, missed = lifted.frame, lifted.leak().tolist()
     spans = [place.span(axis) for axis in range(place.axes)]
@@ -129,7 +129,7 @@ def _other_lifted(lifted: Lifted, heads: list[int], window: Any, keep_bias: bool
 def _lower_heads(
     attention: MultiHeadAttention,
     data: Tensor | None,
-    tolerance: float,
+    tolerance: int | float,
     size: int | Offset | None,
     kernel: int,
     pattern: Pattern | Tensor | None,
@@ -167,7 +167,7 @@ def _of_position(declared: spec.Attention) -> bool:
     return declared.score == "position" or declared.factor == 0
 
 
-def _refuse(declared: spec.Attention, data: Tensor | None, tolerance: float, of_position: bool) -> None:
+def _refuse(declared: spec.Attention, data: Tensor | None, tolerance: int | float, of_position: bool) -> None:
     if isinstance(declared.position, shaw) and declared.position.values:
         raise SpecError(f"{declared.position!r} adds to the values what no convolution of the input does")
     if declared.d_context not in (None, declared.d_model):
@@ -184,8 +184,8 @@ def _refuse(declared: spec.Attention, data: Tensor | None, tolerance: float, of_
         )
     if data is None:
         raise SpecError(
-            f"score={declared.score!r} depends on content, so no distance holds for all inputs; give data= to measure "
-            f"it, or declare score='position'"
+            f"score={declared.score!r} depends on content, so no distance holds for all inputs; give data= to "
+            f"measure it, or declare score='position'"
         )
     if tolerance == 0:
         raise SpecError(
@@ -226,7 +226,7 @@ def _weights(
 
 
 def _judge(
-    weights: Float[Tensor, "b h n n"], grid: Offset, tolerance: float, most: int, value_bias: bool
+    weights: Float[Tensor, "b h n n"], grid: Offset, tolerance: int | float, most: int, value_bias: bool
 ) -> tuple[tuple[Head, ...], dict[int, tuple[tuple[Offset, ...], Tensor]], str]:
     """What each head becomes: a shift if one is near enough, else the smallest kernel that is, else attention."""
     near = nearest_shifts(weights, grid)
@@ -245,7 +245,7 @@ def _judge(
     return tuple(heads), kernels, border
 
 
-def _border(weights, grid: Offset, near, tolerance: float, value_bias: bool) -> str:
+def _border(weights, grid: Offset, near, tolerance: int | float, value_bias: bool) -> str:
     """The border rule that makes the most heads shifts: one convolution has one."""
     if value_bias:  # past a border of zeros a convolution would still add W_V's bias
         return "replicate"
@@ -302,6 +302,7 @@ class _Parts:
         if len(heads) == self.size.heads:
             return copy.deepcopy(self.attention)
         rest = self._declare(len(heads), grid)
+        assert rest.w_o is not None  # declared so
         old, size = self.attention, self.size
         with torch.no_grad():
             for name, count in (("w_q", size.heads), ("w_k", size.kv_heads), ("w_v", size.kv_heads)):
@@ -355,7 +356,9 @@ def _copy_position(old: MultiHeadAttention, rest: MultiHeadAttention, heads: lis
             rest.position.keys.copy_(old.position.keys)
 
 
-def _kernels(parts: _Parts, kernels: dict[int, tuple[tuple[Offset, ...], Tensor]], bias: Tensor | None) -> Kernels:
+def _kernels(
+    parts: _Parts, kernels: dict[int, tuple[tuple[Offset, ...], Tensor]], bias: Tensor | None
+) -> Kernels:
     """One box of taps around all kernels, a head each."""
     heads = list(kernels)
     every = [offset for offsets, _ in kernels.values() for offset in offsets]
@@ -379,7 +382,13 @@ def _certified(taps: Float[Tensor, "h o c"], apart: list[float]) -> float:
 
 @torch.no_grad()
 def _with_certificate(
-    lowered: Lowered, whole: nn.Module, data: Tensor, told: str, heads: tuple[Head, ...], *facts: Any, **given: Any
+    lowered: Lowered,
+    whole: nn.Module,
+    data: Tensor,
+    told: str,
+    heads: tuple[Head, ...],
+    *facts: Any,
+    **given: Any,
 ) -> Lowered:
     """The lowered module, measured against what it came from."""
     tolerance, size, border, certified = facts
