@@ -256,6 +256,17 @@ def test_what_was_counted_by_running_has_no_formula():
     assert traced.biases is None and traced.saving is None and "model           6" in str(traced)
 
 
+def test_the_largest_batch_and_length_that_fit_are_the_last_that_do():
+    told = cost("tiny-gpt", n=64, train=True)
+    budget = cost("tiny-gpt", n=64, batch=9, train=True).memory.training
+    assert told.fits(budget) == 9 and told.fits(budget - 1) == 8 and told.fits(1) == 0
+    assert told.fits(cost("tiny-gpt", n=81, train=True).memory.training, vary="n") == 81
+    with pytest.raises(
+        SpecError, match="Linear was counted by running it at one size; declare a spec to ask what"
+    ):
+        Cost("Linear", {}, Part("model")).fits(1000)
+
+
 def test_a_formula_without_sympy_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sympy", None)
     told = cost(rg.Attention(64), n=4)

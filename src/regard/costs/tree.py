@@ -210,6 +210,16 @@ class Cost:
 
         return bottleneck(self)
 
+    def fits(self, budget: int, vary: str = "batch") -> int:
+        """The largest batch (or n, with `vary="n"`) whose peak stays within `budget` bytes; 0 if not even 1 does."""
+        from .memory import fits
+
+        if self.facts is None:
+            raise SpecError(
+                f"{self.of} was counted by running it at one size; declare a spec to ask what fits"
+            )
+        return fits(self.facts, budget, vary)
+
     @property
     def score_ways(self) -> Any:
         """A declared attention's scores, projected for every pair, once, or with W_q W_kᵀ merged; else None."""
