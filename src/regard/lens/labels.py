@@ -1,0 +1,166 @@
+"""What the inputs of a model say of its tokens: their names, which are padding, whether they are an image."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ..errors import ShapeError, SpecError
+from .captured import Role
+from .grids import Grid, square_grid
+
+Names = tuple[tuple[str, ...], ...]
+SOURCE_IDS, TARGET_IDS = ("input_ids", "source", "src", "x"), ("decoder_input_ids", "target", "tgt")
+SOURCE_MASKS, TARGET_MASKS = ("attention_mask",), ("decoder_attention_mask",)
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One sequence that a model was given: a name for each token, and which are no padding."""
+
+    names: Names
+    real: Bool[Tensor, "b n"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """The sequences of one run."""
+
+    source: Side | None = None
+    target: Side | None = None
+    image: Float[Tensor, "c height width"] | None = None
+    grid: Grid | None = field(default=None)
+
+    def of(self, name: str, role: Role, shape: tuple[int, int, int, int]) -> tuple[Side, Side]:
+        """The sides of the queries and of the keys of a call."""
+        b, _, n, m = shape
+        decodes = self.target is not None and (role == "cross" or "decoder" in name.lower())
+        own = self.target if decodes else self.source
+        queries = self._fit(own, b, n)
+        keys = self._fit(self.source if role == "cross" else own, b, m)
+        return queries, keys
+
+    def _fit(self, side: Side | None, b: int, length: int) -> Side:
+        if side is not None and len(side.names) == b and all(len(row) == length for row in side.names):
+            return side
+        if self.grid is not None and length == self.grid.tokens:
+            return Side((_patches(self.grid),) * b)
+        return Side((tuple(str(i) for i in range(length)),) * b)
+
+
+def read(inputs: Any, tokens: Any = None, grid: Any = None, image: Any = None) -> Labels:
+    """Labels for what `inputs` holds; `tokens` names them, or is a tokenizer that can."""
+    source_ids, target_ids = _ids(inputs)
+    given = {"source": tokens, "target": tokens}
+    if isinstance(tokens, Mapping):
+        if unknown := set(tokens) - {"source", "target"}:
+            raise SpecError(f"tokens has {sorted(unknown)[0]!r}; its two sides are 'source' and 'target'")
+        given = {"source": tokens.get("source"), "target": tokens.get("target")}
+    elif target_ids is not None and not _is_tokenizer(tokens):
+        given["target"] = None
+    pixels = _pixels(inputs)
+    if image is None and pixels is not None:
+        image = _shown(pixels[0])
+    return Labels(
+        _side(given["source"], source_ids, _real(inputs, SOURCE_MASKS)),
+        _side(given["target"], target_ids, _real(inputs, TARGET_MASKS)),
+        image,
+        _grid(grid),
+    )
+
+
+def grid_for(labels: Labels, inputs: Any, tokens: int) -> Grid | None:
+    """The grid that was given, or the one that an image of this shape has in this many tokens."""
+    if labels.grid is not None:
+        return labels.grid
+    pixels = _pixels(inputs)
+    return None if pixels is None else square_grid(tokens, *pixels.shape[-2:])
+
+
+def _grid(given: Any) -> Grid | None:
+    if given is None or isinstance(given, Grid):
+        return given
+    if isinstance(given, tuple) and len(given) in (2, 3):
+        return Grid(*given)
+    raise SpecError(f"grid={given!r}: give (rows, columns), or (rows, columns, tokens before the patches)")
+
+
+def _side(tokens: Any, ids: Tensor | None, real: Tensor | None) -> Side | None:
+    if tokens is not None and not _is_tokenizer(tokens):
+        names = _names(tokens)
+        if ids is not None and [len(r) for r in names] != [ids.shape[1]] * len(ids):
+            got = ", ".join(str(len(r)) for r in names)
+            raise ShapeError(
+                f"tokens name {len(names)} rows of {got}; the input holds {len(ids)} rows of {ids.shape[1]}"
+            )
+        return Side(names, real)
+    if ids is None:
+        return None
+    if tokens is None:
+        names = tuple(tuple(str(i) for i in row) for row in ids.tolist())
+    else:
+        convert = getattr(tokens, "convert_ids_to_tokens", tokens)
+        names = tuple(tuple(str(t) for t in convert(row)) for row in ids.tolist())
+    return Side(names, real if real is not None and real.shape == ids.shape else None)
+
+
+def _names(tokens: Any) -> Names:
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise SpecError(
+            f"tokens={tokens!r}: give a list of strings, one a batch row, {{'source': …, 'target': …}}, "
+            f"or a tokenizer"
+        )
+    rows = [tokens] if tokens and isinstance(tokens[0], str) else tokens
+    return tuple(tuple(str(t) for t in row) for row in rows)
+
+
+def _is_tokenizer(tokens: Any) -> bool:
+    return hasattr(tokens, "convert_ids_to_tokens") or callable(tokens)
+
+
+def _ids(inputs: Any) -> tuple[Tensor | None, Tensor | None]:
+    if isinstance(inputs, Mapping):
+        return _named(inputs, SOURCE_IDS, _is_ids), _named(inputs, TARGET_IDS, _is_ids)
+    found = [x for x in _positional(inputs) if _is_ids(x)]
+    return (found[0] if found else None), (found[1] if len(found) > 1 else None)
+
+
+def _named(inputs: Mapping[str, Any], names: tuple[str, ...], fits: Any) -> Tensor | None:
+    return next((inputs[n] for n in names if n in inputs and fits(inputs[n])), None)
+
+
+def _positional(inputs: Any) -> list[Any]:
+    return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+
+
+def _is_ids(x: Any) -> bool:
+    whole = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
+    return whole and x.dim() == 2 and x.dtype != torch.bool
+
+
+def _real(inputs: Any, names: tuple[str, ...]) -> Tensor | None:
+    if not isinstance(inputs, Mapping):
+        return None
+    mask = _named(inputs, names, lambda x: isinstance(x, Tensor) and x.dim() == 2)
+    return None if mask is None else mask != 0
+
+
+def _pixels(inputs: Any) -> Tensor | None:
+    values = list(inputs.values()) if isinstance(inputs, Mapping) else _positional(inputs)
+    images = (x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 4)
+    return next((x for x in images if x.shape[1] in (1, 3)), None)
+
+
+def _shown(pixels: Float[Tensor, "c height width"]) -> Float[Tensor, "3 height width"]:
+    """The image between 0 and 1, in three colours."""
+    x = pixels.detach().float().cpu()
+    x = (x - x.min()) / (x.max() - x.min()).clamp(min=1e-9)
+    return x.expand(3, -1, -1) if x.shape[0] == 1 else x
+
+
+def _patches(grid: Grid) -> tuple[str, ...]:
+    before = ["class" if i == 0 else f"extra {i}" for i in range(grid.skip)]
+    return (*before, *(f"{y},{x}" for y in range(grid.rows) for x in range(grid.columns)))

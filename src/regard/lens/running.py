@@ -1,0 +1,59 @@
+"""A model and its inputs, whatever their form."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import RegardError, ShapeError, SpecError
+
+
+def run(model: Any, inputs: Any) -> Any:
+    """model(inputs): a mapping by name, a tuple or list in order, anything else as the one argument."""
+    if not callable(model):
+        raise SpecError(
+            f"{type(model).__name__} cannot be called; give a model (an nn.Module, or a function)"
+        )
+    try:
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        if isinstance(inputs, tuple | list):
+            return model(*inputs)
+        return model(inputs)
+    except RegardError:
+        raise
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as e:
+        raise ShapeError(
+            f"{type(model).__name__} does not run on {describe(inputs)}: {type(e).__name__}: {e}"
+        ) from e
+
+
+def describe(inputs: Any) -> str:
+    """The shapes of what was given, in words."""
+    if isinstance(inputs, Mapping):
+        return ", ".join(f"{name}={_one(x)}" for name, x in inputs.items()) or "no input"
+    if isinstance(inputs, tuple | list):
+        return ", ".join(_one(x) for x in inputs) or "no input"
+    return _one(inputs)
+
+
+def _one(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+    return type(x).__name__
+
+
+def first_tensor(out: Any) -> Tensor:
+    """The first floating-point tensor of a model's output: its logits or its states."""
+    for x in _flat(out):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x
+    raise RegardError(f"the output, a {type(out).__name__}, holds no floating-point tensor to compare")
+
+
+def _flat(out: Any) -> list[Any]:
+    if isinstance(out, Mapping):
+        return [x for v in out.values() for x in _flat(v)]
+    if isinstance(out, tuple | list):
+        return [x for v in out for x in _flat(v)]
+    return [out]
