@@ -18,7 +18,7 @@ def dependence(f, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d b d"]:
 
 
 def own_row(lab: Lab, c: Case) -> Reading:
-    width = lab.part.facts.get("width", c.d)
+    width = lab.part.facts.get("width") or c.d
     J = dependence(lab.part.call, lab.randn(c.b, width))
     same = torch.eye(c.b, dtype=torch.bool)[:, None, :, None]
     inside = J[same.expand_as(J)]
@@ -30,7 +30,7 @@ def own_row(lab: Lab, c: Case) -> Reading:
 
 def own_column(lab: Lab, c: Case) -> Reading:
     """In training: its own column, all rows. In evaluation: itself alone."""
-    width = lab.part.facts.get("width", c.d)
+    width = lab.part.facts.get("width") or c.d
     x = lab.randn(c.b, width)
     training = dependence(lambda y: lab.part.call(y, True), x)
     frozen = dependence(lambda y: lab.part.call(y, False), x)
@@ -49,7 +49,7 @@ def own_column(lab: Lab, c: Case) -> Reading:
 def geometry(lab: Lab, c: Case) -> Reading:
     """z = (y − shift)/gain has mean 0, length √(dσ²/(σ² + ε)), and the Jacobian (I − 11ᵀ/d − zzᵀ/d)/σ where ε = 0."""
     facts = lab.part.facts
-    d, eps = facts.get("width", c.d), float(facts.get("eps", 0.0))
+    d, eps = facts.get("width") or c.d, float(facts.get("eps", 0.0))
     gain, shift = (facts.get(x) for x in ("gain", "shift"))
     x = c.size * lab.randn(c.b, d)
 
@@ -78,7 +78,7 @@ def geometry(lab: Lab, c: Case) -> Reading:
 
 
 def position_wise(lab: Lab, c: Case) -> Reading:
-    width, facts = lab.part.facts.get("width", c.d), lab.part.facts
+    width, facts = lab.part.facts.get("width") or c.d, lab.part.facts
     x = lab.randn(c.n, width)
     J = dependence(lambda y: lab.part.call(y[None])[0], x)
     own = torch.eye(c.n, dtype=torch.bool)[:, None, :, None]

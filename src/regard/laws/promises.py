@@ -144,9 +144,9 @@ def model_empty_row(lab: Lab, c: Case) -> Reading:
         other = x.clone()
         other[0, -1] = lab.others(x)[0, -1]
         with torch.no_grad():
-            moved = lab.run(other, context, module, **options)[0, 0]
+            moved, before = (lab.run(y, context, module, **options)[0, 0] for y in (other, x))
         readings.append(
-            compare("a position that may look nowhere, after a forbidden one was changed", moved, own[0])
+            compare("a position that may look nowhere, after a forbidden one was changed", moved, before)
         )
     return worst(*readings)
 

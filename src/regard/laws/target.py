@@ -12,7 +12,7 @@ translates it. A new kernel takes ten lines:
 A word in `claims` is promised, a word in `lacks` denied; what stands in neither is found out by trying.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -106,8 +106,8 @@ class Projections(NamedTuple):
 class _Claiming:
     """What every target says about itself."""
 
-    claims: frozenset[str] = frozenset()
-    lacks: frozenset[str] = frozenset()
+    claims: Set[str] = frozenset()
+    lacks: Set[str] = frozenset()
     alignment: str | None = None  # of causal and window where n ≠ m; None: not said
     device: str = "cpu"
     source: str | None = None  # a Python expression that gives this target again, for snippets

@@ -1,0 +1,21 @@
+"""The law of compilers, in the call without the shape checker."""
+
+import pytest
+
+from regard.laws import Budget, law, try_law
+from regard.laws.formula import weighing
+from regard.reference import softmax
+
+pytestmark = pytest.mark.compiled
+
+
+def test_another_scale_under_the_compiler_is_found():
+    one = law("L55")
+    outcome = try_law(one, one.control(), Budget(seconds=100.0))
+    assert outcome.status == "broken" and "compiled against eager" in outcome.said
+
+
+def test_the_formula_compiles_to_itself():
+    target = weighing("formula", softmax).having("compile")
+    outcome = try_law(law("L55"), target, Budget(seconds=100.0))
+    assert outcome.status == "holds", outcome.said
