@@ -160,7 +160,10 @@ class Trace(TorchDispatchMode):
 
     def _follow(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """A mask with −∞ to which something learned is added still hides the same pairs, and so do its views."""
-        if func is torch.ops.aten.add.Tensor:
+        name = func.__name__.split(".")[0]
+        if name in ("masked_fill", "masked_fill_", "where"):
+            self._masked(name, args, out)
+        elif func is torch.ops.aten.add.Tensor:
             known = [self._values[x] for x in args[:2] if isinstance(x, Tensor) and x in self._values]
             if len(known) == 1 and known[0].is_floating_point() and known[0].dim() >= 2 and _hides(known[0]):
                 self._masks[out] = known[0].expand(out.shape)
@@ -173,6 +176,15 @@ class Trace(TorchDispatchMode):
             with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
                 given = {k: v for k, v in kwargs.items() if k != "device"}
                 self._masks[out] = func(self._masks[args[0]], *args[1:], **given)
+
+    def _masked(self, name: str, args: tuple, out: Tensor) -> None:
+        """Something unknown, with −∞ (or the lowest number) where a known table says so."""
+        at, value = (args[0], args[2]) if name == "where" else (args[1], args[2])
+        value = self.value_of(value) if isinstance(value, Tensor) else value
+        if at not in self._values or value is None or float(value) > torch.finfo(torch.float32).min / 2:
+            return
+        table = self._values[at] if name == "where" else ~self._values[at]
+        self._masks[out] = table.expand(out.shape)
 
     def _real(self, x: Any) -> Any:
         return self._values[x] if isinstance(x, Tensor) else x

@@ -1,0 +1,36 @@
+"""`regard bench`: what this machine can do."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure this machine."""
+
+
+@app.command()
+def machine(
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default a GPU where there is one.")] = "",
+    path: Annotated[Path | None, typer.Option(help="Where to store it; by default the user's cache.")] = None,
+    size: Annotated[int | None, typer.Option(min=64, help="Side of the matrices; by default large.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Measure the rates of matrix products and of memory, and store them for `regard cost --time`.
+
+    Example: regard bench machine
+    """
+    import torch
+
+    from ..costs.machine import measure, store
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    typer.echo(f"measuring {device}, a few seconds …", err=True)
+    ceilings = measure(device, size)
+    where = store(ceilings, path)
+    typer.echo(ceilings.json(indent=1) if as_json else str(ceilings))
+    typer.echo(f"stored in {where}", err=True)
