@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from regard.engine.kernels import attend
+from regard.engine.kernels.added import NOTHING
 from regard.engine.kernels.calls import dkv_call, dq_call
 from regard.engine.kernels.configs import Config, Configs, default
 from regard.engine.kernels.launch import Task, forward
@@ -53,7 +55,7 @@ FLEX = tuple(
 # tile, block, warps, stages, cap on registers
 SWEEP = {
     128: {
-        "stream": ((64, 64, 4, 1, 168), (128, 64, 8, 1), (128, 128, 8, 1)),
+        "stream": ((64, 64, 4, 1, 168), (128, 64, 8, 1)),
         "dq": (
             (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 32, 4, 2, 168), (64, 32, 4, 3, 168), (128, 32, 8, 2, 128),
             (64, 32, 4, 2, 128), (128, 64, 8, 2),
@@ -64,7 +66,7 @@ SWEEP = {
         ),
     },
     64: {
-        "stream": ((64, 64, 4, 1, 128), (128, 64, 8, 1, 128), (128, 128, 8, 1, 168), (128, 128, 8, 1)),
+        "stream": ((64, 64, 4, 1, 128), (128, 64, 8, 1, 128)),
         "dq": (
             (64, 64, 4, 2), (64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 2, 128), (128, 64, 8, 2, 128),
             (128, 64, 8, 3), (64, 128, 4, 2),
@@ -165,11 +167,12 @@ def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
     o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, default(d, d, q.dtype)))
     stats = lse.new_zeros((1, HEADS, n, 4))
     given = tuple(map(layout, (q, k, v, o, do)))
+    rest = stats, stats, stats, NOTHING.seed
     if kind == "dq":
-        call = dq_call(task, given, q.dtype, q.device, False, False)
-        return lambda: call(q, k, v, o, do, lse, None, None, stats)
+        call = dq_call(task, given, q.dtype, q.device, False, False, False)
+        return lambda: call(q, k, v, o, do, lse, None, stats, rest)[0]
     keys_call = dkv_call(task, given, q.dtype, q.device, False)
-    return lambda: keys_call(q, k, v, do, None, stats)
+    return lambda: keys_call(q, k, v, do, stats, rest)
 
 
 def compile_one(job) -> str:
@@ -211,14 +214,16 @@ def sweep(widths, kinds, out) -> None:
 # The table
 
 
-def sdpa(n: int, d: int, backward: bool) -> tuple[float, str]:
+def sdpa(n: int, d: int, backward: bool, is_causal: bool = False) -> tuple[float, str]:
+    """Milliseconds of the best backend, and its name."""
     q, k, v, do = tensors(n, d, 4)
     best = (math.inf, "none")
+    attend = partial(F.scaled_dot_product_attention, is_causal=is_causal)
     for name, backend in BACKENDS.items():
         try:
             with sdpa_kernel(backend):
-                fn = both_ways(F.scaled_dot_product_attention, q, k, v, do)
-                took = bench(fn if backward else lambda: F.scaled_dot_product_attention(q, k, v))
+                fn = both_ways(attend, q, k, v, do)
+                took = bench(fn if backward else lambda: attend(q, k, v))
         except RuntimeError:
             continue
         best = min(best, (took, name))

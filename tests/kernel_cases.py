@@ -151,6 +151,7 @@ SMALL = [
     Case("table, several passes", causal() & (window(2) | every(16) | rows(13)), n=67, m=67, reach=20),
     Case("table, every second position", blocks(7) | every(4), n=17, at=(1, 2), reach=15),
     Case("table, lengths", window(3) | every(8), b=3, reach=6, slopes=True, lengths=(37, 17, 0)),
+    Case("table, split rows", full(), n=5, m=283, reach=150),
     # Dropout
     Case("dropout", BOTH, b=2, h=2, h_kv=1, dropout_p=0.3),
     Case("dropout, split keys that go on", causal() & (window(2) | every(64)), n=291, m=291, dropout_p=0.5),

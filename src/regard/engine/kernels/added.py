@@ -6,6 +6,7 @@ Whether a weight stays is decided by Philox, a random number that is a function:
 and the key, and of nothing else. So forward and backward agree, and no tile or launch matters.
 """
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 LOG2E = 1.4426950408889634
 TABLE, SLOPES = 1, 2  # what BIAS is made of
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known test
 SEEDS = 1 << 33, 1 << 62  # such a seed always takes 64 bits, so one compiled kernel serves all
 
@@ -53,6 +55,20 @@ def threshold(dropout_p: float) -> int:
 
 
 @triton.jit
+def _read(at):
+    """Numbers of the table, each read by the thread that has the score.
+
+    A load of so many would be given a layout of its own, and the softmax after it with it.
+    """
+    if INTERPRETED:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def with_bias(scores, TABLE, slope, reach, i, j, least, most, BIAS: tl.constexpr):
     """scores + bias of pairs (i, j), which broadcast; no distance is under `least` or over `most`.
 
@@ -63,7 +79,7 @@ def with_bias(scores, TABLE, slope, reach, i, j, least, most, BIAS: tl.constexpr
         scores -= slope * tl.abs(x).to(tl.float32)
     if BIAS != 2:
         if (most > -reach) & (least < reach):
-            scores += tl.load(TABLE + tl.minimum(tl.maximum(x, -reach), reach))
+            scores += _read(TABLE + tl.minimum(tl.maximum(x, -reach), reach))
         else:
             scores += tl.load(TABLE + tl.minimum(tl.maximum(least, -reach), reach))
     return scores

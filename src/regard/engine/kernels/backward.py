@@ -16,7 +16,7 @@ from .common import VARYING, ends, item_of, members, rows_of, store_rows
 @triton.jit
 def dscores_of_keys(
     q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
-    TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
+    TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -35,7 +35,9 @@ def dscores_of_keys(
     scores = scores * scale2
     if BIAS:
         low, high = ends(BLOCKS, t, B, SEGMENTS)
-        scores = with_bias(scores, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - at, BIAS)
+        scores = with_bias(
+            scores, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - begins, BIAS
+        )
     weights = tl.exp2(scores - lse2[:, None])
     if DROPS:
         dweights = tl.where(stays(seed, bh, r[:, None], j[None, :], below), dweights * boost, 0.0)
@@ -49,16 +51,20 @@ def dscores_of_keys(
 
 @triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
-    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
+    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, FAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     heads, all_heads, group, n, start, step, scale, scale2, reach, below, boost,
     BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_DLSE: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of R queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4)."""
+    """dq of a tile of R queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4).
+
+    LEARNS: the bias has a gradient. Then what does not depend on single distances goes to FAR, 4 numbers a program:
+    Σ ds at −reach and below, at reach and above, and Σ ds |j − i|.
+    """
     pid = tl.program_id(0)
     bh = pid % all_heads
     b = (bh // heads).to(tl.int64)
@@ -68,8 +74,8 @@ def dq_kernel(
     r = first + hop * a
     mine = a < count
     i = start + step * r
-    at = start + step * first
-    latest = at + step * hop * (R - 1)
+    begins = start + step * first
+    latest = begins + step * hop * (R - 1)
     limit = 0
     if LENGTHS:
         limit = tl.load(LIMITS + b)
@@ -100,14 +106,29 @@ def dq_kernel(
     tl.store(STATS + 4 * r + 1, delta, mask=stored)
 
     dq = tl.zeros((R, DK), tl.float32)
+    under = tl.zeros((R,), tl.float32)
+    over = tl.zeros((R,), tl.float32)
+    sloped = tl.zeros((R,), tl.float32)
     for t in range(lo, hi):
-        dscores, _, k = dscores_of_keys(
+        dscores, j, k = dscores_of_keys(
             q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
-            TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
+            TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
             d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
         )  # fmt: skip
+        if LEARNS:
+            x = j[None, :] - i[:, None]
+            if BIAS >= 2:
+                sloped += tl.sum(dscores * tl.abs(x).to(tl.float32), 1)
+            if BIAS != 2:
+                under += tl.sum(tl.where(x <= -reach, dscores, 0.0), 1)
+                over += tl.sum(tl.where((x >= reach) & (x > -reach), dscores, 0.0), 1)
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = dq * scale
+    if LEARNS:
+        FAR += pid.to(tl.int64) * 4
+        tl.store(FAR, tl.sum(tl.where(stored, under, 0.0), 0))
+        tl.store(FAR + 1, tl.sum(tl.where(stored, over, 0.0), 0))
+        tl.store(FAR + 2, tl.sum(tl.where(stored, sloped, 0.0), 0))
     if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
             at = (slot.to(tl.int64) * all_heads + bh) * R + a
@@ -121,7 +142,7 @@ def dq_kernel(
 @triton.jit
 def _visit_rows(
     k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
-    TABLE, SLOPES, reach, at, latest, seed, h, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
+    TABLE, SLOPES, reach, begins, latest, seed, h, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     GROUP: tl.constexpr, allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -152,7 +173,7 @@ def _visit_rows(
     if BIAS:
         TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
         low, high = ends(BLOCKS, t, B, SEGMENTS)
-        least, most = at - start - step * high, latest - start - step * low
+        least, most = begins - start - step * high, latest - start - step * low
         scores = with_bias(scores, TABLE, slope, reach, i[None, :], j[:, None], least, most, BIAS)
     weights = tl.exp2(scores - lse2[None, :])
     if LENGTHS:

@@ -1,7 +1,8 @@
 """The gradient of a bias by distance: dtable[x] = Σ ds over the pairs with j − i = x, without float atomics.
 
 A program runs through many tiles and adds what it finds to a row of sums that is its own; the rows are added in order
-afterwards. Distances at and past ±reach all belong to an end of the table: those are sums over whole blocks.
+afterwards. Distances at and past ±reach all belong to an end of the table: those are sums over whole blocks, which
+the kernel of dq has made. Here blocks without a nearer pair are passed over.
 
 Within a block, distance is x₀ + b·c − a·r for place c and row r. Where a = b it is constant along diagonals: each row
 is turned by r places, after which a diagonal is a column. Else some rows (or some places) at a time have no distance
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from .added import head_of
 from .backward import dscores_of_keys
-from .common import VARYING, item_of, rows_of
+from .common import VARYING, ends, item_of, rows_of
 
 
 @triton.jit
@@ -87,7 +88,7 @@ def _near(SUMS, ds, BLOCKS, t, at, row_step, reach, R: tl.constexpr, B: tl.const
 
 @triton.jit(do_not_specialize=[*VARYING, "items", "programs"])
 def bias_kernel(
-    Q, K, V, DO, STATS, NEAR, FAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
+    Q, K, V, DO, STATS, NEAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
     items, programs, heads, all_heads, group, n, start, step, scale2, reach, below, boost,
     BIAS: tl.constexpr, DROPS: tl.constexpr,
@@ -95,7 +96,7 @@ def bias_kernel(
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
     RAGGED: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program p of a head adds items p, p + programs, … to its row of NEAR and to FAR: below, above, ds |j − i|."""
+    """Program p of a head adds items p, p + programs, … to its row of NEAR."""
     pid = tl.program_id(0)
     bh = pid % all_heads
     b = (bh // heads).to(tl.int64)
@@ -110,11 +111,7 @@ def bias_kernel(
     STATS += 4 * bh.to(tl.int64) * n
     TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
     NEAR += pid.to(tl.int64) * (2 * reach + 1) + reach
-    FAR += pid * 4
     a = tl.arange(0, R)
-    under = tl.zeros((R,), tl.float32)
-    over = tl.zeros((R,), tl.float32)
-    sloped = tl.zeros((R,), tl.float32)
     for w in range(pid // all_heads, items, programs):
         first, hop, count, lo, mid, hi, _slot = item_of(ITEMS, w)
         r = first + hop * a
@@ -127,19 +124,13 @@ def bias_kernel(
         do = rows_of(DO, r, do_n, mine, d_v, DV, True, WIDE)
         lse2 = tl.load(STATS + 4 * r, mask=mine, other=float("inf"))  # no weight in rows that do not count
         delta = tl.load(STATS + 4 * r + 1, mask=mine, other=0.0)
+        latest = at + step * hop * (R - 1)
         for t in range(lo, hi):
-            ds, j, _k = dscores_of_keys(
-                q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
-                TABLE, slope, reach, at, at + step * hop * (R - 1), seed, bh, below, boost, BIAS, DROPS, allowed, B,
-                d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
-            )  # fmt: skip
-            x = j[None, :] - i[:, None]
-            if BIAS >= 2:
-                sloped += tl.sum(ds * tl.abs(x).to(tl.float32), 1)
-            if BIAS != 2:
-                under += tl.sum(tl.where(x <= -reach, ds, 0.0), 1)
-                over += tl.sum(tl.where((x >= reach) & (x > -reach), ds, 0.0), 1)
+            low, high = ends(BLOCKS, t, B, SEGMENTS)
+            if (high - at > -reach) & (low - latest < reach):
+                ds, _j, _k = dscores_of_keys(
+                    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
+                    TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
+                    d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+                )  # fmt: skip
                 _near(NEAR, ds, BLOCKS, t, at, step * hop, reach, R, B, SEGMENTS)
-    tl.store(FAR, tl.load(FAR) + tl.sum(under, 0))
-    tl.store(FAR + 1, tl.load(FAR + 1) + tl.sum(over, 0))
-    tl.store(FAR + 2, tl.load(FAR + 2) + tl.sum(sloped, 0))

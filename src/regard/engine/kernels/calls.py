@@ -124,20 +124,21 @@ def _stream(
 def backward_call(
     task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool, lengths: bool,
     of_bias: bool,
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]]:  # fmt: skip
-    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv, and (near, far) of the bias where it learns."""
-    for_queries = dq_call(task, given, dtype, device, dlse, lengths)
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
+    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv; near and far of the bias, where it learns."""
+    for_queries = dq_call(task, given, dtype, device, dlse, lengths, of_bias)
     for_keys = dkv_call(task, given, dtype, device, lengths)
-    for_bias = bias_call(task, given, dtype, device, lengths) if of_bias else None
+    for_bias = bias_call(task, given, dtype, device, lengths) if of_bias and task.reach is not None else None
 
     def call(q, k, v, o, do, lse, dlse, limits, added):
         stats = lse.new_empty(
             (*lse.shape, 4)
         )  # lse in base 2, delta, and room that makes the loads 16 bytes wide
         rest = _rest(limits, added, lse)
-        dq = for_queries(q, k, v, o, do, lse, dlse, stats, rest)
+        dq, far = for_queries(q, k, v, o, do, lse, dlse, stats, rest)
         dk, dv = for_keys(q, k, v, do, stats, rest)
-        return dq, dk, dv, None if for_bias is None else for_bias(q, k, v, do, stats, rest)
+        near = None if for_bias is None else for_bias(q, k, v, do, stats, rest)
+        return dq, dk, dv, near, far
 
     return call
 
@@ -149,8 +150,9 @@ def dq_call(
     device: torch.device,
     has_dlse: bool,
     lengths: bool,
-) -> Callable[..., Tensor]:
-    """(q, k, v, o, do, lse, dlse, stats, rest) → dq; fills stats."""
+    of_bias: bool,
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """(q, k, v, o, do, lse, dlse, stats, rest) → dq, and (h, 3) Σ ds below, above and times |j − i|; fills stats."""
     q, k, v, o, do = given
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
@@ -163,7 +165,7 @@ def dq_call(
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, _base2(task.scale), *_numbers(task),
             **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
-            HAS_DLSE=has_dlse, PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+            HAS_DLSE=has_dlse, LEARNS=of_bias, PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
         )  # fmt: skip
         then = _sum(like, 0, padded(d_k), step, config, (task.start, task.step), wide)
         launches.append((step.work, first, then))
@@ -175,12 +177,16 @@ def dq_call(
         if not way.covers:
             stats.zero_()
         dlse = lse if dlse is None else dlse
+        fars = []
         for work, first, then in launches:
             part = lse.new_empty((work.slots, b * h, config.tile, padded(d_k))) if work.slots else lse
-            first(q, k, v, o, do, lse, dlse, stats, dq, part, work.items, work.blocks, *rest)
+            far = lse.new_zeros((len(work.items), b, h, 4)) if of_bias else lse
+            first(q, k, v, o, do, lse, dlse, stats, dq, part, far, work.items, work.blocks, *rest)
             if work.slots:
                 then(dq, part, work.joins)
-        return dq if kind == dtype else dq.to(dtype)
+            fars.append(far)
+        far = torch.cat(fars).sum((0, 1))[:, :3] if of_bias and fars else None
+        return dq if kind == dtype else dq.to(dtype), far
 
     return call
 
@@ -227,8 +233,8 @@ def dkv_call(
 
 def bias_call(
     task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, lengths: bool
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, do, stats, rest) → (h, 2·reach + 1) and (h, 3): Σ ds by distance, below, above and times |j − i|."""
+) -> Callable[..., Tensor]:
+    """(q, k, v, do, stats, rest) → (h, 2·reach + 1): Σ ds by distance, short of ±reach."""
     q, k, v, _, do = given
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
@@ -246,11 +252,10 @@ def bias_call(
     ]  # fmt: skip
 
     def call(q, k, v, do, stats, rest):
-        near = stats.new_zeros((programs, b, h, 2 * (task.reach or 0) + 1))
-        far = stats.new_zeros((programs, b, h, 4))
+        near = stats.new_zeros((programs, b, h, 2 * task.reach + 1))
         for work, launch in launches:
-            launch(q, k, v, do, stats, near, far, work.items, work.blocks, *rest)
-        return near.sum((0, 1)), far.sum((0, 1))[:, :3]
+            launch(q, k, v, do, stats, near, work.items, work.blocks, *rest)
+        return near.sum((0, 1))
 
     return call
 

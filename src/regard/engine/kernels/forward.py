@@ -10,7 +10,7 @@ from .common import VARYING, ends, item_of, members, rows_of, store_rows
 @triton.jit
 def _visit(
     q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc,
-    TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
+    TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
@@ -28,7 +28,7 @@ def _visit(
     if BIAS:
         low, high = ends(BLOCKS, t, B, SEGMENTS)
         scores = with_bias(
-            scores * scale2, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - at, BIAS
+            scores * scale2, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - begins, BIAS
         )
         unit = 1.0
     if LENGTHS:
@@ -69,8 +69,8 @@ def forward_kernel(
     r = first + hop * a
     mine = a < count
     i = start + step * r
-    at = start + step * first
-    latest = at + step * hop * (R - 1)
+    begins = start + step * first
+    latest = begins + step * hop * (R - 1)
     limit = 0
     if LENGTHS:
         limit = tl.load(LIMITS + b)
@@ -96,7 +96,7 @@ def forward_kernel(
     for t in range(lo, hi):
         top, total, acc = _visit(
             q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc,
-            TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
+            TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
             d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
         )  # fmt: skip
 

@@ -130,21 +130,23 @@ def backward(
     lie = layout(q), layout(k), layout(v), layout(o), layout(do)
     call = backward_call(task, lie, q.dtype, q.device, dlse is not None, lengths is not None, of_bias)
     with _on(q):
-        dq, dk, dv, found = call(q, k, v, o, do, lse, dlse, _limits(lengths, q), given.ready())
-        of_table, of_slopes = (None, None) if found is None else _of_bias(given, *found)
+        dq, dk, dv, near, far = call(q, k, v, o, do, lse, dlse, _limits(lengths, q), given.ready())
+        of_table, of_slopes = _of_bias(given, near, far) if of_bias else (None, None)
     if q.shape[-1] != d_k:
         dq, dk = dq[..., :d_k], dk[..., :d_k]
     return dq, dk, dv if v.shape[-1] == d_v else dv[..., :d_v], of_table, of_slopes
 
 
 def _of_bias(
-    given: Added, near: Float[Tensor, "h r"], far: Float[Tensor, "h 3"]
+    given: Added, near: Float[Tensor, "h r"] | None, far: Float[Tensor, "h 3"] | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of table and slopes: what lies past the reach belongs to the table's ends."""
-    if given.table is not None:
+    if far is None:  # no pair at all
+        return tuple(None if x is None else torch.zeros_like(x) for x in (given.table, given.slopes))
+    if near is not None:
         near[:, 0] += far[:, 0]
         near[:, -1] += far[:, 1]
-    of_table = None if given.table is None else near.to(given.table.dtype)
+    of_table = None if near is None or given.table is None else near.to(given.table.dtype)
     return of_table, None if given.slopes is None else -far[:, 2].to(given.slopes.dtype)
 
 
