@@ -1,9 +1,8 @@
 """The texts that come with regard: en-es (sentence pairs) and shakespeare; each folder says whose they are."""
 
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 
-def folder(name: str) -> Traversable:
+def folder(name: str) -> Path:
     """The folder of a text, `en-es` or `shakespeare`."""
-    return files(__name__) / name
+    return Path(__file__).parent / name

@@ -1,0 +1,114 @@
+"""`regard train`: a recipe in a folder, with a bar; `--list`, `--dry-run`."""
+
+import inspect
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import SpecError, nearest
+from ..training.recipes import RECIPES, Recipe, recipe
+from ..training.run import Run
+
+
+def train(
+    name: Annotated[str | None, typer.Argument(help="A recipe: see --list. Or RECIPE.json.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of the run; one that exists goes on.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Turn a dial, e.g. --set minutes=2 --set d_model=128.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, …; the best there is by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it costs, and stop.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the recipes and their dials.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write events as JSON lines.")] = False,
+) -> None:
+    """Train a recipe; run it again in the same folder and it goes on where it was.
+
+    Example: regard train translate --out runs/es --set minutes=6
+    """
+    if list_:
+        typer.echo("\n".join(_listed(n) for n in RECIPES))
+        return
+    if name is None:
+        raise SpecError("which recipe? regard train --list shows them")
+    chosen = (
+        Recipe.from_json(Path(name).read_text())
+        if name.endswith(".json")
+        else recipe(name, **_dials(name, set_))
+    )
+    if dry_run:
+        typer.echo(_dry(chosen))
+        return
+    run = Run(chosen, out or Path("runs") / chosen.name, device)
+    if run.ready.left_out:
+        typer.echo(f"{run.ready.left_out:,} training rows are too long and were left out", err=True)
+    if as_json:
+        run.train(lambda event: typer.echo(json.dumps(event)))
+        return
+    _with_a_bar(run)
+    typer.echo(str(run.folder))
+
+
+def _dials(name: str, given: list[str] | None) -> dict[str, Any]:
+    known = inspect.signature(RECIPES[name]).parameters if name in RECIPES else {}
+    dials = {}
+    for one in given or []:
+        key, equals, word = one.partition("=")
+        if not equals or key not in known:
+            raise SpecError(
+                f"--set {one}: no dial {key!r}; {nearest(key, known)}"
+                if equals
+                else f"--set {one}: write dial=value"
+            )
+        try:
+            dials[key] = json.loads(word)
+        except json.JSONDecodeError:
+            dials[key] = word
+    return dials
+
+
+def _listed(name: str) -> str:
+    made = RECIPES[name]
+    dials = [
+        p.name if p.default is p.empty else f"{p.name}={p.default!r}"
+        for p in inspect.signature(made).parameters.values()
+    ]
+    return f"{name}: {(made.__doc__ or '').splitlines()[0]}\n    {', '.join(dials)}"
+
+
+def _dry(chosen: Recipe) -> str:
+    s = chosen.settings
+    ends = f"{s.minutes} minutes" if s.minutes else f"{s.steps:,} updates"
+    costs = chosen.model.cost(n=64)
+    return f"{chosen.name}: {ends} of {s.tokens * s.accumulate:,} tokens, {s.schedule!r}\n{costs}"
+
+
+def _with_a_bar(run: Run) -> None:
+    """Loss, speed and time left on stderr while it runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    s = run.recipe.settings
+    total = 60 * s.minutes if s.minutes else s.steps
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        line = bar.add_task("reading", total=total)
+
+        def show(event: dict[str, Any]) -> None:
+            done = run.trainer.seconds if s.minutes else run.trainer.step
+            if event["event"] == "train":
+                said = f"loss {event['loss']:.3f}  {event['tokens_per_second']:,} tokens/s"
+                bar.update(line, completed=done, description=said)
+            elif event["event"] == "valid":
+                bar.console.print(f"step {event['step']:,}: validation loss {event['loss']:.3f}")
+
+        run.train(show)

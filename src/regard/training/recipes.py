@@ -1,0 +1,201 @@
+"""Recipes: a model, its data and how it is trained, as one value. Each is a function with few dials."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .. import spec, value
+from ..errors import SpecError, nearest
+from ..pattern import causal
+from ..position import learned, sinusoidal
+from ..schedule import KINDS as SCHEDULES
+from ..schedule import warmup_cosine
+from ..spec import (
+    Attention,
+    Block,
+    ClassifierHead,
+    Decoder,
+    Embedding,
+    Encoder,
+    EncoderDecoder,
+    FeedForward,
+    LanguageHead,
+    Spec,
+    Vision,
+)
+from .average import ema
+from .loop import Settings
+from .optimiser import AdamW
+from .sources import Classes, Digits, Running, Sentences, Source
+from .tasks import Classification, Language, Translation
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `train` takes. JSON both ways; variants by `dataclasses.replace`."""
+
+    name: str
+    model: Spec
+    data: Source
+    settings: Settings
+    smoothing: int | float = 0.0
+
+    def task(self, model: Any) -> nn.Module:
+        """The module that gives this recipe's loss."""
+        match self.data:
+            case Sentences():
+                return Translation(model, self.smoothing)
+            case Running():
+                return Language(model, self.smoothing)
+        return Classification(model, self.smoothing)
+
+    def json(self, indent: int | None = 1) -> str:
+        return value.to_json(self, indent)
+
+    @staticmethod
+    def from_json(text: str) -> "Recipe":
+        return value.from_json(text, KINDS)
+
+
+def translate(
+    minutes: int | float | None = 6,
+    *,
+    steps: int = 1500,
+    d_model: int = 256,
+    layers: int = 3,
+    heads: int = 4,
+    data: Sentences = Sentences(),  # noqa: B008  a frozen value
+    tokens: int = 6000,
+    rate: int | float = 2e-3,
+    seed: int = 0,
+) -> Recipe:
+    """A Transformer that translates English to Spanish, trained on the sentences that come along."""
+    embedding = Embedding(data.vocab, d_model, position=sinusoidal(), scaled=True, dropout=0.1)
+    mlp = FeedForward(4 * d_model)
+    own = Attention(d_model, heads=heads)
+    past = Attention(d_model, heads=heads, pattern=causal())
+    model = EncoderDecoder(
+        Encoder(Block(own, mlp, norm_at="pre", dropout=0.1), layers, embedding=embedding),
+        Decoder(
+            Block(past, mlp, cross=own, norm_at="pre", dropout=0.1),
+            layers,
+            embedding=embedding,
+            head=LanguageHead(),
+        ),
+        share_embedding=True,
+    )
+    settings = Settings(
+        steps,
+        tokens,
+        warmup_cosine(rate, max(steps // 10, 1), steps),
+        minutes=minutes,
+        average=ema(0.998),
+        seed=seed,
+    )
+    return Recipe("translate", model, data, settings, smoothing=0.1)
+
+
+def language_model(
+    steps: int = 2000,
+    *,
+    d_model: int = 128,
+    layers: int = 4,
+    heads: int = 4,
+    rows: int = 12,
+    data: Running = Running(),  # noqa: B008
+    vocab: int = 69,
+    rate: int | float = 2e-3,
+    seed: int = 0,
+) -> Recipe:
+    """A decoder that writes on: Shakespeare's plays by characters, or a text of your own."""
+    block = Block(
+        Attention(d_model, heads=heads, pattern=causal()),
+        FeedForward(4 * d_model, activation="gelu"),
+        norm_at="pre",
+    )
+    embedding = Embedding(data.vocab or vocab, d_model, position=learned(data.context))
+    model = Encoder(block, layers, embedding=embedding, head=LanguageHead(), init="depth_scaled")
+    settings = Settings(
+        steps,
+        rows * data.context,
+        warmup_cosine(rate, max(steps // 20, 1), steps),
+        optimiser=AdamW(betas=(0.9, 0.99), eps=1e-8, decay=0.1),
+        seed=seed,
+    )
+    return Recipe("language-model", model, data, settings)
+
+
+def classify(
+    train: str,
+    valid: str,
+    *,
+    classes: int,
+    steps: int = 1000,
+    d_model: int = 128,
+    layers: int = 2,
+    heads: int = 4,
+    tokens: int = 4000,
+    rate: int | float = 1e-3,
+    seed: int = 0,
+) -> Recipe:
+    """An encoder that sorts texts: label<TAB>text a line."""
+    data = Classes(train, valid)
+    block = Block(Attention(d_model, heads=heads), FeedForward(4 * d_model), norm_at="pre", dropout=0.1)
+    embedding = Embedding(data.vocab, d_model, position=learned(data.longest), dropout=0.1)
+    model = Encoder(block, layers, embedding=embedding, head=ClassifierHead(classes))
+    settings = Settings(steps, tokens, warmup_cosine(rate, max(steps // 10, 1), steps), seed=seed)
+    return Recipe("classify", model, data, settings)
+
+
+def image(
+    steps: int = 1200,
+    *,
+    d_model: int = 64,
+    layers: int = 4,
+    heads: int = 4,
+    rows: int = 64,
+    data: Digits = Digits(),  # noqa: B008
+    rate: int | float = 2e-3,
+    seed: int = 0,
+) -> Recipe:
+    """A vision Transformer that reads handwritten digits."""
+    block = Block(
+        Attention(d_model, heads=heads),
+        FeedForward(2 * d_model, activation="gelu"),
+        norm_at="pre",
+        dropout=0.1,
+    )
+    model = Vision(
+        Encoder(block, layers), image=(8, 8), patch=(2, 2), channels=1, head=ClassifierHead(10, pool="first")
+    )
+    settings = Settings(
+        steps,
+        rows,
+        warmup_cosine(rate, max(steps // 10, 1), steps),
+        optimiser=AdamW(betas=(0.9, 0.99), decay=0.05),
+        average=ema(0.99),
+        seed=seed,
+    )
+    return Recipe("image", model, data, settings, smoothing=0.1)
+
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "translate": translate,
+    "language-model": language_model,
+    "classify": classify,
+    "image": image,
+}
+
+KINDS = {
+    **spec.KINDS,
+    **value.table(Recipe, Settings, AdamW, ema, Sentences, Running, Digits, Classes, *SCHEDULES),
+}
+
+
+def recipe(name: str, **dials) -> Recipe:
+    """The recipe of this name, its dials turned."""
+    if name not in RECIPES:
+        raise SpecError(f"no recipe {name!r}; {nearest(name, RECIPES)}")
+    return RECIPES[name](**dials)

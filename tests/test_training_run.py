@@ -1,0 +1,192 @@
+"""Recipes, runs and the commands, end to end on sixty sentences."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import regard as rg
+from regard.cli.main import app
+from regard.training import recipes, text
+from regard.training.recipes import RECIPES, Recipe, recipe
+from regard.training.run import Run, opened
+from regard.training.sources import Classes, Running, Sentences
+from regard.training.tasks import Stretches
+from regard.training.translation import scores, translate
+
+WORDS = [("one", "uno"), ("two", "dos"), ("cat", "gato"), ("dog", "perro"), ("red", "rojo")]
+
+
+def write_pairs(folder):
+    lines = [f"{a} {c}\t{b} {d}" for a, b in WORDS for c, d in WORDS]
+    (folder / "train.tsv").write_text("\n".join(lines * 2 + ["very " * 99 + "\tmuy"]) + "\n")
+    (folder / "valid.tsv").write_text("\n".join(lines[:9]) + "\n")
+    return Sentences(train=str(folder / "train.tsv"), valid=str(folder / "valid.tsv"), vocab=300, longest=40)
+
+
+def small(folder, **settings) -> Recipe:
+    made = recipes.translate(
+        None, steps=12, d_model=16, layers=1, heads=2, data=write_pairs(folder), tokens=600
+    )
+    return replace(made, settings=replace(made.settings, save_every=6, log_every=3, **settings))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    one = Run(small(folder), folder / "out", "cpu")
+    one.train()
+    return one
+
+
+def regard(*words: str, code: int = 0, given: str | None = None) -> str:
+    done = CliRunner().invoke(app, words, input=given)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if n != "classify"])
+def test_recipes_are_values_that_go_through_json(name):
+    made = recipe(name)
+    assert Recipe.from_json(made.json()) == made and made.name == name
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(rg.SpecError, match=r"^no recipe 'transalte'; did you mean translate\?$"):
+        recipe("transalte")
+
+
+def test_long_pairs_are_left_out_and_counted(run):
+    assert run.ready.left_out == 1 and len(run.ready.train) == 50
+
+
+def test_the_saved_model_is_the_averaged_one_and_translates(run):
+    model, tokens, made = opened(run.folder)
+    assert made == run.recipe
+    with run.trainer.averaged():
+        for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    texts = ["one cat", "", "dog", "two red dog cat one"]
+    said = translate(model, tokens, texts, rows=2)
+    assert said[1] == "" and said == [translate(model, tokens, [t])[0] for t in texts]
+
+
+def test_a_run_goes_on_in_its_folder_and_no_other_recipe_may(run):
+    again = Run(run.recipe, run.folder, "cpu")
+    again.train()
+    assert again.trainer.step == 12
+    other = replace(
+        run.recipe, model=recipes.translate(None, d_model=32, heads=2, data=run.recipe.data).model
+    )
+    with pytest.raises(
+        rg.FormatError, match=r"holds a run of another recipe \(translate\); go on with that one"
+    ):
+        Run(other, run.folder, "cpu")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(
+        rg.FormatError, match=r"holds no recipe.json; train there first: regard train translate"
+    ):
+        opened(tmp_path)
+
+
+def test_tokens_that_do_not_fit_the_model_are_refused(run, tmp_path):
+    (tmp_path / "tokens.json").write_text((run.folder / "tokens.json").read_text())
+    tight = replace(run.recipe.data, vocab=280)
+    with pytest.raises(rg.FormatError, match=r"^tokens.json in .* has 296 tokens; the model has 280$"):
+        tight.ready(tmp_path)
+
+
+def test_sources_say_what_they_lack(tmp_path):
+    with pytest.raises(rg.SpecError, match=r"^files of your own come together: give train= and valid="):
+        Sentences(train="a.tsv")
+    (tmp_path / "a.txt").write_text("too short\n")
+    with pytest.raises(rg.FormatError, match=r"tokens are too few for stretches of 64; give a longer text$"):
+        Running(file=str(tmp_path / "a.txt")).ready(tmp_path)
+    (tmp_path / "a.tsv").write_text("good\tfine thing\nbad\tpoor thing\n")
+    (tmp_path / "b.tsv").write_text("ugly\tother thing\n")
+    with pytest.raises(rg.FormatError, match=r"b.tsv has the label 'ugly', which .*a.tsv has not$"):
+        Classes(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")).ready(tmp_path)
+    write_pairs(tmp_path)
+    tiny = Sentences(
+        train=str(tmp_path / "train.tsv"), valid=str(tmp_path / "valid.tsv"), vocab=300, longest=1
+    )
+    with pytest.raises(
+        rg.FormatError, match=r"^every training pair is longer than longest=1 tokens; raise it$"
+    ):
+        tiny.ready(tmp_path)
+
+
+def test_a_classifier_trains_from_a_table(tmp_path):
+    lines = [f"{'pos' if i % 2 else 'neg'}\t{'good' if i % 2 else 'bad'} word {i}" for i in range(40)]
+    (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
+    file = str(tmp_path / "a.tsv")
+    made = recipes.classify(file, file, classes=2, steps=20, d_model=16, layers=1, heads=2, rate=0.02)
+    one = Run(made, tmp_path / "out", "cpu")
+    model = one.train()
+    batch = one.ready.valid.batch(torch.arange(40)).given
+    with torch.no_grad():
+        right = model(batch["tokens"], lengths=batch["lengths"]).argmax(-1) == batch["labels"]
+    assert float(right.float().mean()) == 1.0
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        recipes.language_model(8, d_model=16, layers=1, heads=2, data=Running(context=16)),
+        recipes.image(8, d_model=16, layers=1, heads=2, rate=0.03),
+    ],
+    ids=lambda made: made.name,
+)
+def test_a_language_model_and_a_vision_model_begin_to_learn(made, tmp_path):
+    seen = []
+    made = replace(made, settings=replace(made.settings, log_every=1, average=None))
+    one = Run(made, tmp_path, "cpu")
+    one.trainer.valid = one.ready.train if made.name == "image" else Stretches(one.ready.valid.ids[:99], 16)
+    one.train(lambda e: seen.append(e["loss"]) if e["event"] == "train" else None)
+    assert len(seen) == 8 and seen[-1] < seen[0]
+
+
+def test_scores_are_sacrebleus_with_their_signature():
+    told = scores(["the cat sat on the mat"], ["the cat sat on the mat"])
+    assert told.bleu == pytest.approx(100) and told.chrf == pytest.approx(100)
+    assert "tok:13a" in told.bleu_signature and "BLEU 100.00 (nrefs:1|" in str(told)
+    assert scores(["a b c d"], ["e f g h"]).bleu < 20
+
+
+def test_the_commands_train_and_translate(tmp_path, run):
+    data = write_pairs(tmp_path)
+    file = tmp_path / "mine.json"
+    file.write_text(small(tmp_path).json())
+    events = [
+        json.loads(e) for e in regard("train", str(file), "--out", str(tmp_path / "o"), "--json").splitlines()
+    ]
+    assert [e["event"] for e in events][-1] == "done" and data.vocab == 300
+    assert regard("train", str(file), "--out", str(tmp_path / "o")).strip() == str(tmp_path / "o")
+    model, tokens, _ = opened(tmp_path / "o")
+    one = regard("translate", "one cat", "--model", str(tmp_path / "o"))
+    assert one == translate(model, tokens, ["one cat"])[0] + "\n"
+    lines = regard(
+        "translate", "--model", str(tmp_path / "o"), "--beam", "2", "--json", given="red\ndog two\n"
+    )
+    assert [json.loads(x)["source"] for x in lines.splitlines()] == ["red", "dog two"]
+    by_file = regard("translate", "--file", str(tmp_path / "valid.tsv"), "--model", str(tmp_path / "o"))
+    assert len(by_file.split("\n")) == 10 and text.sentences(tmp_path / "valid.tsv")
+
+
+def test_train_lists_shows_costs_and_refuses():
+    listed = regard("train", "--list")
+    assert all(f"{name}: " in listed for name in RECIPES) and "minutes=6" in listed
+    dry = regard("train", "translate", "--dry-run", "--set", "minutes=2")
+    assert "translate: 2 minutes of 6,000 tokens" in dry and "parameters" in dry
+    with pytest.raises(rg.SpecError, match=r"^which recipe\? regard train --list shows them$"):
+        regard("train")
+    with pytest.raises(rg.SpecError, match=r"^--set minuts=2: no dial 'minuts'; did you mean minutes\?$"):
+        regard("train", "translate", "--set", "minuts=2")
+    with pytest.raises(rg.SpecError, match=r"^--set minutes: write dial=value$"):
+        regard("train", "translate", "--set", "minutes")
