@@ -1,7 +1,7 @@
 """regard: attention you can declare, run, price, prove, train and see."""
 
 from .convolution import lift, lower
-from .costs import Cost, cost
+from .costs import Cost, Training, cost
 from .engine.attention import attention
 from .engine.call import allowed_from
 from .engine.explain import explain
@@ -92,6 +92,7 @@ __all__ = [
     "ShapeError",
     "Spec",
     "SpecError",
+    "Training",
     "Vision",
     "alibi",
     "allowed_from",
