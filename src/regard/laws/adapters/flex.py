@@ -25,6 +25,7 @@ def flex() -> Function:
         lacks=set() if torch.cuda.is_available() else {"grad", "double backward"},
         alignment="top-left",  # of the mask functions below; a user writes his own
         device="cuda" if torch.cuda.is_available() else "cpu",
+        seconds=1.0,  # a law: each call compiles its mask anew, 50 ms
         source="adapters.flex()",
         imports="from regard.laws import adapters",
     )

@@ -11,6 +11,7 @@ from ..target import Model
 from .seeded import seeded
 
 IMPORTS = "import x_transformers\nfrom regard.laws import adapters"
+IN_FLOAT32 = {"float64"}  # its softmax computes in float32 whatever comes in
 
 
 def x_transformers(module: nn.Module | None = None, *, kind: str = "encoder", **sizes: Any) -> Model:
@@ -69,7 +70,7 @@ def _attention(module: Any, source: str | None) -> Model:
             given |= {"context": context, "context_mask": real(context.shape[1], context_lengths)}
         return module(x, **given)
 
-    claims = {"mask", "lengths", "left padding", "float32", "float64", "grad", "context", "context lengths"}
+    claims = {"mask", "lengths", "left padding", "float32", "grad", "context", "context lengths"}
     if module.causal:
         claims = (claims - {"context", "context lengths"}) | {"always causal"}
     return Model(
@@ -81,7 +82,7 @@ def _attention(module: Any, source: str | None) -> Model:
         heads=module.heads,
         layers=1,
         claims=claims,
-        lacks={"positions", "relative positions"} - ({"positions"} if module.causal else set()),
+        lacks=IN_FLOAT32 | ({"relative positions"} if module.causal else {"positions", "relative positions"}),
         source=source,
         imports=IMPORTS,
     )
@@ -90,7 +91,7 @@ def _attention(module: Any, source: str | None) -> Model:
 def _layers(module: Any, source: str | None) -> Model:
     past = bool(module.causal)
     rotary = module.rotary_pos_emb is not None
-    claims = {"lengths", "left padding", "float32", "float64", "grad"} | ({"mask"} if not past else set())
+    claims = {"lengths", "left padding", "float32", "grad"} | ({"mask"} if not past else set())
     if past:
         claims |= {"always causal"}
     if rotary:
@@ -107,7 +108,7 @@ def _layers(module: Any, source: str | None) -> Model:
         d_model=module.dim,
         layers=module.depth,
         claims=claims,
-        lacks=set() if rotary or past else {"positions", "relative positions"},
+        lacks=IN_FLOAT32 | (set() if rotary or past else {"positions", "relative positions"}),
         source=source,
         imports=IMPORTS,
     )
@@ -115,7 +116,7 @@ def _layers(module: Any, source: str | None) -> Model:
 
 def _wrapper(module: Any, source: str | None) -> Model:
     past = bool(module.attn_layers.causal)
-    claims = {"lengths", "float32", "float64", "grad", "positions"}
+    claims = {"lengths", "float32", "grad", "positions"}
     if past:
         claims |= {"always causal", "cache"}
 
@@ -133,6 +134,7 @@ def _wrapper(module: Any, source: str | None) -> Model:
         start=(lambda module, b, context=None: {}) if past else None,
         step=_next if past else None,
         claims=claims,
+        lacks=IN_FLOAT32,
         source=source,
         imports=IMPORTS,
     )
