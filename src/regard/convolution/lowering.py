@@ -22,7 +22,7 @@ from .certificate import Certificate, Head
 from .frame import Frame, Offset
 from .lifting import Lifted
 from .lowered import Kernels, Lowered, convolution
-from .shifts import kernel_table, nearest_kernel, nearest_shifts, shift_distance, total_variation
+from .shifts import BORDERS, kernel_table, nearest_kernel, nearest_shifts, shift_distance, total_variation
 
 ROUNDING = 1e-12  # of weights in float64, which are what a bound for all inputs is made from
 
@@ -38,9 +38,10 @@ def lower(
 ) -> Lowered:
     """The attention with every head that is a shift, or a short kernel, replaced by one convolution.
 
-    A head is replaced where its weights are within `tolerance` of it in total variation at every query: for all
-    inputs where the scores are of position alone, on the `data` (b, n, d_model) where they depend on content. The
-    rest stays attention. The result's `certificate` says what became of each head, the error and the speed-up.
+    A head is replaced where its weights are within `tolerance` of it in total variation: at every query and for all
+    inputs where the scores are of position alone; where they depend on content, in the mean over the queries of the
+    `data` (b, n, d_model). The rest stays attention. The result's `certificate` says what became of each head, its
+    worst and mean distance, the error and the speed-up.
 
     size: of the sequence or grid, where neither the position nor the data tells. kernel: taps along an axis that a
     head may take at most. pattern: what the attention is called with beside its own. tolerance=0 is exact.
@@ -140,7 +141,8 @@ def _lower_heads(
     weights = _weights(attention, data, grid, pattern, of_position)
     slack = ROUNDING if of_position else 0.0
     parts = _Parts(attention)
-    heads, kernels, border = _judge(weights, grid, tolerance + slack, kernel, parts.has_value_bias)
+    far = torch.max if of_position else torch.mean
+    heads, kernels, border = _judge(weights, grid, tolerance + slack, kernel, far, parts.has_value_bias)
     shifts = [h.head for h in heads if h.became == "shift"]
     others = [h.head for h in heads if h.became == "attention"]
     bias = parts.bias(shifts)
@@ -226,35 +228,40 @@ def _weights(
 
 
 def _judge(
-    weights: Float[Tensor, "b h n n"], grid: Offset, tolerance: int | float, most: int, value_bias: bool
+    weights: Float[Tensor, "b h n n"],
+    grid: Offset,
+    tolerance: float,
+    most: int,
+    far: Callable[[Tensor], Tensor],
+    value_bias: bool,
 ) -> tuple[tuple[Head, ...], dict[int, tuple[tuple[Offset, ...], Tensor]], str]:
-    """What each head becomes: a shift if one is near enough, else the smallest kernel that is, else attention."""
+    """What each head becomes: a shift if one is near enough, else the smallest kernel that is, else attention.
+
+    far: which distance of the rows counts, the largest or the mean.
+    """
     near = nearest_shifts(weights, grid)
-    border = _border(weights, grid, near, tolerance, value_bias)
+    apart = {border: _apart(weights, grid, near.offset, border) for border in BORDERS}
+    # One convolution has one border: that of the most shifts. Past zeros it would still add W_V's bias.
+    border = max(BORDERS, key=lambda border: sum(bool(far(rows) <= tolerance) for rows in apart[border]))
+    border = "replicate" if value_bias else border
     heads, kernels = [], {}
     for h, offset in enumerate(near.offset):
-        apart = shift_distance(weights[:, h], grid, offset, border)
-        became, taps = ("shift", 1) if apart.max() <= tolerance else ("attention", 0)
+        rows = apart[border][h]
+        became, taps = ("shift", 1) if far(rows) <= tolerance else ("attention", 0)
         for side in range(2, most + 1) if became == "attention" else ():
             offsets, shares = nearest_kernel(weights[:, h], grid, offset, side)
             gap = total_variation(weights[:, h], kernel_table(grid, offsets, shares))
-            if gap.max() <= tolerance:
-                became, taps, apart, kernels[h] = "kernel", len(offsets), gap, (offsets, shares)
+            if far(gap) <= tolerance:
+                became, taps, rows, kernels[h] = "kernel", len(offsets), gap, (offsets, shares)
                 break
-        heads.append(Head(h, became, offset, taps, apart.max().item(), apart.mean().item()))
+        heads.append(Head(h, became, offset, taps, rows.max().item(), rows.mean().item()))
     return tuple(heads), kernels, border
 
 
-def _border(weights, grid: Offset, near, tolerance: int | float, value_bias: bool) -> str:
-    """The border rule that makes the most heads shifts: one convolution has one."""
-    if value_bias:  # past a border of zeros a convolution would still add W_V's bias
-        return "replicate"
-
-    def fits(border: str) -> int:
-        rows = [shift_distance(weights[:, h], grid, offset, border) for h, offset in enumerate(near.offset)]
-        return sum(bool(apart.max() <= tolerance) for apart in rows)
-
-    return max(("replicate", "zeros"), key=fits)
+def _apart(
+    weights: Float[Tensor, "b h n n"], grid: Offset, shifts: tuple[Offset, ...], border: str
+) -> list[Float[Tensor, "b n"]]:
+    return [shift_distance(weights[:, h], grid, offset, border) for h, offset in enumerate(shifts)]
 
 
 def _frame(offsets: list[Offset], mode: str) -> Frame:
