@@ -94,15 +94,18 @@ def _list(as_json: bool) -> str:
 
 def _show(verdict: Verdict) -> None:
     """A table where someone looks; plain lines where a program reads."""
+    plain = "\n".join(
+        [str(verdict), *(f"\n# {o.law.number} {o.law.name}\n{o.snippet}" for o in verdict.broken)]
+    )
     try:
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
     except ModuleNotFoundError:
-        typer.echo(str(verdict))
+        typer.echo(plain)
         return
     if not sys.stdout.isatty():
-        typer.echo(str(verdict))
+        typer.echo(plain)
         return
     table = Table(title=Text(verdict.headline()), box=None, title_justify="left", pad_edge=False)
     for column in ("", "law", "", "cases", "worst", "said"):

@@ -94,7 +94,7 @@ def _of_function(lab: Lab, options: dict[str, Any]) -> Float[Tensor, "i j"]:
         for j in range(LONG):
             k_j, v_j = k.clone(), v.clone()
             k_j[:, :, j], v_j[:, :, j] = lab.randn(8), lab.randn(8)
-            rows.append((lab.attend(q, k_j, v_j, **options) - before).norm(dim=(0, 1, 3)))
+            rows.append((lab.attend(q, k_j, v_j, **options) - before).square().sum((0, 1, 3)).sqrt())
         return torch.stack(rows, 1)
     k, v = k.requires_grad_(), v.requires_grad_()
     o = lab.attend(q, k, v, **options)
