@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: some sixty small cases under Triton's interpreter, in a process of its own.
+"""The Triton kernels without a GPU: some fifty small cases under Triton's interpreter, in a process of its own.
 
 In float32 and float16 the interpreter computes as a GPU does, but for rounding. Its bfloat16 is silently wrong: for
 that, see test_gpu.py.

@@ -3,7 +3,7 @@
 Chosen on an H200 (bench/gpu_patterns.py --group sweep). No tuning at run time, so the first call is quick.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,6 +25,11 @@ class Configs:
     dq: Config
     dkv: Config
     stream: Config | None = None  # of the forward pass on Hopper, where it can be one stream
+
+    def without_caps(self) -> "Configs":
+        """For calls with a bias or dropout, whose kernels hold more: a cap would make them spill."""
+        free = (replace(config, registers=None) for config in (self.forward, self.dq, self.dkv))
+        return Configs(*free, self.stream)
 
 
 HALF = {  # by the larger of the two padded widths

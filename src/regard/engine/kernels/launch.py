@@ -57,7 +57,8 @@ def _task(
     configs: Configs | None,
 ) -> Task:
     (start, step), (reach, sloped, dropout_p) = place, more
-    return Task(pattern, start, step, scale, configs or default(d_k, d_v, dtype), reach, sloped, dropout_p)
+    task = Task(pattern, start, step, scale, configs or default(d_k, d_v, dtype), reach, sloped, dropout_p)
+    return replace(task, configs=task.configs.without_caps()) if task.adds and configs is None else task
 
 
 def task(
