@@ -11,7 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.costs.pricing import looks_across
+from regard.costs.pricing import looks_across, read
+from regard.costs.sizes import Given, Numbers
+from regard.costs.tree import Part
 from regard.engine import choose
 
 B, N, M = 2, 13, 11
@@ -23,6 +25,13 @@ def sizes(spec):
         return {"batch": B}
     across = looks_across(spec) and not (isinstance(spec, rg.Attention) and spec.d_context is None)
     return {"n": N, "batch": B} | ({"m": M} if across else {})
+
+
+def priced(spec, train=False) -> Part:
+    """The tree of the decomposed path, without memory and remarks: what hundreds of examples can afford."""
+    lengths = sizes(spec)
+    n = lengths.get("n") or spec.tokens
+    return read(Given(spec, n, lengths.get("m", n), B, train=train, backend="plain"), Numbers())[0]
 
 
 def built(spec):
@@ -70,9 +79,9 @@ def plainly():
         yield
 
 
-def operations(spec, train=True) -> tuple[int, int]:
+def operations(spec, model=None) -> tuple[int, int]:
     """(forward, backward) as the counter saw them."""
-    model = built(spec).train(train)
+    model = (model or built(spec)).train()
     with FlopCounterMode(display=False) as forward:
         out = model(*inputs(spec))
     with FlopCounterMode(display=False) as backward:

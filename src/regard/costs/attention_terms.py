@@ -32,7 +32,7 @@ def attention(
         if spec.score in ("dot", "additive")
         else None,
         linear("v", at, b * m, s.d_context, s.kv_heads * s.d_v, every),
-        *positions(spec, at, s, pairs),
+        *positions(spec, at, s),
         _scores(spec, at, s, pairs),
         _bias(spec, at, s, pairs, shared),
         Part("scale", Amounts(other=b * s.heads * pairs.needed, bytes=_table(at, s, pairs, 2))),
@@ -48,6 +48,11 @@ def attention(
 def hard(spec: Attention) -> bool:
     """The largest score takes all: a step, whose gradient reaches the values alone."""
     return spec.factor == float("inf")
+
+
+def weights_are_fixed(spec: Attention) -> bool:
+    """No gradient flows through the weights: they are hard, or made of what does not learn."""
+    return hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
 
 
 def _without_gradient(part: Part) -> Part:
@@ -109,10 +114,8 @@ def _mixing(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
     needed, executed = (2 * at.b * s.heads * count * s.d_v for count in (pairs.needed, pairs.computed))
     executed = 0 if _outer(pairs, at.keys.value) else executed
     moved = at.itemsize * at.b * s.d_v * (s.kv_heads * at.m + s.heads * at.n) + _table(at, s, pairs, 1)
-    fixed = hard(spec) or (
-        spec.score == "position" and isinstance(spec.position, alibi)
-    )  # weights learn nothing
-    back, twice = 1 if fixed else 2, pairs.backend == "plain" and at.given.train and spec.dropout > 0
+    back = 1 if weights_are_fixed(spec) else 2
+    twice = pairs.backend == "plain" and at.given.train and spec.dropout > 0
     own = Amounts(0, needed, back * needed, 0, (2 if twice else 1) * executed, back * executed, moved)
     return Part("mixing", own)
 
@@ -122,7 +125,7 @@ def _table(at: Scope, s: Sizes, pairs: Core, times: int) -> Amount:
     return 0 if pairs.fused else times * at.itemsize * at.b * s.heads * pairs.computed
 
 
-def positions(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> tuple[Part, ...]:
+def positions(spec: Attention, at: Scope, s: Sizes) -> tuple[Part, ...]:
     """What a position inside this attention does to queries, keys, scores and values."""
     match spec.position:
         case None:

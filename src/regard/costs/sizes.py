@@ -12,12 +12,8 @@ from ..position import Position
 from ..spec import Attention, Sizes, Spec
 from .tree import Amount, Pairs
 
-FUSED = (
-    "dense",
-    "progressions",
-    "tiled",
-    "masked",
-)  # no table of scores in memory; the backward makes them again
+# Ways that keep no table of scores in memory; their backward pass makes the scores again.
+FUSED = ("dense", "progressions", "tiled", "masked")
 
 
 @dataclass(frozen=True)
