@@ -170,31 +170,52 @@ MORE = [  # the same, on a GPU alone
 TWICE = ("split rows", "dropout")  # interpreted twice; on a GPU every case is run twice
 
 
+LARGE = {
+    "full": full(),
+    "causal": causal(),
+    "window | every": window(128) | every(64),
+    "causal window | every": causal() & (window(128) | every(64)),
+    "dilated": dilated(32, 16),
+    "causal strided": causal() & strided(128),
+    "window | strided": window(16) | strided(64),
+}
+
+
+def _wide_batch(case: Case, dtype: str) -> Case:
+    """A small case eight times side by side, so that a maximum is one over many numbers."""
+    lengths = None if case.lengths is None else 8 * case.lengths
+    return replace(case, name=f"{case.name}, {dtype}", b=8 * case.b, lengths=lengths, dtype=dtype)
+
+
+def _large(name: str, d: int, dtype: str) -> Case:
+    shape = {"n": 2000, "m": 2000, "d_k": d, "d_v": d, "h": 4, "h_kv": 2, "dtype": dtype}
+    return Case(f"{name}, n = 2000, d = {d}, {dtype}", LARGE[name], **shape)
+
+
 def _on_gpu() -> Iterator[Case]:
-    """The small cases eight times side by side, so that a maximum is one over many numbers, and larger ones."""
-    large = {
-        "full": full(),
-        "causal": causal(),
-        "window | every": window(128) | every(64),
-        "causal window | every": causal() & (window(128) | every(64)),
-        "dilated": dilated(32, 16),
-        "causal strided": causal() & strided(128),
-        "window | strided": window(16) | strided(64),
-    }
+    """What is run each time: all small cases in bfloat16, some in float32, large ones."""
+    singles = [case for case in [*SMALL, *MORE] if case.dtype == "float32"]
+    yield from (_wide_batch(case, "bfloat16") for case in singles)
+    yield from (_wide_batch(case, "float32") for case in singles if case.name in IN_FLOAT32)
+    yield from (_large(name, 128, "bfloat16") for name in LARGE)
+    yield from (_large("causal window | every", 64, dtype) for dtype in ("bfloat16", "float16"))
+    yield replace(_large("full", 64, "bfloat16"), name="table, n = 2000", reach=300)
+    yield replace(_large("window | every", 128, "bfloat16"), name="dropout, n = 2000", dropout_p=0.2)
+    shape = {"n": 515, "m": 515, "d_k": 256, "d_v": 192, "dtype": "bfloat16"}
+    yield Case("causal window | every, d = 256", LARGE["causal window | every"], **shape)
+
+
+def _at_length() -> Iterator[Case]:
+    """All the rest: every case in every dtype."""
+    run = {case.name for case in _on_gpu()}
     for dtype in ("bfloat16", "float16", "float32"):
-        for case in [*SMALL, *MORE]:
-            if case.dtype == "float32":
-                lengths = None if case.lengths is None else 8 * case.lengths
-                yield replace(case, name=f"{case.name}, {dtype}", b=8 * case.b, lengths=lengths, dtype=dtype)
-        for name, pattern in large.items():
-            for d in (64, 128):
-                shape = {"n": 2000, "m": 2000, "d_k": d, "d_v": d, "h": 4, "h_kv": 2, "dtype": dtype}
-                yield Case(f"{name}, n = 2000, d = {d}, {dtype}", pattern, **shape)
-        shape = {"n": 515, "m": 515, "d_k": 256, "d_v": 192, "dtype": dtype}
-        yield Case(f"causal window | every, d = 256, {dtype}", large["causal window | every"], **shape)
+        every_one = [_wide_batch(case, dtype) for case in [*SMALL, *MORE] if case.dtype == "float32"]
+        every_one += [_large(name, d, dtype) for name in LARGE for d in (64, 128)]
+        yield from (case for case in every_one if case.name not in run)
 
 
-ON_GPU = list(_on_gpu())
+IN_FLOAT32 = ("window | every", "grouped heads", "lengths", "split rows that go on", "table", "dropout")
+ON_GPU, AT_LENGTH = list(_on_gpu()), list(_at_length())
 
 
 def tensors(case: Case, device: str) -> list[Tensor]:
@@ -446,7 +467,7 @@ def _child(names: list[str], device: str, seconds: float) -> tuple[list[str], st
 
 def main(device: str, *names: str) -> None:
     torch.set_num_threads(1)
-    known = {case.name: case for case in [*SMALL, *MORE, *ON_GPU]}
+    known = {case.name: case for case in [*SMALL, *MORE, *ON_GPU, *AT_LENGTH]}
     for name in names:
         try:
             told = outcome(known[name], device)

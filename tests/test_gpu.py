@@ -1,6 +1,7 @@
-"""The Triton kernels on a GPU, with their stored configurations, in bfloat16, float16 and float32.
+"""The Triton kernels on a GPU, with their stored configurations, and the door to them.
 
-    PYTHONPATH=src:tests python3 -m pytest tests/test_gpu.py -q
+    PYTHONPATH=src:tests python3 -m pytest tests/test_gpu.py -q             every case in bfloat16, some in others
+    PYTHONPATH=src:tests python3 -m pytest tests/test_gpu.py -q -m long     every case in every dtype
 
 Most of the time goes into compiling, so the cases are dealt to several processes.
 """
@@ -11,9 +12,11 @@ import os
 import pytest
 import torch
 
-from kernel_cases import ON_GPU, complaints, outcomes
+import regard as rg
+from kernel_cases import AT_LENGTH, ON_GPU, complaints, outcomes
 from regard.errors import BackendError
-from regard.pattern import causal
+from regard.pattern import causal, every, window
+from regard.position import ByDistance
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -34,6 +37,77 @@ def test_o_lse_and_gradients_are_as_exact_as_plain_pytorch(told, name):
 @pytest.mark.parametrize("name", [case.name for case in ON_GPU])
 def test_a_second_run_gives_the_same_bits(told, name):
     assert told[name].get("same"), told[name].get("failure", "the bits differ")
+
+
+@pytest.fixture(scope="module")
+def told_at_length():
+    return outcomes(AT_LENGTH, "cuda", processes=min(12, os.cpu_count() or 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [case.name for case in AT_LENGTH])
+def test_every_case_in_every_dtype(told_at_length, name):
+    assert not complaints(told_at_length[name])
+    assert told_at_length[name]["same"]
+
+
+SPARSE = causal() & (window(40) | every(32))
+
+
+def heads(n, d=64):
+    g = torch.Generator().manual_seed(n)
+    return [
+        torch.randn(2, 4, n, d, generator=g).to("cuda", torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+
+
+def gradients(o, inputs):
+    return torch.autograd.grad(o.float().square().sum(), inputs)
+
+
+def close(a, b):
+    return all(
+        torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * y.float().abs().max())
+        for x, y in zip(a, b)
+    )
+
+
+@pytest.mark.parametrize("parts", [("table",), ("slopes",), ("table", "slopes")])
+def test_a_bias_by_distance_goes_through_the_kernels_and_equals_the_masked_way(parts):
+    q, k, v = heads(700)
+    table = (torch.randn(4, 201) / 4).cuda().requires_grad_()
+    slopes = torch.rand(4).cuda().requires_grad_()
+    given = {name: {"table": table, "slopes": slopes}[name] for name in parts}
+    bias = ByDistance(**given)
+    told = rg.explain(SPARSE, 700, heads=4, dtype=torch.bfloat16, device="cuda", bias="distance")
+    assert told.backend == "progressions"
+    inputs = [q, k, v, *given.values()]
+    o, masked = (rg.attention(q, k, v, SPARSE, bias=bias, backend=way) for way in ("auto", "masked"))
+    assert close([o], [masked]) and close(gradients(o, inputs), gradients(masked, inputs))
+
+
+def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
+    q, k, _ = heads(1500)
+    v = torch.ones_like(q)
+    torch.manual_seed(0)
+    first, second = (rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions") for _ in range(2))
+    torch.manual_seed(0)
+    again = rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions")
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert abs(float(first.double().mean()) - 1.0) < 0.01
+
+
+def test_compiled_with_bias_and_dropout_it_is_one_graph_and_draws_anew():
+    q, k, v = heads(700)
+    table = (torch.randn(4, 201) / 4).cuda().requires_grad_()
+
+    @torch.compile(fullgraph=True)
+    def attend(q, k, v, table):
+        return rg.attention(q, k, v, SPARSE, bias=ByDistance(table), dropout_p=0.25)
+
+    first, second = attend(q, k, v, table), attend(q, k, v, table)
+    assert not torch.equal(first, second)
+    assert all(torch.isfinite(g).all() for g in gradients(first, [q, k, v, table]))
 
 
 def test_tensors_on_two_devices_are_refused_by_name():
