@@ -395,3 +395,24 @@ def test_every_attention_of_a_model_is_lowered_on_what_reaches_it():
     assert told["blocks.0.attention"].lowered == (0, 1) and told["blocks.1.attention"].lowered == (0,)
     assert torch.allclose(lowered(x), model(x), atol=1e-8)
     assert "heads [0] of 2 lowered" in repr(lowered)
+
+
+class OwnThenCross(nn.Module):
+    """An attention, then a decoder that looks at the input beside its own past."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = rg.Attention(6, heads=2, position=rg.quadratic(), score="position").build()
+        past, cross = rg.Attention(6, heads=2, pattern=rg.causal()), rg.Attention(6, heads=2)
+        self.stack = rg.Decoder(rg.Block(past, None, cross=cross), 1).build()
+
+    def forward(self, x):
+        return self.stack(self.own(x), x)
+
+
+def test_attention_to_a_context_or_with_a_shared_bias_stays_in_a_lowered_model():
+    x = tokens(11, dtype=torch.float32)
+    lowered, told = lower_all(OwnThenCross(), x)
+    assert list(told) == ["own", "stack.blocks.0.attention"] and lowered(x).shape == x.shape
+    shared = rg.Encoder(rg.Block(rg.Attention(6, heads=2), None), 1, position=rg.alibi()).build()
+    assert lower_all(shared, x)[1] == {}

@@ -61,29 +61,42 @@ def lower(
 def lower_all(
     model: nn.Module, data: Float[Tensor, "b ..."], *, tolerance: int | float = 0.05, kernel: int = 7
 ) -> tuple[nn.Module, dict[str, Certificate]]:
-    """A copy of the model with each of its attentions lowered on what reaches it from the data, by its path."""
-    model, seen = copy.deepcopy(model).eval(), {}
-    layers = {path: m for path, m in model.named_modules() if isinstance(m, MultiHeadAttention)}
+    """A copy of the model with each self-attention lowered on what reaches it from the data, by its path.
 
-    def watch(path: str) -> Callable:
-        def keep(_module, given, named):
-            seen[path] = (given[0].detach(), named.get("pattern"))
-
-        return keep
-
-    hooks = [m.register_forward_pre_hook(watch(path), with_kwargs=True) for path, m in layers.items()]
-    with torch.no_grad():
-        model(data)
-    for hook in hooks:
-        hook.remove()
+    A layer that is called with more than its input and a pattern (a context, a bias, a cache) stays as it is.
+    """
+    model = copy.deepcopy(model).eval()
     found = {}
-    for path, layer in layers.items():
-        x, pattern = seen[path]
+    for path, (x, pattern) in _inputs(model, data).items():
         around, _, name = path.rpartition(".")
-        lowered = lower(layer, x, tolerance=tolerance, kernel=kernel, pattern=pattern)
+        lowered = lower(model.get_submodule(path), x, tolerance=tolerance, kernel=kernel, pattern=pattern)
         setattr(model.get_submodule(around), name, lowered)
         found[path] = lowered.certificate
     return model, found
+
+
+@torch.no_grad()
+def _inputs(model: nn.Module, data: Tensor) -> dict[str, tuple[Tensor, Any]]:
+    """What each self-attention is called with, and its pattern."""
+    seen, hooks = {}, []
+
+    def watch(path: str) -> Callable:
+        def keep(_module, given, named):
+            others = [*given[1:], *(value for name, value in named.items() if name != "pattern")]
+            if all(value is None or value is False for value in others):
+                seen[path] = (given[0], named.get("pattern"))
+
+        return keep
+
+    for path, part in model.named_modules():
+        if isinstance(part, MultiHeadAttention):
+            hooks.append(part.register_forward_pre_hook(watch(path), with_kwargs=True))
+    try:
+        model(data)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
 
 
 def _lower_lifted(lifted: Lifted, data: Tensor | None, tolerance: int | float) -> Lowered:
