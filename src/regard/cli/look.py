@@ -152,7 +152,8 @@ def _random(given: str, asked: Asked) -> Tensor:
 
 
 def _vocabulary(asked: Asked) -> int:
-    known = getattr(asked.config, "vocab_size", None)
+    declared = getattr(asked.config, "encoder", asked.config)
+    known = getattr(asked.config, "vocab_size", getattr(getattr(declared, "embedding", None), "vocab", None))
     if known is None and isinstance(asked.model, nn.Module):
         tables = [m for m in asked.model.modules() if isinstance(m, nn.Embedding)]
         known = max((t.num_embeddings for t in tables), default=None)

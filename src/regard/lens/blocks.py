@@ -86,7 +86,7 @@ def blocks(call: Captured, batch: int, size: int) -> Iterator[Block]:
     safe = [_is_safe(source, batch, h) for h in range(call.heads)]
     for start in range(0, call.n, run):
         rows = slice(start, min(start + run, call.n))
-        keys = min(call.m, rows.stop) if call.causal else call.m
+        keys = min(call.m, rows.stop) if source.top_left else call.m
         r = rows.stop - rows.start
         space.zero_()  # what lies between the rows has to be 0, and they lie elsewhere now
         table, skewed = _layout(space, r, keys)
@@ -135,7 +135,7 @@ def _fill(
 
 def _keys_allowed(source: Compared, part: Part, like: Tensor) -> Float[Tensor, " r"]:
     places = part.places(like.device).to(like.dtype)
-    return (places + 1).clamp(max=part.keys) if source.causal else torch.full_like(places, part.keys)
+    return (places + 1).clamp(max=part.keys) if source.top_left else torch.full_like(places, part.keys)
 
 
 def _is_safe(source: Compared | Written, batch: int, head: int) -> bool:

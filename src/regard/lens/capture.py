@@ -214,6 +214,9 @@ def watching(model: Any, see: Callable[[Seen], None], change: Change | None = No
             undo.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled model shows nothing
         undo.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        warnings.filterwarnings(
+            "ignore", message=r"Using `torch.compile\(module\)` when there are global hooks"
+        )
         undo.enter_context(watcher)
         yield watcher
 

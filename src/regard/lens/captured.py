@@ -41,7 +41,8 @@ class Compared:
         return self.k.shape[1]
 
     @property
-    def causal(self) -> bool:
+    def top_left(self) -> bool:
+        """Whether query i sees no key past i, by the call's own word."""
         return any(isinstance(t, Causal) for t in self.terms)
 
     def scores(self, part: Part) -> Float[Tensor, "h r m"]:
@@ -80,7 +81,7 @@ class Written:
     table: Float[Tensor, "b h n m"]
     v: Float[Tensor, "b h_kv m d_v"] | None = None
     scale = None
-    causal = False
+    top_left = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -106,7 +107,7 @@ class Captured:
 
     layer: its place in running order, from 0. name: the path of its module ("#2" where it ran again).
     way: by which kind of call it was made. queries, keys: the tokens of both sides, one tuple a batch row.
-    real: which queries are no padding; None is all.
+    causal: no query looks past itself. real: which queries are no padding; None is all.
     """
 
     layer: int
@@ -116,6 +117,7 @@ class Captured:
     source: Compared | Written | None
     shape: tuple[int, int, int, int]
     versions: tuple[int, ...] = ()
+    causal: bool = False
     queries: tuple[tuple[str, ...], ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
     real: Bool[Tensor, "b n"] | None = None
@@ -145,13 +147,10 @@ class Captured:
         return None if self.source is None else self.source.scale
 
     @property
-    def causal(self) -> bool:
-        return self.source is not None and self.source.causal
-
-    @property
     def start(self) -> int:
         """Where query 0 stands among the keys: at m − n in self-attention with a cache, else at 0."""
-        return self.m - self.n if self.role == "self" and not self.causal else 0
+        top_left = self.source is not None and self.source.top_left
+        return self.m - self.n if self.role == "self" and not top_left else 0
 
     def weights(
         self, heads: list[int] | None = None, rows: list[int] | None = None, batch: int = 0
@@ -203,6 +202,18 @@ class Captured:
                 f"(a static cache?), so its weights cannot be made again; look with keep='copy'"
             )
         return self.source
+
+
+def looks_back(source: Compared | Written, role: Role) -> bool:
+    """Whether no query looks past itself, whoever sees to it: the first and the middle one are asked."""
+    _, h, n, m = source.shape
+    if role == "cross" or m < 2 or n > m:
+        return False
+    rows = sorted({0, (n - 1) // 2})
+    device = held(source)[0].device
+    later = torch.arange(m, device=device) > torch.tensor(rows, device=device)[:, None] + m - n
+    weights = source.weights(Part(0, slice(0, h), rows, m))
+    return bool(later.any()) and not bool((weights * later).any())
 
 
 def held(source: Compared | Written) -> list[Tensor]:

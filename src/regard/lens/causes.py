@@ -4,7 +4,7 @@ A large weight is no proof of influence: its value may be small, or a later laye
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pi, sqrt
 from typing import Any
 
@@ -125,7 +125,7 @@ def _without_key(
 
 @dataclass(frozen=True, eq=False)
 class KeyChange:
-    """The change of each output when one key is multiplied by each of `at`."""
+    """The change of each output when one key becomes each of some others; `at` says which, by a number."""
 
     at: Float[Tensor, " s"]
     exact: Float[Tensor, "s n d_v"]
@@ -147,7 +147,7 @@ class KeyNoise:
 class _Pulled:
     """What a change of key i acts on: its weight a (n), and v_i − h (n, d_v)."""
 
-    factor: float
+    factor: int | float
     weight: Float[Tensor, " n"]
     towards: Float[Tensor, "n d_v"]
 
@@ -162,7 +162,7 @@ def _pulled(
     k: Float[Tensor, "m d_k"],
     v: Float[Tensor, "m d_v"],
     key: int,
-    scale: float | None,
+    scale: int | float | None,
 ) -> _Pulled:
     if not 0 <= key < len(k):
         raise ShapeError(f"key {key}: there are {len(k)} keys, 0 to {len(k) - 1}")
@@ -171,20 +171,33 @@ def _pulled(
     return _Pulled(factor, weights[:, key], v[key] - weights @ v)
 
 
+def key_change(
+    q: Float[Tensor, "n d_k"],
+    k: Float[Tensor, "m d_k"],
+    v: Float[Tensor, "m d_v"],
+    key: int,
+    becomes: Float[Tensor, "s d_k"],
+    scale: int | float | None = None,
+) -> KeyChange:
+    """k_i → k_i′: exactly (a′ − a)/(1 − a) (v_i − h), to first order a δ (v_i − h); δ = scale q·(k_i′ − k_i)."""
+    pulled = _pulled(q, k, v, key, scale)
+    delta = pulled.factor * einsum(becomes - k[key], q, "s d, n d -> s n")
+    exact, first = pulled.exact(delta), pulled.weight * delta
+    at = torch.arange(len(becomes), dtype=q.dtype, device=q.device)
+    return KeyChange(at, *(x[..., None] * pulled.towards for x in (exact, first)))
+
+
 def key_length(
     q: Float[Tensor, "n d_k"],
     k: Float[Tensor, "m d_k"],
     v: Float[Tensor, "m d_v"],
     key: int,
     alphas: Sequence[float],
-    scale: float | None = None,
+    scale: int | float | None = None,
 ) -> KeyChange:
-    """k_i → α k_i: exactly (a′ − a)/(1 − a) (v_i − h), δ = scale (α − 1) q·k_i; to first order a δ (v_i − h)."""
-    pulled = _pulled(q, k, v, key, scale)
+    """k_i → α k_i for each α."""
     at = torch.tensor(alphas, dtype=q.dtype, device=q.device)
-    delta = pulled.factor * rearrange(at - 1, "s -> s 1") * (q @ k[key])
-    exact, first = pulled.exact(delta), pulled.weight * delta
-    return KeyChange(at, *(x[..., None] * pulled.towards for x in (exact, first)))
+    return replace(key_change(q, k, v, key, at[:, None] * k[key], scale), at=at)
 
 
 def key_noise(
@@ -193,7 +206,7 @@ def key_noise(
     v: Float[Tensor, "m d_v"],
     key: int,
     sigmas: Sequence[float],
-    scale: float | None = None,
+    scale: int | float | None = None,
     points: int = 64,
 ) -> KeyNoise:
     """k_i + N(0, σ² I): δ = scale q·ε is normal with deviation scale σ ‖q‖, so both moments are one integral each.

@@ -63,7 +63,7 @@ def kind(s: HeadStatistics, head: int, rules: tuple[Rule, ...] = RULES) -> Kind:
         if isnan(value) or value < rule.threshold:
             continue
         past = (value - rule.threshold) / max(1 - rule.threshold, 1e-9)
-        found = Kind(rule.name, 0.5 + past / 2, rule.saying.format(value=shown, where=where))
+        found = Kind(rule.name, min(0.5 + past / 2, 1.0), rule.saying.format(value=shown, where=where))
         if best is None or past > best[0] + 1e-9:
             best = past, found
     if best is not None:

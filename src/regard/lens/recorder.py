@@ -36,7 +36,7 @@ class Recorder:
         self, step: int, value: float | Tensor, series: str = "train", floor: float | None = None
     ) -> None:
         """One point of a training curve, and the floor of its series."""
-        self.losses.setdefault(series, []).append((step, float(value)))
+        self.losses.setdefault(series, []).append((step, _number(value)))
         if floor is not None:
             self.floors[series] = float(floor)
 
@@ -132,3 +132,7 @@ def layer_of(name: str) -> str:
 
 def _numbers(words: list[str]) -> Iterator[int]:
     return (i for i, word in enumerate(words) if word.isdigit())
+
+
+def _number(x: float | Tensor) -> float:
+    return float(x.detach() if isinstance(x, Tensor) else x)

@@ -231,7 +231,8 @@ def _chance(
     """What a head that looks everywhere alike would have, were every pair allowed (every past one, if causal)."""
     pairs = here * (offsets >= 0) if call.causal else here
     share = pairs / pairs.sum().clamp(min=1)
-    keys = (torch.arange(call.n) + 1.0 if call.causal else torch.full((call.n,), float(call.m))).double()
+    seen = torch.arange(call.n) + call.start + 1 if call.causal else torch.full((call.n,), call.m)
+    keys = seen.clamp(min=1).double()
     rows = by_count.sum().clamp(min=1)
     return {
         "distance": float(share @ offsets.abs().double()),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -44,6 +44,7 @@ class Part:
         return table[self.heads] if table.shape[0] > 1 else table
 
 
+@runtime_checkable
 class Term(Protocol):
     """Changes the scores of a part, in place where it can; −∞ is "may not look"."""
 

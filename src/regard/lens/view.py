@@ -14,15 +14,14 @@ from torch import Tensor
 from ..errors import FormatError, RegardError, ShapeError, nearest
 from . import causes, labels, subspaces
 from .capture import Seen, watching
-from .captured import Captured, held, version
-from .grids import Grid
+from .captured import Captured, held, looks_back, version
 from .kinds import RULES, Kind, Rule, kinds
 from .running import run
 from .statistics import HeadStatistics, head_statistics
 from .table import Table
 from .tokens import SEPARATORS, Tokens, numbered
 
-Keep = bool | Literal["copy"]
+Keep = bool | str  # "copy"
 
 
 def look(
@@ -30,7 +29,7 @@ def look(
     inputs: Any,
     tokens: Any = None,
     *,
-    grid: tuple[int, ...] | Grid | None = None,
+    grid: Any = None,
     image: Float[Tensor, "c height width"] | None = None,
     separators: tuple[str, ...] = SEPARATORS,
     keep: Keep = True,
@@ -85,6 +84,7 @@ class _Gathering:
             way=seen.way,
             source=source,
             shape=source.shape,
+            causal=looks_back(source, seen.role),
             versions=tuple(version(x) for x in held(source)),
             queries=queries.names,
             keys=keys.names,

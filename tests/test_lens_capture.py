@@ -1,0 +1,359 @@
+"""Every attention of anyone's model is seen, exactly, while the model runs as it always does."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard as rg
+from lens_models import FAMILIES, TWO_SIDED, eager_weights, huggingface, inputs
+from regard.lens.capture import watching
+from regard.lens.view import look
+
+
+def weights(view, layer):
+    call = view.calls[layer]
+    return torch.stack([call.weights(batch=b) for b in range(call.b)])
+
+
+@pytest.mark.parametrize("way", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_weights_of_seven_families_are_those_of_eager_attention(family, way):
+    pytest.importorskip("transformers")
+    given = inputs(family)
+    model = huggingface(family, way)
+    view = look(model, given)
+    truth = eager_weights(huggingface(family, "eager"), given)
+    assert len(view.calls) == len(truth) and not view.missed
+    assert {c.way for c in view.calls} == {way}
+    for layer, w in enumerate(truth):
+        assert (weights(view, layer) - w).abs().max() <= 1e-6
+    roles = ["self", "self", *["self", "cross"] * 2] if family in TWO_SIDED else ["self", "self"]
+    assert [c.role for c in view.calls] == roles
+
+
+def test_each_call_has_the_path_of_its_module():
+    pytest.importorskip("transformers")
+    view = look(huggingface("bart", "sdpa"), inputs("bart"))
+    assert [c.name for c in view.calls] == [
+        "model.encoder.layers.0.self_attn",
+        "model.encoder.layers.1.self_attn",
+        "model.decoder.layers.0.self_attn",
+        "model.decoder.layers.0.encoder_attn",
+        "model.decoder.layers.1.self_attn",
+        "model.decoder.layers.1.encoder_attn",
+    ]
+
+
+def encoder(norm_first=False, dropout=0.1):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # PyTorch's own path
+PADDING = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("padding", [None, PADDING])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pytorchs_encoder_is_seen_on_every_path_and_not_changed(norm_first, training, padding, causal):
+    model = encoder(norm_first).train(training)
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
+    mask = torch.ones(7, 7).triu(1).bool() if causal else None
+    given = {"src": x, "src_key_padding_mask": padding, "mask": mask}
+    torch.manual_seed(3)
+    with torch.no_grad():
+        alone = model(**given)
+    torch.manual_seed(3)
+    outputs = []
+    hook = model.register_forward_hook(lambda _m, _a, out: outputs.append(out))
+    view = look(model, given)
+    hook.remove()
+    assert [c.name for c in view.calls] == ["layers.0.self_attn", "layers.1.self_attn"] and not view.missed
+    assert {c.way for c in view.calls} == {"sdpa" if training else "fast path"}
+    if not training:
+        assert torch.equal(outputs[0], alone)
+    attention, first = model.layers[0].self_attn.train(), model.layers[0].norm1
+    attention.dropout = 0.0  # the weights are those before dropout
+    x = first(x) if norm_first else x
+    with torch.no_grad():
+        _, truth = attention(x, x, x, padding, attn_mask=mask, average_attn_weights=False)
+    real = ~padding if padding is not None else torch.ones(2, 7, dtype=torch.bool)
+    assert (weights(view, 0) - truth)[real[:, None].expand(-1, 2, -1)].abs().max() <= 1e-6
+
+
+def test_looking_does_not_take_pytorch_off_its_nested_path():
+    """A function mode, or a hook on a module, would: padded rows would no longer come out as zeros."""
+    model = encoder().eval()
+    outputs = []
+
+    def run(x, padding):
+        outputs.append(model(x, src_key_padding_mask=padding))
+
+    look(run, (torch.randn(2, 7, 16), PADDING))
+    assert outputs[0][0, 5:].abs().max() == 0
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_multihead_attention_is_seen_with_and_without_its_weights(need_weights, training):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(15, 3, batch_first=True).train(training)
+    x, y = torch.randn(2, 7, 15), torch.randn(2, 11, 15)
+    for key, role in ((x, "self"), (y, "cross")):
+        view = look(model, {"query": x, "key": key, "value": key, "need_weights": need_weights})
+        with torch.no_grad():
+            _, truth = model.train()(x, key, key, average_attn_weights=False)
+        assert (weights(view, 0) - truth).abs().max() <= 1e-6
+        assert view.calls[0].role == role and view.calls[0].heads == 3
+
+
+def test_the_encoder_decoder_of_pytorch_is_seen_whole():
+    model = nn.Transformer(16, 2, 2, 2, 32, batch_first=True).eval()
+    view = look(model, (torch.randn(2, 7, 16), torch.randn(2, 5, 16)))
+    assert [(c.role, c.n, c.m) for c in view.calls] == [
+        ("self", 7, 7),
+        ("self", 7, 7),
+        ("self", 5, 5),
+        ("cross", 5, 7),
+        ("self", 5, 5),
+        ("cross", 5, 7),
+    ]
+
+
+class Sdpa(nn.Module):
+    """q, k and v from one sequence, or k and v from another; `arguments` go to the function."""
+
+    def __init__(self, heads=2, kv_heads=2, **arguments):
+        super().__init__()
+        self.heads, self.kv_heads, self.arguments = heads, kv_heads, arguments
+        self.q, self.kv = nn.Linear(12, 6 * heads), nn.Linear(12, 12 * kv_heads)
+
+    def forward(self, x, y=None):
+        y = x if y is None else y
+        q = self.q(x).unflatten(-1, (self.heads, 6)).transpose(1, 2)
+        k, v = self.kv(y).unflatten(-1, (self.kv_heads, 12)).transpose(1, 2).chunk(2, -1)
+        return F.scaled_dot_product_attention(q, k, v, **self.arguments)
+
+
+MASKS = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "bool": {"attn_mask": torch.rand(7, 7, generator=torch.Generator().manual_seed(0)) > 0.4},
+    "added": {"attn_mask": torch.randn(2, 1, 7, 7, generator=torch.Generator().manual_seed(0))},
+    "scale": {"scale": 0.3},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_what_sdpa_was_given_decides_the_weights(kind):
+    torch.manual_seed(0)
+    model = Sdpa(4, 2 if kind == "grouped" else 4, **MASKS[kind]).double()
+    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    outputs = []
+    model.register_forward_hook(lambda _m, _a, out: outputs.append(out))
+    view = look(model, x)
+    call = view.calls[0]
+    assert call.kv_heads == (2 if kind == "grouped" else 4)
+    for b in range(2):
+        o = call.weights(batch=b) @ call.values(batch=b)
+        assert torch.allclose(o, outputs[0][b], atol=1e-12)
+        some = call.weights([3, 1], [5, 0], b)
+        assert torch.allclose(some, call.weights(batch=b)[[3, 1]][:, [5, 0]], atol=1e-15)
+
+
+def test_a_function_kept_under_another_name_is_seen():
+    module = type(sys)("a_module_that_imported_it")
+    module.mine = F.scaled_dot_product_attention
+    sys.modules[module.__name__] = module
+    kept = F.scaled_dot_product_attention  # a name that no module holds: the operation itself is seen
+    q = torch.randn(1, 2, 7, 5)
+    try:
+        view = look(lambda q: (module.mine(q, q, q), kept(q, q, q)), q)
+    finally:
+        del sys.modules[module.__name__]
+    assert [c.way for c in view.calls] == ["sdpa", "sdpa"]
+    assert torch.equal(view.map(0, 1), view.map(1, 1))
+    assert F.scaled_dot_product_attention is kept
+
+
+def test_an_attention_written_out_by_hand_is_seen():
+    def attend(x):
+        scores = torch.einsum("bhnd,bhmd->bhnm", x, x).masked_fill(
+            torch.ones(7, 7).triu(1).bool(), -torch.inf
+        )
+        return torch.einsum("bhnm,bhmd->bhnd", scores.softmax(-1), x)
+
+    x = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(0))
+    view = look(attend, x)
+    truth = (x @ x.mT).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(-1)
+    assert (weights(view, 0) - truth).abs().max() <= 1e-6
+    assert view.calls[0].way == "eager" and torch.equal(view.calls[0].values(), x[0])
+    single = look(lambda x: (x @ x.T).softmax(-1) @ x, x[0, 0])
+    assert (single.map(0, 0) - (x[0, 0] @ x[0, 0].T).softmax(-1)).abs().max() <= 1e-6
+
+
+def test_a_softmax_that_weighs_nothing_is_no_attention():
+    with pytest.raises(rg.RegardError, match="no attention was seen"):
+        look(nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1)), torch.randn(2, 7, 5))
+
+
+PATTERNS = {
+    "causal": (rg.causal(), {}),
+    "sparse": (rg.causal() & (rg.window(2) | rg.every(3)), {}),
+    "lengths": (None, {"lengths": torch.tensor([5, 7])}),
+    "documents": (rg.documents(torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])), {}),
+    "alibi": (rg.causal(), {"bias": rg.ByDistance(slopes=torch.tensor([0.5, 0.25, 0.1, 0.0]))}),
+    "bias": (None, {"bias": torch.randn(4, 7, 7, generator=torch.Generator().manual_seed(0))}),
+    "hard": (rg.causal(), {"scale": torch.inf}),
+    "at": (rg.window(1), {"at": torch.tensor([0, 2])}),
+    "table": (torch.ones(7, 7).tril().bool(), {}),
+}
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_our_own_engine_is_seen_with_all_that_it_takes(kind):
+    pattern, more = PATTERNS[kind]
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 7, 5, generator=g)
+    k, v = torch.randn(2, 2, 2, 7, 5, generator=g)
+    view = look(lambda q: rg.attention(q, k, v, pattern, **more), q)
+    o = rg.attention(q, k, v, pattern, **more)
+    call = view.calls[0]
+    assert call.way == "regard" and call.kv_heads == 2
+    for b in range(2):
+        assert torch.allclose(call.weights(batch=b) @ call.values(batch=b), o[b], atol=1e-6)
+
+
+def test_our_own_models_are_seen_whole():
+    block = rg.Block(rg.Attention(24, heads=4), rg.FeedForward(48))
+    own = rg.Attention(24, heads=4, kv_heads=2, pattern=rg.causal())
+    decoder = replace(block, attention=own, cross=rg.Attention(24, heads=4))
+    words = rg.Embedding(13, 24, position=rg.sinusoidal())
+    model = rg.EncoderDecoder(
+        rg.Encoder(block, layers=2, embedding=words),
+        rg.Decoder(decoder, layers=2, embedding=words, head=rg.LanguageHead()),
+    ).build()
+    ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))
+    view = look(model.eval(), (ids, ids[:, :5]))
+    assert {c.way for c in view.calls} == {"regard"} and not view.missed
+    assert [(c.role, c.n, c.m) for c in view.calls[2:]] == [("self", 5, 5), ("cross", 5, 7)] * 2
+    with torch.no_grad():
+        kept = model(ids, ids[:, :5], return_weights=True)[1]
+    truth = [w for block in (*kept["encoder"], *kept["decoder"]) for w in block.values()]
+    assert len(truth) == len(view.calls)
+    for layer, w in enumerate(truth):
+        assert (weights(view, layer) - w).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiled)])
+def test_flex_attention_is_seen_with_its_functions(compiled):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    slopes = torch.tensor([0.5, 1.0])
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 7, 7, device="cpu")
+    attend = torch.compile(flex_attention) if compiled else flex_attention
+
+    def run(q):
+        return attend(q, q, q, lambda s, b, h, i, j: s - slopes[h] * (i - j), block_mask=mask)
+
+    q = torch.randn(2, 2, 7, 5, generator=torch.Generator().manual_seed(0))
+    view = look(run, q)
+    i = torch.arange(7)
+    bias = -slopes[:, None, None] * (i[:, None] - i)
+    truth = rg.reference.attend(q, q, q, (i[:, None] >= i).expand(2, 2, 7, 7), bias=bias).weights
+    assert view.calls[0].way == "flex"
+    assert (weights(view, 0) - truth).abs().max() <= 1e-6
+
+
+@pytest.mark.compiled
+def test_a_compiled_model_is_seen_as_if_it_were_not():
+    model = Sdpa()
+    x = torch.randn(2, 7, 12)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+    view = look(compiled, x)
+    assert torch.equal(view.map(0, 1), look(model, x).map(0, 1))
+    assert view.title == "Sdpa"
+
+
+def test_self_and_cross_are_told_apart_by_where_q_and_k_come_from():
+    """Not by their lengths: both sides have 7 tokens here."""
+    model, x, y = Sdpa(), torch.randn(2, 7, 12), torch.randn(2, 7, 12)
+    assert look(model, x).calls[0].role == "self"
+    assert look(model, (x, y)).calls[0].role == "cross"
+    assert look(nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), model), x).calls[0].role == "self"
+
+
+def test_a_layer_that_runs_twice_is_seen_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.MultiheadAttention(12, 2, batch_first=True)
+
+        def forward(self, x):
+            for _ in range(2):
+                x, _ = self.layer(x, x, x, need_weights=False)
+            return x
+
+    assert [c.name for c in look(Twice(), torch.randn(2, 7, 12)).calls] == ["layer", "layer#2"]
+
+
+def test_what_could_not_be_seen_is_said():
+    class LinearAttention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Linear(12, 12)
+
+        def forward(self, x):
+            return self.w(x).cumsum(1)
+
+    model = nn.Sequential(LinearAttention(), Sdpa())
+    view = look(model, torch.randn(2, 7, 12))
+    assert view.missed == ("0 (LinearAttention): it ran, and no attention could be seen in it",)
+    assert "not seen: 0 (LinearAttention)" in repr(view)
+    with pytest.raises(
+        rg.RegardError, match=r"no attention was seen while LinearAttention ran .*; it ran, and|: it ran"
+    ):
+        look(LinearAttention(), torch.randn(2, 7, 12))
+
+
+def test_nothing_is_left_behind_even_after_an_error():
+    from torch.nn.modules import module as hooks
+
+    before = F.scaled_dot_product_attention, rg.attention, dict(hooks._global_forward_pre_hooks)
+    with pytest.raises(rg.ShapeError, match=r"Sdpa does not run on float32 \(2, 7, 5\): RuntimeError: "):
+        look(Sdpa(), torch.randn(2, 7, 5))
+    look(Sdpa(), torch.randn(2, 7, 12))
+    assert (F.scaled_dot_product_attention, rg.attention, dict(hooks._global_forward_pre_hooks)) == before
+    with pytest.raises(KeyError), watching(Sdpa(), print):
+        raise KeyError
+    assert F.scaled_dot_product_attention is before[0] and not hooks._global_forward_hooks
+
+
+def test_tensors_that_were_written_over_are_refused():
+    cache = torch.randn(1, 1, 7, 5)
+
+    def run(q):
+        out = F.scaled_dot_product_attention(q, cache, cache)
+        cache.zero_()
+        return out
+
+    view = look(run, torch.randn(1, 1, 7, 5))
+    with pytest.raises(
+        rg.RegardError, match=r"layer 0 \(attention\) were written over .* look with keep='copy'"
+    ):
+        view.map(0, 0)
+    cache.normal_()
+    k = cache.clone()
+    q = torch.randn(1, 1, 7, 5)
+    copied = look(run, q, keep="copy").map(0, 0)
+    assert torch.allclose(copied, (q @ k.mT / 5**0.5).softmax(-1)[0, 0], atol=1e-6)
