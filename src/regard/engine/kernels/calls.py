@@ -17,7 +17,7 @@ from .route import Route, Step, route
 from .schedule import chunks
 
 STREAMED = (64, 128)  # widths of heads that the streaming kernel takes
-SLICE = 16  # members that one program of an ordered sum adds up
+SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
 
 
 @lru_cache(maxsize=512)

@@ -55,14 +55,18 @@ class Launch:
                 self.handles = (self.ready.function, self.ready.packed_metadata, None, None, None)
 
     def _again(self, *given: Tensor | int) -> None:
-        """As Triton launches a compiled kernel, without its hooks where nobody has set one."""
-        if _hooked():
+        """As Triton launches a compiled kernel, without its hooks where nobody has set one.
+
+        It is given addresses: of a tensor, Triton would ask the driver for the address, one call each.
+        """
+        runtime = knobs.runtime
+        if _set(runtime.launch_enter_hook) or _set(runtime.launch_exit_hook):
             self.ready[self.grid](*given, *self.rest)
         else:
+            at = [x if type(x) is int else x.data_ptr() for x in given]  # type: ignore[union-attr]
             stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-            self.ready.run(*self.grid, stream, *self.handles, *given, *self.rest)
+            self.ready.run(*self.grid, stream, *self.handles, *at, *self.rest)
 
 
-def _hooked() -> bool:
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+def _set(hook: Any) -> bool:
+    return bool(getattr(hook, "calls", hook))
