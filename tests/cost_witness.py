@@ -27,11 +27,11 @@ def sizes(spec):
     return {"n": N, "batch": B} | ({"m": M} if across else {})
 
 
-def priced(spec, train=False) -> Part:
+def priced(spec, train=False, by=None) -> Part:
     """The tree of the decomposed path, without memory and remarks: what hundreds of examples can afford."""
     lengths = sizes(spec)
     n = lengths.get("n") or spec.tokens
-    return read(Given(spec, n, lengths.get("m", n), B, train=train, backend="plain"), Numbers())[0]
+    return read(Given(spec, n, lengths.get("m", n), B, train=train, backend="plain"), by or Numbers())[0]
 
 
 def built(spec):

@@ -13,6 +13,7 @@ import cost_witness as witness
 import regard as rg
 from cost_strategies import specs
 from regard.costs import Amounts, Cost, Part, cost
+from regard.costs.sizes import Symbols
 from regard.errors import BackendError, ShapeError, SpecError
 
 pytestmark = [
@@ -22,15 +23,15 @@ pytestmark = [
 n, d_model, h, b = sympy.symbols("n d_model h b", integer=True, positive=True)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(specs)
 def test_every_formula_with_its_values_is_the_number(spec):
-    told = cost(spec, **witness.sizes(spec), train=True)
-    written = dict(told.symbolic.terms())
-    for path, amounts in told.tree.terms():
+    symbols = Symbols()
+    written = dict(witness.priced(spec, train=True, by=symbols).terms())
+    for path, amounts in witness.priced(spec, train=True).terms():
         for name, number in amounts.plain().items():
             formula = sympy.sympify(getattr(written[path], name))
-            assert formula.xreplace(told.values) == number, (path, name)
+            assert formula.xreplace(symbols.values) == number, (path, name)
 
 
 @pytest.mark.ledger("S0.Q1c.2", "S0.Q1c.3", "S2.2.0.1")
@@ -256,11 +257,11 @@ def test_what_was_counted_by_running_has_no_formula():
     assert traced.biases is None and traced.saving is None and "model           6" in str(traced)
 
 
-def test_the_largest_batch_and_length_that_fit_are_the_last_that_do():
-    told = cost("tiny-gpt", n=64, train=True)
-    budget = cost("tiny-gpt", n=64, batch=9, train=True).memory.training
-    assert told.fits(budget) == 9 and told.fits(budget - 1) == 8 and told.fits(1) == 0
-    assert told.fits(cost("tiny-gpt", n=81, train=True).memory.training, vary="n") == 81
+def test_the_largest_batch_that_fits_is_the_last_that_does():
+    block = rg.Block(rg.Attention(16, heads=2), rg.FeedForward(32))
+    told, three = (cost(rg.Encoder(block, 1), n=8, batch=size) for size in (1, 3))
+    assert [told.fits(three.memory.inference - less) for less in (0, 1)] == [3, 2]
+    assert told.fits(cost(rg.Encoder(block, 1), n=11).memory.inference, vary="n") == 11 and told.fits(1) == 0
     with pytest.raises(
         SpecError, match="Linear was counted by running it at one size; declare a spec to ask what"
     ):

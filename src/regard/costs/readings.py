@@ -80,8 +80,8 @@ class Bottleneck:
 
     def __str__(self) -> str:
         return (
-            f"bottleneck: {self.part}, {self.share:.1%} of the operations, {self.intensity:.1f} of them a byte; "
-            f"{self.why}"
+            f"bottleneck: {self.part}, {self.share:.1%} of the operations; {self.why}; "
+            f"{self.intensity:.1f} operations a byte: a machine that does more in that time waits for bytes"
         )
 
 
