@@ -2,13 +2,14 @@
 
 from .catalogue import LAWS, law
 from .checker import Budget, check, replay, try_law
-from .law import Law, Outcome, Tolerance
+from .law import Case, Law, Outcome, Tolerance
 from .target import Function, Model, Part, Projections, Target
 from .verdict import Verdict
 
 __all__ = [
     "LAWS",
     "Budget",
+    "Case",
     "Function",
     "Law",
     "Model",

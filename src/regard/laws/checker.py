@@ -16,13 +16,15 @@ import torch
 from ..errors import SpecError
 from . import search
 from .catalogue import LAWS, law
-from .lab import Lab, WrongShape, first_line, probe
+from .lab import DTYPES, Lab, WrongShape, first_line, probe
 from .law import Case, Law, Outcome, Reading, Trial
 from .parts import found_in
 from .target import NAMED, Function, Model, Target
 from .verdict import Verdict
 
 SHRINKING = 4.0  # seconds for the search of a smaller counterexample
+NEUTRAL = ("torch", "einops", "jaxtyping", "beartype", "<")  # whose frames say nothing about who called
+PROBING = 60.0  # seconds for finding out what a target takes
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,12 @@ def _as_target(thing: Any) -> Target:
 def _probe(target: Target) -> tuple[dict[str, bool], dict[str, str]]:
     if refusal := _no_device(target):
         return {}, {"device": refusal}
-    with search.time_limit(60.0), warnings.catch_warnings():
+    with search.time_limit(PROBING), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return probe(target)
         except search.TooSlow:
-            return {}, {"float32": "no answer within 60 s"}
+            return {}, {"float32": f"no answer within {PROBING:.0f} s"}
 
 
 def _no_device(target: Target) -> str | None:
@@ -116,14 +118,20 @@ def try_law(
     if place is None:
         return Outcome(one, "not applicable", f"it is about {about(one)}, and this is {_named(target)}")
     trial, lab = one.on[place[0]], lab if place[1] is target else Lab(place[1], {"float64": True})
+    if not any(lab.takes(name) for name in DTYPES):
+        return Outcome(one, "raised", _no_answer(why))
     if reason := _outside(one, trial, lab):
-        status = "raised" if why.get("float32") and target.kind in ("function", "model") else "not applicable"
-        return Outcome(one, status, why["float32"] if status == "raised" else reason)
+        return Outcome(one, "not applicable", reason)
     claimed = one.promise is None or target.says(one.promise) is True
     if not claimed and one.promise is not None and target.says(one.promise) is False:
         return Outcome(one, "not promised", "said to be lacking; not tried")
     outcome = _tried(one, trial, lab, budget, seed)
     return outcome if claimed else _observed(outcome)
+
+
+def _no_answer(why: dict[str, str]) -> str:
+    """What a target said to an ordinary call, where it takes none."""
+    return f"an ordinary call failed: {why.get('float32', 'nothing could be tried')}"
 
 
 def _place(one: Law, target: Target) -> tuple[str, Target] | None:
@@ -297,7 +305,7 @@ def _is_ours(e: Exception) -> bool:
         file, inside = frame.filename, frame.filename.startswith(here)
         if inside and (frame.name in ("attend", "attend_lse", "run") or "adapters" in file):
             return False
-        if "autograd" in file or not (inside or "torch" in file or "einops" in file):
+        if "autograd" in file or not (inside or any(name in file for name in NEUTRAL)):
             return False
     return True
 

@@ -43,7 +43,7 @@ class Lab:
         self.target = target
         self.found = {} if found is None else found
         self.device = torch.device(target.device)
-        self.dtype = dtype or (torch.float64 if self.takes("float64") else torch.float32)
+        self.dtype = dtype or next((DTYPES[name] for name in DTYPES if self.takes(name)), torch.float32)
         self.random = torch.Generator().manual_seed(0)
         self.calls = 0
         self._modules: dict[torch.dtype, nn.Module] = {}
@@ -318,14 +318,11 @@ def sized(target: Function, **sizes: int) -> Case:
 
 
 def plain_call(lab: Lab, dtype: torch.dtype | None = None, **more: int) -> Tensor:
-    """One ordinary call: 7 positions, 2 heads of 5; raises where the target does or gives no finite number."""
+    """One ordinary call: 7 positions, 2 heads of 5. That a NaN comes out is for the laws to say."""
     c = sized(lab.function, **{"b": 2, "h": 2, "n": 7, "d_k": 5, **more})
     lab.begin(c)
     q, k, v = (x.to(dtype or lab.dtype) for x in lab.qkv(c))
-    o = lab.attend(q, k, v)
-    if not bool(torch.isfinite(o).all()):
-        raise ArithmeticError("gave NaN or infinity for standard normal input")
-    return o
+    return lab.attend(q, k, v)
 
 
 def _gradients(lab: Lab) -> None:

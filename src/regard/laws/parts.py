@@ -1,13 +1,19 @@
 """Parts that have laws of their own: those found inside a model, and ours."""
 
+import copy
 from collections.abc import Iterator
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..nn.feed_forward import FeedForward
+from ..nn.norm import norm
 from ..position import rotate, sinusoid
 from ..schedule import warmup_cosine
+from ..spec import FeedForward as Declared
+from ..spec import Spec
+from .counting import counted_specs, counts_of
 from .target import Model, Part
 from .training import by_norm, scheduled
 
@@ -34,12 +40,13 @@ def _seen(model: Model) -> Iterator[Part]:
             case _:
                 continue
         seen.add(type(module))
+    declared = getattr(model.module, "spec", None)
+    if isinstance(declared, Spec):
+        yield counts_of(declared, f"{model.name}: its declaration")
 
 
 def layer_norm(module: nn.LayerNorm, name: str = "nn.LayerNorm") -> Part:
     """A layer norm in float64. Its affine part is taken away again, so gains of 0 would hide what it does."""
-    import copy
-
     double = copy.deepcopy(module).double().requires_grad_(False)
     facts = {
         "width": module.normalized_shape[0],
@@ -51,8 +58,6 @@ def layer_norm(module: nn.LayerNorm, name: str = "nn.LayerNorm") -> Part:
 
 
 def batch_norm(module: nn.BatchNorm1d, name: str = "nn.BatchNorm1d") -> Part:
-    import copy
-
     double = copy.deepcopy(module).double().requires_grad_(False)
 
     def call(x: Tensor, training: bool) -> Tensor:
@@ -62,14 +67,10 @@ def batch_norm(module: nn.BatchNorm1d, name: str = "nn.BatchNorm1d") -> Part:
 
 
 def feed_forward(module: nn.Module, width: int, name: str = "feed-forward", **facts: Tensor) -> Part:
-    import copy
-
     return Part(name, "feed-forward", copy.deepcopy(module).double().eval(), {"width": width, **facts})
 
 
 def patch_cutter(module: nn.Conv2d, image: tuple[int, int, int], name: str = "patches") -> Part:
-    import copy
-
     double = copy.deepcopy(module).double().requires_grad_(False)
 
     def call(images: Tensor) -> Tensor:
@@ -81,11 +82,6 @@ def patch_cutter(module: nn.Conv2d, image: tuple[int, int, int], name: str = "pa
 
 def ours() -> tuple[Part, ...]:
     """The parts this library is made of, as targets."""
-    from ..nn.feed_forward import FeedForward
-    from ..nn.norm import norm
-    from ..spec import FeedForward as Declared
-    from .counting import counted_specs
-
     torch.manual_seed(0)
     mlp = FeedForward(Declared(7), 5)
     facts = {

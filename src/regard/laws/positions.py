@@ -32,7 +32,11 @@ def sinusoids(lab: Lab, c: Case) -> Reading:
     )
     wide = 1e3 if table.dtype == torch.float64 else 1.0
     return worst(
-        compare("‖PE(p)‖ against √(d/2)", table.norm(dim=-1), torch.full((1000,), math.sqrt(d / 2)).double()),
+        compare(
+            "‖PE(p)‖ against √(d/2)",
+            table.norm(dim=-1),
+            torch.full((1000,), math.sqrt(d / 2), dtype=torch.float64),
+        ),
         bounded("PE(p)·PE(p + k) depends on p", by_distance, slack=wide),
         compare("PE(p + k) against R_k PE(p)", moved, rearrange(turned, "p r two -> p (r two)"), slack=100.0),
         bounded("an entry outside [−1, 1]", table.abs() - 1.0),

@@ -1,0 +1,38 @@
+"""No false alarm: the formula, our own attention and our own models keep every law over 10,000 cases a law.
+
+`make long`; REGARD_CASES for another number. Sampled laws take 20 fixed seeds. What was seen is stored in
+bench/results/ by bench/laws_long.py, which runs the same.
+"""
+
+import os
+
+import pytest
+
+from regard.laws import LAWS, Budget, adapters, try_law
+from regard.laws.formula import formula
+from regard.laws.lab import probe
+from regard.laws.parts import ours
+
+pytestmark = pytest.mark.long
+CASES = int(os.environ.get("REGARD_CASES", "10000"))
+BUDGET = Budget(cases=CASES, seconds=3600.0, seeds=20)
+COMPILED = {"L55"}
+TARGETS = {
+    "formula": formula,
+    "attention": adapters.regard_function,
+    **{part.name: (lambda part=part: part) for part in ours()},
+}
+
+
+@pytest.mark.parametrize(
+    "one", [one for one in LAWS if one.number not in COMPILED], ids=lambda one: one.number
+)
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_law_is_broken_over_many_cases(name, one):
+    target = TARGETS[name]()
+    found, why = probe(target)
+    outcome = try_law(one, target, BUDGET, found=found, why=why)
+    if outcome.status in ("not applicable", "not promised"):
+        pytest.skip(outcome.said)
+    assert outcome.status == "holds", f"{outcome.said}\n{outcome.counterexample}"
+    assert outcome.cases == 20 or outcome.cases == CASES
