@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SpecError, nearest
+from ..training.lessons import LESSONS
 from ..training.recipes import RECIPES, Recipe, recipe
 from ..training.run import Run
 
@@ -29,10 +30,14 @@ def train(
     Example: regard train translate --out runs/es --set minutes=6
     """
     if list_:
-        typer.echo("\n".join(_listed(n) for n in RECIPES))
+        lessons = [f"{number}: {(made.__doc__ or '').partition(': ')[2]}" for number, made in LESSONS.items()]
+        typer.echo("\n".join([*(_listed(n) for n in RECIPES), *lessons]))
         return
     if name is None:
         raise SpecError("which recipe? regard train --list shows them")
+    if name in LESSONS:
+        _teach(name, as_json)
+        return
     chosen = (
         Recipe.from_json(Path(name).read_text())
         if name.endswith(".json")
@@ -49,6 +54,15 @@ def train(
         return
     _with_a_bar(run)
     typer.echo(str(run.folder))
+
+
+def _teach(number: str, as_json: bool) -> None:
+    """Run a teaching system; exit code 1 where its claim falls."""
+    told = LESSONS[number]()
+    fields = {"number": number, "claim": told.claim, "measured": told.measured, "passed": told.passed}
+    typer.echo(json.dumps(fields) if as_json else str(told))
+    if not told.passed:
+        raise typer.Exit(1)
 
 
 def _dials(name: str, given: list[str] | None) -> dict[str, Any]:

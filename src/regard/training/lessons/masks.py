@@ -1,0 +1,115 @@
+"""Who may look where: padding, the past, and what happens when the future shows."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import spec
+from ...pattern import causal, full
+from ...position import learned, sinusoidal
+from .lesson import Lesson, fit, noise
+
+
+def padding(seed: int = 0, steps: int = 150) -> Lesson:
+    """T1: a classifier whose key padding is hidden does not see it."""
+    torch.manual_seed(seed)
+    vocab, classes, draws = 12, 2, noise(seed)
+    block = spec.Block(spec.Attention(32, heads=4), spec.FeedForward(64), norm_at="pre")
+    embedding = spec.Embedding(vocab, 32, position=sinusoidal())
+    model = spec.Encoder(block, 1, embedding=embedding, head=spec.ClassifierHead(classes)).build()
+
+    def rows(b: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Is token 3 in the sentence? Padding is full of threes."""
+        lengths = torch.randint(3, 13, (b,), generator=draws)
+        x = torch.randint(4, vocab, (b, 12), generator=draws)
+        labels = torch.randint(0, 2, (b,), generator=draws)
+        where = (torch.rand(b, generator=draws) * lengths).long()
+        x[torch.arange(b), where] = torch.where(labels == 1, 3, x[torch.arange(b), where])
+        x.masked_fill_(torch.arange(12) >= lengths[:, None], 3)
+        return x, lengths, labels
+
+    def loss(step: int) -> Tensor:
+        x, lengths, labels = rows(64)
+        return F.cross_entropy(model(x, lengths=lengths), labels)
+
+    fit(model, loss, steps, 3e-3)
+    x, lengths, labels = rows(1000)
+    with torch.no_grad():
+        scores = model(x, lengths=lengths)
+        other = x.masked_fill(torch.arange(12) >= lengths[:, None], 7)
+        moved = float((model(other, lengths=lengths) - scores).abs().max())
+    right = float((scores.argmax(-1) == labels).float().mean())
+    return Lesson(
+        "T1",
+        "with a key padding mask the logits do not depend on padding, and the task is learned",
+        {"accuracy": right, "logits moved by padding": moved},
+        right > 0.99 and moved < 1e-5,
+    )
+
+
+def source(seed: int = 0, steps: int = 500) -> Lesson:
+    """T2: a language model comes near the entropy of its source, and not below it on fresh text."""
+    torch.manual_seed(seed)
+    vocab, n, draws = 8, 32, noise(seed)
+    chain = torch.rand(vocab, vocab, generator=draws, dtype=torch.float64).pow(4)
+    chain = chain / chain.sum(-1, keepdim=True)
+    still = torch.linalg.matrix_power(chain, 200)[0]
+    entropy = float(-(still[:, None] * chain * chain.log()).sum())
+    model = _reader(vocab, n, causal(), d_model=32)
+
+    def text(b: int) -> Tensor:
+        x = torch.multinomial(still, b, replacement=True, generator=draws)[:, None]
+        for _ in range(n):
+            x = torch.cat([x, torch.multinomial(chain[x[:, -1]], 1, generator=draws)], 1)
+        return x
+
+    def loss(step: int) -> Tensor:
+        x = text(32)
+        return F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+    fit(model, loss, steps, 5e-3)
+    fresh = text(2000)
+    with torch.no_grad():
+        each = F.cross_entropy(model(fresh[:, :-1]).flatten(0, 1), fresh[:, 1:].flatten(), reduction="none")
+    reached, wobble = float(each.mean()), float(each.std()) / math.sqrt(len(each))
+    return Lesson(
+        "T2",
+        "the loss comes within 1 % of the source's entropy rate and not below it on fresh text",
+        {"loss": reached, "entropy rate": entropy, "standard error": wobble},
+        entropy - 3 * wobble < reached < 1.01 * entropy + 3 * wobble,
+    )
+
+
+def future(seed: int = 0, steps: int = 400) -> Lesson:
+    """T9: on random tokens a masked decoder learns nothing, an unmasked one reads the answer."""
+    vocab, n = 16, 16
+    floors = {"masked": math.log(vocab), "unmasked": math.log(vocab) / n}
+    reached = {}
+    for name, pattern in (("masked", causal()), ("unmasked", full())):
+        torch.manual_seed(seed)
+        model, draws = _reader(vocab, n, pattern, d_model=64), noise(seed)
+
+        def loss(step: int, model=model, draws=draws) -> Tensor:
+            x = torch.randint(0, vocab, (64, n + 1), generator=draws)
+            return F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+        fit(model, loss, steps, 3e-3)
+        with torch.no_grad():
+            fresh = [float(loss(0)) for _ in range(20)]
+        reached[name] = sum(fresh) / len(fresh)
+    return Lesson(
+        "T9",
+        "the loss ends at ln 16 with the causal mask and at ln(16)/16 without: only the last target is unseen",
+        {"loss": reached, "floor": floors},
+        all(abs(reached[k] - floors[k]) < 0.02 for k in floors),
+    )
+
+
+def _reader(vocab: int, n: int, pattern, d_model: int):
+    block = spec.Block(
+        spec.Attention(d_model, heads=4, pattern=pattern), spec.FeedForward(2 * d_model), norm_at="pre"
+    )
+    embedding = spec.Embedding(vocab, d_model, position=learned(n))
+    return spec.Encoder(block, 1, embedding=embedding, head=spec.LanguageHead(tied=False)).build()

@@ -1,0 +1,59 @@
+"""The teaching systems: each claim is decided by its number. The quick ones here, all by `make long`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from regard.cli.main import app
+from regard.training.lessons import LESSONS, Lesson
+
+QUICK = {
+    "T1": ["S3.Q2b.1"],
+    "T3": ["S1.Q5a.8", "S3.Q2b.3"],
+    "T5": ["S0.Q1d.5", "S4.1.3b.1"],
+    "T11": ["S4.1.3b.1"],
+    "T13": ["S0.Q2c.4", "S2.1.1.1"],
+}
+SLOW = {
+    "T2": ["S3.Q2b.2"],
+    "T7": ["S1.Q5c.2", "S1.Q7b.2"],
+    "T8": ["S1.Q1a.2", "S4.1.4b.3", "S1.Q6b.3"],
+    "T9": ["S1.Q5b.1", "S1.Q5b.2"],
+    "T10": ["S1.Q4b.1", "S1.Q4b.3"],
+    "T12": ["S0.Q1a.10", "S1.Q6b.2"],
+}
+
+
+def cases(lessons, *marks):
+    return [pytest.param(t, marks=[pytest.mark.ledger(*rows), *marks], id=t) for t, rows in lessons.items()]
+
+
+@pytest.mark.parametrize("number", [*cases(QUICK), *cases(SLOW, pytest.mark.long)])
+def test_the_claim_stands(number):
+    told = LESSONS[number]()
+    assert told.number == number and told.measured
+    assert told.passed, str(told)
+
+
+def test_every_lesson_is_tested():
+    assert set(LESSONS) == set(QUICK) | set(SLOW)
+
+
+def test_a_lesson_that_trains_too_little_falls():
+    assert not LESSONS["T3"](steps=3).passed
+    assert not LESSONS["T9"](steps=3).passed
+
+
+def test_a_lesson_says_what_was_measured():
+    told = Lesson("T0", "all is well", {"loss": {"a": 0.123456, 16: "refused"}, "word": "x"}, False)
+    assert str(told) == "T0 falls: all is well\n  loss: a 0.1235, 16 refused\n  word: x"
+
+
+def test_a_lesson_runs_from_the_command_line():
+    done = CliRunner().invoke(app, ["train", "T5", "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["passed"] and told["measured"]["with positions"]["accuracy"] == 1.0
+    listed = CliRunner().invoke(app, ["train", "--list"]).stdout
+    assert "T9: on random tokens a masked decoder learns nothing, an unmasked one reads the answer." in listed
