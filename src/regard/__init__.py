@@ -1,13 +1,16 @@
 """regard: attention you can declare, run, price, prove, train and see."""
 
 from .convolution import lift, lower
-from .costs import Cost, Training, cost
+from .costs import Cost, Training, cost, fits
 from .engine.attention import attention
 from .engine.call import allowed_from
 from .engine.explain import explain
 from .engine.merge import merge
 from .errors import BackendError, FormatError, RegardError, ShapeError, SpecError
 from .generation import Generated, beam, generate, greedy, sample
+from .laws import check
+from .lens.recorder import Recorder
+from .lens.view import View, look
 from .nn.cache import Cache, KeyValues
 from .nn.saved import load, save
 from .pattern import (
@@ -87,12 +90,14 @@ __all__ = [
     "Pattern",
     "Pooler",
     "Position",
+    "Recorder",
     "Recurrent",
     "RegardError",
     "ShapeError",
     "Spec",
     "SpecError",
     "Training",
+    "View",
     "Vision",
     "alibi",
     "allowed_from",
@@ -100,11 +105,13 @@ __all__ = [
     "beam",
     "blocks",
     "causal",
+    "check",
     "cost",
     "dilated",
     "documents",
     "every",
     "explain",
+    "fits",
     "from_json",
     "full",
     "generate",
@@ -113,6 +120,7 @@ __all__ = [
     "lengths",
     "lift",
     "load",
+    "look",
     "lower",
     "merge",
     "prefix",
