@@ -18,7 +18,7 @@ from cpu_patterns import HEADS, WIDTH, interleaved, resident, say
 from torch import Tensor
 
 from regard.engine import by_distance
-from regard.engine.plan import plan
+from regard.engine.batches import program
 from regard.pattern import causal, full, window
 from regard.position import ByDistance
 
@@ -32,11 +32,11 @@ class Case:
         self.table = torch.randn(HEADS, 2 * n - 1, requires_grad=True)
         self.inputs = [torch.randn(1, HEADS, n, WIDTH, requires_grad=True) for _ in range(3)]
         self.out = torch.randn(1, HEADS, n, WIDTH)
-        self.plan = plan(self.pattern, n, n, 0, 1)
+        self.way = program(self.pattern, n, n, 0, 1)
         self.at = torch.arange(n) - torch.arange(n)[:, None] + n - 1
 
     def ours(self) -> Tensor:
-        return by_distance.attend(*self.inputs, self.plan, ByDistance(self.table), scale=WIDTH**-0.5)[0]
+        return by_distance.attend(*self.inputs, self.way, ByDistance(self.table), scale=WIDTH**-0.5)[0]
 
     def theirs(self) -> Tensor:
         """As a user would: gather, then let SDPA add. A bias that needs a gradient takes its math path."""

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.engine import progressions
 from regard.engine.attention import attention
 from regard.engine.batches import program
 from regard.engine.plan import plan
@@ -72,7 +71,7 @@ class Case:
         self.out = torch.randn(1, heads, n, WIDTH)
 
     def ours(self) -> Tensor:
-        return progressions.attend(*self.inputs, self.plan, scale=self.scale)[0]
+        return attention(*self.inputs, self.pattern, backend="progressions")
 
     def auto(self) -> Tensor:
         return attention(*self.inputs, self.pattern)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from pattern_strategies import patterns, standings
 from regard import reference
-from regard.engine import masked
+from regard.engine import plain
 from regard.engine.attention import attention, weights
 from regard.errors import BackendError, ShapeError, SpecError
 from regard.pattern import (
@@ -306,7 +306,7 @@ def test_the_weights_are_those_the_values_are_mixed_with():
 
 
 def test_long_calls_are_computed_a_stretch_of_queries_at_a_time(monkeypatch):
-    monkeypatch.setattr(masked, "ROWS", 2 * M)  # two queries at a time
+    monkeypatch.setattr(plain, "ROWS", 2 * M)  # two queries at a time
     compare(causal() | every(3), qkv(), (randn(H, N, M, seed=8),), make=lambda bias: {"bias": bias})
     compare(randn(B, 1, 1, M) > 0, qkv(), bias=randn(M, seed=8))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pattern_strategies import patterns, standings
 from regard.engine import by_distance
 from regard.engine.batches import program
-from regard.engine.plan import NoPlan, plan
+from regard.engine.plan import NoPlan
 from regard.pattern import causal, dilated, every, full, rows, standing, window
 from regard.position import ByDistance
 from test_progressions import MIXED, WORDS, assert_as_exact, small, tensors, with_gradients
@@ -150,7 +150,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
 @pytest.mark.parametrize("n, m", [(0, 7), (7, 0), (1, 1), (1, 9)])
 def test_no_queries_no_keys_or_one(n, m):
     q, k, v = tensors(n=n, m=m)
-    way = plan(full(), n, m, m - n, 1)
+    way = program(full(), n, m, m - n, 1)
     check(way, full().allowed(n, m, m - n), biases()["both"], (m - n, 1), q, k, v)
 
 

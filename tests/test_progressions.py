@@ -67,6 +67,11 @@ def tensors(b=2, h=2, h_kv=2, n=101, m=None, d_k=5, d_v=3, dtype=torch.float64, 
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
+def attend(q, k, v, way, **more):
+    """Over the pairs of a program; the pattern is read by second derivatives alone."""
+    return progressions.attend(q, k, v, full(), (way,), **more)
+
+
 def formula(q, k, v, allowed, scale):
     """softmax over the allowed pairs, and ln Σ exp; an empty row is zeros and −∞, without gradient."""
     group = q.shape[1] // k.shape[1]
@@ -103,7 +108,7 @@ def assert_as_exact(fast, plain, ref):
 
 
 def check(way, allowed, q, k, v, scale=0.4, lengths=None):
-    fast = with_gradients(lambda *x: progressions.attend(*x, way, scale=scale, lengths=lengths), q, k, v)
+    fast = with_gradients(lambda *x: attend(*x, way, scale=scale, lengths=lengths), q, k, v)
     plain = with_gradients(lambda *x: formula(*x, allowed, scale), q, k, v)
     ref = with_gradients(lambda *x: formula(*x, allowed, scale), *(x.double() for x in (q, k, v)))
     assert fast[0].dtype == q.dtype
@@ -220,10 +225,10 @@ def test_any_composition_gives_the_formula_and_its_gradients(pattern, n, m, at, 
 @pytest.mark.parametrize(
     "pattern", [window(64) | every(64), causal() & (window(40) | every(32)), strided(24)]
 )
-def test_a_plan_is_run_in_tiles_of_the_size_a_cpu_likes(pattern):
+def test_the_tiles_of_the_sizes_a_cpu_likes_give_the_formula(pattern):
     n = 701
     q, k, v = tensors(b=1, n=n, d_k=8, d_v=8, dtype=torch.float32)
-    check(plan(pattern, n, n, 0, 1), pattern.allowed(n), q, k, v)
+    check(program(pattern, n, n, 0, 1), pattern.allowed(n), q, k, v)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -231,7 +236,7 @@ def test_half_types_are_computed_in_float32(dtype):
     pattern = window(8) | every(16)
     q, k, v = tensors(d_k=16, d_v=16, dtype=dtype)
     check(small(pattern, 101), pattern.allowed(101), q, k, v, scale=0.25)
-    assert progressions.attend(q, k, v, small(pattern, 101), scale=0.25)[1].dtype == torch.float32
+    assert attend(q, k, v, small(pattern, 101), scale=0.25)[1].dtype == torch.float32
 
 
 @pytest.mark.parametrize("d_k, d_v", [(5, 3), (3, 5), (4, 4), (1, 7)])
@@ -251,7 +256,7 @@ def test_a_few_queries_over_a_cache_and_one_of_either(pattern, n, m):
 @pytest.mark.parametrize("n, m", [(0, 7), (7, 0), (0, 0)])
 def test_no_queries_or_no_keys_give_zeros(n, m):
     q, k, v = tensors(n=n, m=m)
-    o, lse = progressions.attend(q, k, v, plan(causal(), n, m, 0, 1), scale=1.0)
+    o, lse = attend(q, k, v, program(causal(), n, m, 0, 1), scale=1.0)
     assert o.shape == (2, 2, n, 3) and not o.any() and (lse == -inf).all()
     for grad, x in zip(torch.autograd.grad(o.sum(), (q, k, v)), (q, k, v)):
         assert grad.shape == x.shape and not grad.any()
@@ -269,7 +274,7 @@ def test_no_queries_or_no_keys_give_zeros(n, m):
 def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(pattern, empty):
     q, k, v = tensors()
     way = program(pattern, 101, 101, 0, 1)
-    o, lse, *grads = with_gradients(lambda *x: progressions.attend(*x, way, scale=1.0), q, k, v)
+    o, lse, *grads = with_gradients(lambda *x: attend(*x, way, scale=1.0), q, k, v)
     assert not o[:, :, empty].any() and (lse[:, :, empty] == -inf).all()
     assert o[:, :, 7].all() and all(g.isfinite().all() for g in grads)
     assert not grads[0][:, :, empty].any()
@@ -294,7 +299,7 @@ def test_gradients_hold_to_second_differences():
         way = small(pattern, 19)
 
         def both(*x, way=way):
-            o, lse = progressions.attend(*x, way, scale=0.6)
+            o, lse = attend(*x, way, scale=0.6)
             return o, lse[..., 2:]  # the first rows may be empty
 
         assert torch.autograd.gradcheck(both, (q, k, v))
@@ -303,7 +308,7 @@ def test_gradients_hold_to_second_differences():
 def test_the_gradient_of_the_log_sum_exp_alone():
     q, k, v = tensors(n=53, d_k=4, d_v=4)
     pattern = window(8) | every(16)
-    lse = progressions.attend(q, k, v, small(pattern, 53), scale=0.4)[1]
+    lse = attend(q, k, v, small(pattern, 53), scale=0.4)[1]
     got = torch.autograd.grad(lse.square().sum(), (q, k, v))
     ref = torch.autograd.grad(formula(q, k, v, pattern.allowed(53), 0.4)[1].square().sum(), (q, k))
     torch.testing.assert_close(got[:2], ref)
@@ -317,9 +322,7 @@ def test_two_runs_agree_bit_for_bit():
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        runs = [
-            with_gradients(lambda *x: progressions.attend(*x, way, scale=0.25), q, k, v) for _ in range(3)
-        ]
+        runs = [with_gradients(lambda *x: attend(*x, way, scale=0.25), q, k, v) for _ in range(3)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
@@ -328,14 +331,14 @@ def test_two_runs_agree_bit_for_bit():
 def test_any_memory_layout():
     pattern = window(8) | every(16)
     q, k, v = tensors(n=53)
-    got = progressions.attend(
+    got = attend(
         *(x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)),
         small(pattern, 53),
         scale=1.0,
     )
     flipped = (x.detach().mT.contiguous().mT for x in (q, k, v))
-    for other in (got, progressions.attend(*flipped, small(pattern, 53), scale=1.0)):
-        for a, b in zip(other, progressions.attend(q, k, v, small(pattern, 53), scale=1.0)):
+    for other in (got, attend(*flipped, small(pattern, 53), scale=1.0)):
+        for a, b in zip(other, attend(q, k, v, small(pattern, 53), scale=1.0)):
             torch.testing.assert_close(a, b)
 
 
@@ -354,10 +357,10 @@ def test_what_stands_in_hidden_keys_reaches_nothing(poison):
     pattern, lengths = window(8) | every(16), torch.tensor([30, 5])
     way = small(pattern, 53)
     q, k, v = tensors(n=53)
-    clean = with_gradients(lambda *x: progressions.attend(*x, way, scale=1.0, lengths=lengths), q, k, v)
+    clean = with_gradients(lambda *x: attend(*x, way, scale=1.0, lengths=lengths), q, k, v)
     hidden = (torch.arange(53) >= lengths[:, None])[:, None, :, None]
     k, v = (x.detach().masked_fill(hidden, poison) for x in (k, v))
-    dirty = with_gradients(lambda *x: progressions.attend(*x, way, scale=1.0, lengths=lengths), q, k, v)
+    dirty = with_gradients(lambda *x: attend(*x, way, scale=1.0, lengths=lengths), q, k, v)
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty))
 
 

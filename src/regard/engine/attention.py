@@ -9,9 +9,9 @@ from torch import Tensor
 from .. import reference
 from ..pattern import At, Pattern, standing
 from ..reference import Ties
-from . import by_distance, choose, dense, masked, walk
+from . import by_distance, choose, dense, masked, packed, plain, progressions, quick, walk
 from .batches import program
-from .call import Bias, Call, as_pattern_and_table, check
+from .call import Bias, Call, as_pattern_and_table, check, replaced
 
 
 def attention(
@@ -40,8 +40,15 @@ def attention(
     A query that may look nowhere gets zeros, and finite gradients.
     With return_lse, also ln Σ exp(scores), differentiable.
     """
+    usual = lengths is None and bias is None and at is None and ties == "share" and backend == "auto"
+    usual = usual and not (dropout_p or return_lse)
+    if usual and (way := quick.recall(q, k, v, pattern, scale)):
+        return way(q, k, v)
     given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
-    o, lse = _run(given, choose.choose(choose.facts(given), backend).backend)
+    chosen = choose.choose(choose.facts(given), backend).backend
+    if usual:
+        quick.remember(given, chosen, (q, k, v), pattern, scale)
+    o, lse = _run(given, chosen)
     return o if lse is None or not return_lse else (o, lse)
 
 
@@ -57,7 +64,7 @@ def weights(
     at: At | Tensor = None,
 ) -> Float[Tensor, "b h n m"]:
     """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table."""
-    call = _hide(_call(q, k, k, pattern, lengths, bias, scale, ties, 0.0, at, False))
+    call = _call(q, k, k, pattern, lengths, bias, scale, ties, 0.0, at, False).hide()
     k = reference.repeat_heads(call.k, q.shape[1])
     return reference.attend(
         call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=ties
@@ -73,21 +80,33 @@ def _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_ls
 
 
 def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
-    if backend != "progressions":  # which never reads a hidden key
-        call = _hide(call)
+    if backend not in ("progressions", "packed"):  # which never read a hidden key
+        call = call.hide()
     match backend:
         case "dense":
             return dense.attend(call), None
         case "masked":
             return masked.attend(call), None
         case "plain":
-            return masked.attend_plainly(call)
+            return plain.attend(call)
+        case "flex":
+            from . import flex
+
+            with torch.autocast(call.q.device.type, enabled=False):
+                return flex.attend(call)
     assert not isinstance(call.at, Tensor) and not isinstance(call.bias, Tensor)  # choose.py saw to it
+    if backend == "packed":
+        ways = packed.programs(call.pattern, call.n, call.m, call.at)
+        assert ways is not None
+        asked: dict[str, Any] = {"scale": call.factor, "lengths": call.lengths}
+        return progressions.attend(call.q, call.k, call.v, call.pattern, ways, **asked)
     start, step = standing(call.pattern, call.n, call.m, call.at)
-    if backend == "progressions":
-        return walk.attend(call.q, call.k, call.v, call.pattern, start, step, call.factor, call.lengths)
+    if backend == "progressions" or torch.compiler.is_compiling():
+        place = call.pattern, start, step, call.factor, call.lengths
+        return walk.attend(call.q, call.k, call.v, *place, call.bias, call.dropout_p)
     way = program(call.pattern, call.n, call.m, start, step)
     more: dict[str, Any] = {"scale": call.factor, "lengths": call.lengths, "dropout_p": call.dropout_p}
+    more["pattern"] = call.pattern
     with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
         return by_distance.attend(call.q, call.k, call.v, way, call.bias, **more)
 
@@ -101,25 +120,12 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _hide(call: Call) -> Call:
-    """Zeros where keys and values lie past the length: 0 · NaN is NaN, so a mask alone would let them through."""
-    if call.lengths is None:
-        return call
-    past = torch.arange(call.m, device=call.k.device) >= call.lengths[:, None]
-    past = past[:, None, :, None]
-    return _replace(call, k=call.k.masked_fill(past, 0.0), v=call.v.masked_fill(past, 0.0))
-
-
 def _above_zero(call: Call) -> Call:
     """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
     if call.scale is None or call.scale > 0:
         return call
     return (
-        _replace(call, q=-call.q, scale=-call.scale)
+        replaced(call, q=-call.q, scale=-call.scale)
         if call.scale < 0
-        else _replace(call, q=0 * call.q, scale=1.0)
+        else replaced(call, q=0 * call.q, scale=1.0)
     )
-
-
-def _replace(call: Call, **changes: Tensor | float) -> Call:
-    return Call(**{**{f: getattr(call, f) for f in Call.__dataclass_fields__}, **changes})

@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ..pattern import Pattern
+from ..pattern import Pattern, causal
 
 NARROW, WIDE = 64, 192  # rows of a tile: a narrow one wastes less of a band, a wide one is faster a pair
+BLOCK = 256  # rows of the fused op's blocks, the last of which it masks in a triangle
 HELD = 1 << 21  # numbers in the gradients of the keys of one call: 8 MiB in float32 stay near the cores
 
 
@@ -38,7 +39,8 @@ class Batch:
 
     @property
     def pairs(self) -> int:
-        return self.tiles * self.rows * self.keys
+        keys = min(self.keys, (self.keys + BLOCK) // 2) if self.triangle else self.keys
+        return self.tiles * self.rows * keys
 
     @property
     def allowed(self) -> Bool[Tensor, "r l"] | None:
@@ -57,6 +59,13 @@ class Batch:
         i = self.start + self.step * (self.row + self.row_step * torch.arange(self.rows))
         j = self.key + self.key_step * torch.arange(self.keys)
         return torch.broadcast_to(pattern.allows(i[:, None], j), (self.rows, self.keys))
+
+    @property
+    def triangle(self) -> bool:
+        """Whether row r sees keys 0 … r: the fused op knows that mask, and skips what it hides."""
+        first = self.start + self.step * self.row
+        steps = self.step * self.row_step == self.key_step
+        return isinstance(self.masked_by, causal) and steps and first == self.key and self.rows == self.keys
 
     @property
     def one_stretch(self) -> bool:
@@ -171,8 +180,9 @@ def _nanoseconds(batch: Batch, heads: int, grad: bool) -> float:
     """What a row costs and what a pair, which is less in the op's larger blocks; what joining costs; a call."""
     rows = batch.tiles * batch.rows
     wide = (rows if batch.one_stretch else batch.rows) >= WIDE
-    forward = 210.0 + 2.1 * batch.keys if wide else 255.0 + 3.4 * batch.keys
-    backward = 180.0 + 5.6 * batch.keys if wide else 325.0 + 9.1 * batch.keys
+    seen = batch.pairs / rows
+    forward = 210.0 + 2.1 * seen if wide else 255.0 + 3.4 * seen
+    backward = 180.0 + 5.6 * seen if wide else 325.0 + 9.1 * seen
     keys = batch.keys if batch.one_stretch else batch.tiles * batch.keys
     each = rows * forward + (rows * backward + keys * 110.0 if grad else 0.0)
     return heads * each + (300e3 if grad else 120e3)
@@ -182,16 +192,21 @@ Lane = tuple[Tensor, ...]
 
 
 def lanes(
-    way: Program, lengths: Tensor | None, queries: Lane, keys: Lane
+    way: Program | tuple[Program, ...], lengths: Tensor | None, queries: Lane, keys: Lane
 ) -> Iterator[tuple[Program, Lane, Lane]]:
     """(program, (b·h_kv, …) of each of `queries`, which have b and h in front, the same of `keys`), as views.
 
-    One lane for each query head of a group, as they share their keys; with lengths, for each batch row too.
+    One lane for each query head of a group, as they share their keys; for each batch row too, if rows differ in
+    their lengths or programs.
     """
-    group = queries[0].shape[1] // keys[0].shape[1]
-    rows = [(slice(None), way)]
-    if lengths is not None:
-        rows = [(slice(b, b + 1), _before(way, m)) for b, m in enumerate(lengths.tolist())]
+    b, group = len(queries[0]), queries[0].shape[1] // keys[0].shape[1]
+    ways = way if isinstance(way, tuple) else (way,)
+    if lengths is None and len(ways) == 1:
+        rows = [(slice(None), ways[0])]
+    else:
+        each = ways * b if len(ways) == 1 else ways
+        kept = [one.m for one in each] if lengths is None else lengths.tolist()
+        rows = [(slice(r, r + 1), _before(one, m)) for r, (one, m) in enumerate(zip(each, kept))]
     for some, left in rows:
         for member in range(group):
             yield (

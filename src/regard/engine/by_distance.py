@@ -22,11 +22,12 @@ from einops import einsum, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ..errors import BackendError
+from ..pattern import Pattern
 from ..position import ByDistance
-from . import flash_cpu
-from .batches import Batch, Program, lanes, program, working
+from . import flash_cpu, twice
+from .batch import Batch, Program, lanes, working
 from .merge import join
-from .plan import Plan
 
 LOG2E = log2(2.718281828459045)
 PAIRS = 1 << 21  # scores held at once, of all heads together: 8 MiB in float32
@@ -37,25 +38,58 @@ def attend(
     q: Float[Tensor, "b h n d_k"],
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
-    plan: Plan | Program,
+    way: Program,
     bias: ByDistance | None = None,
     *,
     scale: float,
     lengths: Int[Tensor, " b"] | None = None,
     dropout_p: float = 0.0,
+    pattern: Pattern | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """softmax(scale · q kᵀ + bias) v over the plan's pairs, and ln Σ exp of each row; both differentiable.
+    """softmax(scale · q kᵀ + bias) v over the program's pairs, and ln Σ exp of each row; both differentiable.
 
     Dropout takes weights away after the softmax, so lse does not know of it; it draws from PyTorch's generator.
+    pattern: the same pairs, for second derivatives.
     """
-    way = plan if isinstance(plan, Program) else program(plan.pattern, plan.n, plan.m, plan.start, plan.step)
     dtype = working(q.dtype)
-    far = way.start + way.step * max(way.n - 1, 0)  # where the last query stands
-    e = None if bias is None else along(bias, -far, way.m - 1 - way.start).to(dtype)
     seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
-    job = Job(way, scale, lengths, far, dropout_p, seed)
+    job = Job(way, scale, lengths, dropout_p, seed, pattern)
+    e = None if bias is None else along(bias, *job.reach).to(dtype)
     o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), e, job)
     return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, bias: ByDistance | None, job: "Job"
+) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    """attend without a graph, for the opaque operation of walk.py."""
+    dtype = working(q.dtype)
+    e = None if bias is None else along(bias, *job.reach).to(dtype)
+    return forward(q.to(dtype), k.to(dtype), v.to(dtype), e, job)
+
+
+def run_backward(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    bias: ByDistance | None,
+    job: "Job",
+    of_bias: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, table and slopes. saved: q, k, v, o, lse."""
+    dtype = working(grad.dtype)
+    grad, q, k, v, o, lse = (x.to(dtype) for x in (grad, *saved))
+    grad_lse = None if grad_lse is None else grad_lse.to(dtype)
+    if bias is None:
+        return *backward(grad, grad_lse, q, k, v, None, o, lse, job, False)[:3], None, None
+    with torch.enable_grad():
+        parts = [None if x is None else x.detach().requires_grad_(of_bias) for x in (bias.table, bias.slopes)]
+        e = along(ByDistance(*parts), *job.reach).to(dtype)
+    *grads, of_e = backward(grad, grad_lse, q, k, v, e.detach(), o, lse, job, of_bias)
+    if of_e is None:
+        return *grads, None, None
+    found = iter(torch.autograd.grad(e, [x for x in parts if x is not None], of_e))
+    return *grads, *(None if x is None else next(found) for x in parts)
 
 
 def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:
@@ -79,9 +113,19 @@ class Job:
     way: Program
     scale: float
     lengths: Int[Tensor, " b"] | None
-    far: int
-    dropout_p: float
-    seed: int
+    dropout_p: float = 0.0
+    seed: int = 0
+    pattern: Pattern | None = None
+
+    @property
+    def far(self) -> int:
+        """Where the last query stands."""
+        return self.way.start + self.way.step * max(self.way.n - 1, 0)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The least and the largest distance."""
+        return -self.far, self.way.m - 1 - self.way.start
 
     def kept(self) -> "Kept":
         return Kept(self.dropout_p, torch.Generator().manual_seed(self.seed))
@@ -111,13 +155,30 @@ class _Attend(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad, grad_lse):
         q, k, v, e, o, lse = ctx.saved_tensors
         if grad is None and grad_lse is None:
             return (None,) * 5
+        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
+            return *_twice(grad, grad_lse, q, k, v, e, ctx.job), None
         grad = torch.zeros_like(o) if grad is None else grad
         return *backward(grad, grad_lse, q, k, v, e, o, lse, ctx.job, ctx.needs_input_grad[3]), None
+
+
+def _twice(grad, grad_lse, q, k, v, e, job: Job) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and e by the formula, so that they have gradients themselves."""
+    if job.dropout_p or job.pattern is None:
+        raise BackendError(
+            "create_graph=True through dropout in tiles: its gradients have none of their own; use backend='masked'"
+        )
+    place = job.pattern, job.way.start, job.way.step, job.scale, job.lengths
+    if e is None:
+        return *twice.gradients(grad, grad_lse, q, k, v, *place), None
+    i = job.way.start + job.way.step * torch.arange(job.way.n)
+    bias = e[:, torch.arange(job.way.m) - i[:, None] + job.far]
+    *grads, of_bias = twice.gradients(grad, grad_lse, q, k, v, *place, bias)
+    of_e = None if of_bias is None else torch.autograd.grad(bias, e, of_bias, create_graph=True)[0]
+    return *grads, of_e
 
 
 def forward(
@@ -125,7 +186,7 @@ def forward(
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
     e: Float[Tensor, "h x"] | None,
-    job: Job,
+    job: "Job",
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and lse, in float32 or float64."""
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -168,7 +229,7 @@ def backward(
     e: Float[Tensor, "h x"] | None,
     o: Float[Tensor, "b h n d_v"],
     lse: Float[Tensor, "b h n"],
-    job: Job,
+    job: "Job",
     of_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and e from those of o and lse."""

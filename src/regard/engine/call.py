@@ -85,6 +85,14 @@ class Call:
         where = positions(self.pattern, self.n, self.m, self.at, self.q.device)
         return self.bias.dense(where, torch.arange(self.m, device=self.q.device)).to(self.q.dtype)
 
+    def hide(self) -> "Call":
+        """Zeros where keys and values lie past the length: 0 · NaN is NaN, so a mask alone would let them through."""
+        if self.lengths is None:
+            return self
+        past = torch.arange(self.m, device=self.k.device) >= self.lengths[:, None]
+        past = past[:, None, :, None]
+        return replaced(self, k=self.k.masked_fill(past, 0.0), v=self.v.masked_fill(past, 0.0))
+
     def may_be_empty(self) -> bool:
         """Whether some query might look nowhere, as far as the declaration tells."""
         if (
@@ -97,6 +105,11 @@ class Call:
         if torch.compiler.is_compiling():  # the sizes may be symbols
             return True
         return has_empty_row(self.pattern, self.n, self.m, *standing(self.pattern, self.n, self.m, self.at))
+
+
+def replaced(call: Call, **changes: Tensor | float) -> Call:
+    """dataclasses.replace, as Dynamo can trace it."""
+    return Call(**{**{f: getattr(call, f) for f in Call.__dataclass_fields__}, **changes})
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,10 @@
 """Which way to run a call, and why. A way asked for by name never falls back in silence.
 
 dense         PyTorch's own attention as it is: every pair, or every past one
-progressions  only the keys of the pattern, by arithmetic progressions (walk.py)
+progressions  only the keys of the pattern, by arithmetic progressions (walk.py); on CUDA with bias and dropout
 tiled         bias by distance and dropout on the CPU, a tile of scores at a time (by_distance.py)
+packed        documents that follow one another, each by itself, on the CPU (packed.py)
+flex          what data or a function decide, by compiled FlexAttention on CUDA (flex.py)
 masked        PyTorch's attention with a table of allowed pairs: any pattern, at the price of full attention
 plain         the formula, some rows at a time: hard attention, and a log-sum-exp that nothing else gives
 """
@@ -17,11 +19,12 @@ from torch import Tensor
 from ..errors import BackendError, SpecError, nearest
 from ..pattern import At, Pattern, causal, full, standing
 from ..position import ByDistance
+from . import packed
 from .batches import Program, program
 from .call import Call
 from .plan import NoPlan, Plan, plan
 
-BACKENDS = ("auto", "dense", "progressions", "tiled", "masked", "plain")
+BACKENDS = ("auto", "dense", "progressions", "tiled", "packed", "flex", "masked", "plain")
 MOST_PARTS = 8  # progressions a tile: past that the masked way is quicker
 WIDEST = 256  # what the Triton kernels hold
 
@@ -115,7 +118,12 @@ def _auto(f: Facts) -> Choice:
     if f.plain and not f.lse and _some_pairs(f) and _full_or_causal(f):
         return Choice("dense", "every pair, or every past one: PyTorch's own attention as it is")
     if torch.compiler.is_compiling():  # sizes may be symbols: nothing that reads them, and no message
-        walks = not f.dropout and f.bias == "none" and not _unwalkable(f)
+        if f.pattern.has_data and f.device == "cuda" and not _cannot_flex(f):
+            return Choice("flex", "")
+        if f.device == "cpu" and f.bias == "distance" and not _unwalkable(f):
+            return Choice("tiled", "")
+        adds = f.dropout or f.bias != "none"
+        walks = not (adds if f.device == "cpu" else f.bias == "tensor") and not _unwalkable(f)
         return Choice("progressions", "") if walks else Choice("plain" if f.lse else "masked", "")
     if f.bias == "distance" and f.bias_grad and cannot(f, "tiled") is None:
         return Choice(
@@ -123,18 +131,34 @@ def _auto(f: Facts) -> Choice:
         )
     if f.dropout and not f.lse and cannot(f, "tiled") is None and TILED * estimate(f) < masked_estimate(f):
         return Choice("tiled", "dropout over the pairs of the pattern alone")
+    if f.pattern.has_data and (found := _by_data(f)):
+        return found
     why = cannot(f, "progressions")
     if why is None and f.lse:
         return Choice("progressions", "it gives the log-sum-exp")
     if f.lse:
         return Choice("plain", f"the log-sum-exp is asked for, and progressions cannot: {why}")
+    if why is None and f.bias == "distance":
+        return Choice("progressions", "the bias is added inside the kernels, without an n × m tensor")
     if why is None:
         ours, theirs = estimate(f), masked_estimate(f)
         told = f"about {ours / theirs:.0%} of the time of a masked call"
-        if ours < theirs:
+        if ours < (SURELY if f.device == "cpu" else 1.0) * theirs:
             return Choice("progressions", told)
         why = f"progressions would take {told}"
     return Choice("masked", why)
+
+
+def _by_data(f: Facts) -> Choice | None:
+    """A way for a pattern with data that skips what the data hide."""
+    if f.device == "cpu" and cannot(f, "packed") is None:
+        if f.lse:
+            return Choice("packed", "it gives the log-sum-exp")
+        told = f"about {packed_estimate(f) / masked_estimate(f):.0%} of the time of a masked call"
+        return Choice("packed", told) if packed_estimate(f) < SURELY * masked_estimate(f) else None
+    if f.device == "cuda" and f.n * f.m >= FLEX_PAIRS and cannot(f, "flex") is None:
+        return Choice("flex", "blocks of 128 × 128 pairs without an allowed one are skipped")
+    return None
 
 
 def cannot(f: Facts, backend: str) -> str | None:
@@ -148,13 +172,17 @@ def cannot(f: Facts, backend: str) -> str | None:
             return "it gives no log-sum-exp; use backend='plain'" if f.lse else None
         case "dense":
             return _cannot_dense(f)
+        case "packed":
+            return _cannot_pack(f)
+        case "flex":
+            return _cannot_flex(f)
         case "tiled" if f.device != "cpu":
             return f"it runs on the CPU, not on {f.device}"
         case "tiled" if f.bias == "tensor":
             return "a bias tensor is n × m already; use backend='masked'"
-        case "progressions" if f.bias != "none":
+        case "progressions" if f.bias == "tensor" or (f.bias == "distance" and f.device == "cpu"):
             return "a bias is added to the scores; use backend='tiled' (by distance, CPU) or 'masked'"
-        case "progressions" if f.dropout:
+        case "progressions" if f.dropout and f.device == "cpu":
             return "it has no dropout; use backend='tiled' (CPU) or 'masked'"
     return _unwalkable(f) or _unplanned(f)
 
@@ -168,6 +196,45 @@ def _cannot_dense(f: Facts) -> str | None:
         return "there are no pairs"
     if not _full_or_causal(f):
         return f"{f.pattern!r} over {f.n} queries and {f.m} keys is neither full nor square causal"
+    return None
+
+
+def _unfused(f: Facts) -> str | None:
+    """Why neither packed nor flex can: what is added or drawn."""
+    if f.bias != "none":
+        return "a bias is added to the scores; use backend='masked'"
+    if f.dropout:
+        return "it has no dropout; use backend='masked'"
+    if f.table:
+        return "a bool tensor is n × m already; use backend='masked'"
+    return None if _some_pairs(f) else "there are no pairs"
+
+
+def _cannot_pack(f: Facts) -> str | None:
+    if why := _unfused(f):
+        return why
+    if f.device != "cpu":
+        return f"it runs on the CPU, not on {f.device}; use backend='flex'"
+    if packed.parts(f.pattern) is None:
+        return f"{f.pattern!r} is not documents(ids), or that and words that read i − j; use backend='masked'"
+    if f.at_each_row:
+        return "each batch row stands elsewhere; use backend='masked'"
+    if packed.programs(f.pattern, f.n, f.m, f.at) is None:
+        return "a document's ids do not follow one another, or queries skip some; use backend='masked'"
+    return None
+
+
+def _cannot_flex(f: Facts) -> str | None:
+    if why := _unfused(f):
+        return why
+    if f.device not in ("cpu", "cuda"):
+        return f"FlexAttention runs on CUDA and on the CPU, not on {f.device}"
+    if f.dtype == torch.float64:
+        return "FlexAttention takes float32, float16 or bfloat16, not float64; use backend='masked'"
+    if f.device == "cpu" and f.grad:
+        return "on the CPU FlexAttention has no backward; use backend='masked', or torch.no_grad()"
+    if f.device == "cpu" and f.lse:
+        return "on the CPU FlexAttention gives no log-sum-exp; use backend='plain'"
     return None
 
 
@@ -219,6 +286,12 @@ def estimate(f: Facts) -> float:
     return f.heads * (computed(f) * 2.0 + 64 * f.n) + GPU_CALL
 
 
+def packed_estimate(f: Facts) -> float:
+    """The same for packed documents, on the CPU."""
+    ways = packed.programs(f.pattern, f.n, f.m, f.at) or ()
+    return sum(way.nanoseconds(f.heads // len(ways), f.grad) for way in ways)
+
+
 def masked_estimate(f: Facts) -> float:
     """The same for a masked call, which computes every pair."""
     if f.device == "cpu":
@@ -229,6 +302,10 @@ def masked_estimate(f: Facts) -> float:
 # Nanoseconds a pair of SDPA: two cores, heads of 64, float32; measured by bench/cpu_patterns.py.
 MASKED_FORWARD, MASKED_BOTH = 1.8, 6.4
 TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
+SURELY = (
+    0.65  # what an estimate may say and be right: calls of short sequences took up to 1.6 times of theirs
+)
+FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
 GPU_CALL = 2e7  # what a call of several small kernels costs more, in dense pairs
 
 

@@ -1,10 +1,10 @@
 """Full or causal without bias: PyTorch's own attention, as it is, at no cost."""
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from ..pattern import causal
+from . import whole
 from .call import Call
 
 
@@ -13,7 +13,7 @@ def attend(call: Call) -> Float[Tensor, "b h n d_v"]:
     is_causal = isinstance(call.pattern, causal)
     if call.n == 1:  # one query at the end sees every key; an `if`, as n may be a symbol
         is_causal = False
-    return F.scaled_dot_product_attention(
+    return whole.attend(
         call.q,
         call.k,
         call.v,

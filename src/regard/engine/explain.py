@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..pattern import At, Pattern
-from . import choose
+from ..pattern import At, Pattern, documents, lengths
+from . import choose, packed
 from .plan import NoPlan
 
 
@@ -27,7 +27,7 @@ class Explanation:
         return self.computed / self.needed if self.needed else 1.0 + self.computed
 
     def __str__(self) -> str:
-        full = self.n * self.m
+        full = self.n * self.m * _rows(self.pattern)
         share = self.needed / full if full else 0.0
         lines = [
             f"{self.pattern!r}: {self.n:,} queries, {self.m:,} keys",
@@ -79,19 +79,35 @@ def explain(
     )
     choice = choose.choose(facts, backend)
     walks = choice.backend in ("progressions", "tiled")
-    computed = choose.computed(facts) if walks else _dense(facts, choice.backend)
+    computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
     needed = pattern.count(n, m, facts.stands)
     return Explanation(pattern, n, m, needed, computed, *choice, _passes(facts))
 
 
-def _dense(facts: choose.Facts, backend: str) -> int:
-    """Square causal attention skips the future by blocks; whatever else PyTorch runs computes every pair."""
-    if backend == "dense" and facts.n == facts.m and facts.pattern.reads_query:
-        return facts.pattern.count(facts.n)
-    return facts.n * facts.m
+def _whole(facts: choose.Facts, backend: str) -> int:
+    """Square causal attention skips the future by blocks; packed and flex skip what the data hide, over all the
+    batch rows the data speak of; whatever else PyTorch runs computes every pair."""
+    pattern, n, m = facts.pattern, facts.n, facts.m
+    if backend == "packed":
+        return sum(way.computed for way in packed.programs(pattern, n, m, facts.at) or ())
+    if backend == "flex":
+        from . import flex
+
+        return flex.visited(pattern, n, m, *facts.stands)
+    if backend == "dense" and n == m and pattern.reads_query:
+        return pattern.count(n)
+    return n * m * _rows(pattern)
+
+
+def _rows(pattern: Pattern) -> int:
+    """The batch rows that the data of a pattern speak of; its pairs are counted over all of them."""
+    ids = [len(leaf.ids) for leaf in pattern.leaves() if isinstance(leaf, documents) and leaf.ids.dim() > 1]
+    return max([*ids, *(len(leaf.l) for leaf in pattern.leaves() if isinstance(leaf, lengths))], default=1)
 
 
 def _passes(facts: choose.Facts) -> tuple[str, ...]:
+    if facts.pattern.has_data:
+        return ()
     try:
         plan = choose.plan_of(facts)
     except NoPlan:

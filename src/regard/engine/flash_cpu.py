@@ -51,13 +51,23 @@ def forward(
     scale: float,
     allowed: Bool[Tensor, "n m"] | None = None,
     bias: Float[Tensor, "#b #h n m"] | None = None,
+    added: Float[Tensor, "#b #h n m"] | None = None,
+    triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """o and lse over the allowed pairs, a bias added to the scores; a row without pairs has zeros and −∞."""
+    """o and lse over the allowed pairs, a bias added to the scores; a row without pairs has zeros and −∞.
+
+    added: what is added to the scores instead, a mask included; no row of it is −∞.
+    triangle: row r sees keys 0 … r, of as many; what lies beyond is skipped, not masked.
+    """
     d = max(q.shape[-1], v.shape[-1])
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -inf)
     o, lse = op(NAME)(
-        *(_wide(x, d) for x in (q, k, v)), 0.0, False, attn_mask=_added(allowed, bias, q.dtype), scale=scale
+        *(_wide(x, d) for x in (q, k, v)),
+        0.0,
+        triangle,
+        attn_mask=_added(allowed, bias, q.dtype) if added is None else added,
+        scale=scale,
     )
     if allowed is not None:
         lse = lse.masked_fill(~allowed.any(-1), -inf)
@@ -73,6 +83,8 @@ def backward(
     lse: Float[Tensor, "b h n"],
     scale: float,
     allowed: Bool[Tensor, "n m"] | None = None,
+    added: Float[Tensor, "#b #h n m"] | None = None,
+    triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
     """The gradients of q, k and v. o and lse may be those of a larger set of pairs, of which these are a part.
 
@@ -83,9 +95,8 @@ def backward(
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     wide = [_wide(x, d) for x in (grad, q, k, v, o)]
-    dq, dk, dv = op(f"{NAME}_backward")(
-        *wide, lse, 0.0, False, attn_mask=_added(allowed, None, q.dtype), scale=scale
-    )
+    mask = _added(allowed, None, q.dtype) if added is None else added
+    dq, dk, dv = op(f"{NAME}_backward")(*wide, lse, 0.0, triangle, attn_mask=mask, scale=scale)
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
 
 

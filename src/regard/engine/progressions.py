@@ -5,6 +5,7 @@ batch gives its share of the exact gradients, and they add up.
 """
 
 from math import frexp, inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,56 +13,61 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from . import flash_cpu
-from .batches import Program, lanes, program, working
+from ..pattern import Pattern
+from . import flash_cpu, twice
+from .batch import Batch, Program, lanes, working
 from .merge import join
-from .plan import Plan
 
 
 def attend(
     q: Float[Tensor, "b h n d_k"],
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
-    plan: Plan | Program,
+    pattern: Pattern,
+    ways: tuple[Program, ...],
     *,
     scale: float,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """softmax(scale · q kᵀ) v over the plan's pairs, and ln Σ exp of each row; both differentiable.
+    """softmax(scale · q kᵀ) v over the pairs of a pattern, and ln Σ exp of each row; both differentiable.
 
-    The tiles are of the sizes a CPU likes, not the plan's; keys from lengths on are never read. lse is float32
-    for half types.
+    ways: one program for all batch rows, or one each. Keys from lengths on are never read. lse is float32 for half
+    types.
     """
-    way = plan if isinstance(plan, Program) else program(plan.pattern, plan.n, plan.m, plan.start, plan.step)
     dtype = working(q.dtype)
-    o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), way, scale, lengths)
+    o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), pattern, ways, scale, lengths)
     return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, way, scale, lengths):
-        o, lse = forward(q, k, v, way, scale, lengths)
+    def forward(ctx, q, k, v, pattern, ways, scale, lengths):
+        o, lse = forward(q, k, v, ways, scale, lengths)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.way, ctx.scale, ctx.lengths = way, scale, lengths
+        ctx.asked = pattern, ways, scale, lengths
         ctx.set_materialize_grads(False)
         return o, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad, grad_lse):
         q, k, v, o, lse = ctx.saved_tensors
+        pattern, ways, scale, lengths = ctx.asked
         if grad is None and grad_lse is None:
-            return (None,) * 6
-        grad = torch.zeros_like(o) if grad is None else grad
-        return *backward(grad, grad_lse, q, k, v, o, lse, ctx.way, ctx.scale, ctx.lengths), None, None, None
+            return (None,) * 7
+        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
+            place = pattern, ways[0].start, ways[0].step, scale, lengths
+            grads = twice.gradients(grad, grad_lse, q, k, v, *place)
+        else:
+            grad = torch.zeros_like(o) if grad is None else grad
+            grads = backward(grad, grad_lse, q, k, v, o, lse, ways, scale, lengths)
+        return *grads, None, None, None, None
 
 
 def forward(
     q: Float[Tensor, "b h n d_k"],
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
-    way: Program,
+    way: Program | tuple[Program, ...],
     scale: float,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
@@ -74,7 +80,7 @@ def forward(
         for batch in left.calls():
             queries, out, logs = map(batch.rows_of, rows)
             k, v = map(batch.keys_of, keys)
-            part, part_lse = flash_cpu.forward(queries, k, v, scale, batch.allowed)
+            part, part_lse = flash_cpu.forward(queries, k, v, scale, **_mask(batch))
             join(out, logs, part, part_lse)
     return o[..., :d_v], lse
 
@@ -87,7 +93,7 @@ def backward(
     v: Float[Tensor, "b h_kv m d_v"],
     o: Float[Tensor, "b h n d_v"],
     lse: Float[Tensor, "b h n"],
-    way: Program,
+    way: Program | tuple[Program, ...],
     scale: float,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
@@ -106,12 +112,16 @@ def backward(
         for batch in left.calls(len(keys[0]) * d):
             do, queries, out, logs, into = map(batch.rows_of, rows)
             k, v = map(batch.keys_of, keys[:2])
-            part = flash_cpu.backward(do, queries, k, v, out, logs, scale, batch.allowed)
+            part = flash_cpu.backward(do, queries, k, v, out, logs, scale, **_mask(batch))
             into.add_(part[0])
             batch.add_to_keys(keys[2], part[1])
             batch.add_to_keys(keys[3], part[2])
     dq = dq if outside == 1.0 else dq.mul_(outside)
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+
+
+def _mask(batch: Batch) -> dict[str, Any]:
+    return {"triangle": True} if batch.triangle else {"allowed": batch.allowed}
 
 
 def _scaled(q: Tensor, scale: float) -> tuple[Tensor, float, float]:

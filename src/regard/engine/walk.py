@@ -1,4 +1,5 @@
-"""Attention over the progressions of a pattern: on the CPU by progressions.py, on CUDA by the Triton kernels.
+"""Attention over the progressions of a pattern: on the CPU by progressions.py, or by_distance.py where there is a
+bias or dropout; on CUDA by the Triton kernels.
 
 Run at once, it is a plain autograd function. Traced, it is one opaque operation: a compiled graph holds the tensors
 and the pattern's text, and the plan is looked up when the operation runs, so any number of lengths share a graph.
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..errors import BackendError
 from ..pattern import Pattern
 from ..position import ByDistance
-from . import progressions
+from . import by_distance, progressions
 from .batches import Program, of_plans, program, working
 from .plan import NoPlan, Pass, Plan
 
@@ -46,7 +47,7 @@ def attend(
     bias: ByDistance | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """o and lse over the pairs of a pattern without data; both differentiable. Bias and dropout: on CUDA."""
+    """o and lse over the pairs of a pattern without data; both differentiable."""
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
     seed = torch.randint(*SEEDS, ()) if dropout_p else None  # on the CPU: reading it waits for no GPU
     if _traced(q, k, v):
@@ -118,8 +119,9 @@ def forward(
 
         added = kernels.Added(table, slopes, SEEDS[0] if seed is None else int(seed))
         o, lse = kernels.forward(q, k, v, _task(q, v, added, asked), lengths, added)
+    elif table is not None or slopes is not None or asked.dropout_p:
+        o, lse = by_distance.run(q, k, v, _bias(table, slopes), _job(q, k, lengths, seed, asked))
     else:
-        _plain_only(table, slopes, asked)
         dtype = working(q.dtype)
         way = _program(q, k, asked)
         o, lse = progressions.forward(q.to(dtype), k.to(dtype), v.to(dtype), way, asked.scale, lengths)
@@ -136,12 +138,16 @@ def backward(
     q, k, v, table, slopes, o, lse, lengths, seed = saved
     assert q is not None and k is not None and v is not None and o is not None and lse is not None
     grad = torch.zeros_like(o) if grad is None else grad
+    grads: tuple[Tensor | None, ...]
     if q.is_cuda:
         from . import kernels
 
         added = kernels.Added(table, slopes, SEEDS[0] if seed is None else int(seed))
         task = _task(q, v, added, asked)
         grads = kernels.backward(q, k, v, o, lse, grad, grad_lse, task, lengths, added, of_bias)
+    elif table is not None or slopes is not None or asked.dropout_p:
+        job, bias = _job(q, k, lengths, seed, asked), _bias(table, slopes)
+        grads = by_distance.run_backward(grad, grad_lse, (q, k, v, o, lse), bias, job, of_bias)
     else:
         way, dtype = _program(q, k, asked), working(q.dtype)
         grad_lse = None if grad_lse is None else grad_lse.to(dtype)
@@ -158,11 +164,14 @@ def _task(q: Tensor, v: Tensor, added, asked: Asked):
     return kernels.task(q, v, asked.pattern, asked.start, asked.step, asked.scale, added, asked.dropout_p)
 
 
-def _plain_only(table: Tensor | None, slopes: Tensor | None, asked: Asked) -> None:
-    if table is not None or slopes is not None or asked.dropout_p:
-        raise BackendError(
-            "progressions on the CPU take no bias and no dropout; use backend='tiled', or 'masked' where compiled"
-        )
+def _bias(table: Tensor | None, slopes: Tensor | None) -> ByDistance | None:
+    return None if table is None and slopes is None else ByDistance(table, slopes)
+
+
+def _job(q: Tensor, k: Tensor, lengths: Tensor | None, seed: Tensor | None, asked: Asked) -> by_distance.Job:
+    """The same call in tiles on the CPU."""
+    drawn = 0 if seed is None else int(seed)
+    return by_distance.Job(_program(q, k, asked), asked.scale, lengths, asked.dropout_p, drawn)
 
 
 # The opaque operation

@@ -1,0 +1,193 @@
+"""`where(fn)` and documents by compiled FlexAttention, which skips blocks of 128 × 128 pairs that hold none.
+
+On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so there it is for those who ask for it.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from ..pattern import Both, Data, Either, Not, Pattern, documents, lengths, positions, standing, where
+from .blocks import BLOCK, Ends, divide
+from .call import Call
+
+NARROWEST = 16  # heads FlexAttention takes; narrower ones get zeros behind
+
+Mod = Callable[[Tensor, Tensor, Tensor], Any]  # batch row, query position, key
+
+
+def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"] | None]:
+    """softmax(scale · q kᵀ) v over the pairs of the pattern; the log-sum-exp where it is asked for."""
+    q, k, v = (_wide(x) for x in (call.q, call.k, call.v))
+    asked: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
+    if call.return_lse:
+        asked["return_aux"] = AuxRequest(lse=True)
+    mask = _block_mask(call)
+    if torch.compiler.is_compiling():
+        got = flex_attention(q, k, v, block_mask=mask, **asked)
+    else:
+        got = _compiled(_kind(call))(q, k, v, block_mask=mask, **asked)
+    o, lse = (got[0], got[1].lse) if call.return_lse else (got, None)
+    return o[..., : call.v.shape[-1]], lse
+
+
+def _wide(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h n w"]:
+    return x if x.shape[-1] >= NARROWEST else F.pad(x, (0, NARROWEST - x.shape[-1]))
+
+
+def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
+    """The pairs in the blocks that are not skipped, over all batch rows of the data."""
+    found = divide(pattern, _ends(positions(pattern, n, m, (start, step)), m))
+    return int(found.some.sum()) * BLOCK**2
+
+
+def _ends(i: Int[Tensor, "*b n"], m: int) -> Ends:
+    return Ends(i if i.dim() == 2 else i[None], torch.arange(m, device=i.device))
+
+
+# The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
+
+_made: WeakKeyDictionary[Data, dict] = WeakKeyDictionary()
+
+
+def _block_mask(call: Call) -> BlockMask:
+    """Made once for a pattern with one set of data, as long as they are there and unchanged."""
+    data = list(dict.fromkeys(leaf for leaf in call.pattern.leaves() if isinstance(leaf, Data)))
+    stamp = _stamp(data[0]) if len(data) == 1 and not torch.compiler.is_compiling() else None
+    if stamp is None or call.lengths is not None or isinstance(call.at, Tensor):
+        return _made_anew(call)
+    key = (_written(call.pattern), call.n, call.m, call.at, call.q.device)
+    made = _made.setdefault(data[0], {})
+    if key not in made or made[key][0] != stamp:
+        made[key] = stamp, _made_anew(call)
+    return made[key][1]
+
+
+def _made_anew(call: Call) -> BlockMask:
+    i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
+    found = divide(call.pattern, _ends(i, call.m), call.lengths)
+    return BlockMask.from_kv_blocks(
+        *_listed(found.some & ~found.all),
+        *_listed(found.all),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(call, i),
+        seq_lengths=(call.n, call.m),
+    )
+
+
+def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]]:
+    """How many key blocks each query block has, and which, those in front."""
+    which = which[:, None]
+    order = torch.argsort(which.int(), dim=-1, descending=True, stable=True)
+    return which.sum(-1, dtype=torch.int32), order.int().contiguous()
+
+
+def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
+    allows, kept, stands = _mod(call.pattern), call.lengths, i
+    each = isinstance(call.at, Tensor)
+    usual = not isinstance(call.at, Tensor) and standing(call.pattern, call.n, call.m, call.at) == (0, 1)
+
+    def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        pair = allows(b, row if usual else stands[b, row] if each else stands[row], key)
+        return pair if kept is None else pair & (key < kept[b])
+
+    return mask_mod
+
+
+def _mod(pattern: Pattern) -> Mod:
+    """The pattern for one pair of one batch row; it holds the data, not the pattern that carries them."""
+    match pattern:
+        case Both():
+            left, right = _mod(pattern.left), _mod(pattern.right)
+            return lambda b, i, j: left(b, i, j) & right(b, i, j)
+        case Either():
+            left, right = _mod(pattern.left), _mod(pattern.right)
+            return lambda b, i, j: left(b, i, j) | right(b, i, j)
+        case Not():
+            inner = _mod(pattern.inner)
+            return lambda b, i, j: ~inner(b, i, j)
+        case documents():
+            return _same_document(pattern.ids)
+        case lengths():
+            kept = pattern.l
+            return lambda b, i, j: j < kept[b]
+        case where():
+            fn = pattern.fn
+            return lambda b, i, j: fn(i, j)
+    return lambda b, i, j: pattern.allows(i, j)
+
+
+def _same_document(ids: Tensor) -> Mod:
+    last = ids.shape[-1] - 1
+    if ids.dim() == 1:
+        return lambda b, i, j: (ids[i.clamp(0, last)] == ids[j]) & (i >= 0) & (i <= last)
+    return lambda b, i, j: (ids[b, i.clamp(0, last)] == ids[b, j]) & (i >= 0) & (i <= last)
+
+
+# What was made for some data is good as long as these are the same.
+
+
+def _written(pattern: Pattern) -> str:
+    """How a pattern with one set of data is put together."""
+    match pattern:
+        case Both() | Either():
+            return f"{type(pattern).__name__}({_written(pattern.left)}, {_written(pattern.right)})"
+        case Not():
+            return f"Not({_written(pattern.inner)})"
+    return pattern.text or "data"
+
+
+def _stamp(data: Data) -> tuple | None:
+    """The state of the data; None if it cannot be told."""
+    if not isinstance(data, where):
+        seen: list[Any] = [getattr(data, "ids", None), getattr(data, "l", None)]
+    elif isinstance(data.fn, FunctionType):
+        code, names = data.fn.__code__, data.fn.__globals__
+        seen = [cell.cell_contents for cell in data.fn.__closure__ or ()]
+        seen += [names[name] for name in code.co_names if name in names]
+        seen += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
+    else:
+        return None
+    found: list[tuple] = []
+    for x in seen:
+        if isinstance(x, Tensor) and not x.is_inference():
+            found.append((id(x), x._version))
+        elif isinstance(x, int | float | str | None | ModuleType):
+            found.append((x, type(x)))
+        else:
+            return None
+    return tuple(found)
+
+
+# One compiled function a kind of call: PyTorch counts recompilations by code, and past a limit would run the formula.
+
+
+def _kind(call: Call) -> tuple:
+    q, v = call.q, call.v
+    sizes: tuple[int, ...] = (q.shape[1], call.k.shape[1], q.shape[-1], v.shape[-1])
+    if q.device.type == "cpu":  # there the C++ for sizes that are symbols does not compile
+        sizes += (len(q), call.n, call.m)
+    codes = tuple(leaf.fn for leaf in call.pattern.leaves() if isinstance(leaf, where))
+    flags = (call.return_lse, torch.is_grad_enabled(), call.lengths is None, isinstance(call.at, Tensor))
+    return q.device.type, q.dtype, sizes, flags, _written(call.pattern), codes
+
+
+@lru_cache(maxsize=64)
+def _compiled(kind: tuple) -> Callable:
+    code: CodeType = _run.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
+    own = FunctionType(code, _run.__globals__, argdefs=_run.__defaults__)
+    return torch.compile(own, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
+
+
+def _run(q, k, v, block_mask, scale, enable_gqa, return_aux=None):
+    return flex_attention(
+        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_aux=return_aux
+    )

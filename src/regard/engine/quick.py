@@ -1,0 +1,84 @@
+"""Short calls made before: what was checked, chosen and masked for these shapes is looked up, not made again.
+
+A call of 128 positions takes as long as its checks; here it costs one look into a table.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from math import inf
+
+import torch
+from torch import Tensor
+
+from ..pattern import Pattern, causal
+from . import whole
+from .call import Call
+
+MOST = 64  # calls remembered
+PAIRS = 1 << 20  # of a mask that is kept: 4 MiB in float32
+
+Way = Callable[[Tensor, Tensor, Tensor], Tensor]
+_known: OrderedDict[tuple, Way] = OrderedDict()
+
+
+def recall(q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: int | float | None) -> Way | None:
+    """How a call with only these arguments ran; None if it is not remembered, or is no plain eager call."""
+    text = _text(q, pattern)
+    return None if text is None else _known.get(_key(q, k, v, text, scale))
+
+
+def remember(
+    call: Call,
+    backend: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    pattern: object,
+    scale: int | float | None,
+) -> None:
+    """Keep how this call runs, if that is one call of PyTorch's attention, and no data decide."""
+    text = _text(tensors[0], pattern)
+    if text is None or not (scale is None or 0 < scale < inf):
+        return
+    with torch.inference_mode(False):  # a mask made in inference could not train later
+        way = _dense(call) if backend == "dense" else _masked(call) if backend == "masked" else None
+    if way is not None:
+        _known[_key(*tensors, text, scale)] = way
+        if len(_known) > MOST:
+            _known.popitem(last=False)
+
+
+def _text(q: Tensor, pattern: object) -> str | None:
+    """The pattern as it is written; None if data decide, or the call is not a plain eager one."""
+    kind = q.device.type
+    eager = type(q) is Tensor and not torch.compiler.is_compiling()
+    if not eager or kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
+        return None
+    return "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
+
+
+def _key(q: Tensor, k: Tensor, v: Tensor, text: str, scale: int | float | None) -> tuple:
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    kinds = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+    return text, q.shape, k.shape, v.shape, kinds, scale, grad
+
+
+def _dense(call: Call) -> Way:
+    is_causal, scale, grouped = isinstance(call.pattern, causal) and call.n > 1, call.factor, call.grouped
+    return lambda q, k, v: whole.attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+
+
+def _masked(call: Call) -> Way | None:
+    """With the mask as SDPA adds it: made from a table of allowed pairs it costs a tenth of the call, each time."""
+    if call.q.device.type != "cpu" or call.n * call.m > PAIRS:
+        return None
+    allowed, scale, grouped = call.allowed(), call.factor, call.grouped
+    if allowed is None or type(allowed) is not Tensor or allowed.device != call.q.device:
+        return None
+    empty = ~allowed.any(-1, keepdim=True)
+    mask = torch.zeros(allowed.shape, dtype=call.q.dtype).masked_fill_(~(allowed | empty), -inf)[None, None]
+    if type(mask) is not Tensor:  # some mode makes tensors without data
+        return None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return whole.attend(q, k, v, mask, scale=scale, enable_gqa=grouped)
+
+    return (lambda q, k, v: run(q, k, v).masked_fill(empty, 0.0)) if bool(empty.any()) else run
