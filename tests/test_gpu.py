@@ -52,6 +52,9 @@ def test_every_case_in_every_dtype(told_at_length, name):
 
 
 SPARSE = causal() & (window(40) | every(32))
+THEIRS = pytest.mark.filterwarnings(
+    "default"
+)  # Triton and inductor compile in this process, and warn for themselves
 
 
 def heads(n, d=64):
@@ -72,6 +75,7 @@ def close(a, b):
     )
 
 
+@THEIRS
 @pytest.mark.parametrize("parts", [("table",), ("slopes",), ("table", "slopes")])
 def test_a_bias_by_distance_goes_through_the_kernels_and_equals_the_masked_way(parts):
     q, k, v = heads(700)
@@ -86,6 +90,7 @@ def test_a_bias_by_distance_goes_through_the_kernels_and_equals_the_masked_way(p
     assert close([o], [masked]) and close(gradients(o, inputs), gradients(masked, inputs))
 
 
+@THEIRS
 def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
     q, k, _ = heads(1500)
     v = torch.ones_like(q)
@@ -97,6 +102,7 @@ def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
     assert abs(float(first.double().mean()) - 1.0) < 0.01
 
 
+@THEIRS
 def test_compiled_with_bias_and_dropout_it_is_one_graph_and_draws_anew():
     q, k, v = heads(700)
     table = (torch.randn(4, 201) / 4).cuda().requires_grad_()
