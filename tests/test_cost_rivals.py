@@ -97,6 +97,11 @@ def test_a_comparison_prints_and_reads_back():
     told = compare(1000, 512)
     assert "attention                   4,145,152,000  n²·d + n·d²" in str(told)
     assert "attention         LSTM                   1,024     2 d" in str(told)
+    heading, first = str(told).splitlines()[1:3]
+    assert heading.endswith("path  order       kept to train  to go on")
+    assert first.endswith("3,048,000      1,024,000")  # 4·n·d + n², and keys and values
+    with pytest.raises(SpecError, match="no layer type 'gru' was compared; known: GRU, LSTM, RNN, attention"):
+        told["gru"]
     data = json.loads(told.json())
     assert data["layers"][0]["name"] == "attention" and len(data["layers"]) == 10
     assert "<th>layer</th>" in told._repr_html_() and "growth" not in str(told)

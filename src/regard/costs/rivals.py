@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, nearest
 from ..pattern import full, window
 from ..spec import Attention, Convolutional, Recurrent, Spec
 from .pricing import need_whole, read
@@ -119,7 +119,10 @@ class Comparison:
     growth: tuple[Growth, ...] = ()
 
     def __getitem__(self, name: str) -> LayerType:
-        return next(l for l in self.layers if l.name == name)
+        by_name = {l.name: l for l in self.layers}
+        if name not in by_name:
+            raise SpecError(f"no layer type {name!r} was compared; {nearest(name, by_name)}")
+        return by_name[name]
 
     def json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
@@ -127,7 +130,17 @@ class Comparison:
     def tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
         """(title, lines) of each table; the first line is its heading."""
         types: list[tuple[str, ...]] = [
-            ("layer", "operations", "order", "waits for", "order", "path", "order")
+            (
+                "layer",
+                "operations",
+                "order",
+                "waits for",
+                "order",
+                "path",
+                "order",
+                "kept to train",
+                "to go on",
+            )
         ]
         types += [
             (
@@ -195,7 +208,9 @@ class Comparison:
 
 def _aligned(lines: list[tuple[str, ...]]) -> str:
     wide = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, wide)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, wide, strict=True)).rstrip() for line in lines
+    )
 
 
 def kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[Kind, ...]:
