@@ -21,7 +21,7 @@ from regard.convolution import (
     spread,
     total_variation,
 )
-from regard.convolution.lowering import _Parts
+from regard.convolution.parts import Parts
 
 f64 = torch.float64
 GRID = (5, 7)
@@ -156,7 +156,7 @@ def test_heads_of_other_positions_that_stay_keep_their_own_rows(position):
     layer = rg.Attention(6, heads=3, d_k=4, d_v=5, position=position).build().double().eval()
     x = tokens(11)
     _, weights = layer(x, return_weights=True)
-    parts = _Parts(layer)
+    parts = Parts(layer)
     rest = parts.keep([0, 2], (11,), keep_bias=True)
     assert torch.allclose(rest(x, return_weights=True)[1], weights[:, [0, 2]], atol=1e-12)
     gone = parts.keep([1], (11,), keep_bias=False)

@@ -26,33 +26,37 @@ class Band(nn.Module):
 
     def forward(self, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         axes = len(self.kernel)
-        if x.dim() not in (axes + 1, axes + 2):
+        if x.dim() == axes + 1:
+            return self.forward(x[None])[0]
+        if x.dim() != axes + 2:
             form = "(batch, channels, length)" if axes == 1 else "(batch, channels, height, width)"
             raise ShapeError(f"input of shape {tuple(x.shape)}; {form} is needed")
-        size = self.frame.out_size(tuple(x.shape[-axes:]))
-        for axis in range(axes):
-            x = self._along(x, axis - axes, size[axis])
-        return x
+        size = self.frame.out_size(tuple(x.shape[2:]))
+        if axes == 1:
+            return rearrange(
+                self._mean(rearrange(x, "b c x -> x (b c)"), 0, size[0]), "x (b c) -> b c x", b=len(x)
+            )
+        b, c = x.shape[:2]
+        rows = self._mean(rearrange(x, "b c y x -> y (b c x)"), 0, size[0])
+        columns = self._mean(rearrange(rows, "y (b c x) -> x (b c y)", b=b, c=c), 1, size[1])
+        return rearrange(columns, "x (b c y) -> b c y x", b=b, c=c)
 
-    def _along(self, x: Float[Tensor, "..."], axis: int, n: int) -> Float[Tensor, "..."]:
-        """The mean along one axis: a window on a grid is a product of windows along its axes."""
-        kernel, step, padding = self.kernel[axis], self.stride[axis], self.padding[axis]
-        across = x.movedim(axis, 0)
-        v = rearrange(across, "m ... -> m (...)")
-        first = -padding
-        if self.border == "zeros" and padding:
-            nothing = v.new_zeros(padding, v.shape[1])
+    def _mean(self, v: Float[Tensor, "m w"], axis: int, n: int) -> Float[Tensor, "n w"]:
+        """Along one axis: a window on a grid is a product of windows along its axes."""
+        first = -self.padding[axis]
+        if self.border == "zeros" and first:
+            nothing = v.new_zeros(-first, v.shape[1])
             v, first = torch.cat([nothing, v, nothing]), 0
         zeros = v.new_zeros(1, 1, max(n, len(v)), 1)
         o = engine.attention(
             zeros[:, :, :n],
             zeros[:, :, : len(v)],
             v[None, None],
-            window(0, after=kernel - 1),
-            at=(first, step),
+            window(0, after=self.kernel[axis] - 1),
+            at=(first, self.stride[axis]),
         )
         assert isinstance(o, Tensor)
-        return o[0, 0].reshape(n, *across.shape[1:]).movedim(0, axis)
+        return o[0, 0]
 
     def extra_repr(self) -> str:
         return f"mean over a window of {self.kernel}, stride {self.stride}, border {self.border}"

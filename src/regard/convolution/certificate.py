@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from math import nan
 
 from .frame import Offset
 
@@ -28,9 +29,9 @@ class Head:
 class Certificate:
     """What became of each head, and the error.
 
-    certified: no output moved by more than this times the range of the input's channels, for any input of this
+    certified: no output moves by more than this times the range of the input's channels, for any input of this
     size (None: the scores depend on content, and nothing holds for all inputs). measured: the largest difference
-    seen on the `measured_on` inputs. Distances in `heads` are bounds where `certified` is given.
+    seen on the `measured_on` inputs. The worst distances of `heads` are bounds where `certified` is given.
     """
 
     heads: tuple[Head, ...]
@@ -38,9 +39,9 @@ class Certificate:
     size: Offset | None  # None: any
     border: str
     certified: float | None
-    measured: float
-    measured_on: str
-    speed_up: float
+    measured: float = nan
+    measured_on: str = "the data"
+    speed_up: float = nan  # forward, on up to eight rows of those inputs
 
     @property
     def lowered(self) -> tuple[int, ...]:

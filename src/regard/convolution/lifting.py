@@ -24,6 +24,12 @@ from . import bounds
 from .bands import Band, band
 from .frame import Frame, Offset, frame, tap_of
 
+# Values on a line or a grid, and the same with one axis of positions ahead of all that lies across it.
+ALONG = {
+    (1, 0): ("h b x d", "h x (b d)"),
+    (2, 0): ("h b y x d", "h y (b x d)"),
+    (2, 1): ("h b y x d", "h x (b y d)"),
+}
 QUERIES = 256  # of a hard head at a time: it reads the keys of their windows alone
 _RANK = {torch.float64: 1e-10}  # of the first singular value (L28); other dtypes 1e-4
 
@@ -135,14 +141,16 @@ class Lifted(nn.Module):
 
     def _along(self, v: Float[Tensor, "h b *s d"], axis: int, n: int) -> Float[Tensor, "h b *t d"]:
         """Attention along one axis of the grid, the same for all that lies across it."""
-        across = v.movedim(axis + 2, 1)
-        flat = rearrange(across, "h m ... -> h m (...)")
-        before = self.frame.border[axis][0]
-        if not self.hard:
-            mixed = self._attend(flat, axis, before, n)
-        else:
+        apart, together = ALONG[self.frame.axes, axis]
+        flat, before = rearrange(v, f"{apart} -> {together}"), self.frame.border[axis][0]
+        if self.hard:
             mixed = torch.cat(list(self._by_window(flat, axis, before, n)), dim=1)
-        return mixed.reshape(len(v), n, *across.shape[2:]).movedim(1, axis + 2)
+        else:
+            mixed = self._attend(flat, axis, before, n)
+        across = {"b": v.shape[1], "x": v.shape[-2], "y": v.shape[2]}
+        return rearrange(
+            mixed, f"{together} -> {apart}", **{a: across[a] for a in "bxy" if a in together[4:]}
+        )
 
     def _by_window(self, v: Float[Tensor, "h m w"], axis: int, before: int, n: int):
         """Hard heads, some queries at a time: the keys they look at lie in their windows."""

@@ -2,14 +2,14 @@
 
 import copy
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from statistics import median
 from typing import Any
 
 import torch
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -17,11 +17,12 @@ from .. import spec
 from ..errors import ShapeError, SpecError
 from ..nn.attention import MultiHeadAttention
 from ..pattern import Pattern
-from ..position import alibi, quadratic, relative_table, shaw, t5_buckets
+from ..position import shaw
 from .certificate import Certificate, Head
 from .frame import Frame, Offset
 from .lifting import Lifted
 from .lowered import Kernels, Lowered, convolution
+from .parts import Parts
 from .shifts import BORDERS, kernel_table, nearest_kernel, nearest_shifts, shift_distance, total_variation
 
 ROUNDING = 1e-12  # of weights in float64, which are what a bound for all inputs is made from
@@ -119,14 +120,12 @@ def _lower_lifted(lifted: Lifted, data: Tensor | None, tolerance: int | float) -
         for h in range(lifted.heads)
     )
     certified = _certified(taps[fixed], [missed[h] for h in fixed])
+    facts = Certificate(heads, tolerance, None, place.mode, certified)
     if data is None:
         sizes = [max(8, 2 * (high - low + 1)) for low, high in spans]
-        data, told = _normal(lifted.w_v.weight, 2, lifted.w_v.in_features, *sizes), "standard normal inputs"
-    else:
-        told = "the data"
-    return _with_certificate(
-        Lowered(conv, None, rest, None), lifted, data, told, heads, tolerance, None, place.mode, certified
-    )
+        data = _normal(lifted.w_v.weight, 2, lifted.w_v.in_features, *sizes)
+        facts = replace(facts, measured_on="standard normal inputs")
+    return _measured(Lowered(conv, None, rest, None), lifted, data, facts)
 
 
 def _other_lifted(lifted: Lifted, heads: list[int], window: Any, keep_bias: bool) -> Lifted:
@@ -153,7 +152,7 @@ def _lower_heads(
     grid = _grid(attention.spec, data, size)
     weights = _weights(attention, data, grid, pattern, of_position)
     slack = ROUNDING if of_position else 0.0
-    parts = _Parts(attention)
+    parts = Parts(attention)
     far = torch.max if of_position else torch.mean
     heads, kernels, border = _judge(weights, grid, tolerance + slack, kernel, far, parts.has_value_bias)
     shifts = [h.head for h in heads if h.became == "shift"]
@@ -167,14 +166,11 @@ def _lower_heads(
     rest = parts.keep(others, grid, keep_bias=not (shifts or kernels)) if others else None
     fixed = [*shifts, *kernels]
     certified = _certified(parts.taps[fixed], [heads[h].worst for h in fixed]) if of_position else None
-    told = "standard normal inputs" if data is None else "the data"
+    facts = Certificate(heads, tolerance, grid, border, certified)
     if data is None:
-        n = torch.tensor(grid).prod().item()
-        data = _normal(attention.w_v.weight, 2, int(n), attention.spec.d_model)
-    lowered = Lowered(conv, blur, rest, grid, pattern)
-    return _with_certificate(
-        lowered, attention, data, told, heads, tolerance, grid, border, certified, pattern=pattern
-    )
+        data = _normal(attention.w_v.weight, 2, prod(grid), attention.spec.d_model)
+        facts = replace(facts, measured_on="standard normal inputs")
+    return _measured(Lowered(conv, blur, rest, grid, pattern), attention, data, facts, pattern=pattern)
 
 
 def _of_position(declared: spec.Attention) -> bool:
@@ -230,7 +226,7 @@ def _weights(
     of_position: bool,
 ) -> Float[Tensor, "b h n n"]:
     """What the heads look at: for all inputs alike in float64, or on the data."""
-    n = int(torch.tensor(grid).prod())
+    n = prod(grid)
     if data is not None and data.shape[1] != n:
         raise ShapeError(f"data of {data.shape[1]} positions on a grid of {grid}; {n} are needed")
     attention = copy.deepcopy(attention).eval()
@@ -284,100 +280,8 @@ def _frame(offsets: list[Offset], mode: str) -> Frame:
     return Frame(tuple(offsets), (1,) * len(spans), border, mode, spans)
 
 
-class _Parts:
-    """An attention, head by head."""
-
-    def __init__(self, attention: MultiHeadAttention):
-        self.attention, self.spec, self.size = attention, attention.spec, attention.spec.sizes
-        size = self.size
-        group = [h // (size.heads // size.kv_heads) for h in range(size.heads)]
-        values = rearrange(attention.w_v.weight.detach(), "(h d) c -> h d c", h=size.kv_heads)
-        self.into = values[group]
-        self.value_bias: Tensor | None = None
-        if attention.w_v.bias is not None:
-            self.value_bias = rearrange(attention.w_v.bias.detach(), "(h d) -> h d", h=size.kv_heads)[group]
-        self.group = group
-        if attention.w_o is None:
-            out = torch.eye(size.d_out, dtype=values.dtype, device=values.device)
-        else:
-            out = attention.w_o.weight.detach()
-        self.out = rearrange(out, "o (h d) -> h o d", h=size.heads)
-        self.taps = einsum(self.out, self.into, "h o d, h d c -> h o c")
-
-    @property
-    def has_value_bias(self) -> bool:
-        return self.value_bias is not None and bool(self.value_bias.any())
-
-    def bias(self, shifts: list[int]) -> Float[Tensor, " d_out"] | None:
-        """W_O's bias, and what W_V's bias becomes behind heads whose weights sum to one."""
-        own = None if self.attention.w_o is None else self.attention.w_o.bias
-        total = None if own is None else own.detach().clone()
-        if self.value_bias is not None and shifts:
-            through = einsum(self.out[shifts], self.value_bias[shifts], "h o d, h d -> o")
-            total = through if total is None else total + through
-        return total
-
-    def keep(self, heads: list[int], grid: Offset, keep_bias: bool) -> MultiHeadAttention:
-        """The attention of some of the heads."""
-        if len(heads) == self.size.heads:
-            return copy.deepcopy(self.attention)
-        rest = self._declare(len(heads), grid)
-        assert rest.w_o is not None  # declared so
-        old, size = self.attention, self.size
-        with torch.no_grad():
-            for name, count in (("w_q", size.heads), ("w_k", size.kv_heads), ("w_v", size.kv_heads)):
-                mine, theirs = getattr(rest, name), getattr(old, name)
-                if theirs is None:
-                    continue
-                chosen = heads if name == "w_q" else [self.group[h] for h in heads]
-                for kind in ("weight", "bias"):
-                    if (whole := getattr(theirs, kind)) is not None:
-                        cut = rearrange(whole, "(h d) ... -> h d ...", h=count)[chosen]
-                        getattr(mine, kind).copy_(rearrange(cut, "h d ... -> (h d) ..."))
-            rest.w_o.weight.copy_(rearrange(self.out[heads], "h o d -> o (h d)"))
-            if rest.w_o.bias is not None:
-                own = None if old.w_o is None or not keep_bias else old.w_o.bias
-                rest.w_o.bias.copy_(torch.zeros_like(rest.w_o.bias) if own is None else own)
-            if self.spec.score == "additive":
-                rest.v_score.copy_(old.v_score[heads])
-            _copy_position(old, rest, heads, grid)
-        return rest.train(old.training)
-
-    def _declare(self, heads: int, grid: Offset) -> MultiHeadAttention:
-        size, own = self.size, self.spec
-        position = relative_table(grid[0] - 1) if isinstance(own.position, alibi) else own.position
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", spec.EmptyRowWarning)  # said when the whole was declared
-            declared = replace(
-                own,
-                heads=heads,
-                kv_heads=None,
-                d_k=None if own.score == "bilinear" else size.d_k,
-                d_v=size.d_v,
-                d_out=size.d_out,
-                output=True,
-                position=position,
-            )
-        like = self.into
-        return MultiHeadAttention(declared).to(like.device, like.dtype)
-
-
-def _copy_position(old: MultiHeadAttention, rest: MultiHeadAttention, heads: list[int], grid: Offset) -> None:
-    match old.spec.position:
-        case quadratic():
-            rest.position.centre.copy_(old.position.centre[heads])
-            rest.position.alpha.copy_(old.position.alpha[heads])
-        case relative_table() | t5_buckets():
-            rest.position.table.copy_(old.position.table[heads])
-        case alibi():  # slopes follow from the number of heads, so fewer heads hold theirs as a table
-            distances = torch.arange(1 - grid[0], grid[0], device=rest.position.table.device)
-            rest.position.table.copy_(old.position.by_distance().at(distances)[heads])
-        case shaw():
-            rest.position.keys.copy_(old.position.keys)
-
-
 def _kernels(
-    parts: _Parts, kernels: dict[int, tuple[tuple[Offset, ...], Tensor]], bias: Tensor | None
+    parts: Parts, kernels: dict[int, tuple[tuple[Offset, ...], Tensor]], bias: Tensor | None
 ) -> Kernels:
     """One box of taps around all kernels, a head each."""
     heads = list(kernels)
@@ -401,24 +305,14 @@ def _certified(taps: Float[Tensor, "h o c"], apart: list[float]) -> float:
 
 
 @torch.no_grad()
-def _with_certificate(
-    lowered: Lowered,
-    whole: nn.Module,
-    data: Tensor,
-    told: str,
-    heads: tuple[Head, ...],
-    *facts: Any,
-    **given: Any,
-) -> Lowered:
-    """The lowered module, measured against what it came from."""
-    tolerance, size, border, certified = facts
-    lowered.train(whole.training)
+def _measured(lowered: Lowered, whole: nn.Module, data: Tensor, facts: Certificate, **given: Any) -> Lowered:
+    """The lowered module with its certificate: the error and the time of both on the data."""
     old, new = copy.deepcopy(whole).eval(), copy.deepcopy(lowered).eval()
     error = (new(data, **given) - old(data, **given)).abs().max().item()
     some = data[:8]
     ratio = _seconds(lambda: old(some, **given)) / _seconds(lambda: new(some, **given))
-    lowered.certificate = Certificate(heads, tolerance, size, border, certified, error, told, ratio)
-    return lowered
+    lowered.certificate = replace(facts, measured=error, speed_up=ratio)
+    return lowered.train(whole.training)
 
 
 def _seconds(run: Callable[[], Any], rounds: int = 3) -> float:
