@@ -306,7 +306,7 @@ SURELY = (
     0.65  # what an estimate may say and be right: calls of short sequences took up to 1.6 times of theirs
 )
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
-GPU_CALL = 2e7  # what a call of several small kernels costs more, in dense pairs
+GPU_CALL = 2e8  # what a call of several small kernels costs more, in dense pairs: bench/gpu_door.py, short
 
 
 def _some_pairs(f: Facts) -> bool:
