@@ -52,9 +52,8 @@ def test_every_case_in_every_dtype(told_at_length, name):
 
 
 SPARSE = causal() & (window(40) | every(32))
-THEIRS = pytest.mark.filterwarnings(
-    "default"
-)  # Triton and inductor compile in this process, and warn for themselves
+# Triton and inductor compile in this process, and warn for themselves
+THEIRS = pytest.mark.filterwarnings("default")
 
 
 def heads(n, d=64):
@@ -68,11 +67,10 @@ def gradients(o, inputs):
     return torch.autograd.grad(o.float().square().sum(), inputs)
 
 
-def close(a, b):
-    return all(
-        torch.allclose(x.float(), y.float(), rtol=0.05, atol=0.05 * y.float().abs().max())
-        for x, y in zip(a, b)
-    )
+def close(fast, masked):
+    """Within 5 % of the largest number: both ways round to bfloat16 in places of their own."""
+    pairs = [(x.detach().float(), y.detach().float()) for x, y in zip(fast, masked, strict=True)]
+    return all(float((x - y).abs().max()) <= 0.05 * float(y.abs().max()) for x, y in pairs)
 
 
 @THEIRS
@@ -99,7 +97,7 @@ def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
     torch.manual_seed(0)
     again = rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions")
     assert torch.equal(first, again) and not torch.equal(first, second)
-    assert abs(float(first.double().mean()) - 1.0) < 0.01
+    assert abs(float(first.detach().double().mean()) - 1.0) < 0.01
 
 
 @THEIRS
