@@ -247,6 +247,18 @@ def test_an_unknown_part_names_the_nearest():
         cost(rg.Attention(64), n=4)["score"]
 
 
+def test_the_bottleneck_of_a_traced_module_is_a_kind_of_module():
+    def layer(k):
+        linear = Part("linear1", parts=(Part("addmm", Amounts(operations=30, executed=30, bytes=4)),))
+        core = Part("scaled_dot_product_attention", Amounts(operations=20, executed=20, bytes=4))
+        return Part(str(k), parts=(linear, Part("self_attn", parts=(core,))))
+
+    traced = Cost("TransformerEncoder", {}, Part("TransformerEncoder", parts=(layer(0), layer(1))))
+    found = traced.bottleneck
+    assert (found.part, found.operations, found.share) == ("*/linear1", 60, 0.6)
+    assert found.why == "no other module multiplies as much"
+
+
 def test_what_was_counted_by_running_has_no_formula():
     traced = Cost("Linear", {}, Part("model", Amounts(parameters=6)))
     with pytest.raises(SpecError) as e:

@@ -1,5 +1,6 @@
 """What is read off a cost: biases side by side, what a pattern saves, which part dominates, other ways to score."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -97,11 +98,20 @@ def kind_of(path: str) -> str:
     return "projections" if last in PROJECTIONS else "rest"
 
 
+def module_of(path: str) -> str:
+    """In a traced module: attention's core, or the module a term is in, alike ones together (`layers.*.linear1`)."""
+    inside, _, last = path.rpartition("/")
+    if "attention" in last:
+        return "core"
+    return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", inside) or last
+
+
 def bottleneck(cost: Cost) -> Bottleneck | None:
     """The dominating kind of work; None where there are no matrix products."""
+    name = kind_of if cost.facts is not None else module_of
     kinds: dict[str, Amounts] = {}
     for path, amounts in cost.tree.terms():
-        kinds[kind_of(path)] = kinds.get(kind_of(path), Amounts()) + amounts
+        kinds[name(path)] = kinds.get(name(path), Amounts()) + amounts
     whole = cost.total.executed
     if not whole:
         return None
@@ -111,12 +121,14 @@ def bottleneck(cost: Cost) -> Bottleneck | None:
 
 
 def _why(part: str, kinds: dict[str, Amounts], cost: Cost) -> str:
+    if cost.facts is None and part != "core":
+        return "no other module multiplies as much"
     core, projections = (kinds.get(k, Amounts()).executed for k in ("core", "projections"))
     if part == "core":
         return (
             f"pairs grow as n·m, projections as n + m: {core / projections:.1f} times their work here"
             if projections
-            else "there are no projections"
+            else "the rest multiplies less"
         )
     if part == "projections" and core:
         return f"pairs are few for the width: {projections / core:.1f} times their work here"
