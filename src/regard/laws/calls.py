@@ -1,11 +1,13 @@
 """What a call must not depend on: where numbers lie, tiles, earlier calls: L57, L61, L62."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .formula import formula, wrapped
 from .lab import Lab
-from .law import Case, Law, Reading, Trial, compare, exactly, worst
+from .law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
 from .masks import lengths_in, sequences
 from .softmax import asked, spaced
 from .target import Function
@@ -57,10 +59,19 @@ def model_any_layout(lab: Lab, c: Case) -> Reading:
 
 def past_tiles(lab: Lab, c: Case) -> Reading:
     """Lengths just below, at and past the tiles kernels work in."""
-    q, k, v = lab.qkv(c)
+    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
     hiding = asked(lab, c)
-    o = lab.attend(q, k, v, **hiding.options)
-    return compare(f"{c.n} queries against the formula", o, lab.formula(q, k, v, hiding.allowed).o)
+    o, want = lab.attend(q, k, v, **hiding.options), lab.formula(q, k, v, hiding.allowed).o
+    m = k.shape[-2]
+    readings = [compare(f"{c.n} queries over {m} keys against the formula", o, want)]
+    if lab.takes("grad"):
+        towards = lab.randn(*o.shape)
+        got, right = gradients(o, (q, k, v), towards), gradients(want, (q, k, v), towards)
+        readings += [
+            compare(f"∂/∂{x}, {c.n} queries over {m} keys", g, w, lab.slack)
+            for x, g, w in zip("qkv", got, right)
+        ]
+    return worst(*readings)
 
 
 TILES = (15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 257)
@@ -71,7 +82,8 @@ def leaves_nothing(lab: Lab, c: Case) -> Reading:
     q, k, v = lab.qkv(c)
     hiding, m = asked(lab, c), k.shape[-2]
     before = [x.clone() for x in (q, k, v)]
-    first = lab.attend(q, k, v, **hiding.options).clone()
+    held = lab.attend(q, k, v, **hiding.options)
+    first = held.clone()
     for other in (Case(c, n=c.n + 3, **({"m": m + 3} if "m" in c else {})), Case(c, b=c.b + 1)):
         more = lab.qkv(other)
         way = c.hide if lab.fits(other) else "nothing"
@@ -85,10 +97,35 @@ def leaves_nothing(lab: Lab, c: Case) -> Reading:
     return worst(
         compare("a call with another mask of the same shape", again, lab.formula(q, k, v, same.allowed).o),
         compare("the first call again", lab.attend(q, k, v, **hiding.options), first),
+        exactly("an earlier output was written over", torch.equal(held, first)),
         *(
             exactly(f"{name} was written to", torch.equal(x, y))
             for name, x, y in zip("qkv", (q, k, v), before)
         ),
+    )
+
+
+def model_leaves_nothing(lab: Lab, c: Case) -> Reading:
+    """A longer and a wider input between two equal ones, against a copy that saw nothing before."""
+    used, x = lab.fresh(), lab.sequence(c.b, c.n)
+    long = min(c.n + 3, lab.model.longest)
+    others = [(lab.sequence(c.b, long), c.b), (lab.sequence(c.b + 1, c.n), c.b + 1)]
+    context, before = lab.context(c.b, c.n), x.clone()
+    options: list[dict[str, Any]] = [{}]
+    if lab.takes("lengths"):
+        options.append({"lengths": lab.below(c.n + 1, c.b, low=1)})
+    readings = []
+    with torch.no_grad():
+        first = [lab.run(x, context, used, **asking).clone() for asking in options]
+        for y, b in others:
+            other = lab.context(b, 4)
+            late, fresh = lab.run(y, other, used), lab.run(y, other, lab.fresh())
+            readings.append(compare("an input of another size after others", late, fresh))
+        again = [lab.run(x, context, used, **asking) for asking in options]
+    return worst(
+        *readings,
+        *(compare("the first call again", late, early) for late, early in zip(again, first)),
+        exactly("the input was written to", torch.equal(x, before)),
     )
 
 
@@ -97,7 +134,8 @@ def _any_size(lab: Lab) -> str | None:
 
 
 def _remembering() -> Function:
-    right, kept = formula(), {}
+    right = formula()
+    kept: dict[Any, Tensor] = {}
 
     def call(q, k, v, *, allowed=None, **asked):
         if allowed is not None:
@@ -161,7 +199,12 @@ LAWS = (
         "a call leaves nothing behind",
         "f(x), f(y), f(x): the first and the last are the same, and x is as it was",
         "everywhere",
-        {"function": Trial(leaves_nothing, spaced(), when=_any_size)},
+        {
+            "function": Trial(leaves_nothing, spaced(), when=_any_size),
+            "model": Trial(
+                model_leaves_nothing, lambda lab: {"b": (1, 2, 3), "n": lengths_in(lab)[:-1]}, when=sequences
+            ),
+        },
         _remembering,
     ),
 )

@@ -204,7 +204,11 @@ def _tried(one: Law, trial: Trial, lab: Lab, budget: Budget, seed: int) -> Outco
     if mistake is not None:
         return _raised(one, mistake, state, lab, began, seed)
     reading, case = state["worst"], state["case"]
-    common = {"tolerance": tolerance, "seed": seed, "dtype": str(lab.dtype).removeprefix("torch.")}
+    common: dict[str, Any] = {
+        "tolerance": tolerance,
+        "seed": seed,
+        "dtype": str(lab.dtype).removeprefix("torch."),
+    }
     if state["cases"] == 0:
         return Outcome(one, "not applicable", "no case fits what this target takes", **common)
     if reading.rank <= tolerance:

@@ -34,7 +34,7 @@ def counts_of(declared: spec.Spec, name: str | None = None) -> Part:
     return Part(name or repr(declared), "counts", call)
 
 
-def _lengths(declared: spec.Spec) -> dict[str, int]:
+def _lengths(declared: spec.Spec) -> dict[str, Any]:
     match declared:
         case spec.Vision():
             return {}

@@ -178,10 +178,36 @@ def model_every_gradient(lab: Lab, c: Case) -> Reading:
         readings.append(
             exactly(f"no gradient reaches {', '.join(missing)}, on which the output depends", not moved)
         )
+    if lab.dtype == torch.float64 and not missing:
+        readings.append(_slope(lab, module, x.detach(), context))
     if x.is_floating_point():
         g = grads[-1]
         readings.append(exactly("no gradient reaches the input", g is not None and bool((g != 0).any())))
     return worst(*readings)
+
+
+def _slope(lab: Lab, module: Any, x: Tensor, context: Tensor | None) -> Reading:
+    """The gradients of all parameters along one random direction, against a difference of losses."""
+    o = lab.run(x, context, module)
+    towards = lab.randn(*o.shape)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    along = [lab.randn(*p.shape) * p.detach().std(correction=0).clamp(min=1e-2) for p in parameters]
+    grads = torch.autograd.grad((o * towards).sum(), parameters)
+
+    def loss(distance: float) -> Tensor:
+        with torch.no_grad():
+            for p, d in zip(parameters, along):
+                p.add_(distance * d)
+            total = (lab.run(x, context, module) * towards).sum()
+            for p, d in zip(parameters, along):
+                p.sub_(distance * d)
+        return total
+
+    got = torch.stack([(g * d).sum() for g, d in zip(grads, along)]).sum()
+    steps = (1e-6, 1e-7, 1e-8)  # a kink of a ReLU inside one step is outside a shorter one
+    slopes = [(loss(step) - loss(-step)) / (2 * step) for step in steps]
+    what = "the slope along a random direction of all parameters"
+    return min((compare(what, got, slope, slack=1e8) for slope in slopes), key=lambda r: r.rank)
 
 
 def _moves(lab: Lab, module: Any, x: Tensor, context: Tensor | None, parameters: list[Tensor]) -> bool:

@@ -58,6 +58,12 @@ def worst(*readings: Reading) -> Reading:
     return max(readings, key=lambda r: r.rank)
 
 
+def together(*readings: Reading) -> Reading:
+    """The worst, with the words of all that are more than rounding."""
+    wrong = [r.what for r in readings if r.rank > 1e-4]
+    return Reading(worst(*readings).error, "; ".join(wrong)) if wrong else worst(*readings)
+
+
 def compare(what: str, got: Tensor, want: Tensor, slack: float = 1.0) -> Reading:
     """max|got − want| / max(1, max|want|), over slack: how many times the law's tolerance this quantity may have."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()

@@ -59,7 +59,7 @@ def _past_within(c: Case) -> bool:
 
 
 def model_causality(lab: Lab, c: Case) -> Reading:
-    options = {} if lab.takes("always causal") else {"causal": True}
+    options: dict[str, Any] = {} if lab.takes("always causal") else {"causal": True}
     x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
     t = int(lab.below(c.n))
     later = x.clone()
@@ -150,7 +150,20 @@ def model_padding(lab: Lab, c: Case) -> Reading:
             o = lab.run(x, context, context_lengths=l)
             changed = lab.run(x, torch.where(real, context, lab.others(context)), context_lengths=l)
             readings.append(compare("outputs after the context's padding was changed", changed, o))
+    if lab.takes("lengths") and x.is_floating_point():
+        readings.append(padded_gradients(lab, c))
     return worst(*readings)
+
+
+def padded_gradients(lab: Lab, c: Case) -> Reading:
+    """A loss over real outputs has no gradient towards padding."""
+    x, context = lab.sequence(c.b, c.n).requires_grad_(), lab.context(c.b, c.n)
+    l = lab.below(c.n + 1, c.b, low=1)
+    real = (torch.arange(c.n, device=lab.device) < l[:, None])[..., None]
+    o = lab.run(x, context, lengths=l)
+    shown = o if lab.takes("pooled") else torch.where(real, o, 0.0)
+    (g,) = gradients(shown, (x,), lab.randn(*o.shape))
+    return exactly("a loss over real outputs has a gradient towards padding", (g == 0) | real)
 
 
 def _real(lab: Lab, got: Tensor, want: Tensor, real: Bool[Tensor, "b n 1"]) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def cached(lab: Lab, c: Case) -> Reading:
     assert model.start is not None and model.step is not None
     x, context = lab.sequence(c.b, c.n), lab.context(c.b, 3)
     with torch.no_grad():
-        options = {} if lab.takes("always causal") else {"causal": True}
+        options: dict[str, Any] = {} if lab.takes("always causal") else {"causal": True}
         want = lab.run(x, context, **options)
         given = () if context is None else (context,)
         cache = model.start(module, c.b, *given)
@@ -216,7 +216,7 @@ def equal_heads(lab: Lab, c: Case) -> Reading:
     assert lab.model.projections is not None
 
     def heads() -> list[Tensor]:
-        return [w for w in lab.model.projections(module)[:7] if w is not None]  # type: ignore[misc]
+        return [w for w in lab.model.projections(module)[:7] if w is not None]
 
     with torch.no_grad():
         for w in heads():

@@ -60,13 +60,17 @@ def small_attention(name: str, seed: int = 0, **wrong: Any) -> Model:
         def heads(w: Tensor, out: bool = False) -> Tensor:
             return rearrange(w, "e (h d) -> h d e" if out else "(h d) e -> h e d", h=2)
 
-        biases = (rearrange(getattr(module, w).bias, "(h d) -> h d", h=2) for w in ("w_q", "w_k", "w_v"))
+        b_q, b_k, b_v = (
+            rearrange(getattr(module, w).bias, "(h d) -> h d", h=2) for w in ("w_q", "w_k", "w_v")
+        )
         return Projections(
             heads(module.w_q.weight),
             heads(module.w_k.weight),
             heads(module.w_v.weight),
             heads(module.w_o.weight, out=True),
-            *biases,
+            b_q,
+            b_k,
+            b_v,
             module.w_o.bias,
         )
 

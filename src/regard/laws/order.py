@@ -1,5 +1,7 @@
 """Order: L19 – L21."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,16 @@ from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, worst
 from .modules import small_attention
 
 
-def permuted_table(allowed: Tensor, order: Tensor) -> Tensor:
+def permuted_table(allowed: Tensor | None, order: Tensor) -> Tensor:
+    assert allowed is not None
     return allowed[..., order, :][..., order]
 
 
 def equivariance(lab: Lab, c: Case) -> Reading:
     q, k, v = lab.qkv(c)
     order = lab.shuffled(c.n)
-    options, turned = {}, {}
+    options: dict[str, Any] = {}
+    turned: dict[str, Any] = {}
     if c.hide != "nothing":
         allowed = lab.hide(c.hide, c.b, c.h, c.n, c.n).allowed
         options, turned = {"allowed": allowed}, {"allowed": permuted_table(allowed, order)}
@@ -32,7 +36,8 @@ def _masks(lab: Lab) -> tuple[str, ...]:
 def model_equivariance(lab: Lab, c: Case) -> Reading:
     x, order = lab.sequence(c.b, c.n), lab.shuffled(c.n)
     context = lab.context(c.b, c.n)
-    options, turned = {}, {}
+    options: dict[str, Any] = {}
+    turned: dict[str, Any] = {}
     if c.hide == "random":
         allowed = (lab.rand(c.b, c.n, c.n) < 0.5) | torch.eye(c.n, dtype=torch.bool, device=lab.device)
         options, turned = {"allowed": allowed}, {"allowed": permuted_table(allowed, order)}
@@ -65,9 +70,11 @@ def invariance(lab: Lab, c: Case) -> Reading:
     q, k, v = lab.qkv(c)
     m = k.shape[-2]
     order = lab.shuffled(m)
-    options, turned = {}, {}
+    options: dict[str, Any] = {}
+    turned: dict[str, Any] = {}
     if c.hide != "nothing":
         allowed = lab.hide(c.hide, c.b, c.h, c.n, m).allowed
+        assert allowed is not None
         options, turned = {"allowed": allowed}, {"allowed": allowed[..., order]}
     o = lab.attend(q, k, v, **options)
     return compare(

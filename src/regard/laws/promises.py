@@ -1,6 +1,7 @@
 """Promises: asked of targets that claim them, only observed of others."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from .. import reference
 from .formula import CLAIMS, formula, weighing, wrapped
 from .lab import Lab, first_line
-from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, gradients, worst
+from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, gradients, together, worst
 from .masks import hide_end, lengths_in, sequences
 from .softmax import asked, spaced
 from .target import Function
@@ -114,41 +115,48 @@ def model_empty_row(lab: Lab, c: Case) -> Reading:
     module, x = lab.fresh(), lab.sequence(c.b, c.n)
     context = lab.context(c.b, c.n)
     l = lab.below(c.n + 1, c.b, low=1)
-    want = lab.run(x[1:], None if context is None else context[1:], module, lengths=l[1:])
+    with torch.no_grad():
+        want = lab.run(x[1:], None if context is None else context[1:], module, lengths=l[1:])
     l[0] = 0
-    options = {"lengths": l, **({"weights": True} if c.weights else {})}
-    o = lab.run(x, context, module, **options)
+    options: dict[str, Any] = {"lengths": l, **({"weights": True} if c.weights else {})}
     real = (torch.arange(c.n, device=lab.device) < l[1:, None])[..., None]
-    got = o[1:]
-    if not lab.takes("pooled"):
-        got, want = torch.where(real, got, 0.0), torch.where(real, want, 0.0)
-    own = o[0].detach()
-    readings = [
-        compare("the other rows beside one of padding alone", got, want),
-        Reading(
-            0.0 if bool(torch.isfinite(own).all()) else math.nan,
-            f"a row of padding alone: NaN in {int(own.isnan().sum())} of {own.numel()} outputs",
-        ),
-    ]
+
+    def others(o: Tensor) -> Tensor:
+        return o if lab.takes("pooled") else torch.where(real, o, 0.0)
+
+    o = lab.run(x, context, module, **options)
+    with torch.no_grad():  # another way, in several libraries
+        frozen = lab.run(x, context, module, **options)
+    readings = []
+    for out, mode in ((o, ""), (frozen, " under no_grad")):
+        readings += [
+            _finite(f"a row of padding alone{mode}", out[0].detach()),
+            compare(f"the other rows beside one of padding alone{mode}", others(out[1:]), others(want)),
+        ]
     if lab.takes("grad"):
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(got.square().sum(), parameters, allow_unused=True)
-        broken = sum(int(not bool(torch.isfinite(g).all())) for g in grads if g is not None)
-        readings.append(
-            Reading(
-                0.0 if not broken else math.nan,
-                f"a loss over the other rows alone gives {broken} of {len(parameters)} parameters NaN gradients",
-            )
-        )
+        readings.append(_nan_gradients(module, others(o[1:])))
     if c.n > 1 and not lab.takes("pooled"):
         other = x.clone()
         other[0, -1] = lab.others(x)[0, -1]
         with torch.no_grad():
-            moved, before = (lab.run(y, context, module, **options)[0, 0] for y in (other, x))
-        readings.append(
-            compare("a position that may look nowhere, after a forbidden one was changed", moved, before)
-        )
-    return worst(*readings)
+            moved = lab.run(other, context, module, **options)
+        what = "a position that may look nowhere, after a forbidden one was changed"
+        readings.append(compare(what, moved[0, 0], frozen[0, 0]))
+    return together(*readings)
+
+
+def _finite(whose: str, o: Tensor) -> Reading:
+    ok = bool(torch.isfinite(o).all())
+    return Reading(0.0 if ok else math.nan, f"{whose}: NaN in {int(o.isnan().sum())} of {o.numel()} outputs")
+
+
+def _nan_gradients(module: Any, o: Tensor) -> Reading:
+    """The gradients of a loss over these outputs."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(o.square().sum(), parameters, allow_unused=True)
+    broken = sum(int(not bool(torch.isfinite(g).all())) for g in grads if g is not None)
+    what = f"a loss over the other rows alone gives {broken} of {len(parameters)} parameters NaN gradients"
+    return Reading(math.nan if broken else 0.0, what)
 
 
 def double_backward(lab: Lab, c: Case) -> Reading:
@@ -157,7 +165,7 @@ def double_backward(lab: Lab, c: Case) -> Reading:
 
     def second(o: Tensor) -> tuple[Tensor, ...]:
         first = torch.autograd.grad((o * towards).sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum((g**2).sum() for g in first), leaves)
+        return torch.autograd.grad(torch.stack([(g**2).sum() for g in first]).sum(), leaves)
 
     try:
         got, want = second(lab.attend(*leaves)), second(lab.formula(*leaves).o)
@@ -321,7 +329,7 @@ LAWS = (
                 lambda lab: {
                     "b": (2, 3),
                     "n": lengths_in(lab),
-                    "weights": (False, True) if lab.takes("weights") else (False,),
+                    "weights": (True, False) if lab.takes("weights") else (False,),
                 },
                 needs=("lengths",),
                 when=sequences,

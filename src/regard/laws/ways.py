@@ -19,18 +19,19 @@ from .target import Function, Projections
 def one_result(lab: Lab, c: Case) -> Reading:
     q, k, v = lab.qkv(c, learn=lab.takes("grad"))
     hiding = asked(lab, c)
-    o = lab.attend(q, k, v, **hiding.options)
-    ways = {"the formula": lab.formula(q, k, v, hiding.allowed).o}
+    options = hiding.options if c.scale is None else {**hiding.options, "scale": c.scale}
+    o = lab.attend(q, k, v, **options)
+    ways = {"the formula": lab.formula(q, k, v, hiding.allowed, scale=c.scale).o}
     if c.hide in ("nothing", "causal", "random", "band", "columns", "window"):
-        heads = [lab.attend(*(x[:, h : h + 1] for x in (q, k, v)), **hiding.options) for h in range(c.h)]
+        heads = [lab.attend(*(x[:, h : h + 1] for x in (q, k, v)), **options) for h in range(c.h)]
         ways["one head after the other"] = torch.cat(heads, 1)
         folded = (rearrange(x, "b h n d -> (b h) 1 n d") for x in (q, k, v))
         ways["heads folded into the batch"] = rearrange(
-            lab.attend(*folded, **hiding.options), "(b h) 1 n d -> b h n d", b=c.b
+            lab.attend(*folded, **options), "(b h) 1 n d -> b h n d", b=c.b
         )
-        shown = hiding.allowed
         doubles = (x.double() for x in (q, k, v))
-        ways["a streaming softmax"] = reference.attend_streaming(*doubles, shown, block=3)[0]
+        streamed = reference.attend_streaming(*doubles, hiding.allowed, scale=c.scale, block=3)
+        ways["a streaming softmax"] = streamed[0]
     readings = [compare(f"outputs against {name}", o, way) for name, way in ways.items()]
     if lab.takes("grad"):
         towards = lab.randn(*o.shape)
@@ -42,6 +43,10 @@ def one_result(lab: Lab, c: Case) -> Reading:
                     compare(f"∂/∂{x} against {name}", g, w, lab.slack) for x, g, w in zip("qkv", got, want)
                 ]
     return worst(*readings)
+
+
+def _scaled(lab: Lab):
+    return lab.space(hide=lab.hidings(), scale=(None, 1.0, 0.37) if lab.takes("scale") else (None,))
 
 
 def projected(
@@ -126,7 +131,7 @@ def output_projection(lab: Lab, c: Case) -> Reading:
     o = lab.attend(q, k, v)
     w_o = lab.randn(c.h, v.shape[-1], 5)
     together = rearrange(o, "b h n d -> b n (h d)") @ rearrange(w_o, "h d e -> (h d) e")
-    summed = sum(o[:, h] @ w_o[h] for h in range(c.h))
+    summed = torch.stack([o[:, h] @ w_o[h] for h in range(c.h)]).sum(0)
     order = lab.shuffled(c.h)
     permuted = lab.attend(q[:, order], k[:, order], v[:, order])
     with_blocks = rearrange(permuted, "b h n d -> b n (h d)") @ rearrange(w_o[order], "h d e -> (h d) e")
@@ -278,7 +283,7 @@ LAWS = (
         "scalar sums = head loop = heads in the batch = streaming softmax = softmax(b Q Kᵀ) V, gradients too",
         "the same weights, mask and scale; no dropout",
         {
-            "function": Trial(one_result, spaced()),
+            "function": Trial(one_result, _scaled),
             "model": Trial(module_is_the_formula, module_space, avoids=("pooled",), when=of_plain_heads),
         },
         lambda: wrapped(
