@@ -32,6 +32,8 @@ class documents(Data):
         if isinstance(i, int):
             return 0 <= i <= last and bool((ids[..., i] == ids[..., j]).all())
         inside = (i >= 0) & (i <= last)  # a query past the ids stands in no document: it looks nowhere
+        if last < 0:
+            return inside & (j == j)  # no ids, no pairs
         i = i.clamp(0, last)
         if ids.dim() == 1:
             return (ids[i] == ids[j]) & inside

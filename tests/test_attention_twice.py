@@ -1,0 +1,88 @@
+"""Gradients of gradients: every way of running a call gives them, and they are right."""
+
+from math import inf
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from regard.engine.attention import attention
+from regard.errors import BackendError
+from regard.pattern import causal, documents, every, where, window
+from regard.position import ByDistance
+
+f64 = torch.float64
+IDS = torch.tensor([0, 0, 1, 1, 1])
+TABLE = torch.randn(2, 5, generator=torch.Generator().manual_seed(5), dtype=f64)
+SHORT = {"lengths": torch.tensor([3])}
+WAYS = [  # backend, pattern, more
+    ("dense", None, {}),
+    ("dense", causal(), {}),
+    ("masked", window(1), {}),
+    ("masked", where(lambda i, j: (i + j) % 2 == 0) & documents(IDS), {}),
+    ("masked", causal(), {"lengths": torch.tensor([0])}),
+    ("progressions", causal() & (window(1) | every(3)), {}),
+    ("progressions", window(1), SHORT),
+    ("packed", documents(IDS) & causal(), {}),
+    ("packed", documents(IDS), SHORT),
+    ("plain", window(1), SHORT),
+    ("tiled", causal(), {"bias": ByDistance(table=TABLE)}),
+    ("tiled", window(2), SHORT),
+]
+
+
+def qkv(h_kv=1):
+    g = torch.Generator().manual_seed(1)
+    shapes = (1, 2, 5, 3), (1, h_kv, 5, 3), (1, h_kv, 5, 3)
+    return [torch.randn(s, generator=g, dtype=f64, requires_grad=True) for s in shapes]
+
+
+@pytest.mark.parametrize(("backend", "pattern", "more"), WAYS, ids=[f"{b} {p!r}" for b, p, _ in WAYS])
+@pytest.mark.parametrize("lse", [False, True])
+def test_every_way_can_be_differentiated_twice(backend, pattern, more, lse):
+    if lse and backend in ("dense", "masked"):
+        pytest.skip("it gives no log-sum-exp")
+    def f(q, k, v):
+        out = attention(q, k, v, pattern, backend=backend, return_lse=lse, **more)
+        return out[0].square().sum() + out[1][out[1] > -inf].sum() if lse else out
+
+    assert gradcheck(f, qkv(), fast_mode=True) and gradgradcheck(f, qkv(), fast_mode=True)
+
+
+@pytest.mark.parametrize("pattern", [None, causal(), window(1)], ids=repr)
+def test_what_auto_recalls_can_be_differentiated_twice(pattern):
+    for _ in range(2):  # the second call is the one recalled
+        assert gradgradcheck(lambda *x: attention(*x, pattern), qkv(h_kv=2), fast_mode=True)
+
+
+def test_a_learned_bias_can_be_differentiated_twice():
+    def f(q, table, slopes):
+        return attention(q, q, q, causal(), bias=ByDistance(table, slopes), backend="tiled")
+
+    slopes = torch.tensor([0.5, 0.25], dtype=f64, requires_grad=True)
+    assert gradgradcheck(f, (qkv()[0], TABLE.clone().requires_grad_(), slopes), fast_mode=True)
+
+
+def test_dropout_in_tiles_says_that_it_cannot():
+    q, k, v = qkv()
+    o = attention(q, k, v, causal(), backend="tiled", dropout_p=0.25)
+    with pytest.raises(BackendError) as e:
+        torch.autograd.grad(o.sum(), q, create_graph=True)
+    assert str(e.value) == (
+        "create_graph=True through dropout in tiles: its gradients have none of their own; use backend='masked'"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_gradients_are_those_of_pytorch_bit_for_bit(dtype):
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 4, 37, 16, generator=g).to(dtype).requires_grad_() for _ in range(3))
+    towards = torch.randn(2, 4, 37, 16, generator=g).to(dtype)
+    for mine, is_causal in ((None, False), (causal(), True)):
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        o = attention(q, k, v, mine)
+        assert torch.equal(o, theirs)
+        for a, b in zip(
+            torch.autograd.grad(o, (q, k, v), towards), torch.autograd.grad(theirs, (q, k, v), towards)
+        ):
+            assert torch.equal(a, b)
