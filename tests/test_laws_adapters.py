@@ -8,7 +8,7 @@ from torch import nn
 import regard as rg
 from regard.errors import SpecError
 from regard.laws import adapters
-from regard.laws.adapters import adapt
+from regard.laws.adapters import adapt, small_specs
 from regard.laws.adapters.hugging_face import places_within, seen, small
 from regard.laws.catalogue import law
 from regard.laws.checker import Budget, try_law
@@ -333,3 +333,26 @@ def test_a_pre_norm_stack_that_is_silenced_changes_nothing():
         x = draw(target, 5, 0)
         with torch.no_grad():
             torch.testing.assert_close(target.call(target.module.eval(), x), x)
+
+
+def test_a_large_declaration_is_cut_and_a_small_one_only_loses_its_dropout():
+    cut, note = small_specs.small(rg.preset("gpt2"))
+    assert note == ", cut to a small size" and (cut.layers, cut.d_model, cut.embedding.vocab) == (2, 32, 61)
+    assert cut.block.dropout == cut.embedding.dropout == 0.0 and cut.block.attention.pattern == rg.causal()
+    kept, note = small_specs.small(decoder(dropout=0.1))
+    assert note == "" and kept == decoder()
+    grouped, _ = small_specs.small(rg.Attention(4096, heads=32, kv_heads=8))
+    assert (grouped.heads, grouped.kv_heads) == (4, 1)
+    odd = rg.Attention(4096, heads=32, d_k=128, d_v=128, position=rg.rope(fraction=0.3125))
+    assert small_specs.small(odd) == (odd, "")  # 2.5 of 8 columns cannot turn
+
+
+@pytest.mark.parametrize("name", rg.presets())
+def test_every_preset_can_be_checked(name):
+    target = adapt(rg.preset(name))
+    assert sum(p.numel() for p in target.module.parameters()) < 200_000
+    with torch.no_grad():
+        given = (
+            (draw(target, 5, 0), draw(target, 6, 1)) if "context" in target.claims else (draw(target, 5, 0),)
+        )
+        assert target.call(target.module.eval(), *given).isfinite().all()

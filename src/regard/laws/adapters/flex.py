@@ -25,7 +25,8 @@ def flex() -> Function:
         lacks=set() if torch.cuda.is_available() else {"grad", "double backward"},
         alignment="top-left",  # of the mask functions below; a user writes his own
         device="cuda" if torch.cuda.is_available() else "cpu",
-        seconds=1.0,  # a law: each call compiles its mask anew, 50 ms
+        sizes={"b": (2, 3), "h": (2, 4), "n": (2, 3, 5, 7), "m": (2, 3, 5, 7), "d_k": (4, 5), "d_v": (4, 5)},
+        seconds=5.0,  # a law. A size of 1 would be compiled anew each time, and a call takes 50 ms as it is
         source="adapters.flex()",
         imports="from regard.laws import adapters",
     )

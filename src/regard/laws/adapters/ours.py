@@ -21,6 +21,7 @@ from ...pattern import Both, Pattern, causal, full, window
 from ...position import learned
 from ..target import Function, Model, Projections
 from .seeded import seeded
+from .small_specs import small
 
 IMPORTS = "import regard as rg\nfrom regard.laws import adapters"
 PROMISES = {
@@ -87,11 +88,16 @@ def _pattern(
 
 
 def regard_model(thing: spec.Spec | nn.Module) -> Model:
-    """The module of a spec, with fresh weights, or a module that was built from one."""
-    source = None
+    """The module of a spec, small, with fresh weights and without dropout; or a module that was built from one."""
     if isinstance(thing, spec.Spec):
         source = f"adapters.regard_model(rg.from_json({thing.json()!r}))"
-        thing = seeded(thing.build)
+        declared, note = small(thing)
+        model = _adapted(seeded(declared.build), source)
+        return replace(model, name=model.name + note)
+    return _adapted(thing, None)
+
+
+def _adapted(thing: nn.Module, source: str | None) -> Model:
     match thing:
         case MultiHeadAttention():
             return _attention(thing, source)
@@ -168,14 +174,16 @@ def _next(module: nn.Module, x: Tensor, cache: Any) -> Tensor:
 def _projections(module: nn.Module) -> Projections:
     """Views, head by head."""
     assert isinstance(module, MultiHeadAttention)
-    size, linears = module.spec.sizes, (module.w_q, module.w_k, module.w_v)
-    counts = (size.heads, size.kv_heads, size.kv_heads)
-    into = [w.weight.view(h, -1, w.in_features).mT for w, h in zip(linears, counts)]
-    biases = [None if w.bias is None else w.bias.view(h, -1) for w, h in zip(linears, counts)]
-    out = module.w_o
-    return Projections(
-        *into, out.weight.view(out.out_features, size.heads, -1).permute(1, 2, 0), *biases, out.bias
-    )
+    size, out = module.spec.sizes, module.w_o
+    linears, counts = (module.w_q, module.w_k, module.w_v), (size.heads, size.kv_heads, size.kv_heads)
+    assert isinstance(out, nn.Linear)
+    w_q, w_k, w_v = (w.weight.view(h, -1, w.in_features).mT for w, h in zip(linears, counts) if w is not None)
+    w_o = out.weight.view(out.out_features, size.heads, -1).permute(1, 2, 0)
+    views = Projections(w_q, w_k, w_v, w_o, b_o=out.bias)
+    if module.spec.biases != "all":
+        return views
+    b_q, b_k, b_v = (w.bias.view(h, -1) for w, h in zip(linears, counts) if w is not None)
+    return views._replace(b_q=b_q, b_k=b_k, b_v=b_v)
 
 
 def _block(module: Block, source: str | None) -> Model:

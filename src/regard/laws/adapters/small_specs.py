@@ -1,0 +1,59 @@
+"""A declaration at a size at which its code can be judged in seconds, without dropout."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from ... import spec
+from ...errors import SpecError
+from ...position import learned
+from .seeded import seeded
+
+MOST = {"d_model": 32, "d_context": 32, "d_out": 32, "d_ff": 64, "d_k": 8, "d_v": 8, "vocab": 61, "layers": 2}
+MOST |= {"classes": 7, "hidden": 16}
+LARGE = {"d_model": 64, "layers": 4, "vocab": 1000}
+
+
+def small(declared: spec.Spec) -> tuple[spec.Spec, str]:
+    """The spec without dropout, cut to a small size where it is a large one, and what was done in words."""
+    if not _is_large(declared):
+        return _changed(declared, cut=False), ""
+    try:
+        changed = _changed(declared, cut=True)
+        seeded(changed.build)  # some sizes are only compared there
+    except SpecError:  # sizes that hang together in a way of their own: as it is
+        return _changed(declared, cut=False), ""
+    return changed, ", cut to a small size"
+
+
+def _is_large(declared: spec.Spec) -> bool:
+    own = any(getattr(declared, field, 0) > most for field, most in LARGE.items())
+    image = max(getattr(declared, "image", (0,))) > 32
+    return own or image or any(_is_large(part) for part in _parts(declared).values())
+
+
+def _parts(declared: Any) -> dict[str, Any]:
+    values = {f.name: getattr(declared, f.name) for f in fields(declared)}
+    return {name: value for name, value in values.items() if isinstance(value, spec.Spec)}
+
+
+def _changed(declared: Any, cut: bool) -> Any:
+    changes: dict[str, Any] = {name: _changed(part, cut) for name, part in _parts(declared).items()}
+    names = {f.name for f in fields(declared)}
+    if "dropout" in names:
+        changes["dropout"] = 0.0
+    if cut:
+        sizes = {f: getattr(declared, f, None) for f in MOST if f in names}
+        changes |= {f: min(v, MOST[f]) for f, v in sizes.items() if isinstance(v, int)}
+        if isinstance(declared, spec.Attention):
+            changes |= _heads(declared)
+        if isinstance(declared, spec.Vision):
+            changes |= {"image": (8, 8), "patch": (2, 2)}
+        if isinstance(getattr(declared, "position", None), learned):
+            changes["position"] = learned(64)
+    return replace(declared, **changes)
+
+
+def _heads(declared: spec.Attention) -> dict[str, int | None]:
+    heads = declared.heads if declared.heads in (1, 2, 4) else 4
+    shared = declared.heads // declared.sizes.kv_heads
+    return {"heads": heads, "kv_heads": None if shared == 1 else max(1, heads // shared)}
