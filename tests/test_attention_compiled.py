@@ -88,6 +88,45 @@ def test_a_bias_by_distance_trains_inside_the_graph():
         assert_close(mine, other, rtol=0, atol=1e-12)
 
 
+def test_a_bias_by_distance_is_one_opaque_operation_without_a_table_of_pairs():
+    """It holds nothing n × m, drops the same weights forward and backward, and passes PyTorch's own checks."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    table, slopes = randn(H, 7, seed=9).requires_grad_(), alibi_slopes(H).to(f64).requires_grad_()
+    kept, seed = torch.tensor([4, 11]), torch.tensor(1 << 40)
+    for added, p in (((table, slopes), 0.0), ((table, None), 0.25), ((None, None), 0.25)):
+        call = (q, k, v, *added, kept, seed, SPARSE.text, 4, 1, 0.3, p)
+        torch.library.opcheck(torch.ops.regard.walk.default, call)
+
+
+def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():
+    graphs = []
+
+    def look(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    inputs = *qkv(), randn(H, 7, seed=9)
+    torch.compile(
+        lambda q, k, v, t: attention(q, k, v, SPARSE, bias=ByDistance(t)), fullgraph=True, backend=look
+    )(*inputs)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert any("regard.walk" in name or name == "walk" for name in called)
+    assert not any("scaled_dot_product" in name or "softmax" in name for name in called)
+
+
+@pytest.mark.parametrize("reach", [0, 2, 30])
+@pytest.mark.parametrize(("n", "m", "at"), [(N, M, None), (N, M, 20), (3, M, -9), (1, 1, 0)])
+def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
+    def f(q, k, v, table, slopes, backend="auto"):
+        return attention(q, k, v, full(), bias=ByDistance(table, slopes), at=at, backend=backend)
+
+    inputs = *qkv(n, m), randn(H, 2 * reach + 1, seed=9), alibi_slopes(H).to(f64)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    by_mask = with_gradients(lambda *x: f(*x, backend="masked"), *inputs)
+    for mine, other in zip(with_gradients(compiled, *inputs), by_mask, strict=True):
+        assert_close(mine, other, rtol=0, atol=1e-11)
+
+
 @pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "c++"))), reason="inductor needs a C compiler on the CPU"
 )

@@ -80,16 +80,11 @@ def run_backward(
     dtype = working(grad.dtype)
     grad, q, k, v, o, lse = (x.to(dtype) for x in (grad, *saved))
     grad_lse = None if grad_lse is None else grad_lse.to(dtype)
-    if bias is None:
-        return *backward(grad, grad_lse, q, k, v, None, o, lse, job, False)[:3], None, None
-    with torch.enable_grad():
-        parts = [None if x is None else x.detach().requires_grad_(of_bias) for x in (bias.table, bias.slopes)]
-        e = along(ByDistance(*parts), *job.reach).to(dtype)
-    *grads, of_e = backward(grad, grad_lse, q, k, v, e.detach(), o, lse, job, of_bias)
-    if of_e is None:
-        return *grads, None, None
-    found = iter(torch.autograd.grad(e, [x for x in parts if x is not None], of_e))
-    return *grads, *(None if x is None else next(found) for x in parts)
+    e = None if bias is None else along(bias, *job.reach).to(dtype)
+    *grads, of_e = backward(grad, grad_lse, q, k, v, e, o, lse, job, of_bias and bias is not None)
+    return *grads, *(
+        (None, None) if bias is None or of_e is None else _along_backward(of_e, bias, *job.reach)
+    )
 
 
 def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:
@@ -104,6 +99,23 @@ def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:
         distances = torch.arange(low, high + 1, dtype=bias.slopes.dtype).abs()
         parts.append(-einsum(bias.slopes, distances, "h, x -> h x"))
     return reduce(add, parts)
+
+
+def _along_backward(
+    de: Float[Tensor, "h x"], bias: ByDistance, low: int, high: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of table and slopes: far distances are summed into the ends of the table."""
+    table, slopes, reach = None, None, bias.reach
+    if bias.table is not None:
+        table = torch.zeros_like(bias.table, dtype=de.dtype)
+        first, last = max(low, -reach), min(high, reach)
+        if first <= last:
+            table[:, first + reach : last + reach + 1] = de[:, first - low : last - low + 1]
+        table[:, 0] += de[:, : max(min(high + 1, -reach) - low, 0)].sum(-1)
+        table[:, -1] += de[:, max(reach + 1 - low, 0) :].sum(-1)
+    if bias.slopes is not None:
+        slopes = -einsum(de, torch.arange(low, high + 1, dtype=de.dtype).abs(), "h x, x -> h")
+    return table, slopes
 
 
 @dataclass(frozen=True, eq=False)
