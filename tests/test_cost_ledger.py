@@ -293,6 +293,21 @@ def test_scores_of_relative_positions_for_every_pair_or_each_offset_once(c):
     assert ways.with_content > score_ways(i["n"], i["n"], i["d"]).once  # relative costs more, not less
 
 
+@pytest.mark.ledger("S2.2.2.2")
+def test_a_declared_relative_position_is_counted_for_every_pair_and_for_each_offset_once():
+    line = cost(rg.Attention(60, heads=4, position=rg.quadratic()), n=100)
+    assert line.position_ways == relative_ways(100, 100, 2, 60, heads=4)
+    assert (line.position_ways.pairs, line.position_ways.each_offset_once) == (160_000, 2 * 4 * 199 * 2)
+    assert line.position_ways.with_content - line.position_ways.pairs == line.score_ways.once
+    assert (
+        "scores of positions: 160,000 operations for every pair; 3,184 for each of 199 offsets once"
+        in str(line)
+    )
+    grid = cost(rg.Attention(60, heads=4, score="position", position=rg.quadratic((3, 5))), n=15)
+    assert grid.position_ways.offsets == 5 * 9 and grid.position_ways.pairs == 2 * 4 * 15 * 15 * 3
+    assert cost(rg.Attention(60, heads=4, position=rg.alibi()), n=10).position_ways is None
+
+
 @pytest.mark.ledger("S2.2.2.3")
 def test_a_score_of_position_alone_still_projects_its_values():
     told = cost(rg.Attention(512, heads=8, score="position", position=rg.quadratic()), n=100)

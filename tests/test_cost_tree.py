@@ -179,6 +179,13 @@ def test_a_query_that_looks_nowhere_has_no_softmax():
     assert told["softmax"].total.other == 8 * (5 * told.pairs[0].needed - 2 * 7)
 
 
+def test_more_queries_than_keys_of_another_sequence_stand_from_0_on():
+    spec = rg.Attention(60, heads=4, d_context=22, pattern=rg.causal())
+    told = cost(spec, n=13, m=11)
+    assert told.pairs[0].needed == rg.causal().count(13, 11, 0) == 11 * 12 // 2 + 2 * 11
+    assert spec.build()(torch.zeros(1, 13, 60), torch.zeros(1, 11, 22)).shape == (1, 13, 60)
+
+
 def test_mixing_without_weights_has_neither_parameters_nor_products():
     told = cost(rg.Mixing("average"), n=10, batch=2)
     assert (told.parameters, told.operations, told.total.other, told.bottleneck) == (0, 0, 20, None)

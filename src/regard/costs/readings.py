@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ..position import quadratic
 from ..spec import Attention
 from ..spec.attention import BIASES
 from .pricing import read, with_biases
@@ -190,19 +191,33 @@ class RelativeWays:
     """Operations of scores r_{j−i} · v of relative positions d_p wide: a pair each, or each offset once."""
 
     pairs: Amount
-    offsets: Amount  # how many there are: n + m − 1
+    offsets: Amount  # how many there are: n + m − 1 on a line
     each_offset_once: Amount
     with_content: Amount  # the pairs, and content scores projected once
 
 
-def relative_ways(n: Amount, m: Amount, d_p: Amount, d: Amount) -> RelativeWays:
-    """Position scores alone, and beside content scores.
+def relative_ways(
+    n: Amount, m: Amount, d_p: Amount, d: Amount, heads: Amount = 1, offsets: Amount | None = None
+) -> RelativeWays:
+    """Position scores alone, and beside content scores of heads d / heads wide; on a grid say how many offsets.
 
     >>> relative_ways(1000, 1000, 3, 512)
     RelativeWays(pairs=6000000, offsets=1999, each_offset_once=11994, with_content=2078576000)
     """
-    pairs, offsets = 2 * n * m * d_p, n + m - 1
-    return RelativeWays(pairs, offsets, 2 * offsets * d_p, score_ways(n, m, d).once + pairs)
+    offsets = n + m - 1 if offsets is None else offsets
+    pairs = 2 * heads * n * m * d_p
+    content = 2 * n * d * d + 2 * m * d * d + 2 * n * m * d  # any number of heads: together they are d wide
+    return RelativeWays(pairs, offsets, 2 * heads * offsets * d_p, content + pairs)
+
+
+def positions_of(given: Given) -> RelativeWays | None:
+    """The ways of a declared attention whose position scores by ‖δ‖² and δ: d_p is 2 on a line, 3 on a grid."""
+    spec: Any = given.spec
+    if not isinstance(spec, Attention) or not isinstance(spec.position, quadratic):
+        return None
+    s, grid = spec.sizes, spec.position.grid
+    offsets = None if grid is None else (2 * grid[0] - 1) * (2 * grid[1] - 1)
+    return relative_ways(given.n, given.m, spec.position.axes + 1, s.heads * s.d_k, s.heads, offsets)
 
 
 def ways_of(given: Given) -> ScoreWays | None:

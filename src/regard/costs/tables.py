@@ -72,13 +72,18 @@ def _biases(cost: Cost) -> list[str]:
 
 
 def _scores(cost: Cost) -> list[str]:
-    ways = cost.score_ways
-    if ways is None:
-        return []
-    return [
-        f"scores of every pair: {ways.once:,} operations, vectors projected once; {ways.merged:,} with W_q W_kᵀ "
-        f"merged; {ways.again:,} projected again for each pair"
-    ]
+    told = []
+    if (ways := cost.score_ways) is not None:
+        told.append(
+            f"scores of every pair: {ways.once:,} operations, vectors projected once; {ways.merged:,} with W_q W_kᵀ "
+            f"merged; {ways.again:,} projected again for each pair"
+        )
+    if (ways := cost.position_ways) is not None:
+        told.append(
+            f"scores of positions: {ways.pairs:,} operations for every pair; {ways.each_offset_once:,} for each of "
+            f"{ways.offsets:,} offsets once"
+        )
+    return told
 
 
 def _masks(cost: Cost) -> list[str]:

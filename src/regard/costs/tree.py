@@ -228,6 +228,13 @@ class Cost:
         return None if self.facts is None else ways_of(self.facts)
 
     @property
+    def position_ways(self) -> Any:
+        """Scores of a declared quadratic position, for every pair or for each offset once; else None."""
+        from .readings import positions_of
+
+        return None if self.facts is None else positions_of(self.facts)
+
+    @property
     def latex(self) -> str:
         """Term by term, as a LaTeX array: parameters and operations."""
         from .tables import latex
@@ -247,6 +254,7 @@ class Cost:
             "pairs": [p.plain() for p in self.pairs],
             "saving": None if self.saving is None else vars(self.saving),
             "score_ways": None if self.score_ways is None else vars(self.score_ways),
+            "position_ways": None if self.position_ways is None else vars(self.position_ways),
             "bottleneck": None if self.bottleneck is None else vars(self.bottleneck),
             "memory": None if self.memory is None else self.memory.plain(),
             "uncounted": list(self.uncounted),
