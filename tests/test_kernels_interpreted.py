@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(scope="module")
 def told():
-    return outcomes(SMALL, "cpu")
+    return outcomes(SMALL, "cpu", processes=2)
 
 
 @pytest.mark.parametrize("name", [case.name for case in SMALL])

@@ -106,8 +106,8 @@ def _stream(
             *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
             **hopper.tests(step.work.pattern), keep=None if step.kept is None else hopper.keep(step.kept),
-            R=config.tile, B=config.block, D=d, SEGMENTS=step.work.segments,
-            **hopper.layouts(config.block, d, config.warps, dtype),
+            R=config.tile, D=d, SEGMENTS=step.work.segments,
+            **hopper.layouts(config.tile, d, config.warps, dtype),
         )  # fmt: skip
         launches.append((launch, table, blocks))
 

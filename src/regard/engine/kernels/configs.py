@@ -28,8 +28,11 @@ class Configs:
 
     def without_caps(self) -> "Configs":
         """For calls with a bias or dropout, whose kernels hold more: a cap would make them spill."""
-        free = (replace(config, registers=None) for config in (self.forward, self.dq, self.dkv))
-        return Configs(*free, self.stream)
+
+        def free(config: Config) -> Config:
+            return replace(config, registers=None)
+
+        return Configs(free(self.forward), free(self.dq), free(self.dkv), self.stream)
 
 
 HALF = {  # by the larger of the two padded widths

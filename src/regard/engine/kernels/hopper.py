@@ -56,15 +56,15 @@ def tests(pattern: Pattern) -> dict[str, Any]:
 
 
 @lru_cache
-def layouts(block: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
+def layouts(tile: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
     """Who holds what: rows being copied, one number a key, scores, outputs, and rows in shared memory."""
     return {
         "LOAD": gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
         "FLAT": gl.BlockedLayout([1], [32], [warps], [0]),
-        "SCORES": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block, 16]),
+        "SCORES": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tile, 16]),
         "OUT": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
         "SHARED": gl.NVMMASharedLayout.get_default_for(
-            [block, d], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+            [tile, d], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
         ),
     }
 
@@ -206,24 +206,21 @@ def stream_kernel(
     Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, lowest: gl.constexpr, highest: gl.constexpr,
     low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr,
-    R: gl.constexpr, B: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr,
+    R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of R queries, blocks of B keys, heads of width D; program p has chunk p // all_heads of one head."""
+    """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     CHUNKS += 2 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    c, flat = gl.arange(0, B, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, B, layout=FLAT)
+    c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     qs = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
-    ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, B, D], SHARED)
-    room = qs  # for outputs on their way out: where they fit, the place of the values just used
-    if R != B:
-        room = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
-    zero, acc = gl.zeros([R, B], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
+    ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, R, D], SHARED)
+    zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
     none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     mark, now, j, f, coming = _first_copies(
         qs, ring, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, R, D, SEGMENTS, LOAD
@@ -265,8 +262,7 @@ def stream_kernel(
         weights, fade, higher, summed = _weigh(scores, sofar, summed, scale2)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if begins:
-            out = ring.index(v_at) if R == B else room
-            _close(O, LSE, out, BLOCKS, t, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+            _close(O, LSE, ring.index(v_at), BLOCKS, t, acc, top, total, start, step, o_n, keep, R, D, LOAD)
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
         left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -275,5 +271,4 @@ def stream_kernel(
     async_copy.wait_group(0)
     barrier()
     acc = warpgroup_mma(left, ring.index(v_at), acc)
-    out = ring.index(v_at) if R == B else room
-    _close(O, LSE, out, BLOCKS, last, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+    _close(O, LSE, ring.index(v_at), BLOCKS, last, acc, top, total, start, step, o_n, keep, R, D, LOAD)

@@ -143,7 +143,8 @@ def _of_bias(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of table and slopes: what lies past the reach belongs to the table's ends."""
     if far is None:  # no pair at all
-        return tuple(None if x is None else torch.zeros_like(x) for x in (given.table, given.slopes))
+        none = tuple(None if x is None else torch.zeros_like(x) for x in (given.table, given.slopes))
+        return none[0], none[1]
     if near is not None:
         near[:, 0] += far[:, 0]
         near[:, -1] += far[:, 1]
