@@ -1,0 +1,39 @@
+"""The pictures: each a function that gives a matplotlib figure; `figure.savefig("x.svg")` writes it."""
+
+from .architecture import architecture
+from .curves import (
+    cost_curves,
+    gradient_flow,
+    learning_rates,
+    recorded_gradients,
+    saturation,
+    training_curves,
+)
+from .heads import convolution_map, head_evolution, head_gallery, shape_trace
+from .maps import attention_map, dependence, overview
+from .patterns import mask_matrix, mask_table, receptive_field
+from .positions import patch_positions, positional_encoding
+from .sharpness import sharpness
+
+__all__ = [
+    "architecture",
+    "attention_map",
+    "convolution_map",
+    "cost_curves",
+    "dependence",
+    "gradient_flow",
+    "head_evolution",
+    "head_gallery",
+    "learning_rates",
+    "mask_matrix",
+    "mask_table",
+    "overview",
+    "patch_positions",
+    "positional_encoding",
+    "receptive_field",
+    "recorded_gradients",
+    "saturation",
+    "shape_trace",
+    "sharpness",
+    "training_curves",
+]

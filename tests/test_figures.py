@@ -1,0 +1,238 @@
+"""The pictures: what each shows is what was computed, labels are whole, boxes do not overlap."""
+
+from io import BytesIO
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from matplotlib.patches import FancyBboxPatch
+
+import regard as rg
+from regard.lens import figures
+from regard.lens.figures import style
+from regard.lens.figures.architecture import columns_of
+from regard.schedule import constant, inverse_sqrt, warmup_cosine
+
+WORDS = ("The", "cat", "sat", "on", "the", "<b>mat</b>", "because", "$it$", "was", "tired", "of", "dogs")
+
+
+@pytest.fixture(scope="module")
+def view():
+    torch.manual_seed(0)
+    block = rg.Block(rg.Attention(16, heads=2, pattern=rg.causal()), rg.FeedForward(16))
+    model = rg.Encoder(block, 2, embedding=rg.Embedding(20, 16, position=rg.sinusoidal())).build().eval()
+    return rg.look(model, torch.arange(len(WORDS))[None], tokens=list(WORDS)).remove_heads()
+
+
+def written(figure, kind="svg") -> bytes:
+    out = BytesIO()
+    figure.savefig(out, format=kind)
+    return out.getvalue()
+
+
+def texts(figure) -> list[str]:
+    return [t.get_text() for t in figure.findobj(lambda a: hasattr(a, "get_text")) if t.get_text()]
+
+
+def image(figure, number=0):
+    return torch.tensor(figure.axes[number].images[0].get_array().filled(float("nan")))
+
+
+def titled(figure, title):
+    return next(ax for ax in figure.axes if ax.get_title() == title)
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_picture_is_written_light_and_dark(kind, dark):
+    figure = figures.mask_matrix(rg.causal(), 5, dark=dark)
+    assert len(written(figure, kind)) > 1000
+    assert figure.get_facecolor()[:3] == pytest.approx(
+        [c / 255 for c in ((0x16, 0x18, 0x1D) if dark else (255,) * 3)]
+    )
+
+
+@pytest.mark.ledger("S1.Q6a.1")
+def test_the_mask_matrix_shows_the_pattern_its_count_and_its_depth():
+    pattern = rg.window(2) | rg.every(4)
+    figure = figures.mask_matrix(pattern, 16)
+    assert torch.equal(image(figure) == 1, pattern.allowed(16))
+    title = figure.axes[0].get_title()
+    assert f"{pattern.count(16)} of 256 pairs" in title and title.endswith("3 layers connect all")
+    assert (
+        figures.mask_matrix(rg.causal(), 6).axes[0].get_title().endswith("1 layer connects all that ever are")
+    )
+    assert "connect" not in figures.mask_matrix(rg.full(), 4, 6).axes[0].get_title()
+
+
+def test_the_receptive_field_is_the_support_of_the_product():
+    pattern, n = rg.causal() & rg.dilated(1, 3), 20
+    figure = figures.receptive_field(pattern, n, 3)
+    step = (pattern.allowed(n) | torch.eye(n, dtype=torch.bool)).double()
+    row = torch.eye(n, dtype=torch.double)[-1]
+    for layer in range(4):
+        assert torch.equal(image(figure)[layer] == 1, row > 0)
+        row = row @ step
+    assert " 4 (≤ 20)" in texts(figure)
+
+
+@pytest.mark.ledger("S3.Q2b.1", "S3.Q2b.2", "S3.Q2b.3")
+def test_the_mask_table_has_the_masks_of_three_models():
+    figure = figures.mask_table()
+    shown = {ax.get_title().split("\n")[1]: image(figure, i) for i, ax in enumerate(figure.axes)}
+    assert torch.equal(shown["self: causal"] == 1, rg.causal().allowed(5))
+    assert shown["cross: key padding of the source"].shape == (5, 6)
+    assert bool((shown["encoder self: key padding"][:, 4:] == 0).all())
+
+
+@pytest.mark.ledger("S1.Q7a.1")
+def test_the_learning_rate_is_the_schedules_and_its_points_are_marked():
+    one = warmup_cosine(1e-3, 4000, 100000)
+    figure = figures.learning_rates(one, inverse_sqrt(512, 4000), constant(5e-4))
+    line = figure.axes[0].lines[0]
+    assert [one(round(x)) for x in line.get_xdata()] == list(line.get_ydata())
+    assert {"0.001 at 4,000", "0.0005 at 52,000", "0 at 100,000"} <= set(texts(figure))
+
+
+def test_a_map_shows_scores_weights_and_entropies_with_readable_tokens(view):
+    figure = figures.attention_map(view, 1, 0)
+    weights = view.map(1, 0)
+    shown = titled(figure, "weights")
+    assert torch.allclose(torch.tensor(shown.images[0].get_array().filled(0.0)), weights.float())
+    bars = titled(figure, "entropy").patches
+    expected = -(weights * weights.clamp(min=1e-30).log()).sum(-1)
+    assert [b.get_width() for b in bars] == pytest.approx(expected.tolist(), abs=1e-5)
+    words = [t.get_text() for t in shown.get_yticklabels()]
+    assert words == [style.shown(w) for w in WORDS] and r"\$it\$" in words
+    assert len(written(figure)) > 5000
+
+
+def test_sixty_tokens_do_not_run_into_one_another():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    torch.manual_seed(0)
+    model = rg.Attention(8, heads=1).build().eval()
+    names = [f"token{i}" for i in range(60)]
+    seen = rg.look(model, torch.randn(1, 60, 8), tokens=names)
+    figure = figures.attention_map(seen, 0, 0)
+    FigureCanvasAgg(figure).draw()
+    boxes = [t.get_window_extent() for t in figure.axes[0].get_yticklabels()]
+    assert len(boxes) == 60
+    gaps = [abs(a.y0 - b.y0) for a, b in pairwise(boxes)]
+    assert min(gaps) >= 0.75 * max(b.height for b in boxes)
+
+
+def test_the_overview_has_a_map_a_head(view):
+    figure = figures.overview(view)
+    assert len(figure.axes) == 4
+    assert torch.allclose(image(figure, 3), view.map(1, 1).float())
+
+
+def test_the_gallery_shows_kinds_agreement_and_effects(view):
+    figure = figures.head_gallery(view, 1)
+    said = " ".join(texts(figure))
+    assert view.kinds[1][0].name in said and "effect of removal" in said
+    assert "give at least" in said.replace("\n", " ")  # so few tokens tell no angle
+    bars = titled(figure, "effect of removal").patches
+    assert [b.get_height() for b in bars] == pytest.approx([view.effects[1, h] for h in range(2)])
+
+
+MODELS = ["transformer-base", "gpt2", "bert-base", "t5-small", "vit-b16", "tiny-classifier"]
+
+
+@pytest.mark.ledger("S1.Q5a.1")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_diagram_is_complete_and_no_box_overlaps_another(name):
+    declared = rg.preset(name)
+    figure = figures.architecture(declared, source='"Hello world"', target='"Hola mundo"')
+    rectangles = [p for p in figure.axes[0].patches if isinstance(p, FancyBboxPatch)]
+    columns = columns_of(declared)
+    assert len(rectangles) == sum(len(c.boxes) + 1 for c in columns)
+    frames = sorted(rectangles, key=lambda p: -p.get_height())[: len(columns)]
+    boxes = [p for p in rectangles if p not in frames]
+    for a, b in combinations(boxes, 2):
+        apart_x = abs(a.get_x() - b.get_x()) >= a.get_width()
+        apart_y = abs(a.get_y() - b.get_y()) >= a.get_height()
+        assert apart_x or apart_y
+    said = " ".join(texts(figure))
+    stacks = (
+        [declared.encoder, declared.decoder]
+        if hasattr(declared, "decoder")
+        else [getattr(declared, "encoder", declared)]
+    )
+    for stack in stacks:
+        assert f"× {stack.layers}" in said and f"{stack.block.attention.heads} heads" in said
+    assert ("cross-attention" in said) == hasattr(declared, "decoder")
+    if name == "transformer-base":
+        assert '"Hello world"' in said and "masked self-attention" in said and "sinusoidal positions" in said
+
+
+def test_what_has_no_diagram_is_refused():
+    with pytest.raises(
+        rg.SpecError, match=r"^Attention has no diagram; an Encoder, a Decoder, an EncoderDecoder or"
+    ):
+        figures.architecture(rg.Attention(8, heads=2))
+
+
+@pytest.mark.ledger("S1.Q4a.1")
+def test_positions_are_shown_with_their_products():
+    figure = figures.positional_encoding(32, 16)
+    products = titled(figure, "PE(p) · PE(p + k)").lines[0]
+    assert products.get_ydata()[0] == pytest.approx(8.0)  # ‖PE‖² = d/2
+    learned = figures.positional_encoding(table=torch.randn(9, 6, generator=torch.Generator().manual_seed(0)))
+    assert not any(ax.get_title() == "wavelengths" for ax in learned.axes)
+    grid = figures.patch_positions(torch.randn(1 + 6, 5), (2, 3), skip=1)
+    assert len(grid.axes) == 6 and image(grid)[0, 0] == pytest.approx(1.0)
+
+
+@pytest.mark.ledger("S3.Q1a.7")
+def test_saturation_shows_the_collapse_without_the_scale():
+    figure = figures.saturation((16, 512), draws=400)
+    lines = {line.get_label(): list(line.get_ydata()) for ax in figure.axes for line in ax.lines}
+    assert lines["q·k"][1] > 0.8 and abs(lines["q·k / √d"][0] - lines["q·k / √d"][1]) < 0.02
+    assert lines["q·k, median"][1] < 1e-3 < lines["q·k, mean"][1]
+
+
+def test_sharpness_goes_from_uniform_to_the_shared_maximum():
+    q, k, v = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    figure = figures.sharpness([2.0, 2.0, 1.0], q, k, v)
+    lines = [list(line.get_ydata()) for line in figure.axes[0].lines]
+    assert [y[-1] for y in lines] == pytest.approx([0.5, 0.5, 0.0], abs=1e-6)
+    assert [y[0] for y in lines] == pytest.approx([1 / 3] * 3, abs=5e-3)
+    exact, first = (figure.axes[1].lines[i].get_ydata() for i in (0, 1))
+    assert exact[10] == pytest.approx(0, abs=1e-9) and abs(exact[-1] - first[-1]) > 1e-4
+
+
+def test_what_was_recorded_is_drawn(view):
+    recorder = rg.Recorder()
+    model = torch.nn.Linear(3, 3)
+    for step in (1, 2):
+        recorder.loss(step, 3.0 - step, floor=0.5)
+        model(torch.ones(1, 3)).sum().backward()
+        recorder.gradient(step, model)
+        recorder.gradient(step, model, clipped=True)
+        recorder.view(step, view)
+    curves = figures.training_curves(recorder)
+    assert list(curves.axes[0].lines[0].get_ydata()) == [2.0, 1.0] and "floor 0.5" in texts(curves)
+    flow = figures.recorded_gradients(recorder)
+    assert {"step 1, before clipping", "step 2, after clipping"} <= set(texts(flow))
+    course = figures.head_evolution(recorder)
+    assert len(course.axes) == 4 and len(course.axes[0].lines) == 2
+    with pytest.raises(rg.ShapeError, match=r"^nothing is recorded of any head; call recorder.view"):
+        figures.head_evolution(rg.Recorder())
+
+
+def test_costs_taps_traces_and_dependence_are_drawn():
+    costs = figures.cost_curves({"attention": {128: 1e6, 256: 4e6}}, crossings={"n = d": 200})
+    assert list(costs.axes[0].lines[0].get_ydata()) == [1e6, 4e6] and "n = d" in texts(costs)
+    taps = torch.zeros(2, 3, 3)
+    taps[0, 0, 1], taps[1, 2, 2] = 1.0, 0.5
+    drawn = figures.convolution_map(taps, torch.tensor([[-1.0, 0.0], [1.0, 1.0]]))
+    assert "head 0\n(-1, +0), weight 1.00" in texts(drawn) and "head 1\n(+1, +1), weight 0.50" in texts(drawn)
+    trace = figures.shape_trace([("scores", "q kᵀ/√d", torch.ones(2, 3), "2·n·m·d")])
+    assert {"scores", "2 × 3", "2·n·m·d"} <= set(texts(trace))
+    table = torch.ones(3, 3).tril()
+    depends = figures.dependence({"causal": table})
+    assert torch.equal(image(depends).isnan(), table == 0)
+    with pytest.raises(rg.ShapeError, match=r"^no table of dependence to draw$"):
+        figures.dependence({})
