@@ -170,10 +170,10 @@ def report(rows: list[dict]) -> None:
         guess, peak = predicted(row).training, row["peak"]
         errors.append(guess / peak - 1)
         exact.append(guess / row["requested"] - 1)
-        told = row["autocast"] or "no"
+        told = f"{row['autocast'] or 'no'} | {'yes' if row['checkpointing'] else 'no'}"
         way = "" if row["way"] == "auto" else f", AdamW {row['way']}"
         print(
-            f"| {row['model']}{way} | {row['n']} | {row['batch']} | {told} | {'yes' if row['checkpointing'] else 'no'} "
+            f"| {row['model']}{way} | {row['n']} | {row['batch']} | {told} "
             f"| {guess / MIB:,.1f} | {peak / MIB:,.1f} | {errors[-1]:+.2%} | {exact[-1]:+.3%} |"
         )
     print(

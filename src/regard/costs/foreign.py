@@ -66,11 +66,11 @@ def _counted(
     trace = Trace(device)
     params, args, kwargs = _prepared(trace, module, args, kwargs, dtype)
     before = trace.storages.held
-    out = _forward(trace, module, params, args, kwargs, grad=training is not None)
+    out = [_forward(trace, module, params, args, kwargs, grad=training is not None)]
     kept = trace.storages.held - before
     if training is not None:
         _backward(trace, out)
-    del out
+    out.clear()
     memory = _memory(trace, module, training, kept, dtype, before)
     sizes: dict[str, Any] = {
         f"input {k}": "×".join(map(str, x.shape))
@@ -148,14 +148,16 @@ def _forward(trace: Trace, module: nn.Module, params: dict, args: tuple, kwargs:
             raise ShapeError(f"{_name(module)} does not take these inputs: {e}") from e
 
 
-def _backward(trace: Trace, out: Any) -> None:
-    """Of the mean of squares of all that came out and learns."""
-    flat = [x for x in _tensors(out) if x.requires_grad and x.is_floating_point()]
+def _backward(trace: Trace, out: list[Any]) -> None:
+    """Of the mean of squares of all that came out and learns; nobody holds the output meanwhile."""
+    flat = [x for x in _tensors(out.pop()) if x.requires_grad and x.is_floating_point()]
     if not flat:
         raise ShapeError("nothing that came out has a gradient: a training step needs weights that learn")
     trace.in_backward = True
     with tracing(trace), trace.at("backward"):
-        torch.stack([x.square().mean() for x in flat]).sum().backward()
+        loss = torch.stack([x.square().mean() for x in flat]).sum()
+        flat.clear()
+        loss.backward()
 
 
 def _tensors(out: Any) -> list[Tensor]:

@@ -79,11 +79,12 @@ class Core(torch.autograd.Function):
     """Fused attention without its arithmetic: the result, what it saves, and gradients of the right sizes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, trace, call):
+    def forward(ctx, q, k, v, trace, call, tables):
         b, h, n = q.shape[0], q.shape[-3], q.shape[-2]
         out = q.new_empty(*q.shape[:-3], n, h, v.shape[-1]).transpose(-3, -2)
         lse = q.new_empty(b, h, n, dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
+        kept = [q.new_empty(*q.shape[:-1], k.shape[-2]) for _ in range(tables)]
+        ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.trace, ctx.call, ctx.place = trace, call, trace.where
         return out
 
@@ -91,23 +92,24 @@ class Core(torch.autograd.Function):
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
         ctx.trace.add(FUSED, ctx.call.backward(), ctx.place)
-        return (*(torch.empty_like(x) for x in saved[:3]), None, None)
+        return (*(torch.empty_like(x) for x in saved[:3]), None, None, None)
 
 
 def attend(
     trace: Any,
-    q: Float[Tensor, "*b n d_k"],
-    k: Float[Tensor, "*b m d_k"],
-    v: Float[Tensor, "*b m d_v"],
+    q: Float[Tensor, "*h n d_k"],
+    k: Float[Tensor, "*h_kv m d_k"],
+    v: Float[Tensor, "*h_kv m d_v"],
     pairs: Visible,
-) -> Float[Tensor, "*b n d_v"]:
-    """One fused call, counted."""
+    tables: int = 0,
+) -> Float[Tensor, "*h n d_v"]:
+    """One call, counted. `tables`: how many n × m tables it keeps; a fused kernel keeps none."""
     heads = q.shape[:-2].numel()
     call = Call(heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], pairs)
     trace.add(FUSED, call.forward(q.element_size()))
     trace.pairs.append(call.told(trace.where))
     lifted = q if q.dim() >= 4 else q[(None,) * (4 - q.dim())]
-    out = Core.apply(lifted, k, v, trace, call)
+    out = Core.apply(lifted, k, v, trace, call, tables)
     return out.reshape(*q.shape[:-1], v.shape[-1]) if q.dim() < 4 else out
 
 
@@ -127,7 +129,9 @@ def sdpa(trace: Any) -> Any:
         real = None if attn_mask is None else trace.value_of(attn_mask)
         if not query.is_meta:
             query, key, value = (trace.to_meta(x) for x in (query, key, value))
-        return attend(trace, query, key, value, visible(query, key, attn_mask, real, is_causal))
+        stored = 3 if dropout_p and trace.device == "cpu" else 0  # weights, noise, and weights times noise
+        pairs = visible(query, key, attn_mask, real, is_causal)
+        return attend(trace, query, key, value, pairs, stored)
 
     return scaled_dot_product_attention
 
@@ -177,9 +181,9 @@ def _needed(mask: Any, heads: int, n: int, m: int) -> tuple[int | None, str]:
 
 def encoder_layer(trace: Any, args: tuple, kwargs: dict) -> Tensor:
     """torch._transformer_encoder_layer_fwd, the fast path of nn.TransformerEncoderLayer: all of it in one call."""
-    src, width, heads, _, qkv, qkv_bias, out, out_bias = args[:8]
-    _, _, _, norm1_w, norm1_b, norm2_w, norm2_b, w1, b1, w2, b2 = args[8:19]
-    mask = args[19] if len(args) > 19 else kwargs.get("mask")
+    src, width, heads, qkv, qkv_bias, out, out_bias = args[:7]
+    norm1_w, norm1_b, norm2_w, norm2_b, w1, b1, w2, b2 = args[10:18]  # after gelu, norm_first and eps
+    mask = args[18] if len(args) > 18 else kwargs.get("mask")
     x = fused_attention(trace, (src, src, src, width, heads, qkv, qkv_bias, out, out_bias, mask), {})[0]
     x = F.layer_norm(x, (width,), norm1_w, norm1_b)
     return F.layer_norm(F.linear(F.relu(F.linear(x, w1, b1)), w2, b2), (width,), norm2_w, norm2_b)

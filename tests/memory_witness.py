@@ -1,0 +1,139 @@
+"""What PyTorch's own allocator counts while a real model trains on the CPU. It knows nothing of the predictor.
+
+The profiler reports every making and giving back of memory by the CPU allocator, temporaries inside kernels too.
+"""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+import regard as rg
+from regard.position import learned
+from regard.spec import catalogue
+
+N, PIXELS = 61, (48, 48)
+
+
+def small(name, layers=2):
+    """The model of this name, a few layers of width 64."""
+    if name == "transformer-base":
+        return catalogue.transformer(64, 4, 256, layers, vocab=500)
+    declared = rg.preset(name)
+    inner = declared.encoder if isinstance(declared, rg.Vision) else declared
+    block = dataclasses.replace(
+        inner.block,
+        attention=dataclasses.replace(inner.block.attention, d_model=64, heads=4),
+        feed_forward=dataclasses.replace(inner.block.feed_forward, d_ff=256),
+    )
+    changes = {"block": block, "layers": layers}
+    if inner.embedding is not None:
+        changes["embedding"] = dataclasses.replace(
+            inner.embedding, vocab=500, d_model=64, position=learned(128)
+        )
+    inner = dataclasses.replace(inner, **changes)
+    if not isinstance(declared, rg.Vision):
+        return inner
+    head = rg.ClassifierHead(10, pool="first")
+    return dataclasses.replace(declared, encoder=inner, image=PIXELS, patch=(8, 8), head=head)
+
+
+def length(declared):
+    return declared.tokens if isinstance(declared, rg.Vision) else N
+
+
+def checkpointed(declared):
+    """The same model, each block recomputed in the backward pass."""
+    match declared:
+        case rg.EncoderDecoder(encoder, decoder):
+            return dataclasses.replace(
+                declared,
+                encoder=dataclasses.replace(encoder, checkpoint=True),
+                decoder=dataclasses.replace(decoder, checkpoint=True),
+            )
+        case rg.Vision(encoder):
+            return dataclasses.replace(declared, encoder=dataclasses.replace(encoder, checkpoint=True))
+    return dataclasses.replace(declared, checkpoint=True)
+
+
+def inputs(declared, b):
+    def ids(embedding):
+        return torch.randint(0, embedding.vocab, (b, N))
+
+    match declared:
+        case rg.EncoderDecoder(encoder, decoder):
+            return [ids(encoder.embedding), ids(decoder.embedding)]
+        case rg.Vision():
+            return [torch.randn(b, declared.channels, *declared.image)]
+    return [ids(declared.embedding)]
+
+
+def targets(declared, b):
+    inner = declared.decoder if isinstance(declared, rg.EncoderDecoder) else declared
+    match inner.head:
+        case rg.ClassifierHead(classes):
+            return torch.randint(0, classes, (b,))
+        case rg.LanguageHead() | rg.MaskedHead():
+            return torch.randint(0, inner.embedding.vocab, (b * N,))
+    return None
+
+
+class Trained:
+    """A real model with its optimiser, after one step."""
+
+    def __init__(self, declared, b, low=None, optimiser=torch.optim.AdamW, **options):
+        torch.manual_seed(0)
+        self.model, self.low = declared.build(), low
+        self.given, self.targets = inputs(declared, b), targets(declared, b)
+        self.optimiser = optimiser(self.model.parameters(), **options)
+        self.step()
+
+    def loss(self):
+        with torch.autocast("cpu", dtype=self.low or torch.bfloat16, enabled=self.low is not None):
+            out = self.model(*self.given)
+            if self.targets is None:
+                return out.square().mean()
+            return F.cross_entropy(out.flatten(0, -2), self.targets)
+
+    def step(self):
+        self.loss().backward()
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+    @property
+    def held(self):
+        """Bytes of weights, optimiser state and inputs, which are there before a step begins."""
+        states = [x for s in self.optimiser.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+        states = [x for x in states if x.dim()]  # not the number of steps
+        given = [*self.given, *([] if self.targets is None else [self.targets])]
+        return sum(x.numel() * x.element_size() for x in [*self.model.parameters(), *states, *given])
+
+
+def counted(call):
+    """(most, at the end): bytes that the allocator held while `call` ran, beside what was there before."""
+    activity = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+        kept = call()
+    events = [
+        (e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
+    now = most = 0
+    for _, size in sorted(events, key=lambda e: e[0]):
+        now += size
+        most = max(most, now)
+    del kept
+    return most, now
+
+
+def saved(call):
+    """The storages that autograd saves while `call` runs, by address, each once."""
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = call()
+    del out
+    return storages

@@ -1,0 +1,279 @@
+"""Anyone's modules, counted: every number against PyTorch's FLOP counter over a path it sees in full."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import regard as rg
+from memory_witness import counted
+from regard.costs.door import cost
+
+B, N, D, H, FF = 3, 13, 24, 4, 40
+CORE, PROJECTIONS = 4 * B * N * N * D, 8 * B * N * D * D
+x = torch.randn(B, N, D, generator=torch.Generator().manual_seed(0))
+q = torch.randn(B, H, N, 7, generator=torch.Generator().manual_seed(1))
+
+
+def flops(call, backward=False):
+    """What PyTorch counts while `call` really runs."""
+    with FlopCounterMode(display=False) as counter:
+        out = call()
+        if backward:
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            out.square().mean().backward()
+    return counter.get_total_flops()
+
+
+def with_weights(module):
+    """Attention that also returns its weights runs as plain products, which the counter sees."""
+    return flops(lambda: module(x, x, x, need_weights=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_is_counted_in_full(training, need_weights):
+    module = nn.MultiheadAttention(D, H, batch_first=True).train(training)
+    given = {"query": x, "key": x, "value": x, "need_weights": need_weights}
+    assert cost(module, given).operations == with_weights(module.train()) == CORE + PROJECTIONS
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_is_counted_in_full_in_training_and_on_its_fast_path(training, norm_first):
+    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True, norm_first=norm_first).train(training)
+    attention, up, down = with_weights(layer.self_attn.train()), layer.linear1, layer.linear2
+    rest = flops(lambda: down(up(x)))
+    layer.train(training)
+    assert cost(layer, x).operations == attention + rest
+
+
+def test_the_fused_calls_behind_the_fast_path_are_counted_where_they_are_called_by_name():
+    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True).eval()
+    a = layer.self_attn
+
+    def fast(x):
+        return torch._transformer_encoder_layer_fwd(
+            x, D, H, a.in_proj_weight, a.in_proj_bias, a.out_proj.weight, a.out_proj.bias, False, False, 1e-5,
+            layer.norm1.weight, layer.norm1.bias, layer.norm2.weight, layer.norm2.bias,
+            layer.linear1.weight, layer.linear1.bias, layer.linear2.weight, layer.linear2.bias,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), layer(x))  # it is the fast path's own call
+    assert cost(fast, x).operations == cost(layer, x).operations
+
+
+def test_sdpa_is_charged_for_the_pairs_of_its_mask():
+    def causal(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def masked(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    every = flops(lambda: (q @ q.mT).softmax(-1) @ q)
+    pairs = N * (N + 1) // 2
+    below = torch.ones(N, N).tril().bool()
+    assert cost(F.scaled_dot_product_attention, q, q, q).operations == every
+    assert cost(causal, q, q, q).operations * N * N == every * pairs
+    for mask in (below, torch.zeros(N, N).masked_fill(~below, -torch.inf)):
+        told = cost(masked, q, q, q, mask)
+        assert told.operations * N * N == every * pairs and told.total.executed == every
+        assert (told.pairs[0].needed, told.pairs[0].computed, told.pairs[0].full) == (pairs, N * N, N * N)
+
+
+def test_a_mask_made_inside_the_module_is_charged_too():
+    class Masked(nn.Module):
+        def forward(self, x):
+            allowed = torch.ones(x.shape[-2], x.shape[-2], device=x.device).tril(2).bool()
+            learned = torch.where(allowed, x.mean() + 0 * allowed, -torch.inf)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=learned)
+
+    told = cost(Masked(), q)
+    assert told.pairs[0].needed == int(torch.ones(N, N).tril(2).sum())
+
+
+def test_a_mask_whose_values_are_not_known_is_charged_in_full_and_said_to_be():
+    def masked(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    told = cost(masked, q, q, q, torch.empty(N, N, dtype=torch.bool, device="meta"))
+    assert told.pairs[0].needed == N * N
+    assert told.pairs[0].pattern == "a mask whose values are not known: charged in full"
+
+
+def test_flex_attention_is_charged_for_its_function_and_for_its_blocks():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    k = torch.randn(1, 2, 64, 8)
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    told = cost(lambda q: flex.flex_attention(q, q, q, block_mask=mask), k)
+    pair = 2 * 2 * (8 + 8)
+    assert told.operations == pair * 64 * 65 // 2
+    assert told.total.executed == pair * 10 * 16 * 16  # ten of sixteen blocks
+
+
+@pytest.mark.parametrize(
+    "build, per_step", [(nn.RNN, 4), (nn.GRU, 12), (nn.LSTM, 16)], ids=["rnn", "gru", "lstm"]
+)
+def test_recurrent_layers_are_counted_in_full(build, per_step):
+    assert cost(build(D, D, batch_first=True), x).operations == per_step * B * N * D * D
+
+
+def test_forward_and_backward_are_what_pytorch_counts_of_both():
+    model = nn.Sequential(nn.Linear(D, FF), nn.GELU(), nn.Linear(FF, D), nn.LayerNorm(D))
+    told = cost(model, x, train=True).total
+    assert told.operations + told.backward == flops(lambda: model(x), backward=True)
+
+
+# -- Hugging Face -------------------------------------------------------------------------------------------------
+
+
+def configurations():
+    t = pytest.importorskip("transformers")
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    sides = {
+        f"{s}_{k}": v
+        for s in ("encoder", "decoder")
+        for k, v in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+    }
+    return {
+        "bert": t.BertConfig(vocab_size=50, **small),
+        "gpt2": t.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=50),
+        "llama": t.LlamaConfig(num_key_value_heads=2, vocab_size=50, **small),
+        "t5": t.T5Config(num_layers=2, d_model=32, d_kv=8, num_heads=4, d_ff=48, vocab_size=50),
+        "marian": t.MarianConfig(
+            d_model=32, vocab_size=50, pad_token_id=0, decoder_start_token_id=0, **sides
+        ),
+        "vit": t.ViTConfig(image_size=32, patch_size=8, **small),
+    }
+
+
+def real_inputs(config, n, m, b):
+    if config.model_type == "vit":
+        return {"pixel_values": torch.randn(b, 3, 32, 32)}
+    ids = {"input_ids": torch.ones(b, m if config.is_encoder_decoder else n, dtype=torch.long)}
+    return ids | (
+        {"decoder_input_ids": torch.ones(b, n, dtype=torch.long)} if config.is_encoder_decoder else {}
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "marian", "vit"])
+def test_a_hugging_face_configuration_is_counted_as_its_eager_model_is(name):
+    from transformers import AutoModel
+
+    n, m, b = 11, 7, 2
+    config = configurations()[name]
+    fused = cost(config, n=n, m=m, batch=b)
+    assert not fused.uncounted
+    config._attn_implementation = "eager"
+    model = AutoModel.from_config(config).eval()
+    config = model.config
+    real = flops(lambda: model(**real_inputs(config, n, m, b)))
+    assert cost(config, n=n, m=m, batch=b).operations == real  # the decomposed path, product for product
+    hidden = [p.full - p.needed for p in fused.pairs]
+    heads, width = 4, 8
+    assert fused.operations == real - b * heads * 4 * width * sum(hidden)
+    assert fused.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_causal_models_hide_the_future_of_every_layer():
+    for name, looks in (("gpt2", 2), ("llama", 2), ("t5", 2)):
+        told = cost(configurations()[name], n=11, m=7)
+        assert sum(p.needed == 66 and p.full == 121 for p in told.pairs) == looks
+
+
+# -- memory, names, errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_memory_of_a_foreign_layer_is_what_the_allocator_counts(dropout):
+    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True, dropout=dropout)
+    given = torch.randn(16, 31, D)
+    adam = torch.optim.AdamW(layer.parameters(), foreach=False)
+
+    def step():
+        layer(given).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+
+    step()
+    size = sum(p.numel() * 4 for p in layer.parameters())
+    told = cost(layer, given, train=True).memory
+    real = 3 * size + given.numel() * 4 + counted(step)[0]
+    assert abs(told.training / real - 1) < 0.1  # the layouts of gradients are not those of every kernel
+    assert told.weights == told.gradients == size and told.optimiser == 2 * size
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.linalg.inv(torch.fft.fft(self.inner(x)).real)
+
+
+def test_what_is_not_known_is_named_with_its_place_and_never_counted_as_nothing():
+    told = cost(nn.Sequential(Odd()), torch.randn(4, 4))
+    assert told.operations == 2 * 4 * 4 * 4
+    assert "aten._fft_r2c in 0 (1 ×)" in told.uncounted and "aten.linalg_inv_ex in 0 (1 ×)" in told.uncounted
+    assert "aten._fft_r2c in 0" in str(told)
+
+
+def test_operations_stand_where_their_module_stands():
+    told = cost(nn.Sequential(nn.Linear(D, FF), nn.Sequential(nn.Linear(FF, D))), x)
+    assert told["1/0"].total.operations == 2 * B * N * FF * D
+    assert told["1/0"].total.parameters == FF * D + D
+    assert sum(a.operations for _, a in told.tree.terms()) == told.operations
+
+
+def test_tied_weights_are_counted_once():
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    model[1].weight = model[0].weight
+    assert cost(model, x).parameters == D * D + 2 * D
+
+
+def test_a_module_may_look_at_numbers_that_follow_from_its_inputs():
+    class Looks(nn.Module):
+        def forward(self, ids, x):
+            return x @ x.mT if (ids > 0).all() else x
+
+    told = cost(Looks(), torch.ones(3, dtype=torch.long), x)
+    assert told.operations == 2 * B * N * N * D
+
+
+class Asks(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    "ask, told",
+    [
+        (
+            lambda: cost(nn.Bilinear(2, 3, 4)),
+            "Bilinear needs input1, input2, which were not given; give example",
+        ),
+        (lambda: cost(nn.Linear(3, 4)), "Linear needs input, which was not given; give example inputs"),
+        (lambda: cost(Asks(), torch.empty(3, device="meta")), "looks at a number that only real data has"),
+        (lambda: cost(nn.Linear(3, 4), x, x, x[..., :3]), "Linear does not take these inputs: "),
+        (lambda: cost(7), "int has no cost; give a spec, a preset's name, an nn.Module or a configuration"),
+        (lambda: cost(nn.ReLU(), x, train=True), "nothing that came out has a gradient"),
+    ],
+)
+def test_a_bad_request_says_what_is_missing(ask, told):
+    with pytest.raises(rg.RegardError) as error:
+        ask()
+    assert told in str(error.value)
+
+
+def test_nothing_is_left_changed():
+    true = F.scaled_dot_product_attention
+    module = nn.MultiheadAttention(D, H, batch_first=True)
+    cost(module, x, x, x)
+    assert F.scaled_dot_product_attention is true
+    assert not module._forward_hooks and not module._forward_pre_hooks
+    assert module.in_proj_weight.device.type == "cpu" and module(x, x, x)[0].shape == x.shape
