@@ -123,7 +123,7 @@ SMALL = [
     Case("gradient of o alone", BOTH, given="o"),
     # A bias by distance and its gradient: along diagonals, at places of their own, past the reach
     Case("table", full(), n=35, m=41, h=2, h_kv=1, reach=9),
-    Case("table of every distance", BOTH, n=35, m=35, reach=50),
+    Case("table of every distance", BOTH, n=67, m=67, reach=80),
     Case("slopes", BOTH, h=2, h_kv=2, slopes=True),
     Case("table over strided keys", causal() & (strided(6) | every(4)), reach=30),
     Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),
