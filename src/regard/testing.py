@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .laws.catalogue import LAWS, law
-from .laws.checker import Budget, _as_target, _probe, try_law
+from .laws.checker import Budget, as_target, probe_target, try_law
 from .laws.law import Law, Outcome
 
 
@@ -74,8 +74,8 @@ def _once(target: Any) -> Callable[[], tuple[Any, dict[str, bool], dict[str, str
     @functools.cache
     def known():
         made = target() if _makes_one(target) else target
-        made = _as_target(made)
-        return made, *_probe(made)
+        made = as_target(made)
+        return made, *probe_target(made)
 
     return known
 

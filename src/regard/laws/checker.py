@@ -50,9 +50,9 @@ def check(
     """
     chosen = LAWS if laws is None else tuple(x if isinstance(x, Law) else law(x) for x in _listed(laws))
     budget = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
-    known = _as_target(target)
+    known = as_target(target)
     with _one_thread():
-        found, why = _probe(known)
+        found, why = probe_target(known)
         outcomes = tuple(try_law(one, known, budget, found=found, why=why) for one in chosen)
     return Verdict(known, outcomes, found, why)
 
@@ -72,7 +72,8 @@ def _listed(laws: Iterable[str | Law] | str | Law) -> list[str | Law]:
     return [laws] if isinstance(laws, str | Law) else list(laws)
 
 
-def _as_target(thing: Any) -> Target:
+def as_target(thing: Any) -> Target:
+    """What a thing is to a law: the target itself, or the one an adapter makes of it."""
     if isinstance(thing, Target):
         return thing
     from .adapters import adapt  # knows many libraries, and none of them is needed for a target
@@ -80,7 +81,8 @@ def _as_target(thing: Any) -> Target:
     return adapt(thing)
 
 
-def _probe(target: Target) -> tuple[dict[str, bool], dict[str, str]]:
+def probe_target(target: Target) -> tuple[dict[str, bool], dict[str, str]]:
+    """What a target takes beyond what it says, and why not where it does not; within a minute."""
     if refusal := _no_device(target):
         return {}, {"device": refusal}
     with search.time_limit(PROBING), warnings.catch_warnings():
@@ -110,7 +112,7 @@ def try_law(
     """One law on one target."""
     budget = budget or Budget()
     if found is None or why is None:
-        found, why = _probe(target)
+        found, why = probe_target(target)
     if refusal := _no_device(target):
         return Outcome(one, "not applicable", refusal)
     lab = Lab(target, found)
@@ -359,8 +361,8 @@ def _importable(target: Target) -> tuple[list[str], str] | None:
 
 def replay(number: str, target: Any, **case: Any) -> str:
     """One case of one law again: what it measured, in words."""
-    one, known = law(number), _as_target(target)
-    found, _ = _probe(known)
+    one, known = law(number), as_target(target)
+    found, _ = probe_target(known)
     place = _place(one, known)
     if place is None:
         raise SpecError(f"{one.number} is about {about(one)}, and {known.name} is {_named(known)}")

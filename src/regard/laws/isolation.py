@@ -173,7 +173,9 @@ def model_every_gradient(lab: Lab, c: Case) -> Reading:
     broken = [name for name, g in zip(named, grads) if g is not None and not bool(torch.isfinite(g).all())]
     readings = [exactly(f"the gradient of {', '.join(broken)} is not finite", not broken)]
     missing = [name for name, g in zip(named, grads) if g is None]
-    if missing:
+    if missing and lab.model.of == "attention":
+        readings.append(exactly(f"no gradient reaches {', '.join(missing)}", not missing))
+    elif missing:
         moved = _moves(lab, module, x.detach(), context, [named[name] for name in missing])
         readings.append(
             exactly(f"no gradient reaches {', '.join(missing)}, on which the output depends", not moved)

@@ -209,13 +209,33 @@ def sparse_is_masked_dense(lab: Lab, c: Case) -> Reading:
     return worst(*readings)
 
 
+def model_masked(lab: Lab, c: Case) -> Reading:
+    """What a mask hides from a query may hold anything; what it shows does not go unseen."""
+    x, t = lab.sequence(c.b, c.n), int(lab.below(c.n))
+    allowed = (lab.rand(c.b, c.n, c.n) < 0.5) | torch.eye(c.n, dtype=torch.bool, device=lab.device)
+    shown = allowed[:, t] if not x.is_floating_point() else allowed[:, t, :, None]
+    with torch.no_grad():
+        o = lab.run(x, allowed=allowed)[:, t]
+        changed = lab.run(torch.where(shown, x, lab.others(x)), allowed=allowed)[:, t]
+    return compare(f"output {t} after what the mask hides from it was changed", changed, o)
+
+
+def _one_layer(lab: Lab) -> str | None:
+    if lab.model.of != "attention" and lab.model.layers != 1:
+        return "past one layer a mask hides less than it says (L35)"
+    return positions_out(lab)
+
+
 def mask_arithmetic(lab: Lab, c: Case) -> Reading:
     q, k, v = lab.qkv(c, learn=lab.takes("grad"))
     allowed = lab.hide("random", c.b, c.h, c.n, k.shape[-2]).allowed
     assert allowed is not None
     zeros = lab.here(torch.zeros(allowed.shape, dtype=torch.float64))
     additive = zeros.masked_fill(~allowed, -torch.inf)
-    bias = lab.randn(*allowed.shape)
+    m = k.shape[-2]
+    bias = lab.randn(
+        *{"one table": (c.n, m), "a head": (1, c.h, c.n, m), "a row": (c.b, c.h, c.n, m)}[c.bias]
+    )
     o = lab.attend(q, k, v, allowed=allowed)
     ways = {"an additive mask": lab.attend(q, k, v, bias=additive)}
     right = lab.formula(q, k, v, allowed, bias=bias).o
@@ -320,7 +340,8 @@ LAWS = (
                 sparse_is_masked_dense,
                 lambda lab: lab.space(hide=lab.hidings(some=True), n=(1, 2, 3, 5, 7, 11, 16)),
                 when=lambda lab: None if lab.hidings(some=True) else "it can hide nothing",
-            )
+            ),
+            "model": Trial(model_masked, each_length(2), needs=("mask",), when=_one_layer),
         },
         lambda: wrapped("another reading of the pattern", _shifted_mask, "mask", "float64", "n≠m", "d_v≠d_k"),
     ),
@@ -331,7 +352,9 @@ LAWS = (
         "takes a bool mask and a bias; each query has an allowed key",
         {
             "function": Trial(
-                mask_arithmetic, lambda lab: lab.space(both=(False, True)), needs=("mask", "bias")
+                mask_arithmetic,
+                lambda lab: lab.space(both=(False, True), bias=("one table", "a head", "a row")),
+                needs=("mask", "bias"),
             )
         },
         lambda: weighing("scores + mask · (−inf)", _inf_times_mask, *(set(CLAIMS) - {"lse", "weights"})),

@@ -1,4 +1,4 @@
-"""Whole models: L30, L33, L35, L36, L43, L44, L59."""
+"""Whole models: L30, L33, L35, L36, L43, L44, L52, L59."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly
 from .masks import lengths_in, positions_out
 from .modules import small_attention, small_decoder
 from .target import Model
-from .ways import has_projections
+from .ways import by_chunks, chunk_space, chunked_prefill, has_projections
 
 MOST = 4096  # sequences whose likelihoods are summed
 
@@ -336,7 +336,7 @@ LAWS = (
             "function": Trial(function_cached, lambda lab: lab.space(m=None), needs=("causal|mask", "n≠m")),
             "model": Trial(
                 cached,
-                lambda lab: {"b": (1, 2, 3), "n": lengths_in(lab, 2), "chunk": (1, 2, 3)},
+                lambda lab: {"b": (1, 2, 3), "n": lengths_in(lab, 2), "chunk": (1,)},
                 needs=("cache",),
                 when=positions_out,
             ),
@@ -406,6 +406,29 @@ LAWS = (
             )
         },
         _differing_blocks,
+    ),
+    Law(
+        "L52",
+        "chunked prefill",
+        "queries in chunks over the keys so far = the full causal pass",
+        "causal or mask; n ≠ m; of a model: it has a cache",
+        {
+            "function": Trial(chunked_prefill, chunk_space, needs=("causal|mask", "n≠m"), when=by_chunks),
+            "model": Trial(
+                cached,
+                lambda lab: {"b": (1, 2, 3), "n": lengths_in(lab, 3), "chunk": (2, 3)},
+                needs=("cache",),
+                when=positions_out,
+            ),
+        },
+        lambda: wrapped(
+            "each chunk sees itself alone",
+            lambda q, k, v, asked: ((q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]), asked),
+            "causal",
+            "n≠m",
+            "float64",
+            "d_v≠d_k",
+        ),
     ),
     Law(
         "L59",

@@ -51,23 +51,23 @@ def convex_hull(lab: Lab, c: Case) -> Reading:
 
 def softmax_shape(lab: Lab, c: Case) -> Reading:
     q, k, v = lab.qkv(c)
-    b = c.d_k**-0.5
-    o = lab.attend(q, k, v)
+    b = c.d_k**-0.5 if c.scale is None else c.scale
+    options = {} if c.scale is None else {"scale": c.scale}
+    o = lab.attend(q, k, v, **options)
     push = lab.randn(c.b, c.h, 1, c.d_k)
     push = push * 100.0 / (b * einsum(q, push, "b h n d, b h i d -> b h n i").abs().amax().clamp(min=1e-3))
-    a = lab.weights(q, k)
-    scores = lab.formula(q, k, v).scores
+    a = lab.weights(q, k, **options)
+    scores = lab.formula(q, k, v, scale=c.scale).scores
     ratio = (a / a[..., :1]).double().log()
     close = 1.0 if lab.dtype == torch.float32 else 100.0
     readings = [
-        compare("outputs after adding 100 to every score of a row", lab.attend(q, k + push, v), o),
+        compare("outputs after adding 100 to every score of a row", lab.attend(q, k + push, v, **options), o),
         compare("ln(a_j/a_0) against b(s_j − s_0)", ratio, scores - scores[..., :1], slack=close),
     ]
     if lab.takes("bias"):
         constant = lab.here(torch.full((c.n, k.shape[-2]), 100.0))
-        readings.append(
-            compare("outputs with a bias of 100 everywhere", lab.attend(q, k, v, bias=constant), o)
-        )
+        biased = lab.attend(q, k, v, bias=constant, **options)
+        readings.append(compare("outputs with a bias of 100 everywhere", biased, o))
     return worst(*readings)
 
 
@@ -209,7 +209,11 @@ LAWS = (
         "softmax shape",
         "softmax(s + c) = softmax(s); ln(a_j/a_k) = b(s_j − s_k)",
         "no mask; no weight underflows",
-        {"function": Trial(softmax_shape, spaced(hide=False))},
+        {
+            "function": Trial(
+                softmax_shape, lambda lab: lab.space(scale=(None, 0.3) if lab.takes("scale") else (None,))
+            )
+        },
         lambda: weighing(
             "scores divided by their sum", lambda s, ok: s.abs() / s.abs().sum(-1, keepdim=True)
         ),

@@ -87,9 +87,9 @@ class Verdict:
         return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
 
     def _repr_html_(self) -> str:
-        from .page import page
+        from .page import inline
 
-        return page(self)
+        return inline(self)
 
 
 def _told(o: Outcome) -> str:

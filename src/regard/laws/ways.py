@@ -207,8 +207,11 @@ def split_and_merged(lab: Lab, c: Case) -> Reading:
     parts = [lab.attend_lse(q, k[:, :, s], v[:, :, s]) for s in (slice(0, cut), slice(cut, m)) if m > s.start]
     joined, joined_lse = merge(parts)
     right = lab.formula(q, k, v)
+    hiding = asked(lab, c)
+    shown = lab.attend_lse(q, k, v, **hiding.options)[1]
     readings = [
         compare("the log-sum-exp against the formula", lse, right.lse),
+        compare(f"the log-sum-exp with {c.hide!r} hidden", shown, lab.formula(q, k, v, hiding.allowed).lse),
         compare("parts merged by log-sum-exp against the whole", joined, whole),
         compare("their joined log-sum-exp", joined_lse, lse),
     ]
@@ -254,7 +257,7 @@ def _wrong_split(x: Tensor, h: int) -> Tensor:
     return rearrange(rearrange(x, "b h n d -> b n (d h)"), "b n (h d) -> b h n d", h=h)
 
 
-def _chunk_space(lab: Lab):
+def chunk_space(lab: Lab):
     return lab.space(m=None, n=(2, 3, 5, 7, 11), chunk=(1, 2, 3, 4))
 
 
@@ -319,30 +322,11 @@ LAWS = (
         ),
     ),
     Law(
-        "L52",
-        "chunked prefill",
-        "queries in chunks over the keys so far = the full causal pass",
-        "causal or mask; n ≠ m",
-        {
-            "function": Trial(
-                chunked_prefill, _chunk_space, needs=("causal|mask", "n≠m"), when=lambda lab: _by_chunks(lab)
-            )
-        },
-        lambda: wrapped(
-            "each chunk sees itself alone",
-            lambda q, k, v, asked: ((q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]), asked),
-            "causal",
-            "n≠m",
-            "float64",
-            "d_v≠d_k",
-        ),
-    ),
-    Law(
         "L53",
         "split and merged",
         "o = Σ_p exp(lse_p − lse) o_p, lse = logsumexp_p lse_p over a split of the keys; gradients through both",
         "gives its log-sum-exp",
-        {"function": Trial(split_and_merged, spaced(hide=False), needs=("lse", "n≠m"))},
+        {"function": Trial(split_and_merged, spaced(), needs=("lse", "n≠m"))},
         _dropped_lse,
     ),
     Law(
@@ -356,7 +340,7 @@ LAWS = (
 )
 
 
-def _by_chunks(lab: Lab) -> str | None:
+def by_chunks(lab: Lab) -> str | None:
     if lab.takes("mask") or lab.target.alignment == "bottom-right":
         return None
     return "chunks stand at the end of their keys: it aligns top-left and takes no mask"
