@@ -1,7 +1,7 @@
 """One head's weights for a run of queries, one block after the other."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
@@ -36,15 +36,11 @@ class Block:
     top: Float[Tensor, " r"]
     allowed: Float[Tensor, " r"]
     counted: Bool[Tensor, " r"]
+    share: Float[Tensor, " r"]  # what turns a row into weights: 1 / mass, 0 for a query that is not counted
 
     @property
     def keys(self) -> int:
         return self.table.shape[-1]
-
-    @property
-    def share(self) -> Float[Tensor, " r"]:
-        """What turns a row into weights: 1 / mass, 0 for a query that is not counted."""
-        return torch.where(self.counted, 1 / self.mass, 0.0)
 
     def weights(self) -> Float[Tensor, "r keys"]:
         return self.table * self.share[:, None]
@@ -61,25 +57,31 @@ class Block:
 
     def at(self, pairs: "Pairs") -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
         """Σ of the weights at these pairs, and how many of the queries that have one are counted."""
-        device = self.table.device
-        i, j = pairs.i.to(device), pairs.j.to(device)
-        flat = self.skewed.as_strided((self.skewed.stride(0) * len(self.mass),), (1,))
-        places = i * self.table.stride(0) + j + len(self.mass)
-        got = flat.index_select(0, places) @ self.share.index_select(0, i)
+        r, device = len(self.mass), self.table.device
+        flat = self.skewed.as_strided((r * self.skewed.stride(0),), (1,))
+        got = flat.index_select(0, pairs.places.to(device)) @ self.share.index_select(0, pairs.i.to(device))
         return got, (pairs.there.to(device) & self.counted).sum()
 
 
 class Pairs(NamedTuple):
-    """Pairs (i, j) of a block, i counted from its first query; and which queries have one."""
+    """Some pairs of a block: their queries, counted from its first; where they lie in its space; who has one."""
 
     i: Int[Tensor, " p"]
-    j: Int[Tensor, " p"]
+    places: Int[Tensor, " p"]
     there: Bool[Tensor, " r"]
+
+
+def pairs(i: Int[Tensor, " p"], j: Int[Tensor, " p"], r: int, keys: int) -> Pairs:
+    """The pairs (i, j) of a block of r queries and `keys` keys."""
+    there = torch.zeros(r, dtype=torch.bool).index_fill_(0, i, True)
+    return Pairs(i, i * (r + keys) + r + j, there)
 
 
 def blocks(call: Captured, batch: int, size: int) -> Iterator[Block]:
     """The blocks of one batch row, `size` weights each: a run of queries, then the next head."""
     source = call._kept()
+    if isinstance(source, Compared) and not source.k.is_contiguous():
+        source = replace(source, k=source.k.contiguous())  # it is read once a block
     run = max(1, min(call.n, size // max(call.m, 1)))
     device = held(source)[0].device
     space = torch.zeros(run * (run + call.m + 1), device=device, dtype=_dtype(source))
@@ -96,7 +98,8 @@ def blocks(call: Captured, batch: int, size: int) -> Iterator[Block]:
         for head in range(call.heads):
             facts = _fill(source, Part(batch, slice(head, head + 1), rows, keys), table, safe[head])
             counted = real & (facts[0] > 0)
-            yield Block(batch, head, rows, call.n, call.start, table, skewed, *facts, counted)
+            share = torch.where(counted, facts[0].reciprocal(), 0.0)
+            yield Block(batch, head, rows, call.n, call.start, table, skewed, *facts, counted, share)
 
 
 def _layout(space: Tensor, r: int, keys: int) -> tuple[Float[Tensor, "r keys"], Float[Tensor, "r o"]]:

@@ -22,7 +22,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..engine import attention as engine
 from ..engine.call import Call, as_pattern_and_table, check
@@ -130,7 +130,11 @@ class Watcher(TorchDispatchMode):
             alike = True if way == "fast path" else self._origins.alike(source.q, source.k)
             role = _role(alike, source.shape[2], source.shape[3])
         self._seen += 1
-        with self.not_again(), torch.no_grad():
+        with (
+            self.not_again(),
+            torch.no_grad(),
+            _disable_current_modes(),
+        ):  # our own operations need no watching
             self._see(Seen(name or self._path(), role or "self", way, source))
 
     def run(
@@ -208,8 +212,10 @@ def watching(model: Any, see: Callable[[Seen], None], change: Change | None = No
             register_module_forward_hook(watcher.leave),
         ):
             undo.callback(hook.remove)
-        undo.enter_context(_replaced(torch.nn.functional.scaled_dot_product_attention, _noting_sdpa(watcher)))
-        undo.enter_context(_replaced(engine.attention, _noting_ours(watcher)))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        undo.enter_context(
+            _replaced((sdpa, _noting_sdpa(watcher)), (engine.attention, _noting_ours(watcher)))
+        )
         if "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules:
             undo.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled model shows nothing
         undo.enter_context(warnings.catch_warnings())
@@ -258,21 +264,22 @@ def _noting_ours(watcher: Watcher) -> Callable[..., Any]:
 
 
 @contextmanager
-def _replaced(original: Any, by: Any) -> Iterator[None]:
-    """`by` in place of `original`, under every name by which a loaded module knows it."""
+def _replaced(*pairs: tuple[Any, Any]) -> Iterator[None]:
+    """The second of each pair in place of the first, under every name by which a loaded module knows it."""
+    by = {id(original): (original, new) for original, new in pairs}
     places = [
-        (holder, name)
+        (holder, name, *by[id(held)])
         for holder in list(sys.modules.values())
-        if isinstance(holder, type(sys))
+        if isinstance(holder, type(sys)) and not by.keys().isdisjoint(map(id, list(vars(holder).values())))
         for name, held in list(vars(holder).items())
-        if held is original
+        if id(held) in by
     ]
-    for holder, name in places:
-        setattr(holder, name, by)
+    for holder, name, _, new in places:
+        setattr(holder, name, new)
     try:
         yield
     finally:
-        for holder, name in places:
+        for holder, name, original, _ in places:
             setattr(holder, name, original)
 
 

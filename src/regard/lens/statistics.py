@@ -151,7 +151,7 @@ def head_statistics(
 
 def _add(sums: Float[Tensor, "2 h"], block: Block, pairs: Pairs | None) -> None:
     """The weight on these pairs, gathered pair by pair: few tokens are equal."""
-    if pairs is not None:
+    if pairs is not None and len(pairs.i):
         got, counted = block.at(pairs)
         sums[0, block.head] += got.cpu()
         sums[1, block.head] += counted.cpu()

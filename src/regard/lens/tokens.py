@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from .blocks import Block, Pairs
+from .blocks import Block, Pairs, pairs
 from .captured import Role
 
 SEPARATORS = ("[SEP]", "</s>", "<eos>", "<|endoftext|>", ".", ",", ";", ":", "!", "?")
@@ -41,14 +41,18 @@ def _equal(
     tokens: Tokens, batch: int, start: int, stop: int, keys: int, stands: int, which: str, step: int
 ) -> Pairs:
     """The pairs (i, j + step) with equal tokens at i and j, i counted from `start`."""
-    q, k = tokens.queries[batch, start:stop], tokens.keys[batch, : keys - step]
-    i, j = (q[:, None] == k).nonzero(as_tuple=True)
+    q, k = tokens.queries[batch, start:stop], tokens.keys[batch, : max(keys - step, 0)]
+    in_order, order = k.sort()
+    first = torch.searchsorted(in_order, q)
+    count = torch.searchsorted(in_order, q, right=True) - first
+    i = torch.arange(stop - start).repeat_interleave(count)
+    within = torch.arange(len(i)) - (count.cumsum(0) - count)[i]  # which of the keys equal to query i
+    j = order[first[i] + within]
     if which != "any":
         place = i + (start + stands)
         kept = j < place if which == "earlier" else j != place
         i, j = i[kept], j[kept]
-    there = torch.zeros(stop - start, dtype=torch.bool).index_fill_(0, i, True)
-    return Pairs(i, j + step, there)
+    return pairs(i, j + step, stop - start, keys)
 
 
 def numbered(

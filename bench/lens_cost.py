@@ -1,0 +1,142 @@
+"""What looking costs: memory and time of streaming statistics beside eager attention with weights, and nothing
+when nothing is asked.
+
+memory: the rise of the process's peak over q, k and v, n = 16384, 12 heads of 64, one layer, in a process of its
+own; eager's is the table itself, 12 n² float32 (its true peak is higher). time: a forward pass of BERT (2 layers,
+768 wide, 12 heads, n = 4096), `look(keep=False)` on the sdpa model against output_attentions=True on the eager one,
+interleaved medians. idle: the sdpa model before anything was looked at and after.
+
+PYTHONPATH=src python bench/lens_cost.py --write      (about three minutes on two cores)
+"""
+
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+HEADS, WIDTH = 12, 64
+
+
+def memory(n: int) -> dict:
+    """Run in a child: the peak of this process before and after the statistics."""
+    told = subprocess.run(
+        [sys.executable, __file__, "--child", str(n)], capture_output=True, text=True, check=True
+    )
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def child(n: int) -> None:
+    from regard.lens.view import look
+
+    torch.set_num_threads(2)
+    q, k, v = (torch.randn(1, HEADS, n, WIDTH) for _ in range(3))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        attend(q, k, v)  # the model's own forward pass, and the libraries' first use
+        look(lambda q: attend(q, q, q), q[:, :, :64]).rows()
+    before, start = _peak(), time.perf_counter()
+    look(lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v), q, keep=False).rows()
+    rise, eager = _peak() - before, HEADS * n * n * 4
+    told = {"n": n, "rise_mb": rise / 1e6, "eager_mb": eager / 1e6, "share": rise / eager}
+    print(json.dumps(told | {"seconds": time.perf_counter() - start}))
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def bert(way: str, n: int):
+    import transformers as tf
+
+    torch.manual_seed(0)
+    config = tf.BertConfig(num_hidden_layers=2, max_position_embeddings=n)
+    return tf.BertModel._from_config(config, attn_implementation=way).eval()
+
+
+def timed(n: int, rounds: int) -> dict:
+    from regard.lens.view import look
+
+    fused, eager = bert("sdpa", n), bert("eager", n)
+    given = {
+        "input_ids": torch.randint(1000, 30000, (1, n)),
+        "attention_mask": torch.ones(1, n, dtype=torch.long),
+    }
+    ways = {
+        "forward, sdpa": lambda: fused(**given),
+        "eager with weights": lambda: eager(**given, output_attentions=True).attentions,
+        "look, every head": lambda: look(fused, given, keep=False).statistics,
+        "look, maps kept": lambda: look(fused, given),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    with torch.no_grad():
+        for turn in range(rounds + 1):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                if turn:
+                    times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    spread = {name: [min(each), max(each)] for name, each in times.items()}
+    ratio = medians["look, every head"] / medians["eager with weights"]
+    return {"n": n, "medians_s": medians, "range_s": spread, "look_over_eager": ratio}
+
+
+def idle(n: int, rounds: int) -> dict:
+    """The same forward pass before the first look of the process and after it."""
+    model = bert("sdpa", n)
+    given = {"input_ids": torch.randint(1000, 30000, (1, n))}
+
+    def seconds() -> list[float]:
+        found = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            model(**given)
+            found.append(time.perf_counter() - start)
+        return found
+
+    with torch.no_grad():
+        seconds()
+        from regard.lens.view import look
+
+        before = seconds()
+        look(model, given).rows()
+        after = seconds()
+    return {
+        "n": n,
+        "before_s": statistics.median(before),
+        "after_s": statistics.median(after),
+        "ratio_of_medians": statistics.median(after) / statistics.median(before),
+        "ratio_of_minima": min(after) / min(before),
+    }
+
+
+def main() -> None:
+    if "--child" in sys.argv:
+        return child(int(sys.argv[-1]))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(2)
+    quick = "--quick" in sys.argv
+    told = {
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, 2 threads",
+        "idle": idle(128, 10 if quick else 60),
+        "memory": memory(4096 if quick else 16384),
+        "time": timed(1024 if quick else 4096, 1 if quick else 5),
+    }
+    print(json.dumps(told, indent=1))
+    if "--write" in sys.argv:
+        path = Path(__file__).parent / "results" / f"lens-cost-{time.strftime('%Y-%m-%d')}.json"
+        path.write_text(json.dumps(told, indent=1) + "\n")
+        print(f"written: {path}", file=sys.stderr)
+    return None
+
+
+if __name__ == "__main__":
+    main()
