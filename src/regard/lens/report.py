@@ -1,0 +1,128 @@
+"""The report: one HTML file with everything inside it. It opens from a disk, in a notebook, without a network.
+
+Maps travel as bytes, 0 … 255 of each map's own maximum, in base64; all words come as JSON and are put into the page
+as text, never as markup.
+"""
+
+import base64
+import html
+import json
+import struct
+import zlib
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from .kinds import KINDS
+from .view import View
+
+BUDGET = 1_200_000  # bytes of all maps together
+PARTS = Path(__file__).parent / "page"
+COLUMNS = (
+    ("entropy", "entropy"),
+    ("distance", "distance"),
+    ("span", "span"),
+    ("on_self", "self"),
+    ("on_previous", "previous"),
+    ("on_first", "first"),
+    ("induction", "induction"),
+    ("shift", "shift"),
+    ("shift_weight", "weight there"),
+    ("effect", "effect"),
+)
+
+
+def page(view: View, *, title: str | None = None) -> str:
+    """The whole document."""
+    parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    said = html.escape(title or f"{view.title}: what its heads look at")
+    data = json.dumps(contents(view)).replace("<", "\\u003c")  # no text can end the script it stands in
+    return (
+        parts["html"]
+        .replace("{{title}}", said)
+        .replace("{{css}}", parts["css"])
+        .replace("{{data}}", data)
+        .replace("{{js}}", parts["js"])
+    )
+
+
+def inline(view: View, height: int = 720) -> str:
+    """The page in a frame of its own, for notebooks: its script cannot reach theirs."""
+    whole = html.escape(page(view), quote=True)
+    return f'<iframe srcdoc="{whole}" sandbox="allow-scripts" style="width:100%;height:{height}px;border:0"></iframe>'
+
+
+def contents(view: View, batch: int = 0) -> dict[str, Any]:
+    """What the page shows: layers with their tokens and maps, a row of numbers a head, the image."""
+    heads = sum(c.heads for c in view.calls)
+    side = max(isqrt(BUDGET // max(heads, 1)), 8)
+    layers = []
+    for call in view.calls:
+        kept = call.source is not None
+        maps = [_packed(view.map(call.layer, h, batch), side) for h in range(call.heads)] if kept else []
+        layers.append(
+            {
+                "name": call.name,
+                "role": call.role,
+                "way": call.way,
+                "queries": list(view.queries(call.layer, batch)) if kept else [],
+                "keys": list(view.keys(call.layer, batch)) if kept else [],
+                "maps": maps,
+                "shape": [min(call.n, side), min(call.m, side)],
+            }
+        )
+    rows = view.rows()
+    for row in rows:
+        row["effect"] = view.effects.get((row["layer"], row["head"]))
+    known = [c for c in COLUMNS if any(row.get(c[0]) is not None for row in rows)]
+    keep = ("layer", "head", "kind", "confidence", "evidence", *(name for name, _ in known))
+    return {
+        "layers": layers,
+        "rows": [{name: _rounded(row.get(name)) for name in keep} for row in rows],
+        "columns": known,
+        "kinds": [k for k in KINDS if any(row["kind"] == k for row in rows)],
+        "missed": list(view.missed),
+        "grid": view.grid,
+        "skip": view.skip,
+        "image": None if view.image is None else _png(view.image),
+        "pooled": any(max(c.n, c.m) > side for c in view.calls),
+    }
+
+
+def _packed(weights: Float[Tensor, "n m"], side: int) -> dict[str, Any]:
+    """A map as bytes; one that is too large as the mean over small blocks of it."""
+    n, m = weights.shape
+    if max(n, m) > side:
+        weights = F.adaptive_avg_pool2d(weights[None].float(), (min(n, side), min(m, side)))[0]
+    top = float(weights.max()) if weights.numel() else 0.0
+    raw = (weights.float() / (top or 1.0) * 255).round().byte().cpu().contiguous()
+    return {"top": top, "bytes": base64.b64encode(raw.numpy().tobytes()).decode()}
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _png(image: Float[Tensor, "c height width"]) -> str:
+    """A PNG of an image in 0 … 1, as a data address."""
+    rgb = image.detach().float().cpu().clamp(0, 1)
+    rgb = (rgb.expand(3, -1, -1) if rgb.shape[0] == 1 else rgb[:3]).mul(255).round().byte()
+    _, height, width = rgb.shape
+    rows = rgb.permute(1, 2, 0).contiguous().numpy()
+    lines = b"".join(b"\0" + rows[y].tobytes() for y in range(height))
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    png = (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(lines, 9))
+        + chunk(b"IEND", b"")
+    )
+    return "data:image/png;base64," + base64.b64encode(png).decode()
