@@ -52,7 +52,7 @@ class Call:
     @property
     def factor(self) -> float:
         """What the products q·k are multiplied with; for hard attention the usual 1/√d_k."""
-        return self.q.shape[-1] ** -0.5 if self.scale is None or self.hard else self.scale
+        return self.q.shape[-1] ** -0.5 if self.scale is None or self.hard else float(self.scale)
 
     def allowed(self) -> Bool[Tensor, "..."] | None:
         """The dense table of allowed pairs, broadcastable to (b, h, n, m); None if every pair is."""

@@ -102,7 +102,8 @@ def choose(f: Facts, backend: str = "auto") -> Choice:
         # Remembered, as a short call takes no longer than the choice; a trace has symbols for sizes, a pattern with
         # data is compared by identity and would be kept alive.
         return _auto(f) if torch.compiler.is_compiling() or f.pattern.has_data else _remembered(f)
-    if refusal := cannot(f, backend):
+    data = torch.compiler.is_compiling() or f.pattern.has_data
+    if refusal := (cannot if data else _verdict)(f, backend):
         raise BackendError(f"backend={backend!r} cannot run this: {refusal}")
     return Choice(backend, "asked for by name")
 
@@ -110,6 +111,11 @@ def choose(f: Facts, backend: str = "auto") -> Choice:
 @lru_cache(maxsize=1024)
 def _remembered(f: Facts) -> Choice:
     return _auto(f)
+
+
+@lru_cache(maxsize=1024)
+def _verdict(f: Facts, backend: str) -> str | None:
+    return cannot(f, backend)
 
 
 def _auto(f: Facts) -> Choice:

@@ -91,9 +91,9 @@ def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]
 
 
 def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
-    allows, kept, stands = _mod(call.pattern), call.lengths, i
-    each = isinstance(call.at, Tensor)
+    kept, stands, each = call.lengths, i, isinstance(call.at, Tensor)
     usual = not isinstance(call.at, Tensor) and standing(call.pattern, call.n, call.m, call.at) == (0, 1)
+    allows = _mod(call.pattern, usual and call.n <= call.m)
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         pair = allows(b, row if usual else stands[b, row] if each else stands[row], key)
@@ -102,20 +102,23 @@ def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
     return mask_mod
 
 
-def _mod(pattern: Pattern) -> Mod:
-    """The pattern for one pair of one batch row; it holds the data, not the pattern that carries them."""
+def _mod(pattern: Pattern, inside: bool) -> Mod:
+    """The pattern for one pair of one batch row; it holds the data, not the pattern that carries them.
+
+    inside: every query stands on a key, so that ids are there without a look.
+    """
     match pattern:
         case Both():
-            left, right = _mod(pattern.left), _mod(pattern.right)
+            left, right = _mod(pattern.left, inside), _mod(pattern.right, inside)
             return lambda b, i, j: left(b, i, j) & right(b, i, j)
         case Either():
-            left, right = _mod(pattern.left), _mod(pattern.right)
+            left, right = _mod(pattern.left, inside), _mod(pattern.right, inside)
             return lambda b, i, j: left(b, i, j) | right(b, i, j)
         case Not():
-            inner = _mod(pattern.inner)
+            inner = _mod(pattern.inner, inside)
             return lambda b, i, j: ~inner(b, i, j)
         case documents():
-            return _same_document(pattern.ids)
+            return _same_document(pattern.ids, inside)
         case lengths():
             kept = pattern.l
             return lambda b, i, j: j < kept[b]
@@ -125,8 +128,12 @@ def _mod(pattern: Pattern) -> Mod:
     return lambda b, i, j: pattern.allows(i, j)
 
 
-def _same_document(ids: Tensor) -> Mod:
+def _same_document(ids: Tensor, inside: bool) -> Mod:
     last = ids.shape[-1] - 1
+    if inside and ids.dim() == 1:
+        return lambda b, i, j: ids[i] == ids[j]
+    if inside:
+        return lambda b, i, j: ids[b, i] == ids[b, j]
     if ids.dim() == 1:
         return lambda b, i, j: (ids[i.clamp(0, last)] == ids[j]) & (i >= 0) & (i <= last)
     return lambda b, i, j: (ids[b, i.clamp(0, last)] == ids[b, j]) & (i >= 0) & (i <= last)

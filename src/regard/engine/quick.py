@@ -10,8 +10,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..pattern import Pattern, causal
-from . import whole
+from ..pattern import Pattern, causal, standing
+from . import walk, whole
 from .call import Call
 
 MOST = 64  # calls remembered
@@ -34,12 +34,13 @@ def remember(
     pattern: object,
     scale: int | float | None,
 ) -> None:
-    """Keep how this call runs, if that is one call of PyTorch's attention, and no data decide."""
+    """Keep how this call runs, if no data decide: one call of PyTorch's attention, or of the walk."""
     text = _text(tensors[0], pattern)
     if text is None or not (scale is None or 0 < scale < inf):
         return
     with torch.inference_mode(False):  # a mask made in inference could not train later
-        way = _dense(call) if backend == "dense" else _masked(call) if backend == "masked" else None
+        made = {"dense": _dense, "masked": _masked, "progressions": _walked}.get(backend)
+        way = None if made is None else made(call)
     if way is not None:
         _known[_key(*tensors, text, scale)] = way
         if len(_known) > MOST:
@@ -66,15 +67,22 @@ def _dense(call: Call) -> Way:
     return lambda q, k, v: whole.attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
+def _walked(call: Call) -> Way:
+    place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor, None
+    return lambda q, k, v: walk.attend(q, k, v, *place)[0]
+
+
 def _masked(call: Call) -> Way | None:
     """With the mask as SDPA adds it: made from a table of allowed pairs it costs a tenth of the call, each time."""
-    if call.q.device.type != "cpu" or call.n * call.m > PAIRS:
+    if call.n * call.m > PAIRS:
         return None
     allowed, scale, grouped = call.allowed(), call.factor, call.grouped
     if allowed is None or type(allowed) is not Tensor or allowed.device != call.q.device:
         return None
     empty = ~allowed.any(-1, keepdim=True)
-    mask = torch.zeros(allowed.shape, dtype=call.q.dtype).masked_fill_(~(allowed | empty), -inf)[None, None]
+    wide = -call.m % 8  # rows that begin at a multiple of 16 bytes: the CUDA kernels would copy others
+    mask = torch.zeros(1, 1, call.n, call.m + wide, dtype=call.q.dtype, device=call.q.device)
+    mask = mask[..., : call.m].masked_fill_(~(allowed | empty), -inf)
     if type(mask) is not Tensor:  # some mode makes tensors without data
         return None
 

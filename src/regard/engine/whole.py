@@ -23,7 +23,7 @@ def attend(
     *,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float,
+    scale: int | float,
     enable_gqa: bool,
 ) -> Float[Tensor, "b h n d_v"]:
     """softmax(scale · q kᵀ + mask) v; a mask is added, or True = may look. No row may be empty."""
@@ -35,7 +35,7 @@ def attend(
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, q.shape[2], k.shape[2])
-    return _Whole.apply(q, k, v, mask, is_causal, scale)
+    return _Whole.apply(q, k, v, mask, is_causal, float(scale))
 
 
 def _learns(*tensors: Tensor) -> bool:
