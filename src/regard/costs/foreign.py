@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ShapeError, SpecError
 from ..spec import Spec
-from .memory import WORKSPACE, Memory, _training
+from .memory import WORKSPACE, Memory, training_of
 from .memory_step import Training
 from .trace import Trace, Unknown, tracing
 from .tree import Amounts, Cost, Part
@@ -43,7 +43,7 @@ def cost_of(
         )
     if not inputs and hasattr(thing, "config"):
         inputs = ({**dummies(thing.config, n or 128, m, batch)},)
-    return _counted(thing, inputs, _training(train), device, dtype)
+    return _counted(thing, inputs, training_of(train), device, dtype)
 
 
 def _called(make: Callable) -> Any:

@@ -21,9 +21,7 @@ from .memory_walk import MODELS
 from .sizes import Given, Numbers, Symbols
 
 ROUNDED = {"cpu": 1, "cuda": 512}
-WORKSPACE = (
-    33 << 20
-)  # of cuBLAS (32 MiB) and cuBLASLt (1 MiB), for each thread that multiplies: H100 and H200
+WORKSPACE = 33 << 20  # cuBLAS 32 MiB, cuBLASLt 1, for each thread that multiplies (H100, H200)
 STORED = ("plain",)  # ways that hold all weights at once
 
 
@@ -83,7 +81,7 @@ def memory_of(given: Given) -> Memory | None:
     """The memory of a declared model at these sizes; None for kinds that are not walked term by term."""
     if type(given.spec) not in MODELS:
         return None
-    training = _training(given.train)
+    training = training_of(given.train)
     setting = setting_of(given, training)
     weights, inference = _inference(setting)
     memory = Memory(
@@ -97,7 +95,7 @@ def memory_of(given: Given) -> Memory | None:
     return memory if training is None else _trained(memory, setting, training)
 
 
-def _training(asked: Any) -> Training | None:
+def training_of(asked: Any) -> Training | None:
     if asked is None or asked is False:
         return None
     if asked is True:
@@ -229,7 +227,7 @@ def _kept_parts(setting: Setting, read: Numbers | Symbols) -> dict[str, Bytes]:
 
 def formulas(given: Given) -> dict[str, Any]:
     """Bytes kept for the backward pass, by way, in b, n, m and the widths; of a stack also one layer's."""
-    setting = setting_of(given, _training(given.train) or Training())
+    setting = setting_of(given, training_of(given.train) or Training())
     ways = {
         "weights stored": replace(setting, kernel=lambda *_: "stored", checkpoint=False),
         "weights streamed": replace(setting, kernel=lambda *_: "streaming", checkpoint=False),
@@ -310,7 +308,7 @@ def need_memory(given: Given) -> int:
         raise SpecError(
             f"the memory of {type(given.spec).__name__} is not told; give a model or an attention"
         )
-    training = _training(given.train)
+    training = training_of(given.train)
     setting = setting_of(given, training)
     if training is None:
         return _inference(setting)[1]
