@@ -8,28 +8,22 @@ from typer.testing import CliRunner
 from regard.cli.main import app
 from regard.training.lessons import LESSONS, Lesson
 
-QUICK = {
-    "T1": ["S3.Q2b.1"],
-    "T3": ["S1.Q5a.8", "S3.Q2b.3"],
-    "T5": ["S0.Q1d.5", "S4.1.3b.1"],
-    "T11": ["S4.1.3b.1"],
-    "T13": ["S0.Q2c.4", "S2.1.1.1"],
-}
-SLOW = {
-    "T2": ["S3.Q2b.2"],
-    "T7": ["S1.Q5c.2", "S1.Q7b.2"],
-    "T8": ["S1.Q1a.2", "S4.1.4b.3", "S1.Q6b.3"],
-    "T9": ["S1.Q5b.1", "S1.Q5b.2"],
-    "T10": ["S1.Q4b.1", "S1.Q4b.3"],
-    "T12": ["S0.Q1a.10", "S1.Q6b.2"],
-}
+CASES = [
+    pytest.param("T1", marks=pytest.mark.ledger("S3.Q2b.1")),
+    pytest.param("T2", marks=[pytest.mark.ledger("S3.Q2b.2"), pytest.mark.long]),
+    pytest.param("T3", marks=pytest.mark.ledger("S1.Q5a.8", "S3.Q2b.3")),
+    pytest.param("T5", marks=pytest.mark.ledger("S0.Q1d.5", "S4.1.3b.1")),
+    pytest.param("T7", marks=[pytest.mark.ledger("S1.Q5c.2", "S1.Q7b.2"), pytest.mark.long]),
+    pytest.param("T8", marks=[pytest.mark.ledger("S1.Q1a.2", "S4.1.4b.3", "S1.Q6b.3"), pytest.mark.long]),
+    pytest.param("T9", marks=[pytest.mark.ledger("S1.Q5b.1", "S1.Q5b.2"), pytest.mark.long]),
+    pytest.param("T10", marks=[pytest.mark.ledger("S1.Q4b.1", "S1.Q4b.3"), pytest.mark.long]),
+    pytest.param("T11", marks=pytest.mark.ledger("S4.1.3b.1")),
+    pytest.param("T12", marks=[pytest.mark.ledger("S0.Q1a.10", "S1.Q6b.2"), pytest.mark.long]),
+    pytest.param("T13", marks=pytest.mark.ledger("S0.Q2c.4", "S2.1.1.1")),
+]
 
 
-def cases(lessons, *marks):
-    return [pytest.param(t, marks=[pytest.mark.ledger(*rows), *marks], id=t) for t, rows in lessons.items()]
-
-
-@pytest.mark.parametrize("number", [*cases(QUICK), *cases(SLOW, pytest.mark.long)])
+@pytest.mark.parametrize("number", CASES)
 def test_the_claim_stands(number):
     told = LESSONS[number]()
     assert told.number == number and told.measured
@@ -37,7 +31,7 @@ def test_the_claim_stands(number):
 
 
 def test_every_lesson_is_tested():
-    assert set(LESSONS) == set(QUICK) | set(SLOW)
+    assert set(LESSONS) == {case.values[0] for case in CASES}
 
 
 def test_a_lesson_that_trains_too_little_falls():
