@@ -1,7 +1,7 @@
 """What looking costs: memory and time of streaming statistics beside eager attention with weights, and nothing
 when nothing is asked.
 
-memory: the rise of the process's peak over q, k and v, n = 16384, 12 heads of 64, one layer, in a process of its
+memory: the rise of the peak above q, k and v (Linux), n = 16384, 12 heads of 64, one layer, in a process of its
 own; eager's is the table itself, 12 n² float32 (its true peak is higher). time: a forward pass of BERT (2 layers,
 768 wide, 12 heads, n = 4096), `look(keep=False)` on the sdpa model against output_attentions=True on the eager one,
 interleaved medians. idle: the sdpa model before anything was looked at and after.
@@ -11,7 +11,6 @@ PYTHONPATH=src python bench/lens_cost.py --write      (about three minutes on tw
 
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -41,15 +40,17 @@ def child(n: int) -> None:
     with torch.no_grad():
         attend(q, k, v)  # the model's own forward pass, and the libraries' first use
         look(lambda q: attend(q, q, q), q[:, :, :64]).rows()
-    before, start = _peak(), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before, start = _kilobytes("VmRSS"), time.perf_counter()
     look(lambda q: torch.nn.functional.scaled_dot_product_attention(q, k, v), q, keep=False).rows()
-    rise, eager = _peak() - before, HEADS * n * n * 4
+    rise, eager = (_kilobytes("VmHWM") - before) * 1024, HEADS * n * n * 4
     told = {"n": n, "rise_mb": rise / 1e6, "eager_mb": eager / 1e6, "share": rise / eager}
     print(json.dumps(told | {"seconds": time.perf_counter() - start}))
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _kilobytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
 def bert(way: str, n: int):
