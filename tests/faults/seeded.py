@@ -432,7 +432,7 @@ MODULES = (
     ),
     Fault("padding not handed on", "L31", "module", "lengths=lengths, documents", "documents"),
     Fault("documents not handed on", "L47", "module", ", documents=documents)", ")"),
-    Fault("mask not handed on", "L45", "module", "allowed=allowed, causal", "causal"),
+    Fault("mask not handed on", "L34", "module", "allowed=allowed, causal", "causal"),
     Fault(
         "dropout active in evaluation",
         "L56",

@@ -82,7 +82,7 @@ def tiled(q, k, v, *, allowed=None, causal=False, lengths=None, scale=None, lse=
     mass, gathered = torch.zeros_like(top), q.new_zeros(b, h, n, v.shape[-1])
     for start in range(0, m, tile):
         end = min(start + tile, m)
-        scores = factor * (q @ k[:, :, start:end].mT)
+        scores = (factor * q) @ k[:, :, start:end].mT
         scores = scores.masked_fill(~seen[..., start:end], -inf)
         higher = torch.maximum(top, scores.detach().amax(-1))
         floor = higher.masked_fill(higher == -inf, 0.0)

@@ -269,7 +269,7 @@ LAWS = (
                     h=(1, 2),
                     hide=lab.hidings(),
                     dtype=_short(lab),
-                    size=(1.0, 4.0, 60.0),
+                    size=(1.0, 4.0, 100.0),
                     grad=(False, True),
                 ),
                 needs=("float32|bfloat16|float16",),
