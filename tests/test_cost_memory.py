@@ -332,3 +332,13 @@ def test_hard_attention_and_additive_scores_hold_their_tables():
     for declared in (rg.Attention(64, scale=inf), rg.Attention(64, score="additive")):
         told = memory_of(Given(declared, 64, 64, train=True))
         assert told.kept_total == told.ways["weights stored"] > told.ways["weights streamed"]
+
+
+@pytest.mark.ledger("S1.Q2b.2")
+@pytest.mark.parametrize("dtype, size", [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2)])
+def test_eight_heads_at_a_thousand_tokens_store_eight_million_weights(dtype, size):
+    asked = Given(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=Training())
+    ways = memory_of(asked).ways
+    apart = ways["weights stored"] - ways["weights streamed"]
+    log_sum_exp = 8 * 1000 * max(size, 4)  # what streaming keeps instead, one number a row
+    assert apart + log_sum_exp == 8 * 1000**2 * size

@@ -189,7 +189,7 @@ def test_causal_models_hide_the_future_of_every_layer():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_memory_of_a_foreign_layer_is_what_the_allocator_counts(dropout):
+def test_the_memory_of_a_foreign_layer_is_within_one_activation_of_the_allocator(dropout):
     layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True, dropout=dropout)
     given = torch.randn(16, 31, D)
     adam = torch.optim.AdamW(layer.parameters(), foreach=False)
@@ -203,7 +203,9 @@ def test_the_memory_of_a_foreign_layer_is_what_the_allocator_counts(dropout):
     size = sum(p.numel() * 4 for p in layer.parameters())
     told = cost(layer, given, train=True).memory
     real = 3 * size + given.numel() * 4 + counted(step)[0]
-    assert abs(told.training / real - 1) < 0.1  # the layouts of gradients are not those of every kernel
+    assert (
+        abs(told.training - real) <= given.numel() * 4
+    )  # meta tensors do not tell every copy a kernel makes
     assert told.weights == told.gradients == size and told.optimiser == 2 * size
 
 

@@ -140,7 +140,7 @@ def test_the_gallery_shows_kinds_agreement_and_effects(view):
 MODELS = ["transformer-base", "gpt2", "bert-base", "t5-small", "vit-b16", "tiny-classifier"]
 
 
-@pytest.mark.ledger("S1.Q5a.1")
+@pytest.mark.ledger("S1.Q5a.1", "S1.I.3")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_diagram_is_complete_and_no_box_overlaps_another(name):
     declared = rg.preset(name)
@@ -185,7 +185,7 @@ def test_positions_are_shown_with_their_products():
     assert len(grid.axes) == 6 and image(grid)[0, 0] == pytest.approx(1.0)
 
 
-@pytest.mark.ledger("S3.Q1a.7")
+@pytest.mark.ledger("S3.Q1a.7", "S1.Q1b.2")
 def test_saturation_shows_the_collapse_without_the_scale():
     figure = figures.saturation((16, 512), draws=400)
     lines = {line.get_label(): list(line.get_ydata()) for ax in figure.axes for line in ax.lines}
@@ -222,6 +222,7 @@ def test_what_was_recorded_is_drawn(view):
         figures.head_evolution(rg.Recorder())
 
 
+@pytest.mark.ledger("S1.I.1", "S4.1.2b.1")
 def test_costs_taps_traces_and_dependence_are_drawn():
     costs = figures.cost_curves({"attention": {128: 1e6, 256: 4e6}}, crossings={"n = d": 200})
     assert list(costs.axes[0].lines[0].get_ydata()) == [1e6, 4e6] and "n = d" in texts(costs)

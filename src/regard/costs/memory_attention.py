@@ -25,7 +25,7 @@ def streaming(play: Play, q: Value, k: Value, v: Value, at: Shape, mask: Bytes =
     """Fused attention saves q, k, v, its result and ln Σ exp of each query; `mask`: bytes of a table it reads."""
     sizes = q.bytes, k.bytes, v.bytes
     table = (play.new(mask),) if mask != 0 else ()
-    lse = play.new(4 * at.b * at.heads * _queries(at.n, play.rules, q.width))
+    lse = play.new(max(q.width, 4) * at.b * at.heads * _queries(at.n, play.rules, q.width))
     within = _backward_needs(at, play.rules, q.width)
 
     def backward(g: Storage) -> tuple[Storage, ...]:
