@@ -15,6 +15,7 @@ from . import (
     promises,
     scores,
     softmax,
+    together,
     training,
     ways,
 )
@@ -35,6 +36,7 @@ THEMES = (
     training,
     counts,
     numerics,
+    together,
     promises,
 )
 LAWS: tuple[Law, ...] = tuple(
