@@ -51,12 +51,10 @@ def forward(
     scale: float,
     allowed: Bool[Tensor, "n m"] | None = None,
     bias: Float[Tensor, "#b #h n m"] | None = None,
-    added: Float[Tensor, "#b #h n m"] | None = None,
     triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and lse over the allowed pairs, a bias added to the scores; a row without pairs has zeros and −∞.
 
-    added: what is added to the scores instead, a mask included; no row of it is −∞.
     triangle: row r sees keys 0 … r, of as many; what lies beyond is skipped, not masked.
     """
     d = max(q.shape[-1], v.shape[-1])
@@ -66,7 +64,7 @@ def forward(
         *(_wide(x, d) for x in (q, k, v)),
         0.0,
         triangle,
-        attn_mask=_added(allowed, bias, q.dtype) if added is None else added,
+        attn_mask=_added(allowed, bias, q.dtype),
         scale=scale,
     )
     if allowed is not None:
@@ -83,7 +81,6 @@ def backward(
     lse: Float[Tensor, "b h n"],
     scale: float,
     allowed: Bool[Tensor, "n m"] | None = None,
-    added: Float[Tensor, "#b #h n m"] | None = None,
     triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
     """The gradients of q, k and v. o and lse may be those of a larger set of pairs, of which these are a part.
@@ -95,9 +92,26 @@ def backward(
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     wide = [_wide(x, d) for x in (grad, q, k, v, o)]
-    mask = _added(allowed, None, q.dtype) if added is None else added
+    mask = _added(allowed, None, q.dtype)
     dq, dk, dv = op(f"{NAME}_backward")(*wide, lse, 0.0, triangle, attn_mask=mask, scale=scale)
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+
+
+def forward_of_all(q, k, v, mask, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """o and lse with a mask that is added, (b or 1, h or 1, n, m), of q's dtype, and leaves no row empty."""
+    d = max(q.shape[-1], v.shape[-1])
+    wide = (_wide(q, d), _wide(k, d), _wide(v, d))
+    o, lse = op(NAME)(*wide, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return (o if d == v.shape[-1] else o[..., : v.shape[-1]]), lse
+
+
+def backward_of_all(grad, q, k, v, o, lse, mask, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v of the same."""
+    d_k, d_v = q.shape[-1], v.shape[-1]
+    d = max(d_k, d_v)
+    wide = (_wide(grad, d), _wide(q, d), _wide(k, d), _wide(v, d), _wide(o, d))
+    dq, dk, dv = op(f"{NAME}_backward")(*wide, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return (dq, dk, dv) if d_k == d_v else (dq[..., :d_k], dk[..., :d_k], dv[..., :d_v])
 
 
 def _added(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

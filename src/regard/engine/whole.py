@@ -55,7 +55,7 @@ def eager(*tensors: Tensor) -> bool:
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, is_causal, scale):
-        o, lse = flash_cpu.forward(q, k, v, scale, added=mask, triangle=is_causal)
+        o, lse = flash_cpu.forward_of_all(q, k, v, mask, is_causal, scale)
         ctx.save_for_backward(q, k, v, mask, o, lse)
         ctx.is_causal, ctx.scale = is_causal, scale
         return o
@@ -67,5 +67,5 @@ class _Whole(torch.autograd.Function):
             pattern = causal() if ctx.is_causal else full()
             grads = twice.gradients(grad, None, q, k, v, pattern, 0, 1, ctx.scale, None, mask)
             return *grads[:3], None, None, None
-        run = flash_cpu.backward(grad, q, k, v, o, lse, ctx.scale, added=mask, triangle=ctx.is_causal)
-        return *run, None, None, None
+        grads = flash_cpu.backward_of_all(grad, q, k, v, o, lse, mask, ctx.is_causal, ctx.scale)
+        return *grads, None, None, None
