@@ -6,7 +6,7 @@ PLAIN = "weights = scores.softmax(-1).masked_fill(~seen, 0.0)"
 SAFE = ".masked_fill(~somewhere, 0.0)\n"
 FACTOR = "    factor = d**-0.5 if scale is None else scale\n    scores = (factor * q) @ k.mT\n"
 SCORES = "scores = (factor * q) @ k.mT"
-HIDDEN = "        k, v = hide(k, lengths), hide(v, lengths)\n    factor = d**-0.5 if scale is None else scale\n    scores"
+HIDDEN = "        k, v = hide(k, lengths), hide(v, lengths)\n" + FACTOR.partition(" = (factor")[0]
 SHARED = f"    k, v = share(k, h), share(v, h)\n    if lengths is not None:\n{HIDDEN}"
 O = "    o = weights @ v\n"
 LSE = "return o, scores.logsumexp(-1).masked_fill(~somewhere[..., 0], -inf)"
@@ -328,6 +328,63 @@ BIASES = (
     ),
 )
 
+TOGETHER = (
+    _plain(
+        "lengths lost beside causal",
+        "L64",
+        "    if lengths is not None:\n        seen",
+        "    if lengths is not None and not causal:\n        seen",
+    ),
+    _plain(
+        "causal lost beside lengths",
+        "L64",
+        "    if causal:\n        seen",
+        "    if causal and lengths is None:\n        seen",
+    ),
+    _plain(
+        "documents lost beside causal",
+        "L64",
+        "    if documents is not None:\n        seen",
+        "    if documents is not None and not causal:\n        seen",
+    ),
+    _plain(
+        "causal lost beside documents",
+        "L64",
+        "    if causal:\n        seen",
+        "    if causal and documents is None:\n        seen",
+    ),
+    _plain(
+        "window lost beside causal",
+        "L64",
+        "    if window is not None:\n        before",
+        "    if window is not None and not causal:\n        before",
+    ),
+    _plain(
+        "bias lost beside causal",
+        "L64",
+        "    if bias is not None:\n        scores",
+        "    if bias is not None and not causal:\n        scores",
+    ),
+    _plain(
+        "mask lost beside lengths",
+        "L64",
+        "    if allowed is not None:\n        seen",
+        "    if allowed is not None and lengths is None:\n        seen",
+    ),
+    _plain(
+        "scale lost beside causal",
+        "L64",
+        FACTOR,
+        FACTOR.replace("if scale is None", "if scale is None or causal"),
+    ),
+    _plain(
+        "log-sum-exp without the bias",
+        "L64",
+        LSE,
+        LSE.replace("scores.log", "(scores - (0 if bias is None else bias)).log"),
+    ),
+)
+
 TILES = (
     Fault(
         "sums not rescaled from tile to tile",
@@ -544,4 +601,4 @@ MODELS = (
     Fault("documents not handed on to the blocks", "L47", "decoder", "documents=documents, cache", "cache"),
 )
 
-FAULTS = (*WEIGHTS, *MASKS, *PADDING, *GRADIENTS, *SHAPES, *BIASES, *TILES, *MODULES, *MODELS)
+FAULTS = (*WEIGHTS, *MASKS, *PADDING, *GRADIENTS, *SHAPES, *BIASES, *TOGETHER, *TILES, *MODULES, *MODELS)
