@@ -1,8 +1,11 @@
-"""A short tour on the CPU: a pattern, the Transformer of the paper, "Hello world" through an untrained one."""
+"""A short tour on the CPU: a pattern, the Transformer of the paper, its cost, its laws, its heads, a toy translator."""
+
+from pathlib import Path
 
 import torch
 
 import regard as rg
+from regard.training.lessons import LESSONS
 
 
 def patterns() -> None:
@@ -52,7 +55,35 @@ def hello_world() -> None:
         print(f"    {word:>36} " + "  ".join(f"{w:.3f}" for w in row))
 
 
+def price() -> None:
+    print("\nWhat one of its encoder layers costs at 1,000 tokens, before anything runs:\n")
+    print(rg.preset("transformer-base").encoder.block.cost(n=1000))
+
+
+def prove() -> None:
+    print("\nThree laws, tried on PyTorch's own attention:\n")
+    function = torch.nn.functional.scaled_dot_product_attention
+    print(rg.check(function, laws=["L01", "L20", "L29"], budget=20))
+
+
+def learn() -> None:
+    print("\nA toy translator, trained in seconds:\n")
+    print(LESSONS["T3"]())
+
+
+def see(folder: Path) -> None:
+    words = "The cat sat on the mat because it was tired".split()
+    view = rg.look(rg.preset("tiny-gpt").build().eval(), torch.arange(len(words))[None], tokens=words)
+    print(f"\n{view}\nEvery head in one page: {view.save(folder / 'heads.html')}")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     patterns()
     hello_world()
+    price()
+    prove()
+    learn()
+    folder = Path("runs")
+    folder.mkdir(exist_ok=True)
+    see(folder)
