@@ -131,9 +131,10 @@ def _zeros(*shape: int) -> Float[Tensor, "..."]:
 
 
 def head_statistics(
-    call: Captured, tokens: Tokens | None = None, grid: Grid | None = None, size: int = 1 << 19
+    call: Captured, tokens: Tokens | None = None, grid: Grid | None = None, size: int | None = None
 ) -> HeadStatistics:
     """The statistics of every head of a call; `size` weights are held at a time."""
+    size = max(1 << 19, 64 * call.m) if size is None else size  # a product of fewer than 64 queries is slow
     if grid is not None and not (call.n == call.m == grid.tokens):
         grid = None  # a cross-attention, or another stage of the model
     sums = Sums(call, grid)
