@@ -53,7 +53,8 @@ def check(
         return
     if target is None:
         raise SpecError(f"check what? Give {sources.FORMS}; --list lists the laws")
-    sizes = {k: v for k, v in {"heads": heads, "d_model": d_model, "layers": layers}.items() if v is not None}
+    given = {"heads": heads, "d_model": d_model, "layers": layers}
+    sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     thing = adapt(_read(target), claims=set(claim or ()), **sizes)
     typer.echo(f"checking {thing.name} …", err=True)
     verdict = run(thing, law or None, Budget(cases=cases))
