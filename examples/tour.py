@@ -72,7 +72,7 @@ def learn() -> None:
 
 
 def see(folder: Path) -> None:
-    words = "The cat sat on the mat because it was tired".split()
+    words = ["The", "cat", "sat", "on", "the", "mat", "because", "it", "was", "tired"]
     view = rg.look(rg.preset("tiny-gpt").build().eval(), torch.arange(len(words))[None], tokens=words)
     print(f"\n{view}\nEvery head in one page: {view.save(folder / 'heads.html')}")
 

@@ -143,6 +143,9 @@ def test_auto_takes_flex_on_cuda_for_data_and_functions_that_are_long():
     assert choose.choose(facts(fn, n=512)).backend == "masked"
     assert choose.choose(facts(fn, device="cpu", dtype=torch.float32)).backend == "masked"
     assert choose.choose(facts(fn, dtype=torch.float64)).backend == "masked"
+    assert choose.cannot(facts(fn, n=77), "flex") == (
+        "FlexAttention has no kernel for every n below 128, here 77; use backend='masked'"
+    )
     assert choose.cannot(facts(fn, dtype=torch.float64), "flex") == (
         "FlexAttention takes float32, float16 or bfloat16, not float64; use backend='masked'"
     )

@@ -42,6 +42,7 @@ def qkv(h_kv=1):
 def test_every_way_can_be_differentiated_twice(backend, pattern, more, lse):
     if lse and backend in ("dense", "masked"):
         pytest.skip("it gives no log-sum-exp")
+
     def f(q, k, v):
         out = attention(q, k, v, pattern, backend=backend, return_lse=lse, **more)
         return out[0].square().sum() + out[1][out[1] > -inf].sum() if lse else out

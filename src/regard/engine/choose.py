@@ -237,6 +237,10 @@ def _cannot_flex(f: Facts) -> str | None:
         return f"FlexAttention runs on CUDA and on the CPU, not on {f.device}"
     if f.dtype == torch.float64:
         return "FlexAttention takes float32, float16 or bfloat16, not float64; use backend='masked'"
+    if f.device == "cuda" and f.n < FLEX_QUERIES:
+        return (
+            f"FlexAttention has no kernel for every n below {FLEX_QUERIES}, here {f.n}; use backend='masked'"
+        )
     if f.device == "cpu" and f.grad:
         return "on the CPU FlexAttention has no backward; use backend='masked', or torch.no_grad()"
     if f.device == "cpu" and f.lse:
@@ -312,6 +316,7 @@ SURELY = (
     0.65  # what an estimate may say and be right: calls of short sequences took up to 1.6 times of theirs
 )
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
+FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
 GPU_CALL = 2e8  # what a call of several small kernels costs more, in dense pairs: bench/gpu_door.py, short
 
 

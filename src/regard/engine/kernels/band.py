@@ -88,8 +88,9 @@ def marks(found: Band | None, i: Run, j: Run) -> Ints:
     if found is None:
         return np.full(len(i.first), 4)
     never = np.zeros(len(i.first), dtype=bool)
-    lower = never if found.before is None else (i.last - j.first > found.before) & ~_all(found.low, i, j)
-    upper = never if found.after is None else (j.last - i.first > found.after) & ~_all(found.high, i, j)
+    uncut = [np.logical_not(_all(words, i, j)) for words in (found.low, found.high)]
+    lower = never if found.before is None else (i.last - j.first > found.before) & uncut[0]
+    upper = never if found.after is None else (j.last - i.first > found.after) & uncut[1]
     if found.only is not None:
         lower = lower | ~verdict(found.only, i, j).all
     return lower + 2 * upper
