@@ -1,4 +1,4 @@
-"""A short tour on the CPU: a pattern, the Transformer of the paper, its cost, its laws, its heads, a toy translator."""
+"""A short tour on the CPU: a pattern, the Transformer of the paper, its cost, laws and heads, a toy translator."""
 
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Depth: what reaches the bottom of a deep stack, with and without residuals, norms and warm-up."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ DEPTH, WIDTH = 24, 64
 
 def flow(seed: int = 0, steps: int = 60) -> Lesson:
     """T7: gradients through 24 layers at the start, and training with and without warm-up."""
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "no residual, no norm": {"residual": False, "norm": "none"},
         "residual, pre-norm": {"norm_at": "pre"},
         "residual, post-norm": {"norm_at": "post"},
