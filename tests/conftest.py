@@ -5,8 +5,11 @@ import os
 # Before torch is imported: on some CPUs oneDNN's bfloat16 products end in an illegal instruction otherwise.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from regard.engine import denormals
 
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 
@@ -19,3 +22,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no bug
 )
 settings.load_profile("regard")
+
+
+@pytest.fixture(autouse=True)
+def denormals_as_they_were():
+    """A test that compiles for the CPU must not change the numbers of those after it."""
+    with denormals.kept():
+        yield

@@ -82,7 +82,7 @@ class Core(torch.autograd.Function):
     def forward(ctx, q, k, v, trace, call, tables):
         b, h, n = q.shape[0], q.shape[-3], q.shape[-2]
         out = q.new_empty(*q.shape[:-3], n, h, v.shape[-1]).transpose(-3, -2)
-        lse = q.new_empty(b, h, n, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_empty(b, h, n, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
         kept = [q.new_empty(*q.shape[:-1], k.shape[-2]) for _ in range(tables)]
         ctx.save_for_backward(q, k, v, out, lse, *kept)
         ctx.trace, ctx.call, ctx.place = trace, call, trace.where

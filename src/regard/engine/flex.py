@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..pattern import Both, Data, Either, Not, Pattern, documents, lengths, positions, standing, where
+from . import denormals
 from .blocks import BLOCK, Ends, divide
 from .call import Call
 
@@ -34,7 +35,8 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     if torch.compiler.is_compiling():
         got = flex_attention(q, k, v, block_mask=mask, **asked)
     else:
-        got = _compiled(_kind(call))(q, k, v, block_mask=mask, **asked)
+        with denormals.kept():  # on the CPU it is C++ that is compiled at the first call
+            got = _compiled(_kind(call))(q, k, v, block_mask=mask, **asked)
     o, lse = (got[0], got[1].lse) if call.return_lse else (got, None)
     return o[..., : call.v.shape[-1]], lse
 

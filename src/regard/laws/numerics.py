@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
+from ..engine import denormals
 from .formula import formula
 from .lab import DTYPES, Lab
 from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, gradients, worst
@@ -21,14 +22,15 @@ def compiled(lab: Lab, c: Case) -> Reading:
         return lab.function.call(q, k, v, **hiding.options)
 
     eager = lab.attend(q, k, v, **hiding.options)
-    return compare("compiled against eager", torch.compile(call)(q, k, v), eager)
+    with denormals.kept():
+        return compare("compiled against eager", torch.compile(call)(q, k, v), eager)
 
 
 def model_compiled(lab: Lab, c: Case) -> Reading:
     torch._dynamo.reset()
     x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
     module = lab.module()
-    with torch.no_grad():
+    with torch.no_grad(), denormals.kept():
         given = (x,) if context is None else (x, context)
         return compare(
             "compiled against eager", torch.compile(lab.model.call)(module, *given), lab.run(x, context)
