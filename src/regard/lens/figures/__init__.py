@@ -1,6 +1,7 @@
 """The pictures: each a function that gives a matplotlib figure; `figure.savefig("x.svg")` writes it."""
 
 from .architecture import architecture
+from .computed import attention_trace, layer_costs
 from .curves import (
     cost_curves,
     gradient_flow,
@@ -18,12 +19,14 @@ from .sharpness import sharpness
 __all__ = [
     "architecture",
     "attention_map",
+    "attention_trace",
     "convolution_map",
     "cost_curves",
     "dependence",
     "gradient_flow",
     "head_evolution",
     "head_gallery",
+    "layer_costs",
     "learning_rates",
     "mask_matrix",
     "mask_table",
