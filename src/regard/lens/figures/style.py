@@ -63,7 +63,12 @@ def line(
     ax: Any, number: int, x: Sequence[int | float], y: Sequence[int | float], label: str | None = None, **how
 ) -> Any:
     """The number-th line of a picture: told apart by colour and by dash."""
-    given = {"color": COLOURS[number % 6], "linestyle": DASHES[(number + number // 6) % 6], "linewidth": 1.6, **how}
+    given = {
+        "color": COLOURS[number % 6],
+        "linestyle": DASHES[(number + number // 6) % 6],
+        "linewidth": 1.6,
+        **how,
+    }
     return ax.plot(list(x), list(y), label=label, **given)[0]
 
 
