@@ -44,6 +44,20 @@ def test_only_what_needs_a_gradient_gets_one():
         assert torch.equal(cross_entropy(states, table, targets)[0], loss.detach())
 
 
+def products(f) -> int:
+    with torch.profiler.profile() as seen:
+        f()
+    return sum(e.name in ("aten::mm", "aten::addmm", "aten::addmm_") for e in seen.events())
+
+
+def test_without_gradients_none_are_made():
+    states, table, targets, _ = case()
+    with torch.no_grad():
+        alone = products(lambda: cross_entropy(states, table, targets, chunk=6))
+    assert alone == 3  # 17 of 23 tokens count: three chunks, one product each
+    assert products(lambda: cross_entropy(states, table, targets, chunk=6)) == 3 * alone
+
+
 def test_the_logits_are_never_held_whole():
     rows, vocab = 4096, 2048
     noise = torch.Generator().manual_seed(0)

@@ -88,11 +88,12 @@ class Trainer:
 
     def _events(self, interrupted: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         s = self.settings
-        began, before = time.perf_counter(), self.seconds
+        began = mark = time.perf_counter()
+        before = self.seconds
         losses: list[tuple[Tensor, int]] = []
         norm = torch.tensor(math.nan)
         while not self._over():
-            mark = time.perf_counter()
+            mark = mark if losses else time.perf_counter()
             loss, predicted, norm = self._update()
             losses.append((loss, predicted))
             self.step, self.seen = self.step + 1, self.seen + predicted
@@ -168,7 +169,7 @@ class Trainer:
             "loss": float(sum(loss for loss, _ in losses) / predicted),
             "norm": float(norm),
             "rate": self.optimiser.param_groups[0]["lr"],
-            "tokens_per_second": round(losses[-1][1] / seconds),
+            "tokens_per_second": round(predicted / seconds),
             "seconds": round(self.seconds, 3),
             "waste": 0.0 if plan is None else round(plan.waste, 4),
         }

@@ -29,22 +29,23 @@ def cross_entropy(
     kept = y != IGNORED
     if not bool(kept.all()):
         rows, y = rows[kept], y[kept]
-    return Chunked.apply(rows, table, bias, y, smoothing, chunk)
+    return Chunked.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
 
 
 class Chunked(torch.autograd.Function):
     """loss = Σ_i lse_i − (1−ε) x_iy − ε mean_c x_ic;  ∂loss/∂x_ic = p_ic − (1−ε)[c = y] − ε / vocab."""
 
     @staticmethod
-    def forward(ctx: Any, rows, table, bias, y, smoothing: float, chunk: int):
+    def forward(ctx: Any, rows, table, bias, y, smoothing: float, chunk: int, with_gradients: bool):
         matrix = _matmul_dtype(rows)
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         r, t = rows.to(matrix), table.to(matrix)
         loss, plain = rows.new_zeros((), dtype=wide), rows.new_zeros((), dtype=wide)
-        needs = torch.is_grad_enabled() or any(ctx.needs_input_grad)
-        d_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        d_table = torch.zeros_like(table, dtype=wide) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        # needs_input_grad does not know of no_grad, so the caller says whether any is wanted at all.
+        needs = [with_gradients and asked for asked in ctx.needs_input_grad]
+        d_rows = torch.empty_like(rows) if needs[0] else None
+        d_table = torch.zeros_like(table, dtype=wide) if needs[1] else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
         for i in range(0, len(rows), chunk):
             part, target = r[i : i + chunk], y[i : i + chunk, None]
             logits = F.linear(part, t).to(wide)
@@ -56,7 +57,7 @@ class Chunked(torch.autograd.Function):
             loss += (1 - smoothing) * nll
             if smoothing:
                 loss += smoothing * (lse.sum() - logits.mean(-1).sum())
-            if needs:
+            if any(needs):
                 slope = logits.sub_(lse).exp_()
                 slope.scatter_add_(-1, target, slope.new_full(target.shape, smoothing - 1))
                 if smoothing:
@@ -81,7 +82,13 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_loss, _):
-        return (*(None if d is None else d * d_loss.to(d.dtype) for d in ctx.saved_tensors), None, None, None)
+        return (
+            *(None if d is None else d * d_loss.to(d.dtype) for d in ctx.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _matmul_dtype(rows: Tensor) -> torch.dtype:

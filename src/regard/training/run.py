@@ -1,6 +1,5 @@
 """A recipe from beginning to end: data, model, loop, and the model saved for use."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,6 @@ def opened(folder: str | Path, device: str | torch.device = "cpu") -> tuple[nn.M
             raise FormatError(
                 f"{folder} holds no {name}; train there first: regard train translate --out {folder}"
             )
-    try:
-        recipe = Recipe.from_json((folder / RECIPE).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
-        raise FormatError(f"{folder / RECIPE} is not JSON: {e.msg}") from e
+    recipe = Recipe.from_json((folder / RECIPE).read_text(encoding="utf-8"))
     made = Tokens.from_json((folder / TOKENS).read_text(encoding="utf-8"))
     return load(folder / MODEL, device).eval(), made, recipe

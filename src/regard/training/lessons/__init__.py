@@ -1,4 +1,4 @@
-"""The teaching systems: each trains in seconds and ends in a number that decides its claim.
+"""The teaching systems: each trains in seconds to a few minutes and ends in a number that decides its claim.
 
 >>> sorted(LESSONS, key=lambda t: int(t[1:]))
 ['T1', 'T2', 'T3', 'T5', 'T7', 'T8', 'T9', 'T10', 'T11', 'T12', 'T13']

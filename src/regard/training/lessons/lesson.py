@@ -1,4 +1,4 @@
-"""What a lesson is: a small system, trained in seconds, whose claim a number decides."""
+"""What a lesson is: a small system, soon trained, whose claim a number decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
