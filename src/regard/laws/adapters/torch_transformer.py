@@ -42,22 +42,7 @@ def transformer_encoder(
             f"adapters.transformer_encoder(d_model={d_model}, heads={heads}, layers={layers}, d_ff={d_ff}, "
             f"norm_first={norm_first}{_named(more)})"
         )
-    first: Any = module.layers[0]
-    pre = first.norm_first and module.norm is None
-    return Model(
-        f"torch.nn.TransformerEncoder (norm_first={first.norm_first})",
-        module,
-        _encode,
-        of="encoder",
-        d_model=first.self_attn.embed_dim,
-        heads=first.self_attn.num_heads,
-        layers=len(module.layers),
-        silence=silence if pre else None,
-        claims=SAID | ({"pre-norm"} if pre else set()),
-        lacks=NO_POSITIONS,
-        source=source,
-        imports=IMPORTS,
-    )
+    return _stack(module, _encode, "encoder", SAID, source)
 
 
 def transformer_decoder(
@@ -80,18 +65,23 @@ def transformer_decoder(
             f"adapters.transformer_decoder(d_model={d_model}, heads={heads}, layers={layers}, d_ff={d_ff}, "
             f"norm_first={norm_first})"
         )
-    first: Any = module.layers[0]
+    return _stack(module, _decode, "decoder", SAID | {"context", "context lengths"}, source)
+
+
+def _stack(module: Any, call: Any, of: str, claims: set[str], source: str | None) -> Model:
+    """A stack of PyTorch's layers, whose branches can be silenced where they are pre-norm."""
+    first = module.layers[0]
     pre = first.norm_first and module.norm is None
     return Model(
-        f"torch.nn.TransformerDecoder (norm_first={first.norm_first})",
+        f"torch.nn.{type(module).__name__} (norm_first={first.norm_first})",
         module,
-        _decode,
-        of="decoder",
+        call,
+        of=of,
         d_model=first.self_attn.embed_dim,
         heads=first.self_attn.num_heads,
         layers=len(module.layers),
         silence=silence if pre else None,
-        claims=SAID | {"context", "context lengths"} | ({"pre-norm"} if pre else set()),
+        claims=claims | ({"pre-norm"} if pre else set()),
         lacks=NO_POSITIONS,
         source=source,
         imports=IMPORTS,
