@@ -132,14 +132,11 @@ def test_foreign_tokenisers_and_small_vocabularies_are_refused():
 lengths = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=60)
 
 
-@given(lengths, st.integers(18, 60), st.integers(1, 3), st.integers(0, 3))
-def test_an_epoch_has_every_row_once_within_the_budget(rows, most, world, epoch):
+@given(lengths, st.integers(18, 60), st.integers(0, 3))
+def test_an_epoch_has_every_row_once_within_the_budget(rows, most, epoch):
     sizes = torch.tensor(rows)
-    if len(rows) < world:
-        return
-    plan = by_tokens(sizes, most, epoch=epoch, world=world)
+    plan = by_tokens(sizes, most, epoch=epoch)
     assert sorted(torch.cat([plan[i] for i in range(len(plan))]).tolist()) == list(range(len(rows)))
-    assert len(plan) % world == 0
     padded = [len(plan[i]) * int(sizes[plan[i]].amax(0).sum()) for i in range(len(plan))]
     assert max(padded) <= most and sum(padded) == plan.padded >= plan.real == int(sizes.sum())
 
@@ -161,7 +158,7 @@ def plan_waste(sizes, padded):
     return 1 - int(sizes.sum()) / padded
 
 
-def test_a_stream_goes_on_from_two_numbers_and_ranks_share_it():
+def test_a_stream_goes_on_from_two_numbers():
     sizes = torch.tensor([[n] for n in (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)])
     stream = Stream(sizes, 9, seed=4)
     seen = [stream.next().tolist() for _ in range(30)]
@@ -170,10 +167,19 @@ def test_a_stream_goes_on_from_two_numbers_and_ranks_share_it():
         resumed = Stream(sizes, 9, seed=4, epoch=later.epoch, index=later.index)
         assert [resumed.next().tolist() for _ in range(30 - done)] == seen[done:]
         later.next()
-    ranks = [Stream(sizes, 9, seed=4, rank=r, world=2) for r in range(2)]
-    batches = len(by_tokens(sizes, 9, seed=4, world=2)) // 2
-    rows = [s.next().tolist() for _ in range(batches) for s in ranks]
-    assert sorted(chain(*rows)) == list(range(11))
+
+
+@given(lengths, st.integers(1, 5), st.integers(1, 7))
+def test_ranks_share_an_update_whole_whatever_their_number(rows, world, batches):
+    sizes = torch.tensor(rows)
+    alone = Stream(sizes, 18)
+    ranks = [Stream(sizes, 18, rank=r, world=world) for r in range(world)]
+    for _ in range(3):
+        wanted = sorted(chain(*(alone.next().tolist() for _ in range(batches))))
+        parts = [s.share(batches) for s in ranks]
+        assert sorted(r for rank in parts for part in rank for r in part.tolist()) == wanted
+        assert {len(rank) for rank in parts} == {batches // world + batches % world}
+    assert all((s.epoch, s.index) == (alone.epoch, alone.index) for s in ranks)
 
 
 def test_rows_that_cannot_be_batched_are_refused():
@@ -183,10 +189,6 @@ def test_rows_that_cannot_be_batched_are_refused():
         by_tokens(torch.tensor([[4, 5]]), 8)
     with pytest.raises(rg.SpecError, match=r"^there is no row to make a batch of$"):
         by_tokens(torch.zeros(0, 1, dtype=torch.long), 8)
-    with pytest.raises(
-        rg.SpecError, match=r"^1 batches of one row cannot be shared by 2 ranks; give more rows$"
-    ):
-        by_tokens(torch.tensor([[4]]), 8, world=2)
 
 
 def test_a_batch_of_pairs_is_shifted_by_one_and_ignores_padding():

@@ -31,14 +31,11 @@ class Plan:
         return 1.0 - self.real / self.padded if self.padded else 0.0
 
 
-def by_tokens(
-    lengths: Int[Tensor, "rows sides"], most: int, *, seed: int = 0, epoch: int = 0, world: int = 1
-) -> Plan:
+def by_tokens(lengths: Int[Tensor, "rows sides"], most: int, *, seed: int = 0, epoch: int = 0) -> Plan:
     """Every row once, in batches of at most `most` tokens, padding counted.
 
     Rows are sorted by length, equal lengths in random order, then cut; the batches come in random order. seed
-    and epoch decide all of it. A row has one length a side (source, target). The number of batches is a
-    multiple of `world`, so that as many ranks have equally many: the largest ones are halved for it.
+    and epoch decide all of it. A row has one length a side (source, target).
     """
     if not len(lengths):
         raise SpecError("there is no row to make a batch of")
@@ -52,7 +49,7 @@ def by_tokens(
     for side in range(lengths.shape[1]):  # stable sorts: the last side counts most
         rows = rows[lengths[rows, side].argsort(stable=True)]
     sizes = lengths[rows]
-    cuts = _shared(_cut(sizes, most), world)
+    cuts = _cut(sizes, most)
     order = torch.randperm(len(cuts), generator=noise).tolist()
     padded = sum((b - a) * int(sizes[a:b].amax(0).sum()) for a, b in cuts)
     return Plan(rows, tuple(cuts[o] for o in order), int(lengths.sum()), padded)
@@ -74,41 +71,43 @@ def _cut(sizes: Int[Tensor, "rows sides"], most: int) -> list[tuple[int, int]]:
     return [*cuts, (start, len(sizes))]
 
 
-def _shared(cuts: list[tuple[int, int]], world: int) -> list[tuple[int, int]]:
-    while len(cuts) % world:
-        start, stop = max(cuts, key=lambda c: c[1] - c[0])
-        if stop - start < 2:
-            raise SpecError(
-                f"{len(cuts)} batches of one row cannot be shared by {world} ranks; give more rows"
-            )
-        at, middle = cuts.index((start, stop)), (start + stop) // 2
-        cuts[at : at + 1] = [(start, middle), (middle, stop)]
-    return cuts
-
-
 @dataclass
 class Stream:
-    """Batch after batch, epoch after epoch. Where it stands is two numbers, so it can go on from there."""
+    """Batch after batch, epoch after epoch. Where it stands is two numbers, so it can go on from there.
+
+    The batches and their order do not depend on how many ranks share them, so another number of ranks may go on.
+    """
 
     lengths: Int[Tensor, "rows sides"]
     most: int
     seed: int = 0
     epoch: int = 0
-    index: int = 0  # of the next batch, counted for all ranks together
+    index: int = 0  # of the next batch
     rank: int = 0
     world: int = 1
     plan: Plan | None = None
 
     def next(self) -> Int[Tensor, " b"]:
-        """The rows of this rank's next batch."""
-        plan = self.plan or self._epoch()
-        if self.index >= len(plan):
-            self.epoch, self.index = self.epoch + 1, 0
-            plan = self._epoch()
-        rows = plan[self.index + self.rank]
-        self.index += self.world
+        """The rows of the next batch, whosever they are."""
+        if not self.left():
+            self.epoch, self.index, self.plan = self.epoch + 1, 0, None
+            self.left()
+        assert self.plan is not None
+        rows = self.plan[self.index]
+        self.index += 1
         return rows
 
-    def _epoch(self) -> Plan:
-        self.plan = by_tokens(self.lengths, self.most, seed=self.seed, epoch=self.epoch, world=self.world)
-        return self.plan
+    def left(self) -> int:
+        """The batches this epoch still has."""
+        if self.plan is None:
+            self.plan = by_tokens(self.lengths, self.most, seed=self.seed, epoch=self.epoch)
+        return len(self.plan) - self.index
+
+    def share(self, batches: int) -> list[Int[Tensor, " b"]]:
+        """This rank's part of the next batches: whole ones while every rank gets one, then its rows of each.
+
+        All ranks get equally many parts; the rows of one may be none.
+        """
+        rows = [self.next() for _ in range(batches)]
+        whole = batches - batches % self.world
+        return rows[:whole][self.rank :: self.world] + [r[self.rank :: self.world] for r in rows[whole:]]
