@@ -13,18 +13,12 @@ from .steps import Steps
 
 
 @dataclass
-class Finished:
-    """The sentences of one row that have ended: (score, log-probability, tokens), best first."""
+class Best:
+    """The best of one row's sentences that have ended."""
 
-    width: int
-    found: list[tuple[float, float, list[int]]] = field(default_factory=list)
-
-    def add(self, score: float, total: float, tokens: list[int]) -> None:
-        self.found = sorted([*self.found, (score, total, tokens)], key=lambda f: -f[0])[: self.width]
-
-    def beats(self, score: float) -> bool:
-        """Whether nothing of this score or less could still enter."""
-        return len(self.found) == self.width and self.found[-1][0] >= score
+    score: float = -inf
+    log_p: float = -inf
+    tokens: list[int] = field(default_factory=list)
 
 
 def search(
@@ -37,8 +31,8 @@ def search(
 ) -> list[tuple[float, list[int]]]:
     """The log-probability and the tokens of each row's best sentence; the prompt and `end` are left out.
 
-    A row is done when no live sentence can still win, however long it grows: a log-probability only falls, and
-    no length divides it by more than `most` does.
+    An end counts where it is among the `width` likeliest continuations. A row is done when no live sentence can
+    still win, however long it grows: a log-probability only falls, and no length divides it by more than `most`.
     """
     device, b, width = prompt.device, len(prompt), how.width
     first = torch.arange(b, device=device)[:, None] * width  # where a row's sentences stand among all
@@ -47,24 +41,24 @@ def search(
     total = torch.full((b, width), -inf, device=device)
     total[:, 0] = 0.0  # the first step has one sentence to go on from
     written = torch.empty(b, width, 0, dtype=torch.long, device=device)
-    done = [Finished(width) for _ in range(b)]
+    best = [Best() for _ in range(b)]
     for length in range(1, most + 1):
         found, origin, token = _continuations(total, logits.float().log_softmax(-1))
         grown = torch.cat([_along(written, origin), token[..., None]], 2)
         ends = (token == end) if end is not None else torch.zeros_like(token, dtype=torch.bool)
-        _close(done, found, grown, ends, how.penalty(length), drop_last=True)
+        _close(best, found[:, :width], grown[:, :width, :-1], ends[:, :width], how.penalty(length))
         # Of 2·width continuations at most width end, one a sentence: the others are enough to go on with.
         live = ends.to(torch.int8).argsort(dim=-1, stable=True)[:, :width]
         total, written = found.gather(1, live).masked_fill(ends.gather(1, live), -inf), _along(grown, live)
-        best = (total.amax(1) / how.penalty(most)).tolist()
+        hope = (total.amax(1) / how.penalty(most)).tolist()
         if length == most:
-            _close(done, total, written, total > -inf, how.penalty(most), drop_last=False)
-        if length == most or all(d.beats(s) for d, s in zip(done, best, strict=True)):
+            _close(best, total, written, total > -inf, how.penalty(most))
+        if length == most or all(b.score >= h for b, h in zip(best, hope, strict=True)):
             break
         origin, token = origin.gather(1, live), token.gather(1, live)
         steps.select(rearrange(origin + first, "b w -> (b w)"), same_context=True)
         logits = rearrange(steps.next(rearrange(token, "b w -> (b w) 1")), "(b w) v -> b w v", w=width)
-    return [(d.found[0][1], d.found[0][2]) for d in done]
+    return [(b.log_p, b.tokens) for b in best]
 
 
 def _continuations(
@@ -82,15 +76,14 @@ def _along(written: Int[Tensor, "b w n"], origin: Int[Tensor, "b k"]) -> Int[Ten
 
 
 def _close(
-    done: list[Finished],
+    best: list[Best],
     total: Float[Tensor, "b k"],
     written: Int[Tensor, "b k n"],
     ends: Bool[Tensor, "b k"],
-    penalty: float,
-    drop_last: bool,
+    penalty: int | float,
 ) -> None:
-    """File the sentences that end."""
+    """Keep the sentences that end and beat what their row has."""
+    log_p = total.tolist()
     for row, place in ends.nonzero().tolist():
-        log_p, tokens = float(total[row, place]), written[row, place].tolist()
-        if log_p > -inf:
-            done[row].add(log_p / penalty, log_p, tokens[:-1] if drop_last else tokens)
+        if log_p[row][place] / penalty > best[row].score:
+            best[row] = Best(log_p[row][place] / penalty, log_p[row][place], written[row, place].tolist())

@@ -1,0 +1,28 @@
+"""`regard export`: a trained run for another program."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..training.exported import export as exported
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    to: Annotated[str, typer.Option(help="The format: ctranslate2.")] = "ctranslate2",
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Write a trained translator in the format of another program, with equal translations.
+
+    Example: regard export runs/translate --out runs/translate-ct2
+    """
+    folder = exported(run, out, to)
+    files = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "format": to, "bytes": files}))
+        return
+    for name, size in files.items():
+        typer.echo(f"{folder / name}  {size:,} bytes")
