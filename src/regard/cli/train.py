@@ -3,6 +3,7 @@
 import inspect
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,9 @@ import typer
 
 from ..errors import SpecError, nearest
 from ..training.lessons import LESSONS
+from ..training.page import report
 from ..training.recipes import RECIPES, Recipe, recipe
-from ..training.run import Run
+from ..training.run import RECIPE, Run
 
 
 def train(
@@ -44,16 +46,34 @@ def train(
         else recipe(name, **_dials(name, set_))
     )
     if dry_run:
-        typer.echo(_dry(chosen))
+        typer.echo(_dry(chosen, out, device, as_json))
         return
     run = Run(chosen, out or Path("runs") / chosen.name, device)
     if run.ready.left_out:
         typer.echo(f"{run.ready.left_out:,} training rows are too long and were left out", err=True)
+    run.before().need_lawful()
     if as_json:
-        run.train(lambda event: typer.echo(json.dumps(event)))
+        run.train(_as_json)
+    else:
+        _with_a_bar(run)
+    if run.interrupted:
+        typer.echo(f"stopped after update {run.trainer.step:,}; run it again and it goes on", err=True)
         return
-    _with_a_bar(run)
-    typer.echo(str(run.folder))
+    told = run.evaluate(_as_json if as_json else _silent)
+    path = report(run.folder)
+    typer.echo(
+        json.dumps({"event": "report", "path": str(path)})
+        if as_json
+        else f"{told}\n\nmodel   {run.folder}\nreport  {path}"
+    )
+
+
+def _as_json(event: dict[str, Any]) -> None:
+    typer.echo(json.dumps(event))
+
+
+def _silent(event: dict[str, Any]) -> None:
+    pass
 
 
 def _teach(number: str, as_json: bool) -> None:
@@ -92,11 +112,15 @@ def _listed(name: str) -> str:
     return f"{name}: {(made.__doc__ or '').splitlines()[0]}\n    {', '.join(dials)}"
 
 
-def _dry(chosen: Recipe) -> str:
+def _dry(chosen: Recipe, out: Path | None, device: str | None, as_json: bool) -> str:
+    """What the run would cost; what is made of the data for it is thrown away unless the folder is there."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        there = out is not None and (out / RECIPE).is_file()
+        told = Run(chosen, out if there and out else nowhere, device).before()
     s = chosen.settings
-    ends = f"{s.minutes} minutes" if s.minutes else f"{s.steps:,} updates"
-    costs = chosen.model.cost(n=64)
-    return f"{chosen.name}: {ends} of {s.tokens * s.accumulate:,} tokens, {s.schedule!r}\n{costs}"
+    ends = f"{s.minutes:g} minutes" if s.minutes else f"{s.steps:,} updates"
+    asked = f"{chosen.name}: {ends} of {s.tokens * s.accumulate:,} tokens, {s.schedule!r}"
+    return told.json() if as_json else f"{asked}\n{told}"
 
 
 def _with_a_bar(run: Run) -> None:

@@ -9,6 +9,10 @@ from torch import nn
 
 from ..errors import FormatError, RegardError
 from ..nn.saved import load, save
+from . import before, evaluation
+from .before import Before
+from .evaluation import Evaluation, evaluate
+from .log import Log
 from .loop import Trainer
 from .recipes import Recipe
 from .sources import Ready
@@ -23,6 +27,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: str | Path, device: str | torch.device | None = None):
         self.recipe, self.folder = recipe, Path(folder)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.interrupted = False
         self._claim()
         self.ready: Ready = recipe.data.ready(self.folder)
         torch.manual_seed(recipe.settings.seed)
@@ -31,15 +36,37 @@ class Run:
             recipe.task(self.model), self.ready.train, self.ready.valid, recipe.settings, self.folder
         )
 
+    def before(self) -> Before:
+        """What it will cost, and whether the built model keeps the laws that matter; kept in before.json."""
+        told = before.before(self.recipe, self.ready.train, self.model)
+        (self.folder / before.FILE).write_text(told.json() + "\n", encoding="utf-8")
+        return told
+
     def train(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> nn.Module:
         """Train to the end (from where it was), save the averaged model, and give it."""
+
+        def hear(event: dict[str, Any]) -> None:
+            self.interrupted = event["event"] == "interrupted"
+            on_event(event)
+
         try:
-            self.trainer.run(on_event)
+            self.trainer.run(hear)
         except torch.OutOfMemoryError as e:
             raise RegardError(self._too_large(e)) from e
         with self.trainer.averaged():
             save(self.model, self.folder / MODEL)
         return load(self.folder / MODEL, self.device).eval()
+
+    def evaluate(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> Evaluation:
+        """What the saved model does on the test rows; kept in evaluation.json and told in the log."""
+        told = evaluate(load(self.folder / MODEL, self.device), self.recipe, self.ready)
+        (self.folder / evaluation.FILE).write_text(told.json() + "\n", encoding="utf-8")
+        log = Log(self.folder)
+        try:
+            on_event(log.write("evaluated", self.trainer.step, rows=told.rows, **told.numbers))
+        finally:
+            log.close()
+        return told
 
     def _claim(self) -> None:
         """The folder is this recipe's, or becomes it."""

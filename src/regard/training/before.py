@@ -1,0 +1,263 @@
+"""Before the first update: what a run costs, whether it fits, how long it takes, whether the model is lawful."""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import spec
+from ..costs import machine as machines
+from ..costs.door import cost
+from ..costs.memory_step import Training
+from ..costs.tree import Cost
+from ..errors import RegardError
+from ..laws import Budget, check
+from . import meter
+from .batches import by_tokens
+from .recipes import Recipe
+
+FILE = "before.json"
+FIRST = ("L29", "L31")  # causality, padding: a model without them learns to cheat
+AFTERWARDS = ("L29", "L31", "L32", "L33", "L48", "L52", "L56")
+SHALLOW = 50_000_000  # parameters; of a larger model the laws are tried on one layer a stack
+BUDGET = Budget(cases=2, seconds=1.0)  # a law
+UPDATE = {"norm": 2, "AdamW": 7, "average": 3}  # times that each weight is read or written
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mean batch of the training rows."""
+
+    rows: int
+    n: int  # tokens of a row; of a pair the target's
+    m: int  # of a pair the source's, else as n
+    predicted: int | float  # of a row
+    waste: int | float  # the share of padding
+    an_epoch: int  # batches
+
+
+@dataclass(frozen=True)
+class LawTold:
+    """What came of one law."""
+
+    number: str
+    name: str
+    formula: str
+    status: str
+    said: str = ""
+    cases: int = 0
+
+
+@dataclass(frozen=True)
+class Before:
+    """All of it. `print` it, or `json()`."""
+
+    recipe: str
+    parameters: int
+    batch: Batch
+    operations: int | float  # matrix products of both passes, a prediction
+    memory: int | None  # bytes at the peak of an update
+    there: int | None  # bytes that are free
+    fits: int | None  # the most tokens a batch that would
+    updates: int
+    seconds: int | float  # of the whole run
+    tokens_per_second: int | float
+    how: str  # it was estimated
+    machine: dict[str, Any]
+    laws: tuple[LawTold, ...] = ()
+
+    def json(self, indent: int | None = 1) -> str:
+        return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
+
+    @staticmethod
+    def from_json(text: str) -> "Before":
+        plain = json.loads(text)
+        laws = tuple(LawTold(**one) for one in plain["laws"])
+        return Before(**plain | {"batch": Batch(**plain["batch"]), "laws": laws})
+
+    def need_lawful(self) -> None:
+        """Refuse a model that breaks a law."""
+        for one in self.laws:
+            if one.status in ("broken", "raised"):
+                raise RegardError(
+                    f"the model breaks {one.number}, {one.name} ({one.formula}): {one.said}; training it would "
+                    f"mean nothing"
+                )
+
+    def __str__(self) -> str:
+        b = self.batch
+        lines = [
+            f"{self.recipe}: {self.parameters:,} parameters",
+            f"  a batch      {b.rows:,} rows, {_sides(b)} tokens on the mean; {b.waste:.1%} is padding; "
+            f"{b.an_epoch:,} batches an epoch",
+            f"  operations   {self.operations / 1e6:,.2f} MFLOP a predicted token, both passes",
+        ]
+        if self.memory is not None:
+            lines.append(f"  memory       {written(self.memory)} at the peak of an update, {self._room()}")
+        lines += [
+            f"  time         {duration(self.seconds)} for {self.updates:,} updates, "
+            f"{self.tokens_per_second:,.0f} tokens/s; estimated {self.how}",
+        ]
+        lines += [f"  {one.number} {one.name}: {one.status}" + _why(one) for one in self.laws]
+        return "\n".join(lines)
+
+    def _room(self) -> str:
+        if self.there is None or self.memory is None:
+            return "of an unknown amount"
+        if self.memory <= self.there:
+            return f"of {written(self.there)} that are free: it fits"
+        return f"of {written(self.there)} that are free: it does not fit; {what_fits(self.fits)}"
+
+
+def _sides(b: Batch) -> str:
+    return f"{b.n}" if b.n == b.m else f"{b.m} + {b.n}"
+
+
+def _why(one: LawTold) -> str:
+    return "" if one.status == "holds" or not one.said else f" ({one.said})"
+
+
+def what_fits(tokens: int | None) -> str:
+    """A way out, from `cost`."""
+    if not tokens:
+        return "not even one row would: make the model smaller, or set checkpoint=True in it"
+    return f"tokens={tokens:,} would: raise accumulate to keep the batch"
+
+
+def before(recipe: Recipe, rows: Any, model: nn.Module, laws: Sequence[str] = FIRST) -> Before:
+    """What can be said of this recipe on these training rows, on the machine where the model is."""
+    device, s = next(model.parameters()).device, recipe.settings
+    batch = mean_batch(rows, s.tokens, s.seed)
+    priced = price(recipe, batch, device)
+    there = meter.memory_there(device)
+    peak = None if priced.memory is None else priced.memory.training
+    fitting = None
+    if peak is not None and there is not None and peak > there:
+        fitting = priced.fits(there) * s.tokens // batch.rows
+    ceilings, how = _ceilings(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    an_update = _seconds_an_update(priced, recipe, parameters, ceilings)
+    predicted = batch.rows * batch.predicted * s.accumulate
+    seconds = s.steps * an_update if s.minutes is None else 60.0 * s.minutes
+    return Before(
+        recipe.name,
+        parameters,
+        batch,
+        operations(priced, batch),
+        peak,
+        there,
+        fitting,
+        max(round(seconds / an_update), 1),
+        round(seconds, 1),
+        round(predicted / an_update, 1),
+        how,
+        meter.machine(device),
+        tried(model, laws),
+    )
+
+
+def mean_batch(rows: Any, tokens: int, seed: int = 0) -> Batch:
+    plan = by_tokens(rows.sizes, tokens, seed=seed)
+    lengths = [max(round(x), 1) for x in rows.sizes.double().mean(0).tolist()]
+    some = [plan[i] for i in range(0, len(plan), max(len(plan) // 8, 1))]
+    predicted = sum(rows.batch(one).predicted for one in some) / sum(map(len, some))
+    mean = max(round(len(rows) / len(plan)), 1)
+    return Batch(mean, lengths[-1], lengths[0], round(predicted, 2), round(plan.waste, 4), len(plan))
+
+
+def price(recipe: Recipe, batch: Batch, device: torch.device) -> Cost:
+    """The cost of one training step on a mean batch."""
+    n = None if isinstance(recipe.model, spec.Vision) else batch.n  # an image knows its own
+    m = batch.m if isinstance(recipe.model, spec.EncoderDecoder) else None
+    training = Training(way="fused", autocast=recipe.settings.autocast)
+    return cost(recipe.model, n=n, m=m, batch=batch.rows, train=training, device=device.type)
+
+
+def operations(priced: Cost, batch: Batch) -> float:
+    """Matrix products of both passes for one prediction."""
+    return (priced.total.operations + priced.total.backward) / (batch.rows * batch.predicted)
+
+
+def gauge(recipe: Recipe, rows: Any, device: torch.device) -> meter.Meter:
+    """The meter of a run."""
+    s = recipe.settings
+    batch = mean_batch(rows, s.tokens, s.seed)
+    rate = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
+    return meter.Meter(operations(price(recipe, batch, device), batch), rate, device)
+
+
+def _ceilings(device: torch.device) -> tuple[machines.Ceilings, str]:
+    known, kind = machines.stored(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
+    if known is not None and kind in known.machine:
+        return known, f"from the rates of `regard bench machine` ({known.machine})"
+    found = machines.measure(device.type)
+    rate = found.operations_per_s["float32"] / 1e9
+    return found, f"from rates measured now: {rate:,.0f} GFLOP/s, {found.bytes_per_s / 1e9:,.0f} GB/s"
+
+
+def _seconds_an_update(priced: Cost, recipe: Recipe, parameters: int, ceilings: machines.Ceilings) -> float:
+    s = recipe.settings
+    passes = machines.estimate(priced, ceilings, s.autocast, backward=True).seconds
+    times = UPDATE["AdamW"] + (UPDATE["norm"] if s.clip else 0) + (UPDATE["average"] if s.average else 0)
+    return s.accumulate * passes + times * 4 * parameters / ceilings.bytes_per_s
+
+
+def tried(model: nn.Module, laws: Sequence[str]) -> tuple[LawTold, ...]:
+    """The laws on this model, in float64 on the CPU; the dice of the run are not touched."""
+    declared = getattr(model, "spec", None)
+    with torch.random.fork_rng(devices=[]):
+        large = sum(p.numel() for p in model.parameters()) > SHALLOW
+        one = shallow(declared).build() if large and declared is not None else copy.deepcopy(model).cpu()
+        try:
+            found = check(one.eval(), laws, BUDGET)
+        except RegardError as e:  # a model that no adapter knows
+            return (LawTold("", "laws", "", "not tried", str(e)),)
+    kept = [o for o in found.outcomes if o.status != "not applicable"]
+    return tuple(LawTold(o.law.number, o.law.name, o.law.formula, o.status, o.said, o.cases) for o in kept)
+
+
+def shallow(declared: Any) -> Any:
+    """The same declaration with one layer a stack."""
+    match declared:
+        case spec.EncoderDecoder():
+            return replace(declared, encoder=shallow(declared.encoder), decoder=shallow(declared.decoder))
+        case spec.Vision():
+            return replace(declared, encoder=shallow(declared.encoder))
+        case spec.Encoder() | spec.Decoder():
+            return replace(declared, layers=1)
+    return declared
+
+
+def stored(folder: Path) -> Before | None:
+    """What was told before this run; None where nobody asked."""
+    path = folder / FILE
+    return Before.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def written(size: int | float) -> str:
+    """
+    >>> written(1_500_000_000), written(2048), written(12)
+    ('1.40 GiB', '2.00 KiB', '12 B')
+    """
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} B"
+
+
+def duration(seconds: int | float) -> str:
+    """
+    >>> duration(372), duration(59.4), duration(7300)
+    ('6 min 12 s', '59 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
