@@ -11,7 +11,7 @@ from ..pattern import At, Pattern, standing
 from ..reference import Ties
 from . import by_distance, choose, dense, masked, packed, plain, progressions, quick, walk
 from .batches import program
-from .call import Bias, Call, as_pattern_and_table, check, replaced
+from .call import Bias, Call, as_pattern_and_table, check, readable, replaced
 
 
 def attention(
@@ -40,6 +40,8 @@ def attention(
     A query that may look nowhere gets zeros, and finite gradients.
     With return_lse, also ln Σ exp(scores), differentiable.
     """
+    if lengths is not None and _none_shorter(lengths, q, k):
+        lengths = None
     usual = lengths is None and bias is None and at is None and ties == "share" and backend == "auto"
     usual = usual and not (dropout_p or return_lse)
     if usual and (way := quick.recall(q, k, v, pattern, scale)):
@@ -109,6 +111,13 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
     more["pattern"] = call.pattern
     with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
         return by_distance.attend(call.q, call.k, call.v, way, call.bias, **more)
+
+
+def _none_shorter(lengths: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Whether every row is as long as the keys, where that can be seen for nothing; lengths that do not fit are
+    left to the check."""
+    fits = q.dim() == 4 and tuple(lengths.shape) == (q.shape[0],) and len(lengths) > 0
+    return fits and readable(lengths) and int(lengths.min()) >= k.shape[-2]
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from . import whole
-from .call import Call
+from .call import Call, readable
 
 
 def attend(call: Call) -> Float[Tensor, "b h n d_v"]:
@@ -22,6 +22,8 @@ def attend(call: Call) -> Float[Tensor, "b h n d_v"]:
     elif allowed is not None and call.may_be_empty():
         empty = ~allowed.any(-1, keepdim=True)
         mask = allowed | empty
+    if empty is not None and readable(empty) and not bool(empty.any()):
+        empty = None
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(1, call.m)  # SDPA reads the last two axes
     more: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -12,6 +11,7 @@ from ..errors import ShapeError
 from ..pattern import At, Pattern
 from .attention import MultiHeadAttention
 from .cache import LayerCache
+from .dropout import dropout
 from .feed_forward import FeedForward
 from .norm import norm
 
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
         before, after = (norm, nn.Identity()) if self.spec.norm_at == "pre" else (nn.Identity(), norm)
-        y = F.dropout(f(before(x)), self.spec.dropout, self.training)
+        y = dropout(f(before(x)), self.spec.dropout, self.training)
         return after(x + y if self.spec.residual else y)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import spec
 from ..errors import ShapeError
 from . import position as positions
+from .dropout import dropout
 from .feed_forward import ACTIVATIONS
 from .norm import norm
 
@@ -49,7 +50,7 @@ class Embedding(nn.Module):
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         elif types is not None:
             raise ShapeError("token types were given, and the embedding declares none; set types=2 there")
-        return F.dropout(self.norm(x), self.spec.dropout, self.training)
+        return dropout(self.norm(x), self.spec.dropout, self.training)
 
 
 class LanguageHead(nn.Module):

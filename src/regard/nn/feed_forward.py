@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .. import spec
+from .dropout import dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -31,4 +32,4 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_model"]:
         f = ACTIVATIONS[self.spec.activation]
         hidden = f(self.w_in(x)) if self.w_gate is None else f(self.w_gate(x)) * self.w_in(x)
-        return self.w_out(F.dropout(hidden, self.spec.dropout, self.training))
+        return self.w_out(dropout(hidden, self.spec.dropout, self.training))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +16,7 @@ from ..position import learned
 from . import position as positions
 from .block import Block
 from .cache import Cache
+from .dropout import dropout
 from .embedding import ClassifierHead, Embedding, LanguageHead, MaskedHead, Pooler
 from .initialise import initialise
 from .norm import norm
@@ -226,7 +226,7 @@ class Vision(nn.Module):
             x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1)
         if not on_grid:
             x = self.position(x, torch.arange(x.shape[1], device=x.device), x.shape[1])
-        x = F.dropout(x, self.spec.dropout, self.training)
+        x = dropout(x, self.spec.dropout, self.training)
         x, kept = self.encoder(x, return_weights=True) if return_weights else (self.encoder(x), None)
         out = x if self.head is None else self.head(x)
         return (out, kept) if return_weights else out
