@@ -250,6 +250,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path):
     def after(tokens, accumulate):
         one = trainer(tmp_path / str(accumulate), accumulate=accumulate, average=None, smoothing=0.0)
         one.task.double().eval()
+        one.optimiser = one.settings.optimiser.build(one.task)
         one.train, one.stream.lengths, one.stream.most = data, data.sizes, tokens
         one.task.train = lambda mode=True: one.task  # no dropout: the halves draw other numbers
         one._update()

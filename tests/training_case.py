@@ -26,13 +26,14 @@ SETTINGS = Settings(
 )
 
 
-def model(vocab: int = VOCAB):
+def model(vocab: int = VOCAB, dropout: float = 0.1, checkpoint: bool = False):
     torch.manual_seed(0)
-    embedding = rg.Embedding(vocab, 16, position=rg.sinusoidal(), dropout=0.1)
+    embedding = rg.Embedding(vocab, 16, position=rg.sinusoidal(), dropout=dropout)
     attention, past = rg.Attention(16, heads=2), rg.Attention(16, heads=2, pattern=rg.causal())
-    encoder = rg.Encoder(rg.Block(attention, rg.FeedForward(16), dropout=0.1), 1, embedding=embedding)
-    block = rg.Block(past, rg.FeedForward(16), cross=attention, dropout=0.1)
-    decoder = rg.Decoder(block, 1, embedding=embedding, head=rg.LanguageHead())
+    block = rg.Block(attention, rg.FeedForward(16), dropout=dropout)
+    encoder = rg.Encoder(block, 1, embedding=embedding, checkpoint=checkpoint)
+    block = rg.Block(past, rg.FeedForward(16), cross=attention, dropout=dropout)
+    decoder = rg.Decoder(block, 1, embedding=embedding, head=rg.LanguageHead(), checkpoint=checkpoint)
     return rg.EncoderDecoder(encoder, decoder, share_embedding=True).build()
 
 
@@ -44,8 +45,8 @@ def pairs(rows: int, seed: int) -> Pairs:
 
 
 def trainer(folder, **other) -> Trainer:
-    vocab = other.pop("vocab", VOCAB)
-    task = Translation(model(vocab), other.pop("smoothing", 0.1))
+    built = {name: other.pop(name) for name in ("vocab", "dropout", "checkpoint") if name in other}
+    task = Translation(model(**built), other.pop("smoothing", 0.1))
     return Trainer(task, pairs(60, 1), pairs(20, 2), replace(SETTINGS, **other), folder)
 
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from ..errors import FormatError, RegardError, SpecError
 from ..schedule import Schedule
 from . import checkpoints, optimiser
-from .average import Mean, ema
+from .average import Last, Mean, ema, last
 from .batches import Stream
 from .log import Log
+from .meter import Meter
 from .optimiser import AdamW
+from .ranks import REPLICATE, SHARD, Ranks, silent, whole
 from .tasks import Batch
 
 ADAMW = AdamW()
@@ -35,9 +37,10 @@ class Settings:
     optimiser: AdamW = ADAMW
     minutes: int | float | None = None  # end then, the schedule stretched to it, whatever the steps
     clip: int | float | None = 1.0  # the gradient's global norm
-    accumulate: int = 1  # batches an update
-    average: ema | None = None
+    accumulate: int = 1  # batches an update, of all ranks together
+    average: ema | last | None = None
     autocast: str | None = None  # "bfloat16" or "float16"
+    parallel: str = REPLICATE  # among ranks: each holds all weights, or with "shard" a part
     compile: bool = False
     seed: int = 0
     save_every: int = 500
@@ -52,6 +55,10 @@ class Settings:
                 raise SpecError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.autocast not in (None, "bfloat16", "float16"):
             raise SpecError(f"autocast={self.autocast!r}; use 'bfloat16', 'float16' or None")
+        if self.parallel not in (REPLICATE, SHARD):
+            raise SpecError(f"parallel={self.parallel!r}; use {REPLICATE!r} or {SHARD!r}")
+        if isinstance(self.average, last) and self.average.k > self.keep:
+            raise SpecError(f"{self.average} is of more checkpoints than keep={self.keep} keeps; raise keep")
 
 
 class Diverged(RegardError):
@@ -65,26 +72,35 @@ class Trainer:
         self.task, self.train, self.valid = task, train, valid
         self.settings, self.folder = settings, Path(folder)
         self.device = next(task.parameters()).device
+        self.ranks = Ranks.here()
+        self.call: Callable[..., tuple[Tensor, Tensor]]
+        self.call = self.ranks.spread(task, settings.parallel, settings.compile)
         self.optimiser = settings.optimiser.build(task)
-        self.mean = None if settings.average is None else Mean(settings.average, task)
-        self.stream = Stream(train.sizes, settings.tokens, settings.seed)
-        self.call: Callable[..., tuple[Tensor, Tensor]] = torch.compile(task) if settings.compile else task
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "float16")
+        self.mean = self._mean()
+        self.stream = self._stream(train, settings.seed)
+        if self.ranks.rank:  # dropout falls elsewhere on each rank
+            torch.manual_seed(settings.seed + 1_000_003 * self.ranks.rank)
         self.step, self.seconds, self.seen = 0, 0.0, 0  # updates, time in training, tokens predicted
         self.best, self.bad = math.inf, 0
+        self.meter: Meter | None = None  # a run's
 
     def run(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
-        """Train to the end, from the last checkpoint where there is one."""
-        with checkpoints.locked(self.folder):
-            log = Log(self.folder)
-            try:
-                if checkpoints.steps(self.folder):
-                    self.resume()
-                    on_event(log.write("resume", self.step))
-                with interruptible() as interrupted:
-                    for event in self._events(interrupted):
-                        on_event(log.write(event.pop("event"), self.step, **event))
-            finally:
-                log.close()
+        """Train to the end, from the last checkpoint where there is one. Rank 0 tells and logs it."""
+        with contextlib.ExitStack() as held:
+            self.ranks.first(lambda: held.enter_context(checkpoints.locked(self.folder)))
+            log = held.enter_context(contextlib.closing(Log(self.folder))) if self.ranks.rank == 0 else None
+
+            def tell(event: str, **values: Any) -> None:
+                if log is not None:
+                    on_event(log.write(event, self.step, **values))
+
+            if checkpoints.steps(self.folder):
+                self.resume()
+                tell("resume")
+            interrupted = held.enter_context(interruptible())
+            for event in self._events(interrupted):
+                tell(**event)
 
     def _events(self, interrupted: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         s = self.settings
@@ -96,12 +112,11 @@ class Trainer:
             mark = mark if losses else time.perf_counter()
             loss, predicted, norm = self._update()
             losses.append((loss, predicted))
-            self.step, self.seen = self.step + 1, self.seen + predicted
-            self.seconds = before + time.perf_counter() - began
-            leave = interrupted()
+            self.seen += predicted
+            leave = self._agree(before + time.perf_counter() - began, interrupted())
             stop = self._over() or leave
             if self.step % s.log_every == 0 or stop:
-                yield self._told(losses, norm, time.perf_counter() - mark)
+                yield self._told(self._of_all(losses), norm, time.perf_counter() - mark)
                 losses = []
             if self.step % s.valid_every == 0 or self._over():
                 yield {"event": "valid", **self._validated()}
@@ -112,6 +127,17 @@ class Trainer:
                 yield {"event": "interrupted"}
                 return
         yield {"event": "done", "seconds": round(self.seconds, 2), "epochs": self.stream.epoch}
+
+    def _agree(self, seconds: float, asked: bool) -> bool:
+        """All ranks take rank 0's time; someone who asks to leave asks for all."""
+        self.seconds, leave = self.ranks.sum(seconds if self.ranks.rank == 0 else 0.0, asked)
+        return leave > 0
+
+    def _of_all(self, losses: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+        if self.ranks.world == 1:
+            return losses
+        sums = self.ranks.sum(*torch.stack([loss for loss, _ in losses]).tolist())
+        return [(torch.tensor(loss), predicted) for loss, (_, predicted) in zip(sums, losses, strict=True)]
 
     def _over(self) -> bool:
         s = self.settings
@@ -128,37 +154,55 @@ class Trainer:
         return s.schedule(max(1, min(round(done * s.steps), s.steps)))
 
     def _update(self) -> tuple[Tensor, int, Tensor]:
-        """One update: the sum of the plain losses, how many predictions they are of, the gradient's norm."""
-        s = self.settings
+        """One update: the sum of this rank's plain losses, the predictions of all ranks, the gradient's norm."""
+        s, rate = self.settings, self.rate()
+        self.step += 1
         self.task.train()
-        batches = [self.train.batch(self.stream.next()) for _ in range(s.accumulate)]
-        predicted = sum(b.predicted for b in batches)
+        batches = [self._batch(self.train, rows) for rows in self.stream.share(s.accumulate)]
+        predicted = int(self.ranks.sum(sum(b.predicted for b in batches))[0])
         total = torch.zeros((), device=self.device)
-        for batch in batches:
-            loss, plain = self._loss(batch)
-            (loss / predicted).backward()
+        for i, batch in enumerate(batches, 1):
+            with silent(self.call) if i < len(batches) else contextlib.nullcontext():
+                loss, plain = self._loss(batch)
+                # The ranks' gradients are averaged, not summed: so each counts as many times as there are ranks.
+                self.scaler.scale(loss / (max(predicted, 1) / self.ranks.world)).backward()
             total += plain.detach()
+        norm = self._clipped()
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.mean is not None:
+            self.mean.update(self.step)
+        return total, predicted, norm
+
+    def _clipped(self) -> Tensor:
+        """The gradient's norm, over all ranks, before it is clipped."""
+        self.scaler.unscale_(self.optimiser)
         parameters = [p for p in self.task.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if s.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, s.clip, norm)
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if self.settings.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, norm)
         if (
             self.device.type == "cpu"
         ):  # elsewhere asking would wait for the device; it is asked when it is logged
             self._need_finite(norm)
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.rate()
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        if self.mean is not None:
-            self.mean.update(self.step + 1)
-        return total, predicted, norm
+        return norm
+
+    def _stream(self, data: Any, seed: int = 0) -> Stream:
+        return Stream(data.sizes, self.settings.tokens, seed, rank=self.ranks.rank, world=self.ranks.world)
+
+    def _batch(self, data: Any, rows: Tensor) -> Batch:
+        """A rank without rows takes one that does not count, since all ranks have to take part."""
+        return data.batch(rows) if len(rows) else Batch(data.batch(torch.tensor([0])).given, 0)
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         kind = self.settings.autocast
         dtype = None if kind is None else getattr(torch, kind)
         with torch.autocast(self.device.type, dtype=dtype, enabled=kind is not None):
-            return self.call(**batch.to(self.device).given)
+            loss, plain = self.call(**batch.to(self.device).given)
+        return (loss, plain) if batch.predicted else (loss * 0, plain * 0)
 
     def _told(self, losses: list[tuple[Tensor, int]], norm: Tensor, seconds: float) -> dict[str, Any]:
         self._need_finite(norm)
@@ -172,49 +216,69 @@ class Trainer:
             "tokens_per_second": round(predicted / seconds),
             "seconds": round(self.seconds, 3),
             "waste": 0.0 if plan is None else round(plan.waste, 4),
+            **({} if self.meter is None else self.meter.read(predicted, seconds)),
         }
 
     def _need_finite(self, norm: Tensor) -> None:
-        if not bool(torch.isfinite(norm)):
-            there = checkpoints.steps(self.folder)
-            kept = f"the last good checkpoint is step {there[-1]}" if there else "there is no checkpoint yet"
-            raise Diverged(
-                f"the gradient is not finite at step {self.step + 1} (loss too large, or NaN in the data); {kept}. "
-                f"Lower the learning rate, warm up longer or clip lower, and run again"
-            )
+        if bool(torch.isfinite(norm)) or (self.scaler.is_enabled() and self.scaler.get_scale() >= 1):
+            return  # in float16 an update that overflows is left out, and the next one scaled less
+        there = checkpoints.steps(self.folder)
+        kept = f"the last good checkpoint is step {there[-1]}" if there else "there is no checkpoint yet"
+        raise Diverged(
+            f"the gradient is not finite at step {self.step} (loss too large, or NaN in the data); {kept}. "
+            f"Lower the learning rate, warm up longer or clip lower, and run again"
+        )
 
     @torch.no_grad()
     def _validated(self) -> dict[str, Any]:
         """The plain loss on the held-out rows, by the averaged weights where there are some."""
         with self.averaged():
             self.task.eval()
-            stream = Stream(self.valid.sizes, self.settings.tokens)
+            stream = self._stream(self.valid)
             total, predicted = 0.0, 0
-            while stream.plan is None or stream.index < len(stream.plan):
-                batch = self.valid.batch(stream.next())
-                total, predicted = total + float(self._loss(batch)[1]), predicted + batch.predicted
-        loss = total / predicted
+            while left := stream.left():
+                for rows in stream.share(min(left, self.ranks.world)):
+                    batch = self._batch(self.valid, rows)
+                    total, predicted = total + float(self._loss(batch)[1]), predicted + batch.predicted
+        total, count = self.ranks.sum(total, predicted)
+        loss = total / count
         self.best, self.bad = (loss, 0) if loss < self.best else (self.best, self.bad + 1)
         return {"loss": loss, "best": self.best}
+
+    def _mean(self) -> Mean | Last | None:
+        match self.settings.average:
+            case ema() as declared:
+                return Mean(declared, self.task)
+            case last() as declared:
+                return Last(declared, self.task, self.folder, self.settings.save_every, self.ranks)
+        return None
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """The averaged weights in the model for a while."""
-        if self.mean is None:
+        with contextlib.nullcontext() if self.mean is None else self.mean.swapped(self.step):
             yield
-            return
-        self.mean.swap()
-        try:
-            yield
-        finally:
-            self.mean.swap()
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Give a model of the same declaration the averaged weights. Parts are gathered, so every rank calls it."""
+        source: Any = self.task.model
+        with self.averaged():
+            for ours, its in zip(_tensors(source).values(), _tensors(model).values(), strict=True):
+                its.copy_(whole(ours))
+
+    def _random(self) -> dict[str, Tensor]:
+        found = {f"random/cpu/{self.ranks.rank}": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            found[f"random/cuda/{self.ranks.rank}"] = torch.cuda.get_rng_state(self.device)
+        return found
+
+    def _rest(self) -> dict[str, Tensor]:
+        """What a checkpoint holds besides weights and random numbers."""
+        means = {f"mean/{name}": t for name, t in (self.mean.state() if self.mean else {}).items()}
+        return optimiser.state(self.optimiser, self.task) | means
 
     def save(self) -> Path:
-        kept = optimiser.state(self.optimiser, self.task)
-        kept |= {f"mean/{name}": t for name, t in (self.mean.state() if self.mean else {}).items()}
-        kept["random/cpu"] = torch.get_rng_state()
-        if self.device.type == "cuda":
-            kept["random/cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "seconds": self.seconds,
             "seen": self.seen,
@@ -222,35 +286,56 @@ class Trainer:
             "index": self.stream.index,
             "best": self.best if math.isfinite(self.best) else None,
             "bad": self.bad,
+            "scale": self.scaler.state_dict(),
         }
-        weights = dict(self.task.named_parameters()) | dict(self.task.named_buffers())
-        return checkpoints.write(self.folder, self.step, weights, kept, state, self.settings.keep)
+        rest, s = self._rest() | self._random(), self.settings
+        return checkpoints.write(
+            self.folder,
+            self.step,
+            _tensors(self.task),
+            rest,
+            state,
+            keep=s.keep,
+            every=s.save_every,
+            ranks=self.ranks,
+        )
 
     def resume(self, step: int | None = None) -> None:
-        """Go on from a checkpoint, as if nothing had happened."""
-        weights, kept, state = checkpoints.read(self.folder, step, self.device)
-        live = dict(self.task.named_parameters()) | dict(self.task.named_buffers())
-        if unlike := sorted(set(live) ^ set(weights)):
-            raise FormatError(f"the checkpoint is of another model: {unlike[0]!r} is in one of them only")
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                if live[name].shape != tensor.shape:
-                    ours = tuple(live[name].shape)
-                    raise FormatError(
-                        f"{name} is {tuple(tensor.shape)} in the checkpoint and {ours} in the model"
-                    )
-                live[name].copy_(tensor)
-        random = {k: kept.pop(k) for k in [k for k in kept if k.startswith("random/")]}
-        mean = {k.removeprefix("mean/"): kept.pop(k) for k in [k for k in kept if k.startswith("mean/")]}
-        optimiser.restore(self.optimiser, self.task, kept)
-        if self.mean is not None:
-            self.mean.restore(mean)
+        """Go on from a checkpoint, as if nothing had happened; as another number of ranks, if it is one."""
+        kept = checkpoints.read(self.folder, step, self.ranks)
+        live, random, state = _tensors(self.task) | self._rest(), self._random(), kept.state
+        shapes = kept.shapes()
+        need_same(live, {name: shape for name, shape in shapes.items() if not name.startswith("random/")})
+        random = {name: t for name, t in random.items() if name in shapes}
+        kept.fill(live | random)
         self.step, self.seconds, self.seen = state["step"], state["seconds"], state["seen"]
         self.stream.epoch, self.stream.index, self.stream.plan = state["epoch"], state["index"], None
         self.best, self.bad = math.inf if state["best"] is None else state["best"], state["bad"]
-        torch.set_rng_state(random["random/cpu"].cpu())
-        if self.device.type == "cuda" and "random/cuda" in random:
-            torch.cuda.set_rng_state(random["random/cuda"].cpu(), self.device)
+        if self.scaler.is_enabled() and state["scale"]:
+            self.scaler.load_state_dict(state["scale"])
+        if not random:  # a rank that was not there: numbers of its own
+            torch.manual_seed(self.settings.seed + 1_000_003 * self.ranks.rank + 7919 * self.step)
+        for name, numbers in random.items():
+            if name.startswith("random/cpu/"):
+                torch.set_rng_state(numbers)
+            else:
+                torch.cuda.set_rng_state(numbers, self.device)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Its weights and buffers by name, tied ones once."""
+    return {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}
+
+
+def need_same(live: dict[str, Tensor], kept: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint of another model."""
+    for name, tensor in live.items():
+        if name in kept and tuple(tensor.shape) != kept[name]:
+            raise FormatError(
+                f"{name} is {kept[name]} in the checkpoint and {tuple(tensor.shape)} in the model"
+            )
+    if unlike := sorted(set(live) ^ set(kept)):
+        raise FormatError(f"the checkpoint is of another model: {unlike[0]!r} is in one of them only")
 
 
 @contextlib.contextmanager

@@ -1,13 +1,12 @@
 """AdamW, and its state as named tensors."""
 
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import FormatError, SpecError
+from ..errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -36,38 +35,24 @@ class AdamW:
             {"params": stays, "weight_decay": 0.0},
         ]
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in named)
-        return torch.optim.AdamW(
+        made = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=0.0, betas=self.betas, eps=self.eps, fused=fused
         )
+        for p in (p for group in made.param_groups for p in group["params"]):
+            made.state[p] = {
+                "step": torch.zeros((), device=p.device if fused else None),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        return made
 
 
 def state(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """What the optimiser remembers, as "parameter/moment" → tensor."""
+    """What the optimiser remembers, as "parameter/moment" → the tensor itself."""
+    held = {id(p) for group in optimiser.param_groups for p in group["params"]}
     return {
         f"{name}/{key}": value
-        for name, p in _named(optimiser, model)
+        for name, p in model.named_parameters()
+        if id(p) in held
         for key, value in optimiser.state[p].items()
     }
-
-
-def restore(optimiser: torch.optim.Optimizer, model: nn.Module, kept: dict[str, Tensor]) -> None:
-    """Give it back; what is missing or left over is named."""
-    known = dict(_named(optimiser, model))
-    for entry, tensor in kept.items():
-        name, _, key = entry.rpartition("/")
-        if name not in known:
-            raise FormatError(
-                f"the checkpoint's optimiser remembers {name!r}, which this model does not have"
-            )
-        p = known[name]
-        if key != "step" and tensor.shape != p.shape:
-            raise FormatError(
-                f"{entry} is {tuple(tensor.shape)} in the checkpoint; the model's is {tuple(p.shape)}"
-            )
-        where = p.device if key != "step" or tensor.device == p.device else tensor.device
-        optimiser.state[p][key] = tensor.clone().to(where)
-
-
-def _named(optimiser: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    held = {id(p) for group in optimiser.param_groups for p in group["params"]}
-    return ((name, p) for name, p in model.named_parameters() if id(p) in held)

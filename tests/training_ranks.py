@@ -1,0 +1,121 @@
+"""What several ranks do in test_training_distributed.py: `torchrun … training_ranks.py FOLDER CASE…`.
+
+Each case trains in a folder of its own; what a rank has to say goes to FOLDER/<case>-<rank>.json.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from regard.errors import RegardError
+from regard.training import sharded
+from regard.training.average import last
+from regard.training.log import read
+from regard.training.ranks import Ranks
+from training_case import model, trainer
+
+SAME = {"dropout": 0.0, "accumulate": 2, "log_every": 1, "steps": 12}
+LAST = {"average": last(3), "keep": 4, "save_every": 2}
+
+
+def trained(folder: Path, stop: int | None = None, on_event=lambda event: None, **other):
+    """A run without dropout, up to some step; what every rank knows at its end."""
+    one = trainer(folder, **SAME | other)
+    if stop is not None:
+        one._over = lambda: one.step >= stop
+    one.run(on_event)
+    filled = model(dropout=0.0)
+    one.fill(filled)
+    tied = one.task.model.decoder.embedding.table is one.task.model.encoder.embedding.table
+    weights = torch.cat([p.detach().flatten() for p in filled.parameters()]).tolist()
+    return {"step": one.step, "seconds": one.seconds, "best": one.best, "weights": weights, "tied": tied}
+
+
+def refused(act) -> dict[str, str]:
+    try:
+        act()
+    except RegardError as e:
+        return {"error": str(e)}
+    raise AssertionError("it was not refused")
+
+
+def interrupted(folder: Path):
+    """Rank 1 alone gets the signal, in its fourth update."""
+    one, calls = trainer(folder, **SAME), []
+    plain = one._batch
+
+    def batch(data, rows):
+        calls.append(rows)
+        if one.ranks.rank == 1 and len(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(data, rows)
+
+    one._batch = batch
+    one.run()
+    return {"step": one.step}
+
+
+def full_disk(folder: Path):
+    """Rank 1 cannot write."""
+    one = trainer(folder, **SAME | {"steps": 2})
+    one.run()
+    if one.ranks.rank == 1:
+
+        def save(*given, **named):
+            raise OSError(28, "No space left on device")
+
+        sharded.HuggingFaceStorageWriter.write_data = save
+    one.step = 3
+    return refused(one.save)
+
+
+def in_turn(folder: Path):
+    """Rank 0 holds the lock already, as another process would."""
+    from regard.training import checkpoints
+
+    if Ranks.here().rank == 0:
+        with checkpoints.locked(folder):
+            return refused(lambda: trainer(folder).run())
+    return refused(lambda: trainer(folder).run())
+
+
+def few_rows(folder: Path):
+    """Three rows a batch at most, and batches of one: some ranks have nothing to do."""
+    one = trainer(folder, **SAME | {"accumulate": 1, "tokens": 17})
+    one.run()
+    return {"step": one.step, "best": one.best, "small": min(b - a for a, b in one.stream.plan.cuts)}
+
+
+CASES = {
+    "replicate": lambda f: trained(f),
+    "shard": lambda f: trained(f, parallel="shard"),
+    "uneven": lambda f: trained(f, parallel="shard", accumulate=3),
+    "few": few_rows,
+    "replicate-half": lambda f: trained(f, 6),
+    "shard-half": lambda f: trained(f, 6, parallel="shard"),
+    "replicate-on": lambda f: trained(f),
+    "shard-on": lambda f: trained(f, parallel="shard"),
+    "shard-after-replicate": lambda f: trained(f, 6) and trained(f, parallel="shard"),
+    "last": lambda f: trained(f, parallel="shard", **LAST),
+    "compiled": lambda f: trained(f, compile=True, steps=4),
+    "compiled-shard": lambda f: trained(f, compile=True, parallel="shard", steps=4),
+    "timed": lambda f: trained(f, minutes=0.01, steps=10_000),
+    "interrupted": interrupted,
+    "full": full_disk,
+    "locked": in_turn,
+    "damaged": lambda f: refused(lambda: trained(f, parallel="shard")),
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    home, cases = Path(sys.argv[1]), sys.argv[2:]
+    for name in cases:
+        torch.manual_seed(0)
+        told = CASES[name](home / name)
+        told["curve"] = [e["loss"] for e in read(home / name, "train")]
+        (home / f"{name}-{Ranks.here().rank}.json").write_text(json.dumps(told))
