@@ -5,32 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import regard as rg
-from regard.cli.main import app
 from regard.training import recipes, text
 from regard.training.recipes import RECIPES, Recipe, recipe
 from regard.training.run import Run, opened
 from regard.training.sources import Classes, Running, Sentences
 from regard.training.tasks import Stretches
 from regard.training.translation import scores, translate
-
-WORDS = [("one", "uno"), ("two", "dos"), ("cat", "gato"), ("dog", "perro"), ("red", "rojo")]
-
-
-def write_pairs(folder):
-    lines = [f"{a} {c}\t{b} {d}" for a, b in WORDS for c, d in WORDS]
-    (folder / "train.tsv").write_text("\n".join(lines * 2 + ["very " * 99 + "\tmuy"]) + "\n")
-    (folder / "valid.tsv").write_text("\n".join(lines[:9]) + "\n")
-    return Sentences(train=str(folder / "train.tsv"), valid=str(folder / "valid.tsv"), vocab=300, longest=40)
-
-
-def small(folder, **settings) -> Recipe:
-    made = recipes.translate(
-        None, steps=12, d_model=16, layers=1, heads=2, data=write_pairs(folder), tokens=600
-    )
-    return replace(made, settings=replace(made.settings, save_every=6, log_every=3, **settings))
+from training_run_case import a_known_machine, regard, small, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +22,6 @@ def run(tmp_path_factory):
     one = Run(small(folder), folder / "out", "cpu")
     one.train()
     return one
-
-
-def regard(*words: str, code: int = 0, given: str | None = None) -> str:
-    done = CliRunner().invoke(app, words, input=given)
-    if done.exception and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done.stdout
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n != "classify"])
@@ -148,8 +123,17 @@ def test_a_language_model_and_a_vision_model_begin_to_learn(made, tmp_path):
     made = replace(made, settings=replace(made.settings, log_every=1, average=None))
     one = Run(made, tmp_path, "cpu")
     one.trainer.valid = one.ready.train if made.name == "image" else Stretches(one.ready.valid.ids[:99], 16)
-    one.train(lambda e: seen.append(e["loss"]) if e["event"] == "train" else None)
+    model = one.train(lambda e: seen.append(e["loss"]) if e["event"] == "train" else None)
     assert len(seen) == 8 and seen[-1] < seen[0]
+    one.ready = replace(one.ready, test=one.trainer.valid)
+    told = one.evaluate()
+    if made.name == "image":
+        rows = one.trainer.valid
+        with torch.no_grad():
+            right = (model(rows.inputs).argmax(-1) == rows.labels).double().mean()
+        assert told.numbers["accuracy"] == pytest.approx(float(right)) and not told.written
+    else:
+        assert len(told.written) > 300 and told.numbers["loss"] < 5
 
 
 def test_scores_are_sacrebleus_with_their_signature():
@@ -159,25 +143,24 @@ def test_scores_are_sacrebleus_with_their_signature():
     assert scores(["a b c d"], ["e f g h"]).bleu < 20
 
 
-def test_the_commands_train_and_translate(tmp_path, run):
-    data = write_pairs(tmp_path)
+def test_the_command_trains_scores_shows_and_reports(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(small(tmp_path).json())
-    events = [
-        json.loads(e) for e in regard("train", str(file), "--out", str(tmp_path / "o"), "--json").splitlines()
-    ]
-    assert [e["event"] for e in events][-3:] == ["done", "evaluated", "report"] and data.vocab == 300
-    said = regard("train", str(file), "--out", str(tmp_path / "o"))
+    with a_known_machine(tmp_path):
+        said = regard("train", str(file), "--out", str(tmp_path / "o"), "--no-tensorboard")
     assert said.endswith(f"\nmodel   {tmp_path / 'o'}\nreport  {tmp_path / 'o' / 'report.html'}\n")
-    assert said.startswith("9 test rows:\nBLEU ") and "\nsource     Hello world\nours " in said
-    model, tokens, _ = opened(tmp_path / "o")
-    one = regard("translate", "one cat", "--model", str(tmp_path / "o"))
+    assert said.startswith("9 test rows:\nBLEU ") and "(nrefs:1|case:mixed" in said and "\nchrF " in said
+    assert "\nsource     Hello world\nours " in said and "\nreference  dos gato\n" in said
+
+
+def test_the_command_translates(tmp_path, run):
+    write_pairs(tmp_path)
+    model, tokens, _ = opened(run.folder)
+    one = regard("translate", "one cat", "--model", str(run.folder))
     assert one == translate(model, tokens, ["one cat"])[0] + "\n"
-    lines = regard(
-        "translate", "--model", str(tmp_path / "o"), "--beam", "2", "--json", given="red\ndog two\n"
-    )
+    lines = regard("translate", "--model", str(run.folder), "--beam", "2", "--json", given="red\ndog two\n")
     assert [json.loads(x)["source"] for x in lines.splitlines()] == ["red", "dog two"]
-    by_file = regard("translate", "--file", str(tmp_path / "valid.tsv"), "--model", str(tmp_path / "o"))
+    by_file = regard("translate", "--file", str(tmp_path / "valid.tsv"), "--model", str(run.folder))
     assert len(by_file.split("\n")) == 10 and text.sentences(tmp_path / "valid.tsv")
 
 
@@ -190,3 +173,9 @@ def test_train_lists_shows_costs_and_refuses():
         regard("train", "translate", "--set", "minuts=2")
     with pytest.raises(rg.SpecError, match=r"^--set minutes: write dial=value$"):
         regard("train", "translate", "--set", "minutes")
+    with pytest.raises(
+        rg.SpecError, match=r"^--set a=1: dials are of recipes by name; write it into x.json$"
+    ):
+        regard("train", "x.json", "--set", "a=1")
+    with pytest.raises(rg.FormatError, match=r"^there is no file x.json$"):
+        regard("train", "x.json")

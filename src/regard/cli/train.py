@@ -1,5 +1,6 @@
 """`regard train`: a recipe in a folder, with a bar; `--list`, `--dry-run`."""
 
+import importlib.util
 import inspect
 import json
 import sys
@@ -9,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import SpecError, nearest
+from ..errors import FormatError, SpecError, nearest
 from ..training.lessons import LESSONS
+from ..training.log import Board
 from ..training.page import report
 from ..training.recipes import RECIPES, Recipe, recipe
-from ..training.run import RECIPE, Run
+from ..training.run import RECIPE, Listener, Run
+from ..training.watching import Watcher
 
 
 def train(
@@ -24,6 +27,12 @@ def train(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; the best there is by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it costs, and stop.")] = False,
+    heads_every: Annotated[
+        int | None, typer.Option(help="Keep the statistics of each head after so many updates.")
+    ] = None,
+    tensorboard: Annotated[
+        bool | None, typer.Option(help="Write TensorBoard's files; by default where it is installed.")
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the recipes and their dials.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write events as JSON lines.")] = False,
 ) -> None:
@@ -40,40 +49,70 @@ def train(
     if name in LESSONS:
         _teach(name, as_json)
         return
-    chosen = (
-        Recipe.from_json(Path(name).read_text())
-        if name.endswith(".json")
-        else recipe(name, **_dials(name, set_))
-    )
+    chosen = _read(name, set_)
     if dry_run:
         typer.echo(_dry(chosen, out, device, as_json))
         return
     run = Run(chosen, out or Path("runs") / chosen.name, device)
+    run.ranks.first(lambda: _begin(run))
+    _follow(run, as_json, _listeners(run, heads_every, tensorboard))
+    if run.ranks.rank == 0:
+        _end(run, as_json)
+
+
+def _read(name: str, given: list[str] | None) -> Recipe:
+    """A recipe by its name and its dials, or from a file."""
+    if not name.endswith(".json"):
+        return recipe(name, **_dials(name, given))
+    if given:
+        raise SpecError(f"--set {given[0]}: dials are of recipes by name; write it into {name}")
+    if not Path(name).is_file():
+        raise FormatError(f"there is no file {name}")
+    return Recipe.from_json(Path(name).read_text(encoding="utf-8"))
+
+
+def _begin(run: Run) -> None:
+    """What is said before the first update; a model that breaks a law goes no further."""
     if run.ready.left_out:
         typer.echo(f"{run.ready.left_out:,} training rows are too long and were left out", err=True)
-    run.before().need_lawful()
-    if as_json:
-        run.train(_as_json)
+    if cut := getattr(run.ready, "cut", 0):
+        typer.echo(f"{cut:,} training rows are too long; only their beginning is read", err=True)
+    told = run.before()
+    typer.echo(str(told), err=True)
+    told.need_lawful()
+
+
+def _listeners(run: Run, heads_every: int | None, tensorboard: bool | None) -> list[Listener]:
+    if run.ranks.rank:  # events are rank 0's
+        return []
+    found: list[Listener] = [] if heads_every is None else [Watcher(run, heads_every)]
+    if tensorboard or (tensorboard is None and importlib.util.find_spec("tensorboard") is not None):
+        found.append(Board(run.folder))
+    return found
+
+
+def _follow(run: Run, as_json: bool, listeners: list[Listener]) -> None:
+    if as_json or run.ranks.rank:
+        run.train(_as_json, *listeners)
     else:
-        _with_a_bar(run)
+        _with_a_bar(run, listeners)
+
+
+def _end(run: Run, as_json: bool) -> None:
+    """Scores, examples and the report, or how to go on."""
     if run.interrupted:
         typer.echo(f"stopped after update {run.trainer.step:,}; run it again and it goes on", err=True)
         return
-    told = run.evaluate(_as_json if as_json else _silent)
-    path = report(run.folder)
-    typer.echo(
-        json.dumps({"event": "report", "path": str(path)})
-        if as_json
-        else f"{told}\n\nmodel   {run.folder}\nreport  {path}"
-    )
+    if as_json:
+        run.evaluate(_as_json)
+        _as_json({"event": "report", "step": run.trainer.step, "path": str(report(run.folder))})
+        return
+    typer.echo(str(run.evaluate()))
+    typer.echo(f"\nmodel   {run.folder}\nreport  {report(run.folder)}")
 
 
 def _as_json(event: dict[str, Any]) -> None:
     typer.echo(json.dumps(event))
-
-
-def _silent(event: dict[str, Any]) -> None:
-    pass
 
 
 def _teach(number: str, as_json: bool) -> None:
@@ -116,14 +155,15 @@ def _dry(chosen: Recipe, out: Path | None, device: str | None, as_json: bool) ->
     """What the run would cost; what is made of the data for it is thrown away unless the folder is there."""
     with tempfile.TemporaryDirectory() as nowhere:
         there = out is not None and (out / RECIPE).is_file()
-        told = Run(chosen, out if there and out else nowhere, device).before()
+        run = Run(chosen, out if there and out else nowhere, device)
+        told = run.before()
     s = chosen.settings
     ends = f"{s.minutes:g} minutes" if s.minutes else f"{s.steps:,} updates"
     asked = f"{chosen.name}: {ends} of {s.tokens * s.accumulate:,} tokens, {s.schedule!r}"
     return told.json() if as_json else f"{asked}\n{told}"
 
 
-def _with_a_bar(run: Run) -> None:
+def _with_a_bar(run: Run, listeners: list[Listener]) -> None:
     """Loss, speed and time left on stderr while it runs."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -149,4 +189,4 @@ def _with_a_bar(run: Run) -> None:
             elif event["event"] == "valid":
                 bar.console.print(f"step {event['step']:,}: validation loss {event['loss']:.3f}")
 
-        run.train(show)
+        run.train(show, *listeners)

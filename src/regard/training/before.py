@@ -20,6 +20,7 @@ from ..laws import Budget, check
 from . import meter
 from .batches import by_tokens
 from .recipes import Recipe
+from .sources import Running, Sentences
 
 FILE = "before.json"
 FIRST = ("L29", "L31")  # causality, padding: a model without them learns to cheat
@@ -129,20 +130,24 @@ def what_fits(tokens: int | None) -> str:
     return f"tokens={tokens:,} would: raise accumulate to keep the batch"
 
 
-def before(recipe: Recipe, rows: Any, model: nn.Module, laws: Sequence[str] = FIRST) -> Before:
-    """What can be said of this recipe on these training rows, on the machine where the model is."""
-    device, s = next(model.parameters()).device, recipe.settings
+def before(
+    recipe: Recipe,
+    rows: Any,
+    model: nn.Module,
+    device: torch.device,
+    world: int = 1,
+    laws: Sequence[str] = FIRST,
+) -> Before:
+    """What can be said of this recipe on these training rows, on so many of these devices."""
+    s = recipe.settings
     batch = mean_batch(rows, s.tokens, s.seed)
     priced = price(recipe, batch, device)
     there = meter.memory_there(device)
     peak = None if priced.memory is None else priced.memory.training
-    fitting = None
-    if peak is not None and there is not None and peak > there:
-        fitting = priced.fits(there) * s.tokens // batch.rows
+    short = peak is not None and there is not None and peak > there
     ceilings, how = _ceilings(device)
     parameters = sum(p.numel() for p in model.parameters())
-    an_update = _seconds_an_update(priced, recipe, parameters, ceilings)
-    predicted = batch.rows * batch.predicted * s.accumulate
+    an_update = _seconds_an_update(priced, recipe, parameters, ceilings) / world
     seconds = s.steps * an_update if s.minutes is None else 60.0 * s.minutes
     return Before(
         recipe.name,
@@ -151,21 +156,38 @@ def before(recipe: Recipe, rows: Any, model: nn.Module, laws: Sequence[str] = FI
         operations(priced, batch),
         peak,
         there,
-        fitting,
+        _fitting(priced, batch, there) if short and there else None,
         max(round(seconds / an_update), 1),
-        round(seconds, 1),
-        round(predicted / an_update, 1),
-        how,
+        round(seconds, 3),
+        round(s.accumulate * batch.rows * batch.predicted / an_update, 1),
+        how if world == 1 else f"{how}, shared by {world} ranks without a loss",
         meter.machine(device),
-        tried(model, laws),
+        tried(model, laws, foresees=isinstance(recipe.data, Sentences | Running)),
     )
+
+
+def most_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
+    """How many tokens a batch may have in the memory that is free now, by its cost."""
+    batch = mean_batch(rows, recipe.settings.tokens, recipe.settings.seed)
+    return _fitting(price(recipe, batch, device), batch, meter.memory_there(device) or 0)
+
+
+def _fitting(priced: Cost, batch: Batch, there: int) -> int:
+    sides = batch.n if batch.n == batch.m else batch.n + batch.m
+    return priced.fits(there) * sides if there else 0
+
+
+def dice_kept(device: torch.device) -> Any:
+    """Whatever is drawn inside, the run draws what it would have drawn."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def mean_batch(rows: Any, tokens: int, seed: int = 0) -> Batch:
     plan = by_tokens(rows.sizes, tokens, seed=seed)
     lengths = [max(round(x), 1) for x in rows.sizes.double().mean(0).tolist()]
     some = [plan[i] for i in range(0, len(plan), max(len(plan) // 8, 1))]
-    predicted = sum(rows.batch(one).predicted for one in some) / sum(map(len, some))
+    with dice_kept(torch.device("cpu")):  # rows may hide tokens at random
+        predicted = sum(rows.batch(one).predicted for one in some) / sum(map(len, some))
     mean = max(round(len(rows) / len(plan)), 1)
     return Batch(mean, lengths[-1], lengths[0], round(predicted, 2), round(plan.waste, 4), len(plan))
 
@@ -183,19 +205,21 @@ def operations(priced: Cost, batch: Batch) -> float:
     return (priced.total.operations + priced.total.backward) / (batch.rows * batch.predicted)
 
 
-def gauge(recipe: Recipe, rows: Any, device: torch.device) -> meter.Meter:
-    """The meter of a run."""
+def gauge(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> meter.Meter:
+    """The meter of a run on so many devices."""
     s = recipe.settings
     batch = mean_batch(rows, s.tokens, s.seed)
-    rate = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
-    return meter.Meter(operations(price(recipe, batch, device), batch), rate, device)
+    with dice_kept(device):
+        rate = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
+    return meter.Meter(operations(price(recipe, batch, device), batch), world * rate, device)
 
 
 def _ceilings(device: torch.device) -> tuple[machines.Ceilings, str]:
     known, kind = machines.stored(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
     if known is not None and kind in known.machine:
         return known, f"from the rates of `regard bench machine` ({known.machine})"
-    found = machines.measure(device.type)
+    with dice_kept(device):
+        found = machines.measure(device.type)
     rate = found.operations_per_s["float32"] / 1e9
     return found, f"from rates measured now: {rate:,.0f} GFLOP/s, {found.bytes_per_s / 1e9:,.0f} GB/s"
 
@@ -207,8 +231,11 @@ def _seconds_an_update(priced: Cost, recipe: Recipe, parameters: int, ceilings: 
     return s.accumulate * passes + times * 4 * parameters / ceilings.bytes_per_s
 
 
-def tried(model: nn.Module, laws: Sequence[str]) -> tuple[LawTold, ...]:
-    """The laws on this model, in float64 on the CPU; the dice of the run are not touched."""
+def tried(model: nn.Module, laws: Sequence[str], foresees: bool = False) -> tuple[LawTold, ...]:
+    """The laws on this model, in float64 on the CPU; the dice of the run are not touched.
+
+    One that does not apply is left out; but a model that foresees what comes next has to be causal.
+    """
     declared = getattr(model, "spec", None)
     with torch.random.fork_rng(devices=[]):
         large = sum(p.numel() for p in model.parameters()) > SHALLOW
@@ -217,8 +244,17 @@ def tried(model: nn.Module, laws: Sequence[str]) -> tuple[LawTold, ...]:
             found = check(one.eval(), laws, BUDGET)
         except RegardError as e:  # a model that no adapter knows
             return (LawTold("", "laws", "", "not tried", str(e)),)
-    kept = [o for o in found.outcomes if o.status != "not applicable"]
-    return tuple(LawTold(o.law.number, o.law.name, o.law.formula, o.status, o.said, o.cases) for o in kept)
+    told = [
+        LawTold(o.law.number, o.law.name, o.law.formula, o.status, o.said, o.cases) for o in found.outcomes
+    ]
+    if foresees:
+        said = "it is to foresee what comes next, and may look there; declare pattern=causal()"
+        told = [replace(o, status="broken", said=said) if _is_not_causal(o) else o for o in told]
+    return tuple(o for o in told if o.status != "not applicable")
+
+
+def _is_not_causal(one: LawTold) -> bool:
+    return one.number == "L29" and one.status == "not applicable"
 
 
 def shallow(declared: Any) -> Any:

@@ -80,9 +80,21 @@ def ticks(low: Number, high: Number, about: int = 5) -> list[Number]:
     return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def decades(low: Number, high: Number) -> list[Number]:
+    """The logarithms of 1, 2 and 5 times the powers of ten from 10^low to 10^high; of the powers where many.
+
+    >>> [round(10**x, 6) for x in decades(-0.8, 0.4)]
+    [0.2, 0.5, 1.0, 2.0]
+    """
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    leads = (1, 2, 5) if high - low < 2.5 else (1,)
+    found = [power + math.log10(lead) for power in powers for lead in leads]
+    return [x for x in found if low - 1e-9 <= x <= high + 1e-9] or [low, high]
+
+
 def _grid(across: _Axis, up: _Axis, log: bool) -> list[str]:
     parts = []
-    for value in ticks(up.low, up.high):
+    for value in decades(up.low, up.high) if log else ticks(up.low, up.high):
         y = up.at(value)
         told = _told(10**value if log else value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
@@ -104,9 +116,7 @@ def _line(i: int, one: Line, across: _Axis, up: _Axis, log: bool) -> str:
 
 
 def _finite(points: Points, log: bool) -> list[tuple[Number, Number]]:
-    return [
-        (x, y) for x, y in points if isinstance(y, int | float) and math.isfinite(y) and (y > 0 or not log)
-    ]
+    return [(x, y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
 
 
 def _thinned(points: Points) -> Points:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import FormatError
 from ..nn.saved import load
-from . import before, evaluation, log
+from . import before, evaluation, log, watching
 from .before import Before, LawTold, duration, written
 from .charts import Line, chart
 from .evaluation import Evaluation
@@ -24,6 +24,7 @@ from .run import MODEL, RECIPE, TOKENS
 from .tokens import Tokens
 
 FILE = "report.html"
+NUMBERS = ("entropy", "distance", "on_self", "on_previous", "on_first")
 PARTS = Path(__file__).parent / "report"
 
 
@@ -59,9 +60,10 @@ def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
         curves(events),
         examples(told),
         _maps(bool(maps)),
+        heads(watching.read(folder)),
         costs(first, model, events),
         laws(before.tried(model, before.AFTERWARDS)),
-        machine(first, recipe, folder),
+        machine(first),
         f"<footer>Written by regard on {time.strftime('%Y-%m-%d %H:%M')} from {_text(str(folder))}.</footer>",
     ]
     return title, "\n".join(part for part in body if part), {"maps": maps}
@@ -93,9 +95,30 @@ def headline(
     )
     s = recipe.settings
     ends = f"{s.minutes:g} minutes" if s.minutes else f"{s.steps:,} updates"
-    asked = f"{ends} of {s.tokens * s.accumulate:,} tokens, {s.schedule!r}, seed {s.seed}"
+    asked = (
+        f"{shape(recipe.model)}; {ends} of {s.tokens * s.accumulate:,} tokens, {s.schedule!r}, seed {s.seed}"
+    )
     rows = "" if told is None else f"; scores on {told.rows:,} test rows"
     return f'<h1>{_text(title)}</h1><p class="lead">{_text(asked + rows)}</p><dl class="tiles">{shown}</dl>{signed}'
+
+
+def shape(declared: Any) -> str:
+    """A model in a few words.
+
+    >>> from regard.training.recipes import recipe
+    >>> shape(recipe("translate").model)
+    '3 + 3 layers of 256, 4 heads, 8,000 tokens'
+    """
+    stacks = [getattr(declared, name) for name in ("encoder", "decoder") if hasattr(declared, name)] or [
+        declared
+    ]
+    if not all(hasattr(stack, "block") for stack in stacks):
+        return type(declared).__name__
+    block = stacks[-1].block
+    layers = " + ".join(str(stack.layers) for stack in stacks)
+    words = getattr(stacks[-1], "embedding", None)
+    vocab = "" if words is None else f", {words.vocab:,} tokens"
+    return f"{layers} layers of {block.d_model}, {block.attention.sizes.heads} heads{vocab}"
 
 
 def curves(events: list[dict[str, Any]]) -> str:
@@ -103,7 +126,8 @@ def curves(events: list[dict[str, Any]]) -> str:
     train, valid = ([e for e in events if e["event"] == kind] for kind in ("train", "valid"))
 
     def line(name: str, of: list[dict[str, Any]], field: str, dots: bool = False) -> Line:
-        return Line(name, [(e["step"], e[field]) for e in of if e.get(field) is not None], dots)
+        known = [e for e in of if isinstance(e.get(field), int | float)]  # a NaN is a word in the log
+        return Line(name, [(e["step"], e[field]) for e in known], dots)
 
     drawn = [
         chart("loss", [line("training", train, "loss"), line("validation", valid, "loss", dots=True)]),
@@ -141,6 +165,55 @@ def _maps(there: bool) -> str:
         '<p class="note">Cross-attention: a row is a token as it is written, a column one of the source. Bright is '
         "a large weight; the scale is of square roots, so that small ones stay visible.</p>"
     )
+
+
+def heads(seen: list[dict[str, Any]]) -> str:
+    """How the heads of each kind of attention sharpened, and what they are now."""
+    if not seen:
+        return ""
+    kinds = list(dict.fromkeys(_stack(row) for row in seen[-1]["heads"]))
+    drawn = []
+    for number, title in (("entropy", "entropy, 1 is even"), ("distance", "distance in tokens")):
+        lines = []
+        for kind in kinds:
+            of = [(one["step"], [r.get(number) for r in one["heads"] if _stack(r) == kind]) for one in seen]
+            points = [(step, _middle(values)) for step, values in of]
+            lines.append(Line(kind, [(step, y) for step, y in points if y is not None], dots=True))
+        drawn.append(chart(title, lines))
+    last = [
+        (
+            r["name"],
+            str(r["head"] + 1),
+            r["kind"],
+            f"{r['confidence']:.0%}",
+            *(_short(r.get(n)) for n in NUMBERS),
+        )
+        for r in seen[-1]["heads"]
+    ]
+    table = _table(
+        ("layer", "head", "kind", "sure", *NUMBERS), last, numbers=(1, 3, *range(4, 4 + len(NUMBERS)))
+    )
+    return (
+        f'<h2>Heads</h2><div class="charts">{"".join(drawn)}</div><details><summary>Each head after update '
+        f"{seen[-1]['step']:,}</summary>{table}</details>"
+        '<p class="note">Means over the heads of each kind of attention, on held-out rows of one length.</p>'
+    )
+
+
+def _stack(row: dict[str, Any]) -> str:
+    """Which attention a head belongs to: the encoder's, the decoder's own, or across."""
+    first = row["name"].partition(".")[0]
+    named = first if first in ("encoder", "decoder") else "self"
+    return "cross" if row["role"] == "cross" else f"{named} self" if named != "self" else named
+
+
+def _middle(values: list[Any]) -> float | None:
+    known = [v for v in values if isinstance(v, int | float)]
+    return sum(known) / len(known) if known else None
+
+
+def _short(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, int | float) else "–"
 
 
 def costs(first: Before | None, model: nn.Module, events: list[dict[str, Any]]) -> str:
@@ -188,7 +261,7 @@ def laws(found: tuple[LawTold, ...]) -> str:
     )
 
 
-def machine(first: Before | None, recipe: Recipe, folder: Path) -> str:
+def machine(first: Before | None) -> str:
     """Where it ran."""
     if first is None:
         return ""

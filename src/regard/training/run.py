@@ -1,6 +1,7 @@
-"""A recipe from beginning to end: data, model, loop, and the model saved for use."""
+"""A recipe from beginning to end: data, model, loop, the model saved for use, and what it can do."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +10,32 @@ from torch import nn
 
 from ..errors import FormatError, RegardError
 from ..nn.saved import load, save
-from . import before, evaluation
+from . import before, checkpoints, evaluation
 from .before import Before
 from .evaluation import Evaluation, evaluate
 from .log import Log
 from .loop import Trainer
+from .ranks import Ranks
 from .recipes import Recipe
 from .sources import Ready
 from .tokens import Tokens
 
 RECIPE, MODEL, TOKENS = "recipe.json", "model", "tokens.json"
+NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # as PyTorch's allocators say it
+
+Listener = Callable[[dict[str, Any]], None]
 
 
 class Run:
-    """A folder in which a recipe is trained, or was."""
+    """A folder in which a recipe is trained, or was. Under torchrun each rank makes one; rank 0 writes."""
 
     def __init__(self, recipe: Recipe, folder: str | Path, device: str | torch.device | None = None):
-        self.recipe, self.folder = recipe, Path(folder)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.recipe, self.folder, self.ranks = recipe, Path(folder), Ranks.here()
+        self.device = self.ranks.device(device)
         self.interrupted = False
-        self._claim()
-        self.ready: Ready = recipe.data.ready(self.folder)
+        self.ranks.first(self._claim)
+        ready = self.ranks.first(self._ready)  # rank 0 makes the tokens, the others read them
+        self.ready: Ready = self._ready() if ready is None else ready
         torch.manual_seed(recipe.settings.seed)
         self.model = recipe.model.build().to(self.device)
         self.trainer = Trainer(
@@ -37,57 +43,73 @@ class Run:
         )
 
     def before(self) -> Before:
-        """What it will cost, and whether the built model keeps the laws that matter; kept in before.json."""
-        told = before.before(self.recipe, self.ready.train, self.model)
+        """What it will cost, and whether its model keeps the laws that matter; kept in before.json."""
+        told = before.before(self.recipe, self.ready.train, self._whole(), self.device, self.ranks.world)
         (self.folder / before.FILE).write_text(told.json() + "\n", encoding="utf-8")
         return told
 
-    def train(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> nn.Module:
-        """Train to the end (from where it was), save the averaged model, and give it."""
+    def train(self, *listeners: Listener) -> nn.Module:
+        """Train to the end (from where it was), save the averaged model, and give it. Listeners hear each event."""
 
         def hear(event: dict[str, Any]) -> None:
             self.interrupted = event["event"] == "interrupted"
-            on_event(event)
+            for listener in listeners:
+                listener(event)
 
-        try:
+        self.trainer.meter = before.gauge(self.recipe, self.ready.train, self.device, self.ranks.world)
+        with self._memory_named():
             self.trainer.run(hear)
-        except torch.OutOfMemoryError as e:
-            raise RegardError(self._too_large(e)) from e
-        with self.trainer.averaged():
-            save(self.model, self.folder / MODEL)
+        made = self.recipe.model.build().to(self.device)
+        self.trainer.fill(made)
+        self.ranks.first(lambda: save(made, self.folder / MODEL))
         return load(self.folder / MODEL, self.device).eval()
 
-    def evaluate(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> Evaluation:
+    def evaluate(self, *listeners: Listener) -> Evaluation:
         """What the saved model does on the test rows; kept in evaluation.json and told in the log."""
         told = evaluate(load(self.folder / MODEL, self.device), self.recipe, self.ready)
         (self.folder / evaluation.FILE).write_text(told.json() + "\n", encoding="utf-8")
-        log = Log(self.folder)
-        try:
-            on_event(log.write("evaluated", self.trainer.step, rows=told.rows, **told.numbers))
-        finally:
-            log.close()
+        with contextlib.closing(Log(self.folder)) as log:
+            event = log.write("evaluated", self.trainer.step, rows=told.rows, **told.numbers)
+        for listener in listeners:
+            listener(event)
         return told
 
-    def _claim(self) -> None:
-        """The folder is this recipe's, or becomes it."""
-        path = self.folder / RECIPE
-        if path.is_file():
-            there = Recipe.from_json(path.read_text(encoding="utf-8"))
-            if there.model != self.recipe.model or there.data != self.recipe.data:
-                raise FormatError(
-                    f"{self.folder} holds a run of another recipe ({there.name}); go on with that one, or give a "
-                    f"new folder"
-                )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.recipe.json() + "\n", encoding="utf-8")
+    def _whole(self) -> nn.Module:
+        """The built model; where ranks hold parts of it, one of the same declaration."""
+        return self.model if self.ranks.world == 1 else self.recipe.model.build()
 
-    def _too_large(self, e: Exception) -> str:
-        tokens = self.recipe.settings.tokens
-        return (
-            f"a batch of {tokens} tokens does not fit the memory of {self.device}: {str(e).splitlines()[0]}; use "
-            f"fewer tokens a batch and accumulate={2 * self.recipe.settings.accumulate}, or checkpoint=True in the "
-            f"model"
-        )
+    def _ready(self) -> Ready:
+        return self.recipe.data.ready(self.folder)
+
+    def _claim(self) -> None:
+        """The folder is this recipe's, or becomes it; not while another process trains there."""
+        with checkpoints.locked(self.folder):
+            path = self.folder / RECIPE
+            if path.is_file():
+                there = Recipe.from_json(path.read_text(encoding="utf-8"))
+                if there.model != self.recipe.model or there.data != self.recipe.data:
+                    raise FormatError(
+                        f"{self.folder} holds a run of another recipe ({there.name}); go on with that one, or give "
+                        f"a new folder"
+                    )
+            path.write_text(self.recipe.json() + "\n", encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _memory_named(self) -> Iterator[None]:
+        """A failed allocation becomes a sentence that says what would fit."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
+            said = str(e).splitlines()[0] if str(e) else type(e).__name__
+            named = isinstance(e, torch.OutOfMemoryError | MemoryError)
+            if not named and not any(words in str(e) for words in NO_MEMORY):
+                raise
+            tokens = self.recipe.settings.tokens
+            fitting = before.most_tokens(self.recipe, self.ready.train, self.device)
+            raise RegardError(
+                f"a batch of {tokens:,} tokens does not fit the memory of {self.device} ({said}); by its cost "
+                f"{before.what_fits(fitting)}"
+            ) from e
 
 
 def opened(folder: str | Path, device: str | torch.device = "cpu") -> tuple[nn.Module, Tokens, Recipe]:

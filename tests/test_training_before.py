@@ -1,0 +1,229 @@
+"""What is said before the first update, what is measured during it, and how a run is refused."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+
+import regard as rg
+from regard.pattern import full
+from regard.training import before, checkpoints, meter, recipes
+from regard.training.log import Board
+from regard.training.run import Run
+from regard.training.sources import Running
+from regard.training.tasks import Stretches
+from regard.training.watching import Watcher, read
+from training_run_case import a_known_machine, regard, small
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("before")
+    return Run(small(folder, log_every=1), folder / "out", "cpu")
+
+
+def test_a_mean_batch_is_counted_from_the_rows():
+    rows = Stretches(torch.arange(1000), context=10, step=10)
+    assert before.mean_batch(rows, 200) == before.Batch(20, 10, 10, 10.0, 0.0, 5)
+
+
+def test_operations_of_a_step_are_those_of_both_passes(run):
+    batch = before.mean_batch(run.ready.train, 600)
+    spec = run.recipe.model
+    one = rg.cost(spec, n=batch.n, m=batch.m, batch=batch.rows, train=True).total
+    told = before.operations(before.price(run.recipe, batch, CPU), batch)
+    assert told * batch.rows * batch.predicted == pytest.approx(one.operations + one.backward)
+    assert 2 * one.operations < one.operations + one.backward < 3.2 * one.operations
+
+
+def test_the_meter_divides_what_was_done_by_what_could_be():
+    read = meter.Meter(operations=2e6, peak=1e9, device=CPU).read(predicted=1000, seconds=4.0)
+    assert read["mfu"] == 0.5 and read["memory"] > 50e6
+    assert before.gauge.__doc__ and meter.peak("cpu", "float32", torch.get_num_threads()) > 1e8
+
+
+def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(small(tmp_path).json())
+    with a_known_machine(tmp_path):
+        said = regard("train", str(file), "--dry-run", "--out", str(tmp_path / "out"))
+        plain = json.loads(regard("train", str(file), "--dry-run", "--json"))
+    assert said.startswith("translate: 12 updates of 600 tokens, warmup_cosine(")
+    for words in (
+        "parameters\n",
+        "is padding;",
+        "MFLOP a predicted token, both passes",
+        "that are free: it fits",
+        "for 12 updates",
+        "estimated from the rates of `regard bench machine` (a CPU of the tests)",
+        "L29 causality: holds\n  L31 padding has no effect: holds\n",
+    ):
+        assert words in said, words
+    assert plain["updates"] == 12 and [law["status"] for law in plain["laws"]] == ["holds", "holds"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_time_is_estimated_from_products_and_memory(run, tmp_path):
+    with a_known_machine(tmp_path) as rates:
+        told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
+        half = before.before(run.recipe, run.ready.train, run.model, CPU, world=2, laws=())
+    least = told.operations * told.batch.predicted * told.batch.rows / rates.rate("float32")
+    assert 12 * least < told.seconds < 12 * (least + 1) and told.updates == 12
+    assert half.tokens_per_second == pytest.approx(2 * told.tokens_per_second, rel=1e-3)
+    assert half.how.endswith("shared by 2 ranks without a loss")
+    assert before.Before.from_json(told.json()) == told
+
+
+def test_what_does_not_fit_is_said_with_what_would(run, monkeypatch):
+    batch = before.mean_batch(run.ready.train, 600)
+    peak = before.price(run.recipe, batch, CPU).memory.training
+    monkeypatch.setattr(meter, "memory_there", lambda device: peak // 2)
+    with a_known_machine(run.folder):
+        told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
+    assert 0 < told.fits < batch.rows * (batch.n + batch.m)
+    smaller = before.mean_batch(run.ready.train, told.fits)
+    assert before.price(run.recipe, smaller, CPU).memory.training <= peak // 2
+    assert f"it does not fit; tokens={told.fits} would: raise accumulate to keep the batch" in str(told)
+    monkeypatch.setattr(meter, "memory_there", lambda device: 1000)
+    none = before.most_tokens(run.recipe, run.ready.train, CPU)
+    assert none == 0 and before.what_fits(none).startswith("not even one row would: make the model smaller")
+
+
+def test_running_out_of_memory_names_a_batch_that_fits(run, monkeypatch):
+    monkeypatch.setattr(before, "most_tokens", lambda recipe, rows, device: 4800)
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried"
+        ),
+        MemoryError("no more"),
+    ):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(run.trainer, "run", fail)
+        with pytest.raises(rg.RegardError) as told:
+            run.train()
+        said = str(error).splitlines()[0]
+        assert str(told.value) == (
+            f"a batch of 600 tokens does not fit the memory of cpu ({said}); by its cost tokens=4,800 would: raise "
+            f"accumulate to keep the batch"
+        )
+
+
+def test_other_errors_are_not_called_a_lack_of_memory(run, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr(run.trainer, "run", fail)
+    with pytest.raises(RuntimeError, match=r"^size mismatch$"):
+        run.train()
+
+
+def test_a_language_model_that_sees_the_future_is_stopped_before_it_learns():
+    made = recipes.language_model(8, d_model=16, layers=1, heads=2, data=Running(context=16))
+    blind = replace(made.model.block.attention, pattern=full())
+    made = replace(made, model=replace(made.model, block=replace(made.model.block, attention=blind)))
+    laws = before.tried(made.model.build(), before.FIRST, foresees=True)
+    told = replace(_told(), laws=laws)
+    with pytest.raises(
+        rg.RegardError,
+        match=r"^the model breaks L29, causality \(.*\): it is to foresee what comes next, and may look there; "
+        r"declare pattern=causal\(\); training it would mean nothing$",
+    ):
+        told.need_lawful()
+
+
+def test_a_broken_law_is_found_on_the_built_model_and_the_dice_stay(run):
+    state = torch.get_rng_state()
+    leaky = recipes.recipe("language-model", d_model=16, layers=1, heads=2).model.build()
+    leaky.blocks[0].register_forward_hook(lambda block, given, out: out + out.mean(1, keepdim=True))
+    torch.set_rng_state(state)
+    laws = {law.number: law for law in before.tried(leaky, before.FIRST, foresees=True)}
+    assert laws["L29"].status == "broken" and torch.equal(torch.get_rng_state(), state)
+
+
+def _told() -> before.Before:
+    return before.Before(
+        "x", 1, before.Batch(1, 1, 1, 1, 0.0, 1), 1.0, None, None, None, 1, 1.0, 1.0, "so", {}
+    )
+
+
+def test_two_runs_in_one_folder_are_refused_at_once(run):
+    recipe = (run.folder / "recipe.json").read_text()
+    with (
+        checkpoints.locked(run.folder),
+        pytest.raises(
+            rg.RegardError, match=r"^another run is training in .*; give this one a folder of its own$"
+        ),
+    ):
+        Run(replace(run.recipe, settings=replace(run.recipe.settings, steps=99)), run.folder, "cpu")
+    assert (run.folder / "recipe.json").read_text() == recipe
+
+
+def test_an_interrupted_run_says_so_and_goes_on(tmp_path):
+    def press(event):
+        if event["event"] == "train" and event["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    made = small(tmp_path, log_every=1)
+    one = Run(made, tmp_path / "out", "cpu")
+    one.train(press)
+    assert one.interrupted and one.trainer.step < 12 and (tmp_path / "out" / "model").is_dir()
+    again, events = Run(made, tmp_path / "out", "cpu"), []
+    again.train(events.append)
+    assert not again.interrupted and again.trainer.step == 12 and events[0]["event"] == "resume"
+
+
+def test_watching_heads_changes_nothing_and_is_kept(tmp_path):
+    made, losses = small(tmp_path, log_every=1), []
+    meter.peak.cache_clear()  # measured by the first run alone, and its dice are the second's all the same
+    for name in ("plain", "watched"):
+        one, seen = Run(made, tmp_path / name, "cpu"), []
+        watcher = [Watcher(one, 5)] if name == "watched" else []
+        one.train(seen.append, *watcher)
+        losses.append([e["loss"] for e in seen if e["event"] == "train"])
+        if name == "plain":
+            told = [e for e in seen if e["event"] == "train"]
+            keys = {"loss", "norm", "rate", "tokens_per_second", "seconds", "waste", "mfu", "memory"}
+            assert all(keys <= set(e) and e["mfu"] > 0 and e["memory"] > 0 for e in told)
+    assert losses[0] == losses[1]  # bit for bit
+    seen = read(tmp_path / "watched")
+    assert [s["step"] for s in seen] == [5, 10]
+    roles = [(h["role"], h["head"]) for h in seen[0]["heads"]]
+    assert roles == [("self", 0), ("self", 1)] * 2 + [("cross", 0), ("cross", 1)]
+    assert all(0 <= h["entropy"] <= 1 for s in seen for h in s["heads"])
+    assert seen[0]["heads"][0]["entropy"] != seen[1]["heads"][0]["entropy"]
+
+
+def test_heads_are_watched_every_so_many_updates(run):
+    with pytest.raises(rg.SpecError, match=r"^heads are watched every 0 updates; at least 1 is needed$"):
+        Watcher(run, 0)
+
+
+def test_tensorboard_hears_numbers_only(tmp_path, monkeypatch):
+    told = []
+
+    class Writer:
+        def __init__(self, folder):
+            told.append(folder)
+
+        def add_scalar(self, *given):
+            told.append(given)
+
+        def flush(self):
+            pass
+
+    module = type("tensorboard", (), {"SummaryWriter": Writer})
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", module)
+    Board(tmp_path)({"event": "train", "step": 3, "time": 9.5, "loss": 2.5, "path": "x"})
+    assert told == [str(tmp_path / "tensorboard"), ("train/loss", 2.5, 3, 9.5)]
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    with pytest.raises(rg.RegardError, match=r"by tensorboard: pip install tensorboard$"):
+        Board(tmp_path)

@@ -1,0 +1,219 @@
+"""The report of a run: one file, everything in it, nothing asked from anywhere."""
+
+import base64
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard as rg
+from regard.cli.report import report as command
+from regard.training import before, evaluation, log, page
+from regard.training.charts import Line, chart, decades, ticks
+from regard.training.evaluation import Evaluation, Example
+from regard.training.run import opened
+from regard.training.tokens import START
+from training_run_case import a_known_machine, regard, small
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """The events of `regard train`, and the folder it leaves."""
+    folder = tmp_path_factory.mktemp("page")
+    file = folder / "mine.json"
+    file.write_text(small(folder).json())
+    words = (
+        "train",
+        str(file),
+        "--out",
+        str(folder / "out"),
+        "--json",
+        "--heads-every",
+        "4",
+        "--no-tensorboard",
+    )
+    with a_known_machine(folder):
+        events = [json.loads(line) for line in regard(*words).splitlines()]
+    return events, folder / "out"
+
+
+def test_the_last_events_are_the_scores_and_the_report(told):
+    events, folder = told
+    assert [e["event"] for e in events][-3:] == ["done", "evaluated", "report"]
+    assert events[-1]["path"] == str(folder / "report.html")
+    scored = evaluation.stored(folder)
+    assert {name: events[-2][name] for name in scored.numbers} == scored.numbers
+    assert log.read(folder)[-1] == events[-2]
+    assert [e.source for e in scored.examples] == ["Hello world", *(t for t, _ in _texts(folder))]
+    assert [e.reference for e in scored.examples][1:] == [t for _, t in _texts(folder)]
+    assert Evaluation.from_json(scored.json()) == scored
+
+
+def _texts(folder):
+    lines = (folder.parent / "valid.tsv").read_text().splitlines()
+    return [tuple(line.split("\t")) for line in lines]
+
+
+def test_the_report_is_one_small_file_that_asks_for_nothing(told):
+    whole = (told[1] / "report.html").read_text()
+    assert len(whole.encode()) < 2_000_000 and "{{" not in whole.replace("{{", "", 0)[:200]
+    assert not re.findall(r"(?:src|href)\s*=", whole) and "@import" not in whole and "url(" not in whole
+    assert "default-src 'none'" in whole
+
+
+class Text(HTMLParser):
+    """The headings and the words of a page, and whether its tags close."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.headings, self.words = [], [], []
+        self.feed(page)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in ("meta", "br", "link", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+
+def test_the_report_has_every_part(told):
+    parsed = Text((told[1] / "report.html").read_text())
+    assert parsed.headings == [
+        "Curves",
+        "Translations",
+        "Where it looks while it writes",
+        "Heads",
+        "Cost",
+        "Laws",
+        "Machine",
+    ]
+    words = " ".join(parsed.words)
+    scored, first = evaluation.stored(told[1]), before.stored(told[1])
+    for text in (
+        scored.signatures["BLEU"],
+        scored.signatures["chrF"],
+        "1 + 1 layers of 16, 2 heads, 300 tokens; 12 updates of 600 tokens",
+        f"{first.parameters:,}",
+        "a CPU of the tests",
+        "dos gato",
+        "cached decoding",
+        str(torch.__version__),
+    ):
+        assert text in words, text
+    assert words.count("holds") == 7  # L29, 31, 32, 33, 48, 52, 56
+
+
+def test_the_maps_are_the_models_own_weights(told):
+    folder = told[1]
+    found = json.loads(
+        re.search(r'application/json">(.*?)</script>', (folder / "report.html").read_text())[1]
+    )
+    one = next(m for m in found["maps"] if m["source"] == "one cat")
+    model, tokens, _ = opened(folder)
+    example = next(e for e in evaluation.stored(folder).examples if e.source == "one cat")
+    source, ours = tokens.encode([example.source, example.ours])
+    assert one["keys"] == tokens.words(source) and one["queries"] == [*tokens.words(ours), "</s>"]
+    with torch.no_grad():
+        _, weights = model(torch.tensor([source]), torch.tensor([[START, *ours]]), return_weights=True)
+    cross = weights["decoder"][-1]["cross"][0]
+    for map_, wanted in zip(one["layers"][-1]["maps"], [cross.mean(0), *cross], strict=True):
+        raw = torch.frombuffer(bytearray(base64.b64decode(map_["bytes"])), dtype=torch.uint8)
+        got = raw.reshape(wanted.shape) / 255 * map_["top"]
+        torch.testing.assert_close(got, wanted, atol=1 / 255, rtol=0)
+
+
+def test_texts_are_text_in_the_page(told):
+    folder, evil = told[1], "</script><script>alert(1)</script> {{js}}"
+    kept = (folder / evaluation.FILE).read_text()
+    scored = evaluation.stored(folder)
+    try:
+        more = (Example("one cat", evil, evil), *scored.examples)
+        (folder / evaluation.FILE).write_text(replace(scored, examples=more).json())
+        whole = Path(page.report(folder)).read_text()
+    finally:
+        (folder / evaluation.FILE).write_text(kept)
+    assert "<script>alert" not in whole and "&lt;script&gt;alert(1)" in whole
+    assert whole.count("</script>") == 2 and whole.count("{{js}}") == 2  # in the table, as text
+
+
+def test_the_command_writes_it_anew_and_refuses_an_empty_folder(told, tmp_path, capsys):
+    (told[1] / "report.html").unlink()
+    command(told[1])
+    assert capsys.readouterr().out == f"{told[1] / 'report.html'}\n" and (told[1] / "report.html").is_file()
+    with pytest.raises(
+        rg.FormatError, match=r"holds no recipe.json; a report is of a run that `regard train`"
+    ):
+        page.report(tmp_path)
+
+
+def test_a_damaged_evaluation_is_named():
+    with pytest.raises(rg.FormatError, match=r"^evaluation.json is not an evaluation of regard: "):
+        Evaluation.from_json('{"rows": 1}')
+
+
+def test_a_chart_draws_what_is_finite_and_names_it():
+    drawn = chart("a <b>", [Line("x", [(1, 2.0), (2, float("nan")), (3, 4.0)]), Line("none", [])])
+    assert "a &lt;b&gt;" in drawn and drawn.count("<path") == 1 and "from 2 to 4" in drawn
+    assert "none" not in drawn and "nan" not in drawn
+    assert chart("empty", [Line("x", [(1, float("inf"))])]) == ""
+    many = chart("many", [Line("x", [(i, i % 7) for i in range(5000)])])
+    assert len(many) < 20_000
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.013, 0.017), (-3, 12_345), (5, 5)])
+def test_ticks_are_few_and_inside(low, high):
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 6 and all(low - 1e-9 <= t <= high + 1e-9 for t in found)
+    assert decades(-0.1, 0.1) and len(decades(-6, 6)) == 13
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not CHROMIUM.exists():
+        pytest.skip("no chromium here")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as running:
+        one = running.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield one
+        one.close()
+
+
+def test_a_browser_shows_it_and_heads_can_be_chosen(told, browser):
+    problems, at = [], browser.new_page(viewport={"width": 900, "height": 800})
+    at.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
+    at.on("pageerror", lambda e: problems.append(str(e)))
+    at.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else problems.append(r.url))
+    at.goto((told[1] / "report.html").as_uri())
+    assert at.locator("#heads button").count() == 3  # both heads and their mean
+    at.locator("#sentence").select_option(label="one cat")
+    cells = at.locator("#map rect").count()
+    found = json.loads(at.locator("#data").text_content())["maps"]
+    one = next(m for m in found if m["source"] == "one cat")
+    assert cells == len(one["keys"]) * len(one["queries"])
+    before_it = at.locator("#map").inner_html()
+    at.locator("#heads button").nth(2).click()
+    assert at.locator("#heads button").nth(2).get_attribute("aria-pressed") == "true"
+    assert at.locator("#map").inner_html() != before_it
+    at.locator("#map rect").first.hover()
+    assert re.fullmatch(
+        r"writing “.*”: \d+\.\d % of this head looks at “one”", at.locator("#reading").text_content()
+    )
+    assert at.evaluate("document.documentElement.scrollWidth <= 900") and not problems
+    at.close()
