@@ -21,7 +21,7 @@ class Generated:
 
     tokens: Int[Tensor, "b n"]  # without the prompt and without the end token
     lengths: Int[Tensor, " b"]
-    log_p: Float[Tensor, " b"]  # of the tokens and their end
+    log_p: Float[Tensor, " b"] | None = None  # of the tokens and their end, where it was asked for
     weights: Any = None  # as the model's own return_weights gives them for prompt and tokens
 
     def rows(self) -> list[list[int]]:
@@ -40,13 +40,15 @@ def generate(
     padding: Bool[Tensor, "b _"] | None = None,
     most: int = 128,
     end: int | None = None,
+    log_p: bool = True,
     return_weights: bool = False,
 ) -> Generated:
     """Go on from each prompt until `end` or `most` tokens; dropout is off while it runs.
 
     prompt: rows of ids, of different lengths or padded on either side (`padding` is True there). An
     encoder-decoder reads `source` and starts from its start token: prompt = [[start]] * b. Rows that have
-    ended cost nothing more; no row outgrows a learned table of positions.
+    ended cost nothing more; no row outgrows a learned table of positions. Without log_p a greedy step is about
+    a tenth cheaper.
     """
     tokens, lengths = _aligned(prompt, padding, next(model.parameters()).device)
     if most < 1:
@@ -63,10 +65,10 @@ def generate(
                 )
         if isinstance(how, beam):
             found = beams.search(how, walk, tokens, lengths, most, end)
-            written, log_p = [f[1] for f in found], [f[0] for f in found]
+            written, totals = [f[1] for f in found], [f[0] for f in found]
         else:
-            written, log_p = _one_by_one(how, walk, tokens, lengths, most, end)
-        told = _generated(written, log_p, tokens.device, 0 if end is None else end)
+            written, totals = _one_by_one(how, walk, tokens, lengths, most, end, log_p)
+        told = _generated(written, totals if log_p else None, tokens.device, 0 if end is None else end)
         if return_weights:
             kept = _weights(model, tokens, lengths, told, source, source_lengths)
             told = Generated(told.tokens, told.lengths, told.log_p, kept)
@@ -82,6 +84,7 @@ def _one_by_one(
     lengths: Int[Tensor, " b"] | None,
     most: int,
     end: int | None,
+    count_log_p: bool,
 ) -> tuple[list[list[int]], list[float]]:
     b, device = len(prompt), prompt.device
     written = torch.zeros(b, most, dtype=torch.long, device=device)
@@ -97,8 +100,9 @@ def _one_by_one(
             None if noise is None else torch.rand(b, generator=noise, dtype=torch.float64).to(device)[alive]
         )
         token = pick(how, logits, drawn)
-        taken = logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0]
-        log_p[alive] += taken * going
+        if count_log_p:
+            scores = logits.float()
+            log_p[alive] += (scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)) * going
         if end is not None:
             going = going & (token != end)
         written[alive, n] = token
@@ -106,12 +110,19 @@ def _one_by_one(
         left = int(going.sum())
         if left == 0 or n + 1 == most:
             break
-        if 4 * left <= 3 * len(alive):  # carrying the ended costs more than copying the others
-            kept = going.nonzero()[:, 0]
+        if left < len(alive):
+            kept = _closed_up(going, left)
             steps.select(kept)
             alive, going, token = alive[kept], going[kept], token[kept]
         logits = steps.next(token[:, None])
     return [row[:c].tolist() for row, c in zip(written, count.tolist(), strict=True)], log_p.tolist()
+
+
+def _closed_up(going: Bool[Tensor, " b"], left: int) -> Int[Tensor, " left"]:
+    """The rows that go on: the last of them take the places of those that ended, the others stay."""
+    rows = torch.arange(left, device=going.device)
+    rows[~going[:left]] = left + going[left:].nonzero()[:, 0]
+    return rows
 
 
 def _aligned(
@@ -136,12 +147,16 @@ def _aligned(
     return tokens, None if min(lengths) == longest else torch.tensor(lengths, device=device)
 
 
-def _generated(rows: list[list[int]], log_p: list[float], device: torch.device, filler: int) -> Generated:
+def _generated(
+    rows: list[list[int]], log_p: list[float] | None, device: torch.device, filler: int
+) -> Generated:
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [filler] * (longest - len(row)) for row in rows], dtype=torch.long)
     lengths = torch.tensor([len(row) for row in rows])
     return Generated(
-        tokens.reshape(len(rows), longest).to(device), lengths.to(device), torch.tensor(log_p, device=device)
+        tokens.reshape(len(rows), longest).to(device),
+        lengths.to(device),
+        None if log_p is None else torch.tensor(log_p, device=device),
     )
 
 

@@ -8,7 +8,9 @@ from ..errors import ShapeError, SpecError
 from ..nn.embedding import LanguageHead
 from ..nn.recurrent import RecurrentModel
 from ..nn.stack import EncoderDecoder, Stack
+from ..pattern import causal, full
 from ..position import learned
+from . import quick
 
 
 class StackSteps:
@@ -45,6 +47,35 @@ class StackSteps:
             self.context_lengths = self.context_lengths[rows]
 
 
+class QuickSteps(StackSteps):
+    """A plain decoder: single tokens go the quick way."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        context: Float[Tensor, "b m d"] | None = None,
+        context_lengths: Int[Tensor, " b"] | None = None,
+    ):
+        super().__init__(stack, context, context_lengths)
+        self.quick = quick.QuickDecoder(stack)
+        self.beyond: Float[Tensor, "bh 1 m"] | None = None  # made when it is needed, and after rows changed
+
+    def next(
+        self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None = None
+    ) -> Float[Tensor, "b vocab"]:
+        if tokens.shape[1] > 1 or lengths is not None:
+            return super().next(tokens, lengths)
+        if self.context is not None and not self.cache.filled:
+            self.quick.read(self.context, self.context_lengths, self.cache.layers)
+        if self.context is not None and self.context_lengths is not None and self.beyond is None:
+            self.beyond = self.quick.beyond(self.context_lengths, self.context.shape[1])
+        return self.quick.next(tokens[:, 0], self.cache.layers, self.beyond)
+
+    def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
+        super().select(rows, same_context)
+        self.beyond = self.beyond if same_context else None
+
+
 class RecurrentSteps:
     """A recurrent encoder-decoder: its state is all that is kept."""
 
@@ -73,9 +104,9 @@ def steps(
     """The model, ready for its first token, and how many positions it has (None: no limit)."""
     match model:
         case Stack(head=LanguageHead()) if source is None:
-            return StackSteps(model), positions(model)
+            return _stack_steps(model), positions(model)
         case EncoderDecoder() if source is not None and isinstance(model.decoder.head, LanguageHead):
-            return StackSteps(model.decoder, model.encode(source, lengths), lengths), positions(model.decoder)
+            return _stack_steps(model.decoder, *_encoded(model, source, lengths)), positions(model.decoder)
         case RecurrentModel() if source is not None:
             return RecurrentSteps(model, source, lengths), None
         case Stack() | EncoderDecoder() | RecurrentModel():
@@ -86,6 +117,28 @@ def steps(
     raise SpecError(
         f"{type(model).__name__} gives no logits for a next token; a model with rg.LanguageHead() does"
     )
+
+
+def _stack_steps(
+    stack: Stack,
+    context: Float[Tensor, "b m d"] | None = None,
+    lengths: Int[Tensor, " b"] | None = None,
+) -> StackSteps:
+    # A row with nothing to look at gets zeros, which the quick way does not give.
+    some = lengths is None or bool((lengths > 0).all())
+    kind = QuickSteps if some and quick.covers(stack, causal()) else StackSteps
+    return kind(stack, context, lengths)
+
+
+def _encoded(
+    model: EncoderDecoder, source: Int[Tensor, "b m"], lengths: Int[Tensor, " b"] | None
+) -> tuple[Float[Tensor, "b m d"], Int[Tensor, " b"] | None]:
+    """The source's states, and how many count; None where all do."""
+    if lengths is not None and bool((lengths == source.shape[1]).all()):
+        lengths = None
+    if quick.covers(model.encoder, full()):
+        return quick.encode(model.encoder, source, lengths), lengths
+    return model.encode(source, lengths), lengths
 
 
 def positions(stack: Stack) -> int | None:

@@ -13,7 +13,8 @@ class KeyValues:
     Slot s of row b holds position s, so a row's next key goes to slot lengths[b] whatever the others do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 0) -> None:
+        self.least = least  # slots to begin with
         self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
         self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
         self.filled = 0  # slots in use by the longest row, known without asking the device
@@ -38,7 +39,7 @@ class KeyValues:
             raise RegardError("a cache keeps no gradients; decode under torch.no_grad()")
         b, _, n, _ = k.shape
         start, self.filled = self.filled, self.filled + n
-        self.k, self.v = _grow(self.k, k, self.filled), _grow(self.v, v, self.filled)
+        self.k, self.v = (_grow(*pair, self.filled, self.least) for pair in ((self.k, k), (self.v, v)))
         if lengths is not None and self.lengths is None:
             self.lengths = torch.full((b,), start, device=k.device, dtype=lengths.dtype)
         if self.lengths is None:
@@ -51,29 +52,42 @@ class KeyValues:
         return self.k[:, :, : self.filled], self.v[:, :, : self.filled], self.lengths
 
     def select(self, rows: Int[Tensor, " r"]) -> None:
-        """Keep these rows of the batch, in this order; a row may come twice."""
+        """Keep these rows of the batch, in this order; a row may come twice. What stays in its place stays."""
         if self.k is not None and self.v is not None:
-            self.k, self.v = self.k[rows], self.v[rows]
+            if len(rows) > len(self.k):
+                self.k, self.v = self.k[rows], self.v[rows]
+            else:
+                into = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+                self.k, self.v = (
+                    _move(t, into, rows[into], len(rows), self.filled) for t in (self.k, self.v)
+                )
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 
 
-def _grow(old: Tensor | None, new: Tensor, needed: int) -> Tensor:
+def _grow(old: Tensor | None, new: Tensor, needed: int, least: int) -> Tensor:
     """`old` with at least `needed` slots, doubled when full."""
     if old is not None and old.shape[2] >= needed:
         return old
     b, h, _, d = new.shape
-    out = new.new_zeros(b, h, max(needed, 2 * old.shape[2] if old is not None else needed), d)
+    out = new.new_zeros(b, h, max(needed, least if old is None else 2 * old.shape[2]), d)
     if old is not None:
         out[:, :, : old.shape[2]] = old
     return out
+
+
+def _move(t: Tensor, into: Tensor, origin: Tensor, rows: int, filled: int) -> Tensor:
+    """The first `rows` rows of t after row origin[r] was copied over row into[r], as far as it is filled."""
+    if len(into):
+        t[into, :, :filled] = t[origin, :, :filled]  # the right side is a copy before it is written
+    return t[:rows]
 
 
 class LayerCache:
     """One block's: its own past, and the context's keys, computed once."""
 
     def __init__(self) -> None:
-        self.own, self.cross = KeyValues(), KeyValues()
+        self.own, self.cross = KeyValues(least=32), KeyValues()
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
         """Keep these rows. same_context: each stands in for a row that looked at the same context."""

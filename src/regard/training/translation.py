@@ -41,6 +41,7 @@ def translate(
             source_lengths=None if bool((lengths == lengths[0]).all()) else lengths.to(device),
             most=limit(source.shape[1]),
             end=END,
+            log_p=False,
         )
         # Each text has its own limit, so that what it becomes does not depend on those beside it.
         ends = [said[: limit(len(ids[i]))] for i, said in zip(part, told.rows(), strict=True)]

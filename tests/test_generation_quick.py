@@ -1,0 +1,169 @@
+"""The quick way through a stack: the same numbers as the modules, and only where they are the same."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import regard as rg
+from regard.generation import beam, generate, greedy, quick, sample
+from regard.generation.steps import QuickSteps, StackSteps, steps
+
+VOCAB, END = 29, 3
+
+BLOCKS = {
+    "post": {},
+    "pre, gelu": {"norm_at": "pre", "activation": "gelu"},
+    "rms, gated, no biases": {"norm": "rms", "norm_at": "pre", "activation": "swiglu", "biases": "none"},
+    "grouped": {"kv_heads": 1, "d_k": 5, "d_v": 7},
+    "scale, no output": {"scale": 0.7, "heads": 4, "output": False},
+}
+
+
+def translator(place=None, pattern=None, inside=None, embedding=None, head=None, residual=True, **kind):
+    torch.manual_seed(4)
+    around = {k: kind.pop(k) for k in ("norm", "norm_at") if k in kind} | {"residual": residual}
+    mlp = rg.FeedForward(20, activation=kind.pop("activation", "relu"))
+    own = rg.Attention(12, **{"heads": 3, **kind})
+    past = rg.Attention(12, pattern=pattern or rg.causal(), position=inside, **{"heads": 3, **kind})
+    words = rg.Embedding(VOCAB, 12, position=place or rg.sinusoidal(), **(embedding or {}))
+    spec = rg.EncoderDecoder(
+        rg.Encoder(rg.Block(own, mlp, **around), 2, embedding=words),
+        rg.Decoder(
+            rg.Block(past, mlp, cross=own, **around),
+            2,
+            embedding=words,
+            head=rg.LanguageHead(**{"tied": False, **(head or {})}),
+        ),
+    )
+    model = spec.build().double().eval()
+    for name, p in model.named_parameters():
+        p.data = torch.randn_like(p) * 0.6 + (1.0 if name.endswith("norm.weight") else 0.0)
+    return model
+
+
+def sources(b=6, m=7):
+    noise = torch.Generator().manual_seed(2)
+    return torch.randint(4, VOCAB, (b, m), generator=noise), torch.tensor([7, 3, 1, 5, 7, 2])[:b]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("padded", [True, False])
+@torch.no_grad()
+def test_every_step_has_the_logits_of_the_general_one(kind, padded):
+    """And the encoder its states, whatever stands at padding."""
+    model, (source, lengths) = translator(**BLOCKS[kind]), sources()
+    lengths = lengths if padded else None
+    assert quick.covers(model.encoder, rg.full()) and quick.covers(model.decoder, rg.causal())
+    states, true = quick.encode(model.encoder, source, lengths), model.encode(source, lengths)
+    real = torch.arange(7) < (lengths[:, None] if padded else 7)
+    assert torch.allclose(states[real.expand(6, 7)], true[real.expand(6, 7)], atol=1e-12)
+    ways = [QuickSteps(model.decoder, states, lengths), StackSteps(model.decoder, true, lengths)]
+    token = torch.ones(6, 1, dtype=torch.long)
+    for n in range(35):  # past the 32 slots a cache begins with
+        a, b = (way.next(token) for way in ways)
+        assert torch.allclose(a, b, atol=1e-10), n
+        token = b.argmax(-1)[:, None]
+        if n in (3, 9):  # rows go, change places, come twice
+            rows = torch.tensor([4, 1, 2, 1, 3]) if n == 3 else torch.tensor([0, 3, 1])
+            for way in ways:
+                way.select(rows)
+            token = token[rows]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"place": rg.learned(60), "embedding": {"norm": True, "types": 2, "scaled": True}},
+        {"head": {"bias": True, "scaled": True}},
+        {"head": {"tied": True}},
+    ],
+    ids=["learned, normed, types", "bias, scaled", "tied"],
+)
+@torch.no_grad()
+def test_embeddings_and_heads_are_read_alike(given):
+    model, (source, lengths) = translator(**given), sources()
+    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=50)
+    logits = model(
+        source, torch.cat([torch.ones(6, 1, dtype=torch.long), told.tokens], 1), source_lengths=lengths
+    )
+    assert torch.equal(logits[:, :-1].argmax(-1), told.tokens)
+
+
+@pytest.mark.parametrize("how", [greedy(), sample(seed=3), beam(3)], ids=repr)
+def test_both_ways_write_the_same(how, monkeypatch):
+    model, (source, lengths) = translator(), sources()
+    given = {"source": source, "source_lengths": lengths, "most": 12}
+    given["end"] = int(generate(model, [[1]] * 6, how, **given).tokens[0, 3])  # one that is written
+    ours = generate(model, [[1]] * 6, how, **given)
+    prompts = [[5, 7, 4], [8], [9, 9]]
+    stack = model.decoder.spec
+    alone = rg.Encoder(
+        rg.Block(stack.block.attention, stack.block.feed_forward),
+        2,
+        embedding=stack.embedding,
+        head=stack.head,
+    ).build()
+    alone = alone.double()
+    went_on = generate(alone, prompts, how, most=12, end=END)
+    monkeypatch.setattr(quick, "covers", lambda *given: False)
+    again = generate(model, [[1]] * 6, how, **given)
+    assert ours.rows() == again.rows() and torch.allclose(ours.log_p, again.log_p, atol=1e-5)
+    assert went_on.rows() == generate(alone, prompts, how, most=12, end=END).rows()
+    assert min(len(r) for r in ours.rows()) < 12, "rows that end are the point"
+
+
+def listened():
+    model = translator()
+    model.decoder.blocks[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+def exchanged():
+    model = translator()
+    model.decoder.blocks[0].attention.w_q = torch.nn.Sequential(model.decoder.blocks[0].attention.w_q)
+    return model
+
+
+OTHERWISE = {
+    "a window": lambda: translator(pattern=rg.causal() & rg.window(2)),
+    "a position inside": lambda: translator(inside=rg.alibi()),
+    "turned": lambda: translator(inside=rg.rope(), d_k=4),
+    "another score": lambda: translator(score="additive"),
+    "hard": lambda: translator(temperature=0),
+    "no residual": lambda: translator(residual=False),
+    "batch norm": lambda: translator(norm="batch"),
+    "a listener": listened,
+    "an exchanged part": exchanged,
+    "half precision": lambda: translator().bfloat16(),
+}
+
+
+@pytest.mark.parametrize("why", OTHERWISE)
+def test_what_the_quick_way_does_not_say_goes_the_general_way(why):
+    model, (source, lengths) = OTHERWISE[why](), sources()
+    assert type(steps(model, source, lengths)[0]) is StackSteps
+    assert len(generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=3).rows()) == 6
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_autocast_goes_the_general_way(autocast):
+    model, (source, lengths) = translator().float(), sources()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        assert (type(steps(model, source, lengths)[0]) is StackSteps) == autocast
+
+
+def test_a_row_with_nothing_to_look_at_goes_the_general_way():
+    model, (source, lengths) = translator(), sources()
+    lengths[2] = 0
+    assert type(steps(model, source, lengths)[0]) is StackSteps
+    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=3)
+    assert bool(told.log_p.isfinite().all())
+
+
+def test_without_log_p_the_tokens_are_the_same_and_it_is_none():
+    model, (source, lengths) = translator(), sources()
+    for how in (greedy(), beam(2)):
+        given = {"source": source, "source_lengths": lengths, "most": 9, "end": END}
+        with_it, without = (generate(model, [[1]] * 6, how, log_p=p, **given) for p in (True, False))
+        assert with_it.rows() == without.rows() and without.log_p is None
