@@ -15,8 +15,12 @@ from regard.cli.report import report as command
 from regard.training import before, evaluation, log, page
 from regard.training.charts import Line, chart, decades, ticks
 from regard.training.evaluation import Evaluation, Example
+from regard.training.loss import IGNORED
+from regard.training.ragged import Ragged
 from regard.training.run import opened
-from regard.training.tokens import START
+from regard.training.sources import Ready
+from regard.training.tasks import Batch
+from regard.training.tokens import START, characters
 from training_run_case import a_known_machine, regard, small
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -217,3 +221,41 @@ def test_a_browser_shows_it_and_heads_can_be_chosen(told, browser):
     )
     assert at.evaluate("document.documentElement.scrollWidth <= 900") and not problems
     at.close()
+
+
+class Holes:
+    """Three sentences of which the second token is hidden."""
+
+    def __init__(self, tokens):
+        self.rows = [tokens.encode([text])[0] for text in ("abcd", "dcb", "bbaa")]
+        self.sizes = torch.tensor([[len(r)] for r in self.rows])
+
+    def __len__(self):
+        return len(self.rows)
+
+    def batch(self, rows):
+        ids, lengths = Ragged.of(self.rows).pad(rows, 0)
+        wanted = torch.full_like(ids, IGNORED)
+        wanted[:, 1] = ids[:, 1]
+        shown = ids.clone()
+        shown[:, 1] = 4
+        return Batch({"tokens": shown, "lengths": lengths, "wanted": wanted}, len(rows))
+
+
+def test_hidden_tokens_are_guessed_and_shown_in_their_sentences():
+    torch.manual_seed(0)
+    tokens = characters(["abcd"])
+    block = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(8))
+    model = rg.Encoder(block, 1, embedding=rg.Embedding(len(tokens), 8), head=rg.MaskedHead()).build().eval()
+    rows = Holes(tokens)
+    ready = Ready(rows, rows, rows, tokens)
+    told = evaluation._guessed(Evaluation(3, {}), model, ready, shown=3)
+    given = rows.batch(torch.arange(3)).given
+    with torch.no_grad():
+        guess = model(given["tokens"], lengths=given["lengths"]).argmax(-1)[:, 1].tolist()
+    right = sum(g == row[1] for g, row in zip(guess, rows.rows, strict=True))
+    assert told.numbers["accuracy"] == pytest.approx(right / 3)
+    assert [e.source for e in told.examples] == ["a ___ cd", "d ___ b", "b ___ aa"]
+    assert [e.reference for e in told.examples] == ["abcd", "dcb", "bbaa"]
+    said = tokens.decode([[row[0], g, *row[2:]] for g, row in zip(guess, rows.rows, strict=True)])
+    assert [e.ours for e in told.examples] == said

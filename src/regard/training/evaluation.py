@@ -3,9 +3,10 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,14 +15,17 @@ from ..errors import FormatError
 from ..generation import generate, sample
 from ..nn.stack import EncoderDecoder, Stack
 from .batches import Stream
+from .loss import IGNORED
 from .recipes import Recipe
 from .sources import Ready
-from .tasks import Labelled, Pairs, Stretches
+from .tasks import Classification, Guessing, Labelled, Language, Translation
 from .tokens import Tokens
 from .translation import scores, translate
 
 FILE = "evaluation.json"
 HELLO = "Hello world"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,27 +79,72 @@ def _written(name: str, number: int | float) -> str:
 def evaluate(model: nn.Module, recipe: Recipe, ready: Ready, shown: int = 10) -> Evaluation:
     """The model on the test rows, with so many of them as examples."""
     began = time.perf_counter()
-    model.eval()
-    loss = held_out_loss(recipe.task(model), ready.test, recipe.settings.tokens)
-    numbers, signatures, written = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}, {}, ""
-    examples: tuple[Example, ...] = ()
-    match ready.test, model:
-        case Pairs(), EncoderDecoder():
+    task = recipe.task(model.eval())
+    loss = held_out_loss(task, ready.test, recipe.settings.tokens)
+    told = Evaluation(len(ready.test), {"loss": loss, "perplexity": math.exp(min(loss, 700.0))})
+    match task:
+        case Translation():
+            told = _translated(told, task.model, ready, shown)
+        case Language():
             assert ready.tokens is not None
-            said = translate(model, ready.tokens, [source for source, _ in ready.texts])
-            told = scores(said, [reference for _, reference in ready.texts])
-            numbers = {"BLEU": told.bleu, "chrF": told.chrf} | numbers
-            signatures = {"BLEU": told.bleu_signature, "chrF": told.chrf_signature}
-            hello = Example(HELLO, translate(model, ready.tokens, [HELLO])[0])
-            rows = [Example(a, ours, b) for (a, b), ours in zip(ready.texts, said, strict=True)]
-            examples = (hello, *rows[:: max(-(-len(rows) // shown), 1)])
-        case Stretches(), Stack():
-            assert ready.tokens is not None
-            written = write_on(model, ready.tokens, ready.test.context)
-        case Labelled(), _:
-            numbers["accuracy"] = accuracy(model, ready.test)
-    seconds = round(time.perf_counter() - began, 2)
-    return Evaluation(len(ready.test), numbers, signatures, examples, written, seconds)
+            told = replace(told, written=write_on(task.model, ready.tokens, ready.test.context))
+        case Guessing():
+            told = _guessed(told, task.model, ready, shown)
+        case Classification():
+            told = replace(told, numbers={"accuracy": accuracy(model, ready.test), **told.numbers})
+    return replace(told, seconds=round(time.perf_counter() - began, 2))
+
+
+def _translated(told: Evaluation, model: EncoderDecoder, ready: Ready, shown: int) -> Evaluation:
+    assert ready.tokens is not None
+    said = translate(model, ready.tokens, [source for source, _ in ready.texts])
+    by = scores(said, [reference for _, reference in ready.texts])
+    hello = Example(HELLO, translate(model, ready.tokens, [HELLO])[0])
+    rows = [Example(a, ours, b) for (a, b), ours in zip(ready.texts, said, strict=True)]
+    return replace(
+        told,
+        numbers={"BLEU": by.bleu, "chrF": by.chrf, **told.numbers},
+        signatures={"BLEU": by.bleu_signature, "chrF": by.chrf_signature},
+        examples=(hello, *_spaced(rows, shown)),
+    )
+
+
+@torch.no_grad()
+def _guessed(told: Evaluation, model: Stack, ready: Ready, shown: int, each: int = 64) -> Evaluation:
+    """The share of hidden tokens that are guessed, and some sentences with the guesses in them."""
+    assert ready.tokens is not None
+    device, right, hidden, examples = next(model.parameters()).device, 0, 0, []
+    keep = set(_spaced(range(len(ready.test)), shown))
+    for some in torch.arange(len(ready.test)).split(each):
+        given = ready.test.batch(some).to(device).given
+        asked = given["wanted"] != IGNORED
+        guess = model(given["tokens"], lengths=given["lengths"]).argmax(-1)
+        right, hidden = right + int((guess == given["wanted"])[asked].sum()), hidden + int(asked.sum())
+        for k in [k for k, row in enumerate(some.tolist()) if row in keep]:
+            n = int(given["lengths"][k])
+            ids, hole = given["tokens"][k, :n], asked[k, :n]
+            ours, whole = torch.where(hole, guess[k, :n], ids), torch.where(hole, given["wanted"][k, :n], ids)
+            texts = ready.tokens.decode([ours.tolist(), whole.tolist()])
+            examples.append(Example(_with_holes(ready.tokens, ids.tolist(), hole.tolist()), *texts))
+    numbers = {"accuracy": right / max(hidden, 1), **told.numbers}
+    return replace(told, numbers=numbers, examples=tuple(examples))
+
+
+def _with_holes(tokens: Tokens, ids: list[int], hole: list[bool]) -> str:
+    """A text with a gap for each hidden token."""
+    parts: list[list[int]] = [[]]
+    for i, gone in zip(ids, hole, strict=True):
+        parts.append([]) if gone else parts[-1].append(i)
+    return " ___ ".join(tokens.decode(parts)).strip()
+
+
+def _spaced(rows: Sequence[T], many: int) -> Sequence[T]:
+    """At most so many, evenly spaced.
+
+    >>> _spaced(range(100), 3)
+    range(0, 100, 34)
+    """
+    return rows[:: max(-(-len(rows) // many), 1)]
 
 
 @torch.no_grad()

@@ -84,7 +84,7 @@ def headline(
             ("tokens/s", f"{_mean(train, 'tokens_per_second'):,.0f}"),
         ]
         if mfu := _mean(train, "mfu"):
-            tiles.append(("of the machine's peak", f"{mfu:.0%}"))
+            tiles.append(("of the machine's peak", f"{mfu:.1%}"))
     shown = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(n)}</dd></div>" for name, n in tiles)
     signed = (
         ""
@@ -148,8 +148,9 @@ def examples(told: Evaluation | None) -> str:
     if not rows:
         return ""
     note = "Rows of the test, evenly spaced, not chosen."
+    title = "Translations" if "BLEU" in told.numbers else "Examples"
     return (
-        f"<h2>Translations</h2>{_table(('source', 'ours', 'reference'), rows, kind='texts')}"
+        f"<h2>{title}</h2>{_table(('source', 'ours', 'reference'), rows, kind='texts')}"
         f'<p class="note">{note}</p>'
     )
 
@@ -226,8 +227,8 @@ def costs(first: Before | None, model: nn.Module, events: list[dict[str, Any]]) 
     an_update = first.operations * b.predicted * b.rows
     rows = [
         ("parameters", f"{first.parameters:,}", f"{sum(p.numel() for p in model.parameters()):,}"),
-        ("operations a predicted token, both passes", f"{first.operations / 1e6:,.2f} MFLOP", ""),
-        ("operations of a mean batch", f"{an_update / 1e9:,.1f} GFLOP", ""),
+        ("operations a predicted token, both passes", _flops(first.operations), ""),
+        ("operations of a mean batch", _flops(an_update), ""),
         ("memory at the peak", "–" if memory is None else written(memory), written(used) if used else "–"),
         ("tokens/s", f"{first.tokens_per_second:,.0f}", f"{_mean(train, 'tokens_per_second'):,.0f}"),
         ("updates", f"{first.updates:,}", f"{train[-1]['step']:,}"),
@@ -287,6 +288,17 @@ def _table(
 
 def _text(text: str) -> str:
     return html.escape(text)
+
+
+def _flops(amount: int | float) -> str:
+    """
+    >>> _flops(42_150_000), _flops(1.4e11)
+    ('42.15 MFLOP', '140.00 GFLOP')
+    """
+    size, unit = next(
+        (s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (0, "")) if amount >= s
+    )
+    return f"{amount / (size or 1):,.2f} {unit}FLOP"
 
 
 def _number(name: str, number: int | float) -> str:
