@@ -15,6 +15,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: $(VENV)/.ready
 	$(PY) examples/tour.py
+	$(VENV)/bin/regard train translate
+	$(VENV)/bin/regard translate "Where is the library?"
 
 test: $(VENV)/.ready
 	$(PYTEST) $(HOOK) -m "not compiled and not long"

@@ -88,7 +88,7 @@ def explain(
 
 
 # One file a verb, with a function of the same name or a `app` of several commands.
-VERBS = ("cost", "check", "look", "train", "translate", "export", "bench")
+VERBS = ("cost", "check", "look", "train", "report", "translate", "export", "bench")
 for verb in VERBS:
     module = importlib.import_module(f".{verb}", __package__)
     if hasattr(module, "app"):
