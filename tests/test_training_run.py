@@ -10,7 +10,7 @@ import regard as rg
 from regard.training import recipes, text
 from regard.training.recipes import RECIPES, Recipe, recipe
 from regard.training.run import Run, opened
-from regard.training.sources import Classes, Running, Sentences
+from regard.training.sources import Classes, Digits, Running, Sentences
 from regard.training.tasks import Stretches
 from regard.training.translation import scores, translate
 from training_run_case import a_known_machine, regard, small, write_pairs
@@ -114,7 +114,7 @@ def test_a_classifier_trains_from_a_table(tmp_path):
     "made",
     [
         recipes.language_model(8, d_model=16, layers=1, heads=2, data=Running(context=16)),
-        recipes.image(8, d_model=16, layers=1, heads=2, rate=0.03),
+        recipes.image(8, d_model=16, layers=1, heads=2, rate=0.01, data=Digits()),
     ],
     ids=lambda made: made.name,
 )
@@ -167,6 +167,8 @@ def test_the_command_translates(tmp_path, run):
 def test_train_lists_shows_costs_and_refuses():
     listed = regard("train", "--list")
     assert all(f"{name}: " in listed for name in RECIPES) and "minutes=6" in listed
+    shown = regard("train", "translate", "--set", "minutes=2", "--show")
+    assert Recipe.from_json(shown) == recipe("translate", minutes=2)
     with pytest.raises(rg.SpecError, match=r"^which recipe\? regard train --list shows them$"):
         regard("train")
     with pytest.raises(rg.SpecError, match=r"^--set minuts=2: no dial 'minuts'; did you mean minutes\?$"):

@@ -27,6 +27,9 @@ def train(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, …; the best there is by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it costs, and stop.")] = False,
+    show: Annotated[
+        bool, typer.Option("--show", help="Write the recipe as JSON, ready to be edited.")
+    ] = False,
     heads_every: Annotated[
         int | None, typer.Option(help="Keep the statistics of each head after so many updates.")
     ] = None,
@@ -50,6 +53,9 @@ def train(
         _teach(name, as_json)
         return
     chosen = _read(name, set_)
+    if show:
+        typer.echo(chosen.json())
+        return
     if dry_run:
         typer.echo(_dry(chosen, out, device, as_json))
         return
