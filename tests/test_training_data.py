@@ -14,7 +14,7 @@ from regard.training import corpora, text, tokens
 from regard.training.batches import Stream, by_tokens
 from regard.training.loss import IGNORED
 from regard.training.ragged import Ragged
-from regard.training.tasks import Hidden, Labelled, Pairs, Stretches
+from regard.training.tasks import Labelled, Pairs, Stretches
 from regard.training.tokens import END, PAD, START, Tokens
 
 
@@ -204,7 +204,7 @@ def test_a_batch_of_pairs_is_shifted_by_one_and_ignores_padding():
     }
 
 
-def test_batches_of_stretches_labels_and_hidden_tokens():
+def test_batches_of_stretches_and_labels():
     text_ids = Stretches(torch.arange(10, dtype=torch.int32), context=3, step=2)
     assert len(text_ids) == 4
     batch = text_ids.batch(torch.tensor([0, 3]))
@@ -212,6 +212,21 @@ def test_batches_of_stretches_labels_and_hidden_tokens():
     assert batch.given["wanted"].tolist() == [[1, 2, 3], [7, 8, 9]] and batch.predicted == 6
     told = Labelled(Ragged.of([[5], [6, 7]]), torch.tensor([1, 0])).batch(torch.tensor([1, 0])).given
     assert (told["tokens"].tolist(), told["labels"].tolist()) == ([[6, 7], [5, PAD]], [0, 1])
-    hidden = Hidden(Ragged.of([[5, 6], [7]]), Ragged.of([[0, 1], [1]]), mask=4).batch(torch.tensor([0, 1]))
-    assert hidden.given["tokens"].tolist() == [[5, 4], [4, PAD]] and hidden.predicted == 2
-    assert hidden.given["wanted"].tolist() == [[IGNORED, 6], [7, IGNORED]]
+
+
+@given(st.integers(9, 80), st.integers(1, 7), st.integers(1, 9), st.integers(0, 9))
+def test_a_loose_window_begins_within_its_step_and_ends_within_the_text(total, context, step, seed):
+    torch.manual_seed(seed)
+    windows = Stretches(torch.arange(total, dtype=torch.int32), context, step, loose=True)
+    rows = torch.arange(len(windows))
+    batch = windows.batch(rows).given
+    drawn = batch["tokens"][:, 0] - rows * step
+    assert int(drawn.min()) >= 0 and int(drawn.max()) < step
+    assert torch.equal(batch["wanted"], batch["tokens"] + 1) and int(batch["wanted"].max()) < total
+
+
+def test_two_epochs_of_loose_windows_differ():
+    torch.manual_seed(0)
+    windows = Stretches(torch.arange(999, dtype=torch.int32), 10, 10, loose=True)
+    one, two = (windows.batch(torch.arange(len(windows))).given["tokens"] for _ in range(2))
+    assert not torch.equal(one, two)

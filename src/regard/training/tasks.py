@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..nn.embedding import LanguageHead, MaskedHead
 from ..nn.stack import EncoderDecoder, Stack
 from .loss import IGNORED, cross_entropy
+from .moves import moves
 from .ragged import Ragged
 from .tokens import END, PAD, START
 
@@ -26,9 +27,14 @@ class Batch(NamedTuple):
     predicted: int
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(
-            {name: t.to(device, non_blocking=True) for name, t in self.given.items()}, self.predicted
-        )
+        """On a device; pages that stay in place, as a copy from others waits for all that the GPU has to do."""
+        if device.type == "cuda":
+            return Batch({name: _sent(t, device) for name, t in self.given.items()}, self.predicted)
+        return Batch({name: t.to(device) for name, t in self.given.items()}, self.predicted)
+
+
+def _sent(t: Tensor, device: torch.device) -> Tensor:
+    return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,16 @@ def token_loss(
 
 @dataclass(frozen=True)
 class Stretches:
-    """Windows of one long text: row r is its tokens r·step … r·step + context, and what follows each."""
+    """Windows of one long text: row r is its tokens r·step … r·step + context, and what follows each.
+
+    A loose window begins anywhere within its step, drawn for each batch: an epoch then reads all of the text about
+    once, and no two read it alike.
+    """
 
     ids: Int[Tensor, " total"]
     context: int
     step: int = 1
+    loose: bool = False
 
     def __len__(self) -> int:
         return max((len(self.ids) - self.context - 1) // self.step + 1, 0)
@@ -103,7 +114,11 @@ class Stretches:
         return torch.full((len(self), 1), self.context)
 
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
-        at = rows[:, None] * self.step + torch.arange(self.context)
+        start = rows * self.step
+        if self.loose:
+            last = len(self.ids) - self.context - 1
+            start = (start + torch.randint(self.step, rows.shape)).clamp(max=last)
+        at = start[:, None] + torch.arange(self.context)
         return Batch({"tokens": self.ids[at].long(), "wanted": self.ids[at + 1].long()}, at.numel())
 
 
@@ -123,10 +138,11 @@ class Language(nn.Module):
 
 @dataclass(frozen=True)
 class Labelled:
-    """Sentences, or images, and their classes."""
+    """Sentences, or images, and their classes. Images may be moved, anew for each batch."""
 
     inputs: Ragged | Float[Tensor, "rows c height width"]
     labels: Int[Tensor, " rows"]
+    moved: moves | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -140,35 +156,10 @@ class Labelled:
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
         labels = self.labels[rows]
         if not isinstance(self.inputs, Ragged):
-            return Batch({"images": self.inputs[rows], "labels": labels}, len(rows))
+            images = self.inputs[rows] if self.moved is None else self.moved(self.inputs[rows])
+            return Batch({"images": images, "labels": labels}, len(rows))
         tokens, lengths = self.inputs.pad(rows, PAD)
         return Batch({"tokens": tokens, "lengths": lengths, "labels": labels}, len(rows))
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """Sentences of which some tokens are to be guessed; `mask` stands where they stood."""
-
-    tokens: Ragged
-    hidden: Ragged  # as long as the tokens: 1 where a token is to be guessed
-    mask: int
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def sizes(self) -> Int[Tensor, "rows sides"]:
-        return self.tokens.lengths[:, None]
-
-    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
-        tokens, lengths = self.tokens.pad(rows, PAD)
-        hidden = self.hidden.pad(rows, 0)[0] == 1
-        given = {
-            "tokens": tokens.masked_fill(hidden, self.mask),
-            "lengths": lengths,
-            "wanted": tokens.masked_fill(~hidden, IGNORED),
-        }
-        return Batch(given, int(hidden.sum()))
 
 
 class Guessing(nn.Module):

@@ -1,0 +1,174 @@
+"""Recipes and their sources: what each reads, refuses and begins to learn."""
+
+import gzip
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import regard as rg
+from regard.training import recipes
+from regard.training.recipes import RECIPES, Recipe, recipe
+from regard.training.run import Run
+from regard.training.sources import Classes, Digits, Lines, Running, Sentences
+from regard.training.tokens import UNKNOWN
+
+VERSES = [f"the {a} {b} sat on the {c}" for a in ("red", "old", "big") for b in ("cat", "dog") for c in "xyz"]
+
+
+def write(path, rows, *fields) -> str:
+    """As TSV or text, or as JSONL; zipped where the name says so."""
+    if ".jsonl" in path.name:
+        lines = [json.dumps(dict(zip(fields, row, strict=True))) for row in rows]
+    else:
+        lines = ["\t".join(row) for row in rows]
+    raw = ("\n".join(lines) + "\n").encode()
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+    return str(path)
+
+
+KINDS = ["tsv", "tsv.gz", "jsonl", "jsonl.gz"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pairs_come_from_tables_and_records_alike(tmp_path, kind):
+    file = write(tmp_path / f"a.{kind}", [(v, v[::-1]) for v in VERSES], "source", "target")
+    made = Sentences(train=file, valid=file, vocab=300).ready(tmp_path / "out")
+    assert len(made.train) == len(VERSES) and made.texts[0] == (VERSES[0], VERSES[0][::-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_classes_come_from_tables_and_records_alike(tmp_path, kind):
+    rows = [("b" if i % 3 else "a", v) for i, v in enumerate(VERSES)]
+    file = write(tmp_path / f"a.{kind}", rows, "label", "text")
+    made = Classes(file, file, vocab=300).ready(tmp_path / "out")
+    assert made.train.labels.tolist() == [int(i % 3 > 0) for i in range(len(VERSES))]
+    assert json.loads((tmp_path / "out" / "labels.json").read_text()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.gz"])
+def test_texts_come_from_lines_and_records_alike(tmp_path, kind):
+    file = write(tmp_path / f"a.{kind}", [(v,) for v in VERSES], "text")
+    assert Running(file=file).text() == "\n".join(VERSES) + "\n"
+    made = Lines(train=file, valid=file, vocab=300).ready(tmp_path / "out")
+    assert len(made.train) == len(made.valid) == len(VERSES) and made.train.mask == 299
+
+
+REFUSED = {
+    "empty": (b"", r"a\.tsv is empty"),
+    "no label": (b"a\tx\n \ty\n", r"a\.tsv, line 2: no label before the tab, label<TAB>text"),
+    "no tab": (b"a\tx\nb y\n", r"a\.tsv, line 2: 0 tabs where one is needed"),
+    "not UTF-8": (b"a\tx\nb\t\xe9\n", r"a\.tsv, line 2: byte 3 is not UTF-8 \(.*\); convert the file first"),
+    "another number of labels": (
+        b"a\tx\nb\ty\nc\tz\n",
+        r"a\.tsv has 3 labels \('a', 'b', 'c'\); the model tells 2 apart; use classes=3$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_classifier_refuses_bad_files_by_line(tmp_path, name):
+    raw, message = REFUSED[name]
+    (tmp_path / "a.tsv").write_bytes(raw)
+    file = str(tmp_path / "a.tsv")
+    with pytest.raises(rg.FormatError, match=message):
+        Classes(file, file, classes=2).ready(tmp_path / "out")
+
+
+def test_a_classifier_has_as_many_classes_as_there_are_labels(tmp_path):
+    file = write(tmp_path / "a.tsv", [("c", "x"), ("a", "y"), ("b", "z"), ("a", "w")])
+    made = recipes.classify(file, file)
+    assert made.model.head.classes == made.data.classes == 3
+    assert Recipe.from_json(made.json()) == made
+
+
+def test_texts_longer_than_the_limit_are_cut_and_counted(tmp_path):
+    file = write(tmp_path / "a.tsv", [("a", VERSES[0]), ("b", "x " * 400), ("b", "")])
+    made = Classes(file, file, vocab=300).ready(tmp_path / "out")
+    assert made.train.inputs.lengths.max() == 256 and made.cut == 1
+    assert made.train.batch(torch.tensor([2])).given["tokens"].tolist() == [[UNKNOWN]]  # an empty text
+    lines = write(tmp_path / "b.txt", [(VERSES[0],), ("x " * 400,), ("",)])
+    hidden = Lines(train=lines, valid=lines, vocab=300).ready(tmp_path / "lines")
+    assert hidden.train.tokens.lengths.max() == 64 and hidden.cut == 1 and len(hidden.train) == 2
+
+
+def test_lines_that_cannot_be_used_are_refused(tmp_path):
+    with pytest.raises(rg.SpecError, match=r"^files of your own come together: give train= and valid=$"):
+        Lines(train="a.txt")
+    empty = write(tmp_path / "a.txt", [("",), ("",)])
+    with pytest.raises(rg.FormatError, match=r"a\.txt holds nothing but empty lines$"):
+        Lines(train=empty, valid=empty, vocab=300).ready(tmp_path / "out")
+    file = write(tmp_path / "b.txt", [(v,) for v in VERSES])
+    Lines(train=file, valid=file, vocab=290).ready(tmp_path / "other")
+    with pytest.raises(rg.FormatError, match=r"tokens\.json in .* has \d+ tokens; the model has 270$"):
+        Lines(train=file, valid=file, vocab=270).ready(tmp_path / "other")
+    with pytest.raises(rg.SpecError, match=r"^fold=5: there are five, 0 to 4$"):
+        Digits(5)
+
+
+def test_a_language_model_reads_a_file_by_characters_or_byte_pairs(tmp_path):
+    file = write(tmp_path / "a.txt", [(v,) for v in VERSES * 30])
+    by_character = recipes.language_model(file=file, context=16)
+    assert by_character.model.embedding.vocab == 4 + len({c for v in VERSES for c in v} | {"\n"})
+    ready = by_character.data.ready(tmp_path / "one")
+    assert len(ready.tokens) == by_character.model.embedding.vocab and ready.train.context == 16
+    by_pairs = recipes.language_model(file=file, vocab=300)
+    ready = by_pairs.data.ready(tmp_path / "two")
+    assert by_pairs.model.embedding.vocab == 300 and len(ready.tokens) <= 300
+    assert len(ready.train.ids) < len(by_character.data.ready(tmp_path / "one").train.ids) / 3
+    assert ready.tokens.decode([ready.train.ids[:40].tolist()])[0].startswith(VERSES[0])
+
+
+def test_the_language_model_is_as_large_as_nanogpts():
+    model = recipes.language_model().model
+    assert (model.layers, model.block.attention.heads, model.d_model) == (4, 4, 128)
+    built = model.build()
+    weights = sum(p.numel() for p in built.blocks.parameters())
+    assert weights == pytest.approx(4 * 12 * 128**2, rel=0.02)  # what 4 layers of nanoGPT hold
+    assert recipes.language_model().settings.tokens == 12 * 64
+
+
+def test_hidden_words_are_learned_and_the_curve_is_the_seeds(tmp_path):
+    file = write(tmp_path / "a.txt", [(v,) for v in VERSES * 4])
+    dials = {
+        "steps": 30,
+        "train": file,
+        "valid": file,
+        "vocab": 300,
+        "d_model": 32,
+        "layers": 1,
+        "tokens": 400,
+    }
+    made = recipes.masked_language_model(**dials, rate=0.01)
+    made = replace(made, settings=replace(made.settings, log_every=1))
+    curves = []
+    for out in ("one", "two"):
+        seen = []
+        one = Run(made, tmp_path / out, "cpu")
+        one.trainer.run(lambda e, seen=seen: seen.append(e["loss"]) if e["event"] == "train" else None)
+        curves.append(seen)
+    assert curves[0] == curves[1] and len(curves[0]) == 30
+    assert sum(curves[0][-5:]) / 5 < 0.6 * curves[0][0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_value_that_builds(name, tmp_path):
+    files = {}
+    if name == "classify":
+        file = write(tmp_path / "a.tsv", [("a", "x"), ("b", "y")])
+        files = {"train": file, "valid": file}
+    made = recipe(name, **files)
+    assert made.name == name and Recipe.from_json(made.json()) == made
+    assert made.task(made.model.build()).model is not None
+
+
+def test_recipes_are_listed_with_their_dials():
+    from typer.testing import CliRunner
+
+    from regard.cli.main import app
+
+    listed = CliRunner().invoke(app, ["train", "--list"]).stdout
+    for name, made in RECIPES.items():
+        assert f"{name}: {made.__doc__.splitlines()[0]}" in listed
+    assert "vocab" in listed and "fold=0" in listed
