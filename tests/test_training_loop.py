@@ -17,16 +17,22 @@ import torch
 import regard as rg
 from regard.schedule import constant, warmup_cosine
 from regard.training import checkpoints
+from regard.training.average import ema, last
 from regard.training.log import Log, read
 from regard.training.loop import Diverged, Settings
 from regard.training.optimiser import AdamW
-from training_case import SETTINGS, pairs, trainer
+from regard.training.tasks import Translation
+from training_case import SETTINGS, model, pairs, trainer
 
 CASE = Path(__file__).parent / "training_case.py"
 
 
 def weights(trained) -> list[torch.Tensor]:
     return [p.detach().clone() for p in trained.task.parameters()] + [*trained.mean.state().values()]
+
+
+def weights_of(trained) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trained.task.parameters()]
 
 
 def same(a, b) -> bool:
@@ -214,6 +220,28 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(whole, tmp_path, monke
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000004"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on files here")
+def test_a_file_that_cannot_grow_leaves_the_checkpoint_before(tmp_path):
+    """The system's own refusal, in the middle of a file."""
+    import resource
+
+    one = trainer(tmp_path, steps=4)
+    one.run()
+    one.step = 5
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(rg.RegardError) as refused:
+            one.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(refused.value).startswith(f"checkpoint 5 could not be written to {tmp_path / 'checkpoints'}: ")
+    assert "File too large" in str(refused.value)
+    assert str(refused.value).endswith("; the last one written is step 4")
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["00000004"]
+    trainer(tmp_path).resume()
+
+
 def test_a_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path):
     one = trainer(tmp_path, steps=4)
     one.run()
@@ -299,6 +327,87 @@ def test_autocast_trains(tmp_path):
     assert all(p.dtype == torch.float32 for p in one.task.parameters()) and len(curve(tmp_path)) == 3
 
 
+def test_float16_scales_its_loss_leaves_out_what_overflows_and_remembers_the_scale(tmp_path):
+    one = trainer(tmp_path, autocast="float16", steps=4, average=None)
+    one.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # too large for float16
+    before = weights_of(one)
+    one.run()
+    assert one.scaler.get_scale() == 2.0**36 and same(weights_of(one), before)
+    two = trainer(tmp_path, autocast="float16", steps=8, average=None)
+    two.resume()
+    assert two.scaler.get_scale() == 2.0**36
+    two.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    two.run()
+    assert two.scaler.get_scale() == 2.0**32 and two.step == 8  # the checkpoint's counts
+    other = trainer(tmp_path / "other", autocast="float16", average=None)
+    other.run()
+    assert other.scaler.get_scale() == 2.0**16 and curve(other.folder)[-1] < 0.85 * curve(other.folder)[0]
+
+
+def test_float16_that_no_scale_saves_has_diverged(tmp_path):
+    one = trainer(tmp_path, autocast="float16", average=None)
+    one.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with torch.no_grad():
+        next(one.task.parameters())[5] = math.nan
+    with pytest.raises(Diverged, match=r"the gradient is not finite at step 2 .*there is no checkpoint yet"):
+        one.run()
+
+
+def gradients(dropout: float, checkpoint: bool) -> tuple[list[torch.Tensor], int]:
+    """Of one batch, and how many bytes the forward pass kept for the backward pass."""
+    task = Translation(model(dropout=dropout, checkpoint=checkpoint), 0.1).train()
+    kept = []
+    torch.manual_seed(7)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+        task(**pairs(20, 5).batch(torch.arange(20)).given)[0].backward()
+    return [p.grad for p in task.parameters()], sum(kept)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputed_blocks_give_the_same_gradients_bit_for_bit_and_keep_less(dropout):
+    """With dropout too: the dice fall again as they fell."""
+    plain, whole_bytes = gradients(dropout, checkpoint=False)
+    again, bytes_kept = gradients(dropout, checkpoint=True)
+    assert same(plain, again) and bytes_kept < 0.7 * whole_bytes
+    if dropout:
+        assert not same(plain, gradients(0.0, checkpoint=False)[0])
+
+
+def test_the_last_checkpoints_are_averaged(tmp_path):
+    kept = {}
+
+    def remember(event):
+        if event["event"] == "save":
+            kept[event["step"]] = weights_of(one)
+
+    one = trainer(tmp_path, average=last(3), keep=3)
+    one.run(remember)
+    wanted = [sum(ws) / 3 for ws in zip(*(kept[s] for s in (16, 20, 24)), strict=True)]
+    with one.averaged():
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights_of(one), wanted, strict=True))
+        assert not same(weights_of(one), kept[24])
+    assert same(weights_of(one), kept[24])
+    made = model()
+    one.fill(made)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(made.parameters(), wanted, strict=True))
+    assert made.decoder.embedding.table is made.encoder.embedding.table
+
+
+def test_a_run_that_averages_its_last_checkpoints_resumes_bit_for_bit_after_ctrl_c(tmp_path):
+    """Ctrl-C's own checkpoint, between two others, is not averaged and takes no one's place."""
+    through = trainer(tmp_path / "a", average=last(3), valid_every=3)
+    through.run()
+    first = trainer(tmp_path / "b", average=last(3), valid_every=3)
+    first.run(lambda e: e["step"] == 10 and e["event"] == "train" and os.kill(os.getpid(), signal.SIGINT))
+    assert checkpoints.steps(tmp_path / "b") == [4, 8, first.step] and first.step % 4
+    second = trainer(tmp_path / "b", average=last(3), valid_every=3)
+    second.run()
+    losses = [[e["loss"] for e in read(tmp_path / name, "valid")] for name in "ab"]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+    with through.averaged(), second.averaged():
+        assert same(weights_of(through), weights_of(second))
+
+
 def test_the_mean_is_swapped_in_and_out(whole):
     live = [p.detach().clone() for p in whole.task.parameters()]
     with whole.averaged():
@@ -324,7 +433,12 @@ REFUSED = {
     "steps=0: at least 1 is needed": lambda: replace(SETTINGS, steps=0),
     "autocast='half'; use 'bfloat16', 'float16' or None": lambda: replace(SETTINGS, autocast="half"),
     "betas=(0.9, 1.0) are not in [0, 1)": lambda: AdamW(betas=(0.9, 1.0)),
-    "ema(1): the decay is not in [0, 1)": lambda: rg.training.average.ema(1),
+    "ema(1): the decay is not in [0, 1)": lambda: ema(1),
+    "last(0): at least 1 is needed": lambda: last(0),
+    "last(k=5) is of more checkpoints than keep=3 keeps; raise keep": lambda: replace(
+        SETTINGS, average=last(5)
+    ),
+    "parallel='split'; use 'replicate' or 'shard'": lambda: replace(SETTINGS, parallel="split"),
 }
 
 

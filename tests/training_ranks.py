@@ -15,7 +15,9 @@ from regard.errors import RegardError
 from regard.training import sharded
 from regard.training.average import last
 from regard.training.log import read
+from regard.training.ragged import Ragged
 from regard.training.ranks import Ranks
+from regard.training.tasks import Pairs
 from training_case import model, trainer
 
 SAME = {"dropout": 0.0, "accumulate": 2, "log_every": 1, "steps": 12}
@@ -90,6 +92,17 @@ def few_rows(folder: Path):
     return {"step": one.step, "best": one.best, "small": min(b - a for a, b in one.stream.plan.cuts)}
 
 
+def of_one_shape(folder: Path, **other):
+    """Compiled, with batches of one shape and no validation: compiling is what takes time."""
+    one = trainer(folder, **SAME | {"steps": 3, "tokens": 88, "average": None, "compile": True} | other)
+    rows = Ragged.of([[4 + (i + j) % 7 for j in range(5)] for i in range(16)])
+    one.train = Pairs(rows, rows)
+    one.stream.lengths = one.train.sizes
+    one._validated = lambda: {"loss": 0.0}
+    one.run()
+    return one
+
+
 CASES = {
     "replicate": lambda f: trained(f),
     "shard": lambda f: trained(f, parallel="shard"),
@@ -101,8 +114,9 @@ CASES = {
     "shard-on": lambda f: trained(f, parallel="shard"),
     "shard-after-replicate": lambda f: trained(f, 6) and trained(f, parallel="shard"),
     "last": lambda f: trained(f, parallel="shard", **LAST),
-    "compiled": lambda f: trained(f, compile=True, steps=4),
-    "compiled-shard": lambda f: trained(f, compile=True, parallel="shard", steps=4),
+    "compiled-alone": lambda f: {"step": of_one_shape(f, save_every=2).step},
+    "compiled": lambda f: {"step": of_one_shape(f).step},
+    "compiled-shard": lambda f: {"step": of_one_shape(f, parallel="shard").step},
     "timed": lambda f: trained(f, minutes=0.01, steps=10_000),
     "interrupted": interrupted,
     "full": full_disk,
