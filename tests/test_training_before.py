@@ -198,7 +198,7 @@ def test_watching_heads_changes_nothing_and_is_kept(tmp_path):
     assert [s["step"] for s in seen] == [5, 10]
     roles = [(h["role"], h["head"]) for h in seen[0]["heads"]]
     assert roles == [("self", 0), ("self", 1)] * 2 + [("cross", 0), ("cross", 1)]
-    assert all(0 <= h["entropy"] <= 1 for s in seen for h in s["heads"])
+    assert all(0 <= h["entropy_share"] <= 1.0001 for s in seen for h in s["heads"])
     assert seen[0]["heads"][0]["entropy"] != seen[1]["heads"][0]["entropy"]
 
 

@@ -81,8 +81,8 @@ def _begin(run: Run) -> None:
     """What is said before the first update; a model that breaks a law goes no further."""
     if run.ready.left_out:
         typer.echo(f"{run.ready.left_out:,} training rows are too long and were left out", err=True)
-    if cut := getattr(run.ready, "cut", 0):
-        typer.echo(f"{cut:,} training rows are too long; only their beginning is read", err=True)
+    if run.ready.cut:
+        typer.echo(f"{run.ready.cut:,} training rows are too long; only their beginning is read", err=True)
     told = run.before()
     typer.echo(str(told), err=True)
     told.need_lawful()

@@ -89,7 +89,8 @@ def decades(low: Number, high: Number) -> list[Number]:
     powers = range(math.floor(low), math.ceil(high) + 1)
     leads = (1, 2, 5) if high - low < 2.5 else (1,)
     found = [power + math.log10(lead) for power in powers for lead in leads]
-    return [x for x in found if low - 1e-9 <= x <= high + 1e-9] or [low, high]
+    inside = [x for x in found if low - 1e-9 <= x <= high + 1e-9]
+    return inside if len(inside) > 2 else [math.log10(x) for x in ticks(10**low, 10**high) if x > 0]
 
 
 def _grid(across: _Axis, up: _Axis, log: bool) -> list[str]:

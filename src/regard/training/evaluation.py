@@ -67,13 +67,14 @@ class Evaluation:
         lines = [f"{self.rows:,} test rows:"]
         for name, number in self.numbers.items():
             how = f"  ({self.signatures[name]})" if name in self.signatures else ""
-            lines.append(f"{name} {_written(name, number)}{how}")
+            lines.append(f"{name} {written(name, number)}{how}")
         shown = [f"\n{example}" for example in self.examples]
         return "\n".join([*lines, *shown, *([f"\n{self.written}"] if self.written else [])])
 
 
-def _written(name: str, number: int | float) -> str:
-    return f"{number:.1%}" if name == "accuracy" else f"{number:.2f}" if number >= 10 else f"{number:.3f}"
+def written(name: str, number: int | float) -> str:
+    """A score as it is usually told."""
+    return f"{number:.1%}" if name == "accuracy" else f"{number:.3f}" if name == "loss" else f"{number:.2f}"
 
 
 def evaluate(model: nn.Module, recipe: Recipe, ready: Ready, shown: int = 10) -> Evaluation:

@@ -24,7 +24,7 @@ from .run import MODEL, RECIPE, TOKENS
 from .tokens import Tokens
 
 FILE = "report.html"
-NUMBERS = ("entropy", "distance", "on_self", "on_previous", "on_first")
+NUMBERS = ("entropy_share", "distance", "on_self", "on_previous", "on_first")
 PARTS = Path(__file__).parent / "report"
 
 
@@ -75,7 +75,7 @@ def headline(
     """What it is, and the numbers one asks for first."""
     train = [e for e in events if e["event"] == "train"]
     parameters = sum(p.numel() for p in model.parameters())
-    tiles = [] if told is None else [(name, _number(name, n)) for name, n in told.numbers.items()]
+    tiles = [] if told is None else [(name, evaluation.written(name, n)) for name, n in told.numbers.items()]
     tiles += [("parameters", f"{parameters / 1e6:.2f} M" if parameters > 1e5 else f"{parameters:,}")]
     if train:
         tiles += [
@@ -84,7 +84,7 @@ def headline(
             ("tokens/s", f"{_mean(train, 'tokens_per_second'):,.0f}"),
         ]
         if mfu := _mean(train, "mfu"):
-            tiles.append(("of the machine's peak", f"{mfu:.1%}"))
+            tiles.append(("of peak FLOP/s", f"{mfu:.1%}"))
     shown = "".join(f"<div><dt>{_text(name)}</dt><dd>{_text(n)}</dd></div>" for name, n in tiles)
     signed = (
         ""
@@ -174,7 +174,7 @@ def heads(seen: list[dict[str, Any]]) -> str:
         return ""
     kinds = list(dict.fromkeys(_stack(row) for row in seen[-1]["heads"]))
     drawn = []
-    for number, title in (("entropy", "entropy, 1 is even"), ("distance", "distance in tokens")):
+    for number, title in (("entropy_share", "entropy, 1 is even"), ("distance", "distance, in tokens")):
         lines = []
         for kind in kinds:
             of = [(one["step"], [r.get(number) for r in one["heads"] if _stack(r) == kind]) for one in seen]
@@ -299,10 +299,6 @@ def _flops(amount: int | float) -> str:
         (s, u) for s, u in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (0, "")) if amount >= s
     )
     return f"{amount / (size or 1):,.2f} {unit}FLOP"
-
-
-def _number(name: str, number: int | float) -> str:
-    return f"{number:.1%}" if name == "accuracy" else f"{number:.2f}" if number >= 10 else f"{number:.3f}"
 
 
 def _mean(events: list[dict[str, Any]], field: str) -> float:

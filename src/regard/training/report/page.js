@@ -39,7 +39,7 @@ function heads() {
 }
 function enlarged() {
   const { queries, keys } = sentences[state.sentence], at = weights(state.layer, state.head);
-  const cell = Math.max(24, Math.min(40, Math.floor(640 / keys.length))), left = 12 + 8 * Math.max(...queries.map((t) => t.length)), top = 12 + 6.5 * Math.max(...keys.map((t) => t.length));
+  const cell = Math.max(20, Math.min(40, Math.floor(640 / Math.max(keys.length, queries.length)))), left = 12 + 8 * Math.max(...queries.map((t) => t.length)), top = 12 + 6.5 * Math.max(...keys.map((t) => t.length));
   const svg = drawn("svg", { width: left + cell * keys.length + 70, height: top + cell * queries.length + 4, role: "img" });
   svg.setAttribute("aria-label", "weights: a row is a token being written, a column one that is read");
   keys.forEach((token, j) => svg.append(drawn("text", { transform: "translate(" + (left + cell * (j + .65)) + " " + (top - 6) + ") rotate(-50)" }, token)));
