@@ -16,11 +16,13 @@ import json
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+import regard as rg
 from regard.training import recipes
 from regard.training.loop import Trainer
 from regard.training.tasks import Pairs
@@ -70,7 +72,7 @@ class Ours:
 
 
 class Marian(nn.Module):
-    def __init__(self, vocab: int):
+    def __init__(self, vocab: int, dropout: float = 0.1):
         super().__init__()
         from transformers import MarianConfig, MarianMTModel
 
@@ -84,7 +86,7 @@ class Marian(nn.Module):
             encoder_ffn_dim=1024,
             decoder_ffn_dim=1024,
             activation_function="relu",
-            dropout=0.1,
+            dropout=dropout,
             attention_dropout=0.0,
             activation_dropout=0.0,
             max_position_embeddings=256,
@@ -155,8 +157,23 @@ def sized(rows: Pairs, order_of, tokens: float) -> tuple[list[int], int]:
     return order_of(low), low
 
 
+def alike(recipe: recipes.Recipe) -> recipes.Recipe:
+    """Ours with the peers' layers: 4 heads, a plain network of 1024, dropout 0.1."""
+    vocab = recipe.data.vocab
+    embedding = rg.Embedding(vocab, 256, position=rg.sinusoidal(), scaled=True, dropout=0.1)
+    own, past = rg.Attention(256, heads=4), rg.Attention(256, heads=4, pattern=rg.causal())
+    encoder = rg.Block(own, rg.FeedForward(1024), norm_at="pre", dropout=0.1)
+    decoder = rg.Block(past, rg.FeedForward(1024), cross=own, norm_at="pre", dropout=0.1)
+    model = rg.EncoderDecoder(
+        rg.Encoder(encoder, 3, embedding=embedding),
+        rg.Decoder(decoder, 3, embedding=embedding, head=rg.LanguageHead()),
+        share_embedding=True,
+    )
+    return replace(recipe, model=model)
+
+
 def sides(folder: Path) -> dict[str, "Ours | Peer"]:
-    recipe = recipes.translate()
+    recipe = alike(recipes.translate(tokens=6000))
     ready = recipe.data.ready(folder)
     torch.manual_seed(0)
     model = recipe.model.build()

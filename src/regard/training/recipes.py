@@ -70,21 +70,26 @@ def translate(
     steps: int = 1500,
     d_model: int = 256,
     layers: int = 3,
-    heads: int = 4,
+    heads: int = 8,
     data: Sentences = Sentences(),  # noqa: B008  a frozen value
-    tokens: int = 6000,
-    rate: int | float = 2e-3,
+    dropout: int | float = 0.0,
+    tokens: int = 1500,
+    rate: int | float = 1e-3,
     seed: int = 0,
 ) -> Recipe:
-    """A Transformer that translates English to Spanish, trained on the sentences that come along."""
-    embedding = Embedding(data.vocab, d_model, position=sinusoidal(), scaled=True, dropout=0.1)
-    mlp = FeedForward(4 * d_model)
+    """A Transformer that translates English to Spanish, trained on the sentences that come along.
+
+    In six minutes on two cores it reads less than half of them once, so nothing is dropped; give dropout=0.1 and
+    more tokens a batch where it reads them several times.
+    """
+    embedding = Embedding(data.vocab, d_model, position=sinusoidal(), scaled=True, dropout=dropout)
+    mlp = FeedForward(8 * round(d_model / 3), activation="swiglu")  # as large as a plain one of 4 · d_model
     own = Attention(d_model, heads=heads)
     past = Attention(d_model, heads=heads, pattern=causal())
     model = EncoderDecoder(
-        Encoder(Block(own, mlp, norm_at="pre", dropout=0.1), layers, embedding=embedding),
+        Encoder(Block(own, mlp, norm_at="pre", dropout=dropout), layers, embedding=embedding),
         Decoder(
-            Block(past, mlp, cross=own, norm_at="pre", dropout=0.1),
+            Block(past, mlp, cross=own, norm_at="pre", dropout=dropout),
             layers,
             embedding=embedding,
             head=LanguageHead(),
@@ -96,7 +101,7 @@ def translate(
         tokens,
         warmup_cosine(rate, max(steps // 10, 1), steps),
         minutes=minutes,
-        average=ema(0.998),
+        average=ema(0.99),
         seed=seed,
     )
     return Recipe("translate", model, data, settings, smoothing=0.1)
