@@ -4,15 +4,17 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .. import spec
 from ..engine import attention as engine
+from ..engine import joint
 from ..engine.call import Bias
 from ..errors import ShapeError
-from ..pattern import At, Pattern
+from ..pattern import At, Pattern, causal
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
 from .cache import KeyValues
@@ -70,6 +72,9 @@ class MultiHeadAttention(nn.Module):
         lengths: how many keys count in each row. pattern: further restricts the declared one (documents, …).
         bias: added to the scores beside the layer's own position. at: where the queries stand.
         """
+        asked = pattern is not None or bias is not None or cache is not None or at is not None
+        if x.is_cuda and not (asked or return_weights) and self._joins(x, context, lengths):
+            return self._jointly(x, context, lengths)
         p = self._project(x, context, lengths, cache, at)
         q, bias, scale = self._score(p, bias)
         together: dict[str, Any] = {
@@ -89,6 +94,43 @@ class MultiHeadAttention(nn.Module):
         out = rearrange(o, "b h n d -> b n (h d)")
         out = out if self.w_o is None else self.w_o(out)
         return out if weights is None or not return_weights else (out, weights)
+
+    def _joins(self, x: Tensor, context: Tensor | None, lengths: Tensor | None) -> bool:
+        """Whether one product gives queries, keys and values, and one kernel the rest."""
+        declared, size, factor = self.spec, self.spec.sizes, self.spec.factor
+        if declared.score != "dot" or declared.position is not None:
+            return False
+        if factor is not None and not 0 < factor < inf:
+            return False
+        if any(type(w) is not nn.Linear for w in (self.w_q, self.w_k, self.w_v)):
+            return False
+        source = x if context is None else context
+        self._check_widths(x, source)
+        if lengths is not None and (lengths.shape != x.shape[:1] or lengths.device != x.device):
+            return False
+        return joint.fits(x, source, max(size.d_k, size.d_v), declared.pattern)
+
+    def _jointly(
+        self,
+        x: Float[Tensor, "b n d_model"],
+        context: Float[Tensor, "b m d_context"] | None,
+        lengths: Int[Tensor, " b"] | None,
+    ) -> Float[Tensor, "b n d_out"]:
+        size, factor = self.spec.sizes, self.spec.factor
+        asked = joint.Asked(
+            size.heads,
+            size.kv_heads,
+            size.d_k,
+            size.d_v,
+            isinstance(self.spec.pattern, causal),
+            size.d_k**-0.5 if factor is None else float(factor),
+            float(self.spec.dropout) if self.training else 0.0,
+        )
+        if context is None:
+            o = joint.attend(_together(x, self.w_q, self.w_k, self.w_v), None, lengths, asked)
+        else:
+            o = joint.attend(self.w_q(x), _together(context, self.w_k, self.w_v), lengths, asked)
+        return o if self.w_o is None else self.w_o(o)
 
     def _project(self, x, context, lengths, cache, at) -> Projected:
         size = self.spec.sizes
@@ -163,6 +205,12 @@ class MultiHeadAttention(nn.Module):
             raise ShapeError(
                 f"the context is {source.shape[-1]} wide; declared is d_context={size.d_context}"
             )
+
+
+def _together(x: Float[Tensor, "b n d"], *parts: Any) -> Float[Tensor, "b n w"]:
+    """What these layers make of x, side by side, by one product."""
+    bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
+    return F.linear(x, torch.cat([p.weight for p in parts]), bias)
 
 
 def _stand(at: At | Tensor, n: int, otherwise: int, device: torch.device) -> Int[Tensor, "*b n"]:

@@ -1,0 +1,336 @@
+"""Training tokens a second on one GPU: transformer-base by `Trainer`, beside PyTorch's own `nn.Transformer`.
+
+    PYTHONPATH=src python3 bench/train_h200.py                 # about two minutes on an H200, most of it compiling
+    PYTHONPATH=src python3 bench/train_h200.py --tiny          # the same on a CPU, to see that it runs
+
+Both sides: 6 + 6 layers of 512, 8 heads, feed-forward 2048, all biases, norms first and a last one, one table of
+32000 for source, target and output; positions added to embeddings scaled by √512; dropout 0.1 on embeddings,
+branches, inside the feed-forward and (unless --attention-dropout says else) on attention weights; label smoothing
+0.1; fused AdamW over float32 weights; bf16 autocast; torch.compile with its defaults; 512 pairs of 64 tokens.
+
+A step is a whole update: forward, loss, backward, optimiser. Tokens are those of the source and of the target,
+2 · 512 · 64 a step. Theirs has its batch on the GPU already; ours makes each batch from rows on the CPU, as
+`Trainer.run` does. As all batches have one shape, `Trainer` lets the GPU record them (mode="reduce-overhead");
+theirs is timed both as torch.compile makes it and so. The rounds alternate; a side's figure is its median round.
+
+--check      holds the two kernels of ours against float64 first
+--profile    also writes a table of kernels for each side into this folder
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import regard as rg
+from regard.nn import fused
+from regard.schedule import constant
+from regard.training.loop import Settings, Trainer
+from regard.training.loss import cross_entropy
+from regard.training.optimiser import AdamW
+from regard.training.ragged import Ragged
+from regard.training.tasks import Pairs, Translation
+
+DROPOUT, SMOOTHING, RATE = 0.1, 0.1, 1e-4
+BETAS, EPS = (0.9, 0.98), 1e-9
+
+
+@dataclass(frozen=True)
+class Size:
+    vocab: int = 32000
+    d_model: int = 512
+    layers: int = 6
+    heads: int = 8
+    d_ff: int = 2048
+    pairs: int = 512
+    length: int = 64
+
+    @property
+    def tokens(self) -> int:
+        """Of source and target, in a step."""
+        return 2 * self.pairs * self.length
+
+    @property
+    def flops(self) -> int:
+        """Of the products with weights, forward and backward: six a weight and token."""
+        d, own, mlp = self.d_model, 4 * self.d_model**2, 2 * self.d_model * self.d_ff
+        return 6 * self.pairs * self.length * (self.layers * (3 * own + 2 * mlp) + self.vocab * d)
+
+
+TINY = Size(vocab=97, d_model=32, layers=2, heads=2, d_ff=64, pairs=4, length=8)
+
+
+class Theirs(nn.Module):
+    """nn.Transformer with what it leaves to its user: embeddings, positions, the head and the loss."""
+
+    def __init__(self, size: Size, attention_dropout: float):
+        super().__init__()
+        self.size = size
+        self.table = nn.Embedding(size.vocab, size.d_model)
+        self.transformer = nn.Transformer(
+            size.d_model, size.heads, size.layers, size.layers, size.d_ff, DROPOUT, batch_first=True, norm_first=True
+        )  # fmt: skip
+        for part in self.transformer.modules():
+            if isinstance(part, nn.MultiheadAttention):
+                part.dropout = attention_dropout
+        self.out = nn.Linear(size.d_model, size.vocab, bias=False)
+        self.out.weight = self.table.weight
+        nn.init.normal_(self.table.weight, std=0.02)
+        where = torch.arange(size.length)[:, None] / 10000 ** (
+            torch.arange(0, size.d_model, 2) / size.d_model
+        )
+        self.register_buffer("places", torch.stack([where.sin(), where.cos()], -1).flatten(-2))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.dropout(self.table(ids) * self.size.d_model**0.5 + self.places, DROPOUT, self.training)
+
+    def forward(self, source: Tensor, target: Tensor, wanted: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
+        x, y = self.embed(source), self.embed(target)
+        states = self.transformer(x, y, tgt_mask=mask, tgt_is_causal=True)
+        logits = self.out(states).flatten(0, 1)
+        return F.cross_entropy(logits, wanted.flatten(), label_smoothing=SMOOTHING)
+
+
+def their_step(
+    size: Size, attention_dropout: float, device: str, mode: str | None = None
+) -> Callable[[], Tensor]:
+    model = Theirs(size, attention_dropout).to(device).train()
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+    )
+    call = torch.compile(model, mode=mode)
+    shape = (size.pairs, size.length)
+    source, target, wanted = (torch.randint(4, size.vocab, shape, device=device) for _ in range(3))
+
+    def step() -> Tensor:
+        if mode is not None:
+            torch.compiler.cudagraph_mark_step_begin()
+        with torch.autocast(device, torch.bfloat16):
+            loss = call(source, target, wanted)
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        return loss
+
+    return step
+
+
+def declared(size: Size, attention_dropout: float) -> rg.EncoderDecoder:
+    embedding = rg.Embedding(size.vocab, size.d_model, position=rg.sinusoidal(), scaled=True, dropout=DROPOUT)
+    mlp = rg.FeedForward(size.d_ff, dropout=DROPOUT)
+    own = rg.Attention(size.d_model, heads=size.heads, dropout=attention_dropout)
+    past = rg.Attention(size.d_model, heads=size.heads, dropout=attention_dropout, pattern=rg.causal())
+    return rg.EncoderDecoder(
+        rg.Encoder(rg.Block(own, mlp, norm_at="pre", dropout=DROPOUT), size.layers, embedding=embedding),
+        rg.Decoder(
+            rg.Block(past, mlp, cross=own, norm_at="pre", dropout=DROPOUT),
+            size.layers,
+            embedding=embedding,
+            head=rg.LanguageHead(),
+        ),
+        share_embedding=True,
+    )
+
+
+def our_step(size: Size, attention_dropout: float, device: str) -> Callable[[], Tensor]:
+    rows = 16 * size.pairs
+
+    def sentences(length: int) -> Ragged:
+        lengths = torch.full((rows,), length)
+        ids = torch.randint(4, size.vocab, (rows * length,), dtype=torch.int32)
+        return Ragged(ids, lengths.cumsum(0) - lengths, lengths)
+
+    data = Pairs(sentences(size.length), sentences(size.length - 1))  # a start or an end joins the target
+    settings = Settings(
+        10**6,
+        size.tokens,
+        constant(RATE),
+        optimiser=AdamW(betas=BETAS, eps=EPS),
+        clip=None,
+        autocast="bfloat16",
+        compile=True,
+    )
+    task = Translation(declared(size, attention_dropout).build().to(device), SMOOTHING)
+    trainer = Trainer(task, data, data, settings, tempfile.mkdtemp())
+
+    def step() -> Tensor:
+        loss, predicted, _ = trainer._update()
+        return loss / predicted
+
+    return step
+
+
+SIDES: dict[str, Callable[[Size, float, str], Callable[[], Tensor]]] = {
+    "theirs": their_step,
+    "theirs_recorded": partial(their_step, mode="reduce-overhead"),
+    "ours": our_step,
+}
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(step: Callable[[], Tensor], steps: int, device: str) -> tuple[float, float]:
+    """Seconds a step, and those after which the CPU had asked for all of it."""
+    wait(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    asked = time.perf_counter()
+    wait(device)
+    return (time.perf_counter() - began) / steps, (asked - began) / steps
+
+
+def profiled(name: str, step: Callable[[], Tensor], folder: Path, device: str) -> None:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with torch.profiler.profile(activities=kinds) as seen:
+        for _ in range(3):
+            step()
+        wait(device)
+    by = "self_cuda_time_total" if device == "cuda" else "self_cpu_time_total"
+    table = seen.key_averages().table(sort_by=by, row_limit=120, max_name_column_width=110)
+    (folder / f"kernels-{name}.txt").write_text(table)
+
+
+def off(*pairs: tuple[Tensor, Tensor]) -> list[float]:
+    """The largest error of each over the largest number."""
+    pairs = tuple((a.detach().double(), b.detach().double()) for a, b in pairs)
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
+
+
+def check(device: str) -> None:
+    """The kernels of ours, in bf16 beside float64, values and gradients."""
+    torch.manual_seed(0)
+    with torch.autocast(device, torch.bfloat16):
+        told = {"attention": check_attention(device), "loss": check_loss(device), "rows": check_rows(device)}
+    print(f"errors: {told}", flush=True)
+    assert max(max(x) for x in told.values()) < 0.02
+
+
+def check_attention(device: str) -> list[float]:
+    """A layer over itself and over a context with hidden keys, beside the same layer in float64."""
+    told = []
+    for context in (False, True):
+        layer = rg.Attention(512, heads=8, pattern=rg.full() if context else rg.causal()).build().to(device)
+        x, c = torch.randn(3, 64, 512, device=device), torch.randn(3, 51, 512, device=device)
+        given = (x, c) if context else (x,)
+        lengths = torch.tensor([51, 9, 1], device=device) if context else None
+        o = layer(*given, lengths=lengths)
+        true = deepcopy(layer).double()
+        with torch.autocast(device, enabled=False):
+            wanted = true(*(t.double() for t in given), lengths=lengths)
+        g = torch.randn_like(o)
+        # The gradient of the keys' bias is 0: it moves all scores of a query alike.
+        some, same = ([p for n, p in m.named_parameters() if n != "w_k.bias"] for m in (layer, true))
+        ours, theirs = torch.autograd.grad(o, some, g), torch.autograd.grad(wanted, same, g.double())
+        told += off((o, wanted), *zip(ours, theirs))
+    return told
+
+
+def check_loss(device: str) -> list[float]:
+    states = (0.2 * torch.randn(3001, 64, device=device)).requires_grad_()
+    table = torch.randn(32000, 64, device=device, requires_grad=True)
+    y = torch.randint(32000, (3001,), device=device)
+    y[::7] = -100
+    loss, _ = cross_entropy(states, table, y, smoothing=SMOOTHING, chunk=1024)
+    with torch.autocast(device, enabled=False):
+        logits = states.double() @ table.double().T
+        true = F.cross_entropy(logits, y, label_smoothing=SMOOTHING, reduction="sum")
+    return off((loss, true), *zip(*(torch.autograd.grad(t, (states, table)) for t in (loss, true))))
+
+
+def check_rows(device: str) -> list[float]:
+    norm = nn.LayerNorm(512).to(device)
+    x, y = torch.randn(2, 3001, 512, device=device).requires_grad_().unbind()
+    b = torch.randn(512, device=device, requires_grad=True)
+    total, z = fused.join(x, y.bfloat16(), norm, 0.0)
+    h = fused.rectify(y.bfloat16(), b, 0.0)
+    true = deepcopy(norm).double()
+    with torch.autocast(device, enabled=False):
+        exact = x.double() + y.bfloat16().double()
+        wanted = (exact, true(exact), F.relu(y.bfloat16().double() + b.double()))
+    ours = torch.autograd.grad(
+        sum((t.double() ** 2).sum() for t in (total, z, h)), (x, y, b, *norm.parameters())
+    )
+    theirs = torch.autograd.grad(sum((t**2).sum() for t in wanted), (x, y, b, *true.parameters()))
+    return off(*zip((total, z, h), wanted), *zip(ours, theirs))
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--tiny", action="store_true")
+    ask.add_argument("--check", action="store_true")
+    ask.add_argument("--profile", type=Path)
+    ask.add_argument("--rounds", type=int, default=5)
+    ask.add_argument("--steps", type=int, default=20)
+    ask.add_argument("--attention-dropout", type=float, nargs="*", default=[DROPOUT])
+    ask.add_argument("--sides", nargs="*", default=list(SIDES))
+    ask.add_argument("--out", type=Path, help="a JSON file for the figures")
+    given = ask.parse_args()
+    size, device = (TINY, "cpu") if given.tiny else (Size(), "cuda")
+    if given.check:
+        check(device)
+    told = [measured(p, size, device, given) for p in given.attention_dropout]
+    about = {"torch": torch.__version__, "size": vars(size), "tokens": size.tokens}
+    about["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    if given.out:
+        given.out.write_text(json.dumps({**about, "figures": told}, indent=1) + "\n")
+
+
+def measured(attention_dropout: float, size: Size, device: str, given: argparse.Namespace) -> dict:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    steps, row = {}, {"attention_dropout": attention_dropout}
+    for name, make in SIDES.items():
+        if name in given.sides:
+            began = time.perf_counter()
+            steps[name] = make(size, attention_dropout, device)
+            for _ in range(5):
+                loss = steps[name]()
+            row[f"{name}_loss"] = float(loss.detach())
+            print(
+                f"{name}: ready in {time.perf_counter() - began:.0f} s, loss {float(loss.detach()):.3f}",
+                flush=True,
+            )
+    if given.profile:
+        for name, step in steps.items():
+            profiled(f"{name}-{attention_dropout}", step, given.profile, device)
+    found = {name: [] for name in steps}
+    for _ in range(given.rounds):
+        for name, step in steps.items():
+            found[name].append(timed(step, given.steps, device))
+    for name, rounds in found.items():
+        middle = statistics.median(s for s, _ in rounds)
+        row[name] = {
+            "ms": [round(1e3 * s, 3) for s, _ in rounds],
+            "cpu_ms": [round(1e3 * s, 3) for _, s in rounds],
+            "tokens_per_second": round(size.tokens / middle),
+            "tflops": round(size.flops / middle / 1e12, 1),
+        }
+        print(
+            f"attention dropout {attention_dropout}, {name}: {1e3 * middle:.2f} ms a step, "
+            f"{size.tokens / middle / 1e6:.3f} M tokens/s, {size.flops / middle / 1e12:.0f} TFLOP/s",
+            flush=True,
+        )
+    for name in found.keys() - {"ours"}:
+        row[f"over_{name}"] = round(row["ours"]["tokens_per_second"] / row[name]["tokens_per_second"], 3)
+        print(f"ours over {name}: {row[f'over_{name}']}", flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()
