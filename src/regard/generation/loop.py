@@ -88,10 +88,9 @@ def _one_by_one(
 ) -> tuple[list[list[int]], list[float]]:
     b, device = len(prompt), prompt.device
     written = torch.zeros(b, most, dtype=torch.long, device=device)
-    count = torch.zeros(b, dtype=torch.long, device=device)
+    count = torch.full((b,), most, device=device)
     log_p = torch.zeros(b, device=device)
-    alive = torch.arange(b, device=device)  # the rows the model still carries
-    going = torch.ones(b, dtype=torch.bool, device=device)  # of those, which have not ended
+    alive = torch.arange(b, device=device)  # the rows that have not ended
     noise = torch.Generator().manual_seed(how.seed) if isinstance(how, sample) else None
     logits = steps.next(prompt, lengths)
     for n in range(most):
@@ -102,18 +101,18 @@ def _one_by_one(
         token = pick(how, logits, drawn)
         if count_log_p:
             scores = logits.float()
-            log_p[alive] += (scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)) * going
-        if end is not None:
-            going = going & (token != end)
+            log_p[alive] += scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)
         written[alive, n] = token
-        count[alive] += going
+        going = torch.ones_like(token, dtype=torch.bool) if end is None else token != end
         left = int(going.sum())
+        if left < len(alive):
+            count[alive[~going]] = n
         if left == 0 or n + 1 == most:
             break
         if left < len(alive):
             kept = _closed_up(going, left)
             steps.select(kept)
-            alive, going, token = alive[kept], going[kept], token[kept]
+            alive, token = alive[kept], token[kept]
         logits = steps.next(token[:, None])
     return [row[:c].tolist() for row, c in zip(written, count.tolist(), strict=True)], log_p.tolist()
 

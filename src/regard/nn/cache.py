@@ -43,13 +43,14 @@ class KeyValues:
         if lengths is not None and self.lengths is None:
             self.lengths = torch.full((b,), start, device=k.device, dtype=lengths.dtype)
         if self.lengths is None:
-            self.k[:, :, start : self.filled], self.v[:, :, start : self.filled] = k, v
+            self.k.narrow(2, start, n).copy_(k)  # in Python the quickest way to write a slice
+            self.v.narrow(2, start, n).copy_(v)
         else:
             row = torch.arange(b, device=k.device)[:, None]
             slot = self.lengths[:, None] + torch.arange(n, device=k.device)
             self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
             self.lengths = self.lengths + (n if lengths is None else lengths)
-        return self.k[:, :, : self.filled], self.v[:, :, : self.filled], self.lengths
+        return self.k.narrow(2, 0, self.filled), self.v.narrow(2, 0, self.filled), self.lengths
 
     def select(self, rows: Int[Tensor, " r"]) -> None:
         """Keep these rows of the batch, in this order; a row may come twice. What stays in its place stays."""
