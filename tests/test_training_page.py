@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.report import report as command
 from regard.training import before, evaluation, log, page
 from regard.training.charts import Line, chart, decades, ticks
 from regard.training.evaluation import Evaluation, Example
@@ -157,10 +156,10 @@ def test_texts_are_text_in_the_page(told):
     assert whole.count("</script>") == 2 and whole.count("{{js}}") == 2  # in the table, as text
 
 
-def test_the_command_writes_it_anew_and_refuses_an_empty_folder(told, tmp_path, capsys):
+def test_the_command_writes_it_anew_and_refuses_an_empty_folder(told, tmp_path):
     (told[1] / "report.html").unlink()
-    command(told[1])
-    assert capsys.readouterr().out == f"{told[1] / 'report.html'}\n" and (told[1] / "report.html").is_file()
+    assert regard("report", str(told[1])) == f"{told[1] / 'report.html'}\n"
+    assert (told[1] / "report.html").is_file()
     with pytest.raises(
         rg.FormatError, match=r"holds no recipe.json; a report is of a run that `regard train`"
     ):

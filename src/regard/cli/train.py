@@ -59,6 +59,7 @@ def train(
     if dry_run:
         typer.echo(_dry(chosen, out, device, as_json))
         return
+    typer.echo("reading the data …", err=True)
     run = Run(chosen, out or Path("runs") / chosen.name, device)
     run.ranks.first(lambda: _begin(run))
     _follow(run, as_json, _listeners(run, heads_every, tensorboard))
@@ -109,6 +110,7 @@ def _end(run: Run, as_json: bool) -> None:
     if run.interrupted:
         typer.echo(f"stopped after update {run.trainer.step:,}; run it again and it goes on", err=True)
         return
+    typer.echo(f"trying it on {len(run.ready.test):,} test rows …", err=True)
     if as_json:
         run.evaluate(_as_json)
         _as_json({"event": "report", "step": run.trainer.step, "path": str(report(run.folder))})

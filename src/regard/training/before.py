@@ -226,7 +226,8 @@ def _ceilings(device: torch.device) -> tuple[machines.Ceilings, str]:
 
 def _seconds_an_update(priced: Cost, recipe: Recipe, parameters: int, ceilings: machines.Ceilings) -> float:
     s = recipe.settings
-    passes = machines.estimate(priced, ceilings, s.autocast, backward=True).seconds
+    dtype = s.autocast if s.autocast in ceilings.operations_per_s else "float32"
+    passes = machines.estimate(priced, ceilings, dtype, backward=True).seconds
     times = UPDATE["AdamW"] + (UPDATE["norm"] if s.clip else 0) + (UPDATE["average"] if s.average else 0)
     return s.accumulate * passes + times * 4 * parameters / ceilings.bytes_per_s
 
