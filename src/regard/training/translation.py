@@ -9,11 +9,12 @@ import torch
 from ..errors import RegardError
 from ..generation import generate, greedy
 from ..generation.how import How
+from ..generation.steps import positions
 from ..nn.stack import EncoderDecoder
 from .ragged import Ragged
 from .tokens import END, PAD, START, Tokens
 
-GREEDY = greedy()
+GREEDY, LONGEST = greedy(), 120
 
 
 def translate(
@@ -23,11 +24,15 @@ def translate(
     how: How = GREEDY,
     *,
     rows: int = 64,
-    longest: int = 120,
+    longest: int = LONGEST,
 ) -> list[str]:
-    """The texts in the other language, in their order. Texts of like length go together; an empty one stays empty."""
+    """The texts in the other language, in their order. Texts of like length go together; an empty one stays empty.
+
+    Of a text of more than `longest` tokens, or than the model has positions, the first ones are read.
+    """
     device = next(model.parameters()).device
-    ids = [row[:longest] for row in tokens.encode(texts)]
+    most = readable(model, longest)
+    ids = [row[:most] for row in tokens.encode(texts)]
     order = sorted((i for i in range(len(ids)) if ids[i]), key=lambda i: -len(ids[i]))
     out = [""] * len(texts)
     for start in range(0, len(order), rows):
@@ -48,6 +53,11 @@ def translate(
         for i, said in zip(part, tokens.decode(ends), strict=True):
             out[i] = said
     return out
+
+
+def readable(model: EncoderDecoder, longest: int = LONGEST) -> int:
+    """How many tokens of a text the model reads."""
+    return min(longest, positions(model.encoder) or longest)
 
 
 def limit(length: int) -> int:
