@@ -19,7 +19,6 @@ import regard as rg
 from regard import reference
 from regard.engine import joint
 from regard.engine.joint import Asked
-from regard.nn import fused
 from regard.training import loss_on_gpu
 from regard.training.tasks import Translation
 
@@ -37,11 +36,6 @@ ATTENDS = {  # b, n, m (None: over itself), lengths, dtype
     ),
     "in half precision, with lengths": (replace(OWN, d_k=24), 2, 33, None, (33, 5), torch.float16),
     "with dropout": (Asked(2, 1, 16, 16, False, 0.25, 0.3), 2, 17, None, None, torch.float32),
-}
-NORMS = {  # something is added, the sum goes on, width
-    "a branch's end and the next norm": (True, True, 24),
-    "the last norm": (True, False, 16),
-    "the first norm": (False, False, 40),
 }
 LOSSES = {  # chunk, smoothing, bias
     "plain": (1024, 0.0, False),
@@ -145,43 +139,6 @@ def loss(chunk: int, smoothing: float, biased: bool) -> dict:
     return {"errors": [float((a - b).detach().abs().max()) for a, b in pairs]}
 
 
-def norms(adds: bool, goes_on: bool, d: int) -> dict:
-    """fused.join beside x + y and its norm; goes_on: the sum is read by somebody else too."""
-    torch.manual_seed(d)
-    norm = torch.nn.LayerNorm(d)
-    torch.nn.init.normal_(norm.weight)
-    x, y = (torch.randn(3, 7, d, requires_grad=True) for _ in range(2))
-    total, z = fused.join(x, y if adds else None, norm, 0.0, torch.float32)
-    true = (x + y if adds else x).double()
-    wanted = F.layer_norm(true, (d,), norm.weight.double(), norm.bias.double())
-    grads = torch.randn(2, 3, 7, d) * torch.tensor([float(goes_on), 1.0])[:, None, None, None]
-    given = [x, *([y] if adds else []), *norm.parameters()]
-    fast = torch.autograd.grad((z * grads[1]).sum() + (total * grads[0]).sum() * goes_on, given)
-    slow = torch.autograd.grad((wanted * grads[1]).sum() + (true * grads[0]).sum(), given)
-    pairs = [(total, true), (z, wanted), *zip(fast, slow)]
-    return {"errors": [float((a - b).detach().abs().max()) for a, b in pairs]}
-
-
-def dropped(p: float = 0.3, d: int = 40) -> dict:
-    """The same with dropout, and fused.rectify: what stayed is read off the results, then held against PyTorch."""
-    torch.manual_seed(d)
-    norm, times = torch.nn.LayerNorm(d), 1 / (1 - round(p * 65536) / 65536)
-    x, b = torch.randn(50, d, requires_grad=True), torch.randn(d, requires_grad=True)
-    y = (torch.rand(50, d) + 1).requires_grad_()
-    total, z = fused.join(x, y, norm, p, torch.float32)
-    h = fused.rectify(x, b, p)
-    stays = ((total - x).abs() > 0.5), (h > 0)
-    true = x + y * stays[0] * times
-    wanted = true, norm(true), F.relu(x + b) * stays[1] * times
-    grads = torch.randn(3, 50, d)
-    fast = torch.autograd.grad((total, z, h), (x, y, b), tuple(grads))
-    slow = torch.autograd.grad(wanted, (x, y, b), tuple(grads))
-    pairs = [*zip((total, z, h), wanted), *zip(fast, slow)]
-    alive = (x + b > 0).detach()
-    stayed = [float(stays[0].double().mean()), float(stays[1][alive].double().mean())]
-    return {"errors": [float((a - b).detach().abs().max()) for a, b in pairs], "stayed": stayed}
-
-
 def model() -> dict:
     """A translator's loss and gradients with every such way, beside the usual ones."""
     torch.manual_seed(11)
@@ -205,8 +162,6 @@ def model() -> dict:
     with (
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(joint, "fits", lambda *given: True),
-        mock.patch.object(fused, "fits", lambda x: True),
-        mock.patch.object(torch, "get_autocast_dtype", lambda kind: torch.float32),  # its bfloat16 is wrong
     ):
         ours = run()
     return {
@@ -222,9 +177,6 @@ def main() -> None:
         print(json.dumps({"name": name, **attend(*case)}))
     for name, context in (("a layer over itself", False), ("a layer over a context", True)):
         print(json.dumps({"name": name, **layer(context)}))
-    for name, case in NORMS.items():
-        print(json.dumps({"name": name, **norms(*case)}))
-    print(json.dumps({"name": "dropped", **dropped()}))
     print(json.dumps({"name": "a whole model", **model()}))
     for name, case in LOSSES.items():
         print(json.dumps({"name": name, **loss(*case)}))

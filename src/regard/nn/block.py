@@ -9,12 +9,10 @@ from .. import spec
 from ..engine.call import Bias
 from ..errors import ShapeError
 from ..pattern import At, Pattern
-from . import fused
 from .attention import MultiHeadAttention
 from .cache import LayerCache
 from .dropout import dropout
 from .feed_forward import FeedForward
-from .fused import Stream
 from .norm import norm
 
 
@@ -37,7 +35,7 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b n d_model"] | Stream,
+        x: Float[Tensor, "b n d_model"],
         context: Float[Tensor, "b m d_context"] | None = None,
         *,
         lengths: Int[Tensor, " b"] | None = None,
@@ -47,9 +45,8 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         at: At | Tensor = None,
         keep: dict[str, Tensor] | None = None,
-    ) -> Float[Tensor, "b n d_model"] | Stream:
-        """The new states, as a stream if a stream came in. A dictionary given as `keep` receives the weights, "self"
-        and "cross"."""
+    ) -> Float[Tensor, "b n d_model"]:
+        """The new states. A dictionary given as `keep` receives the weights, "self" and "cross"."""
         if (context is None) != (self.spec.cross is None):
             what = "needs a context to look at" if context is None else "has no cross-attention for a context"
             raise ShapeError(f"this block {what}")
@@ -79,10 +76,7 @@ class Block(nn.Module):
             x = self._branch(x, self.feed_forward, self.feed_forward_norm)
         return x
 
-    def _branch(self, x: Tensor | Stream, f: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor | Stream:
-        if isinstance(x, Stream):
-            total, z = fused.join(x.x, x.y, norm, self.spec.dropout)
-            return Stream(total, f(z))
+    def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
         before, after = (norm, nn.Identity()) if self.spec.norm_at == "pre" else (nn.Identity(), norm)
         y = dropout(f(before(x)), self.spec.dropout, self.training)
         return after(x + y if self.spec.residual else y)

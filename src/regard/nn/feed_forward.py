@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .. import spec
-from . import fused
 from .dropout import dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,9 +30,6 @@ class FeedForward(nn.Module):
         self.w_out = nn.Linear(declared.d_ff, d_model, bias=declared.bias)
 
     def forward(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_model"]:
-        if x.is_cuda and self.spec.activation == "relu" and fused.fits(x):
-            p = float(self.spec.dropout) if self.training else 0.0
-            return self.w_out(fused.rectify(F.linear(x, self.w_in.weight), self.w_in.bias, p))
         f = ACTIVATIONS[self.spec.activation]
         hidden = f(self.w_in(x)) if self.w_gate is None else f(self.w_gate(x)) * self.w_in(x)
         return self.w_out(dropout(hidden, self.spec.dropout, self.training))

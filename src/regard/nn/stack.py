@@ -13,7 +13,6 @@ from ..engine.call import Bias
 from ..errors import ShapeError
 from ..pattern import Pattern
 from ..position import learned
-from . import fused
 from . import position as positions
 from .block import Block
 from .cache import Cache
@@ -89,8 +88,6 @@ class Stack(nn.Module):
         """What the head reads. A list of dictionaries given as `keep`, one a block, receives the weights."""
         x = self._embed(x, types, cache)
         bias = self._bias(x, cache)
-        through = x.is_cuda and cache is None and keep is None and self._streams(x)
-        state: Any = fused.Stream(x) if through else x
         for i, block in enumerate(self.blocks):
             given: dict[str, Any] = {
                 "lengths": lengths,
@@ -101,20 +98,10 @@ class Stack(nn.Module):
                 "keep": keep and keep[i],
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
-                state = checkpoint(block, state, context, use_reentrant=False, **given)
+                x = checkpoint(block, x, context, use_reentrant=False, **given)
             else:
-                state = block(state, context, **given)
-        if through:
-            return fused.join(state.x, state.y, self.norm, self.spec.block.dropout, x.dtype)[1]
-        return self.norm(state)
-
-    def _streams(self, x: Float[Tensor, "b n d_model"]) -> bool:
-        """Whether the end of each branch and the norm after it are one pass, on a GPU."""
-        block = self.spec.block
-        if block.norm_at != "pre" or not block.residual or self.spec.checkpoint:
-            return False
-        norms = [m for b in self.blocks for name, m in b.named_children() if name.endswith("norm")]
-        return fused.streams(x, [*norms, self.norm])
+                x = block(x, context, **given)
+        return self.norm(x)
 
     def read(
         self, x: Float[Tensor, "b n d_model"], lengths: Int[Tensor, " b"] | None = None

@@ -74,8 +74,7 @@ class Trainer:
         self.device = next(task.parameters()).device
         self.ranks = Ranks.here()
         self.call: Callable[..., tuple[Tensor, Tensor]]
-        self.recorded = settings.compile and self._alike()
-        self.call = self.ranks.spread(task, settings.parallel, settings.compile, self.recorded)
+        self.call = self.ranks.spread(task, settings.parallel, settings.compile)
         self.optimiser = settings.optimiser.build(task)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "float16")
         self.mean = self._mean()
@@ -159,8 +158,6 @@ class Trainer:
         s, rate = self.settings, self.rate()
         self.step += 1
         self.task.train()
-        if self.recorded:  # what the last update's recording gave may be written over
-            torch.compiler.cudagraph_mark_step_begin()
         batches = [self._batch(self.train, rows) for rows in self.stream.share(s.accumulate)]
         predicted = int(self.ranks.sum(sum(b.predicted for b in batches))[0])
         total = torch.zeros((), device=self.device)
@@ -192,13 +189,6 @@ class Trainer:
         ):  # elsewhere asking would wait for the device; it is asked when it is logged
             self._need_finite(norm)
         return norm
-
-    def _alike(self) -> bool:
-        """Whether a GPU can be given an update as one recording: every batch has one shape, and is an update."""
-        if self.device.type != "cuda" or self.ranks.world > 1 or self.settings.accumulate > 1:
-            return False
-        sizes = [data.sizes for data in (self.train, self.valid)]
-        return all(len(x) > 0 and bool((x == x[0]).all()) for x in sizes)
 
     def _stream(self, data: Any, seed: int = 0) -> Stream:
         return Stream(data.sizes, self.settings.tokens, seed, rank=self.ranks.rank, world=self.ranks.world)

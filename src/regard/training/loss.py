@@ -7,7 +7,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from . import loss_on_gpu
+
 IGNORED = -100
+# Logits at a time. On a CPU they should stay in its caches, and past 32 MiB the system hands out new pages each time.
+ON_CPU, ELSEWHERE = 1 << 22, 1 << 27
 
 
 def cross_entropy(
@@ -17,18 +21,22 @@ def cross_entropy(
     bias: Float[Tensor, " vocab"] | None = None,
     *,
     smoothing: float = 0.0,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Σ over the tokens whose target is not IGNORED, of −Σ_c q_c log p_c: the smoothed loss, and the plain −log p_y.
 
     p = softmax(states·tableᵀ + bias); q is 1 − smoothing at the target, and smoothing / vocab everywhere. The
     first is differentiable: its gradients are made beside it, while a chunk's logits are at hand, so the backward
-    pass only scales them. Memory: chunk · vocab.
+    pass only scales them. Memory: 2 · chunk · vocab; chunk=None takes as many tokens as work well.
     """
     rows, y = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
+    if loss_on_gpu.fits(rows):
+        return loss_on_gpu.cross_entropy(rows, table, y, bias, smoothing, IGNORED, chunk)
     kept = y != IGNORED
     if not bool(kept.all()):
         rows, y = rows[kept], y[kept]
+    if chunk is None:
+        chunk = max(1, (ON_CPU if rows.is_cpu else ELSEWHERE) // len(table))
     return Chunked.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
 
 
@@ -46,31 +54,41 @@ class Chunked(torch.autograd.Function):
         d_rows = torch.empty_like(rows) if needs[0] else None
         d_table = torch.zeros_like(table, dtype=wide) if needs[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
+        # What smoothing asks of every class alike is taken from sums: Σ_c x_ic = row_i · Σ_c table_c + Σ_c bias_c.
+        even = smoothing / len(table)
+        whole = t.to(wide).sum(0) if smoothing else None
+        shift = -even * whole.to(matrix) if whole is not None else t.new_zeros(t.shape[1])
         for i in range(0, len(rows), chunk):
             part, target = r[i : i + chunk], y[i : i + chunk, None]
             logits = F.linear(part, t).to(wide)
             if bias is not None:
                 logits += bias
-            lse = logits.logsumexp(-1, keepdim=True)
+            p = logits.softmax(-1)
+            # The largest p is 1 / Σ exp(x − max x), at least 1 / vocab: its logarithm is safe.
+            lse = logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
             nll = (lse - logits.gather(-1, target)).sum()
             plain += nll
             loss += (1 - smoothing) * nll
-            if smoothing:
-                loss += smoothing * (lse.sum() - logits.mean(-1).sum())
+            if whole is not None:
+                loss += smoothing * lse.sum() - even * (part.to(wide) @ whole).sum()
             if any(needs):
-                slope = logits.sub_(lse).exp_()
-                slope.scatter_add_(-1, target, slope.new_full(target.shape, smoothing - 1))
-                if smoothing:
-                    slope -= smoothing / len(table)
-                s = slope.to(matrix)
+                p.scatter_add_(-1, target, p.new_full(target.shape, smoothing - 1))
+                s = p.to(matrix)
                 if d_rows is not None:
-                    d_rows[i : i + chunk] = s @ t
+                    d_rows[i : i + chunk] = torch.addmm(shift, s, t)
                 if d_table is not None and s.dtype == wide:
                     d_table.addmm_(s.T, part)
                 elif d_table is not None:
                     d_table += s.T @ part
                 if d_bias is not None:
-                    d_bias += slope.sum(0)
+                    d_bias += p.sum(0)
+        if smoothing:
+            if bias is not None:
+                loss -= even * len(rows) * bias.to(wide).sum()
+            if d_table is not None:
+                d_table -= even * r.to(wide).sum(0)
+            if d_bias is not None:
+                d_bias -= even * len(rows)
         ctx.save_for_backward(
             d_rows,
             None if d_table is None else d_table.to(table.dtype),

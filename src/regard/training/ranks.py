@@ -58,16 +58,14 @@ class Ranks:
             return torch.device("cuda", self.local)
         return device
 
-    def spread(self, task: nn.Module, how: str, compiled: bool, alike: bool = False) -> Callable[..., Any]:
+    def spread(self, task: nn.Module, how: str, compiled: bool) -> Callable[..., Any]:
         """What to call in the task's place. Its weights become rank 0's, and those of shards are cut in place.
-
-        alike: all batches have one shape, so a GPU may record what is compiled, and be given it at once.
 
         "replicate": every rank holds all weights (DDP). "shard": each holds a part, gathered block by block
         (FSDP2); there blocks are compiled one by one, since between them parts travel.
         """
         if self.world == 1:
-            return torch.compile(task, mode="reduce-overhead" if alike else None) if compiled else task
+            return torch.compile(task) if compiled else task
         device = next(task.parameters()).device
         if how == SHARD:
             _shard(task, device, self.world, compiled)
