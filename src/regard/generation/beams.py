@@ -43,7 +43,7 @@ def search(
     written = torch.empty(b, width, 0, dtype=torch.long, device=device)
     best = [Best() for _ in range(b)]
     for length in range(1, most + 1):
-        found, origin, token = _continuations(total, logits.float().log_softmax(-1))
+        found, origin, token = _continuations(total, logits.float())
         grown = torch.cat([_along(written, origin), token[..., None]], 2)
         ends = (token == end) if end is not None else torch.zeros_like(token, dtype=torch.bool)
         _close(best, found[:, :width], grown[:, :width, :-1], ends[:, :width], how.penalty(length))
@@ -62,13 +62,18 @@ def search(
 
 
 def _continuations(
-    total: Float[Tensor, "b w"], log_p: Float[Tensor, "b w v"]
+    total: Float[Tensor, "b w"], logits: Float[Tensor, "b w v"]
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"], Int[Tensor, "b k"]]:
-    """The 2·width likeliest: log-probability, which sentence is continued, with which token."""
-    width, vocab = log_p.shape[1:]
-    all_of_them = rearrange(total[..., None] + log_p, "b w v -> b (w v)")
-    found, at = all_of_them.topk(min(2 * width, width * vocab), dim=-1)
-    return found, at // vocab, at % vocab
+    """The 2·width likeliest: log-probability, which sentence is continued, with which token.
+
+    They are among the 2·width likeliest of each sentence, so only those are made log-probabilities.
+    """
+    width, vocab = logits.shape[1:]
+    each = min(2 * width, vocab)
+    scores, token = logits.topk(each, dim=-1)
+    log_p = total[..., None] + scores - logits.logsumexp(-1, keepdim=True)
+    found, at = log_p.flatten(1).topk(min(2 * width, width * each), dim=-1)
+    return found, at // each, token.flatten(1).gather(1, at)
 
 
 def _along(written: Int[Tensor, "b w n"], origin: Int[Tensor, "b k"]) -> Int[Tensor, "b k n"]:
