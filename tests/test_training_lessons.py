@@ -12,7 +12,15 @@ CASES = [
     pytest.param("T1", marks=pytest.mark.ledger("S3.Q2b.1")),
     pytest.param("T2", marks=[pytest.mark.ledger("S3.Q2b.2"), pytest.mark.long]),
     pytest.param("T3", marks=pytest.mark.ledger("S1.Q5a.8", "S3.Q2b.3")),
+    pytest.param("T4", marks=[pytest.mark.ledger("S2.4.2.2", "S2.4.2.3", "S1.Q6b.1"), pytest.mark.long]),
     pytest.param("T5", marks=pytest.mark.ledger("S0.Q1d.5", "S4.1.3b.1")),
+    pytest.param(
+        "T6",
+        marks=[
+            pytest.mark.ledger("S2.4.2.4", "S4.1.5a.1", "S4.1.5b.3", "S4.1.5c.1", "S4.1.5d.2"),
+            pytest.mark.long,
+        ],
+    ),
     pytest.param("T7", marks=[pytest.mark.ledger("S1.Q5c.2", "S1.Q7b.2"), pytest.mark.long]),
     pytest.param("T8", marks=[pytest.mark.ledger("S1.Q1a.2", "S4.1.4b.3", "S1.Q6b.3"), pytest.mark.long]),
     pytest.param("T9", marks=[pytest.mark.ledger("S1.Q5b.1", "S1.Q5b.2"), pytest.mark.long]),
@@ -32,6 +40,20 @@ def test_the_claim_stands(number):
 
 def test_every_lesson_is_tested():
     assert set(LESSONS) == {case.values[0] for case in CASES}
+
+
+def test_lessons_on_images_keep_what_they_ask_for_and_fall_untrained():
+    told = LESSONS["T4"](steps=4)
+    assert not told.passed and set(told.measured["accuracy"]) == {"everywhere", "one patch around"}
+    kept = told.measured["centre and spread, head 0"]["everywhere"]
+    assert list(kept) == [1, 2, 3, 4] and all(
+        0 <= v <= 1 for v in told.measured["heads near a whole shift"].values()
+    )
+    told = LESSONS["T6"](steps=8)
+    assert not told.passed and told.measured["fine-tuned head"] == (64, 2)
+    assert (
+        abs(told.measured["near minus far, position vectors"]["at the start"]) < 0.1
+    )  # no locality built in
 
 
 def test_a_lesson_that_trains_too_little_falls():

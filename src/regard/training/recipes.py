@@ -204,7 +204,7 @@ def classify(
 
 
 def image(
-    steps: int = 1200,
+    steps: int = 1500,
     *,
     fold: int = 0,
     d_model: int = 64,
@@ -213,7 +213,7 @@ def image(
     rows: int = 64,
     rate: int | float = 2e-3,
     seed: int = 0,
-    data: Digits = Digits(moved=moves()),  # noqa: B008
+    data: Digits = Digits(moved=moves(0.7, 12, 0.15)),  # noqa: B008
 ) -> Recipe:
     """A vision Transformer that reads handwritten digits, one fold of five held out."""
     block = Block(

@@ -1,0 +1,187 @@
+"""Images: heads that find their own shifts, and a vision Transformer that learns a second task."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from ... import spec
+from ...convolution import Spread, spread
+from ...position import quadratic
+from ..moves import moves
+from ..sources import Digits
+from ..tasks import Labelled
+from .lesson import Lesson, fit, noise
+
+GRID, WIDTH = (4, 4), 32
+
+
+def shifts(seed: int = 0, steps: int = 160, marks: int = 4) -> Lesson:
+    """T4: heads that score keys by a learned offset, watched while a classifier of digits trains."""
+    train, test = _digits()
+    told: dict[str, Any] = {"accuracy": {}, "heads near a whole shift": {}, "centre and spread, head 0": {}}
+    whole = True
+    for name, reach in (("everywhere", None), ("one patch around", 1)):
+        torch.manual_seed(seed)
+        model = Relative(reach)
+        kept: dict[int, list[Spread]] = {}
+        draws = noise(seed)
+
+        def loss(step: int, model=model, kept=kept, draws=draws) -> Tensor:
+            if step == 1 or step % (steps // marks) == 0:
+                kept[step] = model.heads(test.inputs[:32])
+            rows = torch.randint(0, len(train), (64,), generator=draws)
+            return F.cross_entropy(model(train.inputs[rows]), train.labels[rows])
+
+        fit(model, loss, steps, 5e-3)
+        told["accuracy"][name] = _right(model, test)
+        told["heads near a whole shift"][name] = model.near_whole()
+        told["centre and spread, head 0"][name] = {
+            step: "({:+.2f}, {:+.2f}) {:.2f}".format(
+                *layers[0].centre[0].tolist(), float(layers[0].spread[0])
+            )
+            for step, layers in kept.items()
+        }
+        found = [s for layers in kept.values() for s in layers]
+        whole = whole and len(kept) == marks + 1 and len(found) == 2 * len(kept)
+        whole = whole and all(
+            bool(torch.isfinite(s.centre).all() & torch.isfinite(s.spread).all()) for s in found
+        )
+    return Lesson(
+        "T4",
+        "heads with a learned offset classify digits, everywhere or in a local window; centre and spread are kept",
+        told,
+        whole and min(told["accuracy"].values()) > 0.8,
+    )
+
+
+class Relative(nn.Module):
+    """Patches of 2 × 2 → attention whose heads look at a learned offset (and at content) → the largest → classes."""
+
+    def __init__(self, reach: int | None):
+        super().__init__()
+        attention = spec.Attention(WIDTH, heads=9, d_k=8, d_v=8, position=quadratic(grid=GRID))
+        block = spec.Block(attention, spec.FeedForward(2 * WIDTH, activation="gelu"), norm_at="pre")
+        self.patches = nn.Linear(4, WIDTH)
+        self.encoder = spec.Encoder(block, 2, head=spec.ClassifierHead(10, pool="max")).build()
+        self.allowed = None if reach is None else local(reach)
+
+    def forward(self, images: Tensor, return_weights: bool = False):
+        x = self.patches(rearrange(images, "b 1 (h p) (w q) -> b (h w) (p q)", p=2, q=2))
+        return self.encoder(x, pattern=self.allowed, return_weights=return_weights)
+
+    @torch.no_grad()
+    def heads(self, images: Tensor) -> list[Spread]:
+        """Where the heads of each layer look from a query: centre, spread, entropy."""
+        return [spread(layer["self"], GRID) for layer in self(images, return_weights=True)[1]]
+
+    @torch.no_grad()
+    def near_whole(self) -> float:
+        """The share of heads whose offset is within 0.5 of a whole shift."""
+        centres = torch.cat([block.attention.position.centre for block in self.encoder.blocks])
+        return float(((centres - centres.round()).norm(dim=-1) <= 0.5).float().mean())
+
+
+def local(reach: int) -> Tensor:
+    """The pairs of patches at most `reach` rows and `reach` columns apart."""
+    near = (torch.arange(GRID[0])[:, None] - torch.arange(GRID[1])).abs() <= reach
+    return rearrange(near[:, None, :, None] & near[None, :, None, :], "a b c d -> (a b) (c d)")
+
+
+def patches(seed: int = 0, steps: int = 700) -> Lesson:
+    """T6: a vision Transformer beats a linear classifier of the pixels; with a new head it tells odd from even."""
+    train, test = _digits()
+    torch.manual_seed(seed)
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    fit(linear, _classes(linear, train, seed, None), 400, 1e-2)
+    block = spec.Block(
+        spec.Attention(2 * WIDTH, heads=4), spec.FeedForward(4 * WIDTH, activation="gelu"), norm_at="pre"
+    )
+    model: Any = spec.Vision(
+        spec.Encoder(block, 3),
+        image=(8, 8),
+        patch=(2, 2),
+        channels=1,
+        head=spec.ClassifierHead(10, pool="first", hidden=2 * WIDTH),
+    ).build()
+    before = _locality(model)
+    fit(model, _classes(model, train, seed, moves()), steps, 2e-3)
+    right = {"linear": _right(linear, test), "vision Transformer": _right(model, test)}
+    told = {"near minus far, position vectors": {"at the start": before, "trained": _locality(model)}}
+    twin = _twin(model)
+    odd = [Labelled(rows.inputs, rows.labels % 2) for rows in (train, test)]
+    model.head = _fresh(2 * WIDTH, 2)
+    at_first = _right(model, odd[1])
+    fit(model, _classes(model, odd[0], seed, None), steps // 4, 5e-4)
+    shape = tuple(model.head.w_out.weight.T.shape)
+    right["odd or even, new head"] = _right(model, odd[1])
+    return Lesson(
+        "T6",
+        "a vision Transformer beats a linear classifier on the same pixels; a new linear head, D x K, learns another",
+        {
+            "accuracy": right,
+            "before fine-tuning": at_first,
+            "fine-tuned head": shape,
+            **told,
+            "to the twin over a blank": twin,
+        },
+        right["vision Transformer"] > right["linear"]
+        and shape == (2 * WIDTH, 2)
+        and right["odd or even, new head"] > max(at_first, 0.95),
+    )
+
+
+def _fresh(d_model: int, classes: int) -> nn.Module:
+    """A linear head that reads the class token, started at zero."""
+    from ...nn.embedding import ClassifierHead
+
+    head = ClassifierHead(spec.ClassifierHead(classes, pool="first"), d_model)
+    nn.init.zeros_(head.w_out.weight)
+    nn.init.zeros_(head.w_out.bias)
+    return head
+
+
+@torch.no_grad()
+def _locality(model: Any) -> float:
+    """The mean cosine of the position vectors of patches side by side, minus that of the others."""
+    vectors = F.normalize(model.position.table[1:].detach(), dim=-1)
+    alike, near = vectors @ vectors.T, local(1) & ~torch.eye(16, dtype=torch.bool)
+    far = ~near & ~torch.eye(16, dtype=torch.bool)
+    return float(alike[near].mean() - alike[far].mean())
+
+
+@torch.no_grad()
+def _twin(model: Any) -> float:
+    """Two equal marks in a blank image: the weight from one to the other, over that to a blank patch; last layer."""
+    image = torch.full((1, 1, 8, 8), -1.0)
+    image[..., 2:4, 0:2] = image[..., 2:4, 6:8] = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
+    _, kept = model(image, return_weights=True)
+    row = kept[-1]["self"][0, :, 1 + 4].mean(0)[1:]  # from the left mark, the second row's first patch
+    blank = torch.ones(16, dtype=torch.bool)
+    blank[[4, 7]] = False
+    return float(row[7] / row[blank].mean())
+
+
+def _digits() -> tuple[Labelled, Labelled]:
+    ready = Digits().ready(Path())
+    return ready.train, ready.test
+
+
+def _classes(model: nn.Module, rows: Labelled, seed: int, moved: moves | None):
+    draws = noise(seed)
+
+    def loss(step: int) -> Tensor:
+        some = torch.randint(0, len(rows), (64,), generator=draws)
+        images = rows.inputs[some] if moved is None else moved(rows.inputs[some])
+        return F.cross_entropy(model(images), rows.labels[some])
+
+    return loss
+
+
+@torch.no_grad()
+def _right(model: nn.Module, rows: Labelled) -> float:
+    model.eval()
+    return float((model(rows.inputs).argmax(-1) == rows.labels).float().mean())
