@@ -5,7 +5,7 @@
 dense   full and causal beside the best backend of SDPA, forward and forward+backward
 table   a learned table of distances, clipped at ±512, beside FlexAttention with the same table: forward+backward
 data    window(256), causal and packed documents beside FlexAttention
-short   n = 128 … 2048 beside the faster of full and masked SDPA
+short   n = 128 … 2048 beside full SDPA and SDPA with the mask, and the CPU time of each
 growth  time with n at a fixed density, and with density at a fixed n
 
 Every comparison is held against float64 first, where that is small enough to make. Times are medians of
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from time import perf_counter
 
 import torch
 import torch.nn.functional as F
@@ -160,38 +161,67 @@ def data(out) -> None:
                 off = float((ours(q, k, v) - theirs(q, k, v)).abs().max())
             assert off < 0.1, off
             for way, time in (("forward", forward), ("forward+backward", both)):
-                more = () if way == "forward" else (do,)
-                a, b = time(ours, q, k, v, *more), time(theirs, q, k, v, *more)
+                x = (q, k, v) if way == "forward" else (q, k, v, do)
+                a, b = in_turn(lambda: time(ours, *x), lambda: time(theirs, *x), 3)  # noqa: B023
                 tell(out, group="data", pattern=name, way=way, n=n, d=d, ours=a, flex=b, ratio=b / a)
 
 
-def _quickest(n: int, d: int, mask, backward: bool) -> tuple[float, str]:
-    """The faster of SDPA over every pair, by each backend, and over a mask that is there already."""
-    best = sdpa(n, d, backward)
+def _quickest(n: int, d: int, mask, backward: bool) -> tuple[tuple[float, str], tuple[float, str]]:
+    """SDPA over every pair, and over a mask that is there already, added to the scores: each by its best backend."""
     q, k, v, do = tensors(n, d, 4)
+    added = torch.zeros(mask.shape, dtype=q.dtype, device="cuda").masked_fill_(~mask, -torch.inf)
+    best = (float("inf"), "none")
     for name in ("EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
         try:
             with sdpa_kernel(getattr(SDPBackend, name)):
-                fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask)  # noqa: E731
+                fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, added)  # noqa: E731
                 time = bench(both_ways(fn, q, k, v, do)) if backward else forward(fn, q, k, v)
         except RuntimeError:
             continue
-        best = min(best, (time, f"masked {name}"))
-    return best
+        best = min(best, (time, name.split("_")[0].lower()))
+    return sdpa(n, d, backward), best
+
+
+def _cpu(fn) -> float:
+    """Microseconds of the CPU a call, made back to back."""
+    with torch.no_grad():
+        for _ in range(20):
+            fn()
+        torch.cuda.synchronize()
+        begin = perf_counter()
+        for _ in range(200):
+            fn()
+        took = perf_counter() - begin
+        torch.cuda.synchronize()
+    return 1e6 * took / 200
 
 
 def short(out) -> None:
-    print("\nshort calls beside the faster of full and masked SDPA, and what either way would take, ms")
+    print(
+        "\nshort calls beside full and masked SDPA, and what either way would take, ms; CPU in microseconds"
+    )
     for n in (128, 512, 1024, 2048):
         for pattern in (rg.causal() & (rg.window(32) | rg.every(16)), rg.dilated(8, 4)):
             for backward in (False, True):
-                theirs, which = _quickest(n, 64, pattern.allowed(n, device="cuda"), backward)
+                full, masked = _quickest(n, 64, pattern.allowed(n, device="cuda"), backward)
                 ours = {
                     way: _door(n, 64, pattern, way, backward) for way in ("auto", "progressions", "masked")
                 }
                 way = "forward+backward" if backward else "forward"
-                tell(out, group="short", pattern=repr(pattern), way=way, n=n, d=64, **ours, sdpa=theirs,
-                     which=which, ratio=ours["auto"] / theirs)  # fmt: skip
+                more = {} if backward else _cpu_both(n, 64, pattern)
+                tell(out, group="short", pattern=repr(pattern), way=way, n=n, d=64, **ours, full=full[0], by=full[1],
+                     mask=masked[0], by_mask=masked[1], ratio=ours["auto"] / min(full[0], masked[0]),
+                     ratio_mask=ours["auto"] / masked[0], **more)  # fmt: skip
+
+
+def _cpu_both(n: int, d: int, pattern) -> dict[str, float]:
+    q, k, v, _ = tensors(n, d, 4)
+    added = torch.zeros(n, n, dtype=q.dtype, device="cuda")
+    return {
+        "cpu": _cpu(lambda: rg.attention(q, k, v, pattern)),
+        "cpu_full": _cpu(lambda: F.scaled_dot_product_attention(q, k, v)),
+        "cpu_mask": _cpu(lambda: F.scaled_dot_product_attention(q, k, v, added)),
+    }
 
 
 def _door(n: int, d: int, pattern, way: str, backward: bool) -> float:

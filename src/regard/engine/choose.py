@@ -293,7 +293,7 @@ def estimate(f: Facts) -> float:
     """About the time of progressions, in nanoseconds on two cores or in units of a dense pair on a GPU."""
     if f.device == "cpu":
         return program_of(f).nanoseconds(f.heads, f.grad)
-    return f.heads * (computed(f) * 2.0 + 64 * f.n) + GPU_CALL
+    return f.heads * (computed(f) * 2.0 + 64 * f.n) + (GPU_CALL if f.grad else GPU_FORWARD)
 
 
 def packed_estimate(f: Facts) -> float:
@@ -306,7 +306,7 @@ def masked_estimate(f: Facts) -> float:
     """The same for a masked call, which computes every pair."""
     if f.device == "cpu":
         return f.heads * f.n * f.m * (MASKED_BOTH if f.grad else MASKED_FORWARD)
-    return f.heads * f.n * f.m * 2.0 + GPU_CALL / 4
+    return f.heads * f.n * f.m * 2.0 + GPU_MASKED
 
 
 # Nanoseconds a pair of SDPA: two cores, heads of 64, float32; measured by bench/cpu_patterns.py.
@@ -317,7 +317,9 @@ SURELY = (
 )
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
 FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
-GPU_CALL = 2e8  # what a call of several small kernels costs more, in dense pairs: bench/gpu_door.py, short
+# What the CPU needs for a call, as dense pairs (10⁸ take the GPU about 50 µs): forward and backward by several
+# kernels, forward by one, and a masked call: bench/gpu_door.py, short.
+GPU_CALL, GPU_FORWARD, GPU_MASKED = 2e8, 1.1e8, 5e7
 
 
 def _some_pairs(f: Facts) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import inf
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import Pattern, causal, standing
@@ -15,7 +16,7 @@ from . import walk, whole
 from .call import Call
 
 MOST = 64  # calls remembered
-PAIRS = 1 << 20  # of a mask that is kept: 4 MiB in float32
+PAIRS = {"cpu": 1 << 20, "cuda": 1 << 22}  # of a mask that is kept: 4 MiB in float32, 8 MiB in bfloat16
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 _known: OrderedDict[tuple, Way] = OrderedDict()
@@ -62,19 +63,40 @@ def _key(q: Tensor, k: Tensor, v: Tensor, text: str, scale: int | float | None) 
     return text, q.shape, k.shape, v.shape, kinds, scale, grad
 
 
+def _sdpa(call: Call) -> Callable[..., Tensor]:
+    """PyTorch's attention; on the CPU with gradients of gradients (whole.py), which on CUDA it has not."""
+    return F.scaled_dot_product_attention if call.q.is_cuda else whole.attend
+
+
 def _dense(call: Call) -> Way:
     is_causal, scale, grouped = isinstance(call.pattern, causal) and call.n > 1, call.factor, call.grouped
-    return lambda q, k, v: whole.attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    attend = _sdpa(call)
+    return lambda q, k, v: attend(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
 
 def _walked(call: Call) -> Way:
-    place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor, None
-    return lambda q, k, v: walk.attend(q, k, v, *place)[0]
+    place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor
+
+    def walked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return walk.attend(q, k, v, *place, None)[0]
+
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
+    if learns or not call.q.is_cuda or not whole.eager(call.q, call.k, call.v):
+        return walked
+    from . import kernels
+
+    task = kernels.task(call.q, call.v, *place)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The kernel itself, as no gradient is asked for."""
+        return kernels.forward(q, k, v, task)[0] if whole.eager(q, k, v) else walked(q, k, v)
+
+    return run
 
 
 def _masked(call: Call) -> Way | None:
     """With the mask as SDPA adds it: made from a table of allowed pairs it costs a tenth of the call, each time."""
-    if call.n * call.m > PAIRS:
+    if call.n * call.m > PAIRS[call.q.device.type]:
         return None
     allowed, scale, grouped = call.allowed(), call.factor, call.grouped
     if allowed is None or type(allowed) is not Tensor or allowed.device != call.q.device:
@@ -86,7 +108,9 @@ def _masked(call: Call) -> Way | None:
     if type(mask) is not Tensor:  # some mode makes tensors without data
         return None
 
+    attend = _sdpa(call)
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return whole.attend(q, k, v, mask, scale=scale, enable_gqa=grouped)
+        return attend(q, k, v, mask, scale=scale, enable_gqa=grouped)
 
     return (lambda q, k, v: run(q, k, v).masked_fill(empty, 0.0)) if bool(empty.any()) else run

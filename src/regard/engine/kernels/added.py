@@ -49,6 +49,11 @@ def seed() -> Tensor:
     return torch.randint(*SEEDS, ())
 
 
+def base2(scale: float) -> float:
+    """The scale of scores in base 2. Not 0: it multiplies the −∞ of what may not be seen."""
+    return max(scale * LOG2E, 1e-30)
+
+
 def threshold(dropout_p: float) -> int:
     """Random numbers of 32 bits below it take their weight away."""
     return min(round(dropout_p * 2**32), 2**32 - 1)

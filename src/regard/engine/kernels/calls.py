@@ -7,17 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .added import LOG2E, SLOPES, TABLE, Added, threshold
+from .added import SLOPES, TABLE, Added, base2, threshold
 from .backward import dkv_kernel, dq_kernel, sum_kernel
 from .bias_gradient import bias_kernel
 from .configs import Config, padded
 from .forward import forward_kernel, join_kernel
-from .launches import Launch, Layout, dense
+from .launches import Launch, Layout, dense, wide
 from .route import Route, Step, route
-from .schedule import chunks
-
-STREAMED = (64, 128)  # widths of heads that the streaming kernel takes
-SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
+from .streams import SLICE, backward_stream, forward_stream, stream_route
 
 
 @lru_cache(maxsize=512)
@@ -25,26 +22,26 @@ def forward_call(
     task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device, lengths: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, limits, added) → (o, lse)."""
-    way = None if lengths or task.adds else _streamed(task, q, k, v, dtype, device)
+    way = None if lengths else stream_route(task, task.configs.stream, False, (q, k, v), dtype, device)
     if way is not None:
-        return _stream(task, way, q, k, v, dtype, device)
+        return forward_stream(task, way, q, k, v, dtype, device)
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.forward, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
     o_type = torch.float32 if way.joins else dtype
     o_like = dense(b, h, n, d_v)
-    wide = _wide(q, k, v, o_like)
+    far = wide(q, k, v, o_like)
     launches = []
     for step in way.steps:
         first = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o_like.steps,
-            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale), *_numbers(task),
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(task),
             **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
-            PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+            PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
         )  # fmt: skip
         then = Launch(
             join_kernel, len(step.work.joins) * b * h, config, *o_like.steps, h, b * h, n, task.start, task.step,
-            keep=step.keep, R=config.tile, d_v=d_v, DV=padded(d_v), GOES_ON=step.goes_on, WIDE=wide,
+            keep=step.keep, R=config.tile, d_v=d_v, DV=padded(d_v), GOES_ON=step.goes_on, WIDE=far,
         )  # fmt: skip
         launches.append((step.work, first, then))
 
@@ -72,60 +69,15 @@ def _outputs(
     return torch.zeros(shape, dtype=dtype, device=device), torch.full(shape[:3], -torch.inf, device=device)
 
 
-def _streamed(
-    task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
-) -> Route | None:
-    """The route of the streaming kernel where it can go it: one pass a row, no tile split, Hopper, 16 bits."""
-    config, d = task.configs.stream, q.shape[-1]
-    if config is None or dtype.itemsize != 2 or d not in STREAMED or v.shape[-1] != d or _wide(q, k, v):
-        return None
-    if not (q.aligned and k.aligned and v.aligned and all(s % 8 == 0 for x in (q, k, v) for s in x.steps)):
-        return None
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return None
-    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, False, device)
-    simple = all(not (s.goes_on or s.work.slots or s.work.empty) for s in way.steps)
-    return way if simple else None
-
-
-def _stream(
-    task: Any, way: Route, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    from . import hopper  # Gluon is imported where there is a Hopper GPU
-
-    (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
-    at_once = 65536 // (
-        32 * config.warps * (config.registers or 255)
-    )  # programs a multiprocessor, by registers
-    slots = at_once * torch.cuda.get_device_properties(device).multi_processor_count
-    launches = []
-    for step in way.steps:
-        blocks, table = chunks(step.work, b * h, slots)
-        launch = Launch(
-            hopper.stream_kernel, len(table) * b * h, config,
-            *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
-            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale),
-            **hopper.tests(step.work.pattern), keep=None if step.kept is None else hopper.keep(step.kept),
-            R=config.tile, D=d, SEGMENTS=step.work.segments,
-            **hopper.layouts(config.tile, d, config.warps, dtype),
-        )  # fmt: skip
-        launches.append((launch, table, blocks))
-
-    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Added) -> tuple[Tensor, Tensor]:
-        o, lse = _outputs(way, q.shape, q.dtype, device)
-        for launch, table, blocks in launches:
-            launch(q, k, v, o, lse, table, blocks)
-        return o, lse
-
-    return call
-
-
 @lru_cache(maxsize=512)
 def backward_call(
     task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool, lengths: bool,
     of_bias: bool,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
     """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv; near and far of the bias, where it learns."""
+    streamed = None if lengths else backward_stream(task, given, dtype, device, dlse)
+    if streamed is not None:
+        return streamed
     for_queries = dq_call(task, given, dtype, device, dlse, lengths, of_bias)
     for_keys = dkv_call(task, given, dtype, device, lengths)
     for_bias = bias_call(task, given, dtype, device, lengths) if of_bias and task.reach is not None else None
@@ -157,17 +109,17 @@ def dq_call(
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
     like = dense(b, h, n, d_k)
-    wide = _wide(*given, like)
+    far = wide(*given, like)
     launches = []
     for step in way.steps:
         first = Launch(
             dq_kernel, len(step.work.items) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
-            h, b * h, h // h_kv, n, task.start, task.step, task.scale, _base2(task.scale), *_numbers(task),
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(task),
             **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
-            HAS_DLSE=has_dlse, LEARNS=of_bias, PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+            HAS_DLSE=has_dlse, LEARNS=of_bias, PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
         )  # fmt: skip
-        then = _sum(like, 0, padded(d_k), step, config, (task.start, task.step), wide)
+        then = _sum(like, 0, padded(d_k), step, config, (task.start, task.step), far)
         launches.append((step.work, first, then))
 
     kind = torch.float32 if way.joins else dtype
@@ -199,20 +151,20 @@ def dkv_call(
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dkv, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, True, device)
     like_k, like_v = dense(b, h_kv, m, d_k), dense(b, h_kv, m, d_v)
-    wide = _wide(q, k, v, do, like_k, like_v)
+    far = wide(q, k, v, do, like_k, like_v)
     both = padded(d_k) + padded(d_v)
     launches = []
     for step in way.steps:
         first = Launch(
             dkv_kernel, len(step.work.items) * b * h_kv, config,
             *q.steps, *k.steps, *v.steps, *do.steps, *like_k.steps, *like_v.steps,
-            h_kv, b * h_kv, n, task.start, task.step, task.scale, _base2(task.scale), *_numbers(task),
+            h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(task),
             **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
             GROUP=h // h_kv,
-            PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+            PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
         )  # fmt: skip
-        sum_k = _sum(like_k, 0, both, step, config, (0, 1), wide)
-        sum_v = _sum(like_v, padded(d_k), both, step, config, (0, 1), wide)
+        sum_k = _sum(like_k, 0, both, step, config, (0, 1), far)
+        sum_v = _sum(like_v, padded(d_k), both, step, config, (0, 1), far)
         launches.append((step.work, first, sum_k, sum_v))
 
     kind = torch.float32 if way.joins else dtype
@@ -238,15 +190,15 @@ def bias_call(
     q, k, v, _, do = given
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
     way = route(task.pattern, n, m, task.start, task.step, config, False, device)
-    wide = _wide(q, k, v, do)
+    far = wide(q, k, v, do)
     most = max((len(step.work.items) for step in way.steps), default=1)
     programs = min(max(_at_a_time(device) // (b * h), 1), most)  # of a head: no more rows of sums than these
     launches = [
         (step.work, Launch(
             bias_kernel, programs * b * h, config,
             *q.steps, *k.steps, *v.steps, *do.steps, len(step.work.items), programs,
-            h, b * h, h // h_kv, n, task.start, task.step, _base2(task.scale), *_numbers(task),
-            **_parts(task), **_shape(step, config, d_k, d_v), PRECISION=_precision(dtype), WIDE=wide, LENGTHS=lengths,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
         ))
         for step in way.steps
     ]  # fmt: skip
@@ -266,14 +218,14 @@ def _at_a_time(device: torch.device) -> int:
 
 
 def _sum(
-    out: Layout, part_at: int, width: int, step: Step, config: Config, at: tuple[int, int], wide: bool
+    out: Layout, part_at: int, width: int, step: Step, config: Config, at: tuple[int, int], far: bool
 ) -> Launch:
     b, h, _, d = out.shape
     return Launch(
         sum_kernel, len(step.work.joins) * b * h * (config.tile // SLICE), config,
         *out.steps, h, b * h, *at, part_at,
         keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=width,
-        GOES_ON=step.goes_on, WIDE=wide,
+        GOES_ON=step.goes_on, WIDE=far,
     )  # fmt: skip
 
 
@@ -311,16 +263,6 @@ def _rest(limits: Tensor | None, added: Added, some: Tensor) -> tuple[Any, ...]:
         some if added.slopes is None else added.slopes,
         added.seed,
     )
-
-
-def _base2(scale: float) -> float:
-    """The scale of scores in base 2. Not 0: it multiplies the −∞ of what may not be seen."""
-    return max(scale * LOG2E, 1e-30)
-
-
-def _wide(*tensors: Layout) -> bool:
-    """Whether an offset within one head can pass 2³¹."""
-    return any(x.shape[2] * x.stride[2] >= 2**31 for x in tensors)
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -24,7 +24,9 @@ class Configs:
     forward: Config
     dq: Config
     dkv: Config
-    stream: Config | None = None  # of the forward pass on Hopper, where it can be one stream
+    stream: Config | None = None  # of each on Hopper, where it can be one stream
+    stream_dq: Config | None = None
+    stream_dkv: Config | None = None
 
     def without_caps(self) -> "Configs":
         """For calls with a bias or dropout, whose kernels hold more: a cap would make them spill."""
@@ -38,11 +40,15 @@ class Configs:
 HALF = {  # by the larger of the two padded widths
     32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
     64: Configs(
-        Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 1, 128)
+        Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168),
+        Config(64, 64, 4, 1, 128), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1),
     ),
-    128: Configs(Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 1, 168)),
+    128: Configs(
+        Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
+        Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 1),
+    ),
     256: Configs(Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
-}
+}  # fmt: skip
 SINGLE = {  # IEEE products run on the plain arithmetic units: small tiles, or the registers overflow
     32: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     64: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),

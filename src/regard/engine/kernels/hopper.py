@@ -56,15 +56,15 @@ def tests(pattern: Pattern) -> dict[str, Any]:
 
 
 @lru_cache
-def layouts(tile: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
+def layouts(block: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
     """Who holds what: rows being copied, one number a key, scores, outputs, and rows in shared memory."""
     return {
         "LOAD": gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
         "FLAT": gl.BlockedLayout([1], [32], [warps], [0]),
-        "SCORES": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tile, 16]),
+        "SCORES": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block, 16]),
         "OUT": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
         "SHARED": gl.NVMMASharedLayout.get_default_for(
-            [tile, d], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+            [block, d], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
         ),
     }
 
@@ -93,7 +93,7 @@ def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
 def _tile(BLOCKS, t):
     """First row, step and number of rows of the tile of block t."""
     at = BLOCKS + t * 12
-    return gl.load(at + 10), gl.load(at + 11), gl.load(at + 9) >> 8
+    return gl.load(at + 10), gl.load(at + 11), (gl.load(at + 9) >> 8) & 255
 
 
 @gluon.jit
@@ -171,6 +171,12 @@ def _close(
 
 
 @gluon.jit
+def _copy(place, X, x, stride, d):
+    """Start to copy rows x of X; zeros, and nothing is read, where x < 0."""
+    fetch(place, X + (x * stride)[:, None] + d, mask=(x >= 0)[:, None])
+
+
+@gluon.jit
 def _fetch_queries(qs, Q, BLOCKS, t, last, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
     """If block t begins a tile, start to copy its queries."""
     if (t <= last) & ((marks & BEGINS) != 0):
@@ -188,15 +194,15 @@ def _first_copies(
     """Queries and keys of block `lo`, then its values and the keys of the next; that block's row, marks and keys."""
     row, marks = _row(BLOCKS, lo, SEGMENTS)
     _fetch_queries(qs, Q, BLOCKS, lo, last, marks, q_n, R, D, LOAD)
-    j = _keys(row, c, row[0], SEGMENTS)
+    j = _keys(row, c, -1, SEGMENTS)
     f = _keys(row, flat, -1, SEGMENTS)
-    fetch(ring.index(0), K + (j * k_m)[:, None] + d)
+    _copy(ring.index(0), K, j, k_m, d)
     async_copy.commit_group()
-    fetch(ring.index(1), V + (j * v_m)[:, None] + d)
+    _copy(ring.index(1), V, j, v_m, d)
     row, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
-    j = _keys(row, c, row[0], SEGMENTS)
+    j = _keys(row, c, -1, SEGMENTS)
     if lo < last:
-        fetch(ring.index(2), K + (j * k_m)[:, None] + d)
+        _copy(ring.index(2), K, j, k_m, d)
     async_copy.commit_group()
     return marks, f, j, _keys(row, flat, -1, SEGMENTS), coming
 
@@ -242,14 +248,14 @@ def stream_kernel(
         barrier()
         product_k = warpgroup_mma(qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
-        ahead, f_ahead = _keys(row, c, row[0], SEGMENTS), _keys(row, flat, -1, SEGMENTS)
+        ahead, f_ahead = _keys(row, c, -1, SEGMENTS), _keys(row, flat, -1, SEGMENTS)
         if t + 2 <= last:
-            fetch(ring.index(free), K + (ahead * k_m)[:, None] + d)
+            _copy(ring.index(free), K, ahead, k_m, d)
         async_copy.commit_group()
         row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        fetch(ring.index(k_at), V + (j * v_m)[:, None] + d)
+        _copy(ring.index(k_at), V, j, v_m, d)
         _fetch_queries(qs, Q, BLOCKS, t + 2, last, after, q_n, R, D, LOAD)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0

@@ -31,6 +31,11 @@ def dense(*shape: int) -> Layout:
     return Layout(shape, (h * n * d, n * d, d, 1), True)
 
 
+def wide(*tensors: Layout) -> bool:
+    """Whether an offset within one head can pass 2³¹."""
+    return any(x.shape[2] * x.stride[2] >= 2**31 for x in tensors)
+
+
 class Launch:
     """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one."""
 

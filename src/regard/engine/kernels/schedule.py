@@ -9,9 +9,11 @@ Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...pattern import Pattern
@@ -88,22 +90,65 @@ def schedule(
     )
 
 
-def chunks(work: Schedule, heads: int, slots: int) -> tuple[Tensor, Tensor]:
-    """The blocks in the order in which programs visit them, and (k, 2) first block and end of each program's run.
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """The blocks of a pass, dealt to programs. A tile that several programs share has a slot for each."""
 
-    Program p of the k of a head takes tiles p, p + k, p + 2k …: tiles that run at one time are neighbours and share
-    keys in the cache. `slots` programs run at a time, and there are no more of them if that can be.
+    blocks: (
+        Tensor  # (x, 12), as visited; of grouped heads, the number of the query head × 65536 joins the marks
+    )
+    chunks: Tensor  # (k, 2): first block and end of each program's run
+    slot: Tensor  # (x,): where the results of a block's tile go; −1: they are whole
+    joins: Tensor  # (y, 8), as in Schedule
+    slots: int
+
+
+def shares(
+    work: Schedule, heads: int, programs: int, group: int = 1, rest: tuple[int, int] = (0, 1)
+) -> Shares:
+    """Deal the blocks to the programs of a head: `programs` of all heads run at a time, and there are no more.
+
+    Program p of k takes tiles p, p + k, p + 2k …: tiles that run at one time are neighbours and share keys in the
+    cache. Where tiles are to be split, all blocks in order, in equal runs. A tile is visited for each of a group.
+    Blocks of no member are added until the length of each run leaves the rest[0] when divided by rest[1].
     """
     size = np.diff(work.ends, prepend=0)
-    k = min(max(slots // heads, 1), len(size))
-    program = np.arange(len(size)) % k
-    order = np.argsort(program, kind="stable")
-    begin, length = (work.ends - size)[order], size[order]
-    where = np.repeat(begin - np.cumsum(length) + length, length) + np.arange(length.sum())
-    ends = np.cumsum(np.bincount(program, size)).astype(np.int32)
-    table = np.column_stack([np.append(0, ends[:-1]), ends]).astype(np.int32)
-    device = work.blocks.device
-    return work.blocks[torch.from_numpy(where).to(device)], torch.from_numpy(table).to(device)
+    tiles, split = np.arange(len(size)), work.slots > 0
+    k = min(max(programs // heads, 1), group * int(size.sum()) if split else len(size))
+    order = tiles if split else np.argsort(tiles % k, kind="stable")
+    begin, once = (work.ends - size)[order], size[order]
+    first, total = group * (np.cumsum(once) - once), group * int(once.sum())
+    cuts = np.arange(k) * total // k if split else first[np.searchsorted(order % k, np.arange(k))]
+    starts = np.union1d(first, cuts)
+    tile = np.searchsorted(first, starts, side="right") - 1
+    pieces = np.bincount(tile, minlength=len(first))
+    parted = pieces[tile] > 1
+    slot = np.where(parted, np.cumsum(parted) - 1, -1)
+
+    of = np.repeat(tiles, group * once)
+    nth = np.arange(total) - first[of]
+    blocks = work.blocks.cpu().numpy()[begin[of] + nth % once[of]]
+    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // once[of])
+    blocks[starts, 9] |= BEGINS
+    whose = np.flatnonzero(pieces > 1)
+    head = blocks[first[whose]]
+    nothing = np.zeros((len(whose), ITEM - 5), dtype=np.int64)
+    own = slot[np.searchsorted(starts, first[whose])]
+    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, own, pieces[whose], nothing])
+
+    def move(x: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.blocks.device)
+
+    each = np.repeat(slot, np.diff(starts, append=total))
+    ends = np.append(cuts[1:], total)
+    more = (rest[0] + cuts - ends) % rest[1]
+    again = np.ones(total, dtype=np.int64)
+    again[ends - 1] += more  # the last block of a run once more, with nobody in it
+    blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
+    empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
+    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~15 | 1
+    table = np.column_stack([np.append(0, ends[:-1]), ends])
+    return Shares(move(blocks), move(table), move(each), move(joins), int(parted.sum()))
 
 
 def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
@@ -136,7 +181,7 @@ def _marks(one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step
     return np.where(short & (out == 0), 1, out)
 
 
-def _changes(rows: Ints, columns: int) -> Ints:
+def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
     """True in each row whose first columns differ from those of the row before."""
     return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
 

@@ -1,0 +1,180 @@
+"""Calls of the streaming kernels (Gluon, Hopper), prepared once: where they can go, and what they are given."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .added import base2
+from .backward import sum_kernel
+from .configs import Config
+from .launches import Launch, Layout, dense, wide
+from .route import Route, route
+from .schedule import shares
+
+STREAMED = (64, 128)  # widths of heads that the streaming kernels take
+SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
+
+
+def stream_route(
+    task: Any,
+    config: Config | None,
+    by_keys: bool,
+    given: tuple[Layout, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Route | None:
+    """The route of a streaming kernel where it can go it: no pass that goes on, Hopper, 16 bits, one width.
+
+    By queries no tile may be split, nor be without a key.
+    """
+    (q, k), d = given[:2], given[0].shape[-1]
+    if config is None or task.adds or dtype.itemsize != 2 or d not in STREAMED or wide(*given):
+        return None
+    if any(x.shape[-1] != d or not x.aligned or any(s % 8 for s in x.steps) for x in given):
+        return None
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, by_keys, device)
+    simple = all(not (s.goes_on or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
+    return way if simple else None
+
+
+def at_a_time(config: Config, device: torch.device) -> int:
+    """Programs that run at a time, by their registers."""
+    each = 65536 // (32 * config.warps * (config.registers or 255))
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _sizes(step: Any, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
+    from . import hopper  # Gluon is imported where there is a Hopper GPU
+
+    return {
+        **hopper.tests(step.work.pattern),
+        "keep": None if step.kept is None else hopper.keep(step.kept),
+        "R": config.tile,
+        "D": d,
+        "SEGMENTS": step.work.segments,
+        **hopper.layouts(config.block, d, config.warps, dtype),
+    }
+
+
+def forward_stream(
+    task: Any, way: Route, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, limits, added) → (o, lse)."""
+    from . import hopper
+
+    (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
+    launches = []
+    for step in way.steps:
+        cut = shares(step.work, b * h, at_a_time(config, device))
+        launch = Launch(
+            hopper.stream_kernel, len(cut.chunks) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
+            **_sizes(step, config, d, dtype),
+        )  # fmt: skip
+        launches.append((launch, cut.chunks, cut.blocks))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Any) -> tuple[Tensor, Tensor]:
+        if way.covers:
+            o, lse = torch.empty(q.shape, dtype=dtype, device=device), torch.empty(q.shape[:3], device=device)
+        else:
+            o = torch.zeros(q.shape, dtype=dtype, device=device)
+            lse = torch.full(q.shape[:3], -torch.inf, device=device)
+        for launch, table, blocks in launches:
+            launch(q, k, v, o, lse, table, blocks)
+        return o, lse
+
+    return call
+
+
+def backward_stream(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, None, None]] | None:
+    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv, None, None; None where they cannot be streams."""
+    by_queries = stream_route(task, task.configs.stream_dq, False, given, dtype, device)
+    by_keys = stream_route(task, task.configs.stream_dkv, True, given, dtype, device)
+    if by_queries is None or by_keys is None:
+        return None
+    for_queries = dq_call(task, by_queries, given, dtype, device, dlse)
+    for_keys = dkv_call(task, by_keys, given, dtype, device)
+
+    def call(q, k, v, o, do, lse, dlse, limits, added):
+        stats = (torch.empty if by_queries.covers else torch.zeros)((2, *lse.shape), device=device)
+        lse2, delta = stats.unbind(0)
+        dq = for_queries(q, k, v, o, do, lse, dlse, lse2, delta)
+        dk, dv = for_keys(q, k, v, do, lse2, delta)
+        return dq, dk, dv, None, None
+
+    return call
+
+
+def dq_call(
+    task: Any, way: Route, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, has_dlse: bool
+) -> Callable[..., Tensor]:
+    """(q, k, v, o, do, lse, dlse, lse2, delta) → dq; fills the last two: lse in base 2, and Σ do ∘ o − dlse."""
+    from . import hopper_backward
+
+    q, k, v, o, do = given
+    (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream_dq
+    like = dense(b, h, n, d)
+    launches = []
+    for step in way.steps:
+        cut = shares(step.work, b * h, at_a_time(config, device), rest=(0, 2))
+        launch = Launch(
+            hopper_backward.dq_stream, len(cut.chunks) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
+            HAS_DLSE=has_dlse, **_sizes(step, config, d, dtype),
+        )  # fmt: skip
+        launches.append((launch, cut.chunks, cut.blocks))
+
+    def call(q, k, v, o, do, lse, dlse, lse2, delta):
+        dq = (torch.empty if way.covers else torch.zeros)(like.shape, dtype=dtype, device=device)
+        dlse = lse if dlse is None else dlse
+        for launch, table, blocks in launches:
+            launch(q, k, v, o, do, lse, dlse, lse2, delta, dq, table, blocks)
+        return dq
+
+    return call
+
+
+def dkv_call(
+    task: Any, way: Route, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, do, lse2, delta) → dk, dv: the halves of one tensor, so that one launch adds up both."""
+    from . import hopper_backward
+
+    q, k, v, _, do = given
+    (b, h, n, d), (h_kv, m), config = q.shape, k.shape[1:3], task.configs.stream_dkv
+    like, twice = dense(b, h_kv, m, d), dense(2 * b, h_kv, m, d)
+    launches = []
+    for step in way.steps:
+        cut = shares(step.work, b * h_kv, at_a_time(config, device), h // h_kv, rest=(0, 2))
+        first = Launch(
+            hopper_backward.dkv_stream, len(cut.chunks) * b * h_kv, config,
+            *q.steps, *k.steps, *v.steps, *do.steps, *like.steps,
+            h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale),
+            GROUP=h // h_kv, SPLIT=cut.slots > 0, **_sizes(step, config, d, dtype),
+        )  # fmt: skip
+        then = Launch(  # of dk and dv at once: as heads of twice the batch
+            sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
+            *twice.steps, h_kv, 2 * b * h_kv, 0, 1, 0,
+            keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=d, PART_WIDTH=d, GOES_ON=False, WIDE=wide(twice),
+        )  # fmt: skip
+        launches.append((cut, first, then))
+
+    def call(q, k, v, do, lse2, delta):
+        both = (torch.empty if way.covers else torch.zeros)((2, *like.shape), dtype=dtype, device=device)
+        dk, dv = both.unbind(0)
+        for cut, first, then in launches:
+            part = delta.new_empty((cut.slots, 2, b * h_kv, config.tile, d)) if cut.slots else delta
+            first(q, k, v, do, lse2, delta, dk, dv, part, cut.chunks, cut.blocks, cut.slot)
+            if cut.slots:
+                then(both, part, cut.joins)
+        return dk, dv
+
+    return call
