@@ -1,11 +1,12 @@
 """Images: heads that find their own shifts, and a vision Transformer that learns a second task."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ... import spec
@@ -13,10 +14,16 @@ from ...convolution import Spread, spread
 from ...position import quadratic
 from ..moves import moves
 from ..sources import Digits
-from ..tasks import Labelled
 from .lesson import Lesson, fit, noise
 
 GRID, WIDTH = (4, 4), 32
+
+
+class Images(NamedTuple):
+    """Digits of 8 × 8, and their classes."""
+
+    pixels: Float[Tensor, "rows 1 8 8"]
+    labels: Int[Tensor, " rows"]
 
 
 def shifts(seed: int = 0, steps: int = 160, marks: int = 4) -> Lesson:
@@ -32,9 +39,9 @@ def shifts(seed: int = 0, steps: int = 160, marks: int = 4) -> Lesson:
 
         def loss(step: int, model=model, kept=kept, draws=draws) -> Tensor:
             if step == 1 or step % (steps // marks) == 0:
-                kept[step] = model.heads(test.inputs[:32])
-            rows = torch.randint(0, len(train), (64,), generator=draws)
-            return F.cross_entropy(model(train.inputs[rows]), train.labels[rows])
+                kept[step] = model.heads(test.pixels[:32])
+            rows = torch.randint(0, len(train.labels), (64,), generator=draws)
+            return F.cross_entropy(model(train.pixels[rows]), train.labels[rows])
 
         fit(model, loss, steps, 5e-3)
         told["accuracy"][name] = _right(model, test)
@@ -66,7 +73,7 @@ class Relative(nn.Module):
         attention = spec.Attention(WIDTH, heads=9, d_k=8, d_v=8, position=quadratic(grid=GRID))
         block = spec.Block(attention, spec.FeedForward(2 * WIDTH, activation="gelu"), norm_at="pre")
         self.patches = nn.Linear(4, WIDTH)
-        self.encoder = spec.Encoder(block, 2, head=spec.ClassifierHead(10, pool="max")).build()
+        self.encoder: Any = spec.Encoder(block, 2, head=spec.ClassifierHead(10, pool="max")).build()
         self.allowed = None if reach is None else local(reach)
 
     def forward(self, images: Tensor, return_weights: bool = False):
@@ -112,7 +119,7 @@ def patches(seed: int = 0, steps: int = 700) -> Lesson:
     right = {"linear": _right(linear, test), "vision Transformer": _right(model, test)}
     told = {"near minus far, position vectors": {"at the start": before, "trained": _locality(model)}}
     twin = _twin(model)
-    odd = [Labelled(rows.inputs, rows.labels % 2) for rows in (train, test)]
+    odd = [Images(rows.pixels, rows.labels % 2) for rows in (train, test)]
     model.head = _fresh(2 * WIDTH, 2)
     at_first = _right(model, odd[1])
     fit(model, _classes(model, odd[0], seed, None), steps // 4, 5e-4)
@@ -165,23 +172,23 @@ def _twin(model: Any) -> float:
     return float(row[7] / row[blank].mean())
 
 
-def _digits() -> tuple[Labelled, Labelled]:
+def _digits() -> tuple[Images, Images]:
     ready = Digits().ready(Path())
-    return ready.train, ready.test
+    return Images(ready.train.inputs, ready.train.labels), Images(ready.test.inputs, ready.test.labels)
 
 
-def _classes(model: nn.Module, rows: Labelled, seed: int, moved: moves | None):
+def _classes(model: nn.Module, rows: Images, seed: int, moved: moves | None):
     draws = noise(seed)
 
     def loss(step: int) -> Tensor:
-        some = torch.randint(0, len(rows), (64,), generator=draws)
-        images = rows.inputs[some] if moved is None else moved(rows.inputs[some])
+        some = torch.randint(0, len(rows.labels), (64,), generator=draws)
+        images = rows.pixels[some] if moved is None else moved(rows.pixels[some])
         return F.cross_entropy(model(images), rows.labels[some])
 
     return loss
 
 
 @torch.no_grad()
-def _right(model: nn.Module, rows: Labelled) -> float:
+def _right(model: nn.Module, rows: Images) -> float:
     model.eval()
-    return float((model(rows.inputs).argmax(-1) == rows.labels).float().mean())
+    return float((model(rows.pixels).argmax(-1) == rows.labels).float().mean())
