@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.costs import Cost
 from regard.pattern import full
 from regard.training import before, checkpoints, meter, recipes
 from regard.training.log import Board
@@ -82,13 +83,15 @@ def test_time_is_estimated_from_products_and_memory(run, tmp_path):
 def test_what_does_not_fit_is_said_with_what_would(run, monkeypatch):
     batch = before.mean_batch(run.ready.train, 600)
     peak = before.price(run.recipe, batch, CPU).memory.training
-    monkeypatch.setattr(meter, "memory_there", lambda device: peak // 2)
+    monkeypatch.setattr(meter, "memory_there", lambda device: peak - 1)
+    monkeypatch.setattr(Cost, "fits", lambda cost, budget: 30 if budget == peak - 1 else 0)
     with a_known_machine(run.folder):
         told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
-    assert 0 < told.fits < batch.rows * (batch.n + batch.m)
-    smaller = before.mean_batch(run.ready.train, told.fits)
-    assert before.price(run.recipe, smaller, CPU).memory.training <= peak // 2
-    assert f"it does not fit; tokens={told.fits} would: raise accumulate to keep the batch" in str(told)
+    assert told.fits == 30 * (batch.n + batch.m) == 150
+    assert "it does not fit; tokens=150 would: raise accumulate to keep the batch" in str(told)
+
+
+def test_where_not_even_one_row_fits_the_model_is_to_shrink(run, monkeypatch):
     monkeypatch.setattr(meter, "memory_there", lambda device: 1000)
     none = before.most_tokens(run.recipe, run.ready.train, CPU)
     assert none == 0 and before.what_fits(none).startswith("not even one row would: make the model smaller")
