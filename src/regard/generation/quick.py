@@ -127,8 +127,8 @@ class Layer:
         self.out: Turned | None = None
         if block.spec.feed_forward is not None:
             mlp, self.out_norm = block.feed_forward, _norm(block.feed_forward_norm)
-            self.into, self.out = Turned(mlp.w_in), Turned(mlp.w_out)
-            self.gate = None if mlp.w_gate is None else Turned(mlp.w_gate)
+            self.gated, self.out = mlp.w_gate is not None, Turned(mlp.w_out)
+            self.into = Turned(mlp.w_in) if mlp.w_gate is None else Turned(mlp.w_gate, mlp.w_in)
             name = mlp.spec.activation
             self.f = (
                 torch.relu_ if name == "relu" else ACTIVATIONS[name]
@@ -144,8 +144,10 @@ class Layer:
         return x if self.out is None else self._branch(x, self.out_norm, self._inner, self.out)
 
     def _inner(self, x: Tensor) -> Tensor:
-        inner = self.into(x)
-        return self.f(inner) if self.gate is None else self.f(self.gate(x)).mul_(inner)
+        if not self.gated:
+            return self.f(self.into(x))
+        gate, inner = self.into(x).chunk(2, -1)
+        return self.f(gate).mul_(inner)
 
     def _branch(self, x: Tensor, norm: Map, f: Map, out: Turned | None) -> Tensor:
         y = f(norm(x) if self.pre else x)
