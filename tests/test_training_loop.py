@@ -256,12 +256,14 @@ def test_a_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path):
     assert checkpoints.steps(tmp_path) == [4]
 
 
-def test_ctrl_c_saves_and_leaves_and_the_run_goes_on(whole, tmp_path):
+@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)], ids=str)
+def test_ctrl_c_and_sigterm_save_and_leave_and_the_run_goes_on(whole, tmp_path, signals):
     one = trainer(tmp_path)
 
     def at_step_6(event):
         if event["step"] == 6 and event["event"] == "train":
-            os.kill(os.getpid(), signal.SIGINT)
+            for number in signals:
+                os.kill(os.getpid(), number)
 
     one.run(at_step_6)
     assert checkpoints.steps(tmp_path)[-1] == one.step in (6, 7)

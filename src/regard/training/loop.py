@@ -340,21 +340,24 @@ def need_same(live: dict[str, Tensor], kept: dict[str, tuple[int, ...]]) -> None
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C asks to stop after this update; a second one stops at once."""
-    asked = False
+    """Ctrl-C, or a scheduler's SIGTERM, asks to stop after this update; a second Ctrl-C stops at once.
+
+    Under torchrun Ctrl-C comes as both, so the second of those is no second Ctrl-C.
+    """
+    asked: set[int] = set()
 
     def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
+        if number == signal.SIGINT and number in asked:
             raise KeyboardInterrupt
-        asked = True
+        asked.add(number)
 
     try:
-        old = signal.signal(signal.SIGINT, ask)
+        old = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread: nobody can interrupt it
         yield lambda: False
         return
     try:
-        yield lambda: asked
+        yield lambda: bool(asked)
     finally:
-        signal.signal(signal.SIGINT, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
