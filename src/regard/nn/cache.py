@@ -14,7 +14,7 @@ class KeyValues:
     """
 
     def __init__(self, least: int = 0) -> None:
-        self.least = least  # slots to begin with
+        self.least = least  # slots to begin with, where the first call brings one position
         self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
         self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
         self.filled = 0  # slots in use by the longest row, known without asking the device
@@ -71,7 +71,8 @@ def _grow(old: Tensor | None, new: Tensor, needed: int, least: int) -> Tensor:
     if old is not None and old.shape[2] >= needed:
         return old
     b, h, _, d = new.shape
-    out = new.new_zeros(b, h, max(needed, least if old is None else 2 * old.shape[2]), d)
+    room = 2 * old.shape[2] if old is not None else least if needed == 1 else 0
+    out = new.new_zeros(b, h, max(needed, room), d)
     if old is not None:
         out[:, :, : old.shape[2]] = old
     return out

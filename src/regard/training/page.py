@@ -107,7 +107,7 @@ def shape(declared: Any) -> str:
 
     >>> from regard.training.recipes import recipe
     >>> shape(recipe("translate").model)
-    '3 + 3 layers of 256, 4 heads, 8,000 tokens'
+    '3 + 3 layers of 256, 8 heads, 8,000 tokens'
     """
     stacks = [getattr(declared, name) for name in ("encoder", "decoder") if hasattr(declared, name)] or [
         declared
