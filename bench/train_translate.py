@@ -65,7 +65,6 @@ class Ours:
     def step(self) -> int:
         index, epoch = self.trainer.stream.index, self.trainer.stream.epoch
         _, predicted, _ = self.trainer._update()
-        self.trainer.step += 1
         plan = self.trainer.stream.plan
         assert plan is not None and epoch == self.trainer.stream.epoch
         return int(self.trainer.train.source.lengths[plan[index]].sum()) + predicted

@@ -130,9 +130,8 @@ class Layer:
             self.gated, self.out = mlp.w_gate is not None, Turned(mlp.w_out)
             self.into = Turned(mlp.w_in) if mlp.w_gate is None else Turned(mlp.w_gate, mlp.w_in)
             name = mlp.spec.activation
-            self.f = (
-                torch.relu_ if name == "relu" else ACTIVATIONS[name]
-            )  # it is given what nobody else holds
+            # What it is given nobody else holds, so it may be written over.
+            self.f = torch.relu_ if name == "relu" else ACTIVATIONS[name]
 
     def step(
         self, x: Float[Tensor, "b d"], kept: LayerCache, hidden: Tensor | None, beyond: Tensor | None

@@ -184,9 +184,7 @@ class Trainer:
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.settings.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, norm)
-        if (
-            self.device.type == "cpu"
-        ):  # elsewhere asking would wait for the device; it is asked when it is logged
+        if self.device.type == "cpu":  # elsewhere asking would wait for the device; it is asked when logged
             self._need_finite(norm)
         return norm
 
