@@ -125,10 +125,10 @@ def language_model(
     asked: dict[str, Any] = {"file": file, "context": context, "vocab": vocab}
     data = replace(data, **{k: v for k, v in asked.items() if v is not None})
     size = data.vocab or len(SPECIAL) + len(set(data.text()))
-    # No biases, and rotations instead of a table of positions: both learn faster here than GPT-2's way. The gated
-    # network is two thirds as wide, so as large as the plain one of 4 · d_model.
+    # No biases, rotations instead of a table of positions, max(0, x) instead of GELU: each learns as well or sooner
+    # here than GPT-2's way, and the first and the last cost less.
     past = Attention(d_model, heads=heads, pattern=causal(), position=rope(), biases="none")
-    mlp = FeedForward(8 * round(d_model / 3), activation="swiglu", bias=False)
+    mlp = FeedForward(4 * d_model, bias=False)
     block = Block(past, mlp, norm_at="pre", norm_bias=False)
     model = Encoder(
         block, layers, embedding=Embedding(size, d_model), head=LanguageHead(), init="depth_scaled"
