@@ -220,7 +220,8 @@ print(tuple(regard.attention(q, q, q, regard.causal()).shape), regard.__version_
 """
 EXTRAS = (
     "triton sympy hypothesis tokenizers sacrebleu matplotlib rich typer yaml fastapi uvicorn huggingface_hub "
-    "tensorboard transformers timm ctranslate2 sklearn beartype pandas scipy fcntl termios resource pwd grp posix pty tty syslog"
+    "tensorboard transformers timm ctranslate2 sklearn beartype pandas scipy fcntl termios resource pwd grp posix "
+    "pty tty syslog"
 )
 
 
