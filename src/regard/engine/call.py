@@ -107,15 +107,19 @@ class Call:
         return has_empty_row(self.pattern, self.n, self.m, *standing(self.pattern, self.n, self.m, self.at))
 
 
-def readable(x: Tensor) -> bool:
-    """Whether the numbers in x can be looked at for nothing: they are here, and no compiler or transform is."""
+def eager(*tensors: Tensor) -> bool:
+    """Whether nothing looks on that must see PyTorch's operations: a compiler, a transform, a mode, another type."""
     return (
-        x.is_cpu
-        and type(x) is Tensor
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
+        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
     )
+
+
+def readable(x: Tensor) -> bool:
+    """Whether the numbers in x can be looked at for nothing: they are here, and nobody looks on."""
+    return x.is_cpu and eager(x)
 
 
 def _small(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..pattern import Pattern, causal, full
-from .whole import eager
+from .call import eager
 
 LONGEST = 128  # positions of a tile
 LARGEST = 128 * 64  # positions × width: what the registers hold

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..pattern import Pattern, causal, standing
 from . import walk, whole
-from .call import Call
+from .call import Call, eager
 
 MOST = 64  # calls remembered
 PAIRS = {"cpu": 1 << 20, "cuda": 1 << 22}  # of a mask that is kept: 4 MiB in float32, 8 MiB in bfloat16
@@ -51,8 +51,8 @@ def remember(
 def _text(q: Tensor, pattern: object) -> str | None:
     """The pattern as it is written; None if data decide, or the call is not a plain eager one."""
     kind = q.device.type
-    eager = type(q) is Tensor and not torch.compiler.is_compiling()
-    if not eager or kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
+    ordinary = type(q) is Tensor and not torch.compiler.is_compiling()
+    if not ordinary or kind not in ("cpu", "cuda") or torch.is_autocast_enabled(kind):
         return None
     return "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
 
@@ -81,7 +81,7 @@ def _walked(call: Call) -> Way:
         return walk.attend(q, k, v, *place, None)[0]
 
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
-    if learns or not call.q.is_cuda or not whole.eager(call.q, call.k, call.v):
+    if learns or not call.q.is_cuda or not eager(call.q, call.k, call.v):
         return walked
     from . import kernels
 
@@ -89,7 +89,7 @@ def _walked(call: Call) -> Way:
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The kernel itself, as no gradient is asked for."""
-        return kernels.forward(q, k, v, task)[0] if whole.eager(q, k, v) else walked(q, k, v)
+        return kernels.forward(q, k, v, task)[0] if eager(q, k, v) else walked(q, k, v)
 
     return run
 

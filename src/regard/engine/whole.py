@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..pattern import causal, full
 from . import flash_cpu, twice
+from .call import eager
 
 
 def attend(
@@ -40,16 +41,6 @@ def attend(
 
 def _learns(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def eager(*tensors: Tensor) -> bool:
-    """Whether nothing looks on that must see PyTorch's operations: a compiler, a transform, a mode, another type."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-    )
 
 
 class _Whole(torch.autograd.Function):
