@@ -58,7 +58,8 @@ def test_texts_come_from_lines_and_records_alike(tmp_path, kind):
 REFUSED = {
     "empty": (b"", r"a\.tsv is empty"),
     "no label": (b"a\tx\n \ty\n", r"a\.tsv, line 2: no label before the tab, label<TAB>text"),
-    "no tab": (b"a\tx\nb y\n", r"a\.tsv, line 2: 0 tabs where one is needed"),
+    "no tab": (b"a\tx\nb y\n", r"a\.tsv, line 2: 0 tabs where one is needed, label<TAB>text$"),
+    "two tabs": (b"a\tx\ty\n", r"a\.tsv, line 1: 2 tabs where one is needed, label<TAB>text$"),
     "not UTF-8": (b"a\tx\nb\t\xe9\n", r"a\.tsv, line 2: byte 3 is not UTF-8 \(.*\); convert the file first"),
     "another number of labels": (
         b"a\tx\nb\ty\nc\tz\n",

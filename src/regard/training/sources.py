@@ -233,9 +233,11 @@ class Classes:
 Source = Sentences | Running | Lines | Digits | Classes
 
 
-def _pairs(path: Any, *fields: str) -> list[tuple[str, str]]:
+def _pairs(path: Any, first: str, second: str) -> list[tuple[str, str]]:
     """Two texts a line: the named fields of JSONL, else with a tab between them."""
-    return [(a, b) for a, b in text.records(path, *fields)] if _jsonl(path) else text.pairs(path)
+    if _jsonl(path):
+        return [(a, b) for a, b in text.records(path, first, second)]
+    return text.pairs(path, (first, second))
 
 
 def _texts(path: Any) -> list[str]:

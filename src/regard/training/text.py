@@ -27,15 +27,15 @@ def lines(path: str | Path) -> Iterator[tuple[int, str]]:
         raise FormatError(f"{path} is not a whole gzip file: {e}") from e
 
 
-def pairs(path: str | Path) -> list[tuple[str, str]]:
-    """Two texts a line, a tab between them: source and target, or label and text."""
+def pairs(path: str | Path, fields: tuple[str, str] = ("source", "target")) -> list[tuple[str, str]]:
+    """Two texts a line, a tab between them. `fields` names them, for who has to mend a line."""
     found = []
     for number, line in lines(path):
-        fields = line.split("\t")
-        if len(fields) != 2:
-            tabs = len(fields) - 1
-            raise FormatError(f"{path}, line {number}: {tabs} tabs where one is needed, source<TAB>target")
-        found.append((fields[0], fields[1]))
+        parts = line.split("\t")
+        if len(parts) != 2:
+            tabs, line_is = len(parts) - 1, "<TAB>".join(fields)
+            raise FormatError(f"{path}, line {number}: {tabs} tabs where one is needed, {line_is}")
+        found.append((parts[0], parts[1]))
     return _some(found, path)
 
 
