@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import regard as rg
 from regard.costs import Cost
 from regard.pattern import full
-from regard.training import before, checkpoints, meter, recipes
+from regard.training import before, checkpoints, meter, recipes, rehearsal
+from regard.training.average import ema, last
 from regard.training.log import Board
+from regard.training.loop import Trainer
 from regard.training.run import Run
 from regard.training.sources import Running
 from regard.training.tasks import Stretches
@@ -51,9 +54,8 @@ def test_the_meter_divides_what_was_done_by_what_could_be():
 def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(small(tmp_path).json())
-    with a_known_machine(tmp_path):
-        said = regard("train", str(file), "--dry-run", "--out", str(tmp_path / "out"))
-        plain = json.loads(regard("train", str(file), "--dry-run", "--json"))
+    said = regard("train", str(file), "--dry-run", "--out", str(tmp_path / "out"))
+    plain = json.loads(regard("train", str(file), "--dry-run", "--json"))
     assert said.startswith("translate: 12 updates of 600 tokens, warmup_cosine(")
     for words in (
         "parameters\n",
@@ -61,7 +63,7 @@ def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
         "MFLOP a predicted token, both passes",
         "that are free: it fits",
         "for 12 updates",
-        "estimated from the rates of `regard bench machine` (a CPU of the tests)",
+        "tokens/s; estimated from 3 updates of a copy on real batches, ",
         "L29 causality: holds\n  L31 padding has no effect: holds\n",
     ):
         assert words in said, words
@@ -69,15 +71,88 @@ def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_time_is_estimated_from_products_and_memory(run, tmp_path):
+def test_time_is_that_of_a_few_updates_on_real_batches(run, monkeypatch):
+    done, real = [], Trainer._update
+
+    def update(trainer):
+        done.append(real(trainer))
+        time.sleep(0.2 if len(done) == 1 else 0.05)  # the first does not count
+        return done[-1]
+
+    monkeypatch.setattr(Trainer, "_update", update)
+    told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
+    predicted = sum(count for _, count, _ in done[1:])
+    assert len(done) == 4 and told.updates == 12
+    assert 12 * 0.05 < told.seconds < 12 * 0.2
+    assert told.tokens_per_second == pytest.approx(predicted / 3 / (told.seconds / 12), rel=1e-3)
+    took = told.seconds / 12 * 3
+    assert told.how == f"from 3 updates of a copy on real batches, {took:.2f} s"
+    assert before.Before.from_json(told.json()) == told
+
+
+def test_a_slow_rehearsal_ends_early_and_says_what_it_left_out(run, monkeypatch):
+    monkeypatch.setattr(rehearsal, "PATIENCE", -1.0)
+    recipe = replace(run.recipe, settings=replace(run.recipe.settings, compile=True))
+    pace = rehearsal.rehearse(recipe, run.ready.train, run.model, CPU)
+    assert pace.how == f"from 1 update of a copy on real batches, {pace.seconds:.2f} s, not compiled"
+    assert pace.updates == 1 and pace.predicted > 0
+
+
+@pytest.mark.parametrize("average", [ema(0.9), last(2)])
+def test_a_rehearsal_leaves_the_run_as_it_was(tmp_path, average):
+    made, losses = small(tmp_path, log_every=1, average=average), []
+    block = made.model.encoder.block
+    made = replace(
+        made,
+        model=replace(made.model, encoder=replace(made.model.encoder, block=replace(block, dropout=0.2))),
+    )
+    for name in ("plain", "rehearsed"):
+        one, seen = Run(made, tmp_path / name, "cpu"), []
+        kept = [t.clone() for t in (*one.model.parameters(), torch.get_rng_state())]
+        if name == "rehearsed":
+            told = before.before(made, one.ready.train, one.model, CPU, laws=())
+            assert "3 updates" in told.how
+        assert all(torch.equal(a, b) for a, b in zip(kept, (*one.model.parameters(), torch.get_rng_state())))
+        assert one.trainer.step == 0 and all(p.grad is None for p in one.model.parameters())
+        one.trainer.run(lambda e, seen=seen: seen.append(e["loss"]) if "loss" in e else None)
+        losses.append((seen, [p.clone() for p in one.model.parameters()]))
+    assert losses[0][0] == losses[1][0] and len(losses[0][0]) == 13  # bit for bit; the last is validation's
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
+
+
+def test_without_memory_time_is_estimated_from_products_and_bytes(run, tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", fail)
     with a_known_machine(tmp_path) as rates:
         told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
         half = before.before(run.recipe, run.ready.train, run.model, CPU, world=2, laws=())
     least = told.operations * told.batch.predicted * told.batch.rows / rates.rate("float32")
     assert 12 * least < told.seconds < 12 * (least + 1) and told.updates == 12
+    assert told.how == "from the rates of `regard bench machine` (a CPU of the tests)"
     assert half.tokens_per_second == pytest.approx(2 * told.tokens_per_second, rel=1e-3)
     assert half.how.endswith("shared by 2 ranks without a loss")
-    assert before.Before.from_json(told.json()) == told
+
+
+def test_an_error_that_is_no_lack_of_memory_ends_a_rehearsal(run, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("size mismatch")
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", fail)
+    with pytest.raises(RuntimeError, match=r"^size mismatch$"):
+        rehearsal.rehearse(run.recipe, run.ready.train, run.model, CPU)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system forgets no peak")
+def test_what_a_rehearsal_held_is_not_called_the_runs_memory(run, monkeypatch):
+    def greedy(*_):
+        torch.ones(256 << 20, dtype=torch.uint8)
+
+    monkeypatch.setattr(rehearsal, "_rehearsed", greedy)
+    most = meter.memory_used(CPU)
+    rehearsal.rehearse(run.recipe, run.ready.train, run.model, CPU)
+    assert meter.memory_used(CPU) < most + (128 << 20)
 
 
 def test_what_does_not_fit_is_said_with_what_would(run, monkeypatch):

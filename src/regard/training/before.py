@@ -20,6 +20,7 @@ from ..laws import Budget, check
 from . import meter
 from .batches import by_tokens
 from .recipes import Recipe
+from .rehearsal import Pace, dice_kept, rehearse
 from .sources import Running, Sentences
 
 FILE = "before.json"
@@ -145,9 +146,10 @@ def before(
     there = meter.memory_there(device)
     peak = None if priced.memory is None else priced.memory.training
     short = peak is not None and there is not None and peak > there
-    ceilings, how = _ceilings(device)
     parameters = sum(p.numel() for p in model.parameters())
-    an_update = _seconds_an_update(priced, recipe, parameters, ceilings) / world
+    pace = None if short else rehearse(recipe, rows, model, device)
+    pace = pace or _by_rates(priced, recipe, batch, parameters, device)
+    an_update = pace.seconds / pace.updates / world
     seconds = s.steps * an_update if s.minutes is None else 60.0 * s.minutes
     return Before(
         recipe.name,
@@ -159,8 +161,8 @@ def before(
         _fitting(priced, batch, there) if short and there else None,
         max(round(seconds / an_update), 1),
         round(seconds, 3),
-        round(s.accumulate * batch.rows * batch.predicted / an_update, 1),
-        how if world == 1 else f"{how}, shared by {world} ranks without a loss",
+        round(world * pace.predicted / pace.seconds, 1),
+        pace.how if world == 1 else f"{pace.how}, shared by {world} ranks without a loss",
         meter.machine(device),
         tried(model, laws, foresees=isinstance(recipe.data, Sentences | Running)),
     )
@@ -175,11 +177,6 @@ def most_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
 def _fitting(priced: Cost, batch: Batch, there: int) -> int:
     sides = batch.n if batch.n == batch.m else batch.n + batch.m
     return priced.fits(there) * sides if there else 0
-
-
-def dice_kept(device: torch.device) -> Any:
-    """Whatever is drawn inside, the run draws what it would have drawn."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def mean_batch(rows: Any, tokens: int, seed: int = 0) -> Batch:
@@ -224,12 +221,15 @@ def _ceilings(device: torch.device) -> tuple[machines.Ceilings, str]:
     return found, f"from rates measured now: {rate:,.0f} GFLOP/s, {found.bytes_per_s / 1e9:,.0f} GB/s"
 
 
-def _seconds_an_update(priced: Cost, recipe: Recipe, parameters: int, ceilings: machines.Ceilings) -> float:
+def _by_rates(priced: Cost, recipe: Recipe, batch: Batch, parameters: int, device: torch.device) -> Pace:
+    """An update's products and bytes over what the machine does of them; what Python takes is left out."""
+    ceilings, how = _ceilings(device)
     s = recipe.settings
     dtype = s.autocast if s.autocast in ceilings.operations_per_s else "float32"
     passes = machines.estimate(priced, ceilings, dtype, backward=True).seconds
     times = UPDATE["AdamW"] + (UPDATE["norm"] if s.clip else 0) + (UPDATE["average"] if s.average else 0)
-    return s.accumulate * passes + times * 4 * parameters / ceilings.bytes_per_s
+    seconds = s.accumulate * passes + times * 4 * parameters / ceilings.bytes_per_s
+    return Pace(1, seconds, s.accumulate * batch.rows * batch.predicted, how)
 
 
 def tried(model: nn.Module, laws: Sequence[str], foresees: bool = False) -> tuple[LawTold, ...]:

@@ -68,11 +68,19 @@ class Diverged(RegardError):
 class Trainer:
     """A task's module in training. `run` yields what happened, an event at a time."""
 
-    def __init__(self, task: nn.Module, train: Any, valid: Any, settings: Settings, folder: str | Path):
+    def __init__(
+        self,
+        task: nn.Module,
+        train: Any,
+        valid: Any,
+        settings: Settings,
+        folder: str | Path,
+        ranks: Ranks | None = None,  # None: as torchrun says
+    ):
         self.task, self.train, self.valid = task, train, valid
         self.settings, self.folder = settings, Path(folder)
         self.device = next(task.parameters()).device
-        self.ranks = Ranks.here()
+        self.ranks = Ranks.here() if ranks is None else ranks
         self.call: Callable[..., tuple[Tensor, Tensor]]
         self.call = self.ranks.spread(task, settings.parallel, settings.compile)
         self.optimiser = settings.optimiser.build(task)
@@ -176,6 +184,18 @@ class Trainer:
         if self.mean is not None:
             self.mean.update(self.step)
         return total, predicted, norm
+
+    def timed(self, updates: int, patience: float) -> Iterator[tuple[float, int]]:
+        """The seconds and predictions of single updates; after so many seconds none is begun. Nothing is kept."""
+        began = time.perf_counter()
+        for _ in range(updates):
+            start = time.perf_counter()
+            _, predicted, _ = self._update()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            yield time.perf_counter() - start, predicted
+            if time.perf_counter() - began > patience:
+                return
 
     def _clipped(self) -> Tensor:
         """The gradient's norm, over all ranks, before it is clipped."""
