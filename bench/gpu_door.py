@@ -21,11 +21,12 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, sdpa, tensors
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, in_rounds, sdpa, tensors
+from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
+from regard.engine import kernels
 from regard.position import ByDistance
 
 REACH = 512
@@ -166,68 +167,56 @@ def data(out) -> None:
                 tell(out, group="data", pattern=name, way=way, n=n, d=d, ours=a, flex=b, ratio=b / a)
 
 
-def _quickest(n: int, d: int, mask, backward: bool) -> tuple[tuple[float, str], tuple[float, str]]:
-    """SDPA over every pair, and over a mask that is there already, added to the scores: each by its best backend."""
-    q, k, v, do = tensors(n, d, 4)
-    added = torch.zeros(mask.shape, dtype=q.dtype, device="cuda").masked_fill_(~mask, -torch.inf)
-    best = (float("inf"), "none")
-    for name in ("EFFICIENT_ATTENTION", "CUDNN_ATTENTION"):
-        try:
-            with sdpa_kernel(getattr(SDPBackend, name)):
-                fn = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, added)  # noqa: E731
-                time = bench(both_ways(fn, q, k, v, do)) if backward else forward(fn, q, k, v)
-        except RuntimeError:
-            continue
-        best = min(best, (time, name.split("_")[0].lower()))
-    return sdpa(n, d, backward), best
-
-
 def _cpu(fn) -> float:
     """Microseconds of the CPU a call, made back to back."""
-    with torch.no_grad():
-        for _ in range(20):
-            fn()
-        torch.cuda.synchronize()
-        begin = perf_counter()
-        for _ in range(200):
-            fn()
-        took = perf_counter() - begin
-        torch.cuda.synchronize()
+    for _ in range(20):
+        fn()
+    torch.cuda.synchronize()
+    begin = perf_counter()
+    for _ in range(200):
+        fn()
+    took = perf_counter() - begin
+    torch.cuda.synchronize()
     return 1e6 * took / 200
 
 
 def short(out) -> None:
-    print(
-        "\nshort calls beside full and masked SDPA, and what either way would take, ms; CPU in microseconds"
-    )
-    for n in (128, 512, 1024, 2048):
+    print("\nshort calls beside full and masked SDPA, in rounds, ms; CPU in microseconds")
+    for n in (128, 256, 512, 1024, 2048):
         for pattern in (rg.causal() & (rg.window(32) | rg.every(16)), rg.dilated(8, 4)):
             for backward in (False, True):
-                full, masked = _quickest(n, 64, pattern.allowed(n, device="cuda"), backward)
-                ours = {
-                    way: _door(n, 64, pattern, way, backward) for way in ("auto", "progressions", "masked")
-                }
+                found, cpu = _short(n, 64, pattern, backward)
+                best = min(found["full"], found["mask"])
                 way = "forward+backward" if backward else "forward"
-                more = {} if backward else _cpu_both(n, 64, pattern)
-                tell(out, group="short", pattern=repr(pattern), way=way, n=n, d=64, **ours, full=full[0], by=full[1],
-                     mask=masked[0], by_mask=masked[1], ratio=ours["auto"] / min(full[0], masked[0]),
-                     ratio_mask=ours["auto"] / masked[0], **more)  # fmt: skip
+                told = rg.explain(pattern, n, heads=HEADS, dtype=torch.bfloat16, device="cuda", grad=backward)
+                tell(out, group="short", pattern=repr(pattern), way=way, n=n, d=64, chosen=told.backend, **found,
+                     ratio=found["auto"] / best, **{f"cpu_{k}": us for k, us in cpu.items()})  # fmt: skip
 
 
-def _cpu_both(n: int, d: int, pattern) -> dict[str, float]:
-    q, k, v, _ = tensors(n, d, 4)
-    added = torch.zeros(n, n, dtype=q.dtype, device="cuda")
-    return {
-        "cpu": _cpu(lambda: rg.attention(q, k, v, pattern)),
-        "cpu_full": _cpu(lambda: F.scaled_dot_product_attention(q, k, v)),
-        "cpu_mask": _cpu(lambda: F.scaled_dot_product_attention(q, k, v, added)),
-    }
-
-
-def _door(n: int, d: int, pattern, way: str, backward: bool) -> float:
+def _short(n: int, d: int, pattern, backward: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds and the CPU's microseconds of the door, of our kernels whatever the door would choose, of SDPA
+    with a mask that is there already, and of SDPA over every pair; both as PyTorch runs them by itself."""
     q, k, v, do = tensors(n, d, 4)
-    fn = lambda q, k, v: rg.attention(q, k, v, pattern, backend=way)  # noqa: E731
-    return bench(both_ways(fn, q, k, v, do), 30) if backward else forward(fn, q, k, v)
+    inputs = [x.requires_grad_(backward) for x in (q, k, v)]
+    mask = torch.zeros(n, n, dtype=q.dtype, device="cuda")
+    mask.masked_fill_(~pattern.allowed(n, device="cuda"), -torch.inf)
+    again = kernels.Again(kernels.task(q, v, pattern, 0, 1, d**-0.5), backward)
+    ways = {
+        "auto": lambda q, k, v: rg.attention(q, k, v, pattern),
+        "kernels": again,
+        "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask),
+        "full": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+    }
+    if backward:
+        calls = {
+            name: lambda fn=fn: torch.autograd.grad(fn(*inputs), inputs, do) for name, fn in ways.items()
+        }
+    else:
+        calls = {name: lambda fn=fn: fn(q, k, v) for name, fn in ways.items()}
+    wanted = calls["mask"]()
+    for name in ("auto", "kernels"):
+        assert all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(calls[name](), wanted)), name
+    return in_rounds(calls), {name: _cpu(fn) for name, fn in calls.items()}
 
 
 def growth(out) -> None:

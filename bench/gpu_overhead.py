@@ -14,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import regard as rg
 from regard.engine import kernels
-from regard.engine.kernels import launch
 
 CASES = [(rg.causal() & (rg.window(128) | rg.every(64)), 16384, d) for d in (64, 128)]
 CALLS = 60
@@ -46,18 +45,18 @@ def kernels_of(fn) -> list[tuple[float, int, str]]:
 
 
 def stations(fn) -> dict[str, float]:
-    """Median microseconds between the stations of fn(), a call of autograd.grad over one kernels.attend."""
+    """Median microseconds between the stations of fn(), a call of autograd.grad over one remembered call."""
     marks: dict[str, float] = {}
-    inner = launch.backward
+    inner = kernels.Again.backward
 
-    def timed(*args, **more):
+    def timed(*args):
         marks["enter"] = time.perf_counter()
-        out = inner(*args, **more)
+        out = inner(*args)
         marks["leave"] = time.perf_counter()
         return out
 
     found = defaultdict(list)
-    launch.backward = timed
+    kernels.Again.backward = timed
     try:
         for _ in range(CALLS):
             torch.cuda.synchronize()
@@ -69,7 +68,7 @@ def stations(fn) -> dict[str, float]:
             found["backward itself"].append(marks["leave"] - marks["enter"])
             found["back"].append(end - marks["leave"])
     finally:
-        launch.backward = inner
+        kernels.Again.backward = inner
     return {name: 1e6 * float(torch.tensor(times).median()) for name, times in found.items()}
 
 
@@ -80,9 +79,9 @@ def one(pattern, n: int, d: int) -> None:
     def apart(attend):
         return lambda: torch.autograd.grad(attend(*inputs), inputs, do)
 
-    direct = lambda *x: kernels.attend(*x, pattern, 0, 1)[0]  # noqa: E731
-    door = lambda *x: rg.attention(*x, pattern, backend="progressions")  # noqa: E731
     task = kernels.task(q, v, pattern, 0, 1, d**-0.5)
+    direct = kernels.Again(task, True)
+    door = lambda *x: rg.attention(*x, pattern)  # noqa: E731
     o, lse = kernels.forward(q, k, v, task)
     print(f"\n{pattern!r} n={n} d={d}; microseconds")
     for took, count, name in kernels_of(apart(direct)):

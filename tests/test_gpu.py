@@ -39,6 +39,11 @@ def test_a_second_run_gives_the_same_bits(told, name):
     assert told[name].get("same"), told[name].get("failure", "the bits differ")
 
 
+@pytest.mark.parametrize("name", [case.name for case in ON_GPU])
+def test_a_remembered_call_gives_the_same_bits(told, name):
+    assert told[name].get("again"), told[name].get("failure", "the bits differ")
+
+
 @pytest.fixture(scope="module")
 def told_at_length():
     return outcomes(AT_LENGTH, "cuda", processes=min(12, os.cpu_count() or 1))

@@ -32,6 +32,11 @@ def test_a_second_run_gives_the_same_bits(told, name):
     assert told[name]["same"]
 
 
+@pytest.mark.parametrize("name", TWICE)
+def test_a_remembered_call_gives_the_same_bits(told, name):
+    assert told[name]["again"]
+
+
 def test_the_cases_take_every_branch_of_the_kernels(told):
     taken = {branch for one in told.values() for branch in one["branches"]}
     ways = [f"{length}, {place}" for length, place in product(("whole", "split"), ("first", "goes on"))]

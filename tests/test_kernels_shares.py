@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, full, window
+from regard.pattern import causal, dilated, every, full, sinks, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -64,6 +64,64 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
     allowed = pattern.allowed(n).numpy()
     allowed = allowed.T if by_keys else allowed
     assert (seen == allowed).all()
+
+
+def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
+    from regard.engine.kernels.configs import Config
+    from regard.engine.kernels.launches import Layout, dense
+    from regard.engine.kernels.route import route
+    from regard.engine.kernels.together import end_to_end
+
+    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU)
+    lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
+    return end_to_end(way, step, (lie, lie))
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_heads_dealt_together_each_visit_every_allowed_pair_of_their_own(pattern, by_keys):
+    n, heads = 208, 6
+    way, long = route_of_heads(pattern, n, by_keys)
+    assert long[0].shape == (1, 1, heads * n, 8)
+    seen = np.zeros((heads * n, heads * n), dtype=int)
+    for step in way.steps:
+        for row in dealt(step.work, 20, rest=(0, 2)).blocks.numpy():
+            own, there = tile(row), members(row)
+            if step.kept is not None:
+                own = own[step.kept.allows(own, own)]
+            i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
+            seen[np.ix_(own, there)] += step.work.pattern.allows(i, j) if row[9] & 7 else True
+    allowed = pattern.allowed(n).numpy()
+    assert (seen == np.kron(np.eye(heads, dtype=int), allowed.T if by_keys else allowed)).all()
+
+
+def test_dealt_together_no_program_is_left_and_none_has_much_more_than_its_share():
+    pattern = causal() & (window(40) | every(16))
+    apart, _ = route_of_heads(pattern, 1040, False, b=1, h=1)
+    together, _ = route_of_heads(pattern, 1040, False)
+    runs = [
+        np.diff(dealt(work, programs).chunks.numpy()).ravel()
+        for work, programs in ((apart.steps[0].work, 2 * (20 // 6)), (together.steps[0].work, 2 * 20))
+    ]
+    assert len(runs[1]) == 20 and runs[1].max() <= 1.06 * runs[1].mean()
+    assert runs[1].max() < runs[0].max()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"pattern": window(40) | sinks(3)},  # the first keys of a head are not the first of all
+        {"pattern": window(40) | every(16), "n": 203},  # 16 does not divide 203
+        {"pattern": window(40), "step": 2},
+        {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads side by side
+        {"pattern": window(40), "b": 1, "h": 1},
+    ],
+    ids=repr,
+)
+def test_heads_are_dealt_apart_where_the_mask_or_the_memory_would_tell_them_apart(case):
+    case = {"n": 208, "by_keys": False} | case
+    _, lie = route_of_heads(**case)
+    assert lie[0].shape[2] == case["n"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)

@@ -80,18 +80,13 @@ def _walked(call: Call) -> Way:
     def walked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return walk.attend(q, k, v, *place, None)[0]
 
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
-    if learns or not call.q.is_cuda or not eager(call.q, call.k, call.v):
+    if not call.q.is_cuda or not eager(call.q, call.k, call.v):
         return walked
     from . import kernels
 
-    task = kernels.task(call.q, call.v, *place)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The kernel itself, as no gradient is asked for."""
-        return kernels.forward(q, k, v, task)[0] if eager(q, k, v) else walked(q, k, v)
-
-    return run
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
+    again = kernels.Again(kernels.task(call.q, call.v, *place), learns)
+    return lambda q, k, v: again(q, k, v) if eager(q, k, v) else walked(q, k, v)
 
 
 def _masked(call: Call) -> Way | None:

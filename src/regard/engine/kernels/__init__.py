@@ -4,6 +4,7 @@ Triton is imported here and nowhere else; whoever wants these kernels imports th
 """
 
 from .added import Added
+from .again import Again
 from .launch import attend, backward, forward, task
 
-__all__ = ["Added", "attend", "backward", "forward", "task"]
+__all__ = ["Added", "Again", "attend", "backward", "forward", "task"]

@@ -109,24 +109,35 @@ def _keys(row, c, past, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
+def _note(noted, place, j, marks, low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr):
+    """What the keys j of a block are tested by: one number a key for each test; j = −1 at empty places."""
+    if allowed is not None:
+        noted.index(place).store(j)
+    else:
+        if marks & 1:
+            noted.index(place).store(gl.where(j >= 0, high_of(j), -FAR))
+        if marks & 2:
+            noted.index(place + 1).store(gl.where(j >= 0, low_of(j), FAR))
+
+
+@gluon.jit
 def _hide(
-    scores, j, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr,
-    high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr,
+    scores, noted, place, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr,
+    allowed: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """−∞ for pairs that are not allowed. What only a key decides is found once a key, not once a pair."""
+    """−∞ for pairs that are not allowed, by what was noted when the block was fetched: no warp waits for another."""
     MMA: gl.constexpr = scores.type.layout
     if marks & 7:
         i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
         if allowed is not None:
-            keys = gl.convert_layout(j, gl.SliceLayout(0, MMA))
-            ok = allowed(i[:, None], keys[None, :]) & (keys >= 0)[None, :]
-            scores = gl.where(ok, scores, -float("inf"))
+            j = noted.index(place).load(gl.SliceLayout(0, MMA))
+            scores = gl.where(allowed(i[:, None], j[None, :]) & (j >= 0)[None, :], scores, -float("inf"))
         else:
             if marks & 1:
-                high = gl.convert_layout(gl.where(j >= 0, high_of(j), -FAR), gl.SliceLayout(0, MMA))
+                high = noted.index(place).load(gl.SliceLayout(0, MMA))
                 scores = gl.where(high[None, :] >= lowest(i)[:, None], scores, -float("inf"))
             if marks & 2:
-                low = gl.convert_layout(gl.where(j >= 0, low_of(j), FAR), gl.SliceLayout(0, MMA))
+                low = noted.index(place + 1).load(gl.SliceLayout(0, MMA))
                 scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
     return scores
 
@@ -188,14 +199,16 @@ def _fetch_queries(qs, Q, BLOCKS, t, last, marks, q_n, R: gl.constexpr, D: gl.co
 
 @gluon.jit
 def _first_copies(
-    qs, ring, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d,
-    R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
+    qs, ring, noted, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
+    high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
+    LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of block `lo`, then its values and the keys of the next; that block's row, marks and keys."""
+    """Queries and keys of block `lo`, then its values and the keys of the next; marks of both, keys of that."""
     row, marks = _row(BLOCKS, lo, SEGMENTS)
     _fetch_queries(qs, Q, BLOCKS, lo, last, marks, q_n, R, D, LOAD)
     j = _keys(row, c, -1, SEGMENTS)
-    f = _keys(row, flat, -1, SEGMENTS)
+    if (marks & 7) != 0:
+        _note(noted, lo % 2 * 2, _keys(row, flat, -1, SEGMENTS), marks, low_of, high_of, allowed)
     _copy(ring.index(0), K, j, k_m, d)
     async_copy.commit_group()
     _copy(ring.index(1), V, j, v_m, d)
@@ -203,8 +216,10 @@ def _first_copies(
     j = _keys(row, c, -1, SEGMENTS)
     if lo < last:
         _copy(ring.index(2), K, j, k_m, d)
+    if (coming & 7) != 0:
+        _note(noted, (lo + 1) % 2 * 2, _keys(row, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
     async_copy.commit_group()
-    return marks, f, j, _keys(row, flat, -1, SEGMENTS), coming
+    return marks, j, coming
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -226,11 +241,13 @@ def stream_kernel(
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     qs = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
     ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, R, D], SHARED)
+    noted = gl.allocate_shared_memory(gl.int32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
     none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    mark, now, j, f, coming = _first_copies(
-        qs, ring, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, R, D, SEGMENTS, LOAD
-    )
+    mark, j, coming = _first_copies(
+        qs, ring, noted, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
+        R, D, SEGMENTS, LOAD,
+    )  # fmt: skip
     first, hop, _ = _tile(BLOCKS, lo)
     async_copy.wait_group(1)
     barrier()
@@ -238,7 +255,7 @@ def stream_kernel(
     barrier()
     _fetch_queries(qs, Q, BLOCKS, lo + 1, last, coming, q_n, R, D, LOAD)  # a first tile of one block
     async_copy.commit_group()
-    scores = _hide(scores, now, mark, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R)
+    scores = _hide(scores, noted, lo % 2 * 2, mark, first, hop, start, step, lowest, highest, allowed, R)
     weights, fade, top, total = _weigh(scores, none, gl.zeros_like(none), scale2)
     left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
     row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
@@ -248,9 +265,11 @@ def stream_kernel(
         barrier()
         product_k = warpgroup_mma(qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
-        ahead, f_ahead = _keys(row, c, -1, SEGMENTS), _keys(row, flat, -1, SEGMENTS)
+        ahead = _keys(row, c, -1, SEGMENTS)
         if t + 2 <= last:
             _copy(ring.index(free), K, ahead, k_m, d)
+        if (after & 7) != 0:
+            _note(noted, t % 2 * 2, _keys(row, flat, -1, SEGMENTS), after, low_of, high_of, allowed)
         async_copy.commit_group()
         row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
@@ -262,8 +281,8 @@ def stream_kernel(
         if begins:
             first, hop, _ = _tile(BLOCKS, t + 1)
         scores = _hide(
-            scores, f, coming, first, hop, start, step, lowest, highest, low_of, high_of, allowed, R
-        )
+            scores, noted, (t + 1) % 2 * 2, coming, first, hop, start, step, lowest, highest, allowed, R
+        )  # fmt: skip
         sofar, summed = gl.where(begins, none, top), gl.where(begins, 0.0, total)
         weights, fade, higher, summed = _weigh(scores, sofar, summed, scale2)
         acc = warpgroup_mma_wait(0, deps=[product_v])
@@ -272,7 +291,7 @@ def stream_kernel(
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
         left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
-        top, total, coming, after, j, f = higher, summed, after, later, ahead, f_ahead
+        top, total, coming, after, j = higher, summed, after, later, ahead
         k_at, v_at, free = free, k_at, v_at
     async_copy.wait_group(0)
     barrier()

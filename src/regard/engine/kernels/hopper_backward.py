@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import BEGINS, FAR, _copy, _hide, _keys, _mine, _row, _tile, barrier, fetch
+from .hopper import BEGINS, FAR, _copy, _keys, _mine, _row, _tile, barrier, fetch
 
 
 @gluon.jit
@@ -61,6 +61,29 @@ def _open(
     gl.store(LSE2 + x, lse2, mask=mine)
     gl.store(DELTA + x, delta, mask=mine)
     return first, hop, lse2, delta
+
+
+@gluon.jit
+def _hide(
+    scores, j, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr,
+    high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """−∞ for pairs that are not allowed. What only a key decides is found once a key, not once a pair."""
+    MMA: gl.constexpr = scores.type.layout
+    if marks & 7:
+        i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
+        if allowed is not None:
+            keys = gl.convert_layout(j, gl.SliceLayout(0, MMA))
+            ok = allowed(i[:, None], keys[None, :]) & (keys >= 0)[None, :]
+            scores = gl.where(ok, scores, -float("inf"))
+        else:
+            if marks & 1:
+                high = gl.convert_layout(gl.where(j >= 0, high_of(j), -FAR), gl.SliceLayout(0, MMA))
+                scores = gl.where(high[None, :] >= lowest(i)[:, None], scores, -float("inf"))
+            if marks & 2:
+                low = gl.convert_layout(gl.where(j >= 0, low_of(j), FAR), gl.SliceLayout(0, MMA))
+                scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
+    return scores
 
 
 @gluon.jit

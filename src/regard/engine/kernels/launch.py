@@ -98,7 +98,7 @@ def forward(
     if task.scale < 0:
         return forward(-q, k, v, _turned(task), lengths, given)
     d_v = v.shape[-1]
-    q, k, v = _rows(q), _rows(k), _rows(v, _least(q))
+    q, k, v = rows(q), rows(k), rows(v, _least(q))
     call = forward_call(task, layout(q), layout(k), layout(v), q.dtype, q.device, lengths is not None)
     with _on(q):
         o, lse = call(q, k, v, _limits(lengths, q), given.ready())
@@ -126,7 +126,7 @@ def backward(
         grads = backward(-q, k, v, o, lse, do, dlse, _turned(task), lengths, given, of_bias)
         return -grads[0], *grads[1:]
     d_k, d_v, least = q.shape[-1], v.shape[-1], _least(q)
-    q, k, v, o, do = _rows(q), _rows(k), _rows(v, least), _rows(o, least), _rows(do, least)
+    q, k, v, o, do = rows(q), rows(k), rows(v, least), rows(o, least), rows(do, least)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     lie = layout(q), layout(k), layout(v), layout(o), layout(do)
     call = backward_call(task, lie, q.dtype, q.device, dlse is not None, lengths is not None, of_bias)
@@ -152,7 +152,7 @@ def _of_bias(
     return of_table, None if given.slopes is None else -far[:, 2].to(given.slopes.dtype)
 
 
-def _rows(x: Tensor, least: int = 1) -> Tensor:
+def rows(x: Tensor, least: int = 1) -> Tensor:
     """Rows of adjacent numbers that begin and end at multiples of 16 bytes: what the kernels load in whole."""
     whole = 16 // x.element_size()
     if short := max(-x.shape[-1] % whole, least - x.shape[-1]):

@@ -69,7 +69,7 @@ class Launch:
             self.ready[self.grid](*given, *self.rest)
         else:
             at = [x if type(x) is int else x.data_ptr() for x in given]  # type: ignore[union-attr]
-            stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
             self.ready.run(*self.grid, stream, *self.handles, *at, *self.rest)
 
 

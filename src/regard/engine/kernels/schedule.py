@@ -8,7 +8,8 @@ items that write partial results, which are added in order afterwards: no atomic
 Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,15 @@ def schedule(
     )
 
 
+def repeated(work: Schedule, times: int, apart: int) -> Schedule:
+    """Of as many sequences, each `apart` from the next, as one long sequence; the items stay as they were."""
+    shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
+    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
+    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
+    ends = np.concatenate([work.ends + x * len(work.blocks) for x in range(times)])
+    return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
+
+
 @dataclass(frozen=True, eq=False)
 class Shares:
     """The blocks of a pass, dealt to programs. A tile that several programs share has a slot for each."""
@@ -108,17 +118,18 @@ def shares(
 ) -> Shares:
     """Deal the blocks to the programs of a head: `programs` of all heads run at a time, and there are no more.
 
-    Program p of k takes tiles p, p + k, p + 2k …: tiles that run at one time are neighbours and share keys in the
-    cache. Where tiles are to be split, all blocks in order, in equal runs. A tile is visited for each of a group.
+    The longest tiles first, each to the program with the least to do; of equal ones, program p of k takes p, p + k …:
+    tiles that run at one time are neighbours and share keys in the cache. Where tiles are to be split, all blocks in
+    order, in equal runs. A tile is visited for each of a group.
     Blocks of no member are added until the length of each run leaves the rest[0] when divided by rest[1].
     """
     size = np.diff(work.ends, prepend=0)
     tiles, split = np.arange(len(size)), work.slots > 0
     k = min(max(programs // heads, 1), group * int(size.sum()) if split else len(size))
-    order = tiles if split else np.argsort(tiles % k, kind="stable")
+    order, whose = (tiles, tiles) if split else _dealt(size, k)
     begin, once = (work.ends - size)[order], size[order]
     first, total = group * (np.cumsum(once) - once), group * int(once.sum())
-    cuts = np.arange(k) * total // k if split else first[np.searchsorted(order % k, np.arange(k))]
+    cuts = np.arange(k) * total // k if split else first[np.searchsorted(whose, np.arange(k))]
     starts = np.union1d(first, cuts)
     tile = np.searchsorted(first, starts, side="right") - 1
     pieces = np.bincount(tile, minlength=len(first))
@@ -130,11 +141,11 @@ def shares(
     blocks = work.blocks.cpu().numpy()[begin[of] + nth % once[of]]
     blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // once[of])
     blocks[starts, 9] |= BEGINS
-    whose = np.flatnonzero(pieces > 1)
-    head = blocks[first[whose]]
-    nothing = np.zeros((len(whose), ITEM - 5), dtype=np.int64)
-    own = slot[np.searchsorted(starts, first[whose])]
-    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, own, pieces[whose], nothing])
+    several = np.flatnonzero(pieces > 1)
+    head = blocks[first[several]]
+    nothing = np.zeros((len(several), ITEM - 5), dtype=np.int64)
+    own = slot[np.searchsorted(starts, first[several])]
+    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, own, pieces[several], nothing])
 
     def move(x: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.blocks.device)
@@ -149,6 +160,19 @@ def shares(
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~15 | 1
     table = np.column_stack([np.append(0, ends[:-1]), ends])
     return Shares(move(blocks), move(table), move(each), move(joins), int(parted.sum()))
+
+
+def _dealt(size: Ints, programs: int) -> tuple[Ints, Ints]:
+    """Tiles in the order they are run in, program by program, and whose each is. Closing a tile counts as a block."""
+    load = [(0, p) for p in range(programs)]
+    whose = np.zeros(len(size), dtype=np.int64)
+    by_length = np.argsort(-size, kind="stable")
+    for tile in by_length:
+        work, program = load[0]
+        whose[tile] = program
+        heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
+    order = by_length[np.argsort(whose[by_length], kind="stable")]
+    return order, whose[order]
 
 
 def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:

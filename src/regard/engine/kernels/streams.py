@@ -12,6 +12,7 @@ from .configs import Config
 from .launches import Launch, Layout, dense, wide
 from .route import Route, route
 from .schedule import shares
+from .together import end_to_end
 
 STREAMED = (64, 128)  # widths of heads that the streaming kernels take
 SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
@@ -66,6 +67,7 @@ def forward_stream(
     """(q, k, v, limits, added) → (o, lse)."""
     from . import hopper
 
+    way, (q, k, v) = end_to_end(way, task.step, (q, k, v))
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
     launches = []
     for step in way.steps:
@@ -118,7 +120,8 @@ def dq_call(
     """(q, k, v, o, do, lse, dlse, lse2, delta) → dq; fills the last two: lse in base 2, and Σ do ∘ o − dlse."""
     from . import hopper_backward
 
-    q, k, v, o, do = given
+    shape = given[0].shape
+    way, (q, k, v, o, do) = end_to_end(way, task.step, given)
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream_dq
     like = dense(b, h, n, d)
     launches = []
@@ -133,7 +136,7 @@ def dq_call(
         launches.append((launch, cut.chunks, cut.blocks))
 
     def call(q, k, v, o, do, lse, dlse, lse2, delta):
-        dq = (torch.empty if way.covers else torch.zeros)(like.shape, dtype=dtype, device=device)
+        dq = (torch.empty if way.covers else torch.zeros)(shape, dtype=dtype, device=device)
         dlse = lse if dlse is None else dlse
         for launch, table, blocks in launches:
             launch(q, k, v, o, do, lse, dlse, lse2, delta, dq, table, blocks)
@@ -148,7 +151,8 @@ def dkv_call(
     """(q, k, v, do, lse2, delta) → dk, dv: the halves of one tensor, so that one launch adds up both."""
     from . import hopper_backward
 
-    q, k, v, _, do = given
+    shape = given[1].shape
+    way, (q, k, v, _, do) = end_to_end(way, task.step, given)
     (b, h, n, d), (h_kv, m), config = q.shape, k.shape[1:3], task.configs.stream_dkv
     like, twice = dense(b, h_kv, m, d), dense(2 * b, h_kv, m, d)
     launches = []
@@ -168,7 +172,7 @@ def dkv_call(
         launches.append((cut, first, then))
 
     def call(q, k, v, do, lse2, delta):
-        both = (torch.empty if way.covers else torch.zeros)((2, *like.shape), dtype=dtype, device=device)
+        both = (torch.empty if way.covers else torch.zeros)((2, *shape), dtype=dtype, device=device)
         dk, dv = both.unbind(0)
         for cut, first, then in launches:
             part = delta.new_empty((cut.slots, 2, b * h_kv, config.tile, d)) if cut.slots else delta
