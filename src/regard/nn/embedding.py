@@ -35,12 +35,18 @@ class Embedding(nn.Module):
         types: Int[Tensor, "b n"] | None = None,
         start: int | Int[Tensor, " b"] = 0,
         length: int | None = None,
+        places: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
-        """`start` is the position of the first id, one number or one a row; `length` the last position + 1."""
+        """`start` is the position of the first id, one number or one a row; `length` the last position + 1.
+
+        `places` is the position of every id, where they do not just follow one another.
+        """
         x = F.embedding(ids, self.table)
         if self.spec.scaled:
             x = x * self.spec.d_model**0.5
-        if self.position is not None:
+        if self.position is not None and places is not None:
+            x = self.position(x, places)
+        elif self.position is not None:
             along = torch.arange(ids.shape[1], device=ids.device)
             where = along + (start[:, None] if isinstance(start, Tensor) else start)
             if length is None and not isinstance(start, Tensor):

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .. import pattern as hide
 from .. import spec
 from ..engine.call import Bias
 from ..errors import ShapeError
@@ -50,13 +51,15 @@ class Stack(nn.Module):
         lengths: Int[Tensor, " b"] | None = None,
         context_lengths: Int[Tensor, " b"] | None = None,
         types: Int[Tensor, "b n"] | None = None,
+        documents: Int[Tensor, "b n"] | None = None,
         pattern: Pattern | Tensor | None = None,
         cache: Cache | None = None,
         return_weights: bool = False,
     ):
         """Logits, class scores, or states where there is no head; with return_weights also a list of weights.
 
-        lengths: real tokens a row, the rest is padding at its end. pattern: further restricts who sees whom.
+        lengths: real tokens a row, the rest is padding at its end. documents: texts laid end to end, by number;
+        none sees another, and positions begin anew in each. pattern: further restricts who sees whom.
         cache: keeps what was seen, so that each call brings only new tokens.
         """
         kept: list[dict[str, Tensor]] | None = [{} for _ in self.blocks] if return_weights else None
@@ -66,6 +69,7 @@ class Stack(nn.Module):
             lengths=lengths,
             context_lengths=context_lengths,
             types=types,
+            documents=documents,
             pattern=pattern,
             cache=cache,
             keep=kept,
@@ -81,13 +85,16 @@ class Stack(nn.Module):
         lengths: Int[Tensor, " b"] | None = None,
         context_lengths: Int[Tensor, " b"] | None = None,
         types: Int[Tensor, "b n"] | None = None,
+        documents: Int[Tensor, "b n"] | None = None,
         pattern: Pattern | Tensor | None = None,
         cache: Cache | None = None,
         keep: list[dict[str, Tensor]] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
         """What the head reads. A list of dictionaries given as `keep`, one a block, receives the weights."""
-        x = self._embed(x, types, cache)
+        x = self._embed(x, types, cache, documents)
         bias = self._bias(x, cache)
+        if documents is not None:
+            pattern = _within(documents, pattern)
         for i, block in enumerate(self.blocks):
             given: dict[str, Any] = {
                 "lengths": lengths,
@@ -120,11 +127,17 @@ class Stack(nn.Module):
         """An empty cache for this stack."""
         return Cache(len(self.blocks))
 
-    def _embed(self, x: Tensor, types: Tensor | None, cache: Cache | None) -> Tensor:
+    def _embed(
+        self, x: Tensor, types: Tensor | None, cache: Cache | None, documents: Tensor | None
+    ) -> Tensor:
+        if documents is not None and cache is not None:
+            raise ShapeError("documents and a cache at once: a text that is written on is a row of its own")
         if self.embedding is None:
             return x
         if x.is_floating_point():
             raise ShapeError(f"this stack has an embedding and takes token ids, not {x.dtype} vectors")
+        if documents is not None:
+            return self.embedding(x, types=types, places=places(documents))
         start = 0 if cache is None else cache.offset
         length = x.shape[1] + (0 if cache is None else cache.filled)
         return self.embedding(x, types=types, start=start, length=length)
@@ -140,6 +153,25 @@ class Stack(nn.Module):
         along = torch.arange(x.shape[1], device=x.device)
         where = along + (start[:, None] if isinstance(start, Tensor) else start)
         return self.position(where, torch.arange(filled, device=x.device))
+
+
+def places(documents: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
+    """How far each token is from the first of its document.
+
+    >>> places(torch.tensor([[4, 4, 4, 7, 9, 9]])).tolist()
+    [[0, 1, 2, 0, 0, 1]]
+    """
+    along = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return along - along.where(first, 0).cummax(1).values
+
+
+def _within(ids: Int[Tensor, "b n"], pattern: Pattern | Tensor | None) -> Pattern | Tensor:
+    own = hide.documents(ids)
+    if pattern is None or isinstance(pattern, Pattern):
+        return own if pattern is None else pattern & own
+    return pattern & own.allowed(ids.shape[1], ids.shape[1], device=ids.device)
 
 
 def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:

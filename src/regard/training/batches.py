@@ -1,4 +1,4 @@
-"""Batches of about one size: rows of like length together, so that little of a batch is padding."""
+"""Batches of about one size: rows of like length together, so that little is padding; or packed, and none is."""
 
 from dataclasses import dataclass
 
@@ -31,11 +31,14 @@ class Plan:
         return 1.0 - self.real / self.padded if self.padded else 0.0
 
 
-def by_tokens(lengths: Int[Tensor, "rows sides"], most: int, *, seed: int = 0, epoch: int = 0) -> Plan:
+def by_tokens(
+    lengths: Int[Tensor, "rows sides"], most: int, *, packed: bool = False, seed: int = 0, epoch: int = 0
+) -> Plan:
     """Every row once, in batches of at most `most` tokens, padding counted.
 
-    Rows are sorted by length, equal lengths in random order, then cut; the batches come in random order. seed
-    and epoch decide all of it. A row has one length a side (source, target).
+    Rows are sorted by length, equal lengths in random order, then cut; the batches come in random order. Rows that
+    are packed need no padding: they are cut in random order, and sorted within a batch. seed and epoch decide all
+    of it. A row has one length a side (source, target).
     """
     if not len(lengths):
         raise SpecError("there is no row to make a batch of")
@@ -46,6 +49,8 @@ def by_tokens(lengths: Int[Tensor, "rows sides"], most: int, *, seed: int = 0, e
         )
     noise = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     rows = torch.randperm(len(lengths), generator=noise)
+    if packed:
+        return _packed(rows, lengths.sum(1), most)
     for side in range(lengths.shape[1]):  # stable sorts: the last side counts most
         rows = rows[lengths[rows, side].argsort(stable=True)]
     sizes = lengths[rows]
@@ -53,6 +58,21 @@ def by_tokens(lengths: Int[Tensor, "rows sides"], most: int, *, seed: int = 0, e
     order = torch.randperm(len(cuts), generator=noise).tolist()
     padded = sum((b - a) * int(sizes[a:b].amax(0).sum()) for a, b in cuts)
     return Plan(rows, tuple(cuts[o] for o in order), int(lengths.sum()), padded)
+
+
+def _packed(rows: Int[Tensor, " rows"], lengths: Int[Tensor, " rows"], most: int) -> Plan:
+    """Stretches of rows that hold at most `most` tokens."""
+    cuts, start, held = [], 0, 0
+    for i, length in enumerate(lengths[rows].tolist()):
+        if held + length > most:
+            cuts.append((start, i))
+            start, held = i, 0
+        held += length
+    cuts.append((start, len(rows)))
+    # Neighbours of one length are attended to together, without a mask.
+    parts = [rows[a:b][lengths[rows[a:b]].argsort(stable=True)] for a, b in cuts]
+    real = int(lengths.sum())
+    return Plan(torch.cat(parts), tuple(cuts), real, real)
 
 
 def _cut(sizes: Int[Tensor, "rows sides"], most: int) -> list[tuple[int, int]]:
@@ -83,6 +103,7 @@ class Stream:
     seed: int = 0
     epoch: int = 0
     index: int = 0  # of the next batch
+    packed: bool = False
     rank: int = 0
     world: int = 1
     plan: Plan | None = None
@@ -100,7 +121,9 @@ class Stream:
     def left(self) -> int:
         """The batches this epoch still has."""
         if self.plan is None:
-            self.plan = by_tokens(self.lengths, self.most, seed=self.seed, epoch=self.epoch)
+            self.plan = by_tokens(
+                self.lengths, self.most, packed=self.packed, seed=self.seed, epoch=self.epoch
+            )
         return len(self.plan) - self.index
 
     def share(self, batches: int) -> list[Int[Tensor, " b"]]:

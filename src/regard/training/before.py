@@ -141,7 +141,7 @@ def before(
 ) -> Before:
     """What can be said of this recipe on these training rows, on so many of these devices."""
     s = recipe.settings
-    batch = mean_batch(rows, s.tokens, s.seed)
+    batch = mean_batch(rows, s.tokens, s.seed, s.packed)
     priced = price(recipe, batch, device)
     there = meter.memory_there(device)
     peak = None if priced.memory is None else priced.memory.training
@@ -170,7 +170,8 @@ def before(
 
 def most_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
     """How many tokens a batch may have in the memory that is free now, by its cost."""
-    batch = mean_batch(rows, recipe.settings.tokens, recipe.settings.seed)
+    s = recipe.settings
+    batch = mean_batch(rows, s.tokens, s.seed, s.packed)
     return _fitting(price(recipe, batch, device), batch, meter.memory_there(device) or 0)
 
 
@@ -179,8 +180,8 @@ def _fitting(priced: Cost, batch: Batch, there: int) -> int:
     return priced.fits(there) * sides if there else 0
 
 
-def mean_batch(rows: Any, tokens: int, seed: int = 0) -> Batch:
-    plan = by_tokens(rows.sizes, tokens, seed=seed)
+def mean_batch(rows: Any, tokens: int, seed: int = 0, packed: bool = False) -> Batch:
+    plan = by_tokens(rows.sizes, tokens, packed=packed, seed=seed)
     lengths = [max(round(x), 1) for x in rows.sizes.double().mean(0).tolist()]
     some = [plan[i] for i in range(0, len(plan), max(len(plan) // 8, 1))]
     with dice_kept(torch.device("cpu")):  # rows may hide tokens at random
@@ -205,7 +206,7 @@ def operations(priced: Cost, batch: Batch) -> float:
 def gauge(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> meter.Meter:
     """The meter of a run on so many devices."""
     s = recipe.settings
-    batch = mean_batch(rows, s.tokens, s.seed)
+    batch = mean_batch(rows, s.tokens, s.seed, s.packed)
     with dice_kept(device):
         rate = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
     return meter.Meter(operations(price(recipe, batch, device), batch), world * rate, device)

@@ -21,7 +21,7 @@ from .log import Log
 from .meter import Meter
 from .optimiser import AdamW
 from .ranks import REPLICATE, SHARD, Ranks, silent, whole
-from .tasks import Batch
+from .tasks import Batch, laid
 
 ADAMW = AdamW()
 
@@ -38,6 +38,7 @@ class Settings:
     minutes: int | float | None = None  # end then, the schedule stretched to it, whatever the steps
     clip: int | float | None = 1.0  # the gradient's global norm
     accumulate: int = 1  # batches an update, of all ranks together
+    packed: bool = False  # texts of any length end to end, without padding, instead of rows of like length
     average: ema | last | None = None
     autocast: str | None = None  # "bfloat16" or "float16"
     parallel: str = REPLICATE  # among ranks: each holds all weights, or with "shard" a part
@@ -83,6 +84,7 @@ class Trainer:
         self.ranks = Ranks.here() if ranks is None else ranks
         self.call: Callable[..., tuple[Tensor, Tensor]]
         self.call = self.ranks.spread(task, settings.parallel, settings.compile)
+        self.parameters = list(task.parameters())  # asking for them at each update would take 0.5 ms
         self.optimiser = settings.optimiser.build(task)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "float16")
         self.mean = self._mean()
@@ -165,7 +167,8 @@ class Trainer:
         """One update: the sum of this rank's plain losses, the predictions of all ranks, the gradient's norm."""
         s, rate = self.settings, self.rate()
         self.step += 1
-        self.task.train()
+        if not self.task.training:
+            self.task.train()
         batches = [self._batch(self.train, rows) for rows in self.stream.share(s.accumulate)]
         predicted = int(self.ranks.sum(sum(b.predicted for b in batches))[0])
         total = torch.zeros((), device=self.device)
@@ -200,7 +203,7 @@ class Trainer:
     def _clipped(self) -> Tensor:
         """The gradient's norm, over all ranks, before it is clipped."""
         self.scaler.unscale_(self.optimiser)
-        parameters = [p for p in self.task.parameters() if p.grad is not None]
+        parameters = [p for p in self.parameters if p.grad is not None]
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.settings.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, norm)
@@ -209,11 +212,13 @@ class Trainer:
         return norm
 
     def _stream(self, data: Any, seed: int = 0) -> Stream:
-        return Stream(data.sizes, self.settings.tokens, seed, rank=self.ranks.rank, world=self.ranks.world)
+        s, r = self.settings, self.ranks
+        return Stream(data.sizes, s.tokens, seed, packed=s.packed, rank=r.rank, world=r.world)
 
     def _batch(self, data: Any, rows: Tensor) -> Batch:
         """A rank without rows takes one that does not count, since all ranks have to take part."""
-        return data.batch(rows) if len(rows) else Batch(data.batch(torch.tensor([0])).given, 0)
+        batch = data.batch(rows) if len(rows) else Batch(data.batch(torch.tensor([0])).given, 0)
+        return laid(batch) if self.settings.packed else batch
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         kind = self.settings.autocast

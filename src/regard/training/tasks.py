@@ -5,13 +5,14 @@ what is predicted, so that batches of any size can be added up before they are d
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..errors import SpecError
 from ..nn.embedding import LanguageHead, MaskedHead
 from ..nn.stack import EncoderDecoder, Stack
 from .loss import IGNORED, cross_entropy
@@ -35,6 +36,40 @@ class Batch(NamedTuple):
 
 def _sent(t: Tensor, device: torch.device) -> Tensor:
     return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
+
+
+def laid(batch: Batch) -> Batch:
+    """The same texts end to end in one row, without their padding, and where each begins."""
+    given = dict(batch.given)
+    lengths = given.pop("lengths", None)
+    if lengths is None or "tokens" not in given:
+        raise SpecError(
+            f"packed=True lays texts end to end, and these rows are {' and '.join(batch.given)}; it is for texts "
+            f"that are classified, or of which words are hidden"
+        )
+    real = torch.arange(given["tokens"].shape[1]) < lengths[:, None]
+    given |= {name: t[real][None] for name, t in given.items() if t.shape == real.shape}
+    return Batch({**given, "starts": lengths.cumsum(0) - lengths}, batch.predicted)
+
+
+def numbered(starts: Int[Tensor, " texts"], n: int) -> Int[Tensor, "1 n"]:
+    """Which text each token belongs to.
+
+    >>> numbered(torch.tensor([0, 3, 4]), 6).tolist()
+    [[0, 0, 0, 1, 2, 2]]
+    """
+    begins = torch.zeros(1, n, dtype=torch.long, device=starts.device)
+    begins[0, starts[1:]] = 1
+    return begins.cumsum(1)
+
+
+def apart(
+    states: Float[Tensor, "1 n d"], starts: Int[Tensor, " texts"]
+) -> tuple[Float[Tensor, "texts longest d"], Int[Tensor, " texts"]]:
+    """The states of each text in a row of its own, and how many count there."""
+    lengths = torch.diff(starts, append=starts.new_tensor([states.shape[1]]))
+    at = starts[:, None] + torch.arange(int(lengths.max()), device=starts.device)
+    return states[0, at.clamp(max=states.shape[1] - 1)], lengths
 
 
 @dataclass(frozen=True)
@@ -170,9 +205,14 @@ class Guessing(nn.Module):
         self.model, self.smoothing = model, smoothing
 
     def forward(
-        self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"], wanted: Int[Tensor, "b n"]
+        self,
+        tokens: Int[Tensor, "b n"],
+        wanted: Int[Tensor, "b n"],
+        lengths: Int[Tensor, " b"] | None = None,
+        starts: Int[Tensor, " texts"] | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        states = self.model.states(tokens, lengths=lengths)
+        documents = None if starts is None else numbered(starts, tokens.shape[1])
+        states = self.model.states(tokens, lengths=lengths, documents=documents)
         return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
 
 
@@ -181,16 +221,24 @@ class Classification(nn.Module):
 
     def __init__(self, model: nn.Module, smoothing: float = 0.0):
         super().__init__()
-        self.model, self.smoothing = model, smoothing
+        self.model: Any = model  # a Stack or a Vision
+        self.smoothing = smoothing
 
     def forward(
         self,
-        labels: Int[Tensor, " b"],
-        images: Float[Tensor, "b c height width"] | None = None,
+        labels: Int[Tensor, " texts"],
+        images: Float[Tensor, "texts c height width"] | None = None,
         tokens: Int[Tensor, "b n"] | None = None,
         lengths: Int[Tensor, " b"] | None = None,
+        starts: Int[Tensor, " texts"] | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        scores = self.model(tokens, lengths=lengths) if images is None else self.model(images)
+        if images is not None:
+            scores = self.model(images)
+        elif tokens is None or starts is None:
+            scores = self.model(tokens, lengths=lengths)
+        else:
+            states = self.model.states(tokens, documents=numbered(starts, tokens.shape[1]))
+            scores = self.model.read(*apart(states, starts))
         plain = F.cross_entropy(scores, labels, reduction="sum")
         if not self.smoothing or not self.training:
             return plain, plain.detach()

@@ -1,0 +1,189 @@
+"""Packed batches: texts end to end in one row cost no padding, and teach what a padded batch teaches."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import regard as rg
+from regard.nn.stack import places
+from regard.training import before, recipes
+from regard.training.batches import Stream, by_tokens
+from regard.training.drawn import Hidden
+from regard.training.ragged import Ragged
+from regard.training.run import Run
+from regard.training.tasks import Batch, Classification, Guessing, Labelled, Pairs, laid, numbered
+from training_run_case import regard
+
+VOCAB, LONGEST = 23, 11
+POSITIONS = {
+    "learned": {"position": rg.learned(LONGEST)},
+    "sinusoidal": {"position": rg.sinusoidal()},
+    "rope": {"within": rg.rope()},
+    "alibi": {"within": rg.alibi()},
+    "t5": {"shared": rg.t5_buckets()},
+    "none": {},
+}
+HEADS = {
+    "hidden": rg.MaskedHead(),
+    "mean": rg.ClassifierHead(3),
+    "first": rg.ClassifierHead(3, pool="first"),
+    "last": rg.ClassifierHead(3, pool="last"),
+    "max": rg.ClassifierHead(3, pool="max"),
+}
+
+
+def model(head, position=None, within=None, shared=None):
+    torch.manual_seed(1)
+    attention = rg.Attention(12, heads=2, position=within)
+    block = rg.Block(attention, rg.FeedForward(8), norm_at="pre")
+    embedding = rg.Embedding(VOCAB, 12, position=position)
+    return rg.Encoder(block, 2, embedding=embedding, position=shared, head=head).build().double()
+
+
+def texts(lengths, seed=0) -> Ragged:
+    noise = torch.Generator().manual_seed(seed)
+    return Ragged.of([torch.randint(4, VOCAB, (n,), generator=noise).tolist() for n in lengths])
+
+
+def learned_from(task, batch):
+    task.zero_grad()
+    loss, plain = task(**batch.given)
+    loss.backward()
+    return loss.detach(), plain, {name: p.grad for name, p in task.named_parameters()}
+
+
+def same_lesson(task, batch):
+    """Loss and every gradient, packed against padded, in float64."""
+    padded, packed = learned_from(task, batch), learned_from(task, laid(batch))
+    for a, b in zip(padded[:2], packed[:2], strict=True):
+        assert abs(float(a - b)) < 1e-10 * max(1.0, abs(float(a)))
+    for name, grad in padded[2].items():
+        if grad is None:
+            assert packed[2][name] is None
+        else:
+            assert (grad - packed[2][name]).abs().max() < 1e-10, name
+
+
+sizes = st.lists(st.integers(1, LONGEST), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_packed_batch_teaches_what_a_padded_one_does(head, position):
+    rows = texts([7, 1, 11, 3, 3, 5])
+    torch.manual_seed(2)
+    if head == "hidden":
+        batch = Hidden(rows, VOCAB - 1, 0.4).batch(torch.arange(6))
+        same_lesson(Guessing(model(HEADS[head], **POSITIONS[position]), smoothing=0.1), batch)
+    else:
+        batch = Labelled(rows, torch.tensor([0, 2, 1, 1, 0, 2])).batch(torch.arange(6))
+        same_lesson(Classification(model(HEADS[head], **POSITIONS[position]), smoothing=0.1), batch)
+
+
+TASK = Guessing(model(HEADS["hidden"], rg.learned(LONGEST)))
+
+
+@given(sizes, st.integers(0, 9))
+def test_whatever_their_lengths_packed_texts_teach_the_same(lengths, seed):
+    torch.manual_seed(seed)
+    same_lesson(TASK, Hidden(texts(lengths, seed), VOCAB - 1, 0.3).batch(torch.arange(len(lengths))))
+
+
+@given(sizes)
+def test_a_packed_batch_says_where_its_texts_begin(lengths):
+    rows = texts(lengths)
+    batch = laid(Labelled(rows, torch.zeros(len(rows), dtype=torch.long)).batch(torch.arange(len(rows))))
+    given = batch.given
+    assert (
+        given["tokens"].tolist() == [rows.ids.tolist()] and given["starts"].tolist() == rows.starts.tolist()
+    )
+    assert "lengths" not in given and given["labels"].shape == (len(rows),)
+    which = numbered(given["starts"], len(rows.ids))
+    assert which[0].tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+    assert places(which)[0].tolist() == [k for n in lengths for k in range(n)]
+
+
+@given(sizes, st.integers(LONGEST, 40), st.integers(0, 3))
+def test_packed_batches_hold_every_row_once_and_no_padding(lengths, most, epoch):
+    tokens = torch.tensor(lengths)
+    plan = by_tokens(tokens[:, None], most, packed=True, epoch=epoch)
+    parts = [plan[i] for i in range(len(plan))]
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
+    held = [int(tokens[p].sum()) for p in parts]
+    assert max(held) <= most and plan.waste == 0.0 and plan.real == sum(held)
+    again = by_tokens(tokens[:, None], most, packed=True, epoch=epoch)
+    assert torch.equal(plan.rows, again.rows) and plan.cuts == again.cuts
+
+
+def test_few_texts_of_uneven_length_are_a_fifth_padding_unless_packed():
+    noise = torch.Generator().manual_seed(0)
+    lengths = (0.8 * torch.randn(500, generator=noise) + 4.3).exp().round().clamp(1, 256).long()[:, None]
+    padded, packed = (by_tokens(lengths, 16_000, packed=p) for p in (False, True))
+    assert padded.waste > 0.2 and packed.waste == 0.0
+    one, two = (Stream(lengths, 16_000, packed=True, epoch=e).next() for e in (0, 1))
+    assert not torch.equal(one, two)
+
+
+def test_rows_that_are_no_texts_are_not_packed():
+    pairs = Pairs(texts([3, 2]), texts([2, 2])).batch(torch.arange(2))
+    with pytest.raises(
+        rg.SpecError,
+        match=r"^packed=True lays texts end to end, and these rows are source and source_lengths and target and "
+        r"wanted; it is for texts that are classified, or of which words are hidden$",
+    ):
+        laid(pairs)
+    with pytest.raises(rg.SpecError, match=r"these rows are images and labels; it is for texts"):
+        laid(Batch({"images": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(2)}, 2))
+
+
+def test_a_cache_and_documents_do_not_go_together():
+    built = model(rg.LanguageHead())
+    with pytest.raises(
+        rg.ShapeError,
+        match=r"^documents and a cache at once: a text that is written on is a row of its own$",
+    ):
+        built(torch.ones(1, 4).long(), documents=torch.tensor([[0, 0, 1, 1]]), cache=built.cache())
+
+
+def test_documents_join_a_pattern_or_a_mask_that_is_given():
+    built, ids = model(None), torch.tensor([[0, 0, 0, 1, 1]])
+    tokens = torch.arange(4, 9)[None]
+    alone = torch.cat(
+        [built(tokens[:, :3], pattern=rg.causal()), built(tokens[:, 3:], pattern=rg.causal())], 1
+    )
+    for seen in (rg.causal(), rg.causal().allowed(5, 5)):
+        assert (built(tokens, documents=ids, pattern=seen) - alone).abs().max() < 1e-12
+
+
+def test_a_run_of_packed_texts_learns_as_a_padded_one_and_logs_no_waste(tmp_path):
+    rows = [
+        ("b" if n % 3 else "a", " ".join(["one", "two", "cat"][: n % 3 + 1] * (n % 7 + 1))) for n in range(60)
+    ]
+    file = tmp_path / "a.tsv"
+    file.write_text("".join(f"{label}\t{told}\n" for label, told in rows))
+    made = recipes.classify(str(file), str(file), steps=12, d_model=16, layers=1, heads=2, tokens=300)
+    made = replace(made, settings=replace(made.settings, log_every=1, packed=True))
+    assert recipes.Recipe.from_json(made.json()) == made
+    run, seen = Run(made, tmp_path / "out", "cpu"), []
+    run.train(seen.append)
+    train = [e for e in seen if e["event"] == "train"]
+    assert len(train) == 12 and all(e["waste"] == 0.0 for e in train)
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert before.mean_batch(run.ready.train, 300, packed=True).waste == 0.0
+    again, curve = Run(made, tmp_path / "again", "cpu"), []
+    again.trainer.run(lambda e: curve.append(e["loss"]) if e["event"] == "train" else None)
+    assert curve == [e["loss"] for e in train]
+    # The same weights judge the held-out rows alike, packed or not.
+    padded = replace(made, settings=replace(made.settings, packed=False))
+    other = Run(padded, tmp_path / "out", "cpu")
+    other.trainer.resume()
+    run.trainer.resume()
+    told = [one.trainer._validated()["loss"] for one in (run, other)]
+    assert told[0] == pytest.approx(told[1], rel=1e-5)
+    (tmp_path / "mine.json").write_text(made.json())
+    plain = json.loads(regard("train", str(tmp_path / "mine.json"), "--dry-run", "--json"))
+    assert plain["batch"]["waste"] == 0.0
