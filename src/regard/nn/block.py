@@ -77,9 +77,10 @@ class Block(nn.Module):
         return x
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
-        before, after = (norm, nn.Identity()) if self.spec.norm_at == "pre" else (nn.Identity(), norm)
-        y = dropout(f(before(x)), self.spec.dropout, self.training)
-        return after(x + y if self.spec.residual else y)
+        first = self.spec.norm_at == "pre"
+        y = dropout(f(norm(x) if first else x), self.spec.dropout, self.training)
+        y = x + y if self.spec.residual else y
+        return y if first else norm(y)
 
 
 def _keep(keep: dict[str, Tensor] | None, name: str, attention: nn.Module, *given, **named) -> Tensor:

@@ -9,12 +9,15 @@ rows and columns (…, n, 2). A score module whose bias depends on the 1-D dista
 `by_distance()`, for which the engine needs no n × m tensor.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import einsum, rearrange
 from jaxtyping import Float, Int, Real
 from torch import Tensor, nn
 
+from ..engine.call import readable
 from ..errors import ShapeError, SpecError
 from ..position import (
     ByDistance,
@@ -39,6 +42,7 @@ from ..position import (
     t5_bucket,
     t5_buckets,
 )
+from .turning import EXACT, turned
 
 
 def build(
@@ -202,14 +206,27 @@ class Rotary(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b n d"], positions: Real[Tensor, "..."]) -> Float[Tensor, "*b n d"]:
         p = self.position
-        if x.shape[-1] != self.d_k:
-            raise ShapeError(f"{p!r} was built for d_k={self.d_k} and met {x.shape[-1]} columns")
-        turning, still = x[..., : self.width], x[..., self.width :]
         if p.grid is None:
-            turned = rotate(turning, positions, p.base, p.pairing)
-        else:
-            turned = rotate_grid(turning, coordinates(positions, p.grid), p.base, p.pairing)
-        return torch.cat([turned, still], dim=-1) if still.shape[-1] else turned
+            return self._in_part(x, lambda part: rotate(part, positions, p.base, p.pairing))
+        cells = coordinates(positions, p.grid)
+        return self._in_part(x, lambda part: rotate_grid(part, cells, p.base, p.pairing))
+
+    def along(self, x: Float[Tensor, "*b n d"], start: int, step: int) -> Float[Tensor, "*b n d"]:
+        """The same at start, start + step, …: where numbers are, by angles that are remembered."""
+        p = self.position
+        if p.grid is not None or x.dtype not in EXACT or not readable(x):
+            return self(x, start + step * torch.arange(x.shape[-2], device=x.device))
+        return self._in_part(x, lambda part: turned(part, start, step, p.base, p.pairing))
+
+    def _in_part(
+        self, x: Float[Tensor, "*b n d"], turn: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "*b n d"]:
+        """The columns that turn, turned; the rest as they are."""
+        if x.shape[-1] != self.d_k:
+            raise ShapeError(f"{self.position!r} was built for d_k={self.d_k} and met {x.shape[-1]} columns")
+        if self.width == self.d_k:
+            return turn(x)
+        return torch.cat([turn(x[..., : self.width]), x[..., self.width :]], dim=-1)
 
     def extra_repr(self) -> str:
         return repr(self.position)

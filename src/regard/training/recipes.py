@@ -127,7 +127,9 @@ def language_model(
     size = data.vocab or len(SPECIAL) + len(set(data.text()))
     # No biases, rotations instead of a table of positions, max(0, x) instead of GELU: each learns as well or sooner
     # here than GPT-2's way, and the first and the last cost less.
-    past = Attention(d_model, heads=heads, pattern=causal(), position=rope(), biases="none")
+    past = Attention(
+        d_model, heads=heads, pattern=causal(), position=rope(pairing="interleaved"), biases="none"
+    )
     mlp = FeedForward(4 * d_model, bias=False)
     block = Block(past, mlp, norm_at="pre", norm_bias=False)
     model = Encoder(
