@@ -16,7 +16,7 @@ from ..errors import FormatError, RegardError, SpecError
 from ..schedule import Schedule
 from . import checkpoints, optimiser
 from .average import Last, Mean, ema, last
-from .batches import Stream
+from .batches import Stream, width
 from .log import Log
 from .meter import Meter
 from .optimiser import AdamW
@@ -38,7 +38,7 @@ class Settings:
     minutes: int | float | None = None  # end then, the schedule stretched to it, whatever the steps
     clip: int | float | None = 1.0  # the gradient's global norm
     accumulate: int = 1  # batches an update, of all ranks together
-    packed: bool = False  # texts of any length end to end, without padding, instead of rows of like length
+    packed: bool = False  # texts of any length end to end, several in a row, instead of rows of like length
     average: ema | last | None = None
     autocast: str | None = None  # "bfloat16" or "float16"
     parallel: str = REPLICATE  # among ranks: each holds all weights, or with "shard" a part
@@ -218,7 +218,7 @@ class Trainer:
     def _batch(self, data: Any, rows: Tensor) -> Batch:
         """A rank without rows takes one that does not count, since all ranks have to take part."""
         batch = data.batch(rows) if len(rows) else Batch(data.batch(torch.tensor([0])).given, 0)
-        return laid(batch) if self.settings.packed else batch
+        return laid(batch, width(data.sizes, self.settings.tokens)) if self.settings.packed else batch
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         kind = self.settings.autocast

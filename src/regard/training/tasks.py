@@ -38,8 +38,11 @@ def _sent(t: Tensor, device: torch.device) -> Tensor:
     return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
 
 
-def laid(batch: Batch) -> Batch:
-    """The same texts end to end in one row, without their padding, and where each begins."""
+def laid(batch: Batch, wide: int) -> Batch:
+    """The same texts end to end in rows of at most so many tokens, and which text each token belongs to.
+
+    What is left at the end of a row belongs to a text of its own, the last.
+    """
     given = dict(batch.given)
     lengths = given.pop("lengths", None)
     if lengths is None or "tokens" not in given:
@@ -48,28 +51,39 @@ def laid(batch: Batch) -> Batch:
             f"that are classified, or of which words are hidden"
         )
     real = torch.arange(given["tokens"].shape[1]) < lengths[:, None]
-    given |= {name: t[real][None] for name, t in given.items() if t.shape == real.shape}
-    return Batch({**given, "starts": lengths.cumsum(0) - lengths}, batch.predicted)
+    at, shape = _lying(lengths.tolist(), wide)
+    blank = {"tokens": PAD, "wanted": IGNORED}
+    for name in [name for name in blank if name in given]:
+        given[name] = (
+            torch.full(shape, blank[name]).flatten().index_copy(0, at, given[name][real]).view(shape)
+        )
+    which = torch.arange(len(lengths)).repeat_interleave(lengths)
+    given["texts"] = torch.full(shape, len(lengths)).flatten().index_copy(0, at, which).view(shape)
+    return Batch(given, batch.predicted)
 
 
-def numbered(starts: Int[Tensor, " texts"], n: int) -> Int[Tensor, "1 n"]:
-    """Which text each token belongs to.
-
-    >>> numbered(torch.tensor([0, 3, 4]), 6).tolist()
-    [[0, 0, 0, 1, 2, 2]]
-    """
-    begins = torch.zeros(1, n, dtype=torch.long, device=starts.device)
-    begins[0, starts[1:]] = 1
-    return begins.cumsum(1)
+def _lying(lengths: list[int], wide: int) -> tuple[Int[Tensor, " total"], tuple[int, int]]:
+    """Where the tokens of the texts lie, row after row, each begun when the next text does not fit; and the shape."""
+    rows, ends, row, end = [], [], 0, 0
+    for length in lengths:
+        row, end = (row + 1, length) if end + length > wide else (row, end + length)
+        rows.append(row)
+        ends.append(end)
+    n = max(ends)
+    starts = torch.tensor([r * n + e - length for r, e, length in zip(rows, ends, lengths, strict=True)])
+    many = torch.tensor(lengths)
+    within = torch.arange(sum(lengths)) - (many.cumsum(0) - many).repeat_interleave(many)
+    return starts.repeat_interleave(many) + within, (row + 1, n)
 
 
 def apart(
-    states: Float[Tensor, "1 n d"], starts: Int[Tensor, " texts"]
-) -> tuple[Float[Tensor, "texts longest d"], Int[Tensor, " texts"]]:
-    """The states of each text in a row of its own, and how many count there."""
-    lengths = torch.diff(starts, append=starts.new_tensor([states.shape[1]]))
-    at = starts[:, None] + torch.arange(int(lengths.max()), device=starts.device)
-    return states[0, at.clamp(max=states.shape[1] - 1)], lengths
+    states: Float[Tensor, "b n d"], texts: Int[Tensor, "b n"], many: int
+) -> tuple[Float[Tensor, "many longest d"], Int[Tensor, " many"]]:
+    """The states of each of so many texts in a row of its own, and how many count there."""
+    lengths = torch.bincount(texts.flatten(), minlength=many)[:many]
+    order = texts.flatten().argsort(stable=True)  # the tokens of text 0, of text 1, …
+    at = (lengths.cumsum(0) - lengths)[:, None] + torch.arange(int(lengths.max()), device=texts.device)
+    return states.flatten(0, 1)[order[at.clamp(max=len(order) - 1)]], lengths
 
 
 @dataclass(frozen=True)
@@ -209,10 +223,9 @@ class Guessing(nn.Module):
         tokens: Int[Tensor, "b n"],
         wanted: Int[Tensor, "b n"],
         lengths: Int[Tensor, " b"] | None = None,
-        starts: Int[Tensor, " texts"] | None = None,
+        texts: Int[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        documents = None if starts is None else numbered(starts, tokens.shape[1])
-        states = self.model.states(tokens, lengths=lengths, documents=documents)
+        states = self.model.states(tokens, lengths=lengths, documents=texts)
         return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
 
 
@@ -226,19 +239,19 @@ class Classification(nn.Module):
 
     def forward(
         self,
-        labels: Int[Tensor, " texts"],
-        images: Float[Tensor, "texts c height width"] | None = None,
+        labels: Int[Tensor, " rows"],
+        images: Float[Tensor, "rows c height width"] | None = None,
         tokens: Int[Tensor, "b n"] | None = None,
-        lengths: Int[Tensor, " b"] | None = None,
-        starts: Int[Tensor, " texts"] | None = None,
+        lengths: Int[Tensor, " rows"] | None = None,
+        texts: Int[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         if images is not None:
             scores = self.model(images)
-        elif tokens is None or starts is None:
+        elif texts is None:
             scores = self.model(tokens, lengths=lengths)
         else:
-            states = self.model.states(tokens, documents=numbered(starts, tokens.shape[1]))
-            scores = self.model.read(*apart(states, starts))
+            states = self.model.states(tokens, documents=texts)
+            scores = self.model.read(*apart(states, texts, len(labels)))
         plain = F.cross_entropy(scores, labels, reduction="sum")
         if not self.smoothing or not self.training:
             return plain, plain.detach()
