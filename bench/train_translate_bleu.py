@@ -153,6 +153,7 @@ def single(given) -> None:
     else:
         told = marian(given.minutes, given.seed, given.rate, dials, given.folder)
     told |= {"side": given.one, "seed": given.seed, "rate": given.rate, "dials": dials, "bleu": bleu(told)}
+    told["torch"] = torch.__version__
     if given.out:
         given.out.write_text(json.dumps(told), encoding="utf-8")
     for i in range(3):
@@ -220,6 +221,7 @@ def main() -> None:
         "--dials", default="{}", help="of the recipe, as JSON; batches and tokens are Marian's too"
     )
     asked.add_argument("--out", type=Path)
+    asked.add_argument("--machine", help="where the runs in the folder were made, if not here")
     given = asked.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.one:
@@ -243,8 +245,9 @@ def main() -> None:
     print(f"ours is {ahead:+.2f} BLEU, 95 % of resamplings {low:+.2f} to {high:+.2f}")
     kept = {
         "date": str(datetime.date.today()),
-        "machine": f"{platform.processor() or platform.machine()}, two threads each, {given.parallel} at once",
-        "torch": torch.__version__,
+        "machine": given.machine
+        or f"{platform.processor() or platform.machine()}, two threads each, {given.parallel} at once",
+        "torch": sorted({one["torch"] for one in [*mine, *theirs, *others]}),
         "minutes": given.minutes,
         "bleu": scores,
         "marian_by_rate": {one["rate"]: one["bleu"] for one in theirs},
