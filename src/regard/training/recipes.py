@@ -83,9 +83,10 @@ def translate(
     more tokens a batch where it reads them several times.
     """
     embedding = Embedding(data.vocab, d_model, position=sinusoidal(), scaled=True, dropout=dropout)
-    mlp = FeedForward(8 * round(d_model / 3), activation="swiglu")  # as large as a plain one of 4 · d_model
-    own = Attention(d_model, heads=heads)
-    past = Attention(d_model, heads=heads, pattern=causal())
+    # As large as a plain one of 4 · d_model. Biases cost a twentieth of the time and teach it nothing.
+    mlp = FeedForward(8 * round(d_model / 3), activation="swiglu", bias=False)
+    own = Attention(d_model, heads=heads, biases="none")
+    past = Attention(d_model, heads=heads, pattern=causal(), biases="none")
     model = EncoderDecoder(
         Encoder(Block(own, mlp, norm_at="pre", dropout=dropout), layers, embedding=embedding),
         Decoder(
@@ -158,6 +159,7 @@ def masked_language_model(
     layers: int = 4,
     heads: int = 4,
     tokens: int = 4000,
+    packed: bool = False,
     rate: int | float = 2e-3,
     seed: int = 0,
 ) -> Recipe:
@@ -177,6 +179,7 @@ def masked_language_model(
         warmup_cosine(rate, max(steps // 10, 1), steps),
         optimiser=AdamW(decay=0.01),
         minutes=minutes,
+        packed=packed,
         seed=seed,
     )
     return Recipe("masked-language-model", model, data, settings)
@@ -192,6 +195,7 @@ def classify(
     layers: int = 2,
     heads: int = 4,
     tokens: int = 4000,
+    packed: bool = False,
     rate: int | float = 1e-3,
     seed: int = 0,
 ) -> Recipe:
@@ -201,16 +205,17 @@ def classify(
     block = Block(Attention(d_model, heads=heads), FeedForward(4 * d_model), norm_at="pre", dropout=0.1)
     embedding = Embedding(data.vocab, d_model, position=learned(data.longest), dropout=0.1)
     model = Encoder(block, layers, embedding=embedding, head=ClassifierHead(classes))
-    settings = Settings(steps, tokens, warmup_cosine(rate, max(steps // 10, 1), steps), seed=seed)
+    schedule = warmup_cosine(rate, max(steps // 10, 1), steps)
+    settings = Settings(steps, tokens, schedule, packed=packed, seed=seed)
     return Recipe("classify", model, data, settings)
 
 
 def image(
-    steps: int = 1500,
+    steps: int = 2500,
     *,
     fold: int = 0,
     d_model: int = 64,
-    layers: int = 3,
+    layers: int = 4,
     heads: int = 4,
     rows: int = 64,
     rate: int | float = 2e-3,
