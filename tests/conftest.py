@@ -13,7 +13,7 @@ from regard.engine import denormals
 
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 
-# `REGARD_EXAMPLES=1000 make long` looks further than `make test` has time for.
+# `make long` looks further than `make test` has time for: 500.
 settings.register_profile(
     "regard",
     derandomize=True,

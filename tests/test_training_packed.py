@@ -173,8 +173,9 @@ def test_a_run_of_packed_texts_learns_as_a_padded_one_and_logs_the_waste(tmp_pat
     ]
     file = tmp_path / "a.tsv"
     file.write_text("".join(f"{label}\t{told}\n" for label, told in rows))
-    made = recipes.classify(str(file), str(file), steps=12, d_model=16, layers=1, heads=2, tokens=300)
-    made = replace(made, settings=replace(made.settings, log_every=1, packed=True))
+    dials = {"steps": 12, "d_model": 16, "layers": 1, "heads": 2, "tokens": 300, "packed": True}
+    made = recipes.classify(str(file), str(file), **dials)
+    made = replace(made, settings=replace(made.settings, log_every=1))
     assert recipes.Recipe.from_json(made.json()) == made
     run, seen = Run(made, tmp_path / "out", "cpu"), []
     run.train(seen.append)

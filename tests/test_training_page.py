@@ -20,7 +20,7 @@ from regard.training.run import opened
 from regard.training.sources import Ready
 from regard.training.tasks import Batch
 from regard.training.tokens import START, characters
-from training_run_case import a_known_machine, regard, small
+from training_run_case import regard, small
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -41,8 +41,7 @@ def told(tmp_path_factory):
         "4",
         "--no-tensorboard",
     )
-    with a_known_machine(folder):
-        events = [json.loads(line) for line in regard(*words).splitlines()]
+    events = [json.loads(line) for line in regard(*words).splitlines()]
     return events, folder / "out"
 
 
@@ -114,7 +113,7 @@ def test_the_report_has_every_part(told):
         scored.signatures["chrF"],
         "1 + 1 layers of 16, 2 heads, 300 tokens; 12 updates of 600 tokens",
         f"{first.parameters:,}",
-        "a CPU of the tests",
+        "Estimated from 3 updates of a copy on real batches",
         "dos gato",
         "cached decoding",
         str(torch.__version__),
