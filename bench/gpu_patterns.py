@@ -13,6 +13,7 @@ import json
 import math
 import multiprocessing
 import os
+import random
 import time
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,7 @@ def tensors(n: int, d: int, count: int = 3, heads: int = HEADS, dtype=torch.bflo
 
 
 def in_rounds(calls: dict, rounds: int = 80) -> dict[str, float]:
-    """Median milliseconds of each call, made in turn: what disturbs the machine disturbs all of them.
+    """Median milliseconds of each call, in rounds of random order: what disturbs the machine disturbs all of them.
 
     As `do_bench` does: the cache is cleared before each call, and nobody waits in between.
     """
@@ -96,17 +97,17 @@ def in_rounds(calls: dict, rounds: int = 80) -> dict[str, float]:
         for _ in range(5):
             fn()
     clear = torch.empty(1 << 26, dtype=torch.int, device=DEVICE)
-    names, seen = list(calls), {name: [] for name in calls}
+    names, order = list(calls), random.Random(0)
+    events = {k: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(rounds)] for k in names}
     for r in range(rounds):
-        for name in names[r % len(names) :] + names[: r % len(names)]:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for name in order.sample(names, len(names)):
+            fn, (begin, end) = calls[name], events[name][r]
             clear.zero_()
             begin.record()
-            calls[name]()
+            fn()
             end.record()
-            seen[name].append((begin, end))
     torch.cuda.synchronize()
-    return {k: sorted(a.elapsed_time(b) for a, b in pairs)[rounds // 2] for k, pairs in seen.items()}
+    return {k: sorted(a.elapsed_time(b) for a, b in pairs)[rounds // 2] for k, pairs in events.items()}
 
 
 def both_ways(fn, q, k, v, do):
@@ -297,11 +298,11 @@ def table(cases, widths, backward: bool, rate: float, out) -> None:
             )
 
 
-def time_of(fn, q, k, v, do, backward: bool) -> float:
-    if backward:
-        return bench(both_ways(fn, q, k, v, do))
-    with torch.no_grad():
-        return bench(lambda: fn(q, k, v))
+def time_of(fn, q, k, v, do, backward: bool, times: int = 5) -> float:
+    """The median of some readings: where the CPU is nearly as long as the GPU, single ones differ by a third."""
+    with torch.set_grad_enabled(backward):
+        run = both_ways(fn, q, k, v, do) if backward else partial(fn, q, k, v)
+        return sorted(bench(run) for _ in range(times))[times // 2]
 
 
 def beside_flex(cases, widths, out) -> None:

@@ -1,9 +1,9 @@
 """Each kernel of a call on Hopper: streams (Gluon) beside the plain Triton kernels, microseconds on the GPU.
 
-    PYTHONPATH=src python3 bench/gpu_streams.py [--check] [--width 128 64]
+    PYTHONPATH=src python3 bench/gpu_streams.py [--check] [--stored] [--width 128 64]
 
 First every configuration is compiled, side by side in processes of their own, and held against float64 (o, lse, dq,
-dk, dv at n = 1200, batch 2, with the error rule of bench/gpu_patterns.py); then each is timed by itself. A row is a
+dk, dv at n = 1280, batch 2, with the error rule of bench/gpu_patterns.py); then each is timed by itself. A row is a
 pattern, a width and a configuration; the columns are the kernels of forward and backward, by the profiler.
 """
 
@@ -82,7 +82,7 @@ def _off(pattern, n, d, configs, h_kv, dtype) -> str:
 
 def jobs(widths) -> list:
     bf16, half = torch.bfloat16, torch.float16
-    out = [(p, 1200, d, "stored", 8, bf16) for d in widths for p, _ in MAIN + OTHER]
+    out = [(p, 1280, d, "stored", 8, bf16) for d in widths for p, _ in MAIN + OTHER]  # heads dealt together
     out += [
         (MAIN[2][0], n, d, "stored", h, t) for d in widths for n, h, t in ((1201, 2, bf16), (4500, 8, half))
     ]
@@ -118,6 +118,7 @@ def main() -> None:
     ask = argparse.ArgumentParser()
     ask.add_argument("--width", nargs="+", type=int, default=[128, 64])
     ask.add_argument("--check", action="store_true", help="only hold against float64")
+    ask.add_argument("--stored", action="store_true", help="only the stored configurations")
     asked = ask.parse_args()
     begin, work = time.time(), jobs(asked.width)
     with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
@@ -128,6 +129,8 @@ def main() -> None:
     rows = []
     for d in () if asked.check else asked.width:
         for name, configs in VARIANTS[d].items():
+            if asked.stored and name == PLAIN:
+                continue
             for pattern, n in TIMED:
                 try:
                     times = kernels_of(pattern, n, d, configs)

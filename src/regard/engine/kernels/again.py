@@ -16,15 +16,20 @@ from .launch import Task, backward, forward, rows
 from .launches import layout
 
 MOST = 16  # ways to lie that are remembered
+SPARE = 1 << 18  # numbers of a tensor kept so that it need not be made anew: 1 MiB
 
 
 class Again:
-    """(q, k, v) → o of one task; differentiable if `learns`."""
+    """(q, k, v) → o of one task and one shape of each; differentiable if `learns`."""
 
     def __init__(self, task: Task, learns: bool):
         self.task, self.learns = task, learns
         self.forwards: dict[Any, Callable[..., Any]] = {}
         self.backwards: dict[Any, Callable[..., Any]] = {}
+        # What takes the lse of calls without gradient; nobody reads it. Only on the stream it was made on: on another
+        # a kernel might still write there when the memory is given to others.
+        self.spare: Tensor | None = None
+        self.stream = -1
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Attend.apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
@@ -33,11 +38,14 @@ class Again:
         lie = q.stride(), k.stride(), v.stride()
         known = self.forwards.get(lie)
         if known is not None and _straight(q, k, v):
-            return known(q, k, v, None, NOTHING)
+            return known(q, k, v, None, NOTHING, self.spare if self.stream == _stream(q) else None)
         if _ready(q, k, v):
             call = forward_call(self.task, layout(q), layout(k), layout(v), q.dtype, q.device, False)
             _keep(self.forwards, lie, call)
-        return forward(q, k, v, self.task)
+        o, lse = forward(q, k, v, self.task)
+        if not self.learns and lse.numel() <= SPARE:
+            self.spare, self.stream = lse, _stream(q)
+        return o, lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
@@ -51,6 +59,10 @@ class Again:
             call = backward_call(self.task, given, q.dtype, q.device, False, False, False)
             _keep(self.backwards, lie, call)
         return backward(q, k, v, o, lse, do, None, self.task)[:3]
+
+
+def _stream(x: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
 
 
 def _keep(table: dict[Any, Callable[..., Any]], lie: Any, call: Callable[..., Any]) -> None:

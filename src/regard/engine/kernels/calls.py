@@ -21,7 +21,7 @@ from .streams import SLICE, backward_stream, forward_stream, stream_route
 def forward_call(
     task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device, lengths: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, limits, added) → (o, lse)."""
+    """(q, k, v, limits, added, spare) → (o, lse)."""
     way = None if lengths else stream_route(task, task.configs.stream, False, (q, k, v), dtype, device)
     if way is not None:
         return forward_stream(task, way, q, k, v, dtype, device)
@@ -45,7 +45,9 @@ def forward_call(
         )  # fmt: skip
         launches.append((step.work, first, then))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Added) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Added, spare: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # the spare is not used: a pass that goes on reads lse
         o, lse = _outputs(way, o_like.shape, o_type, device)
         rest = _rest(limits, added, lse)
         for work, first, then in launches:

@@ -77,7 +77,10 @@ def keep(pattern: Pattern) -> Any:
 
 @gluon.jit
 def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
-    """The words of block t: up to three segments, their end, and its marks."""
+    """The words of block t: up to three segments, their end, first row and step of its tile; and its marks.
+
+    Read two blocks ahead: behind the copies under way, a word takes as long as they do.
+    """
     at = BLOCKS + t * 12
     a = gl.load(at)
     b = gl.load(at + 1)
@@ -86,20 +89,29 @@ def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
         c1, a1, b1 = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
     if SEGMENTS > 2:
         c2, a2, b2 = gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
-    return (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8)), gl.load(at + 9)
+    return (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8), gl.load(at + 10), gl.load(at + 11)), gl.load(
+        at + 9
+    )
 
 
 @gluon.jit
-def _tile(BLOCKS, t):
-    """First row, step and number of rows of the tile of block t."""
-    at = BLOCKS + t * 12
-    return gl.load(at + 10), gl.load(at + 11), (gl.load(at + 9) >> 8) & 255
+def _tile(row, marks):
+    """First row, step and number of rows of a block's tile."""
+    _, _, _, _, _, _, _, _, _, first, hop = row
+    return first, hop, (marks >> 8) & 255
+
+
+@gluon.jit
+def _of_tile(row, marks, R: gl.constexpr, LAYOUT: gl.constexpr):
+    """The rows of a block's tile; the last stands for those past its end."""
+    first, hop, count = _tile(row, marks)
+    return first + hop * gl.minimum(gl.arange(0, R, layout=LAYOUT), count - 1)
 
 
 @gluon.jit
 def _keys(row, c, past, SEGMENTS: gl.constexpr):
     """The keys at places c of a block, and `past` at its empty places."""
-    a, b, c1, a1, b1, c2, a2, b2, end = row
+    a, b, c1, a1, b1, c2, a2, b2, end, _, _ = row
     j = a + b * c
     if SEGMENTS > 1:
         j = gl.where(c < c1, j, a1 + b1 * c)
@@ -165,11 +177,11 @@ def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, L
 
 @gluon.jit
 def _close(
-    O, LSE, place, BLOCKS, t, acc, top, total, start, step, o_n,
+    O, LSE, place, first, hop, marks, acc, top, total, start, step, o_n,
     keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Write o and lse of the tile of block t; `place` is shared memory that nothing else uses just now."""
-    first, hop, count = _tile(BLOCKS, t)
+    """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
+    count = (marks >> 8) & 255
     ROWS: gl.constexpr = top.type.layout
     x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
     gl.store(LSE + x, (top + gl.log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
@@ -188,38 +200,37 @@ def _copy(place, X, x, stride, d):
 
 
 @gluon.jit
-def _fetch_queries(qs, Q, BLOCKS, t, last, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
-    """If block t begins a tile, start to copy its queries."""
-    if (t <= last) & ((marks & BEGINS) != 0):
-        first, hop, count = _tile(BLOCKS, t)
-        x = first + hop * gl.minimum(gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), count - 1)
+def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
+    """If this block begins a tile, start to copy its queries."""
+    if (marks & BEGINS) != 0:
+        x = _of_tile(row, marks, R, gl.SliceLayout(1, LOAD))
         d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
         fetch(qs, Q + (x * q_n)[:, None] + d[None, :])
 
 
 @gluon.jit
 def _first_copies(
-    qs, ring, noted, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
+    qs, ring, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
     high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
     LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of block `lo`, then its values and the keys of the next; marks of both, keys of that."""
-    row, marks = _row(BLOCKS, lo, SEGMENTS)
-    _fetch_queries(qs, Q, BLOCKS, lo, last, marks, q_n, R, D, LOAD)
+    """Queries and keys of block `lo`, then its values and the keys of the next; the rows of both, and those keys."""
+    row, marks = _row(CHUNKS + 4, 0, SEGMENTS)
+    following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
+    _fetch_queries(qs, Q, row, marks, q_n, R, D, LOAD)
     j = _keys(row, c, -1, SEGMENTS)
     if (marks & 7) != 0:
         _note(noted, lo % 2 * 2, _keys(row, flat, -1, SEGMENTS), marks, low_of, high_of, allowed)
     _copy(ring.index(0), K, j, k_m, d)
     async_copy.commit_group()
     _copy(ring.index(1), V, j, v_m, d)
-    row, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
-    j = _keys(row, c, -1, SEGMENTS)
+    j = _keys(following, c, -1, SEGMENTS)
     if lo < last:
         _copy(ring.index(2), K, j, k_m, d)
     if (coming & 7) != 0:
-        _note(noted, (lo + 1) % 2 * 2, _keys(row, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
+        _note(noted, (lo + 1) % 2 * 2, _keys(following, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
     async_copy.commit_group()
-    return marks, j, coming
+    return row, marks, following, coming, j
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -235,7 +246,7 @@ def stream_kernel(
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
-    CHUNKS += 2 * (gl.program_id(0) // all_heads)
+    CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
@@ -244,21 +255,23 @@ def stream_kernel(
     noted = gl.allocate_shared_memory(gl.int32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
     none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    mark, j, coming = _first_copies(
-        qs, ring, noted, Q, K, V, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
+    row, mark, following, coming, j = _first_copies(
+        qs, ring, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
         R, D, SEGMENTS, LOAD,
     )  # fmt: skip
-    first, hop, _ = _tile(BLOCKS, lo)
+    first, hop, _ = _tile(row, mark)
+    next_first, next_hop, _ = _tile(following, coming)
+    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
     async_copy.wait_group(1)
     barrier()
     scores = warpgroup_mma(qs, ring.index(0).permute((1, 0)), zero, use_acc=False)
     barrier()
-    _fetch_queries(qs, Q, BLOCKS, lo + 1, last, coming, q_n, R, D, LOAD)  # a first tile of one block
+    if lo < last:  # a first tile of one block
+        _fetch_queries(qs, Q, following, coming, q_n, R, D, LOAD)
     async_copy.commit_group()
     scores = _hide(scores, noted, lo % 2 * 2, mark, first, hop, start, step, lowest, highest, allowed, R)
     weights, fade, top, total = _weigh(scores, none, gl.zeros_like(none), scale2)
     left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
-    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
     k_at, v_at, free = 2, 1, 0
     for t in range(lo, last):
         async_copy.wait_group(0)
@@ -266,34 +279,35 @@ def stream_kernel(
         product_k = warpgroup_mma(qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
         ahead = _keys(row, c, -1, SEGMENTS)
-        if t + 2 <= last:
-            _copy(ring.index(free), K, ahead, k_m, d)
         if (after & 7) != 0:
             _note(noted, t % 2 * 2, _keys(row, flat, -1, SEGMENTS), after, low_of, high_of, allowed)
-        async_copy.commit_group()
-        row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
+        later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
+        if t + 2 <= last:
+            _copy(ring.index(free), K, ahead, k_m, d)
+            _fetch_queries(qs, Q, row, after, q_n, R, D, LOAD)
         _copy(ring.index(k_at), V, j, v_m, d)
-        _fetch_queries(qs, Q, BLOCKS, t + 2, last, after, q_n, R, D, LOAD)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        if begins:
-            first, hop, _ = _tile(BLOCKS, t + 1)
         scores = _hide(
-            scores, noted, (t + 1) % 2 * 2, coming, first, hop, start, step, lowest, highest, allowed, R
+            scores, noted, (t + 1) % 2 * 2, coming, next_first, next_hop, start, step, lowest, highest, allowed, R
         )  # fmt: skip
         sofar, summed = gl.where(begins, none, top), gl.where(begins, 0.0, total)
         weights, fade, higher, summed = _weigh(scores, sofar, summed, scale2)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if begins:
-            _close(O, LSE, ring.index(v_at), BLOCKS, t, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+            _close(
+                O, LSE, ring.index(v_at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD
+            )  # fmt: skip
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
         left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
-        top, total, coming, after, j = higher, summed, after, later, ahead
+        first, hop, mark = next_first, next_hop, coming
+        next_first, next_hop, _ = _tile(row, after)
+        top, total, coming, after, row, j = higher, summed, after, later, later_row, ahead
         k_at, v_at, free = free, k_at, v_at
     async_copy.wait_group(0)
     barrier()
     acc = warpgroup_mma(left, ring.index(v_at), acc)
-    _close(O, LSE, ring.index(v_at), BLOCKS, last, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+    _close(O, LSE, ring.index(v_at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD)

@@ -10,7 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import BEGINS, FAR, _copy, _keys, _mine, _row, _tile, barrier, fetch
+from .hopper import BEGINS, FAR, _copy, _keys, _mine, _row, barrier, fetch
+
+
+@gluon.jit
+def _tile(BLOCKS, t):
+    """First row, step and number of rows of the tile of block t. Carried along they would take registers."""
+    at = BLOCKS + t * 12
+    return gl.load(at + 10), gl.load(at + 11), (gl.load(at + 9) >> 8) & 255
 
 
 @gluon.jit
@@ -200,7 +207,7 @@ def dq_stream(
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     begin = bh.to(gl.int64) * n
     LSE, DLSE, LSE2, DELTA = LSE + begin, DLSE + begin, LSE2 + begin, DELTA + begin
-    CHUNKS += 2 * (gl.program_id(0) // all_heads)
+    CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
@@ -215,9 +222,9 @@ def dq_stream(
         gl.allocate_shared_memory(KIND, [2, R, D], SHARED),
     )
     dq = gl.zeros([R, D], gl.float32, layout=OUT)
-    row, mark = _row(BLOCKS, lo, SEGMENTS)
+    row, mark = _row(CHUNKS + 4, 0, SEGMENTS)
     j = _keys(row, c, -1, SEGMENTS)
-    _fetch_queries(qs, dos, os, lses, Q, DO, O, LSE, BLOCKS, lo, q_n, do_n, o_n, d, R, LOAD, FLAT)
+    _fetch_queries(qs, dos, os, lses, Q, DO, O, LSE, CHUNKS + 4, 0, q_n, do_n, o_n, d, R, LOAD, FLAT)
     _copy(kr.index(lo % 2), K, j, k_m, d)
     _copy(vr.index(lo % 2), V, j, v_m, d)
     if (mark & 7) != 0:
@@ -389,7 +396,7 @@ def dkv_stream(
     K, V = K + b * k_b + h * k_h, V + b * v_b + h * v_h
     DK, DV = DK + b * dk_b + h * dk_h, DV + b * dk_b + h * dk_h
     LSE2, DELTA = LSE2 + bh.to(gl.int64) * GROUP * n, DELTA + bh.to(gl.int64) * GROUP * n
-    CHUNKS += 2 * (gl.program_id(0) // all_heads)
+    CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
@@ -410,8 +417,8 @@ def dkv_stream(
     )
     i0, i1 = gl.allocate_shared_memory(gl.int32, [R], LINE), gl.allocate_shared_memory(gl.int32, [R], LINE)
     dk, dv = gl.zeros([R, D], gl.float32, layout=OUT), gl.zeros([R, D], gl.float32, layout=OUT)
-    row, mark = _row(BLOCKS, lo, SEGMENTS)
-    x = _of_tile(BLOCKS, lo, R, gl.SliceLayout(1, LOAD))
+    row, mark = _row(CHUNKS + 4, 0, SEGMENTS)
+    x = _of_tile(CHUNKS + 4, 0, R, gl.SliceLayout(1, LOAD))
     _copy(ks, K, x, k_m, d)
     _copy(vs, V, x, v_m, d)
     _fetch_rows(
@@ -421,7 +428,7 @@ def dkv_stream(
     )  # fmt: skip
     async_copy.commit_group()
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
-    first, hop, _ = _tile(BLOCKS, lo)
+    first, hop, _ = _tile(CHUNKS + 4, 0)
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only when it runs: addresses that were known before would be kept in registers
         dk, dv, first, hop, mark, ahead, coming = _visit_rows(

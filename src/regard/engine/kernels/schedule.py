@@ -107,7 +107,7 @@ class Shares:
     blocks: (
         Tensor  # (x, 12), as visited; of grouped heads, the number of the query head × 65536 joins the marks
     )
-    chunks: Tensor  # (k, 2): first block and end of each program's run
+    chunks: Tensor  # (k, 16): first block and end of each program's run; from the fifth word on, that block
     slot: Tensor  # (x,): where the results of a block's tile go; −1: they are whole
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
@@ -158,7 +158,8 @@ def shares(
     blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
     empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~15 | 1
-    table = np.column_stack([np.append(0, ends[:-1]), ends])
+    begins = np.append(0, ends[:-1])
+    table = np.column_stack([begins, ends, begins, ends, blocks[begins]])
     return Shares(move(blocks), move(table), move(each), move(joins), int(parted.sum()))
 
 

@@ -1,5 +1,6 @@
 """Calls of the streaming kernels (Gluon, Hopper), prepared once: where they can go, and what they are given."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -64,9 +65,10 @@ def _sizes(step: Any, config: Config, d: int, dtype: torch.dtype) -> dict[str, A
 def forward_stream(
     task: Any, way: Route, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, limits, added) → (o, lse)."""
+    """(q, k, v, limits, added, spare) → (o, lse); a spare tensor takes an lse that nobody wants."""
     from . import hopper
 
+    alike = q == dense(*q.shape)
     way, (q, k, v) = end_to_end(way, task.step, (q, k, v))
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
     launches = []
@@ -80,9 +82,12 @@ def forward_stream(
         )  # fmt: skip
         launches.append((launch, cut.chunks, cut.blocks))
 
-    def call(q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Any) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Any, spare: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if way.covers:
-            o, lse = torch.empty(q.shape, dtype=dtype, device=device), torch.empty(q.shape[:3], device=device)
+            o = torch.empty_like(q) if alike else torch.empty(q.shape, dtype=dtype, device=device)
+            lse = torch.empty(q.shape[:3], device=device) if spare is None else spare
         else:
             o = torch.zeros(q.shape, dtype=dtype, device=device)
             lse = torch.full(q.shape[:3], -torch.inf, device=device)
@@ -101,14 +106,23 @@ def backward_stream(
     by_keys = stream_route(task, task.configs.stream_dkv, True, given, dtype, device)
     if by_queries is None or by_keys is None:
         return None
-    for_queries = dq_call(task, by_queries, given, dtype, device, dlse)
-    for_keys = dkv_call(task, by_keys, given, dtype, device)
+    fill_queries = dq_call(task, by_queries, given, dtype, device, dlse)
+    fill_keys, parts = dkv_call(task, by_keys, given, dtype, device)
+    make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
+    rows = (
+        -(-math.prod(given[0].shape[:3]) // 4) * 4
+    )  # so that each piece of the room begins at a multiple of 16 bytes
+    room, pieces = 2 * rows + sum(parts), [rows, rows, *parts]
 
     def call(q, k, v, o, do, lse, dlse, limits, added):
-        stats = (torch.empty if by_queries.covers else torch.zeros)((2, *lse.shape), device=device)
-        lse2, delta = stats.unbind(0)
-        dq = for_queries(q, k, v, o, do, lse, dlse, lse2, delta)
-        dk, dv = for_keys(q, k, v, do, lse2, delta)
+        if q.shape == k.shape:
+            dq, dk, dv = make((3, *q.shape), dtype=dtype, device=device).unbind(0)
+        else:
+            dq = make(q.shape, dtype=dtype, device=device)
+            dk, dv = make((2, *k.shape), dtype=dtype, device=device).unbind(0)
+        lse2, delta, *part = make(room, device=device).split(pieces)
+        fill_queries(q, k, v, o, do, lse, lse if dlse is None else dlse, lse2, delta, dq)
+        fill_keys(q, k, v, do, lse2, delta, dk, dv, part)
         return dq, dk, dv, None, None
 
     return call
@@ -116,42 +130,37 @@ def backward_stream(
 
 def dq_call(
     task: Any, way: Route, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, has_dlse: bool
-) -> Callable[..., Tensor]:
-    """(q, k, v, o, do, lse, dlse, lse2, delta) → dq; fills the last two: lse in base 2, and Σ do ∘ o − dlse."""
+) -> Callable[..., None]:
+    """(q, k, v, o, do, lse, dlse, lse2, delta, dq): fills the last three; lse in base 2, Σ do ∘ o − dlse."""
     from . import hopper_backward
 
-    shape = given[0].shape
     way, (q, k, v, o, do) = end_to_end(way, task.step, given)
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream_dq
-    like = dense(b, h, n, d)
     launches = []
     for step in way.steps:
         cut = shares(step.work, b * h, at_a_time(config, device), rest=(0, 2))
         launch = Launch(
             hopper_backward.dq_stream, len(cut.chunks) * b * h, config,
-            *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
+            *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
             HAS_DLSE=has_dlse, **_sizes(step, config, d, dtype),
         )  # fmt: skip
         launches.append((launch, cut.chunks, cut.blocks))
 
-    def call(q, k, v, o, do, lse, dlse, lse2, delta):
-        dq = (torch.empty if way.covers else torch.zeros)(shape, dtype=dtype, device=device)
-        dlse = lse if dlse is None else dlse
+    def call(*given: Tensor) -> None:
         for launch, table, blocks in launches:
-            launch(q, k, v, o, do, lse, dlse, lse2, delta, dq, table, blocks)
-        return dq
+            launch(*given, table, blocks)
 
     return call
 
 
 def dkv_call(
     task: Any, way: Route, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, do, lse2, delta) → dk, dv: the halves of one tensor, so that one launch adds up both."""
+) -> tuple[Callable[..., None], list[int]]:
+    """(q, k, v, do, lse2, delta, dk, dv, parts): fills dk and dv, the halves of one tensor, so that one launch adds
+    up both; and how many numbers each of the parts has room for."""
     from . import hopper_backward
 
-    shape = given[1].shape
     way, (q, k, v, _, do) = end_to_end(way, task.step, given)
     (b, h, n, d), (h_kv, m), config = q.shape, k.shape[1:3], task.configs.stream_dkv
     like, twice = dense(b, h_kv, m, d), dense(2 * b, h_kv, m, d)
@@ -171,14 +180,12 @@ def dkv_call(
         )  # fmt: skip
         launches.append((cut, first, then))
 
-    def call(q, k, v, do, lse2, delta):
-        both = (torch.empty if way.covers else torch.zeros)((2, *shape), dtype=dtype, device=device)
-        dk, dv = both.unbind(0)
+    def call(q, k, v, do, lse2, delta, dk, dv, parts):
+        rest = iter(parts)
         for cut, first, then in launches:
-            part = delta.new_empty((cut.slots, 2, b * h_kv, config.tile, d)) if cut.slots else delta
+            part = next(rest) if cut.slots else delta
             first(q, k, v, do, lse2, delta, dk, dv, part, cut.chunks, cut.blocks, cut.slot)
             if cut.slots:
-                then(both, part, cut.joins)
-        return dk, dv
+                then(dk, part, cut.joins)
 
-    return call
+    return call, [cut.slots * 2 * b * h_kv * config.tile * d for cut, _, _ in launches if cut.slots]
