@@ -1,8 +1,9 @@
 """Heads that lie one behind the other in memory, as one long sequence of rows whose tiles are dealt together.
 
-With 16 heads and 396 programs a head has 24, and 12 programs stand idle; a tile is a sixtieth of a program's work and
+With 16 heads and 396 programs a head has 24, and 12 programs stand idle; a tile is a tenth of a program's work and
 cannot be parted. Dealt together, every program has work, and the long tiles of all heads are begun first. The kernels
 do not notice: row r of head h is row h·n + r, and so is its place in the mask, if the mask does not notice either.
+Only dk and dv stay apart: the programs of one head read the same rows at one time, and together they do not.
 """
 
 from dataclasses import replace
