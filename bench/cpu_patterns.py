@@ -47,10 +47,15 @@ SMALL: tuple[Callable[[int], Pattern], ...] = (
 
 
 def interleaved(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each way: median and spread over rounds in which all take turns, after one to warm up."""
+    """Milliseconds of each way: median and spread over rounds in which all take turns, after one to warm up.
+
+    Each round begins with another way, as whoever follows a large call finds the caches and the heap as that left them.
+    """
     taken: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways.items())
     for turn in range(rounds + 1):
-        for name, run in ways.items():
+        order = order[1:] + order[:1]
+        for name, run in order:
             begun = CLOCK()
             run()
             if turn:

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from regard.engine.attention import attention
+from regard.errors import BackendError
 from regard.pattern import causal, documents, every, full, lengths, strided, where, window
 from regard.position import ByDistance, alibi_slopes
 
@@ -50,6 +51,11 @@ CALLS = {  # the arguments after q, k, v
     "strided": ((strided(3),), {"at": (1, 2)}),
     "a bool tensor": ((randn(N, M) > 0,), {}),
     "documents": ((causal() & documents(IDS),), {}),
+    "documents, packed": ((causal() & documents(IDS),), {"backend": "packed"}),
+    "documents, packed, with lengths": (
+        (documents(IDS) & window(2),),
+        {"backend": "packed", "lengths": torch.tensor([4, 11]), "return_lse": True},
+    ),
     "a pattern of lengths": ((causal() & lengths(torch.tensor([4, 11])),), {}),
     "a function": ((where(lambda i, j: (i + j) % 3 == 0),), {}),
     "lengths": ((window(3),), {"lengths": torch.tensor([4, 11])}),
@@ -96,6 +102,32 @@ def test_a_bias_by_distance_is_one_opaque_operation_without_a_table_of_pairs():
     for added, p in (((table, slopes), 0.0), ((table, None), 0.25), ((None, None), 0.25)):
         call = (q, k, v, *added, kept, seed, SPARSE.text, 4, 1, 0.3, p)
         torch.library.opcheck(torch.ops.regard.walk.default, call)
+
+
+def test_packed_documents_are_read_when_the_graph_runs():
+    """Other ids need no new graph; ids that do not follow one another are refused by name."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def f(q, k, v, ids):
+        return attention(q, k, v, causal() & documents(ids), backend="packed")
+
+    compiled = torch.compile(f, fullgraph=True, backend=counter)
+    for first in (4, 9, 1):
+        ids = torch.tensor([0] * first + [1] * (M - first))
+        assert_close(compiled(*qkv(), ids), f(*qkv(), ids), rtol=0, atol=1e-12)
+    assert counter.frame_count == 1
+    with pytest.raises(BackendError) as refused:
+        compiled(*qkv(), torch.arange(M) % 2)
+    assert str(refused.value) == (
+        "backend='packed' cannot run this: a document's ids do not follow one another; use backend='masked'"
+    )
+
+
+def test_packed_documents_are_one_opaque_operation():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    for kept in (None, torch.tensor([4, 11])):
+        for rest in ("", causal().text, causal().text + "\n" + window(2).text):
+            torch.library.opcheck(torch.ops.regard.packed.default, (q, k, v, IDS, kept, rest, 4, 0.3))
 
 
 def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():

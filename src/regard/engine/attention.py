@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import reference
 from ..pattern import At, Pattern, standing
 from ..reference import Ties
-from . import by_distance, choose, dense, masked, packed, plain, progressions, quick, walk
+from . import by_distance, choose, dense, masked, packed, packed_traced, plain, progressions, quick, walk
 from .batches import program
 from .call import Bias, Call, as_pattern_and_table, check, readable, replaced
 
@@ -48,8 +48,9 @@ def attention(
         return way(q, k, v)
     given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
     chosen = choose.choose(choose.facts(given), backend).backend
-    if usual:
-        quick.remember(given, chosen, (q, k, v), pattern, scale)
+    way = quick.remember(given, chosen, (q, k, v), pattern, scale) if usual else None
+    if way is not None and q.is_cpu:  # the first call gives the bits of all others
+        return way(q, k, v)
     o, lse = _run(given, chosen)
     return o if lse is None or not return_lse else (o, lse)
 
@@ -97,6 +98,8 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
             with torch.autocast(call.q.device.type, enabled=False):
                 return flex.attend(call)
     assert not isinstance(call.at, Tensor) and not isinstance(call.bias, Tensor)  # choose.py saw to it
+    if backend == "packed" and torch.compiler.is_compiling():
+        return packed_traced.attend(call.q, call.k, call.v, call.pattern, call.at, call.factor, call.lengths)
     if backend == "packed":
         ways = packed.programs(call.pattern, call.n, call.m, call.at)
         assert ways is not None

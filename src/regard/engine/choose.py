@@ -225,6 +225,8 @@ def _cannot_pack(f: Facts) -> str | None:
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j; use backend='masked'"
     if f.at_each_row:
         return "each batch row stands elsewhere; use backend='masked'"
+    if torch.compiler.is_compiling():  # the ids are read when the graph runs
+        return None
     if packed.programs(f.pattern, f.n, f.m, f.at) is None:
         return "a document's ids do not follow one another, or queries skip some; use backend='masked'"
     return None
@@ -312,9 +314,7 @@ def masked_estimate(f: Facts) -> float:
 # Nanoseconds a pair of SDPA: two cores, heads of 64, float32; measured by bench/cpu_patterns.py.
 MASKED_FORWARD, MASKED_BOTH = 1.8, 6.4
 TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
-SURELY = (
-    0.65  # what an estimate may say and be right: calls of short sequences took up to 1.6 times of theirs
-)
+SURELY = 0.85  # what an estimate may say and be right: at 512 positions calls took up to 1.15 times of theirs
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
 FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
 # What the CPU needs for a call, as dense pairs (10⁸ take the GPU about 50 µs): forward and backward by several

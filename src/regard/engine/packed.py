@@ -37,6 +37,13 @@ def parts(pattern: Pattern) -> tuple[documents, Pattern] | None:
     return found[0], reduce(and_, rest) if rest else full()
 
 
+def written(pattern: Pattern) -> tuple[Tensor, str]:
+    """The ids of `documents(ids) & rest`, and the factors of rest as they are written, a line each."""
+    factors = list(_factors(pattern))
+    ids = [f.ids for f in factors if isinstance(f, documents)]
+    return ids[0], "\n".join([f.text for f in factors if f.text is not None])
+
+
 def _factors(pattern: Pattern) -> Iterator[Pattern]:
     if isinstance(pattern, Both):
         yield from _factors(pattern.left)
@@ -62,15 +69,15 @@ def programs(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Program, 
     if step != 1:
         return None
     if which.ids.is_inference():  # no version is counted there
-        return _programs(which.ids, rest, n, m, start)
+        return layouts(which.ids, rest, n, m, start)
     key = (rest, n, m, start)
     made = _made.setdefault(which, {})
     if key not in made or made[key][0] != which.ids._version:
-        made[key] = which.ids._version, _programs(which.ids, rest, n, m, start)
+        made[key] = which.ids._version, layouts(which.ids, rest, n, m, start)
     return made[key][1]
 
 
-def _programs(ids: Tensor, rest: Pattern, n: int, m: int, start: int) -> tuple[Program, ...] | None:
+def layouts(ids: Tensor, rest: Pattern, n: int, m: int, start: int) -> tuple[Program, ...] | None:
     rows = ids.reshape(-1, m)
     found = [stretches(row) for row in rows.numpy()]
     if not all(found):

