@@ -7,7 +7,6 @@ from torch import nn
 
 import regard as rg
 from regard import spec
-from regard.nn import attention as attentions
 from regard.nn import by_hand
 from regard.nn.feed_forward import FeedForward
 from regard.nn.position import Rotary
@@ -77,8 +76,8 @@ def test_one_product_for_queries_keys_and_values_is_three(biases, position, monk
         return [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
 
     calls = []
-    kept = attentions._together
-    monkeypatch.setattr(attentions, "_together", lambda *given: calls.append(given) or kept(*given))
+    kept = by_hand.together
+    monkeypatch.setattr(by_hand, "together", lambda *given: calls.append(given) or kept(*given))
     one = found()
     assert len(calls) == 1
     monkeypatch.setattr(type(module), "_trains_together", lambda self, x: False)
@@ -86,6 +85,19 @@ def test_one_product_for_queries_keys_and_values_is_three(biases, position, monk
     assert len(calls) == 1
     for a, b in zip(one, three, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_made_together_have_gradients_of_every_order(bias):
+    layers = [nn.Linear(3, wide, bias=bias).double() for wide in (2, 4)]
+    x = drawn(2, 2, 3).requires_grad_()
+    weights = [layer.weight for layer in layers] + [layer.bias for layer in layers if bias]
+
+    def run(x, *weights):
+        return by_hand.Together.apply(x, 2, *weights)
+
+    torch.testing.assert_close(by_hand.together(x, *layers), torch.cat([layer(x) for layer in layers], -1))
+    assert torch.autograd.gradcheck(run, (x, *weights)) and torch.autograd.gradgradcheck(run, (x, *weights))
 
 
 def test_one_product_for_keys_and_values_of_a_context_is_two(monkeypatch):

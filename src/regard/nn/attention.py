@@ -16,6 +16,7 @@ from ..engine.call import Bias, readable
 from ..errors import ShapeError
 from ..pattern import At, Pattern, causal
 from ..reference import repeat_heads, tanh_scores
+from . import by_hand
 from . import position as positions
 from .cache import KeyValues
 from .plain import plain
@@ -161,7 +162,7 @@ class MultiHeadAttention(nn.Module):
         if not self._trains_together(x):
             return self._turned(self._queries(x), at), self._turned(self._keys(x), at), self._values(x)
         both = size.heads + size.kv_heads
-        made = _together(x, self.w_q, self.w_k, self.w_v)
+        made = by_hand.together(x, self.w_q, self.w_k, self.w_v)
         qk, v = made.split([both * size.d_k, size.kv_heads * size.d_v], -1)
         qk = self._turned(rearrange(qk, "b n (h d) -> b h n d", h=both), at)
         q, k = qk.split([size.heads, size.kv_heads], 1)
@@ -174,7 +175,7 @@ class MultiHeadAttention(nn.Module):
         size = self.spec.sizes
         if not self._trains_together(context):
             return self._turned(self._keys(context), 0), self._values(context)
-        made = _together(context, self.w_k, self.w_v).split(
+        made = by_hand.together(context, self.w_k, self.w_v).split(
             [size.kv_heads * size.d_k, size.kv_heads * size.d_v], -1
         )
         k, v = (rearrange(each, "b m (h d) -> b h m d", h=size.kv_heads) for each in made)
@@ -183,7 +184,7 @@ class MultiHeadAttention(nn.Module):
     def _trains_together(self, x: Tensor) -> bool:
         """Whether one product is quicker than one each for q, k and v: in training on a CPU, by a tenth."""
         trains = torch.is_grad_enabled() and self.spec.score == "dot" and readable(x)
-        return trains and plain(self.w_q, self.w_k, self.w_v)
+        return trains and not torch.is_autocast_enabled("cpu") and plain(self.w_q, self.w_k, self.w_v)
 
     def _turned(
         self, x: Float[Tensor, "b h n d"], at: At | Tensor, otherwise: int = 0
