@@ -49,7 +49,7 @@ SMALL: tuple[Callable[[int], Pattern], ...] = (
 def interleaved(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each way: median and spread over rounds in which all take turns, after one to warm up.
 
-    Each round begins with another way, as whoever follows a large call finds the caches and the heap as that left them.
+    Each round begins with another way: whoever follows a large call finds the caches and the heap as that left them.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways.items())
