@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Two workers, one thread each. Shapes are checked by the test run only, and not where code is compiled.
-PYTEST := $(PY) -m pytest -q -n 2
+# Two workers, one thread each; a file stays with one, so that what its tests share is made once. Shapes are checked
+# by the test run only, and not where code is compiled.
+PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
+COMPILED := $(shell grep -ls mark.compiled tests/test_*.py)
 HOOK := --jaxtyping-packages=regard,beartype.beartype
 
 .PHONY: demo test check long laws ledger clean
@@ -20,12 +22,12 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(PYTEST) $(HOOK) -m "not compiled and not long"
-	$(PYTEST) -m "compiled and not long"
+	$(PYTEST) -m "compiled and not long" $(COMPILED)
 
 # What `make test` has no time for, and its laws over more examples: about a quarter of an hour on two cores.
 long: $(VENV)/.ready
 	REGARD_EXAMPLES=500 $(PYTEST) $(HOOK) -m "(long or hypothesis) and not compiled"
-	$(PYTEST) -m "compiled and long"
+	$(PYTEST) -m "compiled and long" $(COMPILED)
 
 # 10,000 cases a law, the better part of an hour; stores each as it comes, and goes on where it was.
 laws: $(VENV)/.ready

@@ -26,7 +26,7 @@ def quiet():
         yield
 
 
-@settings(some, max_examples=200)
+@settings(some)
 @given(specs)
 @pytest.mark.ledger("S2.1.2.1", "S2.1.2.3")
 def test_the_parameters_of_any_declaration_are_those_of_its_tensors(spec):

@@ -164,11 +164,11 @@ def test_a_beam_as_wide_as_the_world_finds_the_best_sentence(length_penalty):
         told = generate(model, [prompt], how, most=most, end=END)
         scored = {}
         for n in range(most + 1):
-            for said in product([t for t in range(vocab) if t != END], repeat=n):
-                full = [*said] if n == most else [*said, END]
-                logits = model(torch.tensor([[*prompt, *full]]))[0].log_softmax(-1)
-                log_p = sum(float(logits[len(prompt) - 1 + i, t]) for i, t in enumerate(full))
-                scored[said] = log_p / how.penalty(len(full))
+            texts = list(product([t for t in range(vocab) if t != END], repeat=n))
+            ends = [[*said] if n == most else [*said, END] for said in texts]
+            logits = model(torch.tensor([[*prompt, *full] for full in ends])).log_softmax(-1)
+            for row, said, full in zip(logits[:, len(prompt) - 1 :], texts, ends, strict=True):
+                scored[said] = sum(float(row[i, t]) for i, t in enumerate(full)) / how.penalty(len(full))
         best = max(scored, key=scored.get)
         assert tuple(told.rows()[0]) == best
         assert abs(float(told.log_p[0]) / how.penalty(min(len(best) + 1, most)) - scored[best]) < 1e-5
