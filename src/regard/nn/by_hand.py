@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..engine.call import readable
 from .plain import plain
@@ -46,7 +46,7 @@ def network(module: Any, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
     return y.view(*x.shape[:-1], -1)
 
 
-def together(x: Float[Tensor, "*b d"], *layers: nn.Linear) -> Float[Tensor, "*b wide"]:
+def together(x: Float[Tensor, "*b d"], *layers: Any) -> Float[Tensor, "*b wide"]:
     """What these layers make of x, side by side."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return Together.apply(x, len(layers), *(layer.weight for layer in layers), *biases)
