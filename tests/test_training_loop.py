@@ -256,7 +256,9 @@ def test_a_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path):
     assert checkpoints.steps(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)], ids=str)
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGINT,), (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)], ids=str
+)
 def test_ctrl_c_and_sigterm_save_and_leave_and_the_run_goes_on(whole, tmp_path, signals):
     one = trainer(tmp_path)
 
