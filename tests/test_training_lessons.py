@@ -11,7 +11,7 @@ from regard.training.lessons import LESSONS, Lesson
 CASES = [
     pytest.param("T1", marks=pytest.mark.ledger("S3.Q2b.1")),
     pytest.param("T2", marks=[pytest.mark.ledger("S3.Q2b.2"), pytest.mark.long]),
-    pytest.param("T3", marks=pytest.mark.ledger("S1.Q5a.8", "S3.Q2b.3")),
+    pytest.param("T3", marks=[pytest.mark.ledger("S1.Q5a.8", "S3.Q2b.3"), pytest.mark.long]),
     pytest.param("T4", marks=[pytest.mark.ledger("S2.4.2.2", "S2.4.2.3", "S1.Q6b.1"), pytest.mark.long]),
     pytest.param("T5", marks=pytest.mark.ledger("S0.Q1d.5", "S4.1.3b.1")),
     pytest.param(
@@ -25,9 +25,9 @@ CASES = [
     pytest.param("T8", marks=[pytest.mark.ledger("S1.Q1a.2", "S4.1.4b.3", "S1.Q6b.3"), pytest.mark.long]),
     pytest.param("T9", marks=[pytest.mark.ledger("S1.Q5b.1", "S1.Q5b.2"), pytest.mark.long]),
     pytest.param("T10", marks=[pytest.mark.ledger("S1.Q4b.1", "S1.Q4b.3"), pytest.mark.long]),
-    pytest.param("T11", marks=pytest.mark.ledger("S4.1.3b.1")),
+    pytest.param("T11", marks=[pytest.mark.ledger("S4.1.3b.1"), pytest.mark.long]),
     pytest.param("T12", marks=[pytest.mark.ledger("S0.Q1a.10", "S1.Q6b.2"), pytest.mark.long]),
-    pytest.param("T13", marks=pytest.mark.ledger("S0.Q2c.4", "S2.1.1.1")),
+    pytest.param("T13", marks=[pytest.mark.ledger("S0.Q2c.4", "S2.1.1.1"), pytest.mark.long]),
 ]
 
 
