@@ -41,7 +41,7 @@ def _sent(t: Tensor, device: torch.device) -> Tensor:
 def laid(batch: Batch, wide: int) -> Batch:
     """The same texts end to end in rows of at most so many tokens, and which text each token belongs to.
 
-    What is left at the end of a row belongs to a text of its own, the last.
+    Each token left at the end of a row is a text of its own, past the last: it stands at position 0.
     """
     given = dict(batch.given)
     lengths = given.pop("lengths", None)
@@ -58,7 +58,8 @@ def laid(batch: Batch, wide: int) -> Batch:
             torch.full(shape, blank[name]).flatten().index_copy(0, at, given[name][real]).view(shape)
         )
     which = torch.arange(len(lengths)).repeat_interleave(lengths)
-    given["texts"] = torch.full(shape, len(lengths)).flatten().index_copy(0, at, which).view(shape)
+    rest = len(lengths) + torch.arange(shape[0] * shape[1])
+    given["texts"] = rest.index_copy(0, at, which).view(shape)
     return Batch(given, batch.predicted)
 
 
