@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from .. import spec
 from ..engine import attention as engine
 from ..engine import joint
-from ..engine.call import Bias, readable
+from ..engine.call import Bias
 from ..errors import ShapeError
 from ..pattern import At, Pattern, causal
 from ..reference import repeat_heads, tanh_scores
-from . import by_hand
 from . import position as positions
 from .cache import KeyValues
 from .plain import plain
@@ -139,7 +138,7 @@ class MultiHeadAttention(nn.Module):
         self._check_widths(x, source)
         if context is None:
             at = at if cache is None else cache.offset
-            q, k, v = self._own(x, at)
+            q, k, v = self._turned(self._queries(x), at), self._turned(self._keys(x), at), self._values(x)
             if cache is not None:
                 k, v, lengths = cache.append(k, v, lengths)
             return Projected(q, k, v, lengths, at)
@@ -147,44 +146,12 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and cache.filled:
             k, v = cache.k, cache.v  # the context's, from the first step
         else:
-            k, v = self._of(context)
+            k, v = self._turned(self._keys(context), 0), self._values(context)
             if cache is not None:
                 k, v, lengths = cache.append(k, v, lengths)
         if at is None and q.shape[-2] > k.shape[-2]:
             at = 0  # two sequences: their positions are not compared
         return Projected(self._turned(q, at, k.shape[-2] - q.shape[-2]), k, v, lengths, at)
-
-    def _own(
-        self, x: Float[Tensor, "b n d_model"], at: At | Tensor
-    ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv n d_k"], Float[Tensor, "b h_kv n d_v"]]:
-        """Queries, keys and values of one sequence; each query stands where its key does."""
-        size = self.spec.sizes
-        if not self._trains_together(x):
-            return self._turned(self._queries(x), at), self._turned(self._keys(x), at), self._values(x)
-        both = size.heads + size.kv_heads
-        made = by_hand.together(x, self.w_q, self.w_k, self.w_v)
-        qk, v = made.split([both * size.d_k, size.kv_heads * size.d_v], -1)
-        qk = self._turned(rearrange(qk, "b n (h d) -> b h n d", h=both), at)
-        q, k = qk.split([size.heads, size.kv_heads], 1)
-        return q, k, rearrange(v, "b n (h d) -> b h n d", h=size.kv_heads)
-
-    def _of(
-        self, context: Float[Tensor, "b m d_context"]
-    ) -> tuple[Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
-        """Keys and values of another sequence, which begins at 0."""
-        size = self.spec.sizes
-        if not self._trains_together(context):
-            return self._turned(self._keys(context), 0), self._values(context)
-        made = by_hand.together(context, self.w_k, self.w_v).split(
-            [size.kv_heads * size.d_k, size.kv_heads * size.d_v], -1
-        )
-        k, v = (rearrange(each, "b m (h d) -> b h m d", h=size.kv_heads) for each in made)
-        return self._turned(k, 0), v
-
-    def _trains_together(self, x: Tensor) -> bool:
-        """Whether one product is quicker than one each for q, k and v: in training on a CPU, by a tenth."""
-        trains = torch.is_grad_enabled() and self.spec.score == "dot" and readable(x)
-        return trains and not torch.is_autocast_enabled("cpu") and plain(self.w_q, self.w_k, self.w_v)
 
     def _turned(
         self, x: Float[Tensor, "b h n d"], at: At | Tensor, otherwise: int = 0

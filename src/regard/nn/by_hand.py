@@ -1,8 +1,8 @@
-"""Layers in training on a CPU, their gradients worked out by hand.
+"""Position-wise networks in training on a CPU, their gradients worked out by hand.
 
-Several products with one x are made as one, a tenth quicker, without keeping the joined matrix. In position-wise
-networks the gradient passes through the hidden layer where it lies, so less that is as wide is written: 7 to 13 % of
-the time of max(0, x W₁) W₂, 4 to 11 % of that of a gated one.
+The gradient passes through the hidden layer where it lies, so less that is as wide is written. For 1500 rows that is
+1 to 6 % of the time of max(0, x W₁) W₂ and 2 to 4 % of that of a gated one; nothing at half the sizes
+(bench/train_layers.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -44,33 +44,6 @@ def network(module: Any, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         gate = module.w_gate
         y = Gated.apply(rows, *into, *out, gate.weight, gate.bias, module.spec.activation)
     return y.view(*x.shape[:-1], -1)
-
-
-def together(x: Float[Tensor, "*b d"], *layers: Any) -> Float[Tensor, "*b wide"]:
-    """What these layers make of x, side by side."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return Together.apply(x, len(layers), *(layer.weight for layer in layers), *biases)
-
-
-class Together(torch.autograd.Function):
-    """x [W₁ W₂ …] + [b₁ b₂ …]."""
-
-    @staticmethod
-    def forward(ctx, x, many, *given):
-        weights, biases = given[:many], given[many:]
-        ctx.save_for_backward(x, *weights)
-        ctx.biased = bool(biases)
-        return F.linear(x, torch.cat(weights), torch.cat(biases) if biases else None)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, *weights = ctx.saved_tensors
-        sizes = [len(w) for w in weights]
-        rows = grad.reshape(-1, grad.shape[-1])
-        by_weight = (rows.T @ x.reshape(-1, x.shape[-1])).split(sizes)
-        by_bias = rows.sum(0).split(sizes) if ctx.biased else ()
-        back = (rows @ torch.cat(weights)).view(x.shape) if ctx.needs_input_grad[0] else None
-        return back, None, *by_weight, *by_bias
 
 
 class Rectified(torch.autograd.Function):
