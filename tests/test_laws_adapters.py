@@ -9,10 +9,11 @@ import regard as rg
 from regard.errors import SpecError
 from regard.laws import adapters
 from regard.laws.adapters import adapt, small_specs
-from regard.laws.adapters.hugging_face import places_within, seen, small
+from regard.laws.adapters.hugging_face import seen, small
 from regard.laws.catalogue import law
 from regard.laws.checker import Budget, try_law
 from regard.laws.target import Function, Model
+from regard.nn.stack import places
 
 FEW = Budget(cases=6)
 TOLD = torch.tensor([3, 5])
@@ -319,7 +320,7 @@ def test_a_configuration_is_cut_to_a_small_size_without_dropout():
 
 def test_positions_start_again_in_each_document():
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]])
-    assert places_within(ids).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert places(ids).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
     assert seen(4, torch.tensor([2, 4]), torch.tensor([1, 0]), ids.device).tolist() == [
         [0, 1, 0, 0],
         [1, 1, 1, 1],

@@ -21,9 +21,8 @@ def large(x: Tensor) -> Tensor:
     advise = _advise() if size >= LARGE and x.is_cpu else None
     if advise is not None:
         first = -(-x.data_ptr() // SMALL) * SMALL
-        advise(
-            first, (x.data_ptr() + size - first) // SMALL * SMALL, HUGE
-        )  # advice: what it answers is no matter
+        # It is advice: what the system answers is no matter.
+        advise(first, (x.data_ptr() + size - first) // SMALL * SMALL, HUGE)
     return x
 
 

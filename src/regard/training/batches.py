@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..errors import SpecError
 
-ROW = (
-    128  # tokens: attending within rows twice as wide takes longer on a CPU, and narrower ones fill less well
-)
+# Tokens of a packed row: attending within rows twice as wide takes longer on a CPU, and narrower ones fill less well.
+ROW = 128
 
 
 @dataclass(frozen=True)

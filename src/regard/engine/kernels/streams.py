@@ -109,9 +109,8 @@ def backward_stream(
     fill_queries = dq_call(task, by_queries, given, dtype, device, dlse)
     fill_keys, parts = dkv_call(task, by_keys, given, dtype, device)
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
-    rows = (
-        -(-math.prod(given[0].shape[:3]) // 4) * 4
-    )  # so that each piece of the room begins at a multiple of 16 bytes
+    # Each piece of the room begins at a multiple of 16 bytes.
+    rows = -(-math.prod(given[0].shape[:3]) // 4) * 4
     room, pieces = 2 * rows + sum(parts), [rows, rows, *parts]
 
     def call(q, k, v, o, do, lse, dlse, limits, added):

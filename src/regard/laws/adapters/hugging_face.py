@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ...errors import SpecError
+from ...nn import stack
 from ..target import Model
 from .seeded import seeded
 
@@ -134,7 +135,7 @@ def _one_stack(model: Any, name: str, source: str | None, with_mask: bool) -> Mo
         if pads is not None:
             given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
         if documents is not None:
-            given["position_ids"] = places_within(documents)
+            given["position_ids"] = stack.places(documents)
             given |= {"attention_mask": torch.ones_like(x)} if with_mask else {"use_cache": False}
         if shift:
             given["position_ids"] = torch.arange(shift, shift + x.shape[1], device=x.device)[None]
@@ -243,11 +244,3 @@ def seen(
     j = torch.arange(n, device=device)
     real = j < lengths[:, None] if lengths is not None else j >= 0
     return (real if pads is None else real & (j >= pads[:, None])).long()
-
-
-def places_within(documents: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
-    """Positions that start again at 0 in each document."""
-    along = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return along - along.masked_fill(~first, 0).cummax(1).values
