@@ -1,7 +1,7 @@
 """Position-wise networks in training on a CPU, their gradients worked out by hand.
 
 The gradient passes through the hidden layer where it lies, so less that is as wide is written. For 1500 rows that is
-1 to 6 % of the time of max(0, x W₁) W₂ and 2 to 4 % of that of a gated one; nothing at half the sizes
+1 to 9 % of the time of max(0, x W₁) W₂ and 2 to 4 % of that of a gated one; nothing at half the sizes
 (bench/train_layers.py).
 """
 
