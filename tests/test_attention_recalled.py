@@ -1,10 +1,14 @@
 """Calls of shapes seen before: the same numbers, nothing skipped that could be wrong, nothing stale."""
 
+import weakref
+
 import pytest
 import torch
+from torch.autograd import gradgradcheck
 from torch.func import jacrev, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.engine import quick
+from regard.engine import quick, twice
 from regard.engine.attention import attention
 from regard.errors import ShapeError, SpecError
 from regard.pattern import causal, documents, every, full, sinks, where, window
@@ -14,9 +18,14 @@ PATTERNS = [None, full(), causal(), window(2), causal() & (window(1) | every(3))
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    quick._known.clear()
+    quick.known.clear()
     yield
-    quick._known.clear()
+    quick.known.clear()
+
+
+def recalled(inputs, pattern):
+    """Whether the next call of this kind is looked up."""
+    return quick.key(*inputs, pattern, None) in quick.known
 
 
 def qkv(n=7, m=7, dtype=torch.float64, grad=True, h_kv=2):
@@ -43,23 +52,25 @@ def test_it_is_recalled_and_few_are_kept(monkeypatch):
     monkeypatch.setattr(quick, "MOST", 2)
     for n in (3, 4, 5):
         attention(*qkv(n, n), window(1))
-    assert [key[1][2] for key in quick._known] == [4, 5]
+    assert [key[3][2] for key in quick.known] == [4, 5]
     inputs = qkv(5, 5)
-    assert quick.recall(*inputs, window(1), None) is not None
-    assert quick.recall(*inputs, window(2), None) is None
+    assert recalled(inputs, window(1)) and not recalled(inputs, window(2))
 
 
 def test_another_dtype_or_gradient_is_another_call():
-    attention(*qkv(), window(1))
-    assert quick.recall(*qkv(dtype=torch.float32), window(1), None) is None
-    assert quick.recall(*qkv(grad=False), window(1), None) is None
+    inputs = qkv()
+    attention(*inputs, window(1))
+    assert recalled(inputs, window(1))
+    assert not recalled(qkv(dtype=torch.float32), window(1)) and not recalled(qkv(grad=False), window(1))
+    with torch.no_grad():
+        assert not recalled(inputs, window(1))
 
 
 def test_what_data_decide_is_never_recalled():
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1])
     for pattern in (documents(ids), where(torch.ge), torch.ones(7, 7, dtype=torch.bool)):
         attention(*qkv(), pattern)
-        assert not quick._known
+        assert not quick.known
 
 
 def test_what_is_wrong_is_refused_however_often_it_is_asked():
@@ -99,3 +110,57 @@ def test_transforms_leave_nothing_behind(pattern):
         assert torch.allclose(
             jacobian, torch.autograd.grad(attention(q, *inputs[1:], pattern).sum(), q)[0], atol=1e-12
         )
+
+
+@pytest.mark.parametrize("pattern", [None, causal(), window(1)], ids=repr)
+@pytest.mark.parametrize("h_kv, wide", [(4, 3), (2, 5), (4, 5)])
+def test_gradients_of_a_call_made_before_have_gradients(pattern, h_kv, wide):
+    q, k, v = qkv(h_kv=h_kv)
+    v = torch.cat([v, v], -1)[..., :wide].detach().requires_grad_()
+    inputs = [x[:1, :, :3].detach().requires_grad_() for x in (q, k, v)]
+    attention(*inputs, pattern)
+    assert recalled(inputs, pattern)
+    assert gradgradcheck(lambda *x: attention(*x, pattern), inputs)
+
+
+def test_only_what_is_asked_to_be_differentiated_again_is_taken_by_the_formula(monkeypatch):
+    ran, real = [], twice.gradients
+    monkeypatch.setattr(twice, "gradients", lambda *x: ran.append(1) or real(*x))
+    inputs = qkv()
+    for _ in range(2):
+        torch.autograd.grad(attention(*inputs, window(1)).sum(), inputs)
+    assert not ran
+    torch.autograd.grad(attention(*inputs, window(1)).sum(), inputs, create_graph=True)
+    assert ran
+
+
+def test_nothing_is_kept_past_its_backward():
+    inputs = qkv(h_kv=4, dtype=torch.float32)
+    inputs[2] = inputs[1]
+    for _ in range(2):
+        q = inputs[0] * 2
+        gone = weakref.ref(q)
+        o = attention(q, *inputs[1:], window(1))
+        del q
+        assert gone() is not None
+        o.sum().backward()
+        assert gone() is None and o.grad_fn is not None
+
+
+def test_a_mode_that_looks_on_sees_every_operation():
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    inputs = qkv(n=131, m=131, grad=False, dtype=torch.float32)
+    attention(*inputs, window(1))
+    assert recalled(inputs, window(1))
+    with Seen() as seen:
+        assert quick.key(*inputs, window(1), None) is None
+        attention(*inputs, window(1))
+    assert any("flash" in name or "attention" in name or "softmax" in name for name in seen.names)

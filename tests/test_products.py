@@ -1,14 +1,12 @@
-"""Tiles by products, short sequences by products: the formula and its gradients, however they are cut."""
+"""Tiles by products: the formula and its gradients, however they are cut."""
 
 from math import inf
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 
 from regard.engine import batch as batches_of
-from regard.engine import pages, products, quick, short
-from regard.engine.attention import attention
+from regard.engine import pages, products
 from regard.engine.batch import Batch
 from regard.engine.batches import program
 from regard.pattern import causal, dilated, every, full, sinks, strided, window
@@ -176,95 +174,6 @@ def test_large_pages_are_asked_for_large_tensors_and_never_needed(advise, monkey
 
 
 asked: list[tuple[int, int, int]] = []
-
-
-# Short sequences
-
-
-def recalled(inputs, pattern):
-    """The second call of its kind."""
-    attention(*inputs, pattern)
-    assert quick.recall(*inputs, pattern, None) is not None
-    return attention(*inputs, pattern)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, f64])
-@pytest.mark.parametrize(
-    "pattern", [window(3), causal() & (window(2) | sinks(1)), causal() - window(5)], ids=repr
-)
-def test_a_short_call_is_the_formula(pattern, dtype, monkeypatch):
-    quick._known.clear()
-    ran = []
-    real = short.attend
-    monkeypatch.setattr(short, "attend", lambda *x: ran.append(1) or real(*x))
-    inputs = tensors(n=17, dtype=dtype)
-    allowed = pattern.allowed(17)
-    expected = [formula(*(x.to(d) for x in inputs), allowed, 5**-0.5)[0] for d in (dtype, f64)]
-    o = recalled(inputs, pattern)
-    assert ran
-    c = randn(*o.shape, seed=4, dtype=dtype)
-    fast, plain, ref = ([x, *torch.autograd.grad(x, inputs, c.to(x.dtype))] for x in (o, *expected))
-    for f, p, r in zip(fast, plain, ref):
-        bound = 2 * (p - r).abs().max() + 4 * torch.finfo(dtype).eps * r.abs().max()
-        assert (f - r).abs().max() <= bound
-
-
-def test_heads_are_taken_some_at_a_time(monkeypatch):
-    quick._known.clear()
-    inputs = tensors(h=7, h_kv=7, n=17)
-    whole = recalled(inputs, window(3))
-    monkeypatch.setattr(short, "NEAR", 3 * 17 * 17)
-    some = recalled(inputs, window(3))
-    assert torch.equal(some, whole)
-    for a, b in zip(*(torch.autograd.grad(o.square().sum(), inputs) for o in (some, whole))):
-        torch.testing.assert_close(a, b)
-
-
-def test_short_calls_take_any_layout_of_inputs_and_gradient():
-    q, k, v = (
-        x.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_() for x in tensors(n=17)
-    )
-    for x in (q, k, v):
-        assert not x.is_contiguous()
-    o = recalled((q, k, v), window(3))
-    got = torch.autograd.grad(o.sum(), (q, k, v))  # an expanded gradient
-    wanted = torch.autograd.grad(formula(q, k, v, window(3).allowed(17), 5**-0.5)[0].sum(), (q, k, v))
-    for a, b in zip(got, wanted):
-        torch.testing.assert_close(a, b)
-
-
-def test_gradients_of_a_short_call_have_gradients():
-    inputs = tensors(b=1, n=5, d_k=3, d_v=2)
-    mask = torch.zeros(5, 5, dtype=f64).masked_fill_(~window(1).allowed(5), -inf)
-    assert gradcheck(lambda *x: short.attend(*x, mask, 0.4), inputs)
-    assert gradgradcheck(lambda *x: short.attend(*x, mask, 0.4), inputs)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "few"),
-    [
-        ({"n": 17}, True),
-        ({"n": 17, "h": 4, "h_kv": 2}, False),
-        ({"n": 17, "dtype": torch.bfloat16}, False),
-        ({"b": 1, "n": 1031, "h": 2}, False),
-    ],
-    ids=["short", "shared heads", "a half type", "long"],
-)
-def test_what_is_long_or_shared_or_half_is_not_short(inputs, few, monkeypatch):
-    quick._known.clear()
-    ran, real = [], short.attend
-    monkeypatch.setattr(short, "attend", lambda *x: ran.append(1) or real(*x))
-    recalled(tensors(**inputs), window(3))
-    assert bool(ran) == few
-
-
-def test_short_calls_give_the_same_bits_twice():
-    inputs = tensors(n=97, d_k=16, d_v=16, dtype=torch.float32)
-    runs = []
-    for _ in range(3):
-        o = recalled(inputs, window(9))
-        runs.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
-    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
 
 
 def test_the_fused_op_and_products_join_in_one_program():

@@ -42,13 +42,15 @@ def attention(
     """
     if lengths is not None and _none_shorter(lengths, q, k):
         lengths = None
-    usual = lengths is None and bias is None and at is None and ties == "share" and backend == "auto"
-    usual = usual and not (dropout_p or return_lse)
-    if usual and (way := quick.recall(q, k, v, pattern, scale)):
+    usual = lengths is None and bias is None and at is None and not dropout_p and not return_lse
+    usual = usual and ties == "share" and backend == "auto"
+    key = quick.key(q, k, v, pattern, scale) if usual else None
+    if key is not None and (way := quick.known.get(key)) is not None:
         return way(q, k, v)
     given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
-    chosen = choose.choose(choose.facts(given), backend).backend
-    way = quick.remember(given, chosen, (q, k, v), pattern, scale) if usual else None
+    facts = choose.facts(given)
+    chosen = choose.choose(facts, backend).backend
+    way = quick.remember(key, given, facts, chosen)
     if way is not None and q.is_cpu:  # the first call gives the bits of all others
         return way(q, k, v)
     o, lse = _run(given, chosen)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import BackendError, SpecError, nearest
 from ..pattern import At, Pattern, causal, full, standing
 from ..position import ByDistance
-from . import packed
+from . import gathered, packed
 from .batches import Program, program
 from .call import Call
 from .plan import NoPlan, Plan, plan
@@ -298,6 +298,22 @@ def estimate(f: Facts) -> float:
     return f.heads * (computed(f) * 2.0 + 64 * f.n) + (GPU_CALL if f.grad else GPU_FORWARD)
 
 
+def short(f: Facts, backend: str) -> gathered.Lay | None:
+    """How a plain call on the CPU is cut into tiles of gathered keys (short.py), where that is quicker than the way
+    chosen; None elsewhere."""
+    usual = f.plain and f.at is None and not (f.at_each_row or f.lse or f.dropout or f.pattern.has_data)
+    if f.device != "cpu" or backend not in ("masked", "progressions") or not usual:
+        return None
+    wide = f.dtype in (torch.float32, torch.float64)  # half types are rounded between the products
+    if not wide or not f.heads or not 0 < f.n * f.m <= gathered.PAIRS:
+        return None
+    theirs = estimate(f) if backend == "progressions" else masked_estimate(f)
+    lay, ours = gathered.quickest(
+        f.pattern, f.n, f.m, *f.stands, heads=f.heads, d=(f.d_k + f.d_v) // 2, grad=f.grad
+    )
+    return lay if ours < theirs else None
+
+
 def packed_estimate(f: Facts) -> float:
     """The same for packed documents, on the CPU."""
     ways = packed.programs(f.pattern, f.n, f.m, f.at) or ()
@@ -307,12 +323,14 @@ def packed_estimate(f: Facts) -> float:
 def masked_estimate(f: Facts) -> float:
     """The same for a masked call, which computes every pair."""
     if f.device == "cpu":
-        return f.heads * f.n * f.m * (MASKED_BOTH if f.grad else MASKED_FORWARD)
+        pair = MASKED_BOTH if f.grad else MASKED_FORWARD
+        return f.heads * f.n * f.m * (pair if f.n >= BLOCKS else 2 * pair)
     return f.heads * f.n * f.m * 2.0 + GPU_MASKED
 
 
 # Nanoseconds a pair of SDPA: two cores, heads of 64, float32; measured by bench/cpu_patterns.py.
 MASKED_FORWARD, MASKED_BOTH = 1.8, 6.4
+BLOCKS = 192  # queries from which on the fused op works in larger blocks, twice as quick
 TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
 SURELY = 0.85  # what an estimate may say and be right: at 512 positions calls took up to 1.15 times of theirs
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start

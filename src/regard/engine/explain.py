@@ -79,7 +79,11 @@ def explain(
     )
     choice = choose.choose(facts, backend)
     walks = choice.backend in ("progressions", "tiled")
-    computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
+    lay = choose.short(facts, choice.backend) if backend == "auto" else None
+    if lay is not None:
+        computed = lay.tiles * lay.rows * lay.keys
+    else:
+        computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
     needed = pattern.count(n, m, facts.stands)
     return Explanation(pattern, n, m, needed, computed, *choice, _passes(facts))
 

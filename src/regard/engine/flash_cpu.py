@@ -97,21 +97,11 @@ def backward(
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
 
 
-def forward_of_all(q, k, v, mask, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """o and lse with a mask that is added, (b or 1, h or 1, n, m), of q's dtype, and leaves no row empty."""
+def of_all(q, k, v, mask, is_causal: bool, scale: float) -> Tensor:
+    """o, as wide as the widest of q and v, with a mask that is added and leaves no row empty: (b or 1, h or 1, n, m),
+    of q's dtype."""
     d = max(q.shape[-1], v.shape[-1])
-    wide = (_wide(q, d), _wide(k, d), _wide(v, d))
-    o, lse = op(NAME)(*wide, 0.0, is_causal, attn_mask=mask, scale=scale)
-    return (o if d == v.shape[-1] else o[..., : v.shape[-1]]), lse
-
-
-def backward_of_all(grad, q, k, v, o, lse, mask, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """The gradients of q, k and v of the same."""
-    d_k, d_v = q.shape[-1], v.shape[-1]
-    d = max(d_k, d_v)
-    wide = (_wide(grad, d), _wide(q, d), _wide(k, d), _wide(v, d), _wide(o, d))
-    dq, dk, dv = op(f"{NAME}_backward")(*wide, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
-    return (dq, dk, dv) if d_k == d_v else (dq[..., :d_k], dk[..., :d_k], dv[..., :d_v])
+    return op(NAME)(_wide(q, d), _wide(k, d), _wide(v, d), 0.0, is_causal, attn_mask=mask, scale=scale)[0]
 
 
 def _added(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -14,13 +14,14 @@ from torch import Tensor
 from .pages import large
 
 LOG2E = log2(e)
+VIEWS = 256  # of a room that are kept: one that lives long meets many shapes
 
 
 class Room:
     """Memory that one call after another writes to: fresh pages cost as much as the products."""
 
     def __init__(self, like: Tensor):
-        self.like = like
+        self.like = like.new_empty(0)
         self.held: dict[str, Tensor] = {}
         self.views: dict[tuple, Tensor] = {}
 
@@ -28,10 +29,16 @@ class Room:
         """A tensor of this shape with anything in it, good until this name is asked for again."""
         if (found := self.views.get((name, *shape))) is not None:
             return found
+        with torch.inference_mode(False):  # what is made in inference could not be written to later
+            return self._made(name, shape)
+
+    def _made(self, name: str, shape: tuple[int, ...]) -> Tensor:
         count = prod(shape)
         if name not in self.held or len(self.held[name]) < count:
             self.held[name] = large(self.like.new_empty(count))
             self.views = {key: view for key, view in self.views.items() if key[0] != name}
+        if len(self.views) >= VIEWS:
+            self.views.clear()
         self.views[name, *shape] = found = self.held[name][:count].view(shape)
         return found
 

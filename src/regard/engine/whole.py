@@ -1,7 +1,7 @@
 """PyTorch's attention over a whole table of pairs, with gradients that have gradients.
 
-On the CPU its fused op is run here by hand where a gradient is asked for: the same op and the same numbers as
-F.scaled_dot_product_attention, whose backward cannot be differentiated again; this one can (twice.py).
+On the CPU the backward of its fused op cannot be differentiated again. Where that is asked for, and only there, a
+hook gives the gradients by the formula instead, which can (twice.py).
 """
 
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 from ..pattern import causal, full
 from . import flash_cpu, twice
 from .call import eager
+
+NODE = "ScaledDotProductFlashAttentionForCpuBackward0"  # what PyTorch differentiates otherwise has gradients itself
 
 
 def attend(
@@ -36,27 +38,39 @@ def attend(
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, q.shape[2], k.shape[2])
-    return _Whole.apply(q, k, v, mask, is_causal, float(scale))
+    return learnt(q, k, v, mask, is_causal, float(scale))
 
 
 def _learns(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, mask, is_causal, scale):
-        o, lse = flash_cpu.forward_of_all(q, k, v, mask, is_causal, scale)
-        ctx.save_for_backward(q, k, v, mask, o, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
-        return o
+def learnt(
+    q: Float[Tensor, "b h n d_k"],
+    k: Float[Tensor, "b h_kv m d_k"],
+    v: Float[Tensor, "b h_kv m d_v"],
+    mask: Float[Tensor, "#b #h n m"] | None,
+    is_causal: bool,
+    scale: float,
+) -> Float[Tensor, "b h n d_v"]:
+    """The same by the fused op, where something learns: a mask is added, and has q's dtype."""
+    o = flash_cpu.of_all(q, k, v, mask, is_causal, scale)
+    o.grad_fn.register_hook(again)  # type: ignore[union-attr]  # something learns
+    return o if o.shape[-1] == v.shape[-1] else o[..., : v.shape[-1]]
 
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, mask, o, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            pattern = causal() if ctx.is_causal else full()
-            grads = twice.gradients(grad, None, q, k, v, pattern, 0, 1, ctx.scale, None, mask)
-            return *grads[:3], None, None, None
-        grads = flash_cpu.backward_of_all(grad, q, k, v, o, lse, mask, ctx.is_causal, ctx.scale)
-        return *grads, None, None, None
+
+def again(
+    grads: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...] | None:
+    """After the op's backward: its gradients as they are, or under create_graph=True by the formula.
+
+    The tensors are those that the op's own node keeps, so that nothing is kept twice or longer.
+    """
+    if not torch.is_grad_enabled() or given[0] is None:
+        return None
+    node: Any = torch._C._current_autograd_node()
+    if node.name() != NODE:
+        return None
+    q, k, v, mask = node._saved_query, node._saved_key, node._saved_value, node._saved_attn_mask
+    pattern = causal() if node._saved_is_causal else full()
+    return twice.gradients(given[0], None, q, k, v, pattern, 0, 1, node._saved_scale, None, mask)[:3]
