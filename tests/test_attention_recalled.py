@@ -123,6 +123,32 @@ def test_gradients_of_a_call_made_before_have_gradients(pattern, h_kv, wide):
     assert gradgradcheck(lambda *x: attention(*x, pattern), inputs)
 
 
+def test_what_pytorch_takes_by_the_formula_is_differentiated_twice_by_pytorch():
+    """Its fused op reads no tensor whose rows are not of adjacent numbers."""
+    q, k, _ = qkv(h_kv=4)
+    inputs = q, k, k
+    attention(*inputs, window(1))
+    q = inputs[0].detach().mT.contiguous().mT.requires_grad_()
+    assert recalled([q, *inputs[1:]], window(1))
+    wanted = attention(q, *inputs[1:], window(1), backend="plain")
+    found = []
+    for o in (attention(q, *inputs[1:], window(1)), wanted):
+        (once,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+        found.append(torch.autograd.grad(once.square().sum(), q)[0])
+    assert torch.allclose(*found, atol=1e-10)
+
+
+def test_the_gradient_of_one_input_alone_has_gradients():
+    q, k, v = qkv()
+    for _ in range(2):
+        (once,) = torch.autograd.grad(attention(q, k, v, window(1)).square().sum(), k, create_graph=True)
+        (plain,) = torch.autograd.grad(
+            attention(q, k, v, window(1), backend="plain").square().sum(), k, create_graph=True
+        )
+        for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (once, plain))):
+            assert torch.allclose(a, b, atol=1e-10)
+
+
 def test_only_what_is_asked_to_be_differentiated_again_is_taken_by_the_formula(monkeypatch):
     ran, real = [], twice.gradients
     monkeypatch.setattr(twice, "gradients", lambda *x: ran.append(1) or real(*x))
