@@ -18,14 +18,27 @@ from .launches import layout
 MOST = 16  # ways to lie that are remembered
 SPARE = 1 << 18  # numbers of a tensor kept so that it need not be made anew: 1 MiB
 
+# Looked up once: on the way to a launch every name behind a dot counts. PyTorch without CUDA has neither.
+_device = getattr(torch._C, "_cuda_getDevice", None)
+_stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Lie:
+    """One way for q, k and v to lie: what runs forward, and backward by how the gradient lies."""
+
+    __slots__ = ("backwards", "forward")
+
+    def __init__(self, forward: Callable[..., Any]):
+        self.forward = forward
+        self.backwards: dict[tuple[int, ...], Callable[..., Any]] = {}
+
 
 class Again:
     """(q, k, v) → o of one task and one shape of each; differentiable if `learns`."""
 
     def __init__(self, task: Task, learns: bool):
         self.task, self.learns = task, learns
-        self.forwards: dict[Any, Callable[..., Any]] = {}
-        self.backwards: dict[Any, Callable[..., Any]] = {}
+        self.known: dict[tuple[tuple[int, ...], ...], Lie] = {}
         # What takes the lse of calls without gradient; nobody reads it. Only on the stream it was made on: on another
         # a kernel might still write there when the memory is given to others.
         self.spare: Tensor | None = None
@@ -34,62 +47,67 @@ class Again:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Attend.apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        lie = q.stride(), k.stride(), v.stride()
-        known = self.forwards.get(lie)
-        if known is not None and _straight(q, k, v):
-            return known(q, k, v, None, NOTHING, self.spare if self.stream == _stream(q) else None)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Lie | None]:
+        """o, lse, and what the backward pass goes on with."""
+        how = q.stride(), k.stride(), v.stride()
+        lie = self.known.get(how)
+        if lie is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and _here(q):
+            spare = self.spare
+            if spare is not None and self.stream != _stream(q):
+                spare = None
+            o, lse = lie.forward(q, k, v, None, NOTHING, spare)
+            return o, lse, lie
+        lie = None
         if _ready(q, k, v):
             call = forward_call(self.task, layout(q), layout(k), layout(v), q.dtype, q.device, False)
-            _keep(self.forwards, lie, call)
+            lie = _kept(self.known, how, Lie(call))
         o, lse = forward(q, k, v, self.task)
         if not self.learns and lse.numel() <= SPARE:
             self.spare, self.stream = lse, _stream(q)
-        return o, lse
+        return o, lse, lie
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lie = q.stride(), k.stride(), v.stride(), o.stride(), do.stride()
-        known = self.backwards.get(lie)
-        if known is not None and _straight(q, k, v, do):
-            return known(q, k, v, o, do, lse, None, None, NOTHING)[:3]
-        if _ready(q, k, v, o, do):
+        self, lie: Lie | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """The gradients of q, k and v. Those lie as they did forward, and o as it was made then."""
+        call = None if lie is None else lie.backwards.get(do.stride())
+        if call is not None and not do.data_ptr() & 15 and _here(do):
+            return call(q, k, v, o, do, lse, None, None, NOTHING)[:4]
+        if lie is not None and _ready(q, k, v, o, do):
             given = layout(q), layout(k), layout(v), layout(o), layout(do)
             call = backward_call(self.task, given, q.dtype, q.device, False, False, False)
-            _keep(self.backwards, lie, call)
-        return backward(q, k, v, o, lse, do, None, self.task)[:3]
+            _kept(lie.backwards, do.stride(), call)
+        return *backward(q, k, v, o, lse, do, None, self.task)[:3], None
+
+
+def _kept(table: dict[Any, Any], how: Any, what: Any) -> Any:
+    if len(table) >= MOST:
+        table.clear()
+    table[how] = what
+    return what
 
 
 def _stream(x: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(x.get_device()) if x.is_cuda else 0
+    return _stream_of(x.get_device()) if x.is_cuda else 0
 
 
-def _keep(table: dict[Any, Callable[..., Any]], lie: Any, call: Callable[..., Any]) -> None:
-    if len(table) >= MOST:
-        table.clear()
-    table[lie] = call
+def _here(x: Tensor) -> bool:
+    """Whether x is on the current device."""
+    at = x.get_device()
+    return at < 0 or at == _device()
 
 
 def _ready(*tensors: Tensor) -> bool:
-    """Whether the kernels can read all of them as they lie."""
+    """Whether the kernels can read all of them as they lie: on the current device, from a multiple of 16 bytes on."""
     wide = tensors[0].shape[-1]
-    return _straight(*tensors) and all(x.shape[-1] == wide and rows(x) is x for x in tensors)
-
-
-def _straight(*tensors: Tensor) -> bool:
-    """Whether all begin at a multiple of 16 bytes, on the current device."""
-    for x in tensors:
-        if x.data_ptr() % 16:
-            return False
-    at = tensors[0].get_device()
-    return at < 0 or at == torch._C._cuda_getDevice()
+    fit = all(x.shape[-1] == wide and not x.data_ptr() & 15 and rows(x) is x for x in tensors)
+    return fit and _here(tensors[0])
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, again):
-        o, lse = again.forward(q, k, v)
+        o, lse, ctx.lie = again.forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.again = again
         return o
@@ -102,4 +120,4 @@ class _Attend(torch.autograd.Function):
             (q, k, v, _, _), task = ctx.saved_tensors, ctx.again.task
             place = task.pattern, task.start, task.step, task.scale
             return *twice.gradients(grad, None, q, k, v, *place, None), None
-        return *ctx.again.backward(*ctx.saved_tensors, grad), None
+        return ctx.again.backward(ctx.lie, *ctx.saved_tensors, grad)
