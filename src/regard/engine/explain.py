@@ -81,7 +81,7 @@ def explain(
     walks = choice.backend in ("progressions", "tiled")
     lay = choose.short(facts, choice.backend) if backend == "auto" else None
     if lay is not None:
-        computed = lay.tiles * lay.rows * lay.keys
+        computed = lay.pairs
     else:
         computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
     needed = pattern.count(n, m, facts.stands)

@@ -17,7 +17,7 @@ from ..pattern import Pattern
 from .relations import NoPlan, relations
 
 PAIRS = 1 << 20  # of a head: what is looked at to lay the tiles
-WHOLE = 8  # keys of a tile come in multiples of this, where there are as many
+WHOLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
 LEAST = 32  # queries of a tile
 
 
@@ -29,11 +29,17 @@ class Lay(NamedTuple):
     rows: int
     keys: int
 
+    @property
+    def pairs(self) -> int:
+        return self.tiles * self.rows * self.keys
+
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
     """Which rows of (heads · n, d) the tiles hold, which of (heads · m, d), and the mask of each tile."""
 
+    n: int
+    m: int
     mask: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
     keys: Int[Tensor, " keys"] | None  # None: all, in order
     copies: Int[Tensor, " copies"]  # of the keys of all tiles, those of key 0, of key 1, …
@@ -41,7 +47,6 @@ class Tiles:
     held: int  # of the copies, those of one head
     rows: Int[Tensor, " rows"] | None = None  # None: all, in order
     place: Int[Tensor, " n"] | None = None  # of each query among these rows
-    filled: bool = False  # the rows of a head past n only fill its last tile
 
 
 def quickest(
@@ -53,14 +58,14 @@ def quickest(
 
 
 def nanoseconds(lay: Lay, n: int, heads: int, d: int, grad: bool) -> float:
-    """About the time of a call on two cores: of its pairs, of the rows that are copied, of its tiles, of the call."""
-    _, tiles, rows, keys = lay
+    """About the time of a call on two cores: of its pairs, its queries, the rows that are copied, the call itself."""
+    hop, tiles, rows, keys = lay
     moved = (6 if grad else 2) * tiles * keys * (tiles > 1)
-    moved += (5 if grad else 2) * n * (lay.hop > 1 or tiles * rows > n)
-    pair, row, tile, call = (6.0, 25.0, 6e3, 4e5) if grad else (2.4, 15.0, 3e3, 5e4)
-    pair *= 1.3 if keys > 3 * rows else 1.0  # products of few rows are slow
+    moved += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
+    pair, query, row, call = (5.5, 0.0, 25.0, 6e5) if grad else (2.2, 70.0, 20.0, 5e4)
+    pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
     wide = d / 64
-    return heads * (tiles * (rows * keys * pair * (0.3 + 0.7 * wide) + tile) + moved * row * wide) + call
+    return heads * (lay.pairs * pair * (0.3 + 0.7 * wide) + n * query + moved * row * wide) + call
 
 
 @lru_cache(maxsize=256)
@@ -103,6 +108,7 @@ def tiles(allowed: Bool[Tensor, "n m"], heads: int, group: int, lay: Lay, dtype:
     table = table.gather(2, keys[:, None].expand(-1, r, -1))
     table = table | ~table.any(-1, keepdim=True)
     mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
+    mask = mask.repeat(heads, 1, 1)
     head = torch.arange(heads, device="cpu")
     own = (m * (head // group)[:, None] + keys.reshape(-1)).view(-1)
     real = seen.gather(1, keys).view(-1).repeat(heads).nonzero().view(-1)
@@ -111,11 +117,11 @@ def tiles(allowed: Bool[Tensor, "n m"], heads: int, group: int, lay: Lay, dtype:
     index = None if count == 1 and l == m and group == 1 else own
     held = len(real) // heads
     if hop == 1 and count * r == n:
-        return Tiles(mask, index, copies, first, held)
+        return Tiles(n, m, mask, index, copies, first, held)
     place = torch.empty(n, dtype=torch.long, device="cpu")
     place[rows[:n]] = torch.arange(n, device="cpu")
     of, to = ((size * head[:, None] + x).view(-1) for size, x in ((n, rows), (count * r, place)))
-    return Tiles(mask, index, copies, first, held, of, to, count * r > n)
+    return Tiles(n, m, mask, index, copies, first, held, of, to)
 
 
 def _order(n: int, hop: int) -> Int[Tensor, " n"]:

@@ -112,7 +112,7 @@ def _short(call: Call, facts: choose.Facts, lay: gathered.Lay) -> Way | None:
     if allowed is None or type(allowed) is not Tensor or not allowed.is_cpu or not _plain(call):
         return None
     place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor
-    way = short.Short(allowed, lay, call.q, call.k, place, facts.grad)
+    way = short.Short(allowed, lay, call.q, call.k, call.v, place, facts.grad)
     return _cleared(way, ~allowed.any(-1, keepdim=True))
 
 

@@ -3,10 +3,10 @@
     s = scale · q kᵀ + mask      weights = softmax(s)      o = weights v
 
 PyTorch's fused op works in blocks of 32 or 64 queries there, and visits every key; this visits the keys that a tile
-of queries sees.
+of queries sees. Where those are few and nothing learns, the fused op runs the tiles: one step instead of three.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..pattern import Pattern
-from . import gathered, twice
+from . import flash_cpu, gathered, twice
 from .products import Room
 
 NEAR = 1 << 18  # scores at a time: 1 MiB in float32 stays in the caches
+FEW = 80  # keys of a tile up to which the fused op is quicker
 _rooms: list[Room] = []  # not in use: a call takes one and puts it back, so that no two write to the same
 
 Place = tuple[Pattern, int, int, float]  # pattern, start, step, scale
@@ -33,15 +34,18 @@ class Short:
         lay: gathered.Lay,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         place: Place,
         learns: bool,
     ):
-        (self.n, self.m), (_, self.count, self.rows, self.keys) = allowed.shape, lay
         self.place, self.scale, self.learns = (*place, None), place[-1], learns
-        self.heads, self.group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
-        some = max(NEAR // (self.count * self.rows * self.keys * self.group), 1) * self.group
-        self.some = min(some, self.heads)  # heads at a time
-        self.tiles = gathered.tiles(allowed, self.some, self.group, lay, q.dtype)
+        heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
+        near = NEAR // (lay.tiles * lay.rows * lay.keys * group)
+        some = min(max(near, 1) * group, heads)  # heads at a time
+        tiles = gathered.tiles(allowed, some, group, lay, q.dtype)
+        self.fused = not learns and lay.keys <= FEW and q.shape[-1] == v.shape[-1]
+        self.weights = heads * lay.tiles, lay.rows, lay.keys
+        self.cuts = [Cut(tiles, lay, group, min(some, heads - a)) for a in range(0, heads, some)]
 
     def __call__(
         self,
@@ -53,106 +57,133 @@ class Short:
 
     def forward(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """o, and the weights if it learns."""
-        shape, d_v = q.shape[:3], v.shape[-1]
-        o = q.new_empty(self.heads * self.n, d_v)
-        weights = q.new_empty(self.heads * self.count, self.rows, self.keys) if self.learns else None
-        q, k, v = _flat(q), _flat(k), _flat(v)
-        for a in range(0, self.heads, self.some):
-            q_ = self._rows(q, a, room, "q")
-            k_, v_ = self._keys(k, a, room, "k"), self._keys(v, a, room, "v")
-            s = (
-                room("s", len(q_), self.rows, self.keys)
-                if weights is None
-                else self._of(weights, a, self.count)
-            )
-            into = self._of(o, a, self.n)
-            o_ = into.view(len(q_), -1, d_v) if self.tiles.place is None else room("o", *q_.shape[:2], d_v)
-            torch.bmm(torch.softmax(self._scores(q_, k_, s), -1, out=s), v_, out=o_)
-            self._placed(o_, into)
-        return o.view(*shape, d_v), weights
+        if self.fused:
+            return self._by_op(room, q, k, v), None
+        o = q.new_empty((*q.shape[:3], v.shape[-1]))
+        weights = q.new_empty(self.weights) if self.learns else None
+        for cut, q_, k_, v_, w, o_ in self._cut(q, k, v, weights, o):
+            q_, k_, v_ = cut.queries(q_, room, "q"), cut.keys(k_, room, "k"), cut.keys(v_, room, "v")
+            w = room("s", *cut.scores) if w is None else w
+            torch.baddbmm(cut.mask, q_, k_.mT, alpha=self.scale, out=w)
+            torch.softmax(w, -1, out=w)
+            torch.bmm(w, v_, out=cut.room_for(o_, room, "o"))
+            cut.put(o_, room, "o")
+        return o, weights
+
+    def _by_op(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """o alone, by the fused op: one tile is one head of one row of its batch.
+
+        As few steps as can be: Python takes a tenth of a short call.
+        """
+        d, attend, found = q.shape[-1], flash_cpu.quick(), []
+        for cut, q_, k_, v_, _ in self._cut(q, k, v, None):
+            t, r, l = cut.scores
+            q_ = q_.reshape(t, 1, r, d) if cut.rows is None else cut.queries(q_, room, "q")[:, None]
+            if cut.index is None:
+                k_, v_ = k_.reshape(t, 1, l, d), v_.reshape(t, 1, l, d)
+            else:
+                torch.index_select(k_.reshape(-1, d), 0, cut.index, out=room("k", t * l, d))
+                torch.index_select(v_.reshape(-1, d), 0, cut.index, out=room("v", t * l, d))
+                k_, v_ = room("k", t, 1, l, d), room("v", t, 1, l, d)  # the same memory
+            o = attend(q_, k_, v_, 0.0, False, attn_mask=cut.mask4, scale=self.scale)[0]
+            found.append(o if cut.place is None else o.view(-1, d).index_select(0, cut.place))
+        return (found[0] if len(found) == 1 else torch.cat(found)).view(q.shape)
 
     def backward(
         self, room: Room, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, do: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
-        dq, dk, dv = grads = tuple(
-            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
-        dq, dk, dv = _flat(dq), _flat(dk), _flat(dv)
-        q, k, v, do = _flat(q), _flat(k), _flat(v), _flat(do)
-        for a in range(0, self.heads, self.some):
-            q_, do_ = self._rows(q, a, room, "q"), self._rows(do, a, room, "do")
-            k_, v_ = self._keys(k, a, room, "k"), self._keys(v, a, room, "v")
-            if self.tiles.filled:
-                do_.view(-1, self.count * self.rows, do.shape[-1])[:, self.n :] = 0.0
-            w, into = self._of(weights, a, self.count), self._of(dq, a, self.n)
-            ds = torch.bmm(do_, v_.mT, out=room("ds", *w.shape))
+        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        grad_k, grad_v = [], []
+        for cut, q_, k_, v_, w, do_, dq in self._cut(q, k, v, weights, do, grad_q):
+            q_, do_ = cut.queries(q_, room, "q"), cut.clear(cut.queries(do_, room, "do"))
+            k_, v_ = cut.keys(k_, room, "k"), cut.keys(v_, room, "v")
+            ds = torch.bmm(do_, v_.mT, out=room("s", *cut.scores))
             torch.ops.aten._softmax_backward_data.out(ds, w, -1, ds.dtype, grad_input=ds)
-            dq_ = into.view(q_.shape) if self.tiles.place is None else room("dq", *q_.shape)
-            torch.baddbmm(dq_, ds, k_, beta=0, alpha=self.scale, out=dq_)
-            self._placed(dq_, into)
-            dk_ = room("dk", *k_.shape)
-            torch.baddbmm(dk_, ds.mT, q_, beta=0, alpha=self.scale, out=dk_)
-            self._summed(dk_, dk, a)
-            self._summed(torch.bmm(w.mT, do_, out=room("dv", *v_.shape)), dv, a)
-        return grads[0], grads[1], grads[2]
+            into = cut.room_for(dq, room, "dq")
+            torch.baddbmm(into, ds, k_, beta=0, alpha=self.scale, out=into)
+            cut.put(dq, room, "dq")
+            into = room("dk", *k_.shape)
+            torch.baddbmm(into, ds.mT, q_, beta=0, alpha=self.scale, out=into)
+            grad_k.append(cut.sum(into))
+            grad_v.append(cut.sum(torch.bmm(w.mT, do_, out=room("dv", *v_.shape))))
+        return grad_q, _joined(grad_k).view(k.shape), _joined(grad_v).view(v.shape)
 
-    def _of(self, x: Tensor, a: int, each: int) -> Tensor:
-        """What belongs to some heads from a on, `each` of x to a head."""
-        return x[a * each : (a + self.some) * each]
-
-    def _rows(self, x: Float[Tensor, "rows d"], a: int, room: Room, name: str) -> Float[Tensor, "t r d"]:
-        """The queries of the tiles of these heads."""
-        return _taken(self._of(x, a, self.n), self.tiles.rows, self.count, self.n, self.rows, room, name)
-
-    def _keys(self, x: Float[Tensor, "keys d"], a: int, room: Room, name: str) -> Float[Tensor, "t l d"]:
-        """The keys of the tiles of these heads."""
-        x = x[a // self.group * self.m : (a + self.some) // self.group * self.m]
-        return _taken(x, self.tiles.keys, self.count * self.group, self.m, self.keys, room, name)
-
-    def _scores(self, q: Tensor, k: Tensor, s: Tensor) -> Tensor:
-        mask = self.tiles.mask
-        if len(mask) == 1:
-            return torch.baddbmm(mask[0], q, k.mT, alpha=self.scale, out=s)
-        torch.baddbmm(s, q, k.mT, beta=0, alpha=self.scale, out=s).view(-1, *mask.shape).add_(mask)
-        return s
-
-    def _placed(self, x: Float[Tensor, "t r d"], into: Float[Tensor, "rows d"]) -> None:
-        """Each query's row to where it belongs; what fills the last tile is left out."""
-        if self.tiles.place is not None:
-            torch.index_select(_flat(x), 0, self.tiles.place[: len(into)], out=into)
-
-    def _summed(self, x: Float[Tensor, "t l d"], into: Float[Tensor, "keys d"], a: int) -> None:
-        """The sum over all copies of each key, in one order only."""
-        into = into[a // self.group * self.m : (a + self.some) // self.group * self.m]
-        if self.tiles.keys is None:
-            into.copy_(_flat(x))
-            return
-        heads = len(x) // self.count
-        copies, first = self.tiles.copies[: heads * self.tiles.held], self.tiles.first[: len(into)]
-        into.copy_(F.embedding_bag(copies, _flat(x), first, mode="sum"))
+    def _cut(
+        self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, *more: Tensor
+    ) -> Iterator[tuple[Any, ...]]:
+        """For some heads at a time: their tables, and what belongs to them of each tensor."""
+        if len(self.cuts) == 1:
+            return iter([(self.cuts[0], q, k, v, weights, *more)])
+        share = self.cuts[0].heads / (q.shape[0] * q.shape[1])
+        flat = [x.reshape(-1, x.shape[-1]) for x in (q, k, v, *more)]
+        parts = [x.split(round(len(x) * share)) for x in flat]
+        saved = [None] * len(self.cuts) if weights is None else weights.split(self.cuts[0].scores[0])
+        return zip(self.cuts, *parts[:3], saved, *parts[3:])
 
 
-def _flat(x: Tensor) -> Float[Tensor, "rows d"]:
-    return x.reshape(-1, x.shape[-1])
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Cut:
+    """The tables of some heads: what is copied from where, and back."""
+
+    def __init__(self, tiles: gathered.Tiles, lay: gathered.Lay, group: int, heads: int):
+        (_, count, r, l), n, m = lay, tiles.n, tiles.m
+        self.heads, self.scores, self.n = heads, (heads * count, r, l), n
+        self.mask = tiles.mask[0] if count == 1 else tiles.mask[: heads * count]
+        self.mask4 = self.mask.view(-1, 1, r, l)
+        self.rows = None if tiles.rows is None else tiles.rows[: heads * count * r]
+        self.place = None if tiles.place is None else tiles.place[: heads * n]
+        self.filled = count * r > n
+        self.index = None if tiles.keys is None else tiles.keys[: heads * count * l]
+        self.copies, self.first = tiles.copies[: heads * tiles.held], tiles.first[: heads // group * m]
+
+    def queries(self, x: Float[Tensor, "... d"], room: Room, name: str) -> Float[Tensor, "t r d"]:
+        """The queries of each tile."""
+        return _taken(x, self.rows, (*self.scores[:2], x.shape[-1]), room, name)
+
+    def keys(self, x: Float[Tensor, "... d"], room: Room, name: str) -> Float[Tensor, "t l d"]:
+        """The keys of each tile."""
+        return _taken(x, self.index, (self.scores[0], self.scores[2], x.shape[-1]), room, name)
+
+    def clear(self, do: Float[Tensor, "t r d"]) -> Float[Tensor, "t r d"]:
+        """Without what only fills the last tile of a head."""
+        if self.filled:
+            do.view(self.heads, -1, do.shape[-1])[:, self.n :] = 0.0
+        return do
+
+    def room_for(self, x: Float[Tensor, "... d"], room: Room, name: str) -> Float[Tensor, "t r d"]:
+        """What `put` brings to x: x itself where the queries lie in order."""
+        shape = (*self.scores[:2], x.shape[-1])
+        return x.view(shape) if self.place is None else room(name, *shape)
+
+    def put(self, x: Float[Tensor, "... d"], room: Room, name: str) -> None:
+        """Each query's row to its place."""
+        if self.place is not None:
+            (t, r, _), d = self.scores, x.shape[-1]
+            torch.index_select(room(name, t * r, d), 0, self.place, out=x.view(-1, d))
+
+    def sum(self, x: Float[Tensor, "t l d"]) -> Float[Tensor, "rows d"]:
+        """Over all copies of each key, in one order only."""
+        x = x.view(-1, x.shape[-1])
+        return x.clone() if self.index is None else F.embedding_bag(self.copies, x, self.first, mode="sum")
 
 
 def _taken(
-    x: Float[Tensor, "rows d"],
+    x: Float[Tensor, "... d"],
     index: Int[Tensor, " taken"] | None,
-    tiles: int,
-    each: int,
-    size: int,
+    shape: tuple[int, int, int],
     room: Room,
     name: str,
 ) -> Float[Tensor, "t size d"]:
-    """Rows in tiles of `size`, so many tiles for `each` rows: as they lie, or taken by their indices."""
+    """Rows in order, or taken by their indices into the room."""
     if index is None:
-        return x.view(-1, size, x.shape[-1])
-    index = index[: len(x) // each * tiles * size]
-    return torch.index_select(x, 0, index, out=room(name, len(index), x.shape[-1])).view(
-        -1, size, x.shape[-1]
-    )
+        return x.reshape(shape)
+    d = shape[-1]
+    torch.index_select(x.reshape(-1, d), 0, index, out=room(name, len(index), d))
+    return room(name, *shape)  # the same memory
 
 
 def _within(run: Callable[..., Any], q: Tensor, *rest: Tensor) -> Any:
