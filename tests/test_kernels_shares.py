@@ -48,7 +48,7 @@ def tile(row):
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, group, by_keys):
-    n = 203
+    n = 700 if every(16) in pattern.leaves() else 203  # so that a tile has several blocks of each word
     seen = np.zeros((group, n, n), dtype=int)
     for step in steps(pattern, n, by_keys):
         for row in dealt(step.work, 10, group, (0, 2)).blocks.numpy():
@@ -56,6 +56,7 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
             if step.kept is not None:
                 own = own[step.kept.allows(own, own)]
             there = members(row)
+            assert len(there) <= 16
             i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
             tested = (
                 step.work.pattern.allows(i, j) if row[9] & 7 else True
@@ -64,6 +65,22 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
     allowed = pattern.allowed(n).numpy()
     allowed = allowed.T if by_keys else allowed
     assert (seen == allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "masked"),
+    [(causal(), 2), (window(40), 4), (causal() & (window(40) | every(16)), 4)],
+    ids=repr,
+)
+def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(pattern, masked):
+    from regard.engine.kernels.configs import Config
+    from regard.engine.kernels.route import route
+
+    (step,) = route(pattern, 704, 704, 0, 1, Config(16, 8, 1, 1), False, CPU).steps
+    assert step.work.segments == 1
+    blocks = step.work.blocks.numpy()
+    tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighbouring keys, those a bound cuts
+    assert all((tests[:, 10] == first).sum() == masked for first in range(80, 640, 16))
 
 
 def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):

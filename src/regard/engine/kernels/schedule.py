@@ -1,9 +1,10 @@
 """A pass of a plan, cut into blocks of exactly B keys: what a kernel reads.
 
-The progressions of a tile are laid end to end and cut every B keys, so that a block holds keys of up to three
-progressions and only the last block of a tile can have empty places. Full blocks (B keys that every query of
-the tile may see) come first and need no mask; all else is masked. A tile with very many blocks is cut into
-items that write partial results, which are added in order afterwards: no atomics, the same bits every time.
+The progressions of a tile are cut every B keys; what is left of them is laid end to end and cut again, so that a
+block may hold keys of up to three progressions and only the last block of a tile can have empty places. Full blocks
+(B keys that every query of the tile may see) come first and need no mask; all else is masked. A tile with very many
+blocks is cut into items that write partial results, which are added in order afterwards: no atomics, the same bits
+every time.
 
 Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
@@ -56,16 +57,12 @@ def schedule(
 ) -> Schedule:
     """Cut the parts of each tile into blocks and order the items by length, longest first."""
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
-    full = one.parts[:, 3] == 1
-    whole, rest = _cut_whole(tile[full], one.parts[full, :3], block)
-    ragged = _with_rest(np.column_stack([tile[~full], one.parts[~full, :3]]), rest)
-    masked = _cut(ragged[:, 0], ragged[:, 1:], block)
-
-    kind = _kinds(one, masked, block, start, step, by_keys)
-    masked[:, 1] += 1 << 40  # after the blocks of `whole`
-    segs = np.concatenate(
-        [np.insert(whole, 1, FULL, axis=1), np.insert(masked, 1, kind, axis=1)[kind != EMPTY]]
-    )
+    whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
+    mixed = _cut(rest[:, 0], rest[:, 1:], block)
+    mixed[:, 1] += 1 << 40  # after the blocks of `whole`
+    segs = np.concatenate([whole, mixed])
+    kind = _kinds(one, segs, block, start, step, by_keys)
+    segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
     pattern = lean(one.pattern, one, start, step, by_keys)
@@ -211,15 +208,16 @@ def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
     return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
 
 
-def _with_rest(ragged: Ints, rest: Ints) -> Ints:
-    """Ragged parts and what is left of full ones, by tile and by key: so one bound cuts a block, not two.
-
-    A single ragged part stays aligned: what is left follows it.
-    """
-    rows = np.concatenate([ragged, rest])
-    number = np.bincount(ragged[:, 0], minlength=int(rows[:, 0].max(initial=0)) + 1)
-    place = np.where((np.arange(len(rows)) >= len(ragged)) & (number[rows[:, 0]] == 1), 1 << 40, rows[:, 1])
-    return rows[np.lexsort((place, rows[:, 0]))]
+def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
+    """The parts of each tile, by key; those that go on where one ended, full or ragged, as one."""
+    if not len(parts):
+        return tile, parts
+    order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
+    tile, (first, step, count) = tile[order], parts[order].T
+    goes_on = np.append(False, first[1:] == (first + step * count)[:-1])
+    goes_on &= ~_changes(np.column_stack([tile, step]), 2)
+    begin = np.flatnonzero(~goes_on)
+    return tile[begin], np.column_stack([first[begin], step[begin], np.add.reduceat(count, begin)])
 
 
 def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
@@ -267,14 +265,16 @@ def _at_most_three(segs: Ints, block: int) -> Ints:
 
 
 def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
-    """Segments of the blocks without an empty place, and the parts (tile, first, step, count) left over."""
-    segs = _cut(tile, parts, block)
-    if not len(segs):
-        return segs, segs[:, :4]
-    new = _changes(segs, 2)
-    start = np.flatnonzero(new)
-    held = np.repeat(np.add.reduceat(segs[:, 5], start), np.diff(start, append=len(segs)))
-    return segs[held == block], segs[held < block][:, [0, 3, 4, 5]]
+    """Segments of the blocks that one part fills, and what is left (tile, first, step, count), by tile and key.
+
+    A window is cut from its first key on, so that a bound cuts two of its blocks and all others are full.
+    """
+    segs = _cut(np.arange(len(parts)), parts, block)
+    pieces = -(-parts[:, 2] // block)
+    segs[:, 1] += (np.cumsum(pieces) - pieces)[segs[:, 0]]  # no number twice
+    segs[:, 0] = tile[segs[:, 0]]
+    rest = segs[segs[:, 5] < block][:, [0, 3, 4, 5]]
+    return segs[segs[:, 5] == block], rest[np.lexsort((rest[:, 1], rest[:, 0]))]
 
 
 def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
