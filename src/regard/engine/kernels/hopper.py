@@ -1,10 +1,10 @@
 """The forward pass as one stream of blocks a program, for Hopper's tensor cores, in Gluon.
 
 A program runs through the blocks of many tiles without a pause between them. While the tensor cores multiply block
-t by its values, block t + 1 is weighed; copies of what comes next are under way all the time. Three places in shared
-memory hold keys and values in turn, so that three programs fit on a multiprocessor.
+t by its values, block t + 1 is weighed; copies of what comes next are under way all the time. Shared memory holds one
+block of keys and two of values, so that three programs fit on a multiprocessor.
 
-    place 0: keys t + 1    place 1: values t    place 2: keys t + 2 arriving; values t + 1 take over place 0
+    keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
 """
 
 from functools import lru_cache
@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from ...pattern import Pattern
 from .band import band
@@ -176,6 +180,18 @@ def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, L
 
 
 @gluon.jit
+def _log2(x):
+    """log₂ x by the unit that makes exp2: off by no more than 2⁻²², in one step instead of twenty."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def _reciprocal(x):
+    """1 / x, off by no more than one place."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
 def _close(
     O, LSE, place, first, hop, marks, acc, top, total, start, step, o_n,
     keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr,
@@ -184,8 +200,10 @@ def _close(
     count = (marks >> 8) & 255
     ROWS: gl.constexpr = top.type.layout
     x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
-    gl.store(LSE + x, (top + gl.log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
-    scale = gl.convert_layout(1.0 / gl.where(total > 0.0, total, 1.0), gl.SliceLayout(1, acc.type.layout))
+    gl.store(LSE + x, (top + _log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
+    scale = gl.convert_layout(
+        _reciprocal(gl.where(total > 0.0, total, 1.0)), gl.SliceLayout(1, acc.type.layout)
+    )
     place.store((acc * scale[:, None]).to(place.dtype))
     LINES: gl.constexpr = gl.SliceLayout(1, LOAD)
     x, mine = _mine(first, hop, count, start, step, keep, R, LINES)
@@ -200,6 +218,25 @@ def _copy(place, X, x, stride, d):
 
 
 @gluon.jit
+def _spot(row, c, SEGMENTS: gl.constexpr):
+    """What a block's rows are found by: three numbers where it is one segment, else the row of each place."""
+    if SEGMENTS == 1:
+        return row[0], row[1], row[8]
+    else:
+        return _keys(row, c, -1, SEGMENTS)
+
+
+@gluon.jit
+def _copy_block(place, X, spot, stride, c, d, SEGMENTS: gl.constexpr):
+    """Start to copy the rows of a block, zeros at its empty places. Of one segment, a row is one multiplication."""
+    if SEGMENTS == 1:
+        a, b, end = spot
+        fetch(place, X + (a * stride + b * stride * c)[:, None] + d, mask=(c < end)[:, None])
+    else:
+        _copy(place, X, spot, stride, d)
+
+
+@gluon.jit
 def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
@@ -210,27 +247,24 @@ def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOA
 
 @gluon.jit
 def _first_copies(
-    qs, ring, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
+    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
     high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
     LOAD: gl.constexpr,
 ):  # fmt: skip
-    """Queries and keys of block `lo`, then its values and the keys of the next; the rows of both, and those keys."""
+    """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
     row, marks = _row(CHUNKS + 4, 0, SEGMENTS)
     following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
     _fetch_queries(qs, Q, row, marks, q_n, R, D, LOAD)
-    j = _keys(row, c, -1, SEGMENTS)
+    spot = _spot(row, c, SEGMENTS)
     if (marks & 7) != 0:
         _note(noted, lo % 2 * 2, _keys(row, flat, -1, SEGMENTS), marks, low_of, high_of, allowed)
-    _copy(ring.index(0), K, j, k_m, d)
+    _copy_block(ks, K, spot, k_m, c, d, SEGMENTS)
     async_copy.commit_group()
-    _copy(ring.index(1), V, j, v_m, d)
-    j = _keys(following, c, -1, SEGMENTS)
-    if lo < last:
-        _copy(ring.index(2), K, j, k_m, d)
+    _copy_block(vs.index(0), V, spot, v_m, c, d, SEGMENTS)
+    async_copy.commit_group()
     if (coming & 7) != 0:
         _note(noted, (lo + 1) % 2 * 2, _keys(following, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
-    async_copy.commit_group()
-    return row, marks, following, coming, j
+    return row, marks, following, coming
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -250,44 +284,47 @@ def stream_kernel(
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
-    qs = gl.allocate_shared_memory(Q.dtype.element_ty, [R, D], SHARED)
-    ring = gl.allocate_shared_memory(Q.dtype.element_ty, [3, R, D], SHARED)
+    KIND: gl.constexpr = Q.dtype.element_ty
+    qs, ks = gl.allocate_shared_memory(KIND, [R, D], SHARED), gl.allocate_shared_memory(KIND, [R, D], SHARED)
+    vs = gl.allocate_shared_memory(KIND, [2, R, D], SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
     none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    row, mark, following, coming, j = _first_copies(
-        qs, ring, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
+    row, mark, following, coming = _first_copies(
+        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
         R, D, SEGMENTS, LOAD,
     )  # fmt: skip
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
+    spot = _spot(following, c, SEGMENTS)
     async_copy.wait_group(1)
     barrier()
-    scores = warpgroup_mma(qs, ring.index(0).permute((1, 0)), zero, use_acc=False)
+    scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
+    _copy_block(ks, K, spot, k_m, c, d, SEGMENTS)
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, R, D, LOAD)
     async_copy.commit_group()
     scores = _hide(scores, noted, lo % 2 * 2, mark, first, hop, start, step, lowest, highest, allowed, R)
     weights, fade, top, total = _weigh(scores, none, gl.zeros_like(none), scale2)
-    left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
-    k_at, v_at, free = 2, 1, 0
+    left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
+    at = 0
     for t in range(lo, last):
         async_copy.wait_group(0)
         barrier()
-        product_k = warpgroup_mma(qs, ring.index(k_at).permute((1, 0)), zero, use_acc=False, is_async=True)
-        product_v = warpgroup_mma(left, ring.index(v_at), acc, is_async=True)
-        ahead = _keys(row, c, -1, SEGMENTS)
+        product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
+        product_v = warpgroup_mma(left, vs.index(at), acc, is_async=True)
+        ahead = _spot(row, c, SEGMENTS)
         if (after & 7) != 0:
             _note(noted, t % 2 * 2, _keys(row, flat, -1, SEGMENTS), after, low_of, high_of, allowed)
         later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
+        _copy_block(ks, K, ahead, k_m, c, d, SEGMENTS)
+        _copy_block(vs.index(1 - at), V, spot, v_m, c, d, SEGMENTS)
         if t + 2 <= last:
-            _copy(ring.index(free), K, ahead, k_m, d)
             _fetch_queries(qs, Q, row, after, q_n, R, D, LOAD)
-        _copy(ring.index(k_at), V, j, v_m, d)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
         scores = _hide(
@@ -298,16 +335,16 @@ def stream_kernel(
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if begins:
             _close(
-                O, LSE, ring.index(v_at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD
+                O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD
             )  # fmt: skip
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
-        left = gl.convert_layout(weights.to(ring.dtype), gl.DotOperandLayout(0, OUT, 2))
+        left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
         first, hop, mark = next_first, next_hop, coming
         next_first, next_hop, _ = _tile(row, after)
-        top, total, coming, after, row, j = higher, summed, after, later, later_row, ahead
-        k_at, v_at, free = free, k_at, v_at
+        top, total, coming, after, row, spot = higher, summed, after, later, later_row, ahead
+        at = 1 - at
     async_copy.wait_group(0)
     barrier()
-    acc = warpgroup_mma(left, ring.index(v_at), acc)
-    _close(O, LSE, ring.index(v_at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+    acc = warpgroup_mma(left, vs.index(at), acc)
+    _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD)
