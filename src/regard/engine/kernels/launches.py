@@ -37,11 +37,16 @@ def wide(*tensors: Layout) -> bool:
 
 
 class Launch:
-    """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one."""
+    """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one.
 
-    def __init__(self, kernel: Any, programs: int, config: Config, *numbers: Any, **sizes: Any):
+    Tables are tensors that are the same in every call, and come after those that are not.
+    """
+
+    def __init__(
+        self, kernel: Any, programs: int, config: Config, *numbers: Any, tables: tuple[Tensor, ...] = (), **sizes: Any
+    ):  # fmt: skip
         self.kernel, self.grid = kernel, (programs, 1, 1)
-        self.numbers, self.sizes = numbers, sizes
+        self.tables, self.numbers, self.sizes = tables, numbers, sizes
         self.options = {"num_warps": config.warps, "num_stages": config.stages}
         if config.registers is not None:
             self.options["maxnreg"] = config.registers
@@ -54,10 +59,16 @@ class Launch:
         if self.ready is not None:
             self._again(*given)
         elif self.grid[0]:
-            self.ready = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
+            known = *self.tables, *self.numbers
+            self.ready = self.kernel[self.grid](*given, *known, **self.sizes, **self.options)
             if self.ready is not None:  # not under the interpreter
-                names = self.kernel.arg_names[len(given) + len(self.numbers) :]
-                self.rest = (*self.numbers, *({**self.sizes, **self.options}[name] for name in names))
+                names = self.kernel.arg_names[len(given) + len(known) :]
+                sizes = {**self.sizes, **self.options}
+                self.rest = (
+                    *(x.data_ptr() for x in self.tables),
+                    *self.numbers,
+                    *(sizes[name] for name in names),
+                )
                 self.run, more = _launcher(self.ready.run)
                 self.handles = (self.ready.function, *more, self.ready.packed_metadata, None, None, None)
 

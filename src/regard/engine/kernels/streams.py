@@ -78,9 +78,9 @@ def forward_stream(
             hopper.stream_kernel, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
-            **_sizes(step, config, d, dtype),
+            tables=(cut.chunks, cut.blocks), **_sizes(step, config, d, dtype),
         )  # fmt: skip
-        launches.append((launch, cut.chunks, cut.blocks))
+        launches.append(launch)
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Any, spare: Tensor | None = None
@@ -91,8 +91,8 @@ def forward_stream(
         else:
             o = torch.zeros(q.shape, dtype=dtype, device=device)
             lse = torch.full(q.shape[:3], -torch.inf, device=device)
-        for launch, table, blocks in launches:
-            launch(q, k, v, o, lse, table, blocks)
+        for launch in launches:
+            launch(q, k, v, o, lse)
         return o, lse
 
     return call
@@ -142,13 +142,13 @@ def dq_call(
             hopper_backward.dq_stream, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            HAS_DLSE=has_dlse, **_sizes(step, config, d, dtype),
+            tables=(cut.chunks, cut.blocks), HAS_DLSE=has_dlse, **_sizes(step, config, d, dtype),
         )  # fmt: skip
-        launches.append((launch, cut.chunks, cut.blocks))
+        launches.append(launch)
 
     def call(*given: Tensor) -> None:
-        for launch, table, blocks in launches:
-            launch(*given, table, blocks)
+        for launch in launches:
+            launch(*given)
 
     return call
 
@@ -170,11 +170,12 @@ def dkv_call(
             hopper_backward.dkv_stream, len(cut.chunks) * b * h_kv, config,
             *q.steps, *k.steps, *v.steps, *do.steps, *like.steps,
             h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            GROUP=h // h_kv, SPLIT=cut.slots > 0, **_sizes(step, config, d, dtype),
+            tables=(cut.chunks, cut.blocks, cut.slot), GROUP=h // h_kv, SPLIT=cut.slots > 0,
+            **_sizes(step, config, d, dtype),
         )  # fmt: skip
         then = Launch(  # of dk and dv at once: as heads of twice the batch
             sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
-            *twice.steps, h_kv, 2 * b * h_kv, 0, 1, 0,
+            *twice.steps, h_kv, 2 * b * h_kv, 0, 1, 0, tables=(cut.joins,),
             keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=d, PART_WIDTH=d, GOES_ON=False, WIDE=wide(twice),
         )  # fmt: skip
         launches.append((cut, first, then))
@@ -183,8 +184,8 @@ def dkv_call(
         rest = iter(parts)
         for cut, first, then in launches:
             part = next(rest) if cut.slots else delta
-            first(q, k, v, do, lse2, delta, dk, dv, part, cut.chunks, cut.blocks, cut.slot)
+            first(q, k, v, do, lse2, delta, dk, dv, part)
             if cut.slots:
-                then(dk, part, cut.joins)
+                then(dk, part)
 
     return call, [cut.slots * 2 * b * h_kv * config.tile * d for cut, _, _ in launches if cut.slots]
