@@ -21,6 +21,7 @@ SPARE = 1 << 18  # numbers of a tensor kept so that it need not be made anew: 1 
 # Looked up once: on the way to a launch every name behind a dot counts. PyTorch without CUDA has neither.
 _device = getattr(torch._C, "_cuda_getDevice", None)
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class Lie:
@@ -39,8 +40,8 @@ class Again:
     def __init__(self, task: Task, learns: bool):
         self.task, self.learns = task, learns
         self.known: dict[tuple[tuple[int, ...], ...], Lie] = {}
-        # What takes the lse of calls without gradient; nobody reads it. Only on the stream it was made on: on another
-        # a kernel might still write there when the memory is given to others.
+        # What takes the lse of calls without gradient; nobody reads it. Only on the stream it was made on, and not in
+        # a graph: there a kernel might still write when the memory has been given to others.
         self.spare: Tensor | None = None
         self.stream = -1
 
@@ -53,7 +54,7 @@ class Again:
         lie = self.known.get(how)
         if lie is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and _here(q):
             spare = self.spare
-            if spare is not None and self.stream != _stream(q):
+            if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
                 spare = None
             o, lse = lie.forward(q, k, v, None, NOTHING, spare)
             return o, lse, lie
@@ -62,7 +63,7 @@ class Again:
             call = forward_call(self.task, layout(q), layout(k), layout(v), q.dtype, q.device, False)
             lie = _kept(self.known, how, Lie(call))
         o, lse = forward(q, k, v, self.task)
-        if not self.learns and lse.numel() <= SPARE:
+        if not self.learns and lse.numel() <= SPARE and not _in_graph(q):
             self.spare, self.stream = lse, _stream(q)
         return o, lse, lie
 
@@ -89,6 +90,11 @@ def _kept(table: dict[Any, Any], how: Any, what: Any) -> Any:
 
 def _stream(x: Tensor) -> int:
     return _stream_of(x.get_device()) if x.is_cuda else 0
+
+
+def _in_graph(x: Tensor) -> bool:
+    """Whether what is launched now will be replayed later."""
+    return x.is_cuda and _capturing()
 
 
 def _here(x: Tensor) -> bool:
