@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -49,12 +50,13 @@ SMALL: tuple[Callable[[int], Pattern], ...] = (
 def interleaved(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds of each way: median and spread over rounds in which all take turns, after one to warm up.
 
-    Each round begins with another way: whoever follows a large call finds the caches and the heap as that left them.
+    Each round has an order of its own: whoever follows a large call finds the caches and the heap as that left them,
+    and takes up to a sixth longer. In a fixed cycle that would always be the same way.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways.items())
+    order, draw = list(ways.items()), random.Random(0)
     for turn in range(rounds + 1):
-        order = order[1:] + order[:1]
+        draw.shuffle(order)
         for name, run in order:
             begun = CLOCK()
             run()

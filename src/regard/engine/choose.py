@@ -304,14 +304,13 @@ def short(f: Facts, backend: str) -> gathered.Lay | None:
     usual = f.plain and f.at is None and not (f.at_each_row or f.lse or f.dropout or f.pattern.has_data)
     if f.device != "cpu" or backend not in ("masked", "progressions") or not usual:
         return None
-    wide = f.dtype in (torch.float32, torch.float64)  # half types are rounded between the products
-    if not wide or not f.heads or not 0 < f.n * f.m <= gathered.PAIRS:
+    exact = f.dtype in (torch.float32, torch.float64)  # half types are rounded between the products
+    if not exact or not f.heads or not 0 < f.n * f.m <= gathered.PAIRS:
         return None
     theirs = estimate(f) if backend == "progressions" else masked_estimate(f)
-    lay, ours = gathered.quickest(
-        f.pattern, f.n, f.m, *f.stands, heads=f.heads, d=(f.d_k + f.d_v) // 2, grad=f.grad
-    )
-    return lay if ours < theirs else None
+    wide = (f.d_k + f.d_v) // 2
+    found = gathered.quickest(f.pattern, f.n, f.m, *f.stands, heads=f.heads, d=wide, grad=f.grad)
+    return found[0] if found is not None and found[1] < theirs else None
 
 
 def packed_estimate(f: Facts) -> float:

@@ -51,21 +51,28 @@ class Tiles:
 
 def quickest(
     pattern: Pattern, n: int, m: int, start: int, step: int, heads: int, d: int, grad: bool
-) -> tuple[Lay, float]:
-    """The quickest way to cut a call with heads d wide, and its nanoseconds."""
-    times = [(lay, nanoseconds(lay, n, heads, d, grad)) for lay in lays(pattern, n, m, start, step)]
-    return min(times, key=lambda pair: pair[1])
+) -> tuple[Lay, float] | None:
+    """The quickest way to cut a call with heads d wide, and its nanoseconds.
+
+    None where nothing is cut and nothing learns: one tile of everything is one call of the fused op.
+    """
+    some = [lay for lay in lays(pattern, n, m, start, step) if grad or lay.tiles > 1]
+    times = [(lay, nanoseconds(lay, n, heads, d, grad)) for lay in some]
+    return min(times, key=lambda pair: pair[1], default=None)
 
 
 def nanoseconds(lay: Lay, n: int, heads: int, d: int, grad: bool) -> float:
-    """About the time of a call on two cores: of its pairs, its queries, the rows that are copied, the call itself."""
+    """About the time of a call on two cores: its pairs, queries and tiles, the rows that are copied, the call."""
     hop, tiles, rows, keys = lay
     moved = (6 if grad else 2) * tiles * keys * (tiles > 1)
     moved += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
-    pair, query, row, call = (5.5, 0.0, 25.0, 6e5) if grad else (2.2, 70.0, 20.0, 5e4)
+    pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
     wide = d / 64
-    return heads * (lay.pairs * pair * (0.3 + 0.7 * wide) + n * query + moved * row * wide) + call
+    return (
+        heads * (lay.pairs * pair * (0.3 + 0.7 * wide) + n * query + tiles * tile + moved * 25.0 * wide)
+        + call
+    )
 
 
 @lru_cache(maxsize=256)
