@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -109,19 +110,29 @@ def backward_stream(
     fill_queries = dq_call(task, by_queries, given, dtype, device, dlse)
     fill_keys, parts = dkv_call(task, by_keys, given, dtype, device)
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
+    (of_q, of_k), alike = (x.shape for x in given[:2]), given[0].shape == given[1].shape
     # Each piece of the room begins at a multiple of 16 bytes.
-    rows = -(-math.prod(given[0].shape[:3]) // 4) * 4
-    room, pieces = 2 * rows + sum(parts), [rows, rows, *parts]
+    rows = -(-math.prod(of_q[:3]) // 4) * 4
+    pieces = [rows, rows, *parts]
+    begins = [4 * x for x in accumulate([0, *pieces[:-1]])]
+    compiled = False
 
     def call(q, k, v, o, do, lse, dlse, limits, added):
-        if q.shape == k.shape:
-            dq, dk, dv = make((3, *q.shape), dtype=dtype, device=device).unbind(0)
+        nonlocal compiled
+        if alike:
+            dq, dk, dv = make((3, *of_q), dtype=dtype, device=device).unbind(0)
         else:
-            dq = make(q.shape, dtype=dtype, device=device)
-            dk, dv = make((2, *k.shape), dtype=dtype, device=device).unbind(0)
-        lse2, delta, *part = make(room, device=device).split(pieces)
+            dq = make(of_q, dtype=dtype, device=device)
+            dk, dv = make((2, *of_k), dtype=dtype, device=device).unbind(0)
+        room = make(sum(pieces), device=device)
+        if compiled:  # addresses will do: a tensor for each piece would take longer than a launch
+            first = room.data_ptr()
+            lse2, delta, *part = [first + x for x in begins]
+        else:
+            lse2, delta, *part = room.split(pieces)
         fill_queries(q, k, v, o, do, lse, lse if dlse is None else dlse, lse2, delta, dq)
         fill_keys(q, k, v, do, lse2, delta, dk, dv, part)
+        compiled = True
         return dq, dk, dv, None, None
 
     return call
@@ -146,7 +157,7 @@ def dq_call(
         )  # fmt: skip
         launches.append(launch)
 
-    def call(*given: Tensor) -> None:
+    def call(*given: Tensor | int) -> None:
         for launch in launches:
             launch(*given)
 
