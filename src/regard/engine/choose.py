@@ -335,8 +335,8 @@ SURELY = 0.85  # what an estimate may say and be right: at 512 positions calls t
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
 FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
 # What the CPU needs for a call, as dense pairs (10⁸ take the GPU about 50 µs): forward and backward by several
-# kernels, forward by one, and a masked call: bench/gpu_door.py, short.
-GPU_CALL, GPU_FORWARD, GPU_MASKED = 2e8, 5.05e7, 5e7
+# kernels, forward by one, and a masked call: bench/gpu_door.py, short. A call of our own made before is the lightest.
+GPU_CALL, GPU_FORWARD, GPU_MASKED = 2e8, 4e7, 5e7
 
 
 def _some_pairs(f: Facts) -> bool:
