@@ -47,13 +47,14 @@ def close(fast, plain, ref, dtype):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-@pytest.mark.parametrize("near", [1, 1 << 18])
+@pytest.mark.parametrize(("near", "kept"), [(1, 1 << 21), (1 << 18, 1 << 21), (1 << 13, 0)])
 @pytest.mark.parametrize(
     "given", [{"n": 67}, {"n": 96, "h": 4, "h_kv": 2, "d_v": 5, "dtype": f32}], ids=["prime", "shared"]
 )
-def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, given, monkeypatch):
+def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, given, monkeypatch):
     """Tiles that the last of a head fills up, of one residue, of all queries; one head at a time and all."""
     monkeypatch.setattr(short, "NEAR", near)
+    monkeypatch.setattr(gathered, "KEPT", kept)
     inputs = tensors(**given)
     allowed = pattern.allowed(inputs[0].shape[2])
     empty, dtype = ~allowed.any(-1, keepdim=True), inputs[0].dtype
@@ -66,6 +67,16 @@ def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, given, mon
     for way in ways(pattern, inputs, learns=False):
         with torch.no_grad():
             close([way(*inputs).masked_fill(empty, 0.0)], *(x[:1] for x in wanted), dtype)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 21])
+def test_many_weights_are_made_again_instead_of_kept(kept, monkeypatch):
+    monkeypatch.setattr(gathered, "KEPT", kept)
+    inputs, saved = tensors(n=67), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        (way, *_) = ways(window(9), inputs)
+        way(*inputs)
+    assert sum(saved) == sum(x.numel() for x in inputs) + (4 * 67 * 67 if kept else 0)
 
 
 def test_fewer_queries_than_keys_stand_at_the_end():

@@ -19,6 +19,7 @@ from .relations import NoPlan, relations
 PAIRS = 1 << 20  # of a head: what is looked at to lay the tiles
 WHOLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
 LEAST = 32  # queries of a tile
+KEPT = 1 << 21  # weights that are kept for the backward pass: 8 MiB in float32; more are made again there
 
 
 class Lay(NamedTuple):
@@ -68,6 +69,7 @@ def nanoseconds(lay: Lay, n: int, heads: int, d: int, grad: bool) -> float:
     moved += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
     pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
+    pair *= 1.3 if grad and heads * tiles * rows * keys > KEPT else 1.0
     wide = d / 64
     return (
         heads * (lay.pairs * pair * (0.3 + 0.7 * wide) + n * query + tiles * tile + moved * 25.0 * wide)

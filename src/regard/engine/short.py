@@ -1,4 +1,4 @@
-"""Short sequences on the CPU by products over tiles: two forward, four backward, the weights kept between.
+"""Short sequences on the CPU by products over tiles: two forward, four backward, the weights kept between if few.
 
     s = scale · q kᵀ + mask      weights = softmax(s)      o = weights v
 
@@ -7,6 +7,7 @@ of queries sees. Where those are few and nothing learns, the fused op runs the t
 """
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class Short:
         tiles = gathered.tiles(allowed, some, group, lay, q.dtype)
         self.fused = not learns and lay.keys <= FEW and q.shape[-1] == v.shape[-1]
         self.weights = heads * lay.tiles, lay.rows, lay.keys
+        self.keeps = learns and prod(self.weights) <= gathered.KEPT
         self.cuts = [Cut(tiles, lay, group, min(some, heads - a)) for a in range(0, heads, some)]
 
     def __call__(
@@ -56,19 +58,21 @@ class Short:
         return _Attend.apply(q, k, v, self) if self.learns else _within(self.forward, q, k, v)[0]
 
     def forward(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """o, and the weights if it learns."""
+        """o, and the weights if they are kept."""
         if self.fused:
             return self._by_op(room, q, k, v), None
         o = q.new_empty((*q.shape[:3], v.shape[-1]))
-        weights = q.new_empty(self.weights) if self.learns else None
+        weights = q.new_empty(self.weights) if self.keeps else None
         for cut, q_, k_, v_, w, o_ in self._cut(q, k, v, weights, o):
             q_, k_, v_ = cut.queries(q_, room, "q"), cut.keys(k_, room, "k"), cut.keys(v_, room, "v")
-            w = room("s", *cut.scores) if w is None else w
-            torch.baddbmm(cut.mask, q_, k_.mT, alpha=self.scale, out=w)
-            torch.softmax(w, -1, out=w)
+            w = self._weigh(cut, q_, k_, room("w", *cut.scores) if w is None else w)
             torch.bmm(w, v_, out=cut.room_for(o_, room, "o"))
             cut.put(o_, room, "o")
         return o, weights
+
+    def _weigh(self, cut: "Cut", q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        torch.baddbmm(cut.mask, q, k.mT, alpha=self.scale, out=w)
+        return torch.softmax(w, -1, out=w)
 
     def _by_op(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """o alone, by the fused op: one tile is one head of one row of its batch.
@@ -90,7 +94,7 @@ class Short:
         return (found[0] if len(found) == 1 else torch.cat(found)).view(q.shape)
 
     def backward(
-        self, room: Room, q: Tensor, k: Tensor, v: Tensor, weights: Tensor, do: Tensor
+        self, room: Room, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, do: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
         grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -98,6 +102,7 @@ class Short:
         for cut, q_, k_, v_, w, do_, dq in self._cut(q, k, v, weights, do, grad_q):
             q_, do_ = cut.queries(q_, room, "q"), cut.clear(cut.queries(do_, room, "do"))
             k_, v_ = cut.keys(k_, room, "k"), cut.keys(v_, room, "v")
+            w = self._weigh(cut, q_, k_, room("w", *cut.scores)) if w is None else w
             ds = torch.bmm(do_, v_.mT, out=room("s", *cut.scores))
             torch.ops.aten._softmax_backward_data.out(ds, w, -1, ds.dtype, grad_input=ds)
             into = cut.room_for(dq, room, "dq")
@@ -186,7 +191,7 @@ def _taken(
     return room(name, *shape)  # the same memory
 
 
-def _within(run: Callable[..., Any], q: Tensor, *rest: Tensor) -> Any:
+def _within(run: Callable[..., Any], q: Tensor, *rest: Tensor | None) -> Any:
     """run(room, q, …) in a room that nobody else is in: fresh memory would cost as much as the products."""
     try:
         room = _rooms.pop()
