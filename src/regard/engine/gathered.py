@@ -69,7 +69,7 @@ def nanoseconds(lay: Lay, n: int, heads: int, d: int, grad: bool) -> float:
     moved += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
     pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
-    pair *= 1.3 if grad and heads * tiles * rows * keys > KEPT else 1.0
+    pair *= 1.3 if grad and heads * lay.pairs > KEPT else 1.0  # its weights are made twice
     wide = d / 64
     return (
         heads * (lay.pairs * pair * (0.3 + 0.7 * wide) + n * query + tiles * tile + moved * 25.0 * wide)
