@@ -140,10 +140,12 @@ def test_few_keys_and_nothing_that_learns_go_to_the_fused_op():
     assert not any(fused(True)) and not any(fused(False, d_v=3))
 
 
-def test_it_says_how_many_pairs_it_computes():
+def test_it_says_how_it_is_cut_and_how_many_pairs_it_computes():
     told = explain(window(8) | every(32), 256)
     lay = choose.short(facts(window(8) | every(32), 256), told.backend)
     assert told.computed == lay.pairs == lay.tiles * lay.rows * lay.keys < 256 * 256 / 2
+    shape = f"{lay.tiles} × {lay.rows} queries, each time over the {lay.keys} keys gathered for them"
+    assert told.reason == f"it is short: {shape}" and told.passes == ()
     assert explain(window(8) | every(32), 256, backend="masked").computed == 256 * 256
 
 

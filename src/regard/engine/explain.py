@@ -78,13 +78,12 @@ def explain(
         grad=grad,
     )
     choice = choose.choose(facts, backend)
-    walks = choice.backend in ("progressions", "tiled")
-    lay = choose.short(facts, choice.backend) if backend == "auto" else None
-    if lay is not None:
-        computed = lay.pairs
-    else:
-        computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
     needed = pattern.count(n, m, facts.stands)
+    if backend == "auto" and (lay := choose.short(facts, choice.backend)) is not None:
+        told = f"it is short: {lay.tiles} × {lay.rows} queries, each time over the {lay.keys} keys gathered for them"
+        return Explanation(pattern, n, m, needed, lay.pairs, choice.backend, told, ())
+    walks = choice.backend in ("progressions", "tiled")
+    computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
     return Explanation(pattern, n, m, needed, computed, *choice, _passes(facts))
 
 
