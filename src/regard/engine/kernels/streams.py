@@ -114,6 +114,7 @@ def backward_stream(
     # Each piece of the room begins at a multiple of 16 bytes.
     rows = -(-math.prod(of_q[:3]) // 4) * 4
     pieces = [rows, rows, *parts]
+    size = sum(pieces)
     begins = [4 * x for x in accumulate([0, *pieces[:-1]])]
     compiled = False
 
@@ -124,7 +125,7 @@ def backward_stream(
         else:
             dq = make(of_q, dtype=dtype, device=device)
             dk, dv = make((2, *of_k), dtype=dtype, device=device).unbind(0)
-        room = make(sum(pieces), device=device)
+        room = make(size, device=device)
         if compiled:  # addresses will do: a tensor for each piece would take longer than a launch
             first = room.data_ptr()
             lse2, delta, *part = [first + x for x in begins]
