@@ -177,13 +177,13 @@ def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, L
 
 @gluon.jit
 def _log2(x):
-    """log₂ x by the unit that makes exp2: off by no more than 2⁻²², in one step instead of twenty."""
+    """log₂ x by the unit that makes exp2, in one step instead of twenty; off by 2⁻²² (PTX), of it or of 1."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
 def _reciprocal(x):
-    """1 / x, off by no more than one place."""
+    """1 / x; PTX grants one unit in the last place."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
