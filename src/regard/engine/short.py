@@ -7,7 +7,6 @@ of queries sees. Where those are few and nothing learns, the fused op runs the t
 """
 
 from collections.abc import Callable, Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -41,12 +40,12 @@ class Short:
     ):
         self.place, self.scale, self.learns = (*place, None), place[-1], learns
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
-        near = NEAR // (lay.tiles * lay.rows * lay.keys * group)
+        near = NEAR // (lay.pairs * group)
         some = min(max(near, 1) * group, heads)  # heads at a time
         tiles = gathered.tiles(allowed, some, group, lay, q.dtype)
         self.fused = not learns and lay.keys <= FEW and q.shape[-1] == v.shape[-1]
         self.weights = heads * lay.tiles, lay.rows, lay.keys
-        self.keeps = learns and prod(self.weights) <= gathered.KEPT
+        self.keeps = learns and heads * lay.pairs <= gathered.KEPT
         self.cuts = [Cut(tiles, lay, group, min(some, heads - a)) for a in range(0, heads, some)]
 
     def __call__(
@@ -91,7 +90,7 @@ class Short:
                 k_, v_ = room("k", t, 1, l, d), room("v", t, 1, l, d)  # the same memory
             o = attend(q_, k_, v_, 0.0, False, attn_mask=cut.mask4, scale=self.scale)[0]
             found.append(o if cut.place is None else o.view(-1, d).index_select(0, cut.place))
-        return (found[0] if len(found) == 1 else torch.cat(found)).view(q.shape)
+        return _joined(found).view(q.shape)
 
     def backward(
         self, room: Room, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, do: Tensor
