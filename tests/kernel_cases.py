@@ -1,6 +1,6 @@
 """Cases of the Triton kernels, each held against the formula in float64. As a program, it runs those it is named:
 
-    TRITON_INTERPRET=1 python kernel_cases.py cpu NAME …     with small tiles, one line of JSON a case
+    TRITON_INTERPRET=1 python kernel_cases.py cpu NAME …     most with small tiles, one line of JSON a case
     python kernel_cases.py cuda NAME …                       with the configurations stored for a GPU
 
 The rule: max|fast − ref| ≤ 2 · max|plain − ref| + 4 ulp of max|ref|, where plain is ordinary PyTorch in the same
@@ -73,6 +73,9 @@ class Case:
     reach: int | None = None  # of a table of distances, which learns
     slopes: bool = False  # a bias falls with distance, by slopes that learn
     dropout_p: float = 0.0
+    stored: bool = (
+        False  # with the stored configurations on a CPU too: such short calls go backward by one launch
+    )
 
 
 def _words() -> Iterator[Case]:
@@ -140,6 +143,25 @@ SMALL = [
     Case("half in groups, lengths", BOTH, h=2, d_k=24, d_v=40, lengths=(11,), dtype="float16"),
 ]
 
+BRIEF = [
+    replace(case, name=f"brief, {case.name}", stored=True)
+    for case in [
+        Case("causal window | every", BOTH, n=131, m=131, d_k=64, d_v=64),
+        Case("dilated", dilated(3, 4), n=139, m=139),
+        Case("grouped heads", BOTH, n=37, m=53, h=4, h_kv=2),
+        Case("window | strided", window(3) | strided(8), n=67, m=67),
+        Case("window, then two kinds of rows", window(3) | rows(13, 5) | rows(17, 1), n=67, m=67),
+        Case("empty rows", window(5) - window(2) - blocks(9)),
+        Case("nothing at all", sinks(0), n=5, m=7),
+        Case("one query", BOTH, n=1, m=53),
+        Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
+        Case("every second position", blocks(7) | rows(5), at=(-7, 2)),
+        Case("values narrower", BOTH, d_k=24, d_v=5, given="o"),
+        Case("heads behind positions", BOTH, h=2, h_kv=2, n=19, m=19, order="b n h d"),
+        Case("full, half", full(), n=131, m=67, at=(0, 1), d_k=128, d_v=128, dtype="float16"),
+    ]
+]
+
 MORE = [  # the same, on a GPU alone
     Case("window | two everys", window(2) | every(6) | every(10, 3)),
     Case("sinks | window", sinks(3) | window(4)),
@@ -173,9 +195,12 @@ TWICE = (
     "dropout",
     "values narrower",
     "heads behind positions",
+    "brief, grouped heads",
+    "brief, heads behind positions",
 )  # on a GPU every case is run twice
 
 
+LONG = 2100  # its backward pass takes several launches: see brief.PAIRS
 LARGE = {
     "full": full(),
     "causal": causal(),
@@ -194,8 +219,8 @@ def _wide_batch(case: Case, dtype: str) -> Case:
 
 
 def _large(name: str, d: int, dtype: str) -> Case:
-    shape = {"n": 2000, "m": 2000, "d_k": d, "d_v": d, "h": 4, "h_kv": 2, "dtype": dtype}
-    return Case(f"{name}, n = 2000, d = {d}, {dtype}", LARGE[name], **shape)
+    shape = {"n": LONG, "m": LONG, "d_k": d, "d_v": d, "h": 4, "h_kv": 2, "dtype": dtype}
+    return Case(f"{name}, n = {LONG}, d = {d}, {dtype}", LARGE[name], **shape)
 
 
 def _on_gpu() -> Iterator[Case]:
@@ -205,12 +230,12 @@ def _on_gpu() -> Iterator[Case]:
     yield from (_wide_batch(case, "float32") for case in singles if case.name in IN_FLOAT32)
     yield from (_large(name, 128, "bfloat16") for name in LARGE)
     yield from (_large("causal window | every", 64, dtype) for dtype in ("bfloat16", "float16"))
-    together = {"n": 1280, "m": 1280, "b": 2, "h_kv": 4}  # heads that are dealt together: 64 divides 1280
+    together = {"n": 2112, "m": 2112, "b": 2, "h_kv": 4}  # heads that are dealt together: 64 divides 2112
     for name, d in product(("causal window | every", "window | every"), (64, 128)):
         case = replace(_large(name, d, "bfloat16"), **together)
         yield replace(case, name=f"{name}, heads together, d = {d}")
-    yield replace(_large("full", 64, "bfloat16"), name="table, n = 2000", reach=300)
-    yield replace(_large("window | every", 128, "bfloat16"), name="dropout, n = 2000", dropout_p=0.2)
+    yield replace(_large("full", 64, "bfloat16"), name=f"table, n = {LONG}", reach=300)
+    yield replace(_large("window | every", 128, "bfloat16"), name=f"dropout, n = {LONG}", dropout_p=0.2)
     shape = {"n": 515, "m": 515, "d_k": 256, "d_v": 192, "dtype": "bfloat16"}
     yield Case("causal window | every, d = 256", LARGE["causal window | every"], **shape)
 
@@ -452,15 +477,26 @@ def cancelled(case: Case, device: str) -> float:
     return float(terms.square().sum((0, 2, 3)).max().sqrt())
 
 
+def counted(calls: Any, fn: Any) -> tuple[Any, int]:
+    """What fn gives, and how many backward passes by one launch were prepared for it."""
+    made: list[Any] = []
+    inner, calls.brief_call = calls.brief_call, lambda *x: made.append(x) or inner(*x)
+    try:
+        return fn(), len(made)
+    finally:
+        calls.brief_call = inner
+
+
 def outcome(case: Case, device: str) -> dict[str, Any]:
     """What the rule says of a case, whether a second run gives the same bits, which branches it took."""
+    from regard.engine.kernels import calls
     from regard.engine.kernels.configs import Config, Configs
 
     small = Configs(Config(16, 16, 1, 1), Config(32, 16, 1, 1), Config(32, 16, 1, 1))
-    configs = small if device == "cpu" else None
+    configs = small if device == "cpu" and not case.stored else None
     dtype = getattr(torch, case.dtype)
     exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
-    found = run(case, fast(case, device, configs), device, dtype)
+    found, brief = counted(calls, lambda: run(case, fast(case, device, configs), device, dtype))
     names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
     told = errors(names, found, plain, exact)
     if case.one_key:
@@ -469,7 +505,7 @@ def outcome(case: Case, device: str) -> dict[str, Any]:
     if case.reach == 0:
         granted = 4 * torch.finfo(dtype).eps * cancelled(case, device)  # each term is rounded once
         told["dtable"] = told["dtable"][0], max(told["dtable"][1], granted)
-    out: dict[str, Any] = {"name": case.name, "errors": told}
+    out: dict[str, Any] = {"name": case.name, "errors": told, "brief": brief}
     if device == "cuda" or case.name in TWICE:
         again = run(case, fast(case, device, configs), device, dtype)
         out["same"] = all(torch.equal(x, y) for x, y in zip(found, again))
@@ -541,7 +577,7 @@ def _child(names: list[str], device: str, seconds: float) -> tuple[list[str], st
 
 def main(device: str, *names: str) -> None:
     torch.set_num_threads(1)
-    known = {case.name: case for case in [*SMALL, *MORE, *ON_GPU, *AT_LENGTH]}
+    known = {case.name: case for case in [*SMALL, *BRIEF, *MORE, *ON_GPU, *AT_LENGTH]}
     for name in names:
         try:
             told = outcome(known[name], device)

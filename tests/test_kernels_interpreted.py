@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from kernel_cases import SMALL, TWICE, complaints, outcomes
+from kernel_cases import BRIEF, SMALL, TWICE, complaints, outcomes
 from regard.errors import BackendError
 from regard.pattern import causal
 
@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(scope="module")
 def told():
-    return outcomes(SMALL, "cpu", processes=2)
+    return outcomes([*SMALL, *BRIEF], "cpu", processes=2)
 
 
-@pytest.mark.parametrize("name", [case.name for case in SMALL])
+@pytest.mark.parametrize("name", [case.name for case in [*SMALL, *BRIEF]])
 def test_o_lse_and_gradients_are_as_exact_as_plain_pytorch(told, name):
     assert not complaints(told[name])
 
@@ -37,8 +37,13 @@ def test_a_remembered_call_gives_the_same_bits(told, name):
     assert told[name]["again"]
 
 
+@pytest.mark.parametrize("case", [*SMALL, *BRIEF], ids=lambda case: case.name)
+def test_short_calls_go_backward_by_one_launch_unless_a_configuration_is_given(told, case):
+    assert told[case.name]["brief"] == case.stored
+
+
 def test_the_cases_take_every_branch_of_the_kernels(told):
-    taken = {branch for one in told.values() for branch in one["branches"]}
+    taken = {branch for one in told.values() for branch in one.get("branches", ())}
     ways = [f"{length}, {place}" for length, place in product(("whole", "split"), ("first", "goes on"))]
     ways += ["keeps all", "keeps some", "1 segments", "2 segments", "3 segments", "full", "ragged"]
     assert {f"{direction}, {way}" for direction, way in product(("by rows", "by keys"), ways)} <= taken

@@ -10,6 +10,7 @@ from torch import Tensor
 from .added import SLOPES, TABLE, Added, base2, threshold
 from .backward import dkv_kernel, dq_kernel, sum_kernel
 from .bias_gradient import bias_kernel
+from .brief import brief_call, config_of
 from .configs import Config, padded
 from .forward import forward_kernel, join_kernel
 from .launches import Launch, Layout, dense, wide
@@ -77,6 +78,9 @@ def backward_call(
     of_bias: bool,
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
     """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv; near and far of the bias, where it learns."""
+    config = None if lengths else config_of(task, given, dtype)
+    if config is not None:
+        return brief_call(task, config, given, _precision(dtype), device, dlse)
     streamed = None if lengths else backward_stream(task, given, dtype, device, dlse)
     if streamed is not None:
         return streamed
