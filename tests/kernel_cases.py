@@ -200,7 +200,7 @@ TWICE = (
 )  # on a GPU every case is run twice
 
 
-LONG = 2100  # its backward pass takes several launches: see brief.PAIRS
+LONG = 2100  # its backward pass takes several launches: see choose.BRIEF
 LARGE = {
     "full": full(),
     "causal": causal(),

@@ -117,6 +117,18 @@ def test_what_a_gpu_cannot_hold_is_named():
     assert choose.cannot(elsewhere, "tiled") == "it runs on the CPU, not on mps"
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("n", [128, 509, 1024, 2048])
+def test_short_calls_on_a_gpu_are_walked_unless_there_is_little_to_skip(n, grad):
+    def on_gpu(pattern, heads=16):
+        return choose.choose(
+            choose.Facts(pattern, n, n, 64, 64, heads, torch.bfloat16, "cuda", grad=grad)
+        ).backend
+
+    assert on_gpu(SPARSE) == on_gpu(rg.dilated(8, 4)) == "progressions"
+    assert on_gpu(~rg.every(64), 256) == ("masked" if n > 1000 and grad else "progressions")
+
+
 @pytest.mark.parametrize("backend", ["progressions", "tiled", "masked", "plain"])
 def test_every_way_gives_the_same(backend):
     p, n = rg.causal() & (rg.window(3) | rg.every(5)), 53

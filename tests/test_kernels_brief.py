@@ -115,15 +115,18 @@ def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
-    from regard.engine.kernels.brief import PAIRS, config_of
+    from regard.engine import choose
+    from regard.engine.kernels.brief import config_of
     from regard.engine.kernels.launches import dense
 
     half = torch.bfloat16
     assert config_of(task(), laid(), half) is not None
     assert config_of(task(128, 40), laid(d_k=128, d_v=40), half) is not None
     assert config_of(task(dtype=torch.float32), laid(), torch.float32) is not None
-    side = int(PAIRS**0.5)
+    side, heads = int(choose.BRIEF**0.5), choose.BRIEF_ALL // choose.BRIEF
     assert config_of(task(), laid(side, side), half) is not None
+    assert config_of(task(), laid(side, side, h=heads), half) is not None
+    assert config_of(task(), laid(side, side, h=heads + 2), half) is None
     assert config_of(task(), laid(side, side + 1), half) is None
     assert config_of(task(256, 64), laid(d_k=256), half) is None
     assert config_of(task(reach=3), laid(), half) is None

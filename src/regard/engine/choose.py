@@ -295,7 +295,15 @@ def estimate(f: Facts) -> float:
     """About the time of progressions, in nanoseconds on two cores or in units of a dense pair on a GPU."""
     if f.device == "cpu":
         return program_of(f).nanoseconds(f.heads, f.grad)
-    return f.heads * (computed(f) * 2.0 + 64 * f.n) + (GPU_CALL if f.grad else GPU_FORWARD)
+    if not f.grad:
+        return f.heads * (computed(f) * 2.0 + 64 * f.n) + GPU_FORWARD
+    one = f.plain and not f.dropout and brief(f.n, f.m, f.heads, max(f.d_k, f.d_v))
+    return f.heads * computed(f) * 8.0 + (GPU_BRIEF if one else GPU_CALL)
+
+
+def brief(n: int, m: int, heads: int, width: int) -> bool:
+    """Whether the kernels go back through a call by one launch: where the GPU would wait for the CPU."""
+    return n * m <= BRIEF and heads * n * m <= BRIEF_ALL and width <= BRIEF_WIDTH
 
 
 def short(f: Facts, backend: str) -> gathered.Lay | None:
@@ -324,7 +332,7 @@ def masked_estimate(f: Facts) -> float:
     if f.device == "cpu":
         pair = MASKED_BOTH if f.grad else MASKED_FORWARD
         return f.heads * f.n * f.m * (pair if f.n >= BLOCKS else 2 * pair)
-    return f.heads * f.n * f.m * 2.0 + GPU_MASKED
+    return f.heads * f.n * f.m * (7.0 if f.grad else 2.0) + (GPU_MASKED_BOTH if f.grad else GPU_MASKED)
 
 
 # Nanoseconds a pair of SDPA: two cores, heads of 64, float32; measured by bench/cpu_patterns.py.
@@ -334,9 +342,14 @@ TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused
 SURELY = 0.85  # what an estimate may say and be right: at 512 positions calls took up to 1.15 times of theirs
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
 FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
-# What the CPU needs for a call, as dense pairs (10⁸ take the GPU about 50 µs): forward and backward by several
-# kernels, forward by one, and a masked call: bench/gpu_door.py, short. A call of our own made before is the lightest.
-GPU_CALL, GPU_FORWARD, GPU_MASKED = 2e8, 4e7, 5e7
+# What the CPU needs for a call, as dense pairs (10⁸ take the GPU about 50 µs): bench/gpu_door.py, short. Forward by
+# our kernel, which is the lightest in a call made before, and with a mask. With backward: by one launch (0, and what
+# the others need beyond that), by several, and with a mask.
+GPU_FORWARD, GPU_MASKED = 4e7, 5e7
+GPU_BRIEF, GPU_CALL, GPU_MASKED_BOTH = 0.0, 2.6e8, 8e7
+# Pairs of a head and of all heads up to which one launch is quicker than three: its programs are slower, of 64 × 64
+# pairs at a time one after the other.
+BRIEF, BRIEF_ALL, BRIEF_WIDTH = 1 << 22, 1 << 28, 128
 
 
 def _some_pairs(f: Facts) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ...progression import Ints
+from .. import choose
 from . import configs
 from .added import base2
 from .common import rows_of, store_rows
@@ -25,9 +26,6 @@ from .configs import Config, padded
 from .launches import Launch, Layout, wide
 from .lists import hops, joined, lists
 from .mask import compiled
-
-PAIRS = 1 << 22  # n · m up to which one launch is quicker: see bench/gpu_door.py, short
-WIDEST = 128
 
 # By the larger of the two padded widths: a tile and a block of as many members.
 HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
@@ -169,7 +167,8 @@ def config_of(task: Any, given: tuple[Layout, ...], dtype: torch.dtype) -> Confi
     (n, d_k), (m, d_v) = given[0].shape[2:], given[2].shape[2:]
     width = max(64, padded(d_k), padded(d_v))
     usual = any(task.configs is one for one in (*configs.HALF.values(), *configs.SINGLE.values()))
-    if not usual or task.adds or n * m > PAIRS or width > WIDEST or wide(*given):
+    heads = given[0].shape[0] * given[0].shape[1]
+    if not usual or task.adds or not choose.brief(n, m, heads, width) or wide(*given):
         return None
     return (SINGLE if dtype == torch.float32 else HALF)[width]
 
@@ -192,7 +191,7 @@ def brief_call(
 
     def call(q, k, v, o, do, lse, dlse, limits, added):
         dq, dk, dv = like(q), like(k), like(v)
-        launch(q, k, v, o, do, lse, lse if dlse is None else dlse, dq, dk, dv)
+        launch.tensors(q, k, v, o, do, lse, lse if dlse is None else dlse, dq, dk, dv)
         return dq, dk, dv, None, None
 
     like = torch.empty_like  # three: quicker than one and its parts, and none keeps the others in memory

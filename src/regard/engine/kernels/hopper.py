@@ -155,13 +155,22 @@ def _hide(
 
 
 @gluon.jit
-def _weigh(scores, top, total, scale2):
-    """The weights of a block, how far earlier ones fade, and the running largest score (base 2) and sum."""
+def _parts(weights):
+    """Sums over what each thread holds of a row: four numbers a row, to be added up once a tile."""
+    R: gl.constexpr = weights.shape[0]
+    B: gl.constexpr = weights.shape[1]
+    return gl.sum(gl.sum(weights.reshape([R, B // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _weigh(scores, top, total, begins, scale2):
+    """The weights of a block, how far earlier ones fade, and the running largest score (base 2) and sums."""
     higher = gl.maximum(top, gl.max(scores, 1) * scale2)
     base = gl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: −∞ − (−∞) would be NaN
     weights = gl.exp2(scores * scale2 - base[:, None])
     fade = gl.exp2(top - base)
-    return weights, fade, higher, total * fade + gl.sum(weights, 1)
+    over = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None]
+    return weights, fade, higher, gl.where(begins, 0.0, total * over) + _parts(weights)
 
 
 @gluon.jit
@@ -195,6 +204,7 @@ def _close(
     """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
     count = (marks >> 8) & 255
     ROWS: gl.constexpr = top.type.layout
+    total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
     gl.store(LSE + x, (top + _log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
     scale = gl.convert_layout(
@@ -303,7 +313,7 @@ def stream_kernel(
         _fetch_queries(qs, Q, following, coming, q_n, R, D, LOAD)
     async_copy.commit_group()
     scores = _hide(scores, noted, lo % 2 * 2, mark, first, hop, start, step, lowest, highest, allowed, R)
-    weights, fade, top, total = _weigh(scores, none, gl.zeros_like(none), scale2)
+    weights, fade, top, total = _weigh(scores, none, _parts(gl.zeros_like(scores)), True, scale2)
     left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
     at = 0
     for t in range(lo, last):
@@ -326,8 +336,7 @@ def stream_kernel(
         scores = _hide(
             scores, noted, (t + 1) % 2 * 2, coming, next_first, next_hop, start, step, lowest, highest, allowed, R
         )  # fmt: skip
-        sofar, summed = gl.where(begins, none, top), gl.where(begins, 0.0, total)
-        weights, fade, higher, summed = _weigh(scores, sofar, summed, scale2)
+        weights, fade, higher, summed = _weigh(scores, gl.where(begins, none, top), total, begins, scale2)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         if begins:
             _close(

@@ -69,7 +69,9 @@ def forward_stream(
     """(q, k, v, limits, added, spare) → (o, lse); a spare tensor takes an lse that nobody wants."""
     from . import hopper
 
-    alike = q == dense(*q.shape)
+    alike, like = q == dense(*q.shape), torch.empty_like
+    rows = torch.empty(q.shape[:3], device=device)
+    rows.untyped_storage().resize_(0)  # a shape without memory: `like` is twice as quick as `empty`
     way, (q, k, v) = end_to_end(way, task.step, (q, k, v))
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
     launches = []
@@ -87,13 +89,13 @@ def forward_stream(
         q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Any, spare: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if way.covers:
-            o = torch.empty_like(q) if alike else torch.empty(q.shape, dtype=dtype, device=device)
-            lse = torch.empty(q.shape[:3], device=device) if spare is None else spare
+            o = like(q) if alike else torch.empty(q.shape, dtype=dtype, device=device)
+            lse = like(rows) if spare is None else spare
         else:
             o = torch.zeros(q.shape, dtype=dtype, device=device)
             lse = torch.full(q.shape[:3], -torch.inf, device=device)
         for launch in launches:
-            launch(q, k, v, o, lse)
+            launch.tensors(q, k, v, o, lse)
         return o, lse
 
     return call
