@@ -88,26 +88,30 @@ def tensors(n: int, d: int, count: int = 3, heads: int = HEADS, dtype=torch.bflo
     return [torch.randn(1, heads, n, d, device=DEVICE, dtype=dtype) for _ in range(count)]
 
 
-def in_rounds(calls: dict, rounds: int = 80) -> dict[str, float]:
+def in_rounds(calls: dict, rounds: int = 20, row: int = 6, lead: int = 2) -> dict[str, float]:
     """Median milliseconds of each call, in rounds of random order: what disturbs the machine disturbs all of them.
 
-    As `do_bench` does: the cache is cleared before each call, and nobody waits in between.
+    As `do_bench` does: the cache is cleared before each call, and nobody waits in between. A way has `row` calls in a
+    row, of which the first `lead` are not counted: autograd's thread still holds what the way before left to it.
     """
     for fn in calls.values():
         for _ in range(5):
             fn()
     clear = torch.empty(1 << 26, dtype=torch.int, device=DEVICE)
     names, order = list(calls), random.Random(0)
-    events = {k: [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(rounds)] for k in names}
-    for r in range(rounds):
+    events: dict = {k: [] for k in names}
+    for _ in range(rounds):
         for name in order.sample(names, len(names)):
-            fn, (begin, end) = calls[name], events[name][r]
-            clear.zero_()
-            begin.record()
-            fn()
-            end.record()
+            for nth in range(row):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+                clear.zero_()
+                begin.record()
+                calls[name]()
+                end.record()
+                if nth >= lead:
+                    events[name].append((begin, end))
     torch.cuda.synchronize()
-    return {k: sorted(a.elapsed_time(b) for a, b in pairs)[rounds // 2] for k, pairs in events.items()}
+    return {k: sorted(a.elapsed_time(b) for a, b in pairs)[len(pairs) // 2] for k, pairs in events.items()}
 
 
 def both_ways(fn, q, k, v, do):

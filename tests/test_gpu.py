@@ -119,6 +119,33 @@ def test_compiled_with_bias_and_dropout_it_is_one_graph_and_draws_anew():
     assert all(torch.isfinite(g).all() for g in gradients(first, [q, k, v, table]))
 
 
+@THEIRS
+@pytest.mark.parametrize("n", [700, 2100])  # backward by one launch, and by several
+def test_a_captured_graph_replays_what_a_call_gives(n):
+    q, k, v = heads(n)
+
+    def both():
+        o = rg.attention(q, k, v, SPARSE, backend="progressions")
+        return [o.detach(), *gradients(o, (q, k, v))]
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            both()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = both()
+    with torch.no_grad():
+        for x in (q, k, v):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    rest = torch.full((1 << 24,), 7.0, device="cuda")  # takes what was given back since
+    graph.replay()
+    assert all(map(torch.equal, replayed, both())) and bool((rest == 7.0).all())
+
+
 def test_tensors_on_two_devices_are_refused_by_name():
     from regard.engine import kernels
 
