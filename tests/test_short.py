@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from regard.engine import choose, gathered, quick, short
+from regard.engine import choose, gathered, products, quick, short
 from regard.engine.attention import attention
 from regard.engine.explain import explain
 from regard.pattern import causal, dilated, every, prefix, rows, strided, window
@@ -198,12 +198,12 @@ def test_threads_do_not_write_to_the_same_room():
 
 
 def test_what_ran_in_inference_trains_later():
-    short._rooms.clear()
+    products._rooms.clear()
     inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
     way = list(ways(dilated(3, 2), inputs))[-1]
     with torch.inference_mode():
         list(ways(dilated(3, 2), inputs, learns=False))[-1](*inputs)
-        short._within(way.forward, *inputs)
+        products.within(way.forward, *inputs)
     torch.autograd.grad(way(*inputs).sum(), inputs)
 
 

@@ -19,7 +19,7 @@ from .batch import NARROW, WIDE, Batch, Program, lanes, working
 from .plan import Pass, Plan, plan
 from .relations import NoPlan, Relations, relations
 
-__all__ = ["Batch", "Program", "lanes", "of_plans", "program", "working"]
+__all__ = ["Batch", "Program", "alike", "combs", "lanes", "of_plans", "program", "working"]
 
 
 @lru_cache(maxsize=64)
@@ -32,7 +32,7 @@ def program(
         try:
             whole = plan(pattern, n, m, start, step, tile)
             found.append(of_plans(whole))
-            for comb in _combs(whole):
+            for comb in combs(whole):
                 teeth = plan(pattern & comb, n, m, start, step, wide)
                 rest = plan(pattern - comb, n, m, start, step, tile)
                 found.append(of_plans(teeth, rest))
@@ -72,7 +72,7 @@ def _together(batches: list[Batch]) -> Iterator[Batch]:
         yield held
 
 
-def _combs(whole: Plan) -> list[every]:
+def combs(whole: Plan) -> list[every]:
     """Every k-th key, where tiles of neighbours see those in full: apart from the rest they make one batch."""
     found = set()
     for one in whole.passes:
@@ -156,14 +156,20 @@ def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, 
 
 def _alike(batch: Batch, pattern: Pattern) -> Iterator[Batch]:
     """A batch masked by a pattern, cut into batches whose tiles all have the mask of their first."""
+    for low, high, cycle in alike(batch, pattern):
+        for phase in range(low, min(low + cycle, high)):
+            yield batch.tile(phase, len(range(phase, high, cycle)), cycle)
+
+
+def alike(batch: Batch, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
+    """(first, end, cycle): stretches of tiles in which tile t has the mask of tile t + cycle."""
     words = [relations(word, False) for word in dict.fromkeys(pattern.leaves())]
     di, dj = batch.step * batch.row_hop, batch.key_hop
     period = lcm(*(_period(word, di, dj) for word in words))  # 0: no tile is like another
     cut = _cuts(batch, words) if period else range(batch.tiles)
     edges = sorted({0, batch.tiles, *cut, *(t + 1 for t in cut)})
     for low, high in pairwise(edges):
-        for phase in range(low, min(low + max(period, 1), high)):
-            yield batch.tile(phase, len(range(phase, high, max(period, 1))), max(period, 1))
+        yield low, high, min(max(period, 1), high - low)
 
 
 def _period(word: Relations, di: int, dj: int) -> int:

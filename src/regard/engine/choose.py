@@ -1,7 +1,8 @@
 """Which way to run a call, and why. A way asked for by name never falls back in silence.
 
 dense         PyTorch's own attention as it is: every pair, or every past one
-progressions  only the keys of the pattern, by arithmetic progressions (walk.py); on CUDA with bias and dropout
+progressions  only the keys of the pattern, by arithmetic progressions (walk.py; on the CPU also abreast.py); on CUDA
+              with bias and dropout
 tiled         bias by distance and dropout on the CPU, a tile of scores at a time (by_distance.py)
 packed        documents that follow one another, each by itself, on the CPU (packed.py)
 flex          what data or a function decide, by compiled FlexAttention on CUDA (flex.py)
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..errors import BackendError, SpecError, nearest
 from ..pattern import At, Pattern, causal, full, standing
 from ..position import ByDistance
-from . import gathered, packed
+from . import gathered, packed, stretches
 from .batches import Program, program
 from .call import Call
 from .plan import NoPlan, Plan, plan
@@ -294,7 +295,8 @@ def computed(f: Facts) -> int:
 def estimate(f: Facts) -> float:
     """About the time of progressions, in nanoseconds on two cores or in units of a dense pair on a GPU."""
     if f.device == "cpu":
-        return program_of(f).nanoseconds(f.heads, f.grad)
+        usual, found = program_of(f).nanoseconds(f.heads, f.grad), _abreast(f)
+        return usual if found is None else min(usual, found[1])
     if not f.grad:
         return f.heads * (computed(f) * 2.0 + 64 * f.n) + GPU_FORWARD
     one = f.plain and not f.dropout and brief(f.n, f.m, f.heads, max(f.d_k, f.d_v))
@@ -309,16 +311,34 @@ def brief(n: int, m: int, heads: int, width: int) -> bool:
 def short(f: Facts, backend: str) -> gathered.Lay | None:
     """How a plain call on the CPU is cut into tiles of gathered keys (short.py), where that is quicker than the way
     chosen; None elsewhere."""
-    usual = f.plain and f.at is None and not (f.at_each_row or f.lse or f.dropout or f.pattern.has_data)
-    if f.device != "cpu" or backend not in ("masked", "progressions") or not usual:
-        return None
-    exact = f.dtype in (torch.float32, torch.float64)  # half types are rounded between the products
-    if not exact or not f.heads or not 0 < f.n * f.m <= gathered.PAIRS:
+    if backend not in ("masked", "progressions") or not _only_pairs(f) or f.n * f.m > gathered.PAIRS:
         return None
     theirs = estimate(f) if backend == "progressions" else masked_estimate(f)
     wide = (f.d_k + f.d_v) // 2
     found = gathered.quickest(f.pattern, f.n, f.m, *f.stands, heads=f.heads, d=wide, grad=f.grad)
     return found[0] if found is not None and found[1] < theirs else None
+
+
+def abreast(f: Facts, backend: str) -> stretches.Lay | None:
+    """How progressions run a plain call on the CPU with the keys of a tile side by side (abreast.py), where that is
+    quicker than joining parts; None elsewhere."""
+    found = _abreast(f) if backend == "progressions" else None
+    return found[0] if found is not None and found[1] < program_of(f).nanoseconds(f.heads, f.grad) else None
+
+
+def _abreast(f: Facts) -> tuple[stretches.Lay, float] | None:
+    """The quickest such way, and its nanoseconds."""
+    if not _only_pairs(f):
+        return None
+    kept = f.heads * (f.n + f.m) * (f.d_k + f.d_v)
+    return stretches.quickest(f.pattern, f.n, f.m, *f.stands, heads=f.heads, grad=f.grad, kept=kept)
+
+
+def _only_pairs(f: Facts) -> bool:
+    """Whether a call on the CPU is a pattern and three tensors, and nothing else."""
+    usual = f.plain and f.at is None and not (f.at_each_row or f.lse or f.dropout or f.pattern.has_data)
+    exact = f.dtype in (torch.float32, torch.float64)  # half types are rounded between the products
+    return f.device == "cpu" and usual and exact and f.heads * f.n * f.m > 0
 
 
 def packed_estimate(f: Facts) -> float:

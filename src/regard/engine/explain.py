@@ -79,9 +79,12 @@ def explain(
     )
     choice = choose.choose(facts, backend)
     needed = pattern.count(n, m, facts.stands)
-    if backend == "auto" and (lay := choose.short(facts, choice.backend)) is not None:
-        told = f"it is short: {lay.tiles} × {lay.rows} queries, each time over the {lay.keys} keys gathered for them"
-        return Explanation(pattern, n, m, needed, lay.pairs, choice.backend, told, ())
+    if backend == "auto" and (cut := choose.short(facts, choice.backend)) is not None:
+        told = f"it is short: {cut.tiles} × {cut.rows} queries, each time over the {cut.keys} keys gathered for them"
+        return Explanation(pattern, n, m, needed, cut.pairs, choice.backend, told, ())
+    if (lay := choose.abreast(facts, choice.backend)) is not None:
+        told = f"{choice.reason}; tiles of {lay.rows} queries, all keys of a tile in one softmax"
+        return Explanation(pattern, n, m, needed, lay.computed, choice.backend, told, _passes(facts))
     walks = choice.backend in ("progressions", "tiled")
     computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
     return Explanation(pattern, n, m, needed, computed, *choice, _passes(facts))

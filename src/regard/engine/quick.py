@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import Pattern, causal, standing
-from . import choose, gathered, short, walk, whole
+from . import abreast, choose, gathered, short, walk, whole
 from .call import Call
 
 MOST = 64  # calls remembered
@@ -26,7 +26,9 @@ _autocast = torch._C._is_any_autocast_enabled
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
 
-def key(q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: int | float | None) -> tuple | None:
+def key(
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: int | float | None, backend: str = "auto"
+) -> tuple | None:
     """All that decides how a call with only these arguments runs, by which `known` holds the way it ran.
 
     None if data decide, or something looks on that must see PyTorch's operations.
@@ -40,7 +42,7 @@ def key(q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: int | float | N
     learns = _learning() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return (
         text, scale, learns, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        type(k), type(v),
+        type(k), type(v), backend,
     )  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def remember(key: tuple | None, call: Call, facts: choose.Facts, backend: str) -
     if key is None or facts.device not in PAIRS or not (key[1] is None or 0 < key[1] < inf):
         return None
     with torch.inference_mode(False):  # a mask made in inference could not train later
-        lay = choose.short(facts, backend)
+        lay = choose.short(facts, backend) if key[-1] == "auto" else None
         if lay is not None:
             way = _short(call, facts, lay)
         else:
@@ -84,6 +86,8 @@ def _dense(call: Call, facts: choose.Facts) -> Way:
 
 def _walked(call: Call, facts: choose.Facts) -> Way:
     place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor
+    if _plain(call) and (lay := choose.abreast(facts, "progressions")) is not None:
+        return abreast.Abreast(lay, place, facts.grad)
     if call.q.is_cuda and _plain(call):
         from . import kernels
 

@@ -6,7 +6,7 @@ PyTorch's fused op works in blocks of 32 or 64 queries there, and visits every k
 of queries sees. Where those are few and nothing learns, the fused op runs the tiles: one step instead of three.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ..pattern import Pattern
 from . import flash_cpu, gathered, twice
-from .products import Room
+from .products import Room, within
 
 NEAR = 1 << 18  # scores at a time: 1 MiB in float32 stays in the caches
 FEW = 80  # keys of a tile up to which the fused op is quicker
-_rooms: list[Room] = []  # not in use: a call takes one and puts it back, so that no two write to the same
 
 Place = tuple[Pattern, int, int, float]  # pattern, start, step, scale
 
@@ -54,7 +53,7 @@ class Short:
         k: Float[Tensor, "b h_kv m d_k"],
         v: Float[Tensor, "b h_kv m d_v"],
     ) -> Float[Tensor, "b h n d_v"]:
-        return _Attend.apply(q, k, v, self) if self.learns else _within(self.forward, q, k, v)[0]
+        return _Attend.apply(q, k, v, self) if self.learns else within(self.forward, q, k, v)[0]
 
     def forward(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """o, and the weights if they are kept."""
@@ -190,24 +189,10 @@ def _taken(
     return room(name, *shape)  # the same memory
 
 
-def _within(run: Callable[..., Any], q: Tensor, *rest: Tensor | None) -> Any:
-    """run(room, q, …) in a room that nobody else is in: fresh memory would cost as much as the products."""
-    try:
-        room = _rooms.pop()
-    except IndexError:
-        room = Room(q)
-    if room.like.dtype != q.dtype:
-        room = Room(q)
-    try:
-        return run(room, q, *rest)
-    finally:
-        _rooms.append(room)
-
-
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, short):
-        o, weights = _within(short.forward, q, k, v)
+        o, weights = within(short.forward, q, k, v)
         ctx.save_for_backward(q, k, v, weights)
         ctx.short = short
         return o
@@ -217,4 +202,4 @@ class _Attend(torch.autograd.Function):
         q, k, v, weights = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
             return *twice.gradients(grad, None, q, k, v, *ctx.short.place), None
-        return *_within(ctx.short.backward, q, k, v, weights, grad), None
+        return *within(ctx.short.backward, q, k, v, weights, grad), None
