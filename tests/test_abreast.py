@@ -1,5 +1,6 @@
 """The keys of a tile side by side: the formula and its gradients, however the rows are cut and whatever is kept."""
 
+from functools import cache
 from math import inf, nan
 from threading import Thread
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from pattern_strategies import patterns, standings
-from regard.engine import abreast, choose, products, quick, stretches
+from regard.engine import abreast, choose, pages, products, quick, stretches
 from regard.engine.attention import attention
 from regard.engine.explain import explain
 from regard.pattern import blocks, causal, dilated, every, full, sinks, standing, strided, window
@@ -201,7 +202,7 @@ def test_two_threads_do_not_meet():
 
 @pytest.mark.parametrize("pattern", [window(2) | every(2), causal() & (window(3) | sinks(1))], ids=repr)
 def test_gradients_and_their_gradients(pattern):
-    inputs = tensors(b=1, h=2, h_kv=1, n=7)
+    inputs = tensors(b=1, h=2, h_kv=1, n=5, d_k=3, d_v=2)
     (way,) = ways(pattern, inputs, tile=2)
     assert gradcheck(way, inputs) and gradgradcheck(way, inputs, atol=1e-6)
 
@@ -284,3 +285,20 @@ def test_its_tables_lie_on_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
         o = attention(*inputs, window(16))
     assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, window(16)))
+
+
+def test_a_block_is_freed_once_so_that_later_ones_stay(monkeypatch):
+    """Before anything else is asked of the system, and where it is Linux alone."""
+    made, real = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *x, **more: made.append(x) or real(*x, **more))
+    monkeypatch.setattr(pages, "_advise", lambda: lambda *x: 0)
+    monkeypatch.setattr(pages, "_settle", cache(pages._settle.__wrapped__))
+    big = real(1 << 20)
+    for _ in range(2):
+        pages.large(big)
+        pages.large(big[:100])
+    assert made == [(pages.STAYS,)] and pages.STAYS < 32 << 20
+    monkeypatch.setattr(pages, "_advise", lambda: None)
+    monkeypatch.setattr(pages, "_settle", cache(pages._settle.__wrapped__))
+    pages.large(big)
+    assert len(made) == 1

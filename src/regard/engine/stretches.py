@@ -130,13 +130,15 @@ class Lay:
 
     def nanoseconds(self, heads: int, grad: bool, kept: int) -> float:
         """About the time of a call on two cores, in the measure of Program.nanoseconds: its pairs, more for weights
-        that are not kept but made again; its rows, once for each part; its stretches; the call."""
-        pairs, parts = self.computed, [(each.band, *each.shared) for each in self.stretches]
-        rows = sum(band.tiles * band.rows * (1 + len(shared)) for band, *shared in parts)
+        that are not kept but made again; its rows, and again for each shared part; its stretches; the call."""
+        rows = [each.band.tiles * each.band.rows for each in self.stretches]
+        more = sum(r * len(each.shared) for r, each in zip(rows, self.stretches))
         if not grad:
-            return heads * (pairs * 2.3 + rows * 60.0) + len(parts) * 1e5 + 7e5
-        again = max(heads * pairs - kept, 0)
-        return heads * (pairs * 8.2 + rows * 200.0) + again * 2.5 + len(parts) * 3e5 + 3e6
+            of_head = self.computed * 2.3 + sum(rows) * 60.0 + more * 60.0
+            return heads * of_head + len(rows) * 1e5 + 7e5
+        of_head = self.computed * 8.2 + sum(rows) * 100.0 + more * 400.0
+        again = max(heads * self.computed - kept, 0)
+        return heads * of_head + again * 3.5 + len(rows) * 3e5 + 3e6
 
 
 @lru_cache(maxsize=64)
