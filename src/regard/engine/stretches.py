@@ -138,7 +138,7 @@ class Lay:
             return heads * of_head + len(rows) * 1e5 + 7e5
         of_head = self.computed * 8.2 + sum(rows) * 100.0 + more * 400.0
         again = max(heads * self.computed - kept, 0)
-        return heads * of_head + again * 3.5 + len(rows) * 3e5 + 3e6
+        return heads * of_head + again * 4.0 + len(rows) * 3e5 + 3e6
 
 
 @lru_cache(maxsize=64)
