@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.engine import choose
 from regard.engine.attention import attention
-from regard.engine.batches import program
 from regard.engine.plan import plan
 from regard.pattern import Pattern, causal, dilated, every, sinks, strided, window
 
@@ -108,16 +108,17 @@ def compare(pattern: Pattern, n: int, rounds: int, ways: tuple[str, ...], grad: 
     case = Case(pattern, n, grad=grad)
     worst = case.check()
     times = interleaved({name: case.run(getattr(case, name)) for name in ways}, rounds)
-    way = program(pattern, n, n, 0, 1)
+    facts = choose.Facts(pattern, n, n, WIDTH, WIDTH, HEADS, torch.float32, "cpu", grad=grad)
+    lay, joined = choose.abreast(facts, "progressions"), choose.program_of(facts)
     return {
         "pattern": repr(pattern),
         "n": n,
         "heads": HEADS,
         "passes": "forward+backward" if grad else "forward",
         "density": case.plan.needed / n**2,
-        "computed/needed": way.computed / case.plan.needed,
-        "calls": len(list(way.calls())),
-        "estimate_ms": way.nanoseconds(HEADS, grad) * 1e-6,
+        "computed/needed": (joined if lay is None else lay).computed / case.plan.needed,
+        "parts": "joined" if lay is None else "side by side",
+        "estimate_ms": choose.estimate(facts) * 1e-6,
         "difference": worst,
         "ms": times,
     }
