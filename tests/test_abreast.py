@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from pattern_strategies import patterns, standings
-from regard.engine import abreast, choose, pages, products, quick, stretches
+from regard.engine import abreast, choose, pages, products, quick, short, stretches
 from regard.engine.attention import attention
 from regard.engine.explain import explain
 from regard.pattern import blocks, causal, dilated, every, full, sinks, standing, strided, window
@@ -32,7 +32,7 @@ BANDS = [
     blocks(8) | every(8),
     blocks(8),  # no mask at all
 ]
-PRIME, SHARED = {"n": 101}, {"n": 96, "h": 4, "dtype": f32, "d_v": 5}
+PRIME, SHARED = {"n": 101}, {"n": 103, "h": 4, "dtype": f32, "d_v": 5}
 ALL = 1 << 30
 
 
@@ -81,7 +81,7 @@ def check(pattern, inputs, allowed):
 @pytest.mark.parametrize("pattern", BANDS, ids=repr)
 @pytest.mark.parametrize(
     "near, fewest, given",
-    [(1, 2, PRIME), (700, 2, SHARED), (1 << 20, 99, PRIME), (1 << 20, 2, SHARED)],
+    [(1, 2, PRIME), (300, 2, SHARED), (1 << 20, 99, PRIME), (1 << 20, 2, SHARED)],
     ids=["a tile", "some tiles", "a tile of all lanes", "all tiles"],
 )
 def test_however_the_rows_are_cut_it_is_the_formula(pattern, near, fewest, given, monkeypatch):
@@ -171,6 +171,11 @@ def test_memory_of_weights_is_used_again_and_little_of_it_stays(monkeypatch):
     wide = [x.detach().double().requires_grad_() for x in inputs]
     abreast._spare.append(block)  # of another dtype
     assert way(*wide).dtype == f64 and not abreast._spare
+
+
+def test_a_row_that_sees_nothing_is_left_to_others():
+    nothing = window(1) - window(0) - every(2)  # for a query at an odd place
+    assert lays(nothing | window(0), 101) and not lays(nothing, 101)
 
 
 def test_the_same_bits_twice():
@@ -271,6 +276,13 @@ def test_a_call_takes_it_from_the_first_on(backend, more, monkeypatch):
     torch.testing.assert_close(o, wanted)
 
 
+def test_a_short_call_by_name_gathers_nothing(monkeypatch):
+    monkeypatch.setattr(short.Short, "forward", None)
+    inputs = tensors(n=131, h=8, h_kv=8, d_k=16, d_v=16, dtype=f32)
+    o = attention(*inputs, window(3), backend="progressions")
+    torch.testing.assert_close(o, formula(*inputs, window(3).allowed(131), 0.25)[0])
+
+
 def test_it_says_that_it_is_taken_and_how_many_pairs_it_computes():
     told = explain(window(64) | every(64), 4096, grad=True)
     lay = choose.abreast(facts(window(64) | every(64), 4096, grad=True), "progressions")
@@ -281,10 +293,13 @@ def test_it_says_that_it_is_taken_and_how_many_pairs_it_computes():
 
 
 def test_its_tables_lie_on_the_cpu_whatever_the_default_device():
-    inputs = tensors(b=1, h=2, h_kv=2, n=1201, d_k=16, d_v=16, dtype=f32)
+    inputs = tensors(b=1, h=8, h_kv=8, n=1201, d_k=64, d_v=64, dtype=f32)
+    stretches.lays.cache_clear()
     with torch.device("meta"):
-        o = attention(*inputs, window(16))
-    assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, window(16)))
+        o = attention(*inputs, window(64))
+    (way,) = quick.known.values()
+    assert isinstance(way, abreast.Abreast)
+    assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, window(64)))
 
 
 def test_a_block_is_freed_once_so_that_later_ones_stay(monkeypatch):
