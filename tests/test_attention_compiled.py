@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.testing import assert_close
 
 from regard.engine.attention import attention
@@ -157,6 +158,29 @@ def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
     by_mask = with_gradients(lambda *x: f(*x, backend="masked"), *inputs)
     for mine, other in zip(with_gradients(compiled, *inputs), by_mask, strict=True):
         assert_close(mine, other, rtol=0, atol=1e-11)
+
+
+def twice_dropped(q, k, v, slopes):
+    p = causal() & window(3)
+    return tuple(attention(q, k, v, p, bias=ByDistance(slopes=slopes), dropout_p=0.5) for _ in range(2))
+
+
+def test_dropout_in_a_graph_draws_what_eager_draws_apart_in_each_call_and_anew_in_each_run():
+    compiled = torch.compile(twice_dropped, fullgraph=True, backend="aot_eager")
+    inputs = *qkv(m=N), alibi_slopes(H).to(f64)
+    torch.manual_seed(0)
+    first, again = (with_gradients(compiled, *inputs) for _ in range(2))
+    torch.manual_seed(0)
+    for mine, eager in zip(first, with_gradients(twice_dropped, *inputs), strict=True):
+        assert_close(mine, eager, rtol=0, atol=1e-12)
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[0], again[0])
+
+
+def test_a_graph_with_dropout_needs_no_compiled_code_for_its_seed():
+    """On CUDA a seed drawn by a kernel of the graph would ask for a C++ compiler, and a minute."""
+    compiled = torch.compile(twice_dropped, fullgraph=True)
+    _, (code,) = run_and_get_code(compiled, *qkv(m=N), alibi_slopes(H).to(f64))
+    assert code.count("regard.draw") >= 2 and "cpp_fused" not in code and "randint" not in code
 
 
 @pytest.mark.skipif(

@@ -49,7 +49,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """o and lse over the pairs of a pattern without data; both differentiable."""
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
-    seed = torch.randint(*SEEDS, ()) if dropout_p else None  # on the CPU: reading it waits for no GPU
+    seed = None if not dropout_p else draw(_drawn) if torch.compiler.is_compiling() else _seed()
     if _traced(q, k, v):
         how = pattern.text, start, step, float(scale), dropout_p
         return walk(q, k, v, table, slopes, lengths, seed, *how)
@@ -180,6 +180,26 @@ def _job(q: Tensor, k: Tensor, lengths: Tensor | None, seed: Tensor | None, aske
 @lru_cache(maxsize=512)
 def read(text: str) -> Pattern:
     return Pattern.from_json(text)
+
+
+def _seed() -> Tensor:
+    return torch.randint(*SEEDS, (), device="cpu")  # reading it waits for no GPU
+
+
+_drawn = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("regard::draw", mutates_args=("drawn",))
+def draw(drawn: Tensor) -> Tensor:
+    """A seed from PyTorch's generator. As an operation of its own it needs no C++ compiler in a compiled graph; that
+    it counts keeps two draws from being taken for one."""
+    drawn += 1
+    return _seed()
+
+
+@draw.register_fake
+def _(drawn):
+    return torch.empty_like(drawn)
 
 
 @torch.library.custom_op("regard::walk", mutates_args=())
