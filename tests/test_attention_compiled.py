@@ -160,6 +160,16 @@ def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
         assert_close(mine, other, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("backend", ["progressions", "tiled", "masked", "plain"])
+def test_a_way_asked_for_by_name_is_one_graph_too(backend):
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, SPARSE, backend=backend), fullgraph=True, backend="aot_eager"
+    )
+    by_mask = with_gradients(lambda *x: attention(*x, SPARSE, backend="masked"), *qkv())
+    for mine, other in zip(with_gradients(compiled, *qkv()), by_mask, strict=True):
+        assert_close(mine, other, rtol=0, atol=1e-11)
+
+
 def twice_dropped(q, k, v, slopes):
     p = causal() & window(3)
     return tuple(attention(q, k, v, p, bias=ByDistance(slopes=slopes), dropout_p=0.5) for _ in range(2))

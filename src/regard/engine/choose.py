@@ -191,6 +191,8 @@ def cannot(f: Facts, backend: str) -> str | None:
             return "a bias is added to the scores; use backend='tiled' (by distance, CPU) or 'masked'"
         case "progressions" if f.dropout and f.device == "cpu":
             return "it has no dropout; use backend='tiled' (CPU) or 'masked'"
+    if torch.compiler.is_compiling():  # sizes may be symbols: the plan is looked up when the graph runs
+        return _unwalkable(f)
     return _unwalkable(f) or _unplanned(f)
 
 
