@@ -145,6 +145,22 @@ def test_no_more_is_kept_than_q_k_v_and_o_hold_together():
     assert abreast._most(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
 
 
+def test_memory_that_a_hook_gave_in_place_of_the_weights_stays_its_own():
+    pattern, inputs = window(8) | every(8), tensors(dtype=f32)
+    (way,) = ways(pattern, inputs)
+    wanted, shelf = torch.autograd.grad(way(*inputs).sum(), inputs), []
+    abreast._spare.clear()
+
+    def unpack(x):  # a view of memory that is not ours
+        shelf.append(x.new_empty(x.numel() + 3))
+        return shelf[-1][3:].view(x.shape).copy_(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), unpack):
+        o = way(*inputs)
+    assert all(map(torch.equal, torch.autograd.grad(o.sum(), inputs), wanted))
+    assert shelf and not abreast._spare
+
+
 def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     """Its weights are nobody else's until it is gone."""
     pattern, inputs = window(8) | every(8), tensors(dtype=f32)

@@ -8,6 +8,7 @@ the scores of a band also puts them beside the others.
 """
 
 from math import prod
+from weakref import ref
 
 import torch
 from jaxtyping import Float
@@ -25,6 +26,7 @@ SPARE = 16  # blocks that stay for calls to come: 64 MiB in float32
 
 Place = tuple[Pattern, int, int, float]  # pattern, start, step, scale
 Kept = list[Tensor | None]  # of each piece its weights, or None where they are made again
+Blocks = list[ref[Tensor]]
 
 
 class Abreast:
@@ -41,8 +43,8 @@ class Abreast:
     ) -> Float[Tensor, "b h n d_v"]:
         return _Attend.apply(q, k, v, self) if self.learns else within(self.forward, q, k, v)[0]
 
-    def forward(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept]:
-        """o, and what is kept of the weights."""
+    def forward(self, room: Room, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Kept, Blocks]:
+        """o, what is kept of the weights, and the blocks of memory it lies in."""
         q, k, v = (x.contiguous() for x in (q, k, v))
         o = large(q.new_empty(*q.shape[:3], v.shape[-1]))
         kept: Kept = []
@@ -53,7 +55,7 @@ class Abreast:
                 of_keys, of_values = map(piece.keys_of, keys)
                 w = self._weigh(piece, piece.rows_of(queries), of_keys, kept[-1], room)
                 _mix(w, of_values, piece.rows_of(out), room)
-        return o, kept
+        return o, kept, memory.blocks
 
     def _weigh(self, piece: Piece, q: Tensor, keys: list[Tensor], into: Tensor | None, room: Room) -> Tensor:
         w = room("w", *piece.scores) if into is None else into
@@ -93,6 +95,7 @@ class _Memory:
 
     def __init__(self, like: Tensor, most: int):
         self.like, self.left, self.block = like, most, like.new_empty(0)
+        self.blocks: Blocks = []
 
     def take(self, shape: tuple[int, int, int]) -> Tensor | None:
         size = prod(shape)
@@ -100,6 +103,7 @@ class _Memory:
             return None
         if size > len(self.block):
             self.block = self._another(size)
+            self.blocks.append(ref(self.block))
         found, self.block = self.block[:size].view(shape), self.block[size:]
         self.left -= size
         return found
@@ -118,11 +122,15 @@ _spare: list[Tensor] = []  # blocks that nobody reads: fresh pages cost as much 
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
-def _give_back(kept: Kept) -> None:
-    """The blocks of these weights, if this was the last time that they were read."""
+def _give_back(kept: Kept, blocks: Blocks) -> None:
+    """These blocks, if this was the last time that they were read.
+
+    What a hook for saved tensors gave in place of the weights may lie in memory of its own, which stays its own.
+    """
     if not _graph_is_kept():
-        blocks = {w._base.data_ptr(): w._base for w in kept if w is not None and w._base is not None}
-        _spare.extend(blocks.values())
+        own = [block for block in (each() for each in blocks) if block is not None]
+        read = {id(w._base) for w in kept if w is not None}
+        _spare.extend(block for block in own if id(block) in read)
         del _spare[SPARE:]
 
 
@@ -232,7 +240,7 @@ def _beside(parts: list[Tensor], of_all: Float[Tensor, "t r keys"]) -> list[tupl
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, way):
-        o, kept = within(way.forward, q, k, v)
+        o, kept, ctx.blocks = within(way.forward, q, k, v)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.way = way
         return o
@@ -243,5 +251,5 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
             return *twice.gradients(grad, None, q, k, v, *ctx.way.place), None
         found = within(ctx.way.backward, q, k, v, kept, grad)
-        _give_back(kept)
+        _give_back(kept, ctx.blocks)
         return *found, None
