@@ -128,13 +128,16 @@ def backward_stream(
             dq = make(of_q, dtype=dtype, device=device)
             dk, dv = make((2, *of_k), dtype=dtype, device=device).unbind(0)
         room = make(size, device=device)
-        if compiled:  # addresses will do: a tensor for each piece would take longer than a launch
-            first = room.data_ptr()
+        at: list[Any] = [q, k, v, o, do, lse, lse if dlse is None else dlse, dq, dk, dv]
+        if (
+            compiled
+        ):  # addresses will do: each is looked up once, and a tensor for each piece would take longer
+            at, first = [x.data_ptr() for x in at], room.data_ptr()
             lse2, delta, *part = [first + x for x in begins]
         else:
             lse2, delta, *part = room.split(pieces)
-        fill_queries(q, k, v, o, do, lse, lse if dlse is None else dlse, lse2, delta, dq)
-        fill_keys(q, k, v, do, lse2, delta, dk, dv, part)
+        fill_queries(*at[:7], lse2, delta, at[7])
+        fill_keys(*at[:3], at[4], lse2, delta, *at[8:], part)
         compiled = True
         return dq, dk, dv, None, None
 
