@@ -129,9 +129,7 @@ def backward_stream(
             dk, dv = make((2, *of_k), dtype=dtype, device=device).unbind(0)
         room = make(size, device=device)
         at: list[Any] = [q, k, v, o, do, lse, lse if dlse is None else dlse, dq, dk, dv]
-        if (
-            compiled
-        ):  # addresses will do: each is looked up once, and a tensor for each piece would take longer
+        if compiled:  # addresses will do, each looked up once: a tensor for each piece would take longer
             at, first = [x.data_ptr() for x in at], room.data_ptr()
             lse2, delta, *part = [first + x for x in begins]
         else:
