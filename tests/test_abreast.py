@@ -140,9 +140,11 @@ def test_weights_that_are_not_kept_are_made_again(most, dtype, monkeypatch):
     assert kept == {0: 0, ALL: everything}.get(most, kept) and (most != 3000 or 0 < kept <= 3000 < everything)
 
 
-def test_no_more_is_kept_than_q_k_v_and_o_hold_together():
+def test_no_more_is_kept_than_q_k_v_and_o_hold_together_nor_than_64_mib():
     q, k, v = tensors(h=4, d_k=5, d_v=3)
     assert abreast._most(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
+    long = torch.empty(1, 64, 1 << 16, 64, device="meta")
+    assert abreast._most(long, long, long) == stretches.KEPT
 
 
 def test_memory_that_a_hook_gave_in_place_of_the_weights_stays_its_own():

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..pattern import Pattern
-from . import twice
+from . import stretches, twice
 from .batch import Batch, lanes
 from .pages import large
 from .products import Room, within
@@ -87,7 +87,8 @@ class Abreast:
 
 def _most(q: Tensor, k: Tensor, v: Tensor) -> int:
     """The most weights that are kept for the backward pass: as many numbers as q, k, v and o have together."""
-    return q.numel() + k.numel() + v.numel() + q.numel() // max(q.shape[-1], 1) * v.shape[-1]
+    o = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
+    return min(q.numel() + k.numel() + v.numel() + o, stretches.KEPT)
 
 
 class _Memory:

@@ -332,7 +332,7 @@ def _abreast(f: Facts) -> tuple[stretches.Lay, float] | None:
     """The quickest such way, and its nanoseconds."""
     if not _only_pairs(f):
         return None
-    kept = f.heads * (f.n + f.m) * (f.d_k + f.d_v)
+    kept = min(f.heads * (f.n + f.m) * (f.d_k + f.d_v), stretches.KEPT)
     return stretches.quickest(f.pattern, f.n, f.m, *f.stands, heads=f.heads, grad=f.grad, kept=kept)
 
 

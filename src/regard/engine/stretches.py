@@ -27,6 +27,7 @@ MOST = 64  # stretches of a pattern: each is some twenty steps
 # Scores at a time: 4 MiB in float32. Smaller pieces would stay nearer to the cores, but in each step one core waits
 # for the other, and that costs more.
 NEAR = 1 << 20
+KEPT = 1 << 24  # weights kept for the backward pass, at most: 64 MiB in float32
 
 
 @dataclass(frozen=True, eq=False)
