@@ -1,8 +1,9 @@
 """The forward pass as one stream of blocks a program, for Hopper's tensor cores, in Gluon.
 
-A program runs through the blocks of many tiles without a pause between them. While the tensor cores multiply block
-t by its values, block t + 1 is weighed; copies of what comes next are under way all the time. Shared memory holds one
-block of keys and two of values, so that three programs fit on a multiprocessor.
+A program runs through the blocks of many tiles without a pause between them; copies of what comes next are under way
+all the time. Three or four programs share a multiprocessor, so that one multiplies while another weighs. (Within one,
+ptxas waits for the product of block t with its values before block t + 1 is weighed; made to overlap, it is slower.)
+Shared memory holds one block of keys and two of values.
 
     keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
 """
