@@ -8,7 +8,7 @@ from triton import knobs
 
 from .configs import Config
 
-# Looked up once: on the way to a launch every name behind a dot counts. PyTorch without CUDA has two of them not.
+# Looked up once: on the way to a launch every name behind a dot counts. PyTorch without CUDA lacks the last two.
 _address = Tensor.data_ptr
 _device = getattr(torch._C, "_cuda_getDevice", None)
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
