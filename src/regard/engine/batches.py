@@ -19,7 +19,7 @@ from .batch import NARROW, WIDE, Batch, Program, lanes, working
 from .plan import Pass, Plan, plan
 from .relations import NoPlan, Relations, relations
 
-__all__ = ["Batch", "Program", "alike", "combs", "lanes", "of_plans", "program", "working"]
+__all__ = ["Batch", "Program", "alike", "lanes", "of_plans", "program", "ways", "working"]
 
 
 @lru_cache(maxsize=64)
@@ -30,17 +30,29 @@ def program(
     found, reasons = [], []
     for tile in (narrow, wide):
         try:
-            whole = plan(pattern, n, m, start, step, tile)
-            found.append(of_plans(whole))
-            for comb in combs(whole):
-                teeth = plan(pattern & comb, n, m, start, step, wide)
-                rest = plan(pattern - comb, n, m, start, step, tile)
-                found.append(of_plans(teeth, rest))
+            found += [way for _, way in ways(pattern, n, m, start, step, tile, wide)]
         except NoPlan as why:
             reasons.append(why)
     if not found:
         raise reasons[0]
     return min(found, key=lambda one: one.nanoseconds())
+
+
+@lru_cache(maxsize=8)  # asked for twice in one choice: here, and by stretches.py
+def ways(
+    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, wide: int
+) -> tuple[tuple[Plan, Program], ...]:
+    """Tiles of the pattern as it is, or of what a comb leaves beside that comb; each with the plan of those tiles."""
+    whole = plan(pattern, n, m, start, step, tile)
+    found = [(whole, of_plans(whole))]
+    for comb in _combs(whole):
+        try:
+            teeth = plan(pattern & comb, n, m, start, step, wide)
+            rest = plan(pattern - comb, n, m, start, step, tile)
+        except NoPlan:
+            continue
+        found.append((rest, of_plans(teeth, rest)))
+    return tuple(found)
 
 
 def of_plans(*plans: Plan) -> Program:
@@ -72,7 +84,7 @@ def _together(batches: list[Batch]) -> Iterator[Batch]:
         yield held
 
 
-def combs(whole: Plan) -> list[every]:
+def _combs(whole: Plan) -> list[every]:
     """Every k-th key, where tiles of neighbours see those in full: apart from the rest they make one batch."""
     found = set()
     for one in whole.passes:

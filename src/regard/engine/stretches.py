@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..pattern import Pattern
 from .batch import NARROW, WIDE, Batch, Program
-from .batches import alike, combs, of_plans
+from .batches import alike, ways
 from .call import has_empty_row
-from .plan import Plan, plan
+from .plan import Plan
 from .relations import NoPlan
 
 FEWEST = 8  # tiles of a band that are worth a piece of their own for each lane
@@ -149,21 +149,12 @@ def lays(
     """The ways to lay a pattern without data like this: as it is, or a comb apart; often there are none."""
     if has_empty_row(pattern, n, m, start, step):  # a softmax over no keys has no value
         return ()
-    found = []
     try:
-        whole = plan(pattern, n, m, start, step, rows)
-        ways: list[tuple[Plan, ...]] = [(whole,)]
-        for comb in combs(whole):
-            teeth = plan(pattern & comb, n, m, start, step, wide)
-            ways.append((plan(pattern - comb, n, m, start, step, rows), teeth))
+        found = ways(pattern, n, m, start, step, rows, wide)
     except NoPlan:
         return ()
-    for plans in ways:
-        way = of_plans(*plans)
-        stretches = _stretches(way, plans[0], rows)
-        if stretches:
-            found.append(Lay(way, stretches))
-    return tuple(found)
+    laid = [(way, _stretches(way, moving, rows)) for moving, way in found]
+    return tuple(Lay(way, stretches) for way, stretches in laid if stretches)
 
 
 def quickest(
