@@ -31,7 +31,8 @@ TILE, BLOCK = 16, 8
 
 
 def made(pattern, n, m, by_keys, place=(0, 1)):
-    from regard.engine.kernels.lists import hops, lists
+    from regard.engine.kernels.lists import lists
+    from regard.engine.relations import hops
 
     allowed = pattern.allowed(n, m, place).numpy()
     allowed = np.ascontiguousarray(allowed.T) if by_keys else allowed

@@ -369,8 +369,8 @@ FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no
 # the others need beyond that), by several, and with a mask.
 GPU_FORWARD, GPU_MASKED = 4e7, 5e7
 GPU_BRIEF, GPU_CALL, GPU_MASKED_BOTH = 0.0, 2.6e8, 8e7
-# Pairs of a head and of all heads up to which one launch is quicker than three: its programs are slower, of 64 × 64
-# pairs at a time one after the other.
+# Pairs of a head up to which one launch is quicker than three (16 heads, n to 4096 measured), and of all heads, by
+# estimate: its programs are slower, and many heads keep the GPU busy.
 BRIEF, BRIEF_ALL, BRIEF_WIDTH = 1 << 22, 1 << 28, 128
 
 

@@ -6,7 +6,7 @@ other they make one batch of small dense products; only the masks differ from ti
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd, inf
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..pattern import Pattern
-from .relations import NoPlan, relations
+from .relations import hops
 
 PAIRS = 1 << 20  # of a head: what is looked at to lay the tiles
 WHOLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
@@ -82,7 +82,9 @@ def lays(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Lay, 
     """Ways to cut the queries into tiles: neighbours, or those of some residues mod hop together."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
     found = []
-    for hop in _hops(pattern, n, step):
+    for hop in hops(pattern, step, by_keys=False):
+        if hop > 1 and hop >= n:
+            break
         order, tiles = _order(n, hop), 1
         while tiles == 1 or n >= LEAST * tiles:
             rows = -(-n // tiles)
@@ -91,16 +93,6 @@ def lays(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Lay, 
             found.append(Lay(hop, tiles, rows, min(max(-(-most // WHOLE), 1) * WHOLE, m)))
             tiles *= 2
     return tuple(found)
-
-
-def _hops(pattern: Pattern, n: int, step: int) -> list[int]:
-    """How far apart the queries of a tile may lie: neighbours, or such as agree in the residues of a word."""
-    try:
-        periods = [relations(word, False).period for word in dict.fromkeys(pattern.leaves())]
-    except NoPlan:
-        return [1]
-    hops = {period // gcd(period, step) for period in periods}
-    return [1, *sorted(hop for hop in hops if 1 < hop < n)]
 
 
 def tiles(allowed: Bool[Tensor, "n m"], heads: int, group: int, lay: Lay, dtype: torch.dtype) -> Tiles:

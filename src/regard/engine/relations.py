@@ -207,3 +207,16 @@ def _solve(start: Ints, step: int, k: int, residue: Ints | int) -> tuple[Ints, i
     apart = residue - start
     t = apart // g * pow(step // g, -1, by) % by
     return np.where(apart % g == 0, t, FAR), by
+
+
+def hops(pattern: Pattern, step: int, by_keys: bool) -> list[int]:
+    """How far apart the members of a tile may lie: neighbours, or such as agree in the residues of a word.
+
+    step: between the positions of two queries.
+    """
+    try:
+        periods = [relations(word, by_keys).period for word in dict.fromkeys(pattern.leaves())]
+    except NoPlan:
+        return [1]
+    apart = 1 if by_keys else step
+    return sorted({1, *(period // gcd(period, apart) for period in periods)})

@@ -19,12 +19,13 @@ from torch import Tensor
 from ...pattern import Pattern
 from ...progression import Ints
 from .. import choose
+from ..relations import hops
 from . import configs
 from .added import base2
 from .common import rows_of, store_rows
 from .configs import Config, padded
 from .launches import Launch, Layout, wide
-from .lists import hops, joined, lists
+from .lists import joined, lists
 from .mask import compiled
 
 # By the larger of the two padded widths: a tile and a block of as many members.

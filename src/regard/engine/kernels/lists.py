@@ -8,14 +8,11 @@ Members are queries and meet keys, or the other way round.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...pattern import Pattern
 from ...progression import Ints
-from ..relations import NoPlan, relations
 
 NOBODY = -1  # an empty place in a tile or a block
 HEAVY = 1.5  # a member that meets so many times the median may have its like for company
@@ -41,16 +38,6 @@ def lists(allowed: Table, hops: list[int], tile: int, block: int) -> Lists:
     cost = [int((-(-x.sum(1) // block) + 1).sum()) for x in met]
     best = cost.index(min(cost))
     return _cut(ways[best], met[best], _met(bits, ways[best], allowed.shape[1], by_all=True), block)
-
-
-def hops(pattern: Pattern, step: int, by_keys: bool) -> list[int]:
-    """How far apart the members of a tile may lie: neighbours, or such as agree in the residues of a word."""
-    try:
-        words = [relations(word, by_keys).period for word in dict.fromkeys(pattern.leaves())]
-    except NoPlan:
-        return [1]
-    apart = 1 if by_keys else step
-    return sorted({1, *(period // gcd(period, apart) for period in words)})
 
 
 def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
