@@ -17,14 +17,16 @@ PATTERNS = [
     window(40) | every(16),
     dilated(5, 7),
 ]
+OTHERS = [window(40) | every(32, 8), causal() & (window(40) | sinks(3)), window(40) | every(24)]
 CPU = torch.device("cpu")
 
 
 def steps(pattern, n, by_keys):
+    """As the streaming kernels run them: forward, by queries, they know of lines."""
     from regard.engine.kernels.configs import Config
     from regard.engine.kernels.route import route
 
-    return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU).steps
+    return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU, not by_keys).steps
 
 
 def dealt(work, programs, group=1, rest=(0, 1)):
@@ -44,9 +46,32 @@ def tile(row):
     return int(row[10]) + int(row[11]) * np.arange(int(row[9]) >> 8 & 255)
 
 
+def kept(work, row, own, by_keys):
+    """Which pairs of a tile and a block the kernels weigh, by the marks of the block."""
+    from regard.engine.kernels.band import band
+
+    there, marks = members(row), int(row[9]) & 255
+    i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
+    if marks & 112 == 0:
+        return work.pattern.allows(i, j) if marks & 7 else np.ones((len(own), len(there)), dtype=bool)
+    found, begin = band(work.pattern), int(row[0])
+    nth, place = np.arange(len(own))[:, None], np.arange(len(there))[None]
+    assert marks & 7 == 0 and bin(marks & 112).count("1") == 1
+    if marks & 16:
+        return place < row[8] + 0 * nth
+    free = work.free[0 if marks & 64 else 1]
+    inside = (
+        begin + place >= i[0] + nth - found.before
+        if marks & 64
+        else begin + place <= i[0] + nth + found.after
+    )
+    assert inside.any(1).all()  # the largest score of a row must be that of a pair that counts
+    return inside | ((place % free[0] == free[1]) & (marks & 128 > 0))
+
+
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("pattern", PATTERNS + OTHERS, ids=repr)
 def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, group, by_keys):
     n = 700 if every(16) in pattern.leaves() else 203  # so that a tile has several blocks of each word
     seen = np.zeros((group, n, n), dtype=int)
@@ -57,11 +82,7 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
                 own = own[step.kept.allows(own, own)]
             there = members(row)
             assert len(there) <= 16
-            i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
-            tested = (
-                step.work.pattern.allows(i, j) if row[9] & 7 else True
-            )  # a block without marks is taken whole
-            seen[row[9] >> 16][np.ix_(own, there)] += tested
+            seen[row[9] >> 16][np.ix_(own, there)] += kept(step.work, row, own, by_keys)
     allowed = pattern.allowed(n).numpy()
     allowed = allowed.T if by_keys else allowed
     assert (seen == allowed).all()
@@ -89,7 +110,7 @@ def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
     from regard.engine.kernels.route import route
     from regard.engine.kernels.together import end_to_end
 
-    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU)
+    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU, not by_keys)
     lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
     return end_to_end(way, step, (lie, lie))
 
@@ -106,8 +127,7 @@ def test_heads_dealt_together_each_visit_every_allowed_pair_of_their_own(pattern
             own, there = tile(row), members(row)
             if step.kept is not None:
                 own = own[step.kept.allows(own, own)]
-            i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
-            seen[np.ix_(own, there)] += step.work.pattern.allows(i, j) if row[9] & 7 else True
+            seen[np.ix_(own, there)] += kept(step.work, row, own, by_keys)
     allowed = pattern.allowed(n).numpy()
     assert (seen == np.kron(np.eye(heads, dtype=int), allowed.T if by_keys else allowed)).all()
 
@@ -173,3 +193,33 @@ def test_what_fills_a_run_holds_nobody_and_begins_nothing():
     cut = dealt(step.work, 10, rest=(0, 2))
     empty = cut.blocks[cut.blocks[:, 8] == 0]
     assert len(empty) and (empty[:, 9] & 15 == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lines", "free"),
+    [
+        (causal(), {32: 22}, ((1, 1), (1, 1))),
+        (window(48), {32: 19, 64: 19}, ((1, 1), (1, 1))),
+        (causal() & (window(48) | every(16)), {16: 16, 32: 22, 64 + 128: 19}, ((16, 0), (1, 1))),
+        (
+            window(48) | every(64),
+            {16: 22, 32: 14, 64: 14, 32 + 128: 5, 64 + 128: 5},
+            ((64, 0), (64, 0)),
+        ),  # in some tiles, at the same place
+        (
+            window(48) | every(24),
+            {16: 22, 32: 6, 64: 6},
+            ((1, 1), (1, 1)),
+        ),  # elsewhere at two places: key by key
+        (dilated(5, 7), {}, ((1, 1), (1, 1))),
+    ],
+    ids=repr,
+)
+def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
+    from regard.engine.kernels.configs import Config
+    from regard.engine.kernels.route import route
+
+    (step,) = route(pattern, 352, 352, 0, 1, Config(16, 16, 1, 1), False, CPU, True).steps
+    marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
+    assert step.work.free == free
+    assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines

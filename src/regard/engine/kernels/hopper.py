@@ -23,10 +23,10 @@ from .mask import expression, function
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-BEGINS = gl.constexpr(
-    8
-)  # marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile
+# Marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile; the others: see lines.
+BEGINS, LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (8, 112, 32, 64, 128))
 FAR = gl.constexpr(1 << 30)
+HIDDEN = gl.constexpr(-1e38)  # added to a score: no weight is left of it
 PER_ROW = (
     8  # threads that copy one row, 16 bytes each at a time: fewer, and a thread works out fewer addresses
 )
@@ -135,12 +135,14 @@ def _note(noted, place, j, marks, low_of: gl.constexpr, high_of: gl.constexpr, a
 
 @gluon.jit
 def _hide(
-    scores, noted, place, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr,
-    allowed: gl.constexpr, R: gl.constexpr,
+    scores, noted, place, marks, a, end, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr,
+    allowed: gl.constexpr, below: gl.constexpr, above: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """−∞ for pairs that are not allowed, by what was noted when the block was fetched: no warp waits for another."""
+    """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched."""
     MMA: gl.constexpr = scores.type.layout
-    if marks & 7:
+    if allowed is None:
+        scores = _hide_past_line(scores, marks, a, end, start + step * first, lowest, highest, below, above)
+    if (marks & 7) != 0:
         i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
         if allowed is not None:
             j = noted.index(place).load(gl.SliceLayout(0, MMA))
@@ -152,6 +154,53 @@ def _hide(
             if marks & 2:
                 low = noted.index(place + 1).load(gl.SliceLayout(0, MMA))
                 scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def _sign(x, c):
+    """x + c, but 0 below 0 and 1 above 1; of whole numbers, x of a thread's own, c such as the compiler knows."""
+    return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", [x, c], gl.float32, True, 1)
+
+
+@gluon.jit
+def _past(beyond, rises: gl.constexpr, falls: gl.constexpr, like):
+    """1 at places whose number, less that of their row, is past `beyond`, else 0. `falls`: of row less place.
+
+    `rises`: the row counts. What a thread's rows and places have in common is worked out once.
+    """
+    MMA: gl.constexpr = like.type.layout
+    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
+    c = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, MMA))[None, :]
+    if not rises:
+        r = r * 0
+    own, known = (c & 6) - (r & ~8), (c & ~6) - (r & 8)
+    if falls:
+        own, known = -own, -known
+    return _sign((own - beyond).to(gl.float32), known.to(gl.float32))
+
+
+@gluon.jit
+def _unless_free(hidden, marks, free: gl.constexpr):
+    """0 at the places that are free of a bound, if the block has some."""
+    if free[0] > 1:
+        c = gl.arange(0, hidden.shape[1], layout=gl.SliceLayout(0, hidden.type.layout))[None, :]
+        hidden = gl.where((c % free[0] == free[1]) & ((marks & FREES) != 0), 0.0, hidden)
+    return hidden
+
+
+@gluon.jit
+def _hide_past_line(
+    scores, marks, a, end, i, lowest: gl.constexpr, highest: gl.constexpr, below: gl.constexpr, above: gl.constexpr,
+):  # fmt: skip
+    """If a line cuts the block of keys from a on, hide what lies beyond it; i is where the first query stands."""
+    if (marks & LINES) != 0:
+        if (marks & LOWER) != 0:
+            scores += HIDDEN * _unless_free(_past(a - lowest(i), True, True, scores), marks, below)
+        elif (marks & UPPER) != 0:
+            scores += HIDDEN * _unless_free(_past(highest(i) - a, True, False, scores), marks, above)
+        else:
+            scores += HIDDEN * _past(end - 1, False, False, scores)
     return scores
 
 
@@ -226,21 +275,21 @@ def _copy(place, X, x, stride, d):
 
 @gluon.jit
 def _spot(row, c, SEGMENTS: gl.constexpr):
-    """What a block's rows are found by: three numbers where it is one segment, else the row of each place."""
+    """What a block's rows are found by: first, step and number if it is one segment, else the row of each place."""
     if SEGMENTS == 1:
         return row[0], row[1], row[8]
     else:
-        return _keys(row, c, -1, SEGMENTS)
+        return row[0], _keys(row, c, -1, SEGMENTS), row[8]
 
 
 @gluon.jit
 def _copy_block(place, X, spot, stride, c, d, SEGMENTS: gl.constexpr):
     """Start to copy the rows of a block, zeros at its empty places. Of one segment, a row is one multiplication."""
+    a, b, end = spot
     if SEGMENTS == 1:
-        a, b, end = spot
         fetch(place, X + (a * stride + b * stride * c)[:, None] + d, mask=(c < end)[:, None])
     else:
-        _copy(place, X, spot, stride, d)
+        _copy(place, X, b, stride, d)
 
 
 @gluon.jit
@@ -278,9 +327,9 @@ def _first_copies(
 def stream_kernel(
     Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, lowest: gl.constexpr, highest: gl.constexpr,
-    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr,
-    R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr,
-    SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, below: gl.constexpr,
+    above: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
+    FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
     bh = gl.program_id(0) % all_heads
@@ -302,6 +351,7 @@ def stream_kernel(
         R, D, SEGMENTS, LOAD,
     )  # fmt: skip
     first, hop, _ = _tile(row, mark)
+    begun, end = row[0], row[8]
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
     spot = _spot(following, c, SEGMENTS)
@@ -313,7 +363,10 @@ def stream_kernel(
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, R, D, LOAD)
     async_copy.commit_group()
-    scores = _hide(scores, noted, lo % 2 * 2, mark, first, hop, start, step, lowest, highest, allowed, R)
+    scores = _hide(
+        scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step,
+        lowest, highest, allowed, below, above, R,
+    )  # fmt: skip
     weights, fade, top, total = _weigh(scores, none, _parts(gl.zeros_like(scores)), True, scale2)
     left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
     at = 0
@@ -335,7 +388,8 @@ def stream_kernel(
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
         scores = _hide(
-            scores, noted, (t + 1) % 2 * 2, coming, next_first, next_hop, start, step, lowest, highest, allowed, R
+            scores, noted, (t + 1) % 2 * 2, coming, spot[0], spot[2], next_first, next_hop, start, step,
+            lowest, highest, allowed, below, above, R,
         )  # fmt: skip
         weights, fade, higher, summed = _weigh(scores, gl.where(begins, none, top), total, begins, scale2)
         acc = warpgroup_mma_wait(0, deps=[product_v])
@@ -344,7 +398,8 @@ def stream_kernel(
                 O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD
             )  # fmt: skip
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
-        acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
+        else:
+            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
         left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
         first, hop, mark = next_first, next_hop, coming
         next_first, next_hop, _ = _tile(row, after)

@@ -22,11 +22,12 @@ from ...pattern import Pattern
 from ...progression import Ints
 from ..plan import Pass
 from .band import band, lean, marks
+from .lines import NOWHERE, Free, lines
 from .verdict import Run, verdict
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words a block takes: those, then marks + 256 × count, first and step of its tile
-BEGINS = 8  # the mark of the first block of a tile; 1, 2, 4 say what is to be tested (see band.marks)
+BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see band.marks, lines)
 ITEM = 8  # int32 words an item takes; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
 SHORT = 16  # blocks that are never worth splitting
@@ -41,6 +42,7 @@ class Schedule:
     items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
     blocks: Tensor  # (x, 12)
     joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
+    free: tuple[Free, Free]  # places that no lower, no upper bound hides (see lines)
     segments: int  # the most that any block holds
     ragged: bool  # some block needs a mask
     slots: int
@@ -53,9 +55,12 @@ class Schedule:
 
 
 def schedule(
-    one: Pass, block: int, start: int, step: int, by_keys: bool, device: torch.device, longest: int = SHORT
+    one: Pass, block: int, start: int, step: int, by_keys: bool, device: torch.device, lined: bool = False
 ) -> Schedule:
-    """Cut the parts of each tile into blocks and order the items by length, longest first."""
+    """Cut the parts of each tile into blocks and order the items by length, longest first.
+
+    lined: blocks that a straight line cuts have marks of their own, for kernels that know them.
+    """
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
     whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
     mixed = _cut(rest[:, 0], rest[:, 1:], block)
@@ -66,10 +71,10 @@ def schedule(
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
     pattern = lean(one.pattern, one, start, step, by_keys)
-    blocks[:, 9] = _marks(one, pattern, segs, block, start, step, by_keys)
+    blocks[:, 9], free = _marks(one, pattern, segs, block, start, step, by_keys, lined)
     blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
-    items, joins = _items(one.tiles, owner, kind, max(longest, -(-len(blocks) // ENOUGH)))
+    items, joins = _items(one.tiles, owner, kind, max(SHORT, -(-len(blocks) // ENOUGH)))
 
     def move(array: Ints, width: int) -> Tensor:
         padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
@@ -81,6 +86,7 @@ def schedule(
         items=move(items, ITEM)[: len(items)],
         blocks=move(blocks, WIDTH),
         joins=move(joins, ITEM)[: len(joins)],
+        free=free,
         segments=most,
         ragged=bool((kind == RAGGED).any()),
         slots=int(joins[:, 4].sum()),
@@ -154,7 +160,7 @@ def shares(
     again[ends - 1] += more  # the last block of a run once more, with nobody in it
     blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
     empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
-    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~15 | 1
+    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | 1
     begins = np.append(0, ends[:-1])
     table = np.column_stack([begins, ends, begins, ends, blocks[begins]])
     return Shares(move(blocks), move(table), move(each), move(joins), int(parted.sum()))
@@ -189,18 +195,25 @@ def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bo
     return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
 
 
-def _marks(one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
-    """What is to be tested in each block; 0 in full ones."""
+def _marks(
+    one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step: int, by_keys: bool, lined: bool
+) -> tuple[Ints, tuple[Free, Free]]:
+    """What is to be tested in each block, 0 in full ones; and the places that are free of a bound."""
+    nowhere = NOWHERE, NOWHERE
     if not len(segs):
-        return np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=np.int64), nowhere
     tile = Run(*one.tiles[segs[:, 0]].T)
     part = Run(*segs[:, 4:].T)
     i, j = (part, tile) if by_keys else (tile, part)
-    found = marks(band(pattern), Run(start + step * i.first, step * i.step, i.count), j)
+    i, found = Run(start + step * i.first, step * i.step, i.count), band(pattern)
     first = np.flatnonzero(_changes(segs, 3))
-    out = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, found), first)
-    short = np.add.reduceat(segs[:, 6], first) < block  # empty places are hidden by either test
-    return np.where(short & (out == 0), 1, out)
+    cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
+    short = np.add.reduceat(segs[:, 6], first) < block
+    if not lined or found is None or found.only is not None:
+        return np.where(short & (cut == 0), 1, cut), nowhere  # empty places are hidden by either test
+    alone = np.diff(first, append=len(segs)) == 1
+    i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
+    return lines(found, cut, i, j, alone, short)
 
 
 def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:

@@ -27,6 +27,7 @@ def stream_route(
     given: tuple[Layout, ...],
     dtype: torch.dtype,
     device: torch.device,
+    lined: bool = False,
 ) -> Route | None:
     """The route of a streaming kernel where it can go it: no pass that goes on, Hopper, 16 bits, one width.
 
@@ -39,7 +40,7 @@ def stream_route(
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, by_keys, device)
+    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, by_keys, device, lined)
     simple = all(not (s.goes_on or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
     return way if simple else None
 
@@ -81,7 +82,8 @@ def forward_stream(
             hopper.stream_kernel, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
-            tables=(cut.chunks, cut.blocks), **_sizes(step, config, d, dtype),
+            tables=(cut.chunks, cut.blocks), below=step.work.free[0], above=step.work.free[1],
+            **_sizes(step, config, d, dtype),
         )  # fmt: skip
         launches.append(launch)
 
