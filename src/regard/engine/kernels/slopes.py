@@ -89,6 +89,6 @@ def slopes_(
         slopes_kernel[(rows,)](
             logits, y, bias, loss, plain, logits.stride(0), vocab, ignored, smoothing,
             HAS_BIAS=bias is not None, SMOOTH=smoothing > 0, SLOPES=wanted, WHOLE=block >= vocab,
-            B=block, num_warps=warps,
+            B=block, num_warps=warps, enable_fp_fusion=True,
         )  # fmt: skip
     return loss, plain
