@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pattern_strategies import patterns, standings
-from regard.engine import flash_cpu, progressions
+from regard.engine import batches, flash_cpu, progressions
 from regard.engine.batches import Batch, of_plans, program
 from regard.engine.plan import NoPlan, plan
 from regard.errors import BackendError
@@ -169,6 +169,23 @@ def test_a_length_hides_the_keys_from_it_on_and_no_other(pattern, n, length, til
     left = way.before(length)
     assert torch.equal(covered(left), expected[:, : left.m])
     assert left.m == min(length, n)
+
+
+def test_a_long_pattern_of_many_shapes_is_laid_with_a_comb_apart_alone(monkeypatch):
+    """Tiles that each see another number of teeth make as many batches; the comb beside the rest makes a few."""
+    pattern, n = window(16) | every(8), 80_000
+    batches.ways.cache_clear()
+    short, long = (batches.ways(pattern, size, size, 0, 1, 64, 64) for size in (4_000, n))
+    assert [len(found) for found in (short, long)] == [2, 1]
+    assert long[0][0].pattern == pattern - every(8) and len(long[0][1].batches) < 10
+    quick = batches.program(pattern, n, n, 0, 1)
+    monkeypatch.setattr(batches, "MANY", 10**9)
+    batches.ways.cache_clear()
+    batches.program.cache_clear()
+    other = batches.program(pattern, n, n, 0, 1)  # what was left out was not the quickest
+    assert (other.computed, other.nanoseconds()) == (quick.computed, quick.nanoseconds())
+    batches.ways.cache_clear()
+    batches.program.cache_clear()
 
 
 def test_tiles_that_look_alike_run_together():

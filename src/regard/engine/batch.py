@@ -279,8 +279,7 @@ class Program:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The batches in the order in which they run: the fused op's, those of several lanes, the others."""
-        runs = [batch.as_one() if batch.one_stretch else batch for batch in self.batches]
-        runs.sort(key=lambda batch: (not batch.fused, batch.by_lane))
+        runs = sorted(self._as_run, key=lambda batch: (not batch.fused, batch.by_lane))
         times = np.zeros(self.n, dtype=np.int64)
         for batch in runs:
             times[batch.row_numbers] += 1
@@ -290,6 +289,10 @@ class Program:
             steps.append(Step(batch, not seen[at].any(), bool((times[at] == 1).all())))
             seen[at] = True
         return tuple(steps)
+
+    @cached_property
+    def _as_run(self) -> list[Batch]:
+        return [batch.as_one() if batch.one_stretch else batch for batch in self.batches]
 
     @cached_property
     def fused(self) -> tuple[Step, ...]:
@@ -311,15 +314,15 @@ class Program:
 
     def calls(self, width: int = 0) -> Iterator[Batch]:
         """The batches as they are run; with a width, each call holds `width` numbers for every key."""
-        for batch in self.batches:
-            yield from (batch.as_one() if batch.one_stretch else batch).pieces(width)
+        for batch in self._as_run:
+            yield from batch.pieces(width)
 
     def nanoseconds(self, heads: int = 8, grad: bool = True) -> float:
         """About what it takes on two cores, for heads of 64 in float32, where a pair of full SDPA takes 1.8, with
         gradients 6.4, and a pair of masked SDPA 2.2 and 7.1. Fitted to bench/cpu_patterns.py --group small."""
         start = 1.5e6 if grad else 0.5e6
-        ways = (_by_op if step.batch.fused else _by_products for step in self.steps)
-        return start + sum((way(step.batch, heads, grad) for way, step in zip(ways, self.steps)), 0.0)
+        each = ((_by_op if batch.fused else _by_products)(batch, heads, grad) for batch in self._as_run)
+        return start + sum(each, 0.0)
 
 
 def _by_products(batch: Batch, heads: int, grad: bool) -> float:

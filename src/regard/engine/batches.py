@@ -19,6 +19,10 @@ from .batch import NARROW, WIDE, Batch, Program, lanes, working
 from .plan import Pass, Plan, plan
 from .relations import NoPlan, Relations, relations
 
+MANY = (
+    1024  # batches: with so many, the pattern as it is takes longer to lay out than a comb apart could lose
+)
+
 __all__ = ["Batch", "Program", "alike", "lanes", "of_plans", "program", "ways", "working"]
 
 
@@ -44,7 +48,7 @@ def ways(
 ) -> tuple[tuple[Plan, Program], ...]:
     """Tiles of the pattern as it is, or of what a comb leaves beside that comb; each with the plan of those tiles."""
     whole = plan(pattern, n, m, start, step, tile)
-    found = [(whole, of_plans(whole))]
+    found = []
     for comb in _combs(whole):
         try:
             teeth = plan(pattern & comb, n, m, start, step, wide)
@@ -52,7 +56,14 @@ def ways(
         except NoPlan:
             continue
         found.append((rest, of_plans(teeth, rest)))
+    if not found or _shapes(whole) <= MANY:
+        found.insert(0, (whole, of_plans(whole)))
     return tuple(found)
+
+
+def _shapes(whole: Plan) -> int:
+    """How many batches there are at least."""
+    return sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in whole.passes)
 
 
 def of_plans(*plans: Plan) -> Program:
@@ -90,7 +101,8 @@ def _combs(whole: Plan) -> list[every]:
     for one in whole.passes:
         hop = np.repeat(one.tiles[:, 1], np.diff(one.offsets))
         teeth = one.parts[(one.parts[:, 3] == 1) & (one.parts[:, 1] > 1) & (hop == 1)]
-        found |= {(int(k), int(first) % int(k)) for first, k, _, _ in np.unique(teeth, axis=0)}
+        first, k = teeth[:, 0], teeth[:, 1]
+        found |= set(map(tuple, np.unique(np.column_stack([k, first % k]), axis=0).tolist()))
     return [every(k, offset) for k, offset in sorted(found)] if len(found) <= 2 else []
 
 
