@@ -1,7 +1,7 @@
 """Blocks that a straight line cuts: what is hidden there follows from row and place of a pair, not from its key.
 
 A bound cuts a run of neighbouring keys where place − limit(row) changes sign. That difference, cut off at 0 and 1, is
-one addition; a GPU does twice as many of those as it compares and chooses.
+one addition; Hopper has twice as many units for those as for comparing and choosing (NVIDIA's tables).
 """
 
 import numpy as np
