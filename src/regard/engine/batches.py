@@ -19,9 +19,7 @@ from .batch import NARROW, WIDE, Batch, Program, lanes, working
 from .plan import Pass, Plan, plan
 from .relations import NoPlan, Relations, relations
 
-MANY = (
-    1024  # batches: with so many, the pattern as it is takes longer to lay out than a comb apart could lose
-)
+MANY = 1024  # batches: so many are not laid out where a comb can stand apart, quicker wherever tried
 
 __all__ = ["Batch", "Program", "alike", "lanes", "of_plans", "program", "ways", "working"]
 
