@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from regard.pattern import blocks, causal, every, window
+from regard.pattern import causal, dilated, every, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -20,7 +20,7 @@ SPARSE = causal() & (window(128) | every(64))
 CASES = [
     ("stream_kernel", SPARSE, 64),
     ("stream_kernel", window(128) | every(64), 128),  # blocks of two progressions
-    ("stream_kernel", blocks(96), 64),  # not two bounds: every pair is tested
+    ("stream_kernel", window(40) - dilated(3, 5), 64),  # not two bounds: every pair is tested
     ("dq_stream", SPARSE, 64),
     ("dkv_stream", SPARSE, 64),
 ]
@@ -50,7 +50,7 @@ def launch_of(which, pattern, d, n=1024):
         "stream_kernel": configs.stream, "dq_stream": configs.stream_dq, "dkv_stream": configs.stream_dkv
     }[which]  # fmt: skip
     by_keys, forward = which == "dkv_stream", which == "stream_kernel"
-    way = route(pattern, n, n, 0, 1, config, by_keys, cpu, forward)
+    way = route(pattern, n, n, 0, 1, config, by_keys, cpu)
     if forward:
         streams.forward_stream(task, way, lie, lie, lie, kind, cpu)
     elif by_keys:
@@ -89,13 +89,16 @@ def compiled(launch):
 
 def main():
     """One line a case, as JSON."""
+    from regard.engine.kernels.streams import side_by_side
+
     for case in CASES:
         launch, config = launch_of(*case)
         made = compiled(launch)
-        each = 65536 // (32 * config.warps * (config.registers or 255))  # as streams.at_a_time counts
         found = {
             "kernel": launch.kernel.__name__,
-            "shared": made.metadata.shared * each,
+            "every_pair": launch.sizes["allowed"] is not None,
+            "segments": launch.sizes["SEGMENTS"],
+            "shared": made.metadata.shared * side_by_side(config),
             "bytes": len(made.asm["cubin"]),
         }
         print(json.dumps({**found, "products": made.asm["ptx"].count("wgmma.mma_async")}))
@@ -112,6 +115,7 @@ def told(tmp_path_factory):
 @pytest.mark.parametrize("at", range(len(CASES)), ids=[f"{which}-{p!r}-{d}" for which, p, d in CASES])
 def test_it_compiles_and_as_many_programs_fit_as_are_counted_on(told, at):
     assert told[at]["kernel"] == CASES[at][0]
+    assert told[at]["every_pair"] == (at == 2) and told[at]["segments"] == 1 + (at == 1)
     assert told[at]["bytes"] > 1000 and told[at]["products"] > 0
     assert 0 < told[at]["shared"] <= SHARED
 

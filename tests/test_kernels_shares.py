@@ -26,7 +26,7 @@ def steps(pattern, n, by_keys):
     from regard.engine.kernels.configs import Config
     from regard.engine.kernels.route import route
 
-    return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU, not by_keys).steps
+    return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
 def dealt(work, programs, group=1, rest=(0, 1)):
@@ -110,7 +110,7 @@ def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
     from regard.engine.kernels.route import route
     from regard.engine.kernels.together import end_to_end
 
-    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1), by_keys, CPU, not by_keys)
+    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU)
     lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
     return end_to_end(way, step, (lie, lie))
 
@@ -219,7 +219,7 @@ def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
     from regard.engine.kernels.configs import Config
     from regard.engine.kernels.route import route
 
-    (step,) = route(pattern, 352, 352, 0, 1, Config(16, 16, 1, 1), False, CPU, True).steps
+    (step,) = route(pattern, 352, 352, 0, 1, Config(16, 16, 1, 1, lines=True), False, CPU).steps
     marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
     assert step.work.free == free
     assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines

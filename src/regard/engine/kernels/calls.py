@@ -23,7 +23,7 @@ def forward_call(
     task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device, lengths: bool
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, limits, added, spare) → (o, lse)."""
-    way = None if lengths else stream_route(task, task.configs.stream, False, (q, k, v), dtype, device, True)
+    way = None if lengths else stream_route(task, task.configs.stream, False, (q, k, v), dtype, device)
     if way is not None:
         return forward_stream(task, way, q, k, v, dtype, device)
     config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.forward, q.shape, k.shape[1:3], v.shape[-1]

@@ -10,13 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Config:
-    """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers."""
+    """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers.
+
+    lines: it knows the marks of blocks that a straight line cuts.
+    """
 
     tile: int
     block: int
     warps: int
     stages: int
     registers: int | None = None
+    lines: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,11 @@ HALF = {  # by the larger of the two padded widths
     32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
     64: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168),
-        Config(64, 64, 4, 1, 128), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1),
     ),
     128: Configs(
         Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
-        Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1), Config(64, 64, 4, 1),
+        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1),
     ),
     256: Configs(Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
 }  # fmt: skip

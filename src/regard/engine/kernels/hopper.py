@@ -164,19 +164,15 @@ def _sign(x, c):
 
 
 @gluon.jit
-def _past(beyond, rises: gl.constexpr, falls: gl.constexpr, like):
-    """1 at places whose number, less that of their row, is past `beyond`, else 0. `falls`: of row less place.
+def _past(like, row: gl.constexpr, place: gl.constexpr, beyond):
+    """1 where row · the number of the row + place · that of the place is past `beyond`, else 0.
 
-    `rises`: the row counts. What a thread's rows and places have in common is worked out once.
+    What the rows and places of a thread have in common is worked out once.
     """
     MMA: gl.constexpr = like.type.layout
     r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
     c = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, MMA))[None, :]
-    if not rises:
-        r = r * 0
-    own, known = (c & 6) - (r & ~8), (c & ~6) - (r & 8)
-    if falls:
-        own, known = -own, -known
+    own, known = place * (c & 6) + row * (r & ~8), place * (c & ~6) + row * (r & 8)
     return _sign((own - beyond).to(gl.float32), known.to(gl.float32))
 
 
@@ -196,11 +192,11 @@ def _hide_past_line(
     """If a line cuts the block of keys from a on, hide what lies beyond it; i is where the first query stands."""
     if (marks & LINES) != 0:
         if (marks & LOWER) != 0:
-            scores += HIDDEN * _unless_free(_past(a - lowest(i), True, True, scores), marks, below)
+            scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - lowest(i)), marks, below)
         elif (marks & UPPER) != 0:
-            scores += HIDDEN * _unless_free(_past(highest(i) - a, True, False, scores), marks, above)
+            scores += HIDDEN * _unless_free(_past(scores, -1, 1, highest(i) - a), marks, above)
         else:
-            scores += HIDDEN * _past(end - 1, False, False, scores)
+            scores += HIDDEN * _past(scores, 0, 1, end - 1)
     return scores
 
 

@@ -47,9 +47,8 @@ def route(
     config: Config,
     by_keys: bool,
     device: torch.device,
-    lined: bool = False,
 ) -> Route:
-    """The passes of the plan (of the transposed plan: by_keys) on a device; lined: see schedule."""
+    """The passes of the plan (of the transposed plan: by_keys) on a device."""
     written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[Step] = []
     covers = False
@@ -58,7 +57,7 @@ def route(
         goes_on = bool(written[mine].any())
         covers = covers or (not goes_on and not steps and len(mine) == len(written))
         written[mine] = True
-        work = schedule(stretch.one, config.block, start, step, by_keys, device, lined)
+        work = schedule(stretch.one, config.block, start, step, by_keys, device, config.lines)
         keep = None if stretch.keep is None else compiled(stretch.keep)
         steps.append(Step(work, compiled(work.pattern), keep, goes_on, stretch.keep))
     return Route(tuple(steps), covers or (bool(written.all()) and not any(s.goes_on for s in steps)))

@@ -59,7 +59,7 @@ def schedule(
 ) -> Schedule:
     """Cut the parts of each tile into blocks and order the items by length, longest first.
 
-    lined: blocks that a straight line cuts have marks of their own, for kernels that know them.
+    lined: by queries, blocks that a straight line cuts have marks of their own, for kernels that know them.
     """
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
     whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
@@ -209,7 +209,7 @@ def _marks(
     first = np.flatnonzero(_changes(segs, 3))
     cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
     short = np.add.reduceat(segs[:, 6], first) < block
-    if not lined or found is None or found.only is not None:
+    if by_keys or not lined or found is None or found.only is not None:
         return np.where(short & (cut == 0), 1, cut), nowhere  # empty places are hidden by either test
     alone = np.diff(first, append=len(segs)) == 1
     i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))

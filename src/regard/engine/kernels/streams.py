@@ -27,7 +27,6 @@ def stream_route(
     given: tuple[Layout, ...],
     dtype: torch.dtype,
     device: torch.device,
-    lined: bool = False,
 ) -> Route | None:
     """The route of a streaming kernel where it can go it: no pass that goes on, Hopper, 16 bits, one width.
 
@@ -40,15 +39,19 @@ def stream_route(
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
-    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, by_keys, device, lined)
+    way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, by_keys, device)
     simple = all(not (s.goes_on or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
     return way if simple else None
 
 
+def side_by_side(config: Config) -> int:
+    """Programs that share a multiprocessor, by their registers."""
+    return 65536 // (32 * config.warps * (config.registers or 255))
+
+
 def at_a_time(config: Config, device: torch.device) -> int:
-    """Programs that run at a time, by their registers."""
-    each = 65536 // (32 * config.warps * (config.registers or 255))
-    return each * torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs that run at a time."""
+    return side_by_side(config) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _sizes(step: Any, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
