@@ -73,6 +73,7 @@ class Case:
     reach: int | None = None  # of a table of distances, which learns
     slopes: bool = False  # a bias falls with distance, by slopes that learn
     dropout_p: float = 0.0
+    steep: float = 0.0  # the last keys are as many times longer than the first: the largest score moves
     stored: bool = (
         False  # with the stored configurations on a CPU too: such short calls go backward by one launch
     )
@@ -234,6 +235,12 @@ def _on_gpu() -> Iterator[Case]:
     for name, d in product(("causal window | every", "window | every"), (64, 128)):
         case = replace(_large(name, d, "bfloat16"), **together)
         yield replace(case, name=f"{name}, heads together, d = {d}")
+    for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
+        case = _large("causal window | every", d, dtype)
+        yield replace(case, name=f"{case.name}, steep", steep=8.0)
+    yield replace(
+        _large("window | every", 64, "float16"), name="scale below 0, float16", scale=-0.5, steep=4.0
+    )
     yield replace(_large("full", 64, "bfloat16"), name=f"table, n = {LONG}", reach=300)
     yield replace(_large("window | every", 128, "bfloat16"), name=f"dropout, n = {LONG}", dropout_p=0.2)
     shape = {"n": 515, "m": 515, "d_k": 256, "d_v": 192, "dtype": "bfloat16"}
@@ -267,6 +274,7 @@ def tensors(case: Case, device: str) -> list[Tensor]:
     q, k, v, do = (torch.randn(s, generator=g, dtype=torch.float64).to(device, dtype) for s in shapes)
     dlse = torch.randn(shapes[0][:3], generator=g, dtype=torch.float64).to(device, dtype).float()
     past = hidden(case, device)
+    k = k * (1 + c.steep * torch.arange(c.m, device=device) / c.m).to(dtype)[:, None]
     return [q, k.masked_fill(past, nan), v.masked_fill(past, inf), do, dlse]
 
 

@@ -106,6 +106,19 @@ def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
 
 
 @THEIRS
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_query_that_is_not_a_number_reaches_no_other_row(d):
+    """Nor the next tile that the same program runs through."""
+    with torch.no_grad():
+        q, k, v = heads(2100, d)
+        whole, at = rg.attention(q, k, v, SPARSE, backend="progressions"), [5, 700, 701, 2099]
+        q[:, :, at] = float("nan")
+        o = rg.attention(q, k, v, SPARSE, backend="progressions")
+    others = [x for x in range(2100) if x not in at]
+    assert o[:, :, at].isnan().all() and torch.equal(o[:, :, others], whole[:, :, others])
+
+
+@THEIRS
 def test_compiled_with_bias_and_dropout_it_is_one_graph_and_draws_anew():
     q, k, v = heads(700)
     table = (torch.randn(4, 201) / 4).cuda().requires_grad_()

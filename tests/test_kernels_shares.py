@@ -29,10 +29,10 @@ def steps(pattern, n, by_keys):
     return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
-def dealt(work, programs, group=1, rest=(0, 1)):
-    from regard.engine.kernels.schedule import shares
+def dealt(work, programs, group=1, rest=(0, 1), late=0.0):
+    from regard.engine.kernels.shares import shares
 
-    return shares(work, 2, programs, group, rest)
+    return shares(work, 2, programs, group, rest, late)
 
 
 def members(row):
@@ -170,8 +170,42 @@ def test_runs_follow_one_another_begin_a_tile_and_differ_by_little(pattern):
             assert torch.equal(cut.chunks[:, 4:], cut.blocks[begin])
             assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == len(cut.blocks)
             assert ((end - begin) % 2 == 0).all() and (cut.blocks[begin, 9] & 8 != 0).all()
-            if step.work.slots:
-                assert np.ptp(end - begin) <= 2
+            if step.work.slots:  # none has more than its share, made even
+                assert (end - begin).max() <= 2 * -(-len(step.work.blocks) // 10)
+
+
+def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_the_same_time():
+    (split,) = (s for s in steps(causal() & (window(40) | every(16)), 2048, True) if s.work.slots)
+    cut = dealt(split.work, 16)
+    begin, end = cut.chunks.numpy()[:, :2].T
+    rows = cut.blocks.numpy()[:, 0]
+    read = [[rows[b + t] for b, e in zip(begin, end) if b + t < e] for t in range((end - begin).max())]
+    assert len(begin) == 8 and (end - begin == 40).all()
+    # of 320 blocks that four tiles read, those that several read at one time count once; in equal runs of all in order, 287
+    assert sum(len(set(now)) for now in read) <= 200
+
+
+@pytest.mark.parametrize("late", [0.1, 0.5, 1.0])
+def test_the_last_tiles_are_left_for_programs_of_one_tile_each(late):
+    (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
+    cut, whole = dealt(step.work, 10, late=late), dealt(step.work, 10)
+    begin, end = cut.chunks.numpy()[:, :2].T
+    blocks = cut.blocks.numpy()
+    tiles = np.add.reduceat(blocks[:, 9] & 8 > 0, begin)
+    runs, last = end - begin, np.flatnonzero(tiles > 1).max(initial=4) + 1
+    assert last == 5 and (tiles[5:] == 1).all() and (np.diff(runs[5:]) <= 0).all()
+    left = (runs[5:] + 1).sum() / (runs + tiles).sum()
+    assert abs(left - min(late, 1 - (runs[:5] + tiles[:5]).sum() / (runs + tiles).sum())) < 0.05
+    assert sorted(map(bytes, blocks)) == sorted(map(bytes, whole.blocks.numpy()))
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS + OTHERS, ids=repr)
+def test_a_schedule_knows_every_mark_that_its_blocks_have(pattern, by_keys):
+    for step in steps(pattern, 515, by_keys):
+        found = step.work.blocks.numpy()[:, 9] & 119
+        lacking = int(np.bitwise_or.reduce(found)) & ~step.work.marks
+        assert not lacking and bool(step.work.marks & 8) == bool((found & 3 == 3).any())
 
 
 @pytest.mark.parametrize("group", [1, 3])

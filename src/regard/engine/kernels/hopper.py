@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 from ...pattern import Pattern
 from .band import band
 from .mask import expression, function
+from .ptx import fading, weighing
 
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -30,6 +31,22 @@ HIDDEN = gl.constexpr(-1e38)  # added to a score: no weight is left of it
 PER_ROW = (
     8  # threads that copy one row, 16 bytes each at a time: fewer, and a thread works out fewer addresses
 )
+
+
+@gluon.jit
+def _awaited(x):
+    """x, when all that was launched before is done: such a program may begin before that."""
+    return gl.inline_asm_elementwise(
+        "{ griddepcontrol.wait; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _let_next(x):
+    """x; and programs of the next kernel may begin where there is room."""
+    return gl.inline_asm_elementwise(
+        "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -122,27 +139,32 @@ def _keys(row, c, past, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _note(noted, place, j, marks, low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr):
-    """What the keys j of a block are tested by: one number a key for each test; j = −1 at empty places."""
-    if allowed is not None:
-        noted.index(place).store(j)
-    else:
-        if marks & 1:
-            noted.index(place).store(gl.where(j >= 0, high_of(j), -FAR))
-        if marks & 2:
-            noted.index(place + 1).store(gl.where(j >= 0, low_of(j), FAR))
+def _note(
+    noted, place, row, marks, flat, low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr,
+    MARKS: gl.constexpr, SEGMENTS: gl.constexpr,
+):  # fmt: skip
+    """What the keys of a block are tested by: one number a key for each test; MARKS: all that any block has."""
+    if (MARKS & 7) != 0 and (marks & 7) != 0:
+        j = _keys(row, flat, -1, SEGMENTS)
+        if allowed is not None:
+            noted.index(place).store(j)
+        else:
+            if marks & 1:
+                noted.index(place).store(gl.where(j >= 0, high_of(j), -FAR))
+            if marks & 2:
+                noted.index(place + 1).store(gl.where(j >= 0, low_of(j), FAR))
 
 
 @gluon.jit
 def _hide(
     scores, noted, place, marks, a, end, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr,
-    allowed: gl.constexpr, below: gl.constexpr, above: gl.constexpr, R: gl.constexpr,
+    allowed: gl.constexpr, below: gl.constexpr, above: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched."""
     MMA: gl.constexpr = scores.type.layout
     if allowed is None:
         scores = _hide_past_line(scores, marks, a, end, start + step * first, lowest, highest, below, above)
-    if (marks & 7) != 0:
+    if (MARKS & 7) != 0 and (marks & 7) != 0:
         i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
         if allowed is not None:
             j = noted.index(place).load(gl.SliceLayout(0, MMA))
@@ -200,23 +222,61 @@ def _hide_past_line(
     return scores
 
 
-@gluon.jit
-def _parts(weights):
-    """Sums over what each thread holds of a row: four numbers a row, to be added up once a tile."""
-    R: gl.constexpr = weights.shape[0]
-    B: gl.constexpr = weights.shape[1]
-    return gl.sum(gl.sum(weights.reshape([R, B // 8, 4, 2]), 3), 1)
+FADE_64, OF_64 = (gl.constexpr(x) for x in fading(32))
+FADE_128, OF_128 = (gl.constexpr(x) for x in fading(64))
+WEIGH_BF16, FROM_BF16 = (gl.constexpr(x) for x in weighing("bf16"))
+WEIGH_F16, FROM_F16 = (gl.constexpr(x) for x in weighing("f16"))
 
 
 @gluon.jit
-def _weigh(scores, top, total, begins, scale2):
-    """The weights of a block, how far earlier ones fade, and the running largest score (base 2) and sums."""
-    higher = gl.maximum(top, gl.max(scores, 1) * scale2)
-    base = gl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: −∞ − (−∞) would be NaN
-    weights = gl.exp2(scores * scale2 - base[:, None])
-    fade = gl.exp2(top - base)
-    over = gl.convert_layout(fade, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None]
-    return weights, fade, higher, gl.where(begins, 0.0, total * over) + _parts(weights)
+def _one(x):
+    """The first of the sixteen numbers that a thread holds of a row: (rows, 64) → (rows, 4)."""
+    R: gl.constexpr = x.shape[0]
+    x, _ = gl.split(x.reshape([R, 8, 4, 2]))
+    x, _ = gl.split(x.permute((0, 2, 1)).reshape([R, 4, 4, 2]))
+    x, _ = gl.split(x.reshape([R, 4, 2, 2]))
+    x, _ = gl.split(x)
+    return x
+
+
+@gluon.jit
+def _each(x, like):
+    """What a thread holds for a row, for each number it holds of it: (rows, 4) → the shape of `like`."""
+    R: gl.constexpr = like.shape[0]
+    B: gl.constexpr = like.shape[1]
+    y = like.reshape([R, B // 8, 4, 2])
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout)), assert_trivial=True)
+    x, _ = gl.broadcast(x[:, None, :, None], y)
+    return gl.convert_layout(x.reshape([R, B]), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _faded(acc, fade):
+    """acc · fade, by row; nothing is done in a warp whose rows keep what they have."""
+    D: gl.constexpr = acc.shape[1]
+    by = _each(fade, acc)
+    if D == 64:
+        return gl.inline_asm_elementwise(FADE_64, OF_64, [acc, by], gl.float32, True, 32)
+    else:
+        return gl.inline_asm_elementwise(FADE_128, OF_128, [acc, by], gl.float32, True, 64)
+
+
+@gluon.jit
+def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
+    """The weights of a block, how far earlier ones fade, and the running base (of exponents of 2) and sums."""
+    gl.static_assert(scores.shape[0] == 64 and scores.shape[1] == 64)  # 32 scores a thread
+    flag = gl.full(scores.shape, 0, gl.int32, layout=scores.type.layout) + begins.to(gl.int32)
+    scale = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + scale2
+    given = [scores, _each(top, scores), _each(total, scores), flag, scale]
+    if gl.bfloat16 == KIND:
+        weights, top, fade, total = gl.inline_asm_elementwise(
+            WEIGH_BF16, FROM_BF16, given, (gl.bfloat16, gl.float32, gl.float32, gl.float32), True, 32
+        )
+    else:
+        weights, top, fade, total = gl.inline_asm_elementwise(
+            WEIGH_F16, FROM_F16, given, (gl.float16, gl.float32, gl.float32, gl.float32), True, 32
+        )
+    return weights, _one(fade), _one(top), _one(total)
 
 
 @gluon.jit
@@ -249,8 +309,9 @@ def _close(
 ):  # fmt: skip
     """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
     count = (marks >> 8) & 255
-    ROWS: gl.constexpr = top.type.layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
+    top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
     x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
     gl.store(LSE + x, (top + _log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
     scale = gl.convert_layout(
@@ -300,22 +361,20 @@ def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOA
 @gluon.jit
 def _first_copies(
     qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
-    high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
-    LOAD: gl.constexpr,
+    high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
+    SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
     row, marks = _row(CHUNKS + 4, 0, SEGMENTS)
     following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
     _fetch_queries(qs, Q, row, marks, q_n, R, D, LOAD)
     spot = _spot(row, c, SEGMENTS)
-    if (marks & 7) != 0:
-        _note(noted, lo % 2 * 2, _keys(row, flat, -1, SEGMENTS), marks, low_of, high_of, allowed)
+    _note(noted, lo % 2 * 2, row, marks, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
     _copy_block(ks, K, spot, k_m, c, d, SEGMENTS)
     async_copy.commit_group()
     _copy_block(vs.index(0), V, spot, v_m, c, d, SEGMENTS)
     async_copy.commit_group()
-    if (coming & 7) != 0:
-        _note(noted, (lo + 1) % 2 * 2, _keys(following, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
+    _note(noted, (lo + 1) % 2 * 2, following, coming, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
     return row, marks, following, coming
 
 
@@ -324,8 +383,8 @@ def stream_kernel(
     Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, lowest: gl.constexpr, highest: gl.constexpr,
     low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, below: gl.constexpr,
-    above: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
-    FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+    above: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
+    LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
     bh = gl.program_id(0) % all_heads
@@ -341,10 +400,9 @@ def stream_kernel(
     vs = gl.allocate_shared_memory(KIND, [2, R, D], SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
-    none = gl.full([R], -float("inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     row, mark, following, coming = _first_copies(
         qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
-        R, D, SEGMENTS, LOAD,
+        MARKS, R, D, SEGMENTS, LOAD,
     )  # fmt: skip
     first, hop, _ = _tile(row, mark)
     begun, end = row[0], row[8]
@@ -361,10 +419,10 @@ def stream_kernel(
     async_copy.commit_group()
     scores = _hide(
         scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step,
-        lowest, highest, allowed, below, above, R,
+        lowest, highest, allowed, below, above, MARKS, R,
     )  # fmt: skip
-    weights, fade, top, total = _weigh(scores, none, _parts(gl.zeros_like(scores)), True, scale2)
-    left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
+    weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), lo == lo, scale2, KIND)
+    left = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
     at = 0
     for t in range(lo, last):
         async_copy.wait_group(0)
@@ -372,8 +430,7 @@ def stream_kernel(
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(left, vs.index(at), acc, is_async=True)
         ahead = _spot(row, c, SEGMENTS)
-        if (after & 7) != 0:
-            _note(noted, t % 2 * 2, _keys(row, flat, -1, SEGMENTS), after, low_of, high_of, allowed)
+        _note(noted, t % 2 * 2, row, after, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
         later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
@@ -385,18 +442,18 @@ def stream_kernel(
         begins = (coming & BEGINS) != 0
         scores = _hide(
             scores, noted, (t + 1) % 2 * 2, coming, spot[0], spot[2], next_first, next_hop, start, step,
-            lowest, highest, allowed, below, above, R,
+            lowest, highest, allowed, below, above, MARKS, R,
         )  # fmt: skip
-        weights, fade, higher, summed = _weigh(scores, gl.where(begins, none, top), total, begins, scale2)
         acc = warpgroup_mma_wait(0, deps=[product_v])
+        weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
             _close(
                 O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD
             )  # fmt: skip
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         else:
-            acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
-        left = gl.convert_layout(weights.to(KIND), gl.DotOperandLayout(0, OUT, 2))
+            acc = _faded(acc, fade)
+        left = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
         first, hop, mark = next_first, next_hop, coming
         next_first, next_hop, _ = _tile(row, after)
         top, total, coming, after, row, spot = higher, summed, after, later, later_row, ahead

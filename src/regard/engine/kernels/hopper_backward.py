@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import BEGINS, FAR, _copy, _keys, _mine, _row, barrier, fetch
+from .hopper import BEGINS, FAR, _awaited, _copy, _keys, _let_next, _mine, _row, barrier, fetch
 
 
 @gluon.jit
@@ -108,8 +108,8 @@ def _note_bound(noted, f, marks, low_of: gl.constexpr, high_of: gl.constexpr, al
 @gluon.jit
 def _hide_noted(
     scores, noted, BLOCKS, t, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr,
-    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr, SEGMENTS: gl.constexpr,
-    FLAT: gl.constexpr,
+    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
+    SEGMENTS: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """As `_hide`; what only a key decides was noted when the block was fetched, but for blocks with two tests."""
     MMA: gl.constexpr = scores.type.layout
@@ -125,7 +125,7 @@ def _hide_noted(
             if (marks & 3) == 2:
                 low = noted.load(gl.SliceLayout(0, MMA))
                 scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
-            if (marks & 3) == 3:
+            if (MARKS & 8) != 0 and (marks & 3) == 3:
                 row, _ = _row(BLOCKS, t, SEGMENTS)
                 f = _keys(row, gl.arange(0, scores.shape[1], layout=FLAT), -1, SEGMENTS)
                 scores = _hide(
@@ -140,8 +140,8 @@ def _visit_keys(
     ks_next, vs_next, noted_next,
     Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, q_n, do_n, o_n, k_m, v_m, dq_n, start, step, scale, scale2,
     lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr, high_of: gl.constexpr,
-    allowed: gl.constexpr, keep: gl.constexpr, HAS_DLSE: gl.constexpr, R: gl.constexpr, SEGMENTS: gl.constexpr,
-    LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    allowed: gl.constexpr, keep: gl.constexpr, HAS_DLSE: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
+    SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
     """Block t, whose keys and values lie in ks and vs, joins dq; the next is copied to the other places."""
     D: gl.constexpr = dq.shape[1]
@@ -169,7 +169,7 @@ def _visit_keys(
     scores = warpgroup_mma_wait(1, deps=[product_k])
     scores = _hide_noted(
         scores, noted, BLOCKS, t, mark, first, hop, start, step, lowest, highest, low_of, high_of, allowed,
-        R, SEGMENTS, FLAT,
+        MARKS, R, SEGMENTS, FLAT,
     )  # fmt: skip
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
@@ -196,8 +196,8 @@ def dq_stream(
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     heads, all_heads, group, n, start, step, scale, scale2, lowest: gl.constexpr, highest: gl.constexpr,
     low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr,
-    HAS_DLSE: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
-    FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+    HAS_DLSE: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
+    LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
     bh = gl.program_id(0) % all_heads
@@ -209,7 +209,7 @@ def dq_stream(
     LSE, DLSE, LSE2, DELTA = LSE + begin, DLSE + begin, LSE2 + begin, DELTA + begin
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    c = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD))
+    c = _let_next(_awaited(gl.arange(0, R, layout=gl.SliceLayout(1, LOAD))))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     KIND: gl.constexpr = Q.dtype.element_ty
     qs, dos = gl.allocate_shared_memory(KIND, [R, D], SHARED), gl.allocate_shared_memory(KIND, [R, D], SHARED)
@@ -241,13 +241,15 @@ def dq_stream(
             dq, lse2, delta, first, hop, mark, ahead, coming, t, last, qs, dos, os, lses,
             kr.index(at), vr.index(at), b0, kr.index(1 - at), vr.index(1 - at), b1,
             Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, q_n, do_n, o_n, k_m, v_m, dq_n, start, step, scale,
-            scale2, lowest, highest, low_of, high_of, allowed, keep, HAS_DLSE, R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
+            scale2, lowest, highest, low_of, high_of, allowed, keep, HAS_DLSE, MARKS, R, SEGMENTS, LOAD, FLAT, SCORES,
+            OUT,
         )  # fmt: skip
         dq, lse2, delta, first, hop, mark, ahead, coming = _visit_keys(
             dq, lse2, delta, first, hop, mark, ahead, coming, t + 1, last, qs, dos, os, lses,
             kr.index(1 - at), vr.index(1 - at), b1, kr.index(at), vr.index(at), b0,
             Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, q_n, do_n, o_n, k_m, v_m, dq_n, start, step, scale,
-            scale2, lowest, highest, low_of, high_of, allowed, keep, HAS_DLSE, R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
+            scale2, lowest, highest, low_of, high_of, allowed, keep, HAS_DLSE, MARKS, R, SEGMENTS, LOAD, FLAT, SCORES,
+            OUT,
         )  # fmt: skip
 
 
@@ -257,7 +259,7 @@ def dq_stream(
 @gluon.jit
 def _hide_rows(
     scores, noted, marks, first, hop, lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr,
-    high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr,
+    high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """−∞ for pairs that are not allowed; scores are held as (keys, rows). Empty places hold zeros and add nothing."""
     MMA: gl.constexpr = scores.type.layout
@@ -267,9 +269,9 @@ def _hide_rows(
         if allowed is not None:
             scores = gl.where(allowed(i[None, :], j[:, None]), scores, -float("inf"))
         else:
-            if marks & 1:
+            if (MARKS & 1) != 0 and (marks & 1) != 0:
                 scores = gl.where(high_of(j)[:, None] >= lowest(i)[None, :], scores, -float("inf"))
-            if marks & 2:
+            if (MARKS & 2) != 0 and (marks & 2) != 0:
                 scores = gl.where(low_of(j)[:, None] <= highest(i)[None, :], scores, -float("inf"))
     return scores
 
@@ -333,8 +335,9 @@ def _visit_rows(
     qs_next, dos_next, lses_next, deltas_next, noted_next, Q, DO, LSE2, DELTA, K, V, DK, DV, PART, SLOTS, BLOCKS,
     q_h, q_n, do_h, do_n, k_m, v_m, dk_m, n, bh, all_heads, start, step, scale, scale2,
     lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr, high_of: gl.constexpr,
-    allowed: gl.constexpr, keep: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, R: gl.constexpr,
-    SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    allowed: gl.constexpr, keep: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr, MARKS: gl.constexpr,
+    R: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr,
 ):  # fmt: skip
     """Block t, whose rows lie in qs and dos, joins dk and dv; the next is copied to the other places."""
     D: gl.constexpr = dk.shape[1]
@@ -354,7 +357,7 @@ def _visit_rows(
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(0, deps=[product_q])
-    scores = _hide_rows(scores, noted, mark, first, hop, lowest, highest, low_of, high_of, allowed, R)
+    scores = _hide_rows(scores, noted, mark, first, hop, lowest, highest, low_of, high_of, allowed, MARKS, R)
     weights = gl.exp2(scores * scale2 - lses.load(COLUMNS)[None, :])
     left = gl.convert_layout(weights.to(qs.dtype), gl.DotOperandLayout(0, OUT, 2))
     product_do = warpgroup_mma(vs, dos.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -386,8 +389,9 @@ def dkv_stream(
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
     heads, all_heads, n, start, step, scale, scale2, lowest: gl.constexpr, highest: gl.constexpr,
     low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
-    FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+    SPLIT: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
+    LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+    WAITS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads."""
     bh = gl.program_id(0) % all_heads
@@ -399,6 +403,9 @@ def dkv_stream(
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
+    if WAITS:
+        flat = _awaited(flat)
+    flat = _let_next(flat)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     KIND: gl.constexpr = Q.dtype.element_ty
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -436,12 +443,14 @@ def dkv_stream(
             qr.index(at), dor.index(at), l0, s0, i0, qr.index(1 - at), dor.index(1 - at), l1, s1, i1,
             Q, DO, LSE2, DELTA, K, V, DK, DV, PART, SLOTS, BLOCKS, q_h, q_n, do_h, do_n, k_m, v_m, dk_m, n,
             bh, all_heads, start, step, scale, scale2, lowest, highest, low_of, high_of, allowed, keep, GROUP, SPLIT,
-            R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
+            MARKS, R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
         )  # fmt: skip
         dk, dv, first, hop, mark, ahead, coming = _visit_rows(
             dk, dv, first, hop, mark, ahead, coming, t + 1, last, ks, vs,
             qr.index(1 - at), dor.index(1 - at), l1, s1, i1, qr.index(at), dor.index(at), l0, s0, i0,
             Q, DO, LSE2, DELTA, K, V, DK, DV, PART, SLOTS, BLOCKS, q_h, q_n, do_h, do_n, k_m, v_m, dk_m, n,
             bh, all_heads, start, step, scale, scale2, lowest, highest, low_of, high_of, allowed, keep, GROUP, SPLIT,
-            R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
+            MARKS, R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
         )  # fmt: skip
+    if not WAITS:
+        _awaited(flat)

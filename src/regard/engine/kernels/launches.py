@@ -44,16 +44,20 @@ def wide(*tensors: Layout) -> bool:
 class Launch:
     """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one.
 
-    Tables are tensors that are the same in every call, and come after those that are not.
+    Tables are tensors that are the same in every call, and come after those that are not. early: its programs may
+    begin as soon as there is room for them, and wait themselves for what was launched before (Hopper).
     """
 
     def __init__(
-        self, kernel: Any, programs: int, config: Config, *numbers: Any, tables: tuple[Tensor, ...] = (), **sizes: Any
+        self, kernel: Any, programs: int, config: Config, *numbers: Any, tables: tuple[Tensor, ...] = (),
+        early: bool = False, **sizes: Any
     ):  # fmt: skip
         self.kernel, self.grid = kernel, (programs, 1, 1)
         self.tables, self.numbers, self.sizes = tables, numbers, sizes
         # Fused: a product and a sum as one operation. Triton 3.9 warns where it is not said, 3.10 will not fuse.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+        if early:
+            self.options["launch_pdl"] = True
         if config.registers is not None:
             self.options["maxnreg"] = config.registers
         self.ready: Any = None  # the compiled kernel, after the first call: from then on nothing is looked up

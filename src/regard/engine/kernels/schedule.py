@@ -9,9 +9,7 @@ every time.
 Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
-import heapq
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +40,7 @@ class Schedule:
     items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
     blocks: Tensor  # (x, 12)
     joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
+    marks: int  # all that any block has; 8 for one that has both 1 and 2; 1 by queries, for blocks without a member
     free: tuple[Free, Free]  # places that no lower, no upper bound hides (see lines)
     segments: int  # the most that any block holds
     ragged: bool  # some block needs a mask
@@ -86,6 +85,7 @@ def schedule(
         items=move(items, ITEM)[: len(items)],
         blocks=move(blocks, WIDTH),
         joins=move(joins, ITEM)[: len(joins)],
+        marks=_all_marks(blocks[:, 9] & 119, by_keys or lined),
         free=free,
         segments=most,
         ragged=bool((kind == RAGGED).any()),
@@ -101,82 +101,6 @@ def repeated(work: Schedule, times: int, apart: int) -> Schedule:
     blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
     ends = np.concatenate([work.ends + x * len(work.blocks) for x in range(times)])
     return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
-
-
-@dataclass(frozen=True, eq=False)
-class Shares:
-    """The blocks of a pass, dealt to programs. A tile that several programs share has a slot for each."""
-
-    blocks: (
-        Tensor  # (x, 12), as visited; of grouped heads, the number of the query head × 65536 joins the marks
-    )
-    chunks: Tensor  # (k, 16): first block and end of each program's run; from the fifth word on, that block
-    slot: Tensor  # (x,): where the results of a block's tile go; −1: they are whole
-    joins: Tensor  # (y, 8), as in Schedule
-    slots: int
-
-
-def shares(
-    work: Schedule, heads: int, programs: int, group: int = 1, rest: tuple[int, int] = (0, 1)
-) -> Shares:
-    """Deal the blocks to the programs of a head: `programs` of all heads run at a time, and there are no more.
-
-    The longest tiles first, each to the program with the least to do; of equal ones, program p of k takes p, p + k …:
-    tiles that run at one time are neighbours and share keys in the cache. Where tiles are to be split, all blocks in
-    order, in equal runs. A tile is visited for each of a group.
-    Blocks of no member are added until the length of each run leaves the rest[0] when divided by rest[1].
-    """
-    size = np.diff(work.ends, prepend=0)
-    tiles, split = np.arange(len(size)), work.slots > 0
-    k = min(max(programs // heads, 1), group * int(size.sum()) if split else len(size))
-    order, whose = (tiles, tiles) if split else _dealt(size, k)
-    begin, once = (work.ends - size)[order], size[order]
-    first, total = group * (np.cumsum(once) - once), group * int(once.sum())
-    cuts = np.arange(k) * total // k if split else first[np.searchsorted(whose, np.arange(k))]
-    starts = np.union1d(first, cuts)
-    tile = np.searchsorted(first, starts, side="right") - 1
-    pieces = np.bincount(tile, minlength=len(first))
-    parted = pieces[tile] > 1
-    slot = np.where(parted, np.cumsum(parted) - 1, -1)
-
-    of = np.repeat(tiles, group * once)
-    nth = np.arange(total) - first[of]
-    blocks = work.blocks.cpu().numpy()[begin[of] + nth % once[of]]
-    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // once[of])
-    blocks[starts, 9] |= BEGINS
-    several = np.flatnonzero(pieces > 1)
-    head = blocks[first[several]]
-    nothing = np.zeros((len(several), ITEM - 5), dtype=np.int64)
-    own = slot[np.searchsorted(starts, first[several])]
-    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, own, pieces[several], nothing])
-
-    def move(x: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.blocks.device)
-
-    each = np.repeat(slot, np.diff(starts, append=total))
-    ends = np.append(cuts[1:], total)
-    more = (rest[0] + cuts - ends) % rest[1]
-    again = np.ones(total, dtype=np.int64)
-    again[ends - 1] += more  # the last block of a run once more, with nobody in it
-    blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
-    empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
-    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | 1
-    begins = np.append(0, ends[:-1])
-    table = np.column_stack([begins, ends, begins, ends, blocks[begins]])
-    return Shares(move(blocks), move(table), move(each), move(joins), int(parted.sum()))
-
-
-def _dealt(size: Ints, programs: int) -> tuple[Ints, Ints]:
-    """Tiles in the order they are run in, program by program, and whose each is. Closing a tile counts as a block."""
-    load = [(0, p) for p in range(programs)]
-    whose = np.zeros(len(size), dtype=np.int64)
-    by_length = np.argsort(-size, kind="stable")
-    for tile in by_length:
-        work, program = load[0]
-        whose[tile] = program
-        heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
-    order = by_length[np.argsort(whose[by_length], kind="stable")]
-    return order, whose[order]
 
 
 def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
@@ -214,6 +138,12 @@ def _marks(
     alone = np.diff(first, append=len(segs)) == 1
     i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
     return lines(found, cut, i, j, alone, short)
+
+
+def _all_marks(marks: Ints, alone: bool) -> int:
+    """Every mark that occurs; 8: of one block, both bounds. Runs of dq are filled up with empty blocks, marked 1."""
+    each = int(np.bitwise_or.reduce(marks, initial=0))
+    return each | (8 if (marks & 3 == 3).any() else 0) | (0 if alone else 1)
 
 
 def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:

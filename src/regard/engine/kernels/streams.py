@@ -13,10 +13,11 @@ from .backward import sum_kernel
 from .configs import Config
 from .launches import Launch, Layout, dense, wide
 from .route import Route, route
-from .schedule import shares
+from .shares import shares
 from .together import end_to_end
 
 STREAMED = (64, 128)  # widths of heads that the streaming kernels take
+LATE = 0.1  # of a forward pass, left for programs that are through early: sharing a multiprocessor, some are slower
 SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
 
 
@@ -30,10 +31,12 @@ def stream_route(
 ) -> Route | None:
     """The route of a streaming kernel where it can go it: no pass that goes on, Hopper, 16 bits, one width.
 
-    By queries no tile may be split, nor be without a key.
+    By queries no tile may be split, nor be without a key. No scale may be below 0: the largest score is scaled last.
     """
     (q, k), d = given[:2], given[0].shape[-1]
-    if config is None or task.adds or dtype.itemsize != 2 or d not in STREAMED or wide(*given):
+    if config is None or task.adds or task.scale < 0 or dtype.itemsize != 2:
+        return None
+    if d not in STREAMED or wide(*given):
         return None
     if any(x.shape[-1] != d or not x.aligned or any(s % 8 for s in x.steps) for x in given):
         return None
@@ -60,6 +63,7 @@ def _sizes(step: Any, config: Config, d: int, dtype: torch.dtype) -> dict[str, A
     return {
         **hopper.tests(step.work.pattern),
         "keep": None if step.kept is None else hopper.keep(step.kept),
+        "MARKS": step.work.marks,
         "R": config.tile,
         "D": d,
         "SEGMENTS": step.work.segments,
@@ -80,7 +84,7 @@ def forward_stream(
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream
     launches = []
     for step in way.steps:
-        cut = shares(step.work, b * h, at_a_time(config, device))
+        cut = shares(step.work, b * h, at_a_time(config, device), late=LATE)
         launch = Launch(
             hopper.stream_kernel, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *dense(b, h, n, d).steps,
@@ -162,7 +166,7 @@ def dq_call(
             hopper_backward.dq_stream, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *dense(b, h, n, d).steps,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            tables=(cut.chunks, cut.blocks), HAS_DLSE=has_dlse, **_sizes(step, config, d, dtype),
+            tables=(cut.chunks, cut.blocks), early=True, HAS_DLSE=has_dlse, **_sizes(step, config, d, dtype),
         )  # fmt: skip
         launches.append(launch)
 
@@ -183,15 +187,15 @@ def dkv_call(
     q, k, v, _, do = given  # each head apart: the programs of one head read the same rows at one time
     (b, h, n, d), (h_kv, m), config = q.shape, k.shape[1:3], task.configs.stream_dkv
     like, twice = dense(b, h_kv, m, d), dense(2 * b, h_kv, m, d)
-    launches = []
+    launches: list[tuple[Any, Launch, Launch]] = []
     for step in way.steps:
         cut = shares(step.work, b * h_kv, at_a_time(config, device), h // h_kv, rest=(0, 2))
         first = Launch(
             hopper_backward.dkv_stream, len(cut.chunks) * b * h_kv, config,
             *q.steps, *k.steps, *v.steps, *do.steps, *like.steps,
             h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            tables=(cut.chunks, cut.blocks, cut.slot), GROUP=h // h_kv, SPLIT=cut.slots > 0,
-            **_sizes(step, config, d, dtype),
+            tables=(cut.chunks, cut.blocks, cut.slot), early=True, WAITS=not launches, GROUP=h // h_kv,
+            SPLIT=cut.slots > 0, **_sizes(step, config, d, dtype),
         )  # fmt: skip
         then = Launch(  # of dk and dv at once: as heads of twice the batch
             sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
@@ -201,11 +205,17 @@ def dkv_call(
         launches.append((cut, first, then))
 
     def call(q, k, v, do, lse2, delta, dk, dv, parts):
-        rest = iter(parts)
-        for cut, first, then in launches:
+        rest, sums = iter(parts), []
+        for (
+            cut,
+            first,
+            then,
+        ) in launches:  # one after the other without a pause: none needs what another has made
             part = next(rest) if cut.slots else delta
             first(q, k, v, do, lse2, delta, dk, dv, part)
             if cut.slots:
-                then(dk, part)
+                sums.append((then, part))
+        for then, part in sums:
+            then(dk, part)
 
     return call, [cut.slots * 2 * b * h_kv * config.tile * d for cut, _, _ in launches if cut.slots]

@@ -1,0 +1,143 @@
+"""The blocks of a schedule, dealt to the programs of the streaming kernels.
+
+By queries, whole tiles, the longest first. By keys, a tile that very many queries see is cut in pieces, at the same
+rows as the others, whose results are added in order afterwards.
+"""
+
+import heapq
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...progression import Ints
+from .schedule import BEGINS, ITEM, Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """The blocks of a pass, dealt to programs. A tile that several programs share has a slot for each."""
+
+    blocks: (
+        Tensor  # (x, 12), as visited; of grouped heads, the number of the query head × 65536 joins the marks
+    )
+    chunks: Tensor  # (k, 16): first block and end of each program's run; from the fifth word on, that block
+    slot: Tensor  # (x,): where the results of a block's tile go; −1: they are whole
+    joins: Tensor  # (y, 8), as in Schedule
+    slots: int
+
+
+def shares(
+    work: Schedule,
+    heads: int,
+    programs: int,
+    group: int = 1,
+    rest: tuple[int, int] = (0, 1),
+    late: float = 0.0,
+) -> Shares:
+    """Deal the blocks to the programs of a head: `programs` of all heads run at a time.
+
+    A tile, or a piece of it where tiles are to be split, is run through without a pause, for each of a group.
+    Blocks of no member are added until the length of each run leaves the rest[0] when divided by rest[1].
+    late: the share of the work that is left for whichever programs are through first, a tile at a time.
+    """
+    once, split = np.diff(work.ends, prepend=0), work.slots > 0
+    size, table = group * once, work.blocks.cpu().numpy()
+    k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
+    if split:
+        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(once)), once)))]
+        tile, begin, end, whose = _in_step(table[:, 0].astype(np.int64), work.ends, once, k, group).T
+    else:
+        tile, begin, end, whose = _dealt(size, k, late).T
+    length = end - begin
+    starts, total = np.cumsum(length) - length, int(length.sum())
+    parted = np.bincount(tile, minlength=len(size))[tile] > 1
+    in_tile = np.lexsort((begin, tile))
+    slot = np.full(len(tile), -1)
+    slot[in_tile] = np.where(parted[in_tile], np.cumsum(parted[in_tile]) - 1, -1)
+
+    of = np.repeat(np.arange(len(tile)), length)
+    nth = begin[of] + np.arange(total) - starts[of]
+    blocks = table[(work.ends - once)[tile[of]] + nth % once[tile[of]]]
+    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // once[tile[of]])
+    blocks[starts, 9] |= BEGINS
+    heads_of = in_tile[parted[in_tile] & (begin[in_tile] == 0)]
+    head, pieces = blocks[starts[heads_of]], np.bincount(tile)[tile[heads_of]]
+    nothing = np.zeros((len(heads_of), ITEM - 5), dtype=np.int64)
+    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, slot[heads_of], pieces, nothing])
+
+    def move(x: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.blocks.device)
+
+    each = slot[of]
+    cuts = starts[np.flatnonzero(np.diff(whose, prepend=-1))]
+    ends = np.append(cuts[1:], total)
+    more = (rest[0] + cuts - ends) % rest[1]
+    again = np.ones(total, dtype=np.int64)
+    again[ends - 1] += more  # the last block of a run once more, with nobody in it
+    blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
+    empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
+    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | 1
+    begins = np.append(0, ends[:-1])
+    runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
+    return Shares(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
+
+
+def _dealt(size: Ints, programs: int, late: float) -> Ints:
+    """Whole tiles in the order they are run in, program by program: tile, 0, its size, whose it is.
+
+    The longest first, each to the program with the least to do; of equal ones, program p of k takes p, p + k …: tiles
+    that run at one time are neighbours and share keys in the cache. Closing a tile counts as a block. The last ones
+    are left for late programs of a single tile each.
+    """
+    load = [(0, p) for p in range(programs)]
+    whose = np.zeros(len(size), dtype=np.int64)
+    by_length = np.argsort(-size, kind="stable")
+    dealt = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - late) * (size + 1).sum())
+    dealt = min(max(int(dealt) + 1, programs), len(size))
+    for tile in by_length[:dealt]:
+        work, program = load[0]
+        whose[tile] = program
+        heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
+    whose[by_length[dealt:]] = programs + np.arange(len(size) - dealt)
+    order = by_length[np.argsort(whose[by_length], kind="stable")]
+    return np.column_stack([order, np.zeros_like(order), size[order], whose[order]])
+
+
+def _in_step(row: Ints, ends: Ints, once: Ints, programs: int, group: int) -> Ints:
+    """Pieces of tiles in the order they are run in, program by program: tile, first and end of its blocks, whose.
+
+    Tiles are cut at the same rows, in pieces of one program's length, so that programs read the same rows at the same
+    time, once from memory; what is shorter than that, one after the other, is dealt to the programs that are left.
+    row: where the blocks of each tile begin, in order.
+    """
+    share = -(-group * int(once.sum()) // programs)
+    apart = int(row.max()) + 1
+    keys = [np.add.outer(np.arange(group) * apart, row[e - x : e]).ravel() for e, x in zip(ends, once)]
+    longest = keys[int(np.argmax(once))]
+    ways = [_pieces(keys, longest[at::share], share) for at in {0, len(longest) % share}]  # from either end
+    tile, begin, end = max(ways, key=lambda x: int((x[2] - x[1] >= share).sum()))
+    whole = end - begin >= share
+    full = np.column_stack([tile, begin, end, np.cumsum(whole) - 1])[whole]
+    tile, begin, end = tile[~whole], begin[~whole], end[~whole]
+    left, stop = programs - len(full), np.cumsum(end - begin)
+    if not len(tile):
+        return full
+    cut = np.union1d(stop - (end - begin), np.arange(left) * stop[-1] // left)
+    of = np.searchsorted(stop, cut, side="right")
+    size = np.diff(cut, append=stop[-1])
+    first = cut - (stop - end)[of]
+    whose = len(full) + np.searchsorted(np.arange(left) * stop[-1] // left, cut, side="right") - 1
+    return np.concatenate([full, np.column_stack([tile[of], first, first + size, whose])])
+
+
+def _pieces(keys: list[Ints], cuts: Ints, most: int) -> tuple[Ints, Ints, Ints]:
+    """Of each tile, whose blocks have these keys in order, the pieces between the cuts: tile, first and end."""
+    at = [np.unique(np.concatenate([[0], np.searchsorted(x, cuts), [len(x)]])) for x in keys]
+    at = [np.concatenate([np.arange(*x, most) for x in pairwise(y)] + [y[-1:]]) for y in at]
+    tile = np.repeat(np.arange(len(keys)), [len(x) - 1 for x in at])
+    return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
