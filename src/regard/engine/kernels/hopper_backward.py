@@ -10,7 +10,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import BEGINS, FAR, _awaited, _copy, _keys, _let_next, _mine, _row, barrier, fetch
+from .hopper import (
+    BEGINS,
+    FAR,
+    _awaited,
+    _copy,
+    _copy_block,
+    _keys,
+    _let_next,
+    _mine,
+    _row,
+    _spot,
+    barrier,
+    fetch,
+)
 
 
 @gluon.jit
@@ -159,9 +172,9 @@ def _visit_keys(
     product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     if t < last:
-        j = _keys(ahead, c, -1, SEGMENTS)
-        _copy(ks_next, K, j, k_m, d)
-        _copy(vs_next, V, j, v_m, d)
+        spot = _spot(ahead, c, SEGMENTS)
+        _copy_block(ks_next, K, spot, k_m, c, d, SEGMENTS)
+        _copy_block(vs_next, V, spot, v_m, c, d, SEGMENTS)
         if (coming & 7) != 0:
             _note_bound(noted_next, _keys(ahead, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
     async_copy.commit_group()
@@ -285,9 +298,9 @@ def _fetch_rows(
     if GROUP > 1:
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
-    r = _keys(row, c, -1, SEGMENTS)
-    _copy(qs, Q, r, q_n, d)
-    _copy(dos, DO, r, do_n, d)
+    spot = _spot(row, c, SEGMENTS)
+    _copy_block(qs, Q, spot, q_n, c, d, SEGMENTS)
+    _copy_block(dos, DO, spot, do_n, c, d, SEGMENTS)
     f = _keys(row, flat, -1, SEGMENTS)
     fetch(lses, LSE2 + f, mask=f >= 0)
     fetch(deltas, DELTA + f, mask=f >= 0)

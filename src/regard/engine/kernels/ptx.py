@@ -41,13 +41,15 @@ def weighing(kind: str) -> tuple[str, str]:
         weights = 2 ** (scale · scores − base), rounded to `kind`;  sum ← fading · sum + Σ weights
 
     The base of a row is the largest score it had when it last moved. It moves where a tile begins and where the sum
-    of a block passes RISE (or is not a number); else a warp looks for no largest score, and nothing fades.
+    that a thread has of a block passes RISE (or is not a number). A warp without such a row looks for no largest
+    score, and nothing fades; the other rows of a warp keep their base: what a row gives depends on no other.
     """
     half = HELD // 2
     given = {x: half + (3 + at) * HELD for at, x in enumerate(("score", "base", "sum", "begins", "scale"))}
     made = {x: half + at * HELD for at, x in enumerate(("base", "fade", "sum"))}
     lines = [
-        "{ .reg .pred p, begins, moved;",
+        "{ .reg .pred p, begins, moved, nothing;",
+        ".reg .b32 lane, who;",
         f".reg .f32 w<{HELD}>, base<2>, less<2>, fade<2>, had<2>, sum<2>, x;",
         f"setp.ne.s32 begins, ${given['begins']}, 0;",
         "setp.ne.s32 moved, 0, 0;",
@@ -58,6 +60,7 @@ def weighing(kind: str) -> tuple[str, str]:
             f"neg.f32 less{r}, base{r};",
             f"mov.f32 fade{r}, {ONE};",
             f"mov.f32 had{r}, ${given['sum'] + 2 * r};",
+            f"mov.f32 sum{r}, {_hex(0.0)};",
         ]
     lines += ["@begins bra MOVE;", "WEIGH:"]
     for pair in range(half):
@@ -77,6 +80,8 @@ def weighing(kind: str) -> tuple[str, str]:
         "@!p bra DONE;",
         "@moved bra DONE;",
         "MOVE:",
+        "mov.u32 lane, %laneid;",
+        "and.b32 lane, lane, 28;",
     ]
     for r in (0, 1):
         lines += _moved(r, [given["score"] + x for x in range(HELD) if x // 2 % 2 == r], given["scale"])
@@ -88,20 +93,26 @@ def weighing(kind: str) -> tuple[str, str]:
 
 
 def _moved(r: int, scores: list[int], scale: int) -> list[str]:
-    """The base of row r moves to the largest of its scores, which four threads hold; what came before fades."""
+    """The base of row r moves to the largest of its scores, which four threads hold, if one of them asks for it."""
     lines = [f"max.f32 w0, ${scores[0]}, ${scores[1]};"]
     lines += [f"max.f32 w0, w0, ${x};" for x in scores[2:]]
     for lane in (1, 2):
         lines += [f"shfl.sync.bfly.b32 x, w0, {lane}, 31, 0xffffffff;", "max.f32 w0, w0, x;"]
     return [
         *lines,
+        f"setp.gtu.or.f32 p, sum{r}, {_hex(RISE)}, begins;",
+        "vote.sync.ballot.b32 who, p, 0xffffffff;",
+        "shr.b32 who, who, lane;",
+        "and.b32 who, who, 15;",
+        "setp.ne.s32 p, who, 0;",
         f"mul.f32 w0, w0, ${scale};",
         f"selp.f32 x, {NOTHING}, base{r}, begins;",
         f"selp.f32 had{r}, {_hex(0.0)}, had{r}, begins;",
-        f"max.f32 base{r}, x, w0;",
-        f"setp.eq.f32 p, base{r}, {NOTHING};",
-        f"selp.f32 w0, {_hex(0.0)}, base{r}, p;",  # nothing seen yet: −∞ − (−∞) would be NaN
-        f"sub.f32 fade{r}, x, w0;",
-        f"ex2.approx.ftz.f32 fade{r}, fade{r};",
+        "max.f32 w0, w0, x;",
+        f"selp.f32 base{r}, w0, base{r}, p;",
+        f"setp.eq.f32 nothing, base{r}, {NOTHING};",
+        f"selp.f32 w0, {_hex(0.0)}, base{r}, nothing;",  # nothing seen yet: −∞ − (−∞) would be NaN
         f"neg.f32 less{r}, w0;",
+        "sub.f32 x, x, w0;",
+        f"ex2.approx.ftz.f32 fade{r}, x;",
     ]
