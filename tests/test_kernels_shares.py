@@ -181,7 +181,7 @@ def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_
     rows = cut.blocks.numpy()[:, 0]
     read = [[rows[b + t] for b, e in zip(begin, end) if b + t < e] for t in range((end - begin).max())]
     assert len(begin) == 8 and (end - begin == 40).all()
-    # of 320 blocks that four tiles read, those that several read at one time count once; in equal runs of all in order, 287
+    # of 320 blocks that four tiles read, those read by several at one time count once; 287 in equal runs of all
     assert sum(len(set(now)) for now in read) <= 200
 
 
