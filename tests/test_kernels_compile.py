@@ -100,8 +100,12 @@ def main():
             "segments": launch.sizes["SEGMENTS"],
             "shared": made.metadata.shared * side_by_side(config),
             "bytes": len(made.asm["cubin"]),
+            "early": launch.options.get("launch_pdl", False),
         }
-        print(json.dumps({**found, "products": made.asm["ptx"].count("wgmma.mma_async")}))
+        ptx = made.asm["ptx"]
+        touched = min(ptx.index("cp.async"), ptx.index("st.global"))
+        found |= {"products": ptx.count("wgmma.mma_async"), "awaits": "griddepcontrol.wait" in ptx[:touched]}
+        print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +122,10 @@ def test_it_compiles_and_as_many_programs_fit_as_are_counted_on(told, at):
     assert told[at]["every_pair"] == (at == 2) and told[at]["segments"] == 1 + (at == 1)
     assert told[at]["bytes"] > 1000 and told[at]["products"] > 0
     assert 0 < told[at]["shared"] <= SHARED
+
+
+def test_what_may_begin_early_waits_before_it_touches_anything_and_only_that(told):
+    assert [x["early"] for x in told] == [x["awaits"] for x in told] == [False, False, False, True, True]
 
 
 if __name__ == "__main__":
