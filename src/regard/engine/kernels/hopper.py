@@ -2,7 +2,7 @@
 
 A program runs through the blocks of many tiles without a pause between them; copies of what comes next are under way
 all the time. Three or four programs share a multiprocessor, so that one multiplies while another weighs. (Within one,
-ptxas waits for the product of block t with its values before block t + 1 is weighed; made to overlap, it is slower.)
+the product of block t with its values is waited for before block t + 1 is weighed; beside it, registers run out.)
 Shared memory holds one block of keys and two of values.
 
     keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
@@ -421,7 +421,7 @@ def stream_kernel(
         scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step,
         lowest, highest, allowed, below, above, MARKS, R,
     )  # fmt: skip
-    weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), lo == lo, scale2, KIND)
+    weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), (mark & BEGINS) != 0, scale2, KIND)
     left = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
     at = 0
     for t in range(lo, last):

@@ -406,7 +406,11 @@ def dkv_stream(
     LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
     WAITS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads."""
+    """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads.
+
+    WAITS: for the kernel before, first of all. If that was of dk and dv too, it has waited for dq: this one begins at
+    once, but may not end before that one.
+    """
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, DO = Q + b * q_b + h * GROUP * q_h, DO + b * do_b + h * GROUP * do_h

@@ -206,11 +206,7 @@ def dkv_call(
 
     def call(q, k, v, do, lse2, delta, dk, dv, parts):
         rest, sums = iter(parts), []
-        for (
-            cut,
-            first,
-            then,
-        ) in launches:  # one after the other without a pause: none needs what another has made
+        for cut, first, then in launches:  # without a pause: none needs what another has made
             part = next(rest) if cut.slots else delta
             first(q, k, v, do, lse2, delta, dk, dv, part)
             if cut.slots:
