@@ -421,7 +421,8 @@ def stream_kernel(
         scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step,
         lowest, highest, allowed, below, above, MARKS, R,
     )  # fmt: skip
-    weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), (mark & BEGINS) != 0, scale2, KIND)
+    yes = lo == lo  # the first block begins a tile
+    weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     left = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
     at = 0
     for t in range(lo, last):
