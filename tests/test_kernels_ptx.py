@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+pytest.importorskip("triton")  # the package of the kernels imports it
 from regard.engine.kernels.ptx import HELD, RISE, fading, weighing
 
 LANES = np.arange(32)
