@@ -29,10 +29,10 @@ def steps(pattern, n, by_keys):
     return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
-def dealt(work, programs, group=1, rest=(0, 1), late=0.0):
+def dealt(work, programs, group=1, multiple=1, late=0.0):
     from regard.engine.kernels.shares import shares
 
-    return shares(work, 2, programs, group, rest, late)
+    return shares(work, 2, programs, group, multiple, late)
 
 
 def members(row):
@@ -76,7 +76,7 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
     n = 700 if every(16) in pattern.leaves() else 203  # so that a tile has several blocks of each word
     seen = np.zeros((group, n, n), dtype=int)
     for step in steps(pattern, n, by_keys):
-        for row in dealt(step.work, 10, group, (0, 2)).blocks.numpy():
+        for row in dealt(step.work, 10, group, 2).blocks.numpy():
             own = tile(row)
             if step.kept is not None:
                 own = own[step.kept.allows(own, own)]
@@ -123,7 +123,7 @@ def test_heads_dealt_together_each_visit_every_allowed_pair_of_their_own(pattern
     assert long[0].shape == (1, 1, heads * n, 8)
     seen = np.zeros((heads * n, heads * n), dtype=int)
     for step in way.steps:
-        for row in dealt(step.work, 20, rest=(0, 2)).blocks.numpy():
+        for row in dealt(step.work, 20, multiple=2).blocks.numpy():
             own, there = tile(row), members(row)
             if step.kept is not None:
                 own = own[step.kept.allows(own, own)]
@@ -165,13 +165,16 @@ def test_heads_are_dealt_apart_where_the_mask_or_the_memory_would_tell_them_apar
 def test_runs_follow_one_another_begin_a_tile_and_differ_by_little(pattern):
     for by_keys in (False, True):
         for step in steps(pattern, 515, by_keys):
-            cut = dealt(step.work, 10, rest=(0, 2))
+            cut = dealt(step.work, 10, multiple=2)
             begin, end = cut.chunks.numpy()[:, :2].T
             assert torch.equal(cut.chunks[:, 4:], cut.blocks[begin])
             assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == len(cut.blocks)
             assert ((end - begin) % 2 == 0).all() and (cut.blocks[begin, 9] & 8 != 0).all()
-            if step.work.slots:  # none has more than its share, made even
-                assert (end - begin).max() <= 2 * -(-len(step.work.blocks) // 10)
+            if step.work.slots:
+                # none has more than its share, made even; in all they wait for it as long as if each had 2 less
+                runs = end - begin
+                assert runs.max() <= 2 * -(-len(step.work.blocks) // 10)
+                assert len(runs) * runs.max() - runs.sum() <= 2 * (len(runs) - 1)
 
 
 def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_the_same_time():
@@ -211,7 +214,7 @@ def test_a_schedule_knows_every_mark_that_its_blocks_have(pattern, by_keys):
 @pytest.mark.parametrize("group", [1, 3])
 def test_the_slots_of_a_split_tile_stand_side_by_side_and_a_whole_tile_has_none(group):
     (step,) = steps(causal(), 515, True)
-    cut = dealt(step.work, 10, group, (0, 2))
+    cut = dealt(step.work, 10, group, 2)
     blocks, slot = cut.blocks.numpy(), cut.slot.numpy()
     joins = {int(first): (int(at), int(pieces)) for first, _, _, at, pieces, *_ in cut.joins.numpy()}
     assert joins and len(slot) == len(blocks) and set(slot) - {-1} == set(range(cut.slots))
@@ -224,7 +227,7 @@ def test_the_slots_of_a_split_tile_stand_side_by_side_and_a_whole_tile_has_none(
 
 def test_what_fills_a_run_holds_nobody_and_begins_nothing():
     (step,) = steps(causal(), 203, True)
-    cut = dealt(step.work, 10, rest=(0, 2))
+    cut = dealt(step.work, 10, multiple=2)
     empty = cut.blocks[cut.blocks[:, 8] == 0]
     assert len(empty) and (empty[:, 9] & 15 == 1).all()
 

@@ -33,22 +33,6 @@ PER_ROW = (
 )
 
 
-@gluon.jit
-def _awaited(x):
-    """x, when all that was launched before is done: such a program may begin before that."""
-    return gl.inline_asm_elementwise(
-        "{ griddepcontrol.wait; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
-    )
-
-
-@gluon.jit
-def _let_next(x):
-    """x; and programs of the next kernel may begin where there is room."""
-    return gl.inline_asm_elementwise(
-        "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
-    )
-
-
 @lru_cache(maxsize=1024)
 def tests(pattern: Pattern) -> dict[str, Any]:
     """What the kernel tests in a block that needs it: two bounds, or else every pair."""

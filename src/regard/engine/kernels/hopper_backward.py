@@ -10,20 +10,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import (
-    BEGINS,
-    FAR,
-    _awaited,
-    _copy,
-    _copy_block,
-    _keys,
-    _let_next,
-    _mine,
-    _row,
-    _spot,
-    barrier,
-    fetch,
-)
+from .hopper import BEGINS, FAR, _copy, _copy_block, _keys, _mine, _row, _spot, barrier, fetch
+
+
+@gluon.jit
+def _awaited(x):
+    """x, when all that was launched before is done: such a program may begin before that."""
+    return gl.inline_asm_elementwise(
+        "{ griddepcontrol.wait; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
+    )
+
+
+@gluon.jit
+def _let_next(x):
+    """x; and programs of the next kernel may begin where there is room."""
+    return gl.inline_asm_elementwise(
+        "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
+    )
 
 
 @gluon.jit

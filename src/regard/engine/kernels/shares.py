@@ -36,13 +36,13 @@ def shares(
     heads: int,
     programs: int,
     group: int = 1,
-    rest: tuple[int, int] = (0, 1),
+    multiple: int = 1,
     late: float = 0.0,
 ) -> Shares:
     """Deal the blocks to the programs of a head: `programs` of all heads run at a time.
 
     A tile, or a piece of it where tiles are to be split, is run through without a pause, for each of a group.
-    Blocks of no member are added until the length of each run leaves the rest[0] when divided by rest[1].
+    Blocks of no member are added until the length of each run is such a multiple.
     late: the share of the work that is left for whichever programs are through first, a tile at a time.
     """
     once, split = np.diff(work.ends, prepend=0), work.slots > 0
@@ -76,7 +76,7 @@ def shares(
     each = slot[of]
     cuts = starts[np.flatnonzero(np.diff(whose, prepend=-1))]
     ends = np.append(cuts[1:], total)
-    more = (rest[0] + cuts - ends) % rest[1]
+    more = (cuts - ends) % multiple
     again = np.ones(total, dtype=np.int64)
     again[ends - 1] += more  # the last block of a run once more, with nobody in it
     blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
@@ -112,7 +112,7 @@ def _in_step(row: Ints, ends: Ints, once: Ints, programs: int, group: int) -> In
     """Pieces of tiles in the order they are run in, program by program: tile, first and end of its blocks, whose.
 
     Tiles are cut at the same rows, in pieces of one program's length, so that programs read the same rows at the same
-    time, once from memory; what is shorter than that, one after the other, is dealt to the programs that are left.
+    time; what is shorter than that, one after the other, is dealt to the programs that are left.
     row: where the blocks of each tile begin, in order.
     """
     share = -(-group * int(once.sum()) // programs)

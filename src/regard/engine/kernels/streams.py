@@ -13,7 +13,7 @@ from .backward import sum_kernel
 from .configs import Config
 from .launches import Launch, Layout, dense, wide
 from .route import Route, route
-from .shares import shares
+from .shares import Shares, shares
 from .together import end_to_end
 
 STREAMED = (64, 128)  # widths of heads that the streaming kernels take
@@ -161,7 +161,7 @@ def dq_call(
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream_dq
     launches = []
     for step in way.steps:
-        cut = shares(step.work, b * h, at_a_time(config, device), rest=(0, 2))
+        cut = shares(step.work, b * h, at_a_time(config, device), multiple=2)
         launch = Launch(
             hopper_backward.dq_stream, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *dense(b, h, n, d).steps,
@@ -187,9 +187,9 @@ def dkv_call(
     q, k, v, _, do = given  # each head apart: the programs of one head read the same rows at one time
     (b, h, n, d), (h_kv, m), config = q.shape, k.shape[1:3], task.configs.stream_dkv
     like, twice = dense(b, h_kv, m, d), dense(2 * b, h_kv, m, d)
-    launches: list[tuple[Any, Launch, Launch]] = []
+    launches: list[tuple[Shares, Launch, Launch]] = []
     for step in way.steps:
-        cut = shares(step.work, b * h_kv, at_a_time(config, device), h // h_kv, rest=(0, 2))
+        cut = shares(step.work, b * h_kv, at_a_time(config, device), h // h_kv, multiple=2)
         first = Launch(
             hopper_backward.dkv_stream, len(cut.chunks) * b * h_kv, config,
             *q.steps, *k.steps, *v.steps, *do.steps, *like.steps,
