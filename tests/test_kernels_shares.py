@@ -29,10 +29,10 @@ def steps(pattern, n, by_keys):
     return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
-def dealt(work, programs, group=1, multiple=1, late=0.0):
+def dealt(work, programs, group=1, multiple=1, **how):
     from regard.engine.kernels.shares import shares
 
-    return shares(work, 2, programs, group, multiple, late)
+    return shares(work, 2, programs, group, multiple, **how)
 
 
 def members(row):
@@ -200,6 +200,26 @@ def test_the_last_tiles_are_left_for_programs_of_one_tile_each(late):
     left = (runs[5:] + 1).sum() / (runs + tiles).sum()
     assert abs(left - min(late, 1 - (runs[:5] + tiles[:5]).sum() / (runs + tiles).sum())) < 0.05
     assert sorted(map(bytes, blocks)) == sorted(map(bytes, whole.blocks.numpy()))
+
+
+def test_late_programs_of_runs_of_an_even_length_have_two_tiles_each():
+    (step,) = steps(window(40), 2080, True)
+    cut = dealt(step.work, 10, multiple=2, late=0.3)
+    tiles = np.add.reduceat(cut.blocks.numpy()[:, 9] & 8 > 0, cut.chunks.numpy()[:, 0])
+    assert len(tiles) > 6 and (tiles[:5] > 2).all() and (tiles[5:-1] == 2).all() and 0 < tiles[-1] <= 2
+
+
+def test_each_program_runs_its_tiles_in_order_or_backwards():
+    (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
+    order = {}
+    for backwards in (False, True):
+        cut = dealt(step.work, 10, backwards=backwards)
+        words = cut.blocks.numpy()
+        order[backwards] = [
+            [int(row[10]) for row in words[a:b] if row[9] & 8] for a, b in cut.chunks.numpy()[:, :2]
+        ]
+    assert len(order[False]) == 5 and all(x == sorted(x) and len(x) > 9 for x in order[False])
+    assert order[True] == [x[::-1] for x in order[False]]
 
 
 @pytest.mark.parametrize("by_keys", [False, True])

@@ -1,6 +1,6 @@
 """The blocks of a schedule, dealt to the programs of the streaming kernels.
 
-By queries, whole tiles, the longest first. By keys, a tile that very many queries see is cut in pieces, at the same
+Whole tiles where that is even enough. By keys, a tile that very many queries see is cut in pieces, at the same
 rows as the others, whose results are added in order afterwards.
 """
 
@@ -38,12 +38,14 @@ def shares(
     group: int = 1,
     multiple: int = 1,
     late: float = 0.0,
+    backwards: bool = False,
 ) -> Shares:
     """Deal the blocks to the programs of a head: `programs` of all heads run at a time.
 
     A tile, or a piece of it where tiles are to be split, is run through without a pause, for each of a group.
     Blocks of no member are added until the length of each run is such a multiple.
-    late: the share of the work that is left for whichever programs are through first, a tile at a time.
+    late: the share of the work that is left for whichever programs are through first, `multiple` tiles at a time.
+    backwards: whole tiles from the last to the first, so that what was read last by the kernel before is read first.
     """
     once, split = np.diff(work.ends, prepend=0), work.slots > 0
     size, table = group * once, work.blocks.cpu().numpy()
@@ -52,7 +54,7 @@ def shares(
         table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(once)), once)))]
         tile, begin, end, whose = _in_step(table[:, 0].astype(np.int64), work.ends, once, k, group).T
     else:
-        tile, begin, end, whose = _dealt(size, k, late).T
+        tile, begin, end, whose = _dealt(size, k, late, multiple, backwards).T
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
@@ -87,12 +89,13 @@ def shares(
     return Shares(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
 
 
-def _dealt(size: Ints, programs: int, late: float) -> Ints:
+def _dealt(size: Ints, programs: int, late: float, few: int, backwards: bool) -> Ints:
     """Whole tiles in the order they are run in, program by program: tile, 0, its size, whose it is.
 
-    The longest first, each to the program with the least to do; of equal ones, program p of k takes p, p + k …: tiles
-    that run at one time are neighbours and share keys in the cache. Closing a tile counts as a block. The last ones
-    are left for late programs of a single tile each.
+    The longest are dealt first, each to the program with the least to do; of equal ones, program p of k takes
+    p, p + k …. Each program runs its own in their order, or backwards, so that those that run at one time are of one
+    head, and share keys in the cache. Closing a tile counts as a block. The shortest are left for late programs of a
+    few tiles each.
     """
     load = [(0, p) for p in range(programs)]
     whose = np.zeros(len(size), dtype=np.int64)
@@ -103,8 +106,9 @@ def _dealt(size: Ints, programs: int, late: float) -> Ints:
         work, program = load[0]
         whose[tile] = program
         heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
-    whose[by_length[dealt:]] = programs + np.arange(len(size) - dealt)
-    order = by_length[np.argsort(whose[by_length], kind="stable")]
+    whose[by_length[dealt:]] = programs + np.arange(len(size) - dealt) // few
+    order = np.arange(len(size))[:: -1 if backwards else 1]
+    order = order[np.argsort(whose[order], kind="stable")]
     return np.column_stack([order, np.zeros_like(order), size[order], whose[order]])
 
 
