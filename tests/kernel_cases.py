@@ -235,6 +235,12 @@ def _on_gpu() -> Iterator[Case]:
     for name, d in product(("causal window | every", "window | every"), (64, 128)):
         case = replace(_large(name, d, "bfloat16"), **together)
         yield replace(case, name=f"{name}, heads together, d = {d}")
+    # of the keys that all see, parts of dk and dv, which the launch of the other keys adds up; grouped, no head is
+    # dealt with another
+    parts = causal() & (window(40) | every(32))
+    for d, n, h_kv in ((64, 3072, 4), (128, 3072, 4), (128, 3100, 2)):
+        name = f"causal window | every, in parts, d = {d}, h_kv = {h_kv}"
+        yield Case(name, parts, n=n, m=n, d_k=d, d_v=d, b=2, h=4, h_kv=h_kv, dtype="bfloat16")
     for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
         case = _large("causal window | every", d, dtype)
         yield replace(case, name=f"{case.name}, steep", steep=8.0)

@@ -22,7 +22,8 @@ CASES = [
     ("stream_kernel", window(128) | every(64), 128),  # blocks of two progressions
     ("stream_kernel", window(40) - dilated(3, 5), 64),  # not two bounds: every pair is tested
     ("dq_stream", SPARSE, 64),
-    ("dkv_stream", SPARSE, 64),
+    ("dkv_stream", SPARSE, 64),  # the keys that all see, in parts
+    ("dkv_stream", SPARSE, 128, 1),  # the others, and then the parts are added up
 ]
 GIVEN = {  # what comes before the tables: h 16 bits, f 32
     "stream_kernel": "hhhhf",  # q k v o lse
@@ -32,8 +33,8 @@ GIVEN = {  # what comes before the tables: h 16 bits, f 32
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
 
-def launch_of(which, pattern, d, n=1024):
-    """What would be launched first, and the configuration it is made for."""
+def launch_of(which, pattern, d, nth=0, n=8192):
+    """What would be launched, and the configuration it is made for."""
     from regard.engine.kernels import streams
     from regard.engine.kernels.configs import default
     from regard.engine.kernels.launch import Task
@@ -57,7 +58,7 @@ def launch_of(which, pattern, d, n=1024):
         streams.dkv_call(task, way, (lie,) * 5, kind, cpu)
     else:
         streams.dq_call(task, way, (lie,) * 5, kind, cpu, False)
-    return made[0], config
+    return made[nth], config
 
 
 def compiled(launch):
@@ -103,9 +104,21 @@ def main():
             "early": launch.options.get("launch_pdl", False),
         }
         ptx = made.asm["ptx"]
-        touched = min(ptx.index("cp.async"), ptx.index("st.global"))
-        found |= {"products": ptx.count("wgmma.mma_async"), "awaits": "griddepcontrol.wait" in ptx[:touched]}
+        found |= {"products": ptx.count("wgmma.mma_async"), "order": order(ptx)}
         print(json.dumps(found))
+
+
+def order(ptx):
+    """What comes when: the first copies of rows (16 bytes) and of numbers (4), the first store, waiting, letting the
+    next begin, and the call of what adds up parts."""
+    entry = ptx[ptx.index(".entry") :]
+    entry = entry[: entry.index("\n}\n")]
+    marks = {
+        "rows": "cp.async.cg", "numbers": "cp.async.ca", "store": "st.global", "wait": "griddepcontrol.wait",
+        "let": "griddepcontrol.launch_dependents", "add": "call.uni",
+    }  # fmt: skip
+    at = {name: entry.find(mark) for name, mark in marks.items()}
+    return [name for name in sorted(at, key=at.__getitem__) if at[name] >= 0]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +129,7 @@ def told(tmp_path_factory):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize("at", range(len(CASES)), ids=[f"{which}-{p!r}-{d}" for which, p, d in CASES])
+@pytest.mark.parametrize("at", range(len(CASES)), ids=["-".join(map(repr, case)) for case in CASES])
 def test_it_compiles_and_as_many_programs_fit_as_are_counted_on(told, at):
     assert told[at]["kernel"] == CASES[at][0]
     assert told[at]["every_pair"] == (at == 2) and told[at]["segments"] == 1 + (at == 1)
@@ -124,8 +137,42 @@ def test_it_compiles_and_as_many_programs_fit_as_are_counted_on(told, at):
     assert 0 < told[at]["shared"] <= SHARED
 
 
-def test_what_may_begin_early_waits_before_it_touches_anything_and_only_that(told):
-    assert [x["early"] for x in told] == [x["awaits"] for x in told] == [False, False, False, True, True]
+def test_what_may_begin_early_waits_before_it_reads_what_the_kernel_before_makes(told):
+    assert [x["early"] for x in told] == [False, False, False, True, True, True]
+    assert all({"wait", "let"}.isdisjoint(x["order"]) for x in told[:3])
+    dq, parts, rest = (x["order"] for x in told[3:])
+    assert dq[:2] == ["wait", "let"]  # what comes before may have made any of its tensors
+    # dq comes before: it has waited for q, k, v and do, and makes lse and delta; then all may begin
+    assert parts == ["rows", "wait", "numbers", "let", "store"]
+    # what comes before has waited for dq: it begins at once, and adds up parts when that is through
+    assert rest == ["rows", "numbers", "let", "store", "wait", "add"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "launches"),
+    [
+        (SPARSE, ["parts", "adds"]),
+        (every(64), ["parts", "sum_kernel"]),  # nobody comes next
+        (causal() & window(128), ["whole"]),
+    ],
+    ids=repr,
+)
+def test_parts_come_first_and_who_comes_next_adds_them_up(monkeypatch, pattern, launches):
+    from regard.engine.kernels import streams
+
+    monkeypatch.setattr(streams, "Launch", streams.Launch)  # put back what launch_of puts in their place
+    monkeypatch.setattr(streams, "at_a_time", streams.at_a_time)
+    made = [launch_of("dkv_stream", pattern, 64, nth)[0] for nth in range(len(launches))]
+    with pytest.raises(IndexError):
+        launch_of("dkv_stream", pattern, 64, len(launches))
+    kinds = {(True, False): "parts", (False, True): "adds", (False, False): "whole"}
+    assert launches == [
+        kinds.get((x.sizes.get("SPLIT"), x.sizes.get("ADDS")), x.kernel.__name__) for x in made
+    ]
+    if "adds" in launches:  # of each of two heads of 8192 keys, 128 in two tiles that all see
+        numbers = dict(zip(made[1].kernel.arg_names[12:], made[1].numbers))
+        assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
+        assert made[1].tables[2].shape == (2, 8) and made[1].sizes["adds"] is None
 
 
 if __name__ == "__main__":

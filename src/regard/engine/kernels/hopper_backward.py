@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper import BEGINS, FAR, _copy, _copy_block, _keys, _mine, _row, _spot, barrier, fetch
+from .hopper_parts import add_parts, put_part
 
 
 @gluon.jit
@@ -295,32 +296,25 @@ def _hide_rows(
 @gluon.jit
 def _fetch_rows(
     qs, dos, lses, deltas, noted, Q, DO, LSE2, DELTA, row, word, q_h, q_n, do_h, do_n, n, start, step, c, flat, d,
-    GROUP: gl.constexpr, SEGMENTS: gl.constexpr,
+    GROUP: gl.constexpr, SEGMENTS: gl.constexpr, WAITS: gl.constexpr = False,
 ):  # fmt: skip
-    """Start to copy q, do, lse and delta of a block of queries, zeros at its empty places; note where they stand."""
+    """Start to copy q, do, lse and delta of a block of queries, zeros at its empty places; note where they stand.
+
+    WAITS: for the kernel before, which makes lse and delta.
+    """
     if GROUP > 1:
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
     spot = _spot(row, c, SEGMENTS)
     _copy_block(qs, Q, spot, q_n, c, d, SEGMENTS)
     _copy_block(dos, DO, spot, do_n, c, d, SEGMENTS)
+    if WAITS:
+        flat = _awaited(flat)
     f = _keys(row, flat, -1, SEGMENTS)
     fetch(lses, LSE2 + f, mask=f >= 0)
     fetch(deltas, DELTA + f, mask=f >= 0)
     if (word & 7) != 0:
         noted.store(start + step * f)
-
-
-@gluon.jit
-def _part(PART, at, value, R: gl.constexpr):
-    """Partial results, added in order later: rows at, at + 1, … of PART ← value."""
-    LAYOUT: gl.constexpr = value.type.layout
-    D: gl.constexpr = value.shape[1]
-    a, d = (
-        gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT)),
-        gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)),
-    )
-    gl.store(PART + at * D + (a * D)[:, None] + d[None, :], value)
 
 
 @gluon.jit
@@ -335,8 +329,8 @@ def _close_keys(
         slot = gl.load(SLOTS + t)
         if slot >= 0:
             at = 2 * slot.to(gl.int64) * all_heads + bh
-            _part(PART, at * R, dk, R)
-            _part(PART, (at + all_heads) * R, dv, R)
+            put_part(PART, at * R, dk, R)
+            put_part(PART, (at + all_heads) * R, dv, R)
         else:
             _put(DK, place_k, dk, x, mine, stride, LOAD)
             _put(DV, place_v, dv, x, mine, stride, LOAD)
@@ -399,21 +393,23 @@ def _visit_rows(
     return dk, dv, first, hop, coming, later, after
 
 
-@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
+@gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m", "start"])
 def dkv_stream(
     Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
-    heads, all_heads, n, start, step, scale, scale2, lowest: gl.constexpr, highest: gl.constexpr,
-    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, GROUP: gl.constexpr,
-    SPLIT: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
-    LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
-    WAITS: gl.constexpr,
+    heads, all_heads, n, joins, of_heads, m, start, step, scale, scale2, lowest: gl.constexpr, highest: gl.constexpr,
+    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, adds: gl.constexpr,
+    GROUP: gl.constexpr, SPLIT: gl.constexpr, ADDS: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
+    D: gl.constexpr, SEGMENTS: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr,
+    OUT: gl.constexpr, SHARED: gl.constexpr, WAITS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads.
 
-    WAITS: for the kernel before, first of all. If that was of dk and dv too, it has waited for dq: this one begins at
-    once, but may not end before that one.
+    WAITS: for the kernel before, which makes lse and delta. If that was of dk and dv too, it has waited for dq: this
+    one begins at once, but may not end before that one. ADDS: then it adds up what that one has left in PART, of the
+    tiles that SLOTS holds instead, `joins` of each of so many heads; `adds` says which of their keys count.
     """
+    ALL_K, ALL_V = DK, DV
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, DO = Q + b * q_b + h * GROUP * q_h, DO + b * do_b + h * GROUP * do_h
@@ -423,9 +419,6 @@ def dkv_stream(
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
-    if WAITS:
-        flat = _awaited(flat)
-    flat = _let_next(flat)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     KIND: gl.constexpr = Q.dtype.element_ty
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -450,10 +443,10 @@ def dkv_stream(
     _copy(vs, V, x, v_m, d)
     _fetch_rows(
         qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0, Q, DO, LSE2, DELTA, row, mark,
-        q_h, q_n, do_h, do_n, n, start, step, c, flat, d,
-        GROUP, SEGMENTS,
+        q_h, q_n, do_h, do_n, n, start, step, c, flat, d, GROUP, SEGMENTS, WAITS,
     )  # fmt: skip
     async_copy.commit_group()
+    flat = _let_next(flat)
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
     first, hop, _ = _tile(CHUNKS + 4, 0)
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
@@ -473,4 +466,6 @@ def dkv_stream(
             MARKS, R, SEGMENTS, LOAD, FLAT, SCORES, OUT,
         )  # fmt: skip
     if not WAITS:
-        _awaited(flat)
+        joins = _awaited(joins)
+    if ADDS:
+        add_parts(ALL_K, ALL_V, PART, SLOTS, joins, of_heads, m, adds, R, D)

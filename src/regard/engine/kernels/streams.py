@@ -12,12 +12,12 @@ from .added import base2
 from .backward import sum_kernel
 from .configs import Config
 from .launches import Launch, Layout, dense, wide
-from .route import Route, route
+from .route import Route, Step, route
 from .shares import Shares, shares
 from .together import end_to_end
 
 STREAMED = (64, 128)  # widths of heads that the streaming kernels take
-LATE = 0.1  # of a forward pass, left for programs that are through early: sharing a multiprocessor, some are slower
+LATE = 0.1  # left for programs that are through early: sharing a multiprocessor, some are slower
 SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
 
 
@@ -57,12 +57,19 @@ def at_a_time(config: Config, device: torch.device) -> int:
     return side_by_side(config) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _sizes(step: Any, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
+def _kept(step: Step) -> Any:
+    """Which members' results this step writes, for the kernels; None: all."""
     from . import hopper  # Gluon is imported where there is a Hopper GPU
+
+    return None if step.kept is None else hopper.keep(step.kept)
+
+
+def _sizes(step: Step, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
+    from . import hopper
 
     return {
         **hopper.tests(step.work.pattern),
-        "keep": None if step.kept is None else hopper.keep(step.kept),
+        "keep": _kept(step),
         "MARKS": step.work.marks,
         "R": config.tile,
         "D": d,
@@ -161,7 +168,7 @@ def dq_call(
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream_dq
     launches = []
     for step in way.steps:
-        cut = shares(step.work, b * h, at_a_time(config, device), multiple=2)
+        cut = shares(step.work, b * h, at_a_time(config, device), multiple=2, backwards=True)
         launch = Launch(
             hopper_backward.dq_stream, len(cut.chunks) * b * h, config,
             *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *dense(b, h, n, d).steps,
@@ -182,36 +189,72 @@ def dkv_call(
 ) -> tuple[Callable[..., None], list[int]]:
     """(q, k, v, do, lse2, delta, dk, dv, parts): fills dk and dv, the halves of one tensor, so that one launch adds
     up both; and how many numbers each of the parts has room for."""
-    from . import hopper_backward
-
-    q, k, v, _, do = given  # each head apart: the programs of one head read the same rows at one time
-    (b, h, n, d), (h_kv, m), config = q.shape, k.shape[1:3], task.configs.stream_dkv
-    like, twice = dense(b, h_kv, m, d), dense(2 * b, h_kv, m, d)
-    launches: list[tuple[Shares, Launch, Launch]] = []
-    for step in way.steps:
-        cut = shares(step.work, b * h_kv, at_a_time(config, device), h // h_kv, multiple=2)
-        first = Launch(
-            hopper_backward.dkv_stream, len(cut.chunks) * b * h_kv, config,
-            *q.steps, *k.steps, *v.steps, *do.steps, *like.steps,
-            h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            tables=(cut.chunks, cut.blocks, cut.slot), early=True, WAITS=not launches, GROUP=h // h_kv,
-            SPLIT=cut.slots > 0, **_sizes(step, config, d, dtype),
-        )  # fmt: skip
-        then = Launch(  # of dk and dv at once: as heads of twice the batch
-            sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
-            *twice.steps, h_kv, 2 * b * h_kv, 0, 1, 0, tables=(cut.joins,),
-            keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=d, PART_WIDTH=d, GOES_ON=False, WIDE=wide(twice),
-        )  # fmt: skip
-        launches.append((cut, first, then))
+    (b, h_kv, m, d), config = given[1].shape, task.configs.stream_dkv
+    twice = dense(2 * b, h_kv, m, d)
+    steps = sorted(way.steps, key=lambda x: not x.work.slots)  # parts first: who comes next adds them up
+    cuts: list[Shares] = []
+    launches: list[tuple[Launch, Launch | None]] = []
+    for at, step in enumerate(steps):
+        left = (steps[at - 1], cuts[-1].joins) if _adds(steps, at) else None
+        cut, first = _by_keys(task, step, left, given, dtype, device, waits=not at)
+        then = None
+        if cut.slots and not _adds(steps, at + 1):
+            then = Launch(  # of dk and dv at once: as heads of twice the batch
+                sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
+                *twice.steps, h_kv, 2 * b * h_kv, 0, 1, 0, tables=(cut.joins,),
+                keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=d, PART_WIDTH=d, GOES_ON=False, WIDE=wide(twice),
+            )  # fmt: skip
+        cuts.append(cut)
+        launches.append((first, then))
 
     def call(q, k, v, do, lse2, delta, dk, dv, parts):
-        rest, sums = iter(parts), []
-        for cut, first, then in launches:  # without a pause: none needs what another has made
-            part = next(rest) if cut.slots else delta
+        rest, part, sums = iter(parts), delta, []
+        for cut, (first, then) in zip(cuts, launches):  # without a pause
+            part = next(rest) if cut.slots else part
             first(q, k, v, do, lse2, delta, dk, dv, part)
-            if cut.slots:
+            if then is not None:
                 sums.append((then, part))
         for then, part in sums:
             then(dk, part)
 
-    return call, [cut.slots * 2 * b * h_kv * config.tile * d for cut, _, _ in launches if cut.slots]
+    return call, [cut.slots * 2 * b * h_kv * config.tile * d for cut in cuts if cut.slots]
+
+
+def _adds(steps: list[Step], at: int) -> bool:
+    """Whether step `at` adds up what the one before has left in parts: it has programs, and no parts of its own."""
+    if not 0 < at < len(steps):
+        return False
+    before, work = steps[at - 1].work, steps[at].work
+    return before.slots > 0 and not work.slots and len(work.ends) > 0
+
+
+def _by_keys(
+    task: Any,
+    step: Step,
+    left: tuple[Step, Tensor] | None,
+    given: tuple[Layout, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    waits: bool,
+) -> tuple[Shares, Launch]:
+    """The launch of one step of dk and dv; left: the step before and its joins, if this one is to add up its parts.
+
+    Where programs share tiles, each head is apart, so that they read the same rows at one time.
+    """
+    from . import hopper_backward
+
+    h, h_kv, m = given[0].shape[1], *given[1].shape[1:3]
+    whole, config = not step.work.slots, task.configs.stream_dkv
+    one, lie = end_to_end(Route((step,), True), task.step, given) if whole else (Route((step,), True), given)
+    (q, k, v, _, do), (step,) = lie, one.steps
+    (b, heads, _, d), group = k.shape, h // h_kv
+    cut = shares(step.work, b * heads, at_a_time(config, device), group, 2, LATE if whole else 0.0)
+    launch = Launch(
+        hopper_backward.dkv_stream, len(cut.chunks) * b * heads, config,
+        *q.steps, *k.steps, *v.steps, *do.steps, *dense(*k.shape).steps, heads, b * heads, q.shape[2],
+        0 if left is None else len(left[1]), given[1].shape[0] * h_kv, m, task.start, task.step, task.scale,
+        base2(task.scale), tables=(cut.chunks, cut.blocks, cut.slot if left is None else left[1]), early=True,
+        WAITS=waits, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
+        adds=None if left is None else _kept(left[0]), **_sizes(step, config, d, dtype),
+    )  # fmt: skip
+    return cut, launch

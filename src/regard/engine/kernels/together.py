@@ -3,7 +3,7 @@
 With 16 heads and 396 programs a head has 24, and 12 programs stand idle; a tile is a tenth of a program's work and
 cannot be parted. Dealt together, every program has work, and the long tiles of all heads are begun first. The kernels
 do not notice: row r of head h is row h·n + r, and so is its place in the mask, if the mask does not notice either.
-Only dk and dv stay apart: the programs of one head read the same rows at one time, and together they do not.
+Only tiles of keys that programs share stay apart: those of one head read the same rows at one time.
 """
 
 from dataclasses import replace
