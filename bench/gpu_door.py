@@ -21,7 +21,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, in_rounds, sdpa, tensors
+from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, in_rounds, in_turn, sdpa, tensors
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -38,12 +38,6 @@ def flex(block_mask=None, score_mod=None, options=None):
     torch._dynamo.reset()
     fn = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: fn(q, k, v, block_mask=block_mask, score_mod=score_mod, kernel_options=options)
-
-
-def in_turn(one, other, times: int = 5) -> tuple[float, float]:
-    """Both, measured in turn so that a change of the clock meets both: medians."""
-    found = [(one(), other()) for _ in range(times)]
-    return tuple(sorted(x)[times // 2] for x in zip(*found))  # type: ignore[return-value]
 
 
 def forward(fn, *x) -> float:
