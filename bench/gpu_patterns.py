@@ -282,12 +282,17 @@ def in_turn(one, other, times: int = 5) -> tuple[float, float]:
     return tuple(sorted(x)[times // 2] for x in zip(*found))  # type: ignore[return-value]
 
 
-def beside_full(pattern: Pattern, backend: str, q, k, v, do, backward: bool) -> tuple[float, float]:
-    """Milliseconds of ours and of SDPA over all pairs, in turn: under load the clock falls, and rises between."""
+def beside_full(
+    pattern: Pattern, backend: str, q, k, v, do, backward: bool, threads: bool = True
+) -> tuple[float, float]:
+    """Milliseconds of ours and of SDPA over all pairs, in turn: under load the clock falls, and rises between.
+
+    Without threads the backward pass runs in this one, and no call waits until another thread wakes up.
+    """
     inputs = q, k, v, do
 
     def timed(fn) -> float:
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), torch.autograd.set_multithreading_enabled(threads):
             return bench(both_ways(fn, *inputs) if backward else partial(fn, *inputs[:3]))
 
     def full() -> float:
@@ -307,18 +312,27 @@ def table(cases, widths, backward: bool, rate: float, out) -> None:
             backend = best[n, d]
             q, k, v, do = tensors(n, d, 4)
             took, full = beside_full(pattern, backend, q, k, v, do, backward)
-            by_count = full * pattern.count(n) / n**2
+            part = pattern.count(n) / n**2
+            by_count = full * part
             by_bytes = (3 if backward else 1) * 4 * q.numel() * q.element_size() / rate
-            realised = max(by_count, by_bytes) / took
+            realised, alone = max(by_count, by_bytes) / took, {}
+            if backward:
+                mine, theirs = beside_full(pattern, backend, q, k, v, do, backward, threads=False)
+                alone = {
+                    "ours_one_thread_ms": mine,
+                    "sdpa_one_thread_ms": theirs,
+                    "realised_one_thread": max(theirs * part, by_bytes) / mine,
+                }
             row = {
                 "group": "forward+backward" if backward else "forward", "pattern": repr(pattern), "n": n, "d": d,
                 "ours_ms": took, "sdpa_ms": full, "sdpa": backend, "by_count_ms": by_count,
-                "by_bytes_ms": by_bytes, "realised": realised,
+                "by_bytes_ms": by_bytes, "realised": realised, **alone,
             }  # fmt: skip
             out.append(row)
             print(
                 f"{pattern!r:40} n={n:<6} d={d:<4} ours {took:7.3f}  full {full:8.3f} ({backend})  "
-                f"by count {by_count:6.3f}  by bytes {by_bytes:6.3f}  realised {realised:.2f}",
+                f"by count {by_count:6.3f}  by bytes {by_bytes:6.3f}  realised {realised:.3f}"
+                + (f"  in one thread {alone['realised_one_thread']:.3f}" if alone else ""),
                 flush=True,
             )
 
