@@ -33,6 +33,7 @@ from regard.pattern import (
     where,
     window,
 )
+from regard.progression import FAR
 
 # The ledger's sixteen tokens (section 15.6): the ways to read "every 4th token globally" (D4).
 
@@ -403,12 +404,36 @@ RESIDUE = "k needs to be >= 1 and 0 <= offset < k"
         (lambda: sinks(-1), "sinks(-1): m needs to be >= 0"),
         (lambda: prefix(-1), "prefix(-1): m needs to be >= 0"),
         (lambda: blocks(0), "blocks(0): size needs to be >= 1"),
+        (lambda: window(FAR), f"window({FAR}): before needs to be below {FAR}, past any position"),
+        (lambda: rows(FAR), f"rows({FAR}): k needs to be below {FAR}, past any position"),
+        (
+            lambda: dilated(1 << 30, 1 << 30),
+            f"dilated({1 << 30}, {1 << 30}): reach · step needs to be below {FAR}, past any position",
+        ),
     ],
 )
 def test_what_cannot_be_declared_says_why(declare, message):
     with pytest.raises(SpecError) as e:
         declare()
     assert str(e.value) == message
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"),
+    [
+        (window(FAR - 1), full()),
+        (window(0, FAR - 1), full() - (causal() - window(0))),
+        (dilated(1, FAR - 1), window(0)),
+        (every(FAR - 1), every(200)),
+        (strided(FAR - 1), window(0)),
+        (blocks(FAR - 1) & causal(), causal()),
+        (sinks(FAR - 1), full()),
+    ],
+    ids=repr,
+)
+def test_numbers_past_any_position_count_as_what_they_come_to(pattern, dense):
+    assert pattern.count(100) == dense.count(100) == int(pattern.allowed(100).sum())
+    assert torch.equal(pattern.allowed(100), dense.allowed(100))
 
 
 @pytest.mark.compiled  # without the shape checker, which would refuse these first

@@ -172,6 +172,7 @@ def _on_stairs(queries: Keys, d: Ints, stairs: set[int]) -> Ints:
 def _dtype(numbers: set[int], words: frozenset[Countable]) -> type:
     """int32 where nothing can overflow it: its remainders take a third of the time."""
     steps = [w.keys(np.zeros(1, dtype=np.int64)).step for w in words]
+    numbers = numbers | {w.wobble for w in words}
     small = (
         max(map(abs, numbers)) < 1 << 28 and max(steps, default=1) ** 2 < 1 << 30 and lcm(*steps) < 1 << 30
     )

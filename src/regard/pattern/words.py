@@ -21,6 +21,11 @@ class Word(Countable, Pattern):
             given = getattr(self, field.name)
             whole = type(given) is int or (given is None and field.default is None)
             _need(whole, self, f"{field.name} needs to be a whole number, an int")
+            _need(
+                given is None or abs(given) < FAR,
+                self,
+                f"{field.name} needs to be below {FAR}, past any position",
+            )
         self._check()
         write_text(self)
 
@@ -111,6 +116,7 @@ class dilated(Word):
 
     def _check(self):
         _need(self.reach >= 0 and self.step >= 1, self, "reach needs to be >= 0 and step >= 1")
+        _need(self.reach * self.step < FAR, self, f"reach · step needs to be below {FAR}, past any position")
 
     @property
     def period(self):
