@@ -5,6 +5,8 @@ import os
 # Before torch is imported: on some CPUs oneDNN's bfloat16 products end in an illegal instruction otherwise.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -30,3 +32,16 @@ def denormals_as_they_were():
     torch.set_flush_denormal(False)  # nor must what the tests of a module share, which is made before this
     with denormals.kept():
         yield
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real one, where there is one."""
+    chromium = Path("/usr/bin/chromium")
+    if not chromium.exists():
+        pytest.skip("no chromium here")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as running:
+        one = running.chromium.launch(executable_path=str(chromium), args=["--no-sandbox"])
+        yield one
+        one.close()

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 import regard as rg
 from regard.lens.report import contents, inline, page
 
-CHROMIUM = Path("/usr/bin/chromium")
 EVIL = "</script><img src=x onerror='window.hacked=1'><script>window.hacked=2</script>"
 WORDS = [*(f"w{i}" for i in range(62)), EVIL, '<b>bold</b> & "quoted"']
 
@@ -38,17 +36,6 @@ def vision():
     )
     picture = torch.rand(1, 3, 12, 12)
     return rg.look(net, picture, image=picture[0])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not CHROMIUM.exists():
-        pytest.skip("no chromium here")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as running:
-        one = running.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield one
-        one.close()
 
 
 @pytest.fixture

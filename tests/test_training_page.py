@@ -22,8 +22,6 @@ from regard.training.tasks import Batch
 from regard.training.tokens import START, characters
 from training_run_case import regard, small
 
-CHROMIUM = Path("/usr/bin/chromium")
-
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
@@ -186,17 +184,6 @@ def test_ticks_are_few_and_inside(low, high):
     found = ticks(low, high)
     assert 1 <= len(found) <= 6 and all(low - 1e-9 <= t <= high + 1e-9 for t in found)
     assert decades(-0.1, 0.1) and len(decades(-6, 6)) == 13
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if not CHROMIUM.exists():
-        pytest.skip("no chromium here")
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as running:
-        one = running.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield one
-        one.close()
 
 
 def test_a_browser_shows_it_and_heads_can_be_chosen(told, browser):

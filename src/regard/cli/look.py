@@ -146,12 +146,13 @@ def read_input(given: str, asked: Asked) -> Tensor:
 def _random(given: str, asked: Asked) -> Tensor:
     if not (count := given.removeprefix("random:")).isdigit() or int(count) < 1:
         raise FormatError(f"{given!r}: write random:64 for 64 random tokens")
-    if size := _pixels(asked.config):
+    if size := image_size(asked.config):
         return torch.rand(1, *size)
-    return torch.randint(0, _vocabulary(asked), (1, int(count)))
+    return torch.randint(0, vocabulary(asked), (1, int(count)))
 
 
-def _vocabulary(asked: Asked) -> int:
+def vocabulary(asked: Asked) -> int:
+    """How many tokens the model knows."""
     declared = getattr(asked.config, "encoder", asked.config)
     known = getattr(asked.config, "vocab_size", getattr(getattr(declared, "embedding", None), "vocab", None))
     if known is None and isinstance(asked.model, nn.Module):
@@ -162,7 +163,7 @@ def _vocabulary(asked: Asked) -> int:
     return int(known)
 
 
-def _pixels(config: Any) -> tuple[int, int, int] | None:
+def image_size(config: Any) -> tuple[int, int, int] | None:
     """(channels, height, width) of a model of images."""
     if isinstance(config, spec.Vision):
         return config.channels, *config.image
@@ -178,7 +179,7 @@ def _image(path: Path, asked: Asked) -> Tensor:
         from PIL import Image
     except ModuleNotFoundError as e:
         raise SpecError(f"{path} is an image; pip install 'regard[figures]'") from e
-    size = _pixels(asked.config)
+    size = image_size(asked.config)
     if size is None:
         raise SpecError(f"{path} is an image, and this model does not say what image size it takes")
     try:

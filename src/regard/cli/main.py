@@ -87,10 +87,10 @@ def explain(
     typer.echo(str(told))
 
 
-# One file a verb, with a function of the same name or a `app` of several commands.
-VERBS = ("cost", "check", "look", "train", "report", "translate", "export", "bench")
+# One file a verb, with a function of the same name or a `app` of several commands; the page's own is with the page.
+VERBS = ("cost", "check", "look", "train", "report", "translate", "export", "bench", "serve")
 for verb in VERBS:
-    module = importlib.import_module(f".{verb}", __package__)
+    module = importlib.import_module(f".{verb}" if verb != "serve" else "..web.serve", __package__)
     if hasattr(module, "app"):
         app.add_typer(module.app, name=verb)
     else:

@@ -1,0 +1,230 @@
+"""The page: a real server on a free port, asked as a browser asks it, and by a browser where there is one."""
+
+import json
+import re
+import socket
+import threading
+import time
+from http.client import HTTPConnection
+
+import pytest
+import torch
+import uvicorn
+
+import regard as rg
+from regard.cli.look import Asked
+from regard.errors import SpecError
+from regard.web.app import DRAWN, LONGEST, made
+from regard.web.serve import _free, serve
+
+
+class Words:
+    """A tokenizer as those of `tokenizers`: a word is as long as its number says."""
+
+    def encode(self, text):
+        return type("Encoding", (), {"ids": [len(word) for word in text.split()]})()
+
+    def id_to_token(self, i):
+        return "x" * i
+
+
+def tiny(tokenizer=None):
+    torch.manual_seed(0)
+    declared = rg.preset("tiny-gpt")
+    return Asked(declared.build().eval(), tokenizer, declared)
+
+
+def served(app):
+    """A server in a thread of its own; gives its port, then ends it."""
+    one = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not one.started:
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        yield one.servers[0].sockets[0].getsockname()[1]
+    finally:
+        one.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def bare():
+    yield from served(made())
+
+
+@pytest.fixture(scope="module")
+def texts():
+    yield from served(made(tiny(Words())))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    yield from served(made(tiny()))
+
+
+def ask(port, path, given=None, host=None):
+    """Status and body."""
+    line = HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"content-type": "application/json"} | ({"host": host} if host else {})
+    line.request("GET" if given is None else "POST", path, given and json.dumps(given), headers)
+    answer = line.getresponse()
+    body = answer.read().decode()
+    line.close()
+    return answer.status, json.loads(body) if "json" in answer.getheader("content-type") else body
+
+
+def test_the_page_needs_nothing_from_elsewhere(bare):
+    status, page = ask(bare, "/")
+    assert status == 200 and "<title>regard</title>" in page
+    assert not re.search(r"https?://|src=|@import", page)
+
+
+def test_it_says_what_it_can_price_and_whether_it_can_look(bare, texts, ids):
+    assert [ask(port, "/api")[1]["reads"] for port in (bare, texts, ids)] == [None, "text", "ids"]
+    assert ask(bare, "/api")[1]["presets"] == list(rg.presets())
+
+
+def test_a_pattern_is_counted_drawn_and_explained_as_the_library_does(bare):
+    text, n = "causal() & (window(2) | every(4))", 200
+    pattern = rg.causal() & (rg.window(2) | rg.every(4))
+    status, told = ask(bare, "/api/pattern", {"pattern": text, "n": n})
+    assert status == 200 and told["pattern"] == text
+    assert int(told["count"]) == pattern.count(n) and told["share"] == pattern.count(n) / n**2
+    drawn = torch.tensor([[int(x) for x in row] for row in told["rows"]]).bool()
+    assert torch.equal(drawn, pattern.allowed(DRAWN))
+    assert told["explained"] == str(rg.explain(pattern, n=n))
+    trained = ask(bare, "/api/pattern", {"pattern": text, "n": 16384, "device": "cuda", "train": True})[1]
+    assert trained["explained"] == str(rg.explain(pattern, n=16384, device="cuda", grad=True))
+
+
+def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
+    _, told = ask(bare, "/api/pattern", {"pattern": "causal()", "n": 10**9})
+    assert told["count"] == str((10**18 + 10**9) // 2) and told["explained"] is None
+    assert ask(bare, "/api/pattern", {"pattern": "causal()", "n": LONGEST})[1]["explained"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pattern": "causal() & widow(3)"}, "did you mean window"),
+        ({"pattern": "__import__('os').getcwd()"}, "is not a pattern"),
+        ({"pattern": "window(3"}, "is not a pattern"),
+        ({"pattern": "window(-1)"}, "window(-1): a window cannot end before it begins"),
+        ({"pattern": f"window({10**30})"}, "before needs to be below"),
+        ({"pattern": "causal()", "n": 0}, "n: "),
+        ({"pattern": "causal()", "n": 10**10}, "n: "),
+        ({"pattern": "causal()", "device": "tpu"}, "device: "),
+        ({"pattern": "causal()" + 70 * " | full()"}, "pattern: "),
+        ({"n": 3}, "pattern: "),
+    ],
+)
+def test_what_is_wrong_with_a_pattern_is_said(bare, given, said):
+    status, told = ask(bare, "/api/pattern", given)
+    assert status == 422 and said in told["error"]
+
+
+def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
+    sizes = {"n": 64, "batch": 2, "dtype": "bfloat16", "train": True}
+    for declared in (rg.preset("gpt2"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
+        model = "gpt2" if declared == rg.preset("gpt2") else json.loads(declared.json())
+        status, told = ask(bare, "/api/cost", {"model": model, **sizes})
+        assert status == 200 and told["told"] == str(rg.cost(declared, **sizes))
+        assert told["cost"] == json.loads(json.dumps(rg.cost(declared, **sizes).plain()))
+    status, told = ask(bare, "/api/cost", {"model": "vit-b16", "n": 7})  # its image says how many
+    assert status == 200 and told["cost"]["total"]["parameters"] == 86_567_656
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("gpt3", "did you mean gpt2"),
+        ("os:getcwd", "is no preset"),
+        ("/etc/passwd", "is no preset"),
+        ({"kind": "Attention", "d_model": 512, "heads": 7}, "heads=7 does not divide d_model=512"),
+        ({"kind": "Popen"}, "Popen"),
+        ({"d_model": 512}, "kind"),
+    ],
+)
+def test_a_browser_cannot_name_files_or_objects_and_is_told_what_is_wrong(bare, model, said):
+    status, told = ask(bare, "/api/cost", {"model": model})
+    assert status == 422 and said in told["error"]
+
+
+def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
+    for port, text in ((texts, "a bb ccc"), (ids, "1, 2, 3")):
+        status, page = ask(port, "/api/look", {"text": text})
+        assert status == 200 and "what its heads look at" in page
+    assert '"xxx"' in ask(texts, "/api/look", {"text": "a bb ccc"})[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a bb", "write ids"),
+        ("/etc/passwd", "write ids"),
+        ("7, 999999", "tokens 0 to 255; 999999 is none"),
+        (", ".join(600 * ["1"]), "too many"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_said(ids, text, said):
+    status, told = ask(ids, "/api/look", {"text": text})
+    assert status == 422 and said in told["error"]
+
+
+def test_without_a_model_it_says_how_to_give_one(bare):
+    assert "regard serve MODEL" in ask(bare, "/api/look", {"text": "a"})[1]["error"]
+
+
+def test_another_sites_page_is_refused_in_its_visitors_name(bare):
+    assert ask(bare, "/", host="evil.example")[0] == 400
+    assert ask(bare, "/", host="localhost")[0] == 200
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SpecError, match=f"127.0.0.1:{port} cannot be had: .*; give another --port"):
+            serve("no such model", port=port)
+    _free("127.0.0.1", port)
+
+
+def test_a_model_of_images_is_refused_with_what_to_do():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(SpecError, match="tiny-vit reads images, and the page texts; regard look tiny-vit"):
+        serve("tiny-vit", port=port)
+
+
+def test_in_a_browser_it_answers_as_one_types(browser, texts):
+    page = browser.new_page()
+    errors = []
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.goto(f"http://127.0.0.1:{texts}/#pattern=causal()&n=64")
+    shown = "id => document.getElementById(id).textContent"
+
+    def until(id, said):
+        page.wait_for_function(f"([id, said]) => ({shown})(id).includes(said)", arg=[id, said])
+
+    until("count", "2,080")
+    page.fill("#pattern", "causal() & window(1)")
+    until("count", "127")
+    assert "window" in page.url
+    painted = "document.getElementById('drawing').getContext('2d').getImageData(5, 5, 1, 1).data.join()"
+    off = painted.replace("5, 5", "600, 5")
+    assert page.evaluate(painted) != page.evaluate(off)  # a pair that may look, and one that may not
+    page.fill("#pattern", "widow(1)")
+    until("pattern-error", "did you mean window")
+    until("totals", "parameters")
+    page.select_option("#model", "tiny-gpt")
+    until("totals", "824,448")
+    page.select_option("#model", "your own …")
+    until("told", "Attention(512, pattern=window(64))")
+    page.fill("#text", "a bb ccc")
+    page.click("#ask-look button")
+    page.wait_for_selector("#heads:not([hidden])")
+    frame = page.frames[-1]
+    frame.wait_for_function("document.querySelectorAll('.head').length > 0")
+    assert frame.evaluate("document.querySelectorAll('.head').length") == 16 and not errors
