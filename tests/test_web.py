@@ -174,6 +174,10 @@ def test_what_cannot_be_looked_at_is_said(ids, text, said):
     assert status == 422 and said in told["error"]
 
 
+def test_a_text_without_a_token_is_refused(texts):
+    assert ask(texts, "/api/look", {"text": "  "}) == (422, {"error": "there is no token in this text"})
+
+
 def test_without_a_model_it_says_how_to_give_one(bare):
     assert "regard serve MODEL" in ask(bare, "/api/look", {"text": "a"})[1]["error"]
 

@@ -50,7 +50,7 @@ def look(
     asked = load(model)
     ids = read_input(given, asked)
     after = None if target is None else read_input(target, asked)
-    view = see(asked.model, arguments(asked, ids, after), _namer(asked.tokenizer))
+    view = see(asked.model, arguments(asked, ids, after), namer(asked.tokenizer))
     if effects:
         view.remove_heads()
     for sentence in view.missed:
@@ -115,7 +115,7 @@ def _own_tokenizer(folder: Path) -> Any:
     return Tokenizer.from_file(str(path))
 
 
-def _namer(tokenizer: Any) -> Any:
+def namer(tokenizer: Any) -> Any:
     """What turns ids into names: a Hugging Face tokenizer itself, a function for one of `tokenizers`."""
     if tokenizer is None or hasattr(tokenizer, "convert_ids_to_tokens"):
         return tokenizer

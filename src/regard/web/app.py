@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 import regard
 
 from .. import spec, value
-from ..cli.look import Asked, arguments, vocabulary
+from ..cli.look import Asked, arguments, namer, vocabulary
 from ..cli.sources import read_pattern
 from ..costs.door import cost as price
 from ..errors import FormatError, RegardError, SpecError, nearest
@@ -105,11 +105,12 @@ def _complaint(errors: Sequence[Any]) -> str:
 
 def _of_pattern(given: OfPattern) -> dict[str, Any]:
     pattern = read_pattern(given.pattern)
+    count = pattern.count(given.n)
     told: dict[str, Any] = {
         "pattern": repr(pattern),
-        "count": str(pattern.count(given.n)),  # a number of JavaScript ends at 2⁵³
+        "count": str(count),  # a number of JavaScript ends at 2⁵³
         "pairs": str(given.n**2),
-        "share": pattern.count(given.n) / given.n**2,
+        "share": count / given.n**2,
         "rows": [
             "".join("01"[x] for x in row) for row in pattern.allowed(min(given.n, DRAWN)).int().tolist()
         ],
@@ -135,17 +136,16 @@ def _of_model(given: OfModel) -> dict[str, Any]:
         device=given.device,
         train=given.train,
     )
-    return {"told": str(cost), "cost": cost.plain(), "latex": cost.latex}
+    return {"told": str(cost), "cost": cost.plain()}
 
 
 def _of_text(given: OfText, asked: Asked) -> str:
     ids = _ids(given.text, asked)
+    if not ids:
+        raise FormatError("there is no token in this text")
     if len(ids) > LOOKED:
         raise SpecError(f"{len(ids)} positions are too many to show; up to {LOOKED}")
-    names = asked.tokenizer
-    if names is not None and not hasattr(names, "convert_ids_to_tokens"):
-        names = lambda ids: [asked.tokenizer.id_to_token(i) for i in ids]  # noqa: E731
-    return page(look(asked.model, arguments(asked, torch.tensor([ids]), None), names))
+    return page(look(asked.model, arguments(asked, torch.tensor([ids]), None), namer(asked.tokenizer)))
 
 
 def _ids(text: str, asked: Asked) -> list[int]:
