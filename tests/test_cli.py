@@ -117,7 +117,7 @@ def test_explain_prints_the_plan_and_its_picture():
 
 UNREAD = {
     "gtp2": "'gtp2' is none of a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, "
-    "a checkpoint folder or package.module:name; did you mean gpt2?",
+    "a checkpoint folder, the folder of a run or package.module:name; did you mean gpt2?",
     "absent.json": "there is no file absent.json",
     "no_such_module:x": "there is no module 'no_such_module' on PYTHONPATH or in {here}",
     "torch.nn:Liner": "torch.nn has no 'Liner'; did you mean Linear?",

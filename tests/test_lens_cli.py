@@ -11,7 +11,7 @@ from test_lens_view import small
 typer = pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from regard.cli.look import load, look, read_input  # noqa: E402
+from regard.cli.look import encoded, load, look, namer, read_input  # noqa: E402
 
 app = typer.Typer()
 app.command()(look)
@@ -119,3 +119,35 @@ def test_an_image_is_brought_to_the_size_of_the_model(tmp_path):
     (tmp_path / "bad.png").write_text("no image")
     with pytest.raises(rg.FormatError, match=r"bad.png cannot be read as an image"):
         read_input(str(tmp_path / "bad.png"), asked)
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of a run, as `regard train` leaves it: recipe, tokens, and the model one deeper."""
+    from regard.training.run import MODEL, RECIPE, TOKENS
+    from regard.training.tokens import characters
+
+    tokens = characters(["abc def"])
+    folder = tmp_path / "run"
+    declared = rg.preset("tiny-gpt")
+    assert len(tokens) <= declared.embedding.vocab
+    rg.save(declared.build(), folder / MODEL)
+    (folder / RECIPE).write_text("{}")
+    (folder / TOKENS).write_text(tokens.json())
+    return folder
+
+
+def test_the_folder_of_a_run_reads_texts_by_its_own_tokens(finished):
+    told = run(finished, "fade", "--json")
+    assert told.exit_code == 0, told.output
+    layer = json.loads(told.stdout)["layers"][0]
+    assert layer["n"] == 4 and load(str(finished)).model.spec == rg.preset("tiny-gpt")
+    asked = load(str(finished))
+    assert namer(asked.tokenizer)(encoded("fade", asked.tokenizer)) == list("fade")
+    assert read_input("fade", asked).tolist() == [asked.tokenizer.encode(["fade"])[0]]
+
+
+def test_a_run_without_a_model_yet_says_what_to_do(tmp_path):
+    (tmp_path / "recipe.json").write_text("{}")
+    with pytest.raises(rg.FormatError, match=r"holds no model yet; regard train --out .* goes on there"):
+        load(str(tmp_path))

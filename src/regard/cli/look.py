@@ -16,6 +16,8 @@ from ..lens.table import Table
 from ..lens.view import View
 from ..lens.view import look as see
 from ..nn import stack
+from ..training.run import TOKENS
+from ..training.tokens import Tokens
 from . import sources
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
@@ -104,7 +106,9 @@ def _huggingface(config: Any, folder: Path) -> Asked:
 
 
 def _own_tokenizer(folder: Path) -> Any:
-    """The tokenizer.json beside a checkpoint of ours, if there is one."""
+    """The tokens of a run, or the tokenizer.json beside a checkpoint of ours, if there is one."""
+    if (folder / TOKENS).is_file():
+        return Tokens.from_json((folder / TOKENS).read_text(encoding="utf-8"))
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -116,7 +120,9 @@ def _own_tokenizer(folder: Path) -> Any:
 
 
 def namer(tokenizer: Any) -> Any:
-    """What turns ids into names: a Hugging Face tokenizer itself, a function for one of `tokenizers`."""
+    """What turns ids into names: a Hugging Face tokenizer itself, a function for the others."""
+    if isinstance(tokenizer, Tokens):
+        return tokenizer.words
     if tokenizer is None or hasattr(tokenizer, "convert_ids_to_tokens"):
         return tokenizer
     return lambda ids: [tokenizer.id_to_token(i) for i in ids]
@@ -139,8 +145,15 @@ def read_input(given: str, asked: Asked) -> Tensor:
         raise SpecError(
             f"there is no tokenizer beside this model, so {given[:40]!r} is no input; give ids, as in 5,12,7"
         )
-    ids = asked.tokenizer.encode(given)
-    return torch.tensor([ids if isinstance(ids, list) else ids.ids])
+    return torch.tensor([encoded(given, asked.tokenizer)])
+
+
+def encoded(text: str, tokenizer: Any) -> list[int]:
+    """The ids of a text, by any of the three kinds of tokenizers."""
+    if isinstance(tokenizer, Tokens):
+        return tokenizer.encode([text])[0]
+    ids = tokenizer.encode(text)
+    return ids if isinstance(ids, list) else ids.ids
 
 
 def _random(given: str, asked: Asked) -> Tensor:

@@ -23,9 +23,11 @@ from ..pattern import (
     strided,
     window,
 )
+from ..training.run import MODEL, RECIPE
 
 FORMS = (
-    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder or package.module:name"
+    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, the folder of a run or "
+    "package.module:name"
 )
 
 
@@ -33,7 +35,7 @@ def read(source: str) -> Any:
     """The object that `source` names.
 
     A preset or a declaration gives its spec; a Hugging Face configuration its PretrainedConfig; a folder
-    written by `rg.save` its model; `package.module:name` whatever has that name.
+    written by `rg.save`, or by `regard train`, its model; `package.module:name` whatever has that name.
     """
     if source.startswith("hf:"):
         return huggingface_config(Path(source.removeprefix("hf:")))
@@ -126,6 +128,12 @@ def _number(node: ast.expr, word: str) -> int:
 
 
 def _folder(path: Path) -> Any:
+    if (path / RECIPE).is_file():
+        path = path / MODEL
+        if not path.is_dir():
+            raise FormatError(
+                f"{path.parent} holds no {MODEL} yet; regard train --out {path.parent} goes on there"
+            )
     config = _json(path / "config.json")
     return load(path) if "spec" in config else _huggingface(config, path)
 

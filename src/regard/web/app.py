@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 import regard
 
 from .. import spec, value
-from ..cli.look import Asked, arguments, namer, vocabulary
+from ..cli.look import Asked, arguments, encoded, namer, vocabulary
 from ..cli.sources import read_pattern
 from ..costs.door import cost as price
 from ..errors import FormatError, RegardError, SpecError, nearest
@@ -150,8 +150,7 @@ def _of_text(given: OfText, asked: Asked) -> str:
 
 def _ids(text: str, asked: Asked) -> list[int]:
     if asked.tokenizer is not None:
-        ids = asked.tokenizer.encode(text)
-        return ids if isinstance(ids, list) else ids.ids
+        return encoded(text, asked.tokenizer)
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() for part in parts):
         raise FormatError("there is no tokenizer beside this model; write ids, as in 5, 12, 7")
