@@ -193,6 +193,8 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
         with pytest.raises(SpecError, match=f"127.0.0.1:{port} cannot be had: .*; give another --port"):
             serve("no such model", port=port)
     _free("127.0.0.1", port)
+    with pytest.raises(SpecError, match=r"^::1:8765 cannot be had: .* --host$"):
+        serve(host="::1")
 
 
 def test_a_model_of_images_is_refused_with_what_to_do():

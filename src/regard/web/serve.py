@@ -15,7 +15,9 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help=f"Whose heads to see: {sources.FORMS}. Without one, no heads.")
     ] = None,
-    host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from other machines.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="A name or IPv4 address; 0.0.0.0 for other machines too.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8765,
     browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
@@ -45,8 +47,7 @@ def serve(
 
 def _free(host: str, port: int) -> None:
     """Say what to do where the port cannot be had, before a model is loaded."""
-    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(kind) as one:
+    with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             one.bind((host, port))
