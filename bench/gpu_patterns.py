@@ -337,11 +337,10 @@ def table(cases, widths, backward: bool, rate: float, out) -> None:
             )
 
 
-def time_of(fn, q, k, v, do, backward: bool, times: int = 5) -> float:
-    """The median of some readings: where the CPU is nearly as long as the GPU, single ones differ by a third."""
-    with torch.set_grad_enabled(backward):
-        run = both_ways(fn, q, k, v, do) if backward else partial(fn, q, k, v)
-        return sorted(bench(run) for _ in range(times))[times // 2]
+def time_of(fn, q, k, v, times: int = 5) -> float:
+    """Forward, the median of some readings: where the CPU takes as long as the GPU, single ones differ by a third."""
+    with torch.no_grad():
+        return sorted(bench(partial(fn, q, k, v)) for _ in range(times))[times // 2]
 
 
 def beside_flex(cases, widths, out) -> None:
@@ -350,8 +349,7 @@ def beside_flex(cases, widths, out) -> None:
     )
     for d in widths:
         for pattern, n in cases:
-            q, k, v, do = tensors(n, d, 4)
-            took, theirs = time_of(ours(pattern), q, k, v, do, False), flex(pattern, n, d)
+            took, theirs = time_of(ours(pattern), *tensors(n, d)), flex(pattern, n, d)
             out.append(
                 {
                     "group": "flex",

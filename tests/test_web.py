@@ -9,13 +9,15 @@ from http.client import HTTPConnection
 
 import pytest
 import torch
-import uvicorn
 
 import regard as rg
 from regard.cli.look import Asked
 from regard.errors import SpecError
-from regard.web.app import DRAWN, LONGEST, made
-from regard.web.serve import _free, serve
+
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+from regard.web.app import DRAWN, LONGEST, made  # noqa: E402
+from regard.web.serve import _free, serve  # noqa: E402
 
 
 class Words:

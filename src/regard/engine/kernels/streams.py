@@ -243,16 +243,18 @@ def _by_keys(
     """
     from . import hopper_backward
 
-    h, h_kv, m = given[0].shape[1], *given[1].shape[1:3]
+    h, (rows, h_kv, m) = given[0].shape[1], given[1].shape[:3]
     whole, config = not step.work.slots, task.configs.stream_dkv
-    one, lie = end_to_end(Route((step,), True), task.step, given) if whole else (Route((step,), True), given)
-    (q, k, v, _, do), (step,) = lie, one.steps
+    if whole:
+        together, given = end_to_end(Route((step,), True), task.step, given)
+        (step,) = together.steps
+    q, k, v, _, do = given
     (b, heads, _, d), group = k.shape, h // h_kv
     cut = shares(step.work, b * heads, at_a_time(config, device), group, 2, LATE if whole else 0.0)
     launch = Launch(
         hopper_backward.dkv_stream, len(cut.chunks) * b * heads, config,
         *q.steps, *k.steps, *v.steps, *do.steps, *dense(*k.shape).steps, heads, b * heads, q.shape[2],
-        0 if left is None else len(left[1]), given[1].shape[0] * h_kv, m, task.start, task.step, task.scale,
+        0 if left is None else len(left[1]), rows * h_kv, m, task.start, task.step, task.scale,
         base2(task.scale), tables=(cut.chunks, cut.blocks, cut.slot if left is None else left[1]), early=True,
         WAITS=waits, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
         adds=None if left is None else _kept(left[0]), **_sizes(step, config, d, dtype),
