@@ -264,6 +264,28 @@ def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _pairs(weights):
+    """Weights two by two, as registers hold them: (rows, keys) → (rows, keys / 2). Carried through a loop one by one,
+    they would be taken apart and put together again for each block."""
+    x = gl.inline_asm_elementwise(
+        "{ mov.b32 $0, $2; mov.b32 $1, $2; }", "=r,=r,r", [weights], gl.int32, True, 2
+    )
+    x, _ = gl.split(x.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    return x
+
+
+@gluon.jit
+def _unpaired(x, KIND: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `_pairs` was given, for a product that takes it from the left."""
+    x = gl.join(x, x).reshape([x.shape[0], 2 * x.shape[1]])
+    if gl.bfloat16 == KIND:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
+    else:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x], gl.float16, True, 2)
+    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
 def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
     """The rows of a tile, and which of them are to be written."""
     a = gl.arange(0, R, layout=LAYOUT)
@@ -309,9 +331,36 @@ def _close(
 
 
 @gluon.jit
-def _copy(place, X, x, stride, d):
+def _addresses(X, x, D: gl.constexpr):
+    """Of rows of D numbers that begin x numbers after X.
+
+    Of a row of 128 a thread reads two pieces, 64 apart: that is part of the copy's own instruction, if the address of
+    the first is not taken to pieces. The compiler would; so that is PTX. (Of a row of 64 a thread reads one.)
+    """
+    LOAD: gl.constexpr = x.type.layout.parent
+    if D == 64:
+        return X + x[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))[None, :]
+    else:
+        PIECES: gl.constexpr = gl.BlockedLayout(
+            [1, D // 64, 8], [LOAD.threads_per_warp[0], 1, 8], [LOAD.warps_per_cta[0], 1, 1], [2, 1, 0]
+        )
+        EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, PIECES))
+        rows = gl.convert_layout(x, EACH, assert_trivial=True)[:, None, None]
+        piece = X + gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, PIECES)))
+        piece = piece.to(gl.int64, bitcast=True)[None, None, :]
+        at = gl.inline_asm_elementwise(
+            "mad.wide.s32 $0, $1, 2, $2;", "=l,r,l", [rows, piece], gl.int64, True, 1
+        )
+        at = at.to(gl.pointer_type(X.dtype.element_ty), bitcast=True)
+        at += 64 * gl.arange(0, D // 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, PIECES)))[None, :, None]
+        at = gl.convert_layout(at.reshape([x.shape[0], D]), LOAD, assert_trivial=True)
+        return gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
+
+
+@gluon.jit
+def _copy(place, X, x, stride):
     """Start to copy rows x of X; zeros, and nothing is read, where x < 0."""
-    fetch(place, X + (x * stride)[:, None] + d, mask=(x >= 0)[:, None])
+    fetch(place, _addresses(X, x * stride, place.shape[1]), mask=(x >= 0)[:, None])
 
 
 @gluon.jit
@@ -324,39 +373,39 @@ def _spot(row, c, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_block(place, X, spot, stride, c, d, SEGMENTS: gl.constexpr):
+def _copy_block(place, X, spot, stride, c, SEGMENTS: gl.constexpr):
     """Start to copy the rows of a block, zeros at its empty places. Of one segment, a row is one multiplication."""
     a, b, end = spot
     if SEGMENTS == 1:
-        fetch(place, X + (a * stride + b * stride * c)[:, None] + d, mask=(c < end)[:, None])
+        rows = _addresses(X, a * stride + b * stride * c, place.shape[1])
+        fetch(place, rows, mask=(c < end)[:, None])
     else:
-        _copy(place, X, b, stride, d)
+        _copy(place, X, b, stride)
 
 
 @gluon.jit
-def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr):
+def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, LOAD: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
         x = _of_tile(row, marks, R, gl.SliceLayout(1, LOAD))
-        d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
-        fetch(qs, Q + (x * q_n)[:, None] + d[None, :])
+        fetch(qs, _addresses(Q, x * q_n, qs.shape[1]))
 
 
 @gluon.jit
 def _first_copies(
-    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of: gl.constexpr,
-    high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr,
-    SEGMENTS: gl.constexpr, LOAD: gl.constexpr,
+    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, low_of: gl.constexpr,
+    high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, SEGMENTS: gl.constexpr,
+    LOAD: gl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
     row, marks = _row(CHUNKS + 4, 0, SEGMENTS)
     following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
-    _fetch_queries(qs, Q, row, marks, q_n, R, D, LOAD)
+    _fetch_queries(qs, Q, row, marks, q_n, R, LOAD)
     spot = _spot(row, c, SEGMENTS)
     _note(noted, lo % 2 * 2, row, marks, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
-    _copy_block(ks, K, spot, k_m, c, d, SEGMENTS)
+    _copy_block(ks, K, spot, k_m, c, SEGMENTS)
     async_copy.commit_group()
-    _copy_block(vs.index(0), V, spot, v_m, c, d, SEGMENTS)
+    _copy_block(vs.index(0), V, spot, v_m, c, SEGMENTS)
     async_copy.commit_group()
     _note(noted, (lo + 1) % 2 * 2, following, coming, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
     return row, marks, following, coming
@@ -378,15 +427,14 @@ def stream_kernel(
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     KIND: gl.constexpr = Q.dtype.element_ty
     qs, ks = gl.allocate_shared_memory(KIND, [R, D], SHARED), gl.allocate_shared_memory(KIND, [R, D], SHARED)
     vs = gl.allocate_shared_memory(KIND, [2, R, D], SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
     row, mark, following, coming = _first_copies(
-        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, d, low_of, high_of, allowed,
-        MARKS, R, D, SEGMENTS, LOAD,
+        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, low_of, high_of, allowed,
+        MARKS, R, SEGMENTS, LOAD,
     )  # fmt: skip
     first, hop, _ = _tile(row, mark)
     begun, end = row[0], row[8]
@@ -397,9 +445,9 @@ def stream_kernel(
     barrier()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
-    _copy_block(ks, K, spot, k_m, c, d, SEGMENTS)
+    _copy_block(ks, K, spot, k_m, c, SEGMENTS)
     if lo < last:  # a first tile of one block
-        _fetch_queries(qs, Q, following, coming, q_n, R, D, LOAD)
+        _fetch_queries(qs, Q, following, coming, q_n, R, LOAD)
     async_copy.commit_group()
     scores = _hide(
         scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step,
@@ -407,22 +455,23 @@ def stream_kernel(
     )  # fmt: skip
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
-    left = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    left = _pairs(weights)
     at = 0
     for t in range(lo, last):
         async_copy.wait_group(0)
         barrier()
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
-        product_v = warpgroup_mma(left, vs.index(at), acc, is_async=True)
+        product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         ahead = _spot(row, c, SEGMENTS)
         _note(noted, t % 2 * 2, row, after, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
         later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        _copy_block(ks, K, ahead, k_m, c, d, SEGMENTS)
-        _copy_block(vs.index(1 - at), V, spot, v_m, c, d, SEGMENTS)
+        _copy_block(ks, K, ahead, k_m, c, SEGMENTS)
+        _copy_block(vs.index(1 - at), V, spot, v_m, c, SEGMENTS)
         if t + 2 <= last:
-            _fetch_queries(qs, Q, row, after, q_n, R, D, LOAD)
+            _fetch_queries(qs, Q, row, after, q_n, R, LOAD)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
         scores = _hide(
@@ -438,12 +487,12 @@ def stream_kernel(
             acc = gl.zeros([R, D], gl.float32, layout=OUT)
         else:
             acc = _faded(acc, fade)
-        left = gl.convert_layout(weights, gl.DotOperandLayout(0, OUT, 2))
+        left = _pairs(weights)
         first, hop, mark = next_first, next_hop, coming
         next_first, next_hop, _ = _tile(row, after)
         top, total, coming, after, row, spot = higher, summed, after, later, later_row, ahead
         at = 1 - at
     async_copy.wait_group(0)
     barrier()
-    acc = warpgroup_mma(left, vs.index(at), acc)
+    acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
     _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD)

@@ -57,14 +57,14 @@ def _put(X, place, value, x, mine, stride, LOAD: gl.constexpr):
 
 @gluon.jit
 def _fetch_queries(
-    qs, dos, os, lses, Q, DO, O, LSE, BLOCKS, t, q_n, do_n, o_n, d,
+    qs, dos, os, lses, Q, DO, O, LSE, BLOCKS, t, q_n, do_n, o_n,
     R: gl.constexpr, LOAD: gl.constexpr, FLAT: gl.constexpr,
 ):  # fmt: skip
     """Start to copy q, do, o and lse of the tile of block t."""
     x = _of_tile(BLOCKS, t, R, gl.SliceLayout(1, LOAD))
-    _copy(qs, Q, x, q_n, d)
-    _copy(dos, DO, x, do_n, d)
-    _copy(os, O, x, o_n, d)
+    _copy(qs, Q, x, q_n)
+    _copy(dos, DO, x, do_n)
+    _copy(os, O, x, o_n)
     fetch(lses, LSE + _of_tile(BLOCKS, t, R, FLAT))
 
 
@@ -164,7 +164,6 @@ def _visit_keys(
     D: gl.constexpr = dq.shape[1]
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     zero = gl.zeros([R, R], gl.float32, layout=SCORES)
     later, after = _row(BLOCKS, gl.minimum(t + 2, last), SEGMENTS)
     async_copy.wait_group(0)
@@ -177,8 +176,8 @@ def _visit_keys(
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     if t < last:
         spot = _spot(ahead, c, SEGMENTS)
-        _copy_block(ks_next, K, spot, k_m, c, d, SEGMENTS)
-        _copy_block(vs_next, V, spot, v_m, c, d, SEGMENTS)
+        _copy_block(ks_next, K, spot, k_m, c, SEGMENTS)
+        _copy_block(vs_next, V, spot, v_m, c, SEGMENTS)
         if (coming & 7) != 0:
             _note_bound(noted_next, _keys(ahead, flat, -1, SEGMENTS), coming, low_of, high_of, allowed)
     async_copy.commit_group()
@@ -192,7 +191,7 @@ def _visit_keys(
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if ends & (t < last):
         barrier()
-        _fetch_queries(qs, dos, os, lses, Q, DO, O, LSE, BLOCKS, t + 1, q_n, do_n, o_n, d, R, LOAD, FLAT)
+        _fetch_queries(qs, dos, os, lses, Q, DO, O, LSE, BLOCKS, t + 1, q_n, do_n, o_n, R, LOAD, FLAT)
     async_copy.commit_group()
     dscores = weights * (dweights - delta[:, None])
     left = gl.convert_layout(dscores.to(ks.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -227,7 +226,6 @@ def dq_stream(
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c = _let_next(_awaited(gl.arange(0, R, layout=gl.SliceLayout(1, LOAD))))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     KIND: gl.constexpr = Q.dtype.element_ty
     qs, dos = gl.allocate_shared_memory(KIND, [R, D], SHARED), gl.allocate_shared_memory(KIND, [R, D], SHARED)
     os = gl.allocate_shared_memory(KIND, [R, D], SHARED)
@@ -241,9 +239,9 @@ def dq_stream(
     dq = gl.zeros([R, D], gl.float32, layout=OUT)
     row, mark = _row(CHUNKS + 4, 0, SEGMENTS)
     j = _keys(row, c, -1, SEGMENTS)
-    _fetch_queries(qs, dos, os, lses, Q, DO, O, LSE, CHUNKS + 4, 0, q_n, do_n, o_n, d, R, LOAD, FLAT)
-    _copy(kr.index(lo % 2), K, j, k_m, d)
-    _copy(vr.index(lo % 2), V, j, v_m, d)
+    _fetch_queries(qs, dos, os, lses, Q, DO, O, LSE, CHUNKS + 4, 0, q_n, do_n, o_n, R, LOAD, FLAT)
+    _copy(kr.index(lo % 2), K, j, k_m)
+    _copy(vr.index(lo % 2), V, j, v_m)
     if (mark & 7) != 0:
         _note_bound(
             b0, _keys(row, gl.arange(0, R, layout=FLAT), -1, SEGMENTS), mark, low_of, high_of, allowed
@@ -295,7 +293,7 @@ def _hide_rows(
 
 @gluon.jit
 def _fetch_rows(
-    qs, dos, lses, deltas, noted, Q, DO, LSE2, DELTA, row, word, q_h, q_n, do_h, do_n, n, start, step, c, flat, d,
+    qs, dos, lses, deltas, noted, Q, DO, LSE2, DELTA, row, word, q_h, q_n, do_h, do_n, n, start, step, c, flat,
     GROUP: gl.constexpr, SEGMENTS: gl.constexpr, WAITS: gl.constexpr = False,
 ):  # fmt: skip
     """Start to copy q, do, lse and delta of a block of queries, zeros at its empty places; note where they stand.
@@ -306,8 +304,8 @@ def _fetch_rows(
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
     spot = _spot(row, c, SEGMENTS)
-    _copy_block(qs, Q, spot, q_n, c, d, SEGMENTS)
-    _copy_block(dos, DO, spot, do_n, c, d, SEGMENTS)
+    _copy_block(qs, Q, spot, q_n, c, SEGMENTS)
+    _copy_block(dos, DO, spot, do_n, c, SEGMENTS)
     if WAITS:
         flat = _awaited(flat)
     f = _keys(row, flat, -1, SEGMENTS)
@@ -353,7 +351,6 @@ def _visit_rows(
     D: gl.constexpr = dk.shape[1]
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     zero = gl.zeros([R, R], gl.float32, layout=SCORES)
     later, after = _row(BLOCKS, gl.minimum(t + 2, last), SEGMENTS)
     async_copy.wait_group(0)
@@ -362,7 +359,7 @@ def _visit_rows(
     if t < last:
         _fetch_rows(
             qs_next, dos_next, lses_next, deltas_next, noted_next, Q, DO, LSE2, DELTA, ahead, coming,
-            q_h, q_n, do_h, do_n, n, start, step, c, flat, d, GROUP, SEGMENTS,
+            q_h, q_n, do_h, do_n, n, start, step, c, flat, GROUP, SEGMENTS,
         )  # fmt: skip
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
@@ -379,8 +376,8 @@ def _visit_rows(
     if ends & (t < last):
         barrier()
         x = _of_tile(BLOCKS, t + 1, R, gl.SliceLayout(1, LOAD))
-        _copy(ks, K, x, k_m, d)
-        _copy(vs, V, x, v_m, d)
+        _copy(ks, K, x, k_m)
+        _copy(vs, V, x, v_m)
     async_copy.commit_group()
     dv, dk = warpgroup_mma_wait(0, deps=[product_v, product_k])
     if ends:
@@ -419,7 +416,6 @@ def dkv_stream(
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
     c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))[None, :]
     KIND: gl.constexpr = Q.dtype.element_ty
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ks, vs = gl.allocate_shared_memory(KIND, [R, D], SHARED), gl.allocate_shared_memory(KIND, [R, D], SHARED)
@@ -439,11 +435,11 @@ def dkv_stream(
     dk, dv = gl.zeros([R, D], gl.float32, layout=OUT), gl.zeros([R, D], gl.float32, layout=OUT)
     row, mark = _row(CHUNKS + 4, 0, SEGMENTS)
     x = _of_tile(CHUNKS + 4, 0, R, gl.SliceLayout(1, LOAD))
-    _copy(ks, K, x, k_m, d)
-    _copy(vs, V, x, v_m, d)
+    _copy(ks, K, x, k_m)
+    _copy(vs, V, x, v_m)
     _fetch_rows(
         qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0, Q, DO, LSE2, DELTA, row, mark,
-        q_h, q_n, do_h, do_n, n, start, step, c, flat, d, GROUP, SEGMENTS, WAITS,
+        q_h, q_n, do_h, do_n, n, start, step, c, flat, GROUP, SEGMENTS, WAITS,
     )  # fmt: skip
     async_copy.commit_group()
     flat = _let_next(flat)
