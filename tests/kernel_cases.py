@@ -231,6 +231,9 @@ def _on_gpu() -> Iterator[Case]:
     yield from (_wide_batch(case, "float32") for case in singles if case.name in IN_FLOAT32)
     yield from (_large(name, 128, "bfloat16") for name in LARGE)
     yield from (_large("causal window | every", 64, dtype) for dtype in ("bfloat16", "float16"))
+    for d in (64, 128):  # the rows of a head apart
+        case = _large("causal window | every", d, "float16")
+        yield replace(case, name=f"{case.name}, heads behind positions", order="b n h d")
     together = {"n": 2112, "m": 2112, "b": 2, "h_kv": 4}  # heads that are dealt together: 64 divides 2112
     for name, d in product(("causal window | every", "window | every"), (64, 128)):
         case = replace(_large(name, d, "bfloat16"), **together)
