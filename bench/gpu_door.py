@@ -9,19 +9,20 @@ short   n = 128 … 2048 beside full SDPA and SDPA with the mask, and the CPU ti
 growth  time with n at a fixed density, and with density at a fixed n
 
 Every comparison is held against float64 first, where that is small enough to make. Times are medians of
-`triton.testing.do_bench`, warm, the cache cleared before each call.
+`triton.testing.do_bench`, warm, the cache cleared before each call; or of rounds of random order, where it is said.
 """
 
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, in_rounds, in_turn, sdpa, tensors
+from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, in_rounds, sdpa, tensors
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -51,13 +52,24 @@ def both(fn, q, k, v, do, *more) -> float:
     return bench(lambda: torch.autograd.grad(fn(*inputs[:3]), inputs, do))
 
 
+def beside(ours, theirs, backward: bool, q, k, v, do) -> tuple[float, float]:
+    """Milliseconds of both, in rounds of random order: one after the other, the clock differs by some per cent."""
+    ways = {"ours": ours, "theirs": theirs}
+    if backward:
+        found = in_rounds({name: both_ways(fn, q, k, v, do) for name, fn in ways.items()})
+    else:
+        with torch.no_grad():
+            found = in_rounds({name: partial(fn, q, k, v) for name, fn in ways.items()})
+    return found["ours"], found["theirs"]
+
+
 def tell(out: list, **row) -> None:
     out.append(row)
     print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
 
 
 def dense(out) -> None:
-    print("\nfull and causal beside the best backend of SDPA, in turn, ms")
+    print("\nfull and causal beside the best backend of SDPA, in rounds, ms")
     for d in (128, 64):
         for n in (4096, 16384):
             q, k, v, do = tensors(n, d, 4)
@@ -67,7 +79,6 @@ def dense(out) -> None:
 
 
 def _dense_row(out, n, d, pattern, causal, backward, tensors) -> None:
-    q, k, v, do = tensors
     _, backend = sdpa(n, d, backward, causal)
 
     def theirs(q, k, v):
@@ -77,10 +88,7 @@ def _dense_row(out, n, d, pattern, causal, backward, tensors) -> None:
     def ours(q, k, v):
         return rg.attention(q, k, v, pattern)
 
-    def time(fn):
-        return lambda: bench(both_ways(fn, q, k, v, do), 30) if backward else forward(fn, q, k, v)
-
-    a, b = in_turn(time(ours), time(theirs))
+    a, b = beside(ours, theirs, backward, *tensors)
     way = "forward+backward" if backward else "forward"
     tell(out, group="dense", pattern="causal" if causal else "full", way=way, n=n, d=d, ours=a, sdpa=b,
          backend=backend, ratio=a / b)  # fmt: skip
@@ -138,7 +146,7 @@ def _same_table(name, fn, weights, q, k, v, do) -> None:
 
 
 def data(out) -> None:
-    print("\nwindow, causal and documents beside compiled FlexAttention, ms")
+    print("\nwindow, causal and documents beside compiled FlexAttention, in rounds, ms")
     for d, cases in ((128, ("window(256)", "causal()", "documents")), (64, ("documents",))):
         for name in cases:
             n = 32768 if name == "window(256)" else 16384
@@ -155,9 +163,9 @@ def data(out) -> None:
             with torch.no_grad():
                 off = float((ours(q, k, v) - theirs(q, k, v)).abs().max())
             assert off < 0.1, off
-            for way, time in (("forward", forward), ("forward+backward", both)):
-                x = (q, k, v) if way == "forward" else (q, k, v, do)
-                a, b = in_turn(lambda: time(ours, *x), lambda: time(theirs, *x), 3)  # noqa: B023
+            for backward in (False, True):
+                a, b = beside(ours, theirs, backward, q, k, v, do)
+                way = "forward+backward" if backward else "forward"
                 tell(out, group="data", pattern=name, way=way, n=n, d=d, ours=a, flex=b, ratio=b / a)
 
 

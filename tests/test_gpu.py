@@ -14,6 +14,7 @@ import torch
 
 import regard as rg
 from kernel_cases import AT_LENGTH, ON_GPU, complaints, outcomes
+from regard.engine import quick
 from regard.errors import BackendError
 from regard.pattern import causal, every, window
 from regard.position import ByDistance
@@ -157,6 +158,18 @@ def test_a_captured_graph_replays_what_a_call_gives(n):
     rest = torch.full((1 << 24,), 7.0, device="cuda")  # takes what was given back since
     graph.replay()
     assert all(map(torch.equal, replayed, both())) and bool((rest == 7.0).all())
+
+
+@THEIRS
+@pytest.mark.parametrize("n", [700, 2100])
+def test_a_call_that_names_the_backend_is_looked_up_the_second_time(n):
+    quick.known.clear()
+    q, k, v = heads(n)
+    first, second = (rg.attention(q, k, v, SPARSE, backend="progressions") for _ in range(2))
+    assert quick.key(q, k, v, SPARSE, None, "progressions") in quick.known
+    assert type(second.grad_fn) is not type(first.grad_fn)  # by another way
+    assert torch.equal(first, second)
+    assert all(map(torch.equal, gradients(first, (q, k, v)), gradients(second, (q, k, v))))
 
 
 def test_tensors_on_two_devices_are_refused_by_name():

@@ -43,7 +43,7 @@ def attention(
     if lengths is not None and _none_shorter(lengths, q, k):
         lengths = None
     usual = lengths is None and bias is None and at is None and not dropout_p and not return_lse
-    usual = usual and ties == "share" and (backend == "auto" or (backend == "progressions" and q.is_cpu))
+    usual = usual and ties == "share" and backend in ("auto", "progressions")
     key = quick.key(q, k, v, pattern, scale, backend) if usual else None
     if key is not None and (way := quick.known.get(key)) is not None:
         return way(q, k, v)
