@@ -14,6 +14,7 @@ from regard.training.lessons.images import local
 from regard.training.optimiser import AdamW
 
 ROOT = Path(__file__).parent.parent
+STEPS = 20
 
 
 def two_heads(seed: int = 0):
@@ -39,13 +40,13 @@ def test_heads_that_start_equal_stay_equal_and_others_do_not():
     for trained in (model, other):
         adam = AdamW().build(trained)
         adam.param_groups[0]["lr"] = 0.01
-        for step in range(20):
+        for step in range(STEPS):
             x = torch.randn(5, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
             (trained(x) - x.flip(1)).pow(2).mean().backward()
             adam.step()
             adam.zero_grad()
     assert (model.w_q.weight - began).abs().max() > 0.01  # it did train
-    assert apart(model) == 0.0
+    assert apart(model) <= STEPS * torch.finfo(torch.float64).eps  # some products round columns differently
     assert apart(other) > 0.1
 
 
