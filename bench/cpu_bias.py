@@ -18,6 +18,7 @@ from cpu_patterns import HEADS, WIDTH, interleaved, resident, say
 from torch import Tensor
 
 from regard.engine import by_distance
+from regard.engine.attention import attention
 from regard.engine.batches import program
 from regard.pattern import causal, full, window
 from regard.position import ByDistance
@@ -72,6 +73,44 @@ def time_group(rounds: int) -> list[dict]:
     return found
 
 
+def fixed_group(rounds: int) -> list[dict]:
+    """A bias by distance that does not learn (ALiBi's slopes): the door beside SDPA with the bias gathered for each
+    call, as its distances change with the length, and beside SDPA with a bias that is there already."""
+    found = []
+    slopes = ByDistance(slopes=2.0 ** -torch.arange(1, HEADS + 1))
+    for n in (128, 256, 512, 1024, 2048):
+        for pattern in (causal(), causal() & window(64)):
+            for learns in (False, True):
+                found.append(_fixed(n, pattern, slopes, learns, rounds))
+    return found
+
+
+def _fixed(n: int, pattern, slopes: ByDistance, learns: bool, rounds: int) -> dict:
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, HEADS, n, WIDTH, requires_grad=learns) for _ in range(3)]
+    at, out = torch.arange(n), torch.randn(1, HEADS, n, WIDTH)
+
+    def made() -> Tensor:
+        return slopes.dense(at, at).masked_fill(~pattern.allowed(n), -torch.inf)[None]
+
+    ready = made()
+    ways = {
+        "ours": lambda: attention(*inputs, pattern, bias=slopes),
+        "gathered": lambda: F.scaled_dot_product_attention(*inputs, attn_mask=made()),
+        "ready": lambda: F.scaled_dot_product_attention(*inputs, attn_mask=ready),
+    }
+    assert float((ways["ours"]() - ways["ready"]()).detach().abs().max()) < 1e-4
+    calls = {k: lambda f=f: torch.autograd.grad(f(), inputs, out) if learns else f() for k, f in ways.items()}
+    times = interleaved(calls, rounds)
+    ms = {k: times[k]["median"] for k in ways}
+    way = "forward+backward" if learns else "forward"
+    say(
+        f"{pattern!r:22} n={n:5} {way:16}  ours {ms['ours']:7.2f} ms  gathered {ms['gathered']:7.2f} ms"
+        f" = {ms['gathered'] / ms['ours']:5.2f} ×  ready {ms['ready']:7.2f} ms = {ms['ready'] / ms['ours']:5.2f} ×"
+    )
+    return {"pattern": repr(pattern), "n": n, "way": way, "ms": times}
+
+
 def memory_group(rounds: int) -> list[dict]:
     """Extra memory of one forward + backward, each way in a process of its own."""
     found = []
@@ -101,5 +140,5 @@ if __name__ == "__main__":
         memory(sys.argv[2], int(sys.argv[3]))
     else:
         begun = time.perf_counter()
-        cpu_patterns.run({"time": time_group, "memory": memory_group}, "cpu_bias")
+        cpu_patterns.run({"time": time_group, "fixed": fixed_group, "memory": memory_group}, "cpu_bias")
         say(f"{time.perf_counter() - begun:.0f} s in all")

@@ -32,6 +32,12 @@ def test_auto_takes_the_way_that_fits():
     assert way(rg.window(2) | rg.every(4), 16) == "masked"  # too small to gain
     assert way(SPARSE, table=True) == way(SPARSE, at_each_row=True) == way(SPARSE, bias="tensor") == "masked"
     assert way(SPARSE, bias="distance", bias_grad=True) == "tiled"
+    for fixed in (rg.full(), rg.causal(), SPARSE):  # forward from 32,768 pairs a head, backward from 262,144
+        kinds = {"bias": "distance"}
+        assert [way(fixed, n, **kinds) for n in (181, 182)] == ["masked", "tiled"]
+        assert [way(fixed, n, grad=True, **kinds) for n in (511, 512)] == ["masked", "tiled"]
+        assert way(fixed, 16, lse=True, **kinds) == "tiled"
+    assert way(rg.causal(), 1, 4096, bias="distance") == "masked"  # one word after the other
     assert way(SPARSE, dropout=True) == "tiled" and way(rg.full(), dropout=True) == "dense"
     assert way(SPARSE, hard=True) == "plain"
     assert way(rg.causal(), lse=True) == way(SPARSE, lse=True) == "progressions"
@@ -145,6 +151,21 @@ def test_every_way_gives_the_same(backend):
         torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs)
     ):
         assert torch.allclose(a, b, atol=1e-11)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_fixed_bias_by_distance_gives_the_same_in_tiles_as_in_a_mask(grad):
+    n, g = 520, torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 8, n, 4, dtype=torch.float64, generator=g, requires_grad=grad) for _ in range(3)]
+    slopes = ByDistance(slopes=torch.rand(8, dtype=torch.float64, generator=g))
+    ways = [
+        rg.attention(*inputs, SPARSE, bias=slopes, backend=backend) for backend in ("auto", "tiled", "masked")
+    ]
+    assert torch.equal(ways[0], ways[1]) and torch.allclose(ways[0], ways[2], atol=1e-12)
+    if grad:
+        found = [torch.autograd.grad(o.square().sum(), inputs) for o in ways]
+        assert all(map(torch.equal, *found[:2]))
+        assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(found[0], found[2]))
 
 
 def test_a_learning_bias_by_distance_runs_tiled_and_learns_the_same():

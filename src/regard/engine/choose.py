@@ -136,6 +136,8 @@ def _auto(f: Facts) -> Choice:
         return Choice(
             "tiled", "the bias learns: its gradient is summed by diagonals, without an n × m tensor"
         )
+    if f.bias == "distance" and not f.dropout and _fills_tiles(f) and cannot(f, "tiled") is None:
+        return Choice("tiled", "the bias is read along diagonals, without an n × m tensor")
     if f.dropout and not f.lse and cannot(f, "tiled") is None and TILED * estimate(f) < masked_estimate(f):
         return Choice("tiled", "dropout over the pairs of the pattern alone")
     if f.pattern.has_data and (found := _by_data(f)):
@@ -154,6 +156,11 @@ def _auto(f: Facts) -> Choice:
             return Choice("progressions", told)
         why = f"progressions would take {told}"
     return Choice("masked", why)
+
+
+def _fills_tiles(f: Facts) -> bool:
+    """Whether a bias by distance that does not learn is quicker in tiles: to gather it takes longer than all else."""
+    return f.lse or f.heads * f.n * f.m >= (TILED_BOTH if f.grad else TILED_FORWARD)
 
 
 def _by_data(f: Facts) -> Choice | None:
@@ -361,6 +368,7 @@ def masked_estimate(f: Facts) -> float:
 MASKED_FORWARD, MASKED_BOTH = 1.8, 6.4
 BLOCKS = 192  # queries from which on the fused op works in larger blocks, twice as quick
 TILED = 2.0  # tiles of scores in plain PyTorch cost so much more than the fused op
+TILED_FORWARD, TILED_BOTH = 1 << 18, 1 << 21  # pairs of all heads: bench/cpu_bias.py, fixed
 SURELY = 0.85  # what an estimate may say and be right: at 512 positions calls took up to 1.15 times of theirs
 FLEX_PAIRS = 1 << 22  # a head's pairs from which on a compiled call is worth its start
 FLEX_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
