@@ -277,10 +277,24 @@ def _tile_backward(
     ds = ds if drop is None else ds.mul_(drop)
     ds.sub_(delta[..., None]).mul_(p)
     tile.batch.rows_of(dq).add_((ds @ tile.keys(k)).flip(2), alpha=scale)
-    tile.batch.add_to_keys(dk, (ds.mT @ q).mul_(scale))
-    tile.batch.add_to_keys(dv, (p if drop is None else p.mul_(drop)).mT @ do)
+    _add_to_keys(tile.batch, dk, ds.mT, q, scale)
+    _add_to_keys(tile.batch, dv, (p if drop is None else p.mul_(drop)).mT, do, 1.0)
     if room is not None:
         tile.add_to_bias(de, ds)
+
+
+def _add_to_keys(
+    batch: Batch,
+    into: Float[Tensor, "lanes m d"],
+    left: Float[Tensor, "lanes t l r"],
+    right: Float[Tensor, "lanes t r d"],
+    scale: float,
+) -> None:
+    """into[the keys of tile t] += scale · left[t] right[t]; of one tile, the product is added where it is made."""
+    if batch.tiles == 1:
+        batch.keys_of(into)[:, 0].baddbmm_(left[:, 0], right[:, 0], alpha=scale)
+    else:
+        batch.add_to_keys(into, (left @ right).mul_(scale))
 
 
 class Room:
