@@ -1,6 +1,6 @@
-"""A learned bias by distance on a CPU: tiles with gradients by diagonals, beside SDPA with the bias gathered.
+"""A bias by distance on a CPU: tiles with gradients by diagonals, beside SDPA with the bias gathered.
 
-ratio = time of SDPA's math path / our time, forward + backward; medians of interleaved rounds. Parity first.
+ratio = time of SDPA (its math path, where the bias learns) / our time; medians of interleaved rounds. Parity first.
 
 PYTHONPATH=src python bench/cpu_bias.py --write
 """

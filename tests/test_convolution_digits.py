@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -84,19 +85,20 @@ def test_the_three_networks_are_of_one_size(digits_heads):
 @pytest.mark.long
 @pytest.mark.ledger("S2.4.2.2", "S2.4.2.6")
 def test_a_trained_classifier_loses_nothing_when_its_heads_are_lowered(digits_heads, data):
-    """One fold of bench/convolution_heads.py: half of the first layer's heads or more, half a point or less.
-
-    Of all images: in the fold alone two of 360 would be more than half a point, and how a run ends hangs on rounding.
-    """
+    """As bench/convolution_heads.py: in five folds, so that each image is tested once, half a point or less; and in
+    each half of the first layer's heads or more. (In one fold two images of 360 are more than half a point.)"""
     images, labels = data
-    learn, test = digits_heads.split(labels, 0)
-    torch.manual_seed(0)
-    model = digits_heads.PixelAttention("position")
-    heads = digits_heads.Heads(model, images[learn][:64])
-    digits_heads.train(model, images[learn], labels[learn], epochs=10, watch=heads)
-    assert digits_heads.accuracy(model, images[test], labels[test]) >= 90
-    lowered, told = lower_all(model, images[learn][:128], tolerance=0.05)
-    before, after = (digits_heads.accuracy(m, images, labels) for m in (model, lowered))
-    assert abs(after - before) <= 0.5
-    assert len(next(iter(told.values())).lowered) >= 5
-    assert heads.near_whole() >= 0.9
+    before, after, near = [], [], []
+    for fold in range(5):
+        learn, test = digits_heads.split(labels, fold)
+        torch.manual_seed(fold)
+        model = digits_heads.PixelAttention("position")
+        heads = digits_heads.Heads(model, images[learn][:64])
+        digits_heads.train(model, images[learn], labels[learn], epochs=10, watch=heads)
+        before.append(digits_heads.accuracy(model, images[test], labels[test]))
+        lowered, told = lower_all(model, images[learn][:128], tolerance=0.05)
+        after.append(digits_heads.accuracy(lowered, images[test], labels[test]))
+        assert before[-1] >= 90
+        assert len(next(iter(told.values())).lowered) >= 5
+        near.append(heads.near_whole())
+    assert abs(mean(after) - mean(before)) <= 0.5 and mean(near) >= 0.9
