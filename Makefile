@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 # Two workers, one thread each; a file stays with one, so that what its tests share is made once. Shapes are checked
 # by the test run only, and not where code is compiled.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
-COMPILED := $(shell grep -ls mark.compiled tests/test_*.py)
+COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
 HOOK := --jaxtyping-packages=regard,beartype.beartype
 
 .PHONY: demo test check long laws ledger clean
@@ -41,7 +41,7 @@ check: $(VENV)/.ready
 	$(MAKE) test
 
 ledger: $(VENV)/.ready  # which rows of the ledger have a test
-	$(PY) tests/ledger_rows.py
+	$(PY) tests/helpers/ledger_rows.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

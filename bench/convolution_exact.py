@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from convolution_cases import inputs_for, random_convolution  # noqa: E402
 from regard.convolution import lift, lower  # noqa: E402

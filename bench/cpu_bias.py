@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from cpu_patterns import HEADS, WIDTH, interleaved, resident, say
 from torch import Tensor
 
-from regard.engine import by_distance
 from regard.engine.attention import attention
-from regard.engine.batches import program
+from regard.engine.cpu import by_distance
+from regard.engine.cpu.batches import program
 from regard.pattern import causal, full, window
 from regard.position import ByDistance
 

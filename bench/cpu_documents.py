@@ -10,7 +10,7 @@ from cpu_patterns import HEADS, WIDTH, Case, interleaved, run, say
 from torch import Tensor
 
 from regard.engine.attention import attention
-from regard.engine.packed import programs
+from regard.engine.cpu.packed import programs
 from regard.pattern import Pattern, causal, documents
 
 DRAWN = torch.Generator().manual_seed(0)

@@ -27,7 +27,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
-from regard.engine import kernels
+from regard.engine import cuda as kernels
 from regard.position import ByDistance
 
 REACH = 512

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import regard as rg
-from regard.engine import kernels
+from regard.engine import cuda as kernels
 
 CASES = [(rg.causal() & (rg.window(128) | rg.every(64)), 16384, d) for d in (64, 128)]
 CALLS = 60

@@ -21,8 +21,8 @@ import torch
 from gpu_patterns import MAIN, OTHER, dense, tensors
 from torch.profiler import ProfilerActivity, profile
 
-from regard.engine.kernels import attend
-from regard.engine.kernels.configs import HALF
+from regard.engine.cuda import attend
+from regard.engine.cuda.configs import HALF
 from regard.pattern import Pattern, causal, every, window
 
 PLAIN = "plain Triton"

@@ -2,7 +2,7 @@
 
 For each: layers seen of layers there are, and the largest difference from the model's own eager weights.
 
-PYTHONPATH=src:tests python bench/lens_exact.py --write      (about a minute)
+PYTHONPATH=src:tests/helpers python bench/lens_exact.py --write      (about a minute)
 """
 
 import json

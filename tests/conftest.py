@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from regard.engine import denormals
+from regard.engine.cpu import denormals
 
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from .. import reference
 from ..pattern import At, Pattern, standing
 from ..reference import Ties
-from . import by_distance, choose, dense, masked, packed, packed_traced, plain, progressions, quick, walk
-from .batches import program
+from . import choose, dense, masked, packed_traced, plain, quick, walk
 from .call import Bias, Call, as_pattern_and_table, check, readable, replaced
+from .cpu import by_distance, packed, progressions
+from .cpu.batches import program
 
 
 def attention(

@@ -20,10 +20,10 @@ from torch import Tensor
 from ..errors import BackendError, SpecError, nearest
 from ..pattern import At, Pattern, causal, full, standing
 from ..position import ByDistance
-from . import gathered, packed, stretches
-from .batches import Program, program
 from .call import Call
-from .plan import NoPlan, Plan, plan
+from .cpu import gathered, packed, stretches
+from .cpu.batches import Program, program
+from .plan.plan import NoPlan, Plan, plan
 
 BACKENDS = ("auto", "dense", "progressions", "tiled", "packed", "flex", "masked", "plain")
 MOST_PARTS = 8  # progressions a tile: past that the masked way is quicker

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from ..pattern import At, Pattern, documents, lengths
-from . import choose, packed
-from .plan import NoPlan
+from . import choose
+from .cpu import packed
+from .plan.plan import NoPlan
 
 
 @dataclass(frozen=True)

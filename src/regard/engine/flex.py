@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from ..pattern import Both, Data, Either, Not, Pattern, documents, lengths, positions, standing, where
-from . import denormals
-from .blocks import BLOCK, Ends, divide
 from .call import Call
+from .cpu import denormals
+from .plan.blocks import BLOCK, Ends, divide
 
 NARROWEST = 16  # heads FlexAttention takes; narrower ones get zeros behind
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import BackendError
 from ..pattern import At, Pattern, full, standing
-from . import packed, progressions
-from .batch import Program, working
+from .cpu import packed, progressions
+from .cpu.batch import Program, working
 from .walk import read
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..pattern import Pattern, causal, standing
-from . import abreast, choose, gathered, short, walk, whole
+from . import choose, walk, whole
 from .call import Call
+from .cpu import abreast, gathered, short
 
 MOST = 64  # calls remembered
 PAIRS = {"cpu": 1 << 20, "cuda": 1 << 22}  # of a mask that is kept: 4 MiB in float32, 8 MiB in bfloat16
@@ -89,7 +90,7 @@ def _walked(call: Call, facts: choose.Facts) -> Way:
     if _plain(call) and (lay := choose.abreast(facts, "progressions")) is not None:
         return abreast.Abreast(lay, place, facts.grad)
     if call.q.is_cuda and _plain(call):
-        from . import kernels
+        from . import cuda as kernels
 
         return kernels.Again(kernels.task(call.q, call.v, *place), facts.grad)
     return lambda q, k, v: walk.attend(q, k, v, *place, None)[0]

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import BackendError
 from ..pattern import Pattern
 from ..position import ByDistance
-from . import by_distance, progressions
-from .batches import Program, of_plans, program, working
-from .plan import NoPlan, Pass, Plan
+from .cpu import by_distance, progressions
+from .cpu.batches import Program, of_plans, program, working
+from .plan.plan import NoPlan, Pass, Plan
 
 TILE = 512  # queries at a time where every pair is visited
 SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
@@ -115,7 +115,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """o in q's dtype, lse at least in float32."""
     if q.is_cuda:
-        from . import kernels
+        from . import cuda as kernels
 
         added = kernels.Added(table, slopes, SEEDS[0] if seed is None else int(seed))
         o, lse = kernels.forward(q, k, v, _task(q, v, added, asked), lengths, added)
@@ -140,7 +140,7 @@ def backward(
     grad = torch.zeros_like(o) if grad is None else grad
     grads: tuple[Tensor | None, ...]
     if q.is_cuda:
-        from . import kernels
+        from . import cuda as kernels
 
         added = kernels.Added(table, slopes, SEEDS[0] if seed is None else int(seed))
         task = _task(q, v, added, asked)
@@ -159,7 +159,7 @@ def backward(
 
 
 def _task(q: Tensor, v: Tensor, added, asked: Asked):
-    from . import kernels
+    from . import cuda as kernels
 
     return kernels.task(q, v, asked.pattern, asked.start, asked.step, asked.scale, added, asked.dropout_p)
 

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..pattern import causal, full
-from . import flash_cpu, twice
+from . import twice
 from .call import eager
+from .cpu import flash_op as flash_cpu
 
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"  # what PyTorch differentiates otherwise has gradients itself
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..engine import denormals
+from ..engine.cpu import denormals
 from .formula import formula
 from .lab import DTYPES, Lab
 from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, gradients, worst

@@ -49,7 +49,7 @@ def chunks(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The two losses, and the gradients that are needed of the first; an empty tensor stands for one that is not."""
-    from ..engine.kernels.slopes import slopes_
+    from ..engine.cuda.slopes import slopes_
 
     with torch.autocast(rows.device.type, enabled=False):
         t = table.to(rows.dtype)

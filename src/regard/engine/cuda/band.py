@@ -1,0 +1,132 @@
+"""Most masks are two bounds: a pattern as bounds on j that move with i, but for keys that a word sets free.
+
+    only(j) ∧ (j ≥ i − before ∨ low(j)) ∧ (j ≤ i + after ∨ high(j))
+
+`causal() & (window(128) | every(64))` is after = 0, before = 128 but for keys ≡ 0 mod 64. What depends on j alone
+is found once a key, and a pair costs one comparison a bound, and only where the bound cuts through the block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...pattern import Both, Either, Not, Pattern, causal, dilated, every, full, sinks, strided, window
+from ...progression import Ints
+from ..plan.plan import Pass
+from ..plan.verdict import Run, verdict
+
+
+@dataclass(frozen=True)
+class Band:
+    """None: no such bound, no such exception."""
+
+    before: int | None = None
+    after: int | None = None
+    low: Pattern | None = None
+    high: Pattern | None = None
+    only: Pattern | None = None
+
+
+def band(pattern: Pattern) -> Band | None:
+    """The pattern as bounds, or None where it is not of that kind."""
+    if reads_keys_only(pattern):
+        return Band() if pattern == full() else Band(only=pattern)
+    match pattern:
+        case causal():
+            return Band(after=0)
+        case window():
+            return Band(pattern.before, pattern.ahead)
+        case Both(left, right):
+            return _both(band(left), band(right))
+        case Either(left, right) if reads_keys_only(right):
+            return _either(band(left), right)
+        case Either(left, right) if reads_keys_only(left):
+            return _either(band(right), left)
+    return None
+
+
+def reads_keys_only(pattern: Pattern) -> bool:
+    return all(isinstance(leaf, full | every | sinks) for leaf in pattern.leaves())
+
+
+def _both(a: Band | None, b: Band | None) -> Band | None:
+    if a is None or b is None:
+        return None
+    try:
+        before, low = _tighter(a.before, a.low, b.before, b.low)
+        after, high = _tighter(a.after, a.high, b.after, b.high)
+    except ValueError:
+        return None
+    only = a.only if b.only is None else b.only if a.only is None else a.only & b.only
+    return Band(before, after, low, high, only)
+
+
+def _tighter(
+    a: int | None, free: Pattern | None, b: int | None, freed: Pattern | None
+) -> tuple[int | None, Pattern | None]:
+    """Two bounds as one; the wider adds nothing unless the tighter sets keys free."""
+    if a is None or b is None:
+        return (b, freed) if a is None else (a, free)
+    if b < a:
+        a, free, b, freed = b, freed, a, free
+    if free is None or (a == b and free == freed):
+        return a, free
+    raise ValueError
+
+
+def _either(a: Band | None, keys: Pattern) -> Band | None:
+    if a is None or a.only is not None:
+        return None
+    low = None if a.before is None else keys if a.low is None else a.low | keys
+    high = None if a.after is None else keys if a.high is None else a.high | keys
+    return Band(a.before, a.after, low, high)
+
+
+def marks(found: Band | None, i: Run, j: Run) -> Ints:
+    """For each segment j of a tile i: 1 where the lower bound cuts it, + 2 where the upper one does; 4: unknown."""
+    if found is None:
+        return np.full(len(i.first), 4)
+    never = np.zeros(len(i.first), dtype=bool)
+    uncut = [np.logical_not(_all(words, i, j)) for words in (found.low, found.high)]
+    lower = never if found.before is None else (i.last - j.first > found.before) & uncut[0]
+    upper = never if found.after is None else (j.last - i.first > found.after) & uncut[1]
+    if found.only is not None:
+        lower = lower | ~verdict(found.only, i, j).all
+    return lower + 2 * upper
+
+
+def _all(pattern: Pattern | None, i: Run, j: Run) -> Any:
+    return False if pattern is None else verdict(pattern, i, j).all
+
+
+def lean(pattern: Pattern, one: Pass, start: int, step: int, by_keys: bool) -> Pattern:
+    """The pattern without the words that hold for every pair of every part: no need to test them."""
+    tile = Run(*np.repeat(one.tiles, np.diff(one.offsets), axis=0).T)
+    part = Run(*one.parts[:, :3].T)
+    i, j = (part, tile) if by_keys else (tile, part)
+    i = Run(start + step * i.first, step * i.step, i.count)
+
+    def walk(p: Pattern) -> Pattern:
+        match p:
+            case dilated(reach, k):
+                return walk(window(reach * k) & strided(k))
+            case Both(left, right):
+                return _joined(walk(left), walk(right), Both)
+            case Either(left, right):
+                return _joined(walk(left), walk(right), Either)
+            case Not(inner):
+                return ~walk(inner)
+        known = verdict(p, i, j)
+        return full() if known.all.all() else ~full() if known.none.all() else p
+
+    return walk(pattern)
+
+
+def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
+    neutral, strong = (full(), ~full()) if how is Both else (~full(), full())
+    if strong in (left, right):
+        return strong
+    if left == neutral:
+        return right
+    return left if right == neutral else how(left, right)

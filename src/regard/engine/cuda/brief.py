@@ -1,0 +1,219 @@
+"""The gradients of a short call by one launch: some programs hold queries and make dq, others keys, for dk and dv.
+
+    ds = weights ∘ (do vᵀ − delta);  delta = Σ do ∘ o − dlse  a row
+
+Where the GPU waits for the CPU, launches count, not sums: every program makes the delta of the rows it meets by
+itself, so that nothing waits for anything. No atomics: each gradient is written once, by the program that adds it up.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...pattern import Pattern
+from ...progression import Ints
+from .. import choose
+from ..plan.relations import hops
+from . import configs
+from .added import base2
+from .common import rows_of, store_rows
+from .configs import Config, padded
+from .launches import Launch, Layout, wide
+from .lists import joined, lists
+from .mask import compiled
+
+# By the larger of the two padded widths: a tile and a block of as many members.
+HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
+SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
+
+
+@triton.jit
+def _row_numbers(
+    LSE, DLSE, O, r, o_n, do, seen,
+    d_v: tl.constexpr, DV: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    """lse in base 2 and delta of query rows r. An empty row has lse −∞; +∞ makes every weight exp2(−∞) = 0."""
+    o = rows_of(O, r, o_n, seen, d_v, DV, True, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(DLSE + r, mask=seen, other=0.0)
+    lse2 = tl.load(LSE + r, mask=seen, other=-float("inf")) * 1.4426950408889634
+    return tl.where(lse2 == -float("inf"), float("inf"), lse2), delta
+
+
+@triton.jit
+def _for_queries(
+    Q, K, V, O, DO, LSE, DLSE, DQ, MEMBERS, BLOCKS, lo, mid, hi, q_n, k_m, v_m, o_n, do_n, dq_n,
+    start, step, scale, scale2, allowed: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of a tile of R queries of one head."""
+    r = tl.load(MEMBERS + tl.arange(0, R))
+    mine = r >= 0
+    i = start + step * r
+    q = rows_of(Q, r, q_n, mine, d_k, DK, True, False)
+    do = rows_of(DO, r, do_n, mine, d_v, DV, True, False)
+    lse2, delta = _row_numbers(LSE, DLSE, O, r, o_n, do, mine, d_v, DV, HAS_DLSE)
+    dq = tl.zeros((R, DK), tl.float32)
+    for t in range(lo, hi):
+        j = tl.load(BLOCKS + t * B + tl.arange(0, B))
+        seen = j >= 0
+        k = rows_of(K, j, k_m, seen, d_k, DK, True, False)
+        v = rows_of(V, j, v_m, seen, d_v, DV, True, False)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        weights = tl.exp2(scores - lse2[:, None])
+        if t >= mid:
+            weights = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], weights, 0.0)
+        dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        dscores = weights * (dweights - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+    store_rows(DQ, r, dq_n, dq * scale, mine, d_k, DK, False)
+
+
+@triton.jit
+def _for_keys(
+    Q, K, V, O, DO, LSE, DLSE, DK_OUT, DV_OUT, MEMBERS, BLOCKS, lo, mid, hi,
+    q_h, q_n, k_m, v_m, o_h, o_n, do_h, do_n, dk_m, dv_m, n, start, step, scale, scale2,
+    allowed: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of R keys, over the rows of each of its GROUP query heads in turn."""
+    j = tl.load(MEMBERS + tl.arange(0, R))
+    mine = j >= 0
+    k = rows_of(K, j, k_m, mine, d_k, DK, True, False)
+    v = rows_of(V, j, v_m, mine, d_v, DV, True, False)
+    dk = tl.zeros((R, DK), tl.float32)
+    dv = tl.zeros((R, DV), tl.float32)
+    for u in range(GROUP * (hi - lo)):
+        t = lo + u
+        g = 0
+        if GROUP > 1:  # all blocks of the first head, then all of the next
+            t = lo + u % (hi - lo)
+            g = u // (hi - lo)
+        r = tl.load(BLOCKS + t * B + tl.arange(0, B))
+        seen = r >= 0
+        i = start + step * r
+        q = rows_of(Q + g * q_h, r, q_n, seen, d_k, DK, True, False)
+        do = rows_of(DO + g * do_h, r, do_n, seen, d_v, DV, True, False)
+        lse2, delta = _row_numbers(
+            LSE + g * n, DLSE + g * n, O + g * o_h, r, o_n, do, seen, d_v, DV, HAS_DLSE
+        )
+        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale2
+        weights = tl.exp2(scores - lse2[None, :])
+        if t >= mid:
+            weights = tl.where(allowed(i[None, :], j[:, None]) & seen[None, :], weights, 0.0)
+        dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+        dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+        dscores = weights * (dweights - delta[None, :])
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
+    store_rows(DK_OUT, j, dk_m, dk * scale, mine, d_k, DK, False)
+    store_rows(DV_OUT, j, dv_m, dv, mine, d_v, DV, False)
+
+
+@triton.jit(do_not_specialize=["heads", "for_keys", "all_heads", "n", "start"])
+def brief_kernel(
+    Q, K, V, O, DO, LSE, DLSE, DQ, DK_OUT, DV_OUT, ITEMS, MEMBERS, BLOCKS,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
+    dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
+    heads, all_heads, for_keys, n, start, step, scale, scale2,
+    allowed: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
+    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first `for_keys` items are tiles of keys, the others of queries; a program for each and each head."""
+    pid = tl.program_id(0)
+    first = for_keys * (all_heads // GROUP)
+    if pid < first:
+        bh = pid % (all_heads // GROUP)
+        w = pid // (all_heads // GROUP)
+        b = (bh // (heads // GROUP)).to(tl.int64)
+        h = (bh % (heads // GROUP)).to(tl.int64)
+        lo, mid, hi = tl.load(ITEMS + w * 4), tl.load(ITEMS + w * 4 + 1), tl.load(ITEMS + w * 4 + 2)
+        row = bh.to(tl.int64) * GROUP * n
+        _for_keys(
+            Q + b * q_b + h * GROUP * q_h, K + b * k_b + h * k_h, V + b * v_b + h * v_h,
+            O + b * o_b + h * GROUP * o_h, DO + b * do_b + h * GROUP * do_h, LSE + row, DLSE + row,
+            DK_OUT + b * dk_b + h * dk_h, DV_OUT + b * dv_b + h * dv_h, MEMBERS + w * R, BLOCKS, lo, mid, hi,
+            q_h, q_n, k_m, v_m, o_h, o_n, do_h, do_n, dk_m, dv_m, n, start, step, scale, scale2,
+            allowed, GROUP, R, B, d_k, d_v, DK, DV, HAS_DLSE, PRECISION,
+        )  # fmt: skip
+    else:
+        bh = (pid - first) % all_heads
+        w = (pid - first) // all_heads + for_keys
+        b = (bh // heads).to(tl.int64)
+        h = (bh % heads).to(tl.int64)
+        lo, mid, hi = tl.load(ITEMS + w * 4), tl.load(ITEMS + w * 4 + 1), tl.load(ITEMS + w * 4 + 2)
+        row = bh.to(tl.int64) * n
+        _for_queries(
+            Q + b * q_b + h * q_h, K + b * k_b + (h // GROUP) * k_h, V + b * v_b + (h // GROUP) * v_h,
+            O + b * o_b + h * o_h, DO + b * do_b + h * do_h, LSE + row, DLSE + row,
+            DQ + b * dq_b + h * dq_h, MEMBERS + w * R, BLOCKS, lo, mid, hi, q_n, k_m, v_m, o_n, do_n, dq_n,
+            start, step, scale, scale2, allowed, R, B, d_k, d_v, DK, DV, HAS_DLSE, PRECISION,
+        )  # fmt: skip
+
+
+def config_of(task: Any, given: tuple[Layout, ...], dtype: torch.dtype) -> Config | None:
+    """How the one launch runs a call without lengths; None where it is too long or too wide, or more is added.
+
+    Nor where a configuration of its kernels was given: then those are wanted.
+    """
+    (n, d_k), (m, d_v) = given[0].shape[2:], given[2].shape[2:]
+    width = max(64, padded(d_k), padded(d_v))
+    usual = any(task.configs is one for one in (*configs.HALF.values(), *configs.SINGLE.values()))
+    heads = given[0].shape[0] * given[0].shape[1]
+    if not usual or task.adds or not choose.brief(n, m, heads, width) or wide(*given):
+        return None
+    return (SINGLE if dtype == torch.float32 else HALF)[width]
+
+
+def brief_call(
+    task: Any, config: Config, given: tuple[Layout, ...], precision: str, device: torch.device, has_dlse: bool
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, None, None]]:  # fmt: skip
+    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv, None, None."""
+    q, k, v, o, do = given
+    (b, h, n, d_k), (h_kv, m), d_v = q.shape, k.shape[1:3], v.shape[-1]
+    what, for_keys = tables(task.pattern, n, m, (task.start, task.step), config.tile, config.block, device)
+    for_queries = len(what[0]) - for_keys
+    launch = Launch(
+        brief_kernel, for_keys * b * h_kv + for_queries * b * h, config,
+        *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *(x for like in (q, k, v) for x in _like(like)),
+        h, b * h, for_keys, n, task.start, task.step, task.scale, base2(task.scale), tables=what,
+        allowed=compiled(task.pattern), GROUP=h // h_kv, R=config.tile, B=config.block, d_k=d_k, d_v=d_v,
+        DK=padded(d_k), DV=padded(d_v), HAS_DLSE=has_dlse, PRECISION=precision,
+    )  # fmt: skip
+
+    def call(q, k, v, o, do, lse, dlse, limits, added):
+        dq, dk, dv = like(q), like(k), like(v)
+        launch.tensors(q, k, v, o, do, lse, lse if dlse is None else dlse, dq, dk, dv)
+        return dq, dk, dv, None, None
+
+    like = torch.empty_like  # three: quicker than one and its parts, and none keeps the others in memory
+    return call
+
+
+def _like(x: Layout) -> tuple[int, ...]:
+    """Strides of batch, head and row that torch.empty_like gives a tensor that lies so."""
+    return torch.empty_like(torch.empty_strided(x.shape, x.stride, device="meta")).stride()[:3]
+
+
+@lru_cache(maxsize=256)
+def tables(
+    pattern: Pattern, n: int, m: int, place: tuple[int, int], tile: int, block: int, device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Items, members and blocks of the tiles of keys, then of those of queries; and how many are of keys."""
+    allowed = pattern.allowed(n, m, place, torch.device("cpu")).numpy()
+    by_keys = lists(np.ascontiguousarray(allowed.T), hops(pattern, place[1], True), tile, block)
+    both = joined(by_keys, lists(allowed, hops(pattern, place[1], False), tile, block))
+
+    def move(x: Ints) -> Tensor:
+        return torch.from_numpy(x.astype(np.int32)).to(device)
+
+    return (move(both.items), move(both.members), move(both.blocks)), len(by_keys.items)

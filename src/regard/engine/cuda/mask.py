@@ -1,0 +1,146 @@
+"""A pattern as a Triton function: `allowed(i, j)`, compiled into the kernels that need a mask."""
+
+import hashlib
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ...errors import BackendError
+from ...pattern import (
+    Both,
+    Either,
+    Not,
+    Pattern,
+    blocks,
+    causal,
+    dilated,
+    every,
+    full,
+    prefix,
+    rows,
+    sinks,
+    strided,
+    window,
+)
+from ..plan.plan import Pass, plan, transposed
+
+
+def expression(pattern: Pattern) -> str:
+    """The condition on positions i and j as Triton source.
+
+    Remainders are taken of i and of j apart, never of i − j: a tile has rows + columns of those, not rows × columns.
+
+    >>> expression(causal() & ~every(4))
+    '((j <= i) & ((j % 4 == 0) == 0))'
+    """
+    match pattern:
+        case full():
+            return "(j == j)"
+        case causal():
+            return "(j <= i)"
+        case window():
+            return f"((i - j <= {pattern.before}) & (j - i <= {pattern.ahead}))"
+        case dilated(reach, step):
+            far = reach * step
+            return f"(({_residue('i', step)} == j % {step}) & (i - j <= {far}) & (j - i <= {far}))"
+        case every(k, offset):
+            return f"(j % {k} == {offset})"
+        case strided(k):
+            return f"({_residue('i', k)} == j % {k})"
+        case rows(k, offset):
+            return f"({_residue('i', k)} == {offset})"
+        case sinks(m):
+            return f"(j < {m})"
+        case prefix(m):
+            return f"((i < {m}) & (j < {m}))"
+        case blocks(size):
+            return f"(i - {_residue('i', size)} == j - j % {size})"
+        case Both(left, right):
+            return f"({expression(left)} & {expression(right)})"
+        case Either(left, right):
+            return f"({expression(left)} | {expression(right)})"
+        case Not(inner):
+            return f"({expression(inner)} == 0)"  # ~ of a truth value is not one in Triton's interpreter
+    raise BackendError(
+        f"{pattern!r} carries data: no Triton kernel can be made of it; backend='auto' masks it"
+    )
+
+
+def _residue(name: str, k: int) -> str:
+    """The remainder with the sign of k, as in Python: Triton's has the sign of the position, which may be < 0."""
+    return f"({name} % {k} + {k}) % {k}"
+
+
+@lru_cache(maxsize=1024)
+def compiled(pattern: Pattern) -> Any:
+    """`allowed(i, j)` as a Triton function."""
+    return function(
+        "allowed", "i, j", expression(pattern), triton.jit, {"tl": tl}
+    )  # the interpreter wants to see tl
+
+
+def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
+    """A function for the compiler `jit`; its name carries its meaning, so that caches tell two apart."""
+    name = f"{word}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
+    source = f"def {name}({arguments}):\n    return {body}\n"
+    path = f"<regard {name}>"
+    lines = source.splitlines(keepends=True)
+    linecache.cache[path] = (len(source), None, lines, path)  # compilers read the source
+    space = {"__name__": __name__, **space}
+    exec(compile(source, path, "exec"), space)
+    return jit(space[name])
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """A pass to run, and the tile members whose results count: `keep` reads members only, or is None."""
+
+    one: Pass
+    keep: Pattern | None = None
+
+
+def stretches(
+    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
+) -> tuple[Stretch, ...]:
+    """The passes of a plan, freed of conditions on the tile's own members.
+
+    `window(128) - every(64)` by tiles of keys is a window whose every 64th key is computed and thrown away:
+    no block of it is whole, though each is but for a key or two. Masking costs more than those keys.
+    """
+    make = transposed if by_keys else plan
+    out = []
+    for one in make(pattern, n, m, start, step, tile).passes:
+        own = [c for c in _conjuncts(one.pattern) if _reads_only(c, "j" if by_keys else "i")]
+        others = [c for c in _conjuncts(one.pattern) if c not in own]
+        if own and others:
+            core = make(_all(others), n, m, start, step, tile)
+            if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
+                out.append(Stretch(core.passes[0], _all(own)))
+                continue
+        out.append(Stretch(one))
+    return tuple(out)
+
+
+def _conjuncts(pattern: Pattern) -> Iterator[Pattern]:
+    if isinstance(pattern, Both):
+        yield from _conjuncts(pattern.left)
+        yield from _conjuncts(pattern.right)
+    else:
+        yield pattern
+
+
+def _all(patterns: list[Pattern]) -> Pattern:
+    out = patterns[0]
+    for other in patterns[1:]:
+        out = out & other
+    return out
+
+
+def _reads_only(pattern: Pattern, name: str) -> bool:
+    kinds = (full, every, sinks) if name == "j" else (full, rows)
+    return all(isinstance(leaf, kinds) for leaf in pattern.leaves())

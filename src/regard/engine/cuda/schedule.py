@@ -1,0 +1,261 @@
+"""A pass of a plan, cut into blocks of exactly B keys: what a kernel reads.
+
+The progressions of a tile are cut every B keys; what is left of them is laid end to end and cut again, so that a
+block may hold keys of up to three progressions and only the last block of a tile can have empty places. Full blocks
+(B keys that every query of the tile may see) come first and need no mask; all else is masked. A tile with very many
+blocks is cut into items that write partial results, which are added in order afterwards: no atomics, the same bits
+every time.
+
+Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...pattern import Pattern
+from ...progression import Ints
+from ..plan.plan import Pass
+from ..plan.verdict import Run, verdict
+from .band import band, lean, marks
+from .lines import NOWHERE, Free, lines
+
+SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
+WIDTH = 12  # int32 words a block takes: those, then marks + 256 × count, first and step of its tile
+BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see band.marks, lines)
+ITEM = 8  # int32 words an item takes; 7 are used
+FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
+SHORT = 16  # blocks that are never worth splitting
+ENOUGH = 64  # items a head that keep a GPU busy: a tile with more than its share of the blocks is split
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Device arrays of one pass. Place c of a block holds a + b·c, by the last segment that has begun at c."""
+
+    pattern: Pattern  # what is to be tested in a masked block
+    items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
+    blocks: Tensor  # (x, 12)
+    joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
+    marks: int  # all that any block has; 8 for one that has both 1 and 2; 1 by queries, for blocks without a member
+    free: tuple[Free, Free]  # places that no lower, no upper bound hides (see lines)
+    segments: int  # the most that any block holds
+    ragged: bool  # some block needs a mask
+    slots: int
+    ends: Ints  # on the host: where the blocks of each tile end; a tile without a block has none of its own
+
+    @property
+    def empty(self) -> bool:
+        """Whether some tile has no block."""
+        return bool((np.diff(self.ends, prepend=0) == 0).any())
+
+
+def schedule(
+    one: Pass, block: int, start: int, step: int, by_keys: bool, device: torch.device, lined: bool = False
+) -> Schedule:
+    """Cut the parts of each tile into blocks and order the items by length, longest first.
+
+    lined: by queries, blocks that a straight line cuts have marks of their own, for kernels that know them.
+    """
+    tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
+    whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
+    mixed = _cut(rest[:, 0], rest[:, 1:], block)
+    mixed[:, 1] += 1 << 40  # after the blocks of `whole`
+    segs = np.concatenate([whole, mixed])
+    kind = _kinds(one, segs, block, start, step, by_keys)
+    segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
+    segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
+    blocks, owner, kind, most = _table(segs)
+    pattern = lean(one.pattern, one, start, step, by_keys)
+    blocks[:, 9], free = _marks(one, pattern, segs, block, start, step, by_keys, lined)
+    blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
+    blocks[:, 10:] = one.tiles[owner, :2]
+    items, joins = _items(one.tiles, owner, kind, max(SHORT, -(-len(blocks) // ENOUGH)))
+
+    def move(array: Ints, width: int) -> Tensor:
+        padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
+        padded[: len(array), : array.shape[1]] = array
+        return torch.from_numpy(padded).to(device)
+
+    return Schedule(
+        pattern=pattern,
+        items=move(items, ITEM)[: len(items)],
+        blocks=move(blocks, WIDTH),
+        joins=move(joins, ITEM)[: len(joins)],
+        marks=_all_marks(blocks[:, 9] & 119, by_keys or lined),
+        free=free,
+        segments=most,
+        ragged=bool((kind == RAGGED).any()),
+        slots=int(joins[:, 4].sum()),
+        ends=np.cumsum(np.bincount(owner, minlength=len(one.tiles))),
+    )
+
+
+def repeated(work: Schedule, times: int, apart: int) -> Schedule:
+    """Of as many sequences, each `apart` from the next, as one long sequence; the items stay as they were."""
+    shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
+    blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
+    blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
+    ends = np.concatenate([work.ends + x * len(work.blocks) for x in range(times)])
+    return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
+
+
+def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
+    """FULL, RAGGED or EMPTY for the block of each segment."""
+    if not len(segs):
+        return np.zeros(0, dtype=np.int64)
+    tile = Run(*one.tiles[segs[:, 0]].T)
+    part = Run(*segs[:, 3:].T)
+    i, j = (part, tile) if by_keys else (tile, part)
+    found = verdict(one.pattern, Run(start + step * i.first, step * i.step, i.count), j)
+    first = np.flatnonzero(_changes(segs, 2))
+    size = np.diff(first, append=len(segs))
+    held = np.add.reduceat(segs[:, 5], first)
+    every = np.logical_and.reduceat(found.all, first) & (held == block)
+    none = np.logical_and.reduceat(found.none, first)
+    return np.repeat(np.where(every, FULL, np.where(none, EMPTY, RAGGED)), size)
+
+
+def _marks(
+    one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step: int, by_keys: bool, lined: bool
+) -> tuple[Ints, tuple[Free, Free]]:
+    """What is to be tested in each block, 0 in full ones; and the places that are free of a bound."""
+    nowhere = NOWHERE, NOWHERE
+    if not len(segs):
+        return np.zeros(0, dtype=np.int64), nowhere
+    tile = Run(*one.tiles[segs[:, 0]].T)
+    part = Run(*segs[:, 4:].T)
+    i, j = (part, tile) if by_keys else (tile, part)
+    i, found = Run(start + step * i.first, step * i.step, i.count), band(pattern)
+    first = np.flatnonzero(_changes(segs, 3))
+    cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
+    short = np.add.reduceat(segs[:, 6], first) < block
+    if by_keys or not lined or found is None or found.only is not None:
+        return np.where(short & (cut == 0), 1, cut), nowhere  # empty places are hidden by either test
+    alone = np.diff(first, append=len(segs)) == 1
+    i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
+    return lines(found, cut, i, j, alone, short)
+
+
+def _all_marks(marks: Ints, alone: bool) -> int:
+    """Every mark that occurs; 8: of one block, both bounds. Runs of dq are filled up with empty blocks, marked 1."""
+    each = int(np.bitwise_or.reduce(marks, initial=0))
+    return each | (8 if (marks & 3 == 3).any() else 0) | (0 if alone else 1)
+
+
+def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
+    """True in each row whose first columns differ from those of the row before."""
+    return np.any(np.diff(rows[:, :columns], axis=0, prepend=-1), axis=1)
+
+
+def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
+    """The parts of each tile, by key; those that go on where one ended, full or ragged, as one."""
+    if not len(parts):
+        return tile, parts
+    order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
+    tile, (first, step, count) = tile[order], parts[order].T
+    goes_on = np.append(False, first[1:] == (first + step * count)[:-1])
+    goes_on &= ~_changes(np.column_stack([tile, step]), 2)
+    begin = np.flatnonzero(~goes_on)
+    return tile[begin], np.column_stack([first[begin], step[begin], np.add.reduceat(count, begin)])
+
+
+def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
+    """Segments (tile, block of the tile, place, first, step, count) of parts laid end to end, tile by tile."""
+    if not len(parts):
+        return np.zeros((0, 6), dtype=np.int64)
+    counts = parts[:, 2]
+    new = np.flatnonzero(np.diff(tile, prepend=-1))  # the first part of each tile
+    total = np.add.reduceat(counts, new)
+    room = -(-total // block) * block
+    base = np.repeat(np.cumsum(room) - room, np.diff(new, append=len(tile)))
+    within = np.cumsum(counts) - counts
+    within -= np.repeat(within[new], np.diff(new, append=len(tile)))
+    begin = base + within  # where each part begins on one long line on which every block is aligned
+
+    lines = np.arange(0, int(room.sum()), block)
+    at = np.concatenate([begin, lines])
+    order = np.argsort(at, kind="stable")  # two sorted runs: one merge
+    part = np.cumsum(order < len(begin)) - 1
+    at = at[order]
+    final = np.append(at[1:] != at[:-1], True)
+    at, part = at[final], part[final]
+    end = begin + counts
+    inside = at < end[part]  # not in the empty places after the last part of a tile
+    at, part = at[inside], part[inside]
+    count = np.minimum(end[part], (at // block + 1) * block) - at
+    first = parts[part, 0] + parts[part, 1] * (at - begin[part])
+    of_tile = (at - base[part]) // block
+    segs = np.column_stack([tile[part], of_tile, at % block, first, parts[part, 1], count])
+    return _at_most_three(segs, block)
+
+
+def _at_most_three(segs: Ints, block: int) -> Ints:
+    """Number blocks anew so that none holds more than SEGMENTS segments."""
+    new = _changes(segs, 2)
+    rank = np.arange(len(segs)) - np.maximum.accumulate(np.where(new, np.arange(len(segs)), 0))
+    again = (rank % SEGMENTS == 0) & (rank > 0)
+    if not again.any():
+        return segs
+    out = segs.copy()
+    out[:, 1] = segs[:, 1] * block + rank // SEGMENTS  # any increasing number will do
+    start = np.maximum.accumulate(np.where(new | again, np.arange(len(segs)), 0))
+    out[:, 2] -= segs[start, 2]
+    return out
+
+
+def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
+    """Segments of the blocks that one part fills, and what is left (tile, first, step, count), by tile and key.
+
+    A window is cut from its first key on, so that a bound cuts two of its blocks and all others are full.
+    """
+    segs = _cut(np.arange(len(parts)), parts, block)
+    pieces = -(-parts[:, 2] // block)
+    segs[:, 1] += (np.cumsum(pieces) - pieces)[segs[:, 0]]  # no number twice
+    segs[:, 0] = tile[segs[:, 0]]
+    rest = segs[segs[:, 5] < block][:, [0, 3, 4, 5]]
+    return segs[segs[:, 5] == block], rest[np.lexsort((rest[:, 1], rest[:, 0]))]
+
+
+def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
+    """One row a block (see SEGMENTS), its tile, whether it is masked; and the most segments of any."""
+    if not len(segs):
+        none = np.zeros(0, dtype=np.int64)
+        return np.zeros((0, WIDTH), dtype=np.int64), none, none, 1
+    tile, kind, _, place, first, step, count = segs.T
+    new = _changes(segs, 3)
+    start = np.flatnonzero(new)
+    rank = np.arange(len(segs)) - np.repeat(start, np.diff(start, append=len(segs)))
+    which = np.cumsum(new) - 1
+    table = np.zeros((len(start), WIDTH), dtype=np.int64)
+    table[:, [2, 5]] = np.iinfo(np.int32).max  # a segment that never begins
+    table[which, 3 * rank] = first - step * place
+    table[which, 3 * rank + 1] = step
+    later = rank > 0
+    table[which[later], 3 * rank[later] - 1] = place[later]
+    table[:, 8] = np.add.reduceat(count, start)
+    return table, tile[start], kind[start], int(rank.max()) + 1
+
+
+def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, Ints]:
+    """Items (tile, block range, slot), longest first, and the joins of split tiles."""
+    t = np.arange(len(tiles))
+    end = np.cumsum(np.bincount(owner, minlength=len(tiles)))
+    begin = np.append(0, end[:-1])
+    masked = end - np.bincount(owner[kind == RAGGED], minlength=len(tiles))[t] if len(owner) else end
+    pieces = np.maximum(-(-(end - begin) // longest), 1)
+    of = np.repeat(t, pieces)
+    nth = np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    length = (end - begin)[of]
+    lo = begin[of] + length * nth // pieces[of]
+    hi = begin[of] + length * (nth + 1) // pieces[of]
+    split = pieces[of] > 1
+    slot = np.where(split, np.cumsum(split) - 1, -1)
+    items = np.column_stack([tiles[of], lo, np.clip(masked[of], lo, hi), hi, slot])
+    whose = np.flatnonzero(pieces > 1)
+    first_slot = slot[np.searchsorted(of, whose, side="left")] if len(whose) else whose
+    joins = np.column_stack([tiles[whose], first_slot, pieces[whose]])
+    return items[np.argsort(lo - hi, kind="stable")], joins

@@ -1,0 +1,153 @@
+"""`regard look`: a model and an input by name, numbers on stdout, talk on stderr."""
+
+import json
+
+import pytest
+import torch
+
+import regard as rg
+from lens_models import small
+
+typer = pytest.importorskip("typer")
+from typer.testing import CliRunner  # noqa: E402
+
+from regard.cli.look import encoded, load, look, namer, read_input  # noqa: E402
+
+app = typer.Typer()
+app.command()(look)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return rg.save(small(), tmp_path / "checkpoint")
+
+
+def test_a_checkpoint_of_ours_gives_a_table(folder):
+    told = run(folder, "3,1,4,1,5")
+    assert told.exit_code == 0, told.output
+    lines = told.stdout.splitlines()
+    assert lines[0].split()[:4] == ["layer", "head", "role", "kind"] and len(lines) == 7
+
+
+def test_json_is_data_and_talk_is_not_in_it(folder):
+    told = run(folder, "random:7", "--json", "--effects")
+    data = json.loads(told.stdout)
+    assert data["title"] == "Stack" and data["layers"][0]["n"] == 7 and len(data["heads"]) == 6
+    assert all(row["effect"] > 0 for row in data["heads"])
+
+
+def test_numbers_are_written_where_asked(folder, tmp_path):
+    told = run(folder, "3,1,4", "--out", tmp_path / "heads.json")
+    assert told.stdout == "" and "written: " in told.stderr
+    assert len(json.loads((tmp_path / "heads.json").read_text())["heads"]) == 6
+
+
+def test_a_hugging_face_configuration_is_built_with_drawn_weights(tmp_path):
+    tf = pytest.importorskip("transformers")
+    config = tf.T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=64, vocab_size=50)
+    config.save_pretrained(tmp_path)
+    told = run(f"hf:{tmp_path / 'config.json'}", "random:7", "--target", "3,4,5", "--json")
+    assert told.exit_code == 0, told.output
+    assert "holds no weights: they are drawn, not trained" in told.stderr
+    roles = [layer["role"] for layer in json.loads(told.stdout)["layers"]]
+    assert roles == ["self", "self", "self", "cross", "self", "cross"]
+
+
+def test_a_hugging_face_folder_keeps_its_weights(tmp_path):
+    tf = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    plain = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = tf.BertModel(tf.BertConfig(vocab_size=50, **plain)).eval()
+    model.save_pretrained(tmp_path)
+    asked = load(str(tmp_path))
+    assert torch.equal(asked.model.embeddings.word_embeddings.weight, model.embeddings.word_embeddings.weight)
+
+
+def test_a_function_that_makes_a_model_is_called(tmp_path, monkeypatch):
+    (tmp_path / "my_models.py").write_text("from lens_models import small\nthree = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run("my_models:small", "3,1,4").exit_code == 0
+    with pytest.raises(
+        rg.SpecError, match="my_models:three is a int; a model, or a function that makes one, is needed"
+    ):
+        load("my_models:three")
+    with pytest.raises(rg.SpecError, match=r"builtins:dict\(\) gave a dict; it should give a model"):
+        load("builtins:dict")
+
+
+def test_a_text_needs_a_tokenizer(folder):
+    asked = load(str(folder))
+    with pytest.raises(
+        rg.SpecError, match="there is no tokenizer beside this model, so 'the cat' is no input"
+    ):
+        read_input("the cat", asked)
+    with pytest.raises(rg.FormatError, match="'random:many': write random:64 for 64 random tokens"):
+        read_input("random:many", asked)
+    with pytest.raises(
+        rg.SpecError, match="is an image, and this model does not say what image size it takes"
+    ):
+        read_input("cat.png", asked)
+    with pytest.raises(rg.FormatError, match=r"nothing.npy cannot be read as an array: "):
+        read_input("nothing.npy", asked)
+
+
+def test_a_text_with_its_tokenizer_has_its_tokens(folder):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"the": 0, "cat": 1, "<unk>": 2}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<unk>"))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    own.save(str(folder / "tokenizer.json"))
+    assert read_input("the cat the dog", load(str(folder))).tolist() == [[0, 1, 0, 2]]
+    text = folder / "text.txt"
+    text.write_text("cat cat")
+    assert read_input(str(text), load(str(folder))).tolist() == [[1, 1]]
+
+
+def test_an_image_is_brought_to_the_size_of_the_model(tmp_path):
+    pil = pytest.importorskip("PIL.Image")
+    tf = pytest.importorskip("transformers")
+    plain = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    tf.ViTConfig(image_size=32, patch_size=8, **plain).save_pretrained(tmp_path)
+    pil.new("RGB", (50, 40), (255, 0, 0)).save(tmp_path / "red.png")
+    asked = load(str(tmp_path))
+    pixels = read_input(str(tmp_path / "red.png"), asked)
+    assert pixels.shape == (1, 3, 32, 32) and pixels[0, 0].min() == 1 and pixels[0, 1].max() == -1
+    (tmp_path / "bad.png").write_text("no image")
+    with pytest.raises(rg.FormatError, match=r"bad.png cannot be read as an image"):
+        read_input(str(tmp_path / "bad.png"), asked)
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """The folder of a run, as `regard train` leaves it: recipe, tokens, and the model one deeper."""
+    from regard.training.run import MODEL, RECIPE, TOKENS
+    from regard.training.tokens import characters
+
+    tokens = characters(["abc def"])
+    folder = tmp_path / "run"
+    declared = rg.preset("tiny-gpt")
+    assert len(tokens) <= declared.embedding.vocab
+    rg.save(declared.build(), folder / MODEL)
+    (folder / RECIPE).write_text("{}")
+    (folder / TOKENS).write_text(tokens.json())
+    return folder
+
+
+def test_the_folder_of_a_run_reads_texts_by_its_own_tokens(finished):
+    told = run(finished, "fade", "--json")
+    assert told.exit_code == 0, told.output
+    layer = json.loads(told.stdout)["layers"][0]
+    assert layer["n"] == 4 and load(str(finished)).model.spec == rg.preset("tiny-gpt")
+    asked = load(str(finished))
+    assert namer(asked.tokenizer)(encoded("fade", asked.tokenizer)) == list("fade")
+    assert read_input("fade", asked).tolist() == [asked.tokenizer.encode(["fade"])[0]]
+
+
+def test_a_run_without_a_model_yet_says_what_to_do(tmp_path):
+    (tmp_path / "recipe.json").write_text("{}")
+    with pytest.raises(rg.FormatError, match=r"holds no model yet; regard train --out .* goes on there"):
+        load(str(tmp_path))

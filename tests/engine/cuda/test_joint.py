@@ -1,0 +1,91 @@
+"""The kernels of a training step without a GPU, by Triton's interpreter; and what goes their way."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard as rg
+from joint_cases import ATTENDS, LOSSES
+from regard.engine import joint
+
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def told():
+    program = Path(__file__).parents[2] / "helpers" / "joint_cases.py"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return {row["name"]: row for row in map(json.loads, run.stdout.splitlines())}
+
+
+@triton
+@pytest.mark.parametrize("name", ATTENDS)
+def test_o_and_the_joint_gradients_are_the_formulas(told, name):
+    assert max(told[name]["errors"]) < (5e-3 if "half" in name else 2e-6)
+
+
+@triton
+def test_dropout_takes_its_share(told):
+    n, p = 2 * 2 * 17 * 17, 0.3
+    assert abs(told["with dropout"]["stayed"] - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5
+
+
+@triton
+@pytest.mark.parametrize("name", ["a layer over itself", "a layer over a context"])
+def test_a_layer_gives_the_same_by_one_product(told, name):
+    assert max(told[name]["errors"]) < 1e-5
+
+
+@triton
+def test_a_whole_model_learns_the_same(told):
+    assert max(told["a whole model"]["errors"]) < 1e-5
+
+
+@triton
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_on_a_gpu_is_pytorchs(told, name):
+    assert max(told[name]["errors"]) < 2e-5
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def there(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype).as_subclass(Elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "d", "dtype", "pattern", "fits"),
+    [
+        (64, None, 64, torch.bfloat16, rg.causal(), True),
+        (128, 128, 64, torch.float16, rg.full(), True),
+        (64, None, 128, torch.bfloat16, rg.full(), True),
+        (64, 60, 64, torch.bfloat16, rg.causal(), False),  # two sequences have no past in common
+        (64, None, 64, torch.bfloat16, rg.window(5), False),
+        (64, None, 64, torch.float32, rg.full(), False),
+        (129, None, 64, torch.bfloat16, rg.full(), False),
+        (64, 129, 64, torch.bfloat16, rg.full(), False),
+        (128, None, 128, torch.bfloat16, rg.full(), False),
+    ],
+)
+def test_only_what_fits_goes_this_way(monkeypatch, n, m, d, dtype, pattern, fits):
+    monkeypatch.setattr(joint, "eager", lambda *tensors: True)
+    x = there(2, n, 8, dtype=dtype)
+    source = x if m is None else there(2, m, 8, dtype=dtype)
+    assert joint.fits(x, source, d, pattern) == fits
+
+
+def test_on_a_cpu_nothing_does():
+    x = torch.zeros(2, 7, 8, dtype=torch.bfloat16)
+    assert not joint.fits(x, x, 64, rg.full())

@@ -1,0 +1,210 @@
+"""Short calls on a GPU, as lists: every allowed pair is visited once from either side, and little else is."""
+
+import gc
+import importlib.util
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+from regard import reference
+from regard.pattern import causal, dilated, every, full, rows, sinks, strided, window
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+PATTERNS = [
+    full(),
+    causal(),
+    causal() & (window(9) | every(16)),
+    window(3) | rows(13, 5),
+    window(5) | strided(8),
+    dilated(5, 7),
+    window(9) - window(4),
+    sinks(0),
+]
+TILE, BLOCK = 16, 8
+
+
+def made(pattern, n, m, by_keys, place=(0, 1)):
+    from regard.engine.plan.relations import hops
+
+    from regard.engine.cuda.lists import lists
+
+    allowed = pattern.allowed(n, m, place).numpy()
+    allowed = np.ascontiguousarray(allowed.T) if by_keys else allowed
+    return allowed, lists(allowed, hops(pattern, place[1], by_keys), TILE, BLOCK)
+
+
+def visited(allowed, found):
+    """How often each pair is added up: those of a block before the first masked one without a look at the table."""
+    seen = np.zeros(allowed.shape, dtype=int)
+    for (first, masked, end, _), members in zip(found.items, found.members, strict=True):
+        members = members[members >= 0]
+        for t in range(first, end):
+            others = found.blocks[t][found.blocks[t] >= 0]
+            where = np.ix_(members, others)
+            seen[where] += allowed[where] if t >= masked else 1
+            assert t >= masked or len(others) == BLOCK
+    return seen
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(("n", "m"), [(97, 97), (1, 53), (53, 1), (48, 32)])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_every_allowed_pair_is_visited_once_and_every_member_is_written_once(pattern, n, m, by_keys):
+    allowed, found = made(pattern, n, m, by_keys)
+    assert (visited(allowed, found) == allowed).all()
+    assert sorted(found.members[found.members >= 0]) == list(range(len(allowed)))
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=3))
+def test_so_are_those_of_any_table_whatever_the_hops(data, n, m, hops):
+    from regard.engine.cuda.lists import lists
+
+    bits = data.draw(st.integers(0, 2 ** (n * m) - 1))
+    allowed = np.array([bits >> x & 1 for x in range(n * m)], dtype=bool).reshape(n, m)
+    assert (visited(allowed, lists(allowed, [1, *hops], TILE, BLOCK)) == allowed).all()
+
+
+def blocks_of(pattern, n, by_keys):
+    _, found = made(pattern, n, n, by_keys)
+    return int((found.items[:, 2] - found.items[:, 0]).sum())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by_keys", "most"),
+    [
+        (dilated(5, 7), False, 32),  # 8 tiles of a residue or two, 4 blocks each; 88 of neighbours
+        (causal() & strided(8), True, 16),  # a tile of each residue: its 16 keys, 2 blocks
+        (causal() & every(16), True, 16),  # one tile of the 8 keys that are seen, by every query
+        (window(2) | rows(16), False, 40),  # 16 blocks for the rows that see all, 3 for each of 8 tiles beside
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_members_that_meet_the_same_share_a_tile(pattern, by_keys, most):
+    n = 128
+    assert blocks_of(pattern, n, by_keys) <= most < (n // TILE) * (n // BLOCK)
+
+
+def test_the_longest_tile_comes_first():
+    _, found = made(window(2) | rows(16), 128, 128, False)
+    length = found.items[:, 2] - found.items[:, 0]
+    assert length[0] == 16 and (np.diff(length) <= 0).all()
+
+
+def test_a_block_that_all_members_meet_needs_no_mask_though_the_tile_is_not_full():
+    _, found = made(full(), 20, 19, False)
+    assert [list(item) for item in found.items] == [[0, 2, 3, 0], [3, 5, 6, 0]]
+
+
+def laid(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
+    from regard.engine.cuda.launches import dense
+
+    q, k, v = dense(1, h, n, d_k), dense(1, h_kv, m, d_k), dense(1, h_kv, m, d_v)
+    return q, k, v, dense(1, h, n, d_v), dense(1, h, n, d_v)
+
+
+def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
+    from regard.engine.cuda.configs import default
+    from regard.engine.cuda.launch import Task
+
+    return Task(causal() & window(9), 0, 1, 0.1, **{"configs": default(d_k, d_v, dtype)} | more)
+
+
+def test_short_plain_calls_with_stored_configurations_take_one_launch():
+    from regard.engine import choose
+    from regard.engine.cuda.brief import config_of
+    from regard.engine.cuda.launches import dense
+
+    half = torch.bfloat16
+    assert config_of(task(), laid(), half) is not None
+    assert config_of(task(128, 40), laid(d_k=128, d_v=40), half) is not None
+    assert config_of(task(dtype=torch.float32), laid(), torch.float32) is not None
+    side, heads = int(choose.BRIEF**0.5), choose.BRIEF_ALL // choose.BRIEF
+    assert config_of(task(), laid(side, side), half) is not None
+    assert config_of(task(), laid(side, side, h=heads), half) is not None
+    assert config_of(task(), laid(side, side, h=heads + 2), half) is None
+    assert config_of(task(), laid(side, side + 1), half) is None
+    assert config_of(task(256, 64), laid(d_k=256), half) is None
+    assert config_of(task(reach=3), laid(), half) is None
+    assert config_of(task(dropout_p=0.1), laid(), half) is None
+    asked = replace(task().configs)
+    assert config_of(task(configs=asked), laid(), half) is None
+    far = dense(1, 2, 128, 64)._replace(stride=(1 << 40, 1 << 33, 1 << 26, 1))
+    assert config_of(task(), (far, *laid()[1:]), half) is None
+
+
+def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
+    from regard.engine.cuda.brief import tables
+
+    asked = causal() & window(9), 97, 101, (4, 1), 64, 64, torch.device("cpu")
+    (items, members, blocks), for_keys = tables(*asked)
+    assert tables(*asked)[0][0] is items
+    assert (for_keys, len(items)) == (2, 4)
+    assert {x.dtype for x in (items, members, blocks)} == {torch.int32}
+    assert members.shape == (4, 64) and blocks.shape == (int(items[-1, 2]), 64)
+
+
+PATTERN = causal() & window(2)
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """A call that is remembered, with the formula in the place of the kernels: what is left is autograd's."""
+    from regard.engine.cuda import again
+
+    def formula(q, k, v, *rest):
+        found = reference.attend(q, k, v, PATTERN.allowed(q.shape[2]), scale=0.3)
+        return found.o, torch.zeros(q.shape[:3])
+
+    def gradients(q, k, v, o, do, lse, *rest):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            return *torch.autograd.grad(formula(*inputs)[0], inputs, do), None, None
+
+    monkeypatch.setattr(again, "forward", formula)
+    monkeypatch.setattr(again, "forward_call", lambda *given: formula)
+    monkeypatch.setattr(again, "backward", lambda q, k, v, o, lse, do, *rest: gradients(q, k, v, o, do, lse))
+    monkeypatch.setattr(again, "backward_call", lambda *given: gradients)
+    return again.Again(replace(task(), pattern=PATTERN, scale=0.3), True)
+
+
+def qkv(n=5, d=2):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, n, d, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+def test_a_remembered_call_has_gradients_and_those_have_gradients(remembered):
+    for _ in range(2):
+        assert gradcheck(remembered, qkv()) and gradgradcheck(remembered, qkv())
+    q, k, v = qkv()
+    remembered(q.detach(), k, v.detach()).sum().backward()
+    assert k.grad is not None and q.grad is None and v.grad is None
+
+
+def test_an_input_that_was_changed_in_between_is_an_error(remembered):
+    for which in range(3):
+        inputs = qkv()
+        o = remembered(*inputs)
+        with torch.no_grad():
+            inputs[which].add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            o.sum().backward()
+
+
+def test_what_is_kept_for_the_backward_pass_goes_with_its_output(remembered):
+    inputs = qkv()
+    remembered(*inputs)
+    gc.disable()
+    try:
+        o = remembered(*inputs)
+        node, at = weakref.ref(o.grad_fn), weakref.ref(o)
+        del o
+        assert node() is None and at() is None
+    finally:
+        gc.enable()

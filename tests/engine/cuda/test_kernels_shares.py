@@ -1,0 +1,282 @@
+"""What the streaming kernels are told to visit: every allowed pair once, in runs that programs share fairly."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+from regard.pattern import causal, dilated, every, full, sinks, window
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+PATTERNS = [
+    full(),
+    causal(),
+    causal() & (window(40) | every(16)),
+    window(40) | every(16),
+    dilated(5, 7),
+]
+OTHERS = [window(40) | every(32, 8), causal() & (window(40) | sinks(3)), window(40) | every(24)]
+CPU = torch.device("cpu")
+
+
+def steps(pattern, n, by_keys):
+    """As the streaming kernels run them: forward, by queries, they know of lines."""
+    from regard.engine.cuda.configs import Config
+    from regard.engine.cuda.route import route
+
+    return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
+
+
+def dealt(work, programs, group=1, multiple=1, **how):
+    from regard.engine.cuda.shares import shares
+
+    return shares(work, 2, programs, group, multiple, **how)
+
+
+def members(row):
+    """The members at the places of one block, as the kernels read its twelve words."""
+    a, b, c1, a1, b1, c2, a2, b2, end = (int(x) for x in row[:9])
+    c = np.arange(end)
+    return np.where(c < c1, a + b * c, np.where(c < c2, a1 + b1 * c, a2 + b2 * c))
+
+
+def tile(row):
+    return int(row[10]) + int(row[11]) * np.arange(int(row[9]) >> 8 & 255)
+
+
+def kept(work, row, own, by_keys):
+    """Which pairs of a tile and a block the kernels weigh, by the marks of the block."""
+    from regard.engine.cuda.band import band
+
+    there, marks = members(row), int(row[9]) & 255
+    i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
+    if marks & 112 == 0:
+        return work.pattern.allows(i, j) if marks & 7 else np.ones((len(own), len(there)), dtype=bool)
+    found, begin = band(work.pattern), int(row[0])
+    nth, place = np.arange(len(own))[:, None], np.arange(len(there))[None]
+    assert marks & 7 == 0 and bin(marks & 112).count("1") == 1
+    if marks & 16:
+        return place < row[8] + 0 * nth
+    free = work.free[0 if marks & 64 else 1]
+    inside = (
+        begin + place >= i[0] + nth - found.before
+        if marks & 64
+        else begin + place <= i[0] + nth + found.after
+    )
+    assert inside.any(1).all()  # the largest score of a row must be that of a pair that counts
+    return inside | ((place % free[0] == free[1]) & (marks & 128 > 0))
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("pattern", PATTERNS + OTHERS, ids=repr)
+def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, group, by_keys):
+    n = 700 if every(16) in pattern.leaves() else 203  # so that a tile has several blocks of each word
+    seen = np.zeros((group, n, n), dtype=int)
+    for step in steps(pattern, n, by_keys):
+        for row in dealt(step.work, 10, group, 2).blocks.numpy():
+            own = tile(row)
+            if step.kept is not None:
+                own = own[step.kept.allows(own, own)]
+            there = members(row)
+            assert len(there) <= 16
+            seen[row[9] >> 16][np.ix_(own, there)] += kept(step.work, row, own, by_keys)
+    allowed = pattern.allowed(n).numpy()
+    allowed = allowed.T if by_keys else allowed
+    assert (seen == allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "masked"),
+    [(causal(), 2), (window(40), 4), (causal() & (window(40) | every(16)), 4)],
+    ids=repr,
+)
+def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(pattern, masked):
+    from regard.engine.cuda.configs import Config
+    from regard.engine.cuda.route import route
+
+    (step,) = route(pattern, 704, 704, 0, 1, Config(16, 8, 1, 1), False, CPU).steps
+    assert step.work.segments == 1
+    blocks = step.work.blocks.numpy()
+    tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighbouring keys, those a bound cuts
+    assert all((tests[:, 10] == first).sum() == masked for first in range(80, 640, 16))
+
+
+def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
+    from regard.engine.cuda.configs import Config
+    from regard.engine.cuda.launches import Layout, dense
+    from regard.engine.cuda.route import route
+    from regard.engine.cuda.together import end_to_end
+
+    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU)
+    lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
+    return end_to_end(way, step, (lie, lie))
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_heads_dealt_together_each_visit_every_allowed_pair_of_their_own(pattern, by_keys):
+    n, heads = 208, 6
+    way, long = route_of_heads(pattern, n, by_keys)
+    assert long[0].shape == (1, 1, heads * n, 8)
+    seen = np.zeros((heads * n, heads * n), dtype=int)
+    for step in way.steps:
+        for row in dealt(step.work, 20, multiple=2).blocks.numpy():
+            own, there = tile(row), members(row)
+            if step.kept is not None:
+                own = own[step.kept.allows(own, own)]
+            seen[np.ix_(own, there)] += kept(step.work, row, own, by_keys)
+    allowed = pattern.allowed(n).numpy()
+    assert (seen == np.kron(np.eye(heads, dtype=int), allowed.T if by_keys else allowed)).all()
+
+
+def test_dealt_together_no_program_is_left_and_none_has_much_more_than_its_share():
+    pattern = causal() & (window(40) | every(16))
+    apart, _ = route_of_heads(pattern, 1040, False, b=1, h=1)
+    together, _ = route_of_heads(pattern, 1040, False)
+    runs = [
+        np.diff(dealt(work, programs).chunks.numpy()[:, :2]).ravel()
+        for work, programs in ((apart.steps[0].work, 2 * (20 // 6)), (together.steps[0].work, 2 * 20))
+    ]
+    assert len(runs[1]) == 20 and runs[1].max() <= 1.06 * runs[1].mean()
+    assert runs[1].max() < runs[0].max()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"pattern": window(40) | sinks(3)},  # the first keys of a head are not the first of all
+        {"pattern": window(40) | every(16), "n": 203},  # 16 does not divide 203
+        {"pattern": window(40), "step": 2},
+        {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads side by side
+        {"pattern": window(40), "b": 1, "h": 1},
+    ],
+    ids=repr,
+)
+def test_heads_are_dealt_apart_where_the_mask_or_the_memory_would_tell_them_apart(case):
+    case = {"n": 208, "by_keys": False} | case
+    _, lie = route_of_heads(**case)
+    assert lie[0].shape[2] == case["n"]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_runs_follow_one_another_begin_a_tile_and_differ_by_little(pattern):
+    for by_keys in (False, True):
+        for step in steps(pattern, 515, by_keys):
+            cut = dealt(step.work, 10, multiple=2)
+            begin, end = cut.chunks.numpy()[:, :2].T
+            assert torch.equal(cut.chunks[:, 4:], cut.blocks[begin])
+            assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == len(cut.blocks)
+            assert ((end - begin) % 2 == 0).all() and (cut.blocks[begin, 9] & 8 != 0).all()
+            if step.work.slots:
+                # none has more than its share, made even; in all they wait for it as long as if each had 2 less
+                runs = end - begin
+                assert runs.max() <= 2 * -(-len(step.work.blocks) // 10)
+                assert len(runs) * runs.max() - runs.sum() <= 2 * (len(runs) - 1)
+
+
+def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_the_same_time():
+    (split,) = (s for s in steps(causal() & (window(40) | every(16)), 2048, True) if s.work.slots)
+    cut = dealt(split.work, 16)
+    begin, end = cut.chunks.numpy()[:, :2].T
+    rows = cut.blocks.numpy()[:, 0]
+    read = [[rows[b + t] for b, e in zip(begin, end) if b + t < e] for t in range((end - begin).max())]
+    assert len(begin) == 8 and (end - begin == 40).all()
+    # of 320 blocks that four tiles read, those read by several at one time count once; 287 in equal runs of all
+    assert sum(len(set(now)) for now in read) <= 200
+
+
+@pytest.mark.parametrize("late", [0.1, 0.5, 1.0])
+def test_the_last_tiles_are_left_for_programs_of_one_tile_each(late):
+    (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
+    cut, whole = dealt(step.work, 10, late=late), dealt(step.work, 10)
+    begin, end = cut.chunks.numpy()[:, :2].T
+    blocks = cut.blocks.numpy()
+    tiles = np.add.reduceat(blocks[:, 9] & 8 > 0, begin)
+    runs, last = end - begin, np.flatnonzero(tiles > 1).max(initial=4) + 1
+    assert last == 5 and (tiles[5:] == 1).all() and (np.diff(runs[5:]) <= 0).all()
+    left = (runs[5:] + 1).sum() / (runs + tiles).sum()
+    assert abs(left - min(late, 1 - (runs[:5] + tiles[:5]).sum() / (runs + tiles).sum())) < 0.05
+    assert sorted(map(bytes, blocks)) == sorted(map(bytes, whole.blocks.numpy()))
+
+
+def test_late_programs_of_runs_of_an_even_length_have_two_tiles_each():
+    (step,) = steps(window(40), 2080, True)
+    cut = dealt(step.work, 10, multiple=2, late=0.3)
+    tiles = np.add.reduceat(cut.blocks.numpy()[:, 9] & 8 > 0, cut.chunks.numpy()[:, 0])
+    assert len(tiles) > 6 and (tiles[:5] > 2).all() and (tiles[5:-1] == 2).all() and 0 < tiles[-1] <= 2
+
+
+def test_each_program_runs_its_tiles_in_order_or_backwards():
+    (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
+    order = {}
+    for backwards in (False, True):
+        cut = dealt(step.work, 10, backwards=backwards)
+        words = cut.blocks.numpy()
+        order[backwards] = [
+            [int(row[10]) for row in words[a:b] if row[9] & 8] for a, b in cut.chunks.numpy()[:, :2]
+        ]
+    assert len(order[False]) == 5 and all(x == sorted(x) and len(x) > 9 for x in order[False])
+    assert order[True] == [x[::-1] for x in order[False]]
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS + OTHERS, ids=repr)
+def test_a_schedule_knows_every_mark_that_its_blocks_have(pattern, by_keys):
+    for step in steps(pattern, 515, by_keys):
+        found = step.work.blocks.numpy()[:, 9] & 119
+        lacking = int(np.bitwise_or.reduce(found)) & ~step.work.marks
+        assert not lacking and bool(step.work.marks & 8) == bool((found & 3 == 3).any())
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_slots_of_a_split_tile_stand_side_by_side_and_a_whole_tile_has_none(group):
+    (step,) = steps(causal(), 515, True)
+    cut = dealt(step.work, 10, group, 2)
+    blocks, slot = cut.blocks.numpy(), cut.slot.numpy()
+    joins = {int(first): (int(at), int(pieces)) for first, _, _, at, pieces, *_ in cut.joins.numpy()}
+    assert joins and len(slot) == len(blocks) and set(slot) - {-1} == set(range(cut.slots))
+    for first in np.unique(blocks[:, 10]):
+        used = set(slot[blocks[:, 10] == first])
+        at, pieces = joins.get(int(first), (-1, 1))
+        assert used == set(range(at, at + pieces))
+    assert (np.diff(slot)[blocks[1:, 9] & 8 == 0] == 0).all()  # a slot changes only where a share begins
+
+
+def test_what_fills_a_run_holds_nobody_and_begins_nothing():
+    (step,) = steps(causal(), 203, True)
+    cut = dealt(step.work, 10, multiple=2)
+    empty = cut.blocks[cut.blocks[:, 8] == 0]
+    assert len(empty) and (empty[:, 9] & 15 == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lines", "free"),
+    [
+        (causal(), {32: 22}, ((1, 1), (1, 1))),
+        (window(48), {32: 19, 64: 19}, ((1, 1), (1, 1))),
+        (causal() & (window(48) | every(16)), {16: 16, 32: 22, 64 + 128: 19}, ((16, 0), (1, 1))),
+        (
+            window(48) | every(64),
+            {16: 22, 32: 14, 64: 14, 32 + 128: 5, 64 + 128: 5},
+            ((64, 0), (64, 0)),
+        ),  # in some tiles, at the same place
+        (
+            window(48) | every(24),
+            {16: 22, 32: 6, 64: 6},
+            ((1, 1), (1, 1)),
+        ),  # elsewhere at two places: key by key
+        (dilated(5, 7), {}, ((1, 1), (1, 1))),
+    ],
+    ids=repr,
+)
+def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
+    from regard.engine.cuda.configs import Config
+    from regard.engine.cuda.route import route
+
+    (step,) = route(pattern, 352, 352, 0, 1, Config(16, 16, 1, 1, lines=True), False, CPU).steps
+    marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
+    assert step.work.free == free
+    assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines

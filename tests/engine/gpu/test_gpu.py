@@ -1,0 +1,181 @@
+"""The Triton kernels on a GPU, with their stored configurations, and the door to them.
+
+    PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu.py -q: bfloat16, some in others
+    PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu.py -q -m long: every dtype
+
+Most of the time goes into compiling, so the cases are dealt to several processes.
+"""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+import regard as rg
+from kernel_cases import AT_LENGTH, ON_GPU, complaints, outcomes
+from regard.engine import quick
+from regard.errors import BackendError
+from regard.pattern import causal, every, window
+from regard.position import ByDistance
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def told():
+    return outcomes(ON_GPU, "cuda", processes=min(12, os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize("name", [case.name for case in ON_GPU])
+def test_o_lse_and_gradients_are_as_exact_as_plain_pytorch(told, name):
+    assert not complaints(told[name])
+
+
+@pytest.mark.parametrize("name", [case.name for case in ON_GPU])
+def test_a_second_run_gives_the_same_bits(told, name):
+    assert told[name].get("same"), told[name].get("failure", "the bits differ")
+
+
+@pytest.mark.parametrize("name", [case.name for case in ON_GPU])
+def test_a_remembered_call_gives_the_same_bits(told, name):
+    assert told[name].get("again"), told[name].get("failure", "the bits differ")
+
+
+@pytest.fixture(scope="module")
+def told_at_length():
+    return outcomes(AT_LENGTH, "cuda", processes=min(12, os.cpu_count() or 1))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [case.name for case in AT_LENGTH])
+def test_every_case_in_every_dtype(told_at_length, name):
+    assert not complaints(told_at_length[name])
+    assert told_at_length[name]["same"]
+
+
+SPARSE = causal() & (window(40) | every(32))
+# Triton and inductor compile in this process, and warn for themselves
+THEIRS = pytest.mark.filterwarnings("default")
+
+
+def heads(n, d=64):
+    g = torch.Generator().manual_seed(n)
+    return [
+        torch.randn(2, 4, n, d, generator=g).to("cuda", torch.bfloat16).requires_grad_() for _ in range(3)
+    ]
+
+
+def gradients(o, inputs):
+    return torch.autograd.grad(o.float().square().sum(), inputs)
+
+
+def close(fast, masked):
+    """Within 5 % of the largest number: both ways round to bfloat16 in places of their own."""
+    pairs = [(x.detach().float(), y.detach().float()) for x, y in zip(fast, masked, strict=True)]
+    return all(float((x - y).abs().max()) <= 0.05 * float(y.abs().max()) for x, y in pairs)
+
+
+@THEIRS
+@pytest.mark.parametrize("parts", [("table",), ("slopes",), ("table", "slopes")])
+def test_a_bias_by_distance_goes_through_the_kernels_and_equals_the_masked_way(parts):
+    q, k, v = heads(700)
+    table = (torch.randn(4, 201) / 4).cuda().requires_grad_()
+    slopes = torch.rand(4).cuda().requires_grad_()
+    given = {name: {"table": table, "slopes": slopes}[name] for name in parts}
+    bias = ByDistance(**given)
+    told = rg.explain(SPARSE, 700, heads=4, dtype=torch.bfloat16, device="cuda", bias="distance")
+    assert told.backend == "progressions"
+    inputs = [q, k, v, *given.values()]
+    o, masked = (rg.attention(q, k, v, SPARSE, bias=bias, backend=way) for way in ("auto", "masked"))
+    assert close([o], [masked]) and close(gradients(o, inputs), gradients(masked, inputs))
+
+
+@THEIRS
+def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
+    q, k, _ = heads(1500)
+    v = torch.ones_like(q)
+    torch.manual_seed(0)
+    first, second = (rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions") for _ in range(2))
+    torch.manual_seed(0)
+    again = rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions")
+    assert torch.equal(first, again) and not torch.equal(first, second)
+    assert abs(float(first.detach().double().mean()) - 1.0) < 0.01
+
+
+@THEIRS
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_query_that_is_not_a_number_reaches_no_other_row(d):
+    """Nor the next tile that the same program runs through."""
+    with torch.no_grad():
+        q, k, v = heads(2100, d)
+        whole, at = rg.attention(q, k, v, SPARSE, backend="progressions"), [5, 700, 701, 2099]
+        q[:, :, at] = float("nan")
+        o = rg.attention(q, k, v, SPARSE, backend="progressions")
+    others = [x for x in range(2100) if x not in at]
+    assert o[:, :, at].isnan().all() and torch.equal(o[:, :, others], whole[:, :, others])
+
+
+@THEIRS
+def test_compiled_with_bias_and_dropout_it_is_one_graph_and_draws_anew():
+    q, k, v = heads(700)
+    table = (torch.randn(4, 201) / 4).cuda().requires_grad_()
+
+    @torch.compile(fullgraph=True)
+    def attend(q, k, v, table):
+        return rg.attention(q, k, v, SPARSE, bias=ByDistance(table), dropout_p=0.25)
+
+    first, second = attend(q, k, v, table), attend(q, k, v, table)
+    assert not torch.equal(first, second)
+    assert all(torch.isfinite(g).all() for g in gradients(first, [q, k, v, table]))
+
+
+@THEIRS
+@pytest.mark.parametrize("n", [700, 2100])  # backward by one launch, and by several
+def test_a_captured_graph_replays_what_a_call_gives(n):
+    q, k, v = heads(n)
+
+    def both():
+        o = rg.attention(q, k, v, SPARSE, backend="progressions")
+        return [o.detach(), *gradients(o, (q, k, v))]
+
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            both()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = both()
+    with torch.no_grad():
+        for x in (q, k, v):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    rest = torch.full((1 << 24,), 7.0, device="cuda")  # takes what was given back since
+    graph.replay()
+    assert all(map(torch.equal, replayed, both())) and bool((rest == 7.0).all())
+
+
+@THEIRS
+@pytest.mark.parametrize("n", [700, 2100])
+def test_a_call_that_names_the_backend_is_looked_up_the_second_time(n):
+    quick.known.clear()
+    q, k, v = heads(n)
+    first, second = (rg.attention(q, k, v, SPARSE, backend="progressions") for _ in range(2))
+    assert quick.key(q, k, v, SPARSE, None, "progressions") in quick.known
+    assert type(second.grad_fn) is not type(first.grad_fn)  # by another way
+    assert torch.equal(first, second)
+    assert all(map(torch.equal, gradients(first, (q, k, v)), gradients(second, (q, k, v))))
+
+
+def test_tensors_on_two_devices_are_refused_by_name():
+    from regard.engine import cuda as kernels
+
+    q, k, v = (torch.zeros(1, 1, 5, 4, device=device) for device in ("cuda", "cpu", "cuda"))
+    with pytest.raises(BackendError) as caught:
+        kernels.attend(q, k, v, causal(), 0)
+    assert str(caught.value) == f"q, k, v lie on {q.device}, cpu, {q.device}: move them to one device"

@@ -1,0 +1,212 @@
+"""What data or a function decide, by FlexAttention: its blocks, what it refuses, and its forward on the CPU."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from regard import pattern as words
+from regard.engine import choose, flex
+from regard.engine.attention import attention
+from regard.engine.explain import explain
+from regard.engine.plan import blocks
+from regard.errors import BackendError
+from regard.pattern import (
+    causal,
+    documents,
+    every,
+    full,
+    lengths,
+    positions,
+    prefix,
+    sinks,
+    strided,
+    where,
+    window,
+)
+
+IDS = torch.tensor([0] * 5 + [1] * 9 + [2] * 3 + [1] * 2)
+M = len(IDS)
+EACH = torch.stack([IDS, IDS.flip(0)])
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 4)
+    monkeypatch.setattr(blocks, "LOOKED_AT", 2 * M * 4)  # some rows at a time
+
+
+def by_blocks(table, n, m, size=4):
+    """any and all of each block of a dense table; a block that ends outside is never whole."""
+    table = table if table.dim() == 4 else table[None, None]
+    x, y = -(-n // size), -(-m // size)
+    some = torch.zeros(len(table), x, y, dtype=torch.bool)
+    whole = some.clone()
+    for i in range(x):
+        for j in range(y):
+            cell = table[:, 0, i * size : (i + 1) * size, j * size : (j + 1) * size]
+            some[:, i, j] = cell.flatten(1).any(1)
+            whole[:, i, j] = cell.flatten(1).all(1) & (cell.shape[1:] == (size, size))
+    return some, whole
+
+
+WORDS = [
+    full(),
+    causal(),
+    window(3, 1),
+    window(6),
+    sinks(6),
+    prefix(7),
+    words.blocks(5),
+    every(3),
+    strided(4),
+    where(lambda i, j: (i * j) % 7 < 3),
+    lengths(torch.tensor([M, 6])),
+    documents(IDS),
+    documents(EACH),
+]
+pairs = st.tuples(st.sampled_from(WORDS), st.sampled_from(WORDS), st.sampled_from("&|-"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(pairs, st.integers(1, M), st.sampled_from([None, 0, -3, 7]))
+def test_no_block_with_a_pair_is_skipped_and_none_with_a_gap_is_whole(small_blocks, pair, n, at):
+    a, b, sign = pair
+    pattern = a & b if sign == "&" else a | b if sign == "|" else a - b
+    i = positions(pattern, n, M, at)
+    found = blocks.divide(pattern, blocks.Ends(i[None], torch.arange(M)))
+    some, whole = by_blocks(pattern.allowed(n, M, at), n, M)
+    assert not (some & ~found.some).any(), "a block with a pair is skipped"
+    assert not (found.all & ~whole).any(), "a block with a gap is left unmasked"
+
+
+@pytest.mark.parametrize("word", WORDS, ids=repr)
+def test_blocks_of_one_word_are_exact(small_blocks, word):
+    found = blocks.divide(word, blocks.Ends(positions(word, M, M)[None], torch.arange(M)))
+    some, whole = by_blocks(word.allowed(M), M, M)
+    contiguous = not isinstance(word, documents)  # ids that come back are judged by their range
+    assert torch.equal(found.all.expand(whole.shape), whole)
+    assert not contiguous or torch.equal(found.some.expand(some.shape), some)
+
+
+def test_offsets_and_lengths_of_each_row_are_read(small_blocks):
+    at, kept = torch.tensor([0, 9]), torch.tensor([M, 6])
+    i = positions(causal(), 7, M, at)
+    found = blocks.divide(causal(), blocks.Ends(i, torch.arange(M)), kept)
+    some, whole = by_blocks((causal() & lengths(kept)).allowed(7, M, at), 7, M)
+    assert torch.equal(found.some, some) and torch.equal(found.all, whole)
+
+
+def test_documents_that_follow_one_another_skip_what_lies_between():
+    ids = torch.arange(4096) // 512
+    assert flex.visited(documents(ids), 4096, 4096, 0, 1) == 8 * 512**2
+    assert flex.visited(documents(ids) & causal(), 4096, 4096, 0, 1) == 8 * (4 * 5 // 2) * 128**2
+
+
+REFUSED = [
+    ({"bias": torch.zeros(3, 3)}, "a bias is added to the scores; use backend='masked'"),
+    ({"dropout_p": 0.5}, "it has no dropout; use backend='masked'"),
+    ({"return_lse": True}, "on the CPU FlexAttention gives no log-sum-exp; use backend='plain'"),
+    ({"scale": float("inf")}, "scale=inf has no softmax; use backend='plain'"),
+]
+
+
+@pytest.mark.parametrize(("more", "text"), REFUSED, ids=[text[:30] for _, text in REFUSED])
+def test_flex_by_name_refuses_what_it_cannot(more, text):
+    q = torch.randn(1, 1, 3, 16)
+    with pytest.raises(BackendError) as e:
+        attention(q, q, q, where(torch.ge), backend="flex", **more)
+    assert str(e.value) == f"backend='flex' cannot run this: {text}"
+
+
+def test_flex_on_the_cpu_says_that_it_does_not_train_and_what_does():
+    q = torch.randn(1, 1, 3, 16, requires_grad=True)
+    with pytest.raises(BackendError) as e:
+        attention(q, q, q, where(torch.ge), backend="flex")
+    assert str(e.value) == (
+        "backend='flex' cannot run this: on the CPU FlexAttention has no backward; "
+        "use backend='masked', or torch.no_grad()"
+    )
+
+
+def facts(pattern, n=4096, device="cuda", dtype=torch.bfloat16, **more):
+    return choose.Facts(pattern, n, n, 64, 64, 16, dtype, device, **more)
+
+
+def test_auto_takes_flex_on_cuda_for_data_and_functions_that_are_long():
+    fn, ids = where(torch.ge), documents(torch.arange(4096) // 512)
+    for pattern in (fn, ids, ids & causal(), fn | window(3)):
+        choice = choose.choose(facts(pattern, grad=True))
+        assert choice == ("flex", "blocks of 128 × 128 pairs without an allowed one are skipped")
+    assert choose.choose(facts(fn, lse=True)).backend == "flex"
+    assert choose.choose(facts(fn, n=512)).backend == "masked"
+    assert choose.choose(facts(fn, device="cpu", dtype=torch.float32)).backend == "masked"
+    assert choose.choose(facts(fn, dtype=torch.float64)).backend == "masked"
+    assert choose.cannot(facts(fn, n=77), "flex") == (
+        "FlexAttention has no kernel for every n below 128, here 77; use backend='masked'"
+    )
+    assert choose.cannot(facts(fn, dtype=torch.float64), "flex") == (
+        "FlexAttention takes float32, float16 or bfloat16, not float64; use backend='masked'"
+    )
+    assert (
+        choose.cannot(facts(fn, device="mps"), "flex")
+        == "FlexAttention runs on CUDA and on the CPU, not on mps"
+    )
+    told = explain(ids, 4096, device="cuda", dtype=torch.bfloat16)
+    assert (told.backend, told.computed) == ("flex", 8 * 512**2)
+
+
+def test_a_mask_is_made_anew_when_what_it_was_made_from_has_changed():
+    reach = torch.tensor(2)
+
+    def near(i, j):
+        return abs(i - j) <= reach
+
+    pattern = where(near)
+    before = flex._stamp(pattern)
+    assert before == flex._stamp(pattern)
+    reach += 1
+    assert flex._stamp(pattern) != before
+    held = {"reach": 3}
+    assert flex._stamp(where(lambda i, j: abs(i - j) <= held["reach"])) is None  # it cannot be told
+    assert flex._stamp(where(torch.ge)) is None
+
+
+compiled = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "c++"))), reason="inductor needs a C compiler on the CPU"
+)
+
+
+@compiled
+@pytest.mark.compiled
+def test_flex_on_the_cpu_gives_what_a_mask_gives():
+    """Grouped heads, narrow ones, an empty row, lengths over NaN, ids that come back; a second call remembers."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.zeros(130), torch.ones(9), torch.full((60,), 2), torch.ones(5)]).long()
+    m = len(ids)
+    q, k, v = (torch.randn(2, h, m, d, generator=g) for h, d in ((4, 5), (2, 5), (2, 3)))
+    pattern = documents(ids) & where(lambda i, j: i != 140) & ~window(0)
+    kept = torch.tensor([m, 150])
+    k[1, :, 150:], v[1, :, 150:] = torch.nan, torch.nan
+    expected = attention(q, k, v, pattern, lengths=kept, backend="masked")
+    for _ in range(2):
+        got = attention(q, k, v, pattern, lengths=kept, backend="flex")
+        assert torch.allclose(got, expected, atol=1e-5)
+    assert not got[:, :, 140].any()
+
+
+@compiled
+@pytest.mark.compiled
+@pytest.mark.long
+@pytest.mark.parametrize("each", [False, True])
+def test_flex_on_the_cpu_after_a_cache_and_from_an_offset_a_row(each):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=g) for n in (37, 150, 150))
+    pattern = where(lambda i, j: (i + j) % 3 != 0) & (
+        causal() | documents(torch.stack([torch.arange(150) // 40] * 2))
+    )
+    at = torch.tensor([5, 90]) if each else None
+    got = attention(q, k, v, pattern, at=at, backend="flex")
+    assert torch.allclose(got, attention(q, k, v, pattern, at=at, backend="masked"), atol=1e-5)

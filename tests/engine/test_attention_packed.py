@@ -1,0 +1,197 @@
+"""Packed documents on the CPU: the formula and its gradients, Σ length² pairs, nothing stale, nothing hidden read."""
+
+import gc
+from math import inf, nan
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regard.engine.attention import attention
+from regard.engine.cpu import packed
+from regard.engine.explain import explain
+from regard.errors import BackendError
+from regard.pattern import causal, dilated, documents, every, full, strided, where, window
+
+B, H, H_KV, D_K, D_V = 2, 4, 2, 5, 3
+f64 = torch.float64
+RESTS = (full(), causal(), window(3), causal() & window(9), causal() & (dilated(2, 3) | strided(4)))
+
+
+def ids_of(*counts: int) -> torch.Tensor:
+    """Documents of these lengths, one behind the other; their ids go down, as ids may."""
+    return torch.cat([torch.full((c,), -3 * i) for i, c in enumerate(counts)])
+
+
+def qkv(n: int, m: int, seed: int = 0, dtype: torch.dtype = f64) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = (B, H, n, D_K), (B, H_KV, m, D_K), (B, H_KV, m, D_V)
+    return [torch.randn(s, generator=g, dtype=f64).to(dtype).requires_grad_() for s in shapes]
+
+
+def outputs_and_gradients(backend: str, inputs, pattern, **more):
+    o, lse = attention(*inputs, pattern, backend=backend, return_lse=True, **more)
+    seen = lse > -inf
+    g = torch.Generator().manual_seed(9)
+    towards = torch.randn(o.shape, generator=g, dtype=f64), torch.randn(lse.shape, generator=g, dtype=f64)
+    total = (o * towards[0]).sum() + (lse.masked_fill(~seen, 0.0) * towards[1]).sum()
+    return [o, lse, *torch.autograd.grad(total, inputs)]
+
+
+def assert_same(mine, theirs, atol=1e-11):
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a == -inf, b == -inf)
+        assert torch.allclose(a.nan_to_num(neginf=0.0), b.nan_to_num(neginf=0.0), rtol=0, atol=atol)
+
+
+counts = st.lists(st.sampled_from([1, 2, 3, 7, 7, 7, 20, 60, 150]), min_size=1, max_size=9)
+
+
+@settings(max_examples=25)
+@given(counts, st.sampled_from(RESTS), st.booleans(), st.booleans(), st.data())
+def test_documents_of_any_lengths_give_the_formula_and_its_gradients(lengths, rest, each_row, hides, data):
+    ids = ids_of(*lengths)
+    ids = torch.stack([ids, ids_of(*data.draw(st.permutations(lengths)))]) if each_row else ids
+    m = ids.shape[-1]
+    n = data.draw(st.integers(1, m))
+    more = {"lengths": torch.tensor([m, data.draw(st.integers(0, m))])} if hides else {}
+    pattern = documents(ids) & rest
+    inputs = qkv(n, m)
+    mine = outputs_and_gradients("packed", inputs, pattern, **more)
+    assert_same(mine, outputs_and_gradients("plain", inputs, pattern, **more))
+
+
+@pytest.mark.parametrize("rest", [causal(), causal() & window(20)], ids=repr)
+def test_a_long_document_is_laid_out_as_if_it_stood_alone(rest, monkeypatch):
+    monkeypatch.setattr(packed, "ALONE", 64)
+    ids = ids_of(300, 3, 270)
+    pattern, m = documents(ids) & rest, len(ids)
+    assert packed.programs(pattern, m, m)[0].computed < 300**2 + 270**2
+    inputs = qkv(m, m)
+    assert_same(
+        outputs_and_gradients("packed", inputs, pattern), outputs_and_gradients("plain", inputs, pattern)
+    )
+
+
+def test_n_positions_cost_the_sum_of_squares_and_few_calls():
+    ids = ids_of(*[128] * 12)
+    told = explain(documents(ids), len(ids))
+    assert (told.backend, told.computed, told.needed) == ("packed", 12 * 128**2, 12 * 128**2)
+    assert "of the time of a masked call" in told.reason
+    (program,) = packed.programs(documents(ids), len(ids), len(ids))
+    assert len(program.batches) == 1  # all of one length: one batch of tiles
+    (short,) = packed.programs(documents(ids_of(*[3, 5] * 16)), 128, 128)
+    assert len(short.batches) == 1  # 32 short ones share a tile
+    rows = torch.stack([ids, ids.flip(0)])
+    assert explain(documents(rows), len(ids)).needed == 2 * 12 * 128**2  # pairs of all batch rows
+
+
+def test_auto_packs_what_follows_one_another_and_masks_what_does_not():
+    ids = ids_of(*[128] * 16)
+    assert explain(documents(ids) & causal(), 2048).backend == "packed"
+    assert explain(documents(ids % 5), 2048).backend == "masked"
+    assert (
+        explain(documents(ids) & every(4), 2048).backend == "masked"
+    )  # every() reads where a document begins
+    assert explain(documents(ids_of(3, 4)), 7).backend == "masked"  # too short to gain
+
+
+REFUSED = [
+    (
+        documents(torch.tensor([0, 1, 0])),
+        {},
+        "a document's ids do not follow one another, or queries skip some; use backend='masked'",
+    ),
+    (
+        documents(ids_of(3)) & every(2),
+        {},
+        "documents(<3 ids>) & every(2) is not documents(ids), or that and words that read i − j; "
+        "use backend='masked'",
+    ),
+    (documents(ids_of(3)), {"dropout_p": 0.5}, "it has no dropout; use backend='masked'"),
+    (
+        documents(ids_of(3)),
+        {"bias": torch.zeros(3, 3)},
+        "a bias is added to the scores; use backend='masked'",
+    ),
+    (
+        documents(ids_of(3)),
+        {"at": torch.tensor([0, 0])},
+        "each batch row stands elsewhere; use backend='masked'",
+    ),
+    (
+        torch.ones(3, 3, dtype=torch.bool),
+        {},
+        "a bool tensor is n × m already; use backend='masked'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("pattern", "more", "text"), REFUSED, ids=[text[:30] for *_, text in REFUSED])
+def test_packed_by_name_refuses_what_it_cannot(pattern, more, text):
+    q, k, v = (x.detach() for x in qkv(3, 3))
+    with pytest.raises(BackendError) as e:
+        attention(q, k, v, pattern, backend="packed", **more)
+    assert str(e.value) == f"backend='packed' cannot run this: {text}"
+
+
+def test_ids_changed_in_place_are_read_again():
+    ids = ids_of(4, 4)
+    pattern, inputs = documents(ids), qkv(8, 8)
+    before = attention(*inputs, pattern, backend="packed")
+    ids[3] = -3
+    after = attention(*inputs, pattern, backend="packed")
+    assert not torch.equal(before, after)
+    assert torch.allclose(after, attention(*inputs, pattern, backend="plain"), atol=1e-12)
+
+
+def test_what_was_made_for_ids_is_forgotten_with_them():
+    pattern = documents(ids_of(4, 4))
+    attention(*qkv(8, 8), pattern & causal(), backend="packed")
+    held = len(packed._made)
+    del pattern
+    gc.collect()
+    assert len(packed._made) < held
+
+
+@pytest.mark.parametrize("poison", [nan, inf])
+def test_what_lengths_hide_is_never_read(poison):
+    ids = ids_of(5, 6)
+    q, k, v = qkv(11, 11)
+    kept = torch.tensor([11, 7])
+    clean = outputs_and_gradients("packed", (q, k, v), documents(ids), lengths=kept)
+    dirty_k, dirty_v = k.detach().clone(), v.detach().clone()
+    dirty_k[1, :, 7:], dirty_v[1, :, 7:] = poison, poison
+    inputs = q, dirty_k.requires_grad_(), dirty_v.requires_grad_()
+    dirty = outputs_and_gradients("packed", inputs, documents(ids), lengths=kept)
+    for a, b in zip(clean, dirty):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 4), (4, 0), (0, 0), (1, 1), (1, 4), (4, 4)])
+def test_the_smallest_sizes(n, m):
+    pattern = documents(torch.zeros(m, dtype=torch.long))
+    inputs = qkv(n, m)
+    at = {"at": 0} if n > m else {}
+    o = attention(*inputs, pattern, **at)
+    assert o.shape == (B, H, n, D_V)
+    grads = torch.autograd.grad(o.sum(), inputs)
+    assert all(g.isfinite().all() for g in grads)
+    assert torch.allclose(o, attention(*inputs, pattern, backend="plain", **at), atol=1e-12)
+
+
+def test_half_types_and_inference():
+    ids = ids_of(30, 40)
+    inputs = qkv(70, 70, dtype=torch.bfloat16)
+    o, lse = attention(*inputs, documents(ids), backend="packed", return_lse=True)
+    assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    with torch.inference_mode():
+        made_there = documents(ids_of(30, 40))
+        assert torch.equal(attention(*inputs, made_there, backend="packed"), o)
+
+
+def test_a_function_is_no_document():
+    assert packed.parts(where(torch.ge) & documents(ids_of(3))) is None
+    assert packed.parts(documents(ids_of(3)) | causal()) is None
+    assert packed.parts(causal() & documents(ids_of(3)) & window(2)) is not None

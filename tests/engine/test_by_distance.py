@@ -1,0 +1,258 @@
+"""Bias by distance and dropout in tiles: the formula, gradients by diagonals, memory that stays small."""
+
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pattern_strategies import patterns, standings
+from regard.engine.cpu import by_distance
+from regard.engine.cpu.batches import program
+from regard.engine.plan.plan import NoPlan
+from regard.pattern import causal, dilated, every, full, rows, standing, window
+from regard.position import ByDistance
+from tile_cases import MIXED, WORDS, assert_as_exact, small, tensors, with_gradients
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles of a few rows, so that n = 101 has several of each kind."""
+    monkeypatch.setattr(by_distance, "PAIRS", 300)
+
+
+def biases(h=2, reach=9, seed=3, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    table = torch.randn(h, 2 * reach + 1, generator=g, dtype=torch.float64).to(dtype)
+    slopes = torch.rand(h, generator=g, dtype=torch.float64).to(dtype)
+    return {
+        "table": ByDistance(table=table),
+        "slopes": ByDistance(slopes=slopes / 10),
+        "both": ByDistance(table=table, slopes=slopes / 10),
+    }
+
+
+def formula(q, k, v, allowed, bias, at, scale, weigh=None):
+    """softmax over the allowed pairs with the bias added; weigh: what dropout multiplies the weights with."""
+    n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    start, step = at
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    empty = ~allowed.any(-1, keepdim=True)
+    distances = torch.arange(m) - (start + step * torch.arange(n))[:, None]
+    scores = q @ k.mT * scale + bias.at(distances).to(q.dtype)
+    scores = scores.masked_fill(~(allowed | empty), -inf)
+    weights = scores.softmax(-1).masked_fill(empty, 0.0)
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    lse = wide.logsumexp(-1).masked_fill(empty.squeeze(-1), -inf)
+    return (weights if weigh is None else weights * weigh) @ v, lse
+
+
+def check(way, allowed, bias, at, q, k, v, scale=0.4, lengths=None):
+    parts = [x for x in (bias.table, bias.slopes) if x is not None]
+
+    def of(x):
+        names = [name for name in ("table", "slopes") if getattr(bias, name) is not None]
+        return ByDistance(**dict(zip(names, x)))
+
+    fast = with_gradients(
+        lambda q, k, v, *x: by_distance.attend(q, k, v, way, of(x), scale=scale, lengths=lengths),
+        q,
+        k,
+        v,
+        *parts,
+    )
+    dense = lambda q, k, v, *x: formula(q, k, v, allowed, of(x), at, scale)  # noqa: E731
+    plain = with_gradients(dense, q, k, v, *parts)
+    ref = with_gradients(dense, *(x.double() for x in (q, k, v, *parts)))
+    assert_as_exact(fast, plain, ref)
+
+
+@pytest.mark.parametrize("kind", ["table", "slopes", "both"])
+@pytest.mark.parametrize("pattern", WORDS + MIXED, ids=repr)
+def test_every_word_with_a_bias_gives_the_formula_and_its_gradients(pattern, kind):
+    check(small(pattern, 53), pattern.allowed(53), biases()[kind], (0, 1), *tensors(n=53))
+
+
+@pytest.mark.parametrize("reach", [0, 1, 52, 200])
+def test_a_table_shorter_or_longer_than_the_sequence(reach):
+    check(small(full(), 53), full().allowed(53), biases(reach=reach)["table"], (0, 1), *tensors(n=53))
+
+
+@given(patterns, st.integers(1, 40), st.integers(1, 40), standings, st.integers(0, 99))
+def test_any_composition_with_a_bias_gives_the_formula_and_its_gradients(pattern, n, m, at, seed):
+    if at is None and n > m:
+        n, m = m, n
+    try:
+        way = small(pattern, n, m, at)
+    except NoPlan:
+        return
+    q, k, v = tensors(b=1, n=n, m=m, seed=seed)
+    check(way, pattern.allowed(n, m, at), biases()["both"], standing(pattern, n, m, at), q, k, v)
+
+
+@pytest.mark.parametrize("pattern", [full(), causal(), window(30) | every(16), dilated(5, 8)], ids=repr)
+def test_float32_is_as_exact_as_plain_pytorch(pattern):
+    q, k, v = tensors(n=101, d_k=16, d_v=16, dtype=torch.float32)
+    check(
+        small(pattern, 101), pattern.allowed(101), biases(dtype=torch.float32)["both"], (0, 1), q, k, v, 0.25
+    )
+
+
+def test_queries_and_keys_with_steps_that_do_not_divide_one_another():
+    pattern = every(2)
+    check(
+        small(pattern, 11, 37, (3, 3)),
+        pattern.allowed(11, 37, (3, 3)),
+        biases()["both"],
+        (3, 3),
+        *tensors(n=11, m=37),
+    )
+
+
+@pytest.mark.parametrize("h_kv", [1, 2, 6])
+def test_grouped_heads_have_a_bias_of_their_own(h_kv):
+    pattern = causal() & (window(9) | every(8))
+    check(
+        small(pattern, 53), pattern.allowed(53), biases(h=6)["both"], (0, 1), *tensors(h=6, h_kv=h_kv, n=53)
+    )
+
+
+@pytest.mark.parametrize("pattern", [full(), window(6) | every(9), causal()], ids=repr)
+def test_lengths_hide_keys_whatever_stands_in_them(pattern):
+    n, lengths = 53, torch.tensor([53, 0, 20])
+    q, k, v = tensors(b=3, n=n)
+    hidden = torch.arange(n) >= lengths[:, None, None, None]
+    check(small(pattern, n), pattern.allowed(n) & ~hidden, biases()["both"], (0, 1), q, k, v, lengths=lengths)
+    poisoned = [x.detach().masked_fill(hidden.mT, float("nan")).requires_grad_() for x in (k, v)]
+    both = [
+        with_gradients(
+            lambda *x: by_distance.attend(
+                *x, small(pattern, n), biases()["both"], scale=1.0, lengths=lengths
+            ),
+            q,
+            *kv,
+        )
+        for kv in ((k, v), poisoned)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*both))
+
+
+def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
+    pattern = every(7) & ~(window(200) & rows(3))
+    o, lse, *grads = with_gradients(
+        lambda *x: by_distance.attend(*x, small(pattern, 53), biases()["both"], scale=1.0), *tensors(n=53)
+    )
+    assert not o[:, :, ::3].any() and (lse[:, :, ::3] == -inf).all() and o[:, :, 1].all()
+    assert all(g.isfinite().all() for g in grads)
+
+
+@pytest.mark.parametrize("n, m", [(0, 7), (7, 0), (1, 1), (1, 9)])
+def test_no_queries_no_keys_or_one(n, m):
+    q, k, v = tensors(n=n, m=m)
+    way = program(full(), n, m, m - n, 1)
+    check(way, full().allowed(n, m, m - n), biases()["both"], (m - n, 1), q, k, v)
+
+
+def test_gradients_hold_to_second_differences():
+    q, k, v = tensors(b=1, h=2, h_kv=1, n=13, d_k=3, d_v=2)
+    table = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+    for pattern in (full(), window(2) | every(6)):
+        way = small(pattern, 13)
+
+        def both(q, k, v, table, slopes, way=way):
+            return by_distance.attend(q, k, v, way, ByDistance(table, slopes), scale=0.6)
+
+        assert torch.autograd.gradcheck(both, (q, k, v, table, slopes))
+
+
+def test_two_runs_agree_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(by_distance, "PAIRS", 1 << 13)
+    n = 301
+    q, k, v = tensors(n=n, d_k=16, d_v=16, dtype=torch.float32)
+    table = biases(reach=300, dtype=torch.float32)["table"].table
+    runs = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        runs.append(
+            with_gradients(
+                lambda q, k, v, t: by_distance.attend(
+                    q, k, v, small(full(), n), ByDistance(t), scale=0.25, dropout_p=0.2
+                ),
+                q, k, v, table,
+            )
+        )  # fmt: skip
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other))
+
+
+@given(st.integers(0, 12), st.integers(-30, 30), st.integers(0, 40))
+def test_the_bias_along_a_line_is_the_bias_at_each_distance(reach, low, span):
+    bias = biases(reach=reach)["both"]
+    torch.testing.assert_close(
+        by_distance.along(bias, low, low + span), bias.at(torch.arange(low, low + span + 1))
+    )
+
+
+# Dropout
+
+
+def weights_of(way, q, k, v, p, seed=5):
+    """The weights after dropout, read off with one value a key."""
+    torch.manual_seed(seed)
+    eye = torch.eye(k.shape[2], dtype=v.dtype).expand(*v.shape[:2], -1, -1).contiguous()
+    return by_distance.attend(q, k, eye, way, scale=0.4, dropout_p=p)[0].detach()
+
+
+@pytest.mark.parametrize("pattern", [full(), window(9) | every(8), causal()], ids=repr)
+def test_dropout_keeps_or_takes_away_each_weight_and_scales_what_stays(pattern):
+    way, (q, k, v) = small(pattern, 53), tensors(n=53)
+    with_all = weights_of(way, q, k, v, 0.0)
+    dropped = weights_of(way, q, k, v, 0.25)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped, torch.where(kept, with_all / 0.75, 0.0))
+    allowed = pattern.allowed(53).expand_as(kept)
+    assert abs(kept[allowed].double().mean() - 0.75) < 0.02
+    assert not torch.equal(kept, weights_of(way, q, k, v, 0.25, seed=6) != 0)
+
+
+def test_the_gradients_know_which_weights_were_dropped():
+    pattern, at = window(9) | every(8), (0, 1)
+    way, (q, k, v) = small(pattern, 53), tensors(n=53)
+    kept = (weights_of(way, q, k, v, 0.25) != 0) / 0.75
+    bias = ByDistance(slopes=torch.zeros(2, dtype=torch.float64))
+
+    def dropped(*x):
+        torch.manual_seed(5)
+        return by_distance.attend(*x, way, scale=0.4, dropout_p=0.25)
+
+    fast = with_gradients(dropped, q, k, v)
+    ref = with_gradients(lambda *x: formula(*x, pattern.allowed(53), bias, at, 0.4, kept), q, k, v)
+    torch.testing.assert_close(fast, ref)
+
+
+# Memory
+
+
+def test_nothing_of_size_n_times_m_is_held(monkeypatch):
+    """n = 8192: one head's table of scores would be 256 MiB in float32, its bias as much again."""
+    monkeypatch.setattr(by_distance, "PAIRS", 1 << 18)
+    n = 8192
+    q, k, v = tensors(b=1, h=1, h_kv=1, n=n, d_k=16, d_v=16, dtype=torch.float32)
+    table = torch.zeros(1, 2 * n - 1, requires_grad=True)
+    way = program(full(), n, n, 0, 1)
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.untyped_storage().nbytes())
+            return out
+
+    with Largest():
+        o, _ = by_distance.attend(q, k, v, way, ByDistance(table), scale=0.25)
+        torch.autograd.grad(o.sum(), (q, k, v, table))
+    assert largest <= 4 << 20

@@ -1,0 +1,215 @@
+"""Short sequences by products over gathered keys: the formula and its gradients, however they are cut."""
+
+from threading import Thread
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from regard.engine import choose, quick
+from regard.engine.attention import attention
+from regard.engine.cpu import gathered, products, short
+from regard.engine.explain import explain
+from regard.pattern import causal, dilated, every, prefix, rows, strided, window
+from tile_cases import MIXED, WORDS, formula, tensors
+
+f32, f64 = torch.float32, torch.float64
+PATTERNS = [
+    *WORDS,
+    *MIXED,
+    causal() - window(5),
+    strided(200),
+    rows(3) & window(9),
+    prefix(4) | dilated(2, 2),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    quick.known.clear()
+    yield
+    quick.known.clear()
+
+
+def ways(pattern, inputs, learns=True, scale=5**-0.5):
+    """One for each way to cut the queries."""
+    q, k, v = inputs
+    n, m = q.shape[2], k.shape[2]
+    for lay in gathered.lays(pattern, n, m, m - n, 1):
+        yield short.Short(pattern.allowed(n, m), lay, q, k, v, (pattern, m - n, 1, scale), learns)
+
+
+def close(fast, plain, ref, dtype):
+    """The error rule: twice the error of the formula in the same dtype, and 4 ulp; in float64 that is unknown."""
+    for f, p, r in zip(fast, plain, ref, strict=True):
+        error = 1e-13 if dtype == f64 else (p - r).abs().max()
+        bound = 2 * error + 4 * torch.finfo(dtype).eps * r.abs().max()
+        assert (f - r).abs().max() <= bound
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize(("near", "kept"), [(1, 1 << 21), (1 << 18, 1 << 21), (1 << 13, 0)])
+@pytest.mark.parametrize(
+    "given", [{"n": 67}, {"n": 96, "h": 4, "h_kv": 2, "d_v": 5, "dtype": f32}], ids=["prime", "shared"]
+)
+def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, given, monkeypatch):
+    """Tiles that the last of a head fills up, of one residue, of all queries; one head at a time and all."""
+    monkeypatch.setattr(short, "NEAR", near)
+    monkeypatch.setattr(gathered, "KEPT", kept)
+    inputs = tensors(**given)
+    allowed = pattern.allowed(inputs[0].shape[2])
+    empty, dtype = ~allowed.any(-1, keepdim=True), inputs[0].dtype
+    plain, ref = (formula(*(x.to(d) for x in inputs), allowed, 5**-0.5)[0] for d in (dtype, f64))
+    c = torch.randn(ref.shape, generator=torch.Generator().manual_seed(4), dtype=f64)
+    wanted = [[x, *torch.autograd.grad(x, inputs, c.to(x.dtype))] for x in (plain, ref)]
+    for way in ways(pattern, inputs):
+        o = way(*inputs).masked_fill(empty, 0.0)
+        close([o, *torch.autograd.grad(o, inputs, c.to(dtype))], *wanted, dtype)
+    for way in ways(pattern, inputs, learns=False):
+        with torch.no_grad():
+            close([way(*inputs).masked_fill(empty, 0.0)], *(x[:1] for x in wanted), dtype)
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 21])
+def test_many_weights_are_made_again_instead_of_kept(kept, monkeypatch):
+    monkeypatch.setattr(gathered, "KEPT", kept)
+    inputs, saved = tensors(n=67), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        (way, *_) = ways(window(9), inputs)
+        way(*inputs)
+    assert sum(saved) == sum(x.numel() for x in inputs) + (4 * 67 * 67 if kept else 0)
+
+
+def test_fewer_queries_than_keys_stand_at_the_end():
+    q, k, v = tensors(n=67)
+    q = q[:, :, :64].detach().requires_grad_()
+    wanted = formula(q, k, v, window(3).allowed(64, 67), 5**-0.5)[0]
+    found = [way(q, k, v) for way in ways(window(3), (q, k, v))]
+    assert len(found) == 2
+    for o in found:
+        torch.testing.assert_close(o, wanted)
+
+
+def test_queries_of_one_residue_share_a_tile():
+    assert {lay.hop for lay in gathered.lays(dilated(8, 8), 256, 256, 0, 1)} == {1, 8}
+    lay, _ = gathered.quickest(dilated(8, 8), 256, 256, 0, 1, heads=8, d=64, grad=True)
+    assert lay == (8, 8, 32, 32)
+    assert {lay.hop for lay in gathered.lays(strided(6), 64, 64, 0, 4)} == {1, 3}  # every fourth position
+    assert {lay.hop for lay in gathered.lays(strided(1 << 41), 64, 64, 0, 1)} == {1}
+    for lay in gathered.lays(window(8) | every(32), 500, 500, 0, 1):
+        assert (
+            lay.tiles * lay.rows >= 500 and lay.rows >= gathered.LEAST and lay.keys % gathered.WHOLE in (0, 4)
+        )
+
+
+def facts(pattern, n, heads=8, dtype=f32, **more):
+    return choose.Facts(pattern, n, n, 64, 64, heads, dtype, "cpu", **more)
+
+
+def test_it_is_taken_where_it_is_quicker():
+    p = causal() & (window(16) | every(32))
+    for n, backend in ((128, "masked"), (512, "progressions"), (1024, "progressions")):
+        for grad in (True, False):
+            assert choose.short(facts(p, n, grad=grad), backend) is not None
+    assert choose.short(facts(p, 8), "masked") is None  # one call of the fused op
+    assert choose.short(facts(causal() - window(5), 512), "masked") is None  # nearly every key in every tile
+    assert choose.short(facts(p, 4096), "progressions") is None
+    for other in ({"dtype": torch.bfloat16}, {"lse": True}, {"dropout": True}, {"table": True}, {"at": 3}):
+        assert choose.short(facts(p, 128, **other), "masked") is None
+    assert choose.short(facts(p, 128), "dense") is None
+    assert choose.short(facts(p, 128, heads=0), "masked") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [({}, True), ({"h": 4, "h_kv": 2}, True), ({"dtype": torch.bfloat16}, False), ({"n": 7}, False)],
+    ids=["short", "shared heads", "a half type", "very short"],
+)
+def test_a_call_takes_it_from_the_first_on(given, taken, monkeypatch):
+    ran, real = [], short.Short.forward
+    monkeypatch.setattr(short.Short, "forward", lambda *x: ran.append(1) or real(*x))
+    inputs = tensors(**{"n": 131, "d_k": 16, "d_v": 16, "dtype": f32, "h": 8, "h_kv": 8} | given)
+    runs = [attention(*inputs, window(3)) for _ in range(3)]
+    assert len(ran) == 3 * taken and all(torch.equal(runs[0], o) for o in runs)
+
+
+def test_few_keys_and_nothing_that_learns_go_to_the_fused_op():
+    def fused(learns, **given):
+        return [way.fused for way in ways(window(3), tensors(**{"n": 97, "d_v": 5} | given), learns)]
+
+    assert fused(False) == [False, True]  # 97 keys; 64
+    assert not any(fused(True)) and not any(fused(False, d_v=3))
+
+
+def test_it_says_how_it_is_cut_and_how_many_pairs_it_computes():
+    told = explain(window(8) | every(32), 256)
+    lay = choose.short(facts(window(8) | every(32), 256), told.backend)
+    assert told.computed == lay.pairs == lay.tiles * lay.rows * lay.keys < 256 * 256 / 2
+    shape = f"{lay.tiles} × {lay.rows} queries, each time over the {lay.keys} keys gathered for them"
+    assert told.reason == f"it is short: {shape}" and told.passes == ()
+    assert explain(window(8) | every(32), 256, backend="masked").computed == 256 * 256
+
+
+def test_any_layout_of_inputs_and_gradient_is_taken():
+    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_() for x in tensors(n=67)]
+    wanted = formula(*inputs, window(3).allowed(67), 5**-0.5)[0]
+    for way in ways(window(3), inputs):
+        got = torch.autograd.grad(way(*inputs).sum(), inputs)  # an expanded gradient
+        for a, b in zip(got, torch.autograd.grad(wanted.sum(), inputs, retain_graph=True)):
+            torch.testing.assert_close(a, b)
+
+
+def test_its_gradients_have_gradients():
+    inputs = tensors(b=1, n=5, d_k=3, d_v=2)
+    (way,) = ways(window(1), inputs)
+    assert gradcheck(way, inputs) and gradgradcheck(way, inputs)
+
+
+def test_the_same_bits_twice_whatever_ran_between():
+    inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
+    way = list(ways(window(9), inputs))[-1]
+    other = list(ways(causal(), tensors(n=131)))[-1]
+    runs = []
+    for _ in range(3):
+        o = way(*inputs)
+        between = tensors(n=131)
+        torch.autograd.grad(other(*between).sum(), between)
+        runs.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
+
+
+def test_threads_do_not_write_to_the_same_room():
+    inputs = [tensors(n=97, d_k=16, d_v=16, dtype=f32) for _ in range(2)]
+    inputs[1] = tuple((2 * x).detach().requires_grad_() for x in inputs[1])
+    way = list(ways(window(9), inputs[0]))[-1]
+    wanted = [way(*x) for x in inputs]
+    wrong = []
+
+    def run(which):
+        for _ in range(50):
+            if not torch.equal(way(*inputs[which]), wanted[which]):
+                wrong.append(which)
+
+    threads = [Thread(target=run, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_ran_in_inference_trains_later():
+    products._rooms.clear()
+    inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
+    way = list(ways(dilated(3, 2), inputs))[-1]
+    with torch.inference_mode():
+        list(ways(dilated(3, 2), inputs, learns=False))[-1](*inputs)
+        products.within(way.forward, *inputs)
+    torch.autograd.grad(way(*inputs).sum(), inputs)
+
+
+def test_tables_lie_on_the_cpu_whatever_the_default_device():
+    inputs = tensors(n=131, h=8, h_kv=8, d_k=16, d_v=16, dtype=f32)
+    with torch.device("meta"):
+        o = attention(*inputs, dilated(3, 2))
+    assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, dilated(3, 2)))

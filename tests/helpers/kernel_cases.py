@@ -1,0 +1,610 @@
+"""Cases of the Triton kernels, each held against the formula in float64. As a program, it runs those it is named:
+
+    TRITON_INTERPRET=1 python kernel_cases.py cpu NAME …     most with small tiles, one line of JSON a case
+    python kernel_cases.py cuda NAME …                       with the configurations stored for a GPU
+
+The rule: max|fast − ref| ≤ 2 · max|plain − ref| + 4 ulp of max|ref|, where plain is ordinary PyTorch in the same
+dtype, for o, lse and the gradients of q, k, v and of a bias by distance under random gradients of o and lse. Where
+weights are dropped, the same are dropped in all three: which, Philox says, here once more in NumPy.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from regard import reference
+from regard.pattern import (
+    Pattern,
+    blocks,
+    causal,
+    dilated,
+    every,
+    full,
+    positions,
+    prefix,
+    rows,
+    sinks,
+    standing,
+    strided,
+    window,
+)
+from regard.position import ByDistance
+
+OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+SEED = 0x1234_5678_9ABC_DEF
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the kernels. `at` is where the queries stand; None: the last is with the last key."""
+
+    name: str
+    pattern: Pattern
+    n: int = 37
+    m: int = 37
+    d_k: int = 16
+    d_v: int = 16
+    b: int = 1
+    h: int = 1
+    h_kv: int = 1
+    dtype: str = "float32"
+    at: tuple[int, int] | None = None
+    scale: float | None = None
+    lengths: tuple[int, ...] | None = None  # keys past them hold NaN, values infinity
+    given: str = "o and lse"  # which outputs have a gradient
+    order: str = "b h n d"  # of the axes in memory
+    one_key: bool = False  # no query sees two keys: see `terms`
+    reach: int | None = None  # of a table of distances, which learns
+    slopes: bool = False  # a bias falls with distance, by slopes that learn
+    dropout_p: float = 0.0
+    steep: float = 0.0  # the last keys are as many times longer than the first: the largest score moves
+    stored: bool = (
+        False  # with the stored configurations on a CPU too: such short calls go backward by one launch
+    )
+
+
+def _words() -> Iterator[Case]:
+    for pattern in (
+        full(), causal(), window(5), window(9, 2), dilated(2, 5), every(5, 2), strided(6), rows(7, 3), sinks(3),
+        prefix(20), blocks(12),
+    ):  # fmt: skip
+        yield Case(repr(pattern), pattern)
+
+
+BOTH = causal() & (window(5) | every(8))
+SMALL = [
+    *_words(),
+    # Compositions
+    Case("window | every", window(4) | every(8), n=50, m=50),
+    Case("causal window | every", BOTH, n=50, m=50),
+    Case("window | rows | every", window(2) | rows(8, 2) | every(16)),
+    Case("causal strided", causal() & strided(8), n=41, m=41, h=2, h_kv=2),
+    Case("window | strided", window(3) | strided(8)),
+    Case("causal | prefix", causal() | prefix(13)),
+    Case("sinks | window | every", sinks(2) | window(3) | every(13, 5), n=53, m=53),
+    # Several passes, and tiles that are split
+    Case("window, then rows", window(2) | rows(16), n=67, m=67),
+    Case("split rows", full(), n=5, m=283),
+    Case("split keys", full(), n=283, m=5, at=(0, 1)),
+    Case("split keys that go on", causal() & (window(2) | every(64)), n=291, m=291),
+    Case("tiles without a rest", full(), n=32, m=32),
+    Case("window, then two kinds of rows", window(3) | rows(13, 5) | rows(17, 1), n=97, m=97),
+    Case("sinks | window, then rows", sinks(2) | window(3) | rows(13, 5), n=97, m=97),
+    Case("split rows that go on", causal() & (window(2) | rows(64)), n=291, m=291),
+    # Shapes
+    Case("grouped heads", BOTH, h=4, h_kv=2, b=2, n=19, m=23),
+    Case("values narrower", BOTH, d_k=24, d_v=5),
+    Case("width 1", full(), n=7, m=11, d_k=1, d_v=1),
+    Case("n < m", BOTH, n=7, m=53),
+    Case("one query", BOTH, n=1, m=53),
+    Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
+    Case("one pair", full(), n=1, m=1, one_key=True),
+    Case("heads behind positions", BOTH, h=2, h_kv=2, b=2, n=19, m=19, order="b n h d"),
+    # Where queries stand, what they may see
+    Case("every second position", blocks(7) | rows(5), at=(-7, 2)),
+    Case("empty rows", window(5) - window(2) - blocks(9)),
+    Case("nothing at all", sinks(0), n=5, m=7),
+    Case("lengths", window(3) | every(8), b=3, lengths=(37, 17, 0)),
+    Case("lengths in groups", window(3) | every(4), b=2, h=2, n=19, m=23, lengths=(9, 22), order="b n h d"),
+    # Scales and gradients
+    Case("scale -0.3", BOTH, scale=-0.3),
+    Case("scale 0", BOTH, scale=0.0),
+    Case("gradient of o alone", BOTH, given="o"),
+    # A bias by distance and its gradient: along diagonals, at places of their own, past the reach
+    Case("table", full(), n=35, m=41, h=2, h_kv=1, reach=9),
+    Case("table of every distance", BOTH, n=67, m=67, reach=80),
+    Case("slopes", BOTH, h=2, h_kv=2, slopes=True),
+    Case("table over strided keys", causal() & (strided(6) | every(4)), reach=30),
+    Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),
+    Case("table, every second position", blocks(7) | every(4), n=17, at=(1, 2), reach=15),
+    Case("table and slopes, lengths", window(3) | every(8), b=2, reach=6, slopes=True, lengths=(37, 17)),
+    Case("table, split rows", full(), n=5, m=283, reach=150),
+    # Dropout
+    Case("dropout, split keys", full(), n=283, m=5, at=(0, 1), dropout_p=0.5),
+    Case("dropout", BOTH, b=2, h=2, h_kv=1, dropout_p=0.3),
+    Case("dropout with a table, half", window(3) | every(8), reach=5, dropout_p=0.1, dtype="float16"),
+    # Half precision
+    Case("half window | every", window(4) | every(8), n=50, m=50, dtype="float16"),
+    Case("half in groups, lengths", BOTH, h=2, d_k=24, d_v=40, lengths=(11,), dtype="float16"),
+]
+
+BRIEF = [
+    replace(case, name=f"brief, {case.name}", stored=True)
+    for case in [
+        Case("causal window | every", BOTH, n=131, m=131, d_k=64, d_v=64),
+        Case("dilated", dilated(3, 4), n=139, m=139),
+        Case("grouped heads", BOTH, n=37, m=53, h=4, h_kv=2),
+        Case("window | strided", window(3) | strided(8), n=67, m=67),
+        Case("window, then two kinds of rows", window(3) | rows(13, 5) | rows(17, 1), n=67, m=67),
+        Case("empty rows", window(5) - window(2) - blocks(9)),
+        Case("nothing at all", sinks(0), n=5, m=7),
+        Case("one query", BOTH, n=1, m=53),
+        Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
+        Case("every second position", blocks(7) | rows(5), at=(-7, 2)),
+        Case("values narrower", BOTH, d_k=24, d_v=5, given="o"),
+        Case("heads behind positions", BOTH, h=2, h_kv=2, n=19, m=19, order="b n h d"),
+        Case("full, half", full(), n=131, m=67, at=(0, 1), d_k=128, d_v=128, dtype="float16"),
+    ]
+]
+
+MORE = [  # the same, on a GPU alone
+    Case("window | two everys", window(2) | every(6) | every(10, 3)),
+    Case("sinks | window", sinks(3) | window(4)),
+    Case("causal - window", causal() - window(2)),
+    Case("not every", ~every(3)),
+    Case("blocks | rows", blocks(7) | rows(5)),
+    Case("window, then keys", window(2) | every(16), n=67, m=67),
+    Case("causal window, then keys", causal() & (window(2) | every(32)), n=97, m=97),
+    Case("one key head", window(3) | every(8), h=3, h_kv=1),
+    Case("values wider", BOTH, d_k=16, d_v=40),
+    Case("width 64", BOTH, d_k=64, d_v=64),
+    Case("n > m", window(4) | every(8), n=41, m=11, at=(0, 1)),
+    Case("one key, lse alone", full(), n=11, m=1, at=(0, 1), given="lse"),
+    Case("features before positions", BOTH, n=19, m=19, order="b h d n"),
+    Case("before the first key", window(2), at=(-7, 1)),
+    Case("every second, strided", causal() & strided(6), n=17, at=(1, 2)),
+    Case("lengths of full", full(), b=3, n=23, m=29, lengths=(29, 16, 2)),
+    Case("lengths of one key", full(), n=7, m=11, lengths=(1,), one_key=True),
+    Case("scale 0.7", BOTH, scale=0.7),
+    Case("gradient of lse alone", BOTH, given="lse"),
+    Case("table of one distance", window(4) | every(8), reach=0),
+    Case("table and slopes", window(4) | every(3), h=2, h_kv=1, reach=12, slopes=True, scale=-0.3),
+    Case("table, several passes", causal() & (window(2) | every(16) | rows(13)), n=67, m=67, reach=20),
+    Case("dropout, split keys that go on", causal() & (window(2) | every(64)), n=291, m=291, dropout_p=0.5),
+    Case("half window | strided", window(3) | strided(8), dtype="float16"),
+    Case("half split keys", full(), n=283, m=5, at=(0, 1), dtype="float16"),
+]
+
+TWICE = (
+    "split rows",
+    "dropout",
+    "values narrower",
+    "heads behind positions",
+    "brief, grouped heads",
+    "brief, heads behind positions",
+)  # on a GPU every case is run twice
+
+
+LONG = 2100  # its backward pass takes several launches: see choose.BRIEF
+LARGE = {
+    "full": full(),
+    "causal": causal(),
+    "window | every": window(128) | every(64),
+    "causal window | every": causal() & (window(128) | every(64)),
+    "dilated": dilated(32, 16),
+    "causal strided": causal() & strided(128),
+    "window | strided": window(16) | strided(64),
+}
+
+
+def _wide_batch(case: Case, dtype: str) -> Case:
+    """A small case eight times side by side, so that a maximum is one over many numbers."""
+    lengths = None if case.lengths is None else 8 * case.lengths
+    return replace(case, name=f"{case.name}, {dtype}", b=8 * case.b, lengths=lengths, dtype=dtype)
+
+
+def _large(name: str, d: int, dtype: str) -> Case:
+    shape = {"n": LONG, "m": LONG, "d_k": d, "d_v": d, "h": 4, "h_kv": 2, "dtype": dtype}
+    return Case(f"{name}, n = {LONG}, d = {d}, {dtype}", LARGE[name], **shape)
+
+
+def _on_gpu() -> Iterator[Case]:
+    """What is run each time: all small cases in bfloat16, some in float32, large ones."""
+    singles = [case for case in [*SMALL, *MORE] if case.dtype == "float32"]
+    yield from (_wide_batch(case, "bfloat16") for case in singles)
+    yield from (_wide_batch(case, "float32") for case in singles if case.name in IN_FLOAT32)
+    yield from (_large(name, 128, "bfloat16") for name in LARGE)
+    yield from (_large("causal window | every", 64, dtype) for dtype in ("bfloat16", "float16"))
+    for d in (64, 128):  # the rows of a head apart
+        case = _large("causal window | every", d, "float16")
+        yield replace(case, name=f"{case.name}, heads behind positions", order="b n h d")
+    together = {"n": 2112, "m": 2112, "b": 2, "h_kv": 4}  # heads that are dealt together: 64 divides 2112
+    for name, d in product(("causal window | every", "window | every"), (64, 128)):
+        case = replace(_large(name, d, "bfloat16"), **together)
+        yield replace(case, name=f"{name}, heads together, d = {d}")
+    # of the keys that all see, parts of dk and dv, which the launch of the other keys adds up; grouped, no head is
+    # dealt with another
+    parts = causal() & (window(40) | every(32))
+    for d, n, h_kv in ((64, 3072, 4), (128, 3072, 4), (128, 3100, 2)):
+        name = f"causal window | every, in parts, d = {d}, h_kv = {h_kv}"
+        yield Case(name, parts, n=n, m=n, d_k=d, d_v=d, b=2, h=4, h_kv=h_kv, dtype="bfloat16")
+    for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
+        case = _large("causal window | every", d, dtype)
+        yield replace(case, name=f"{case.name}, steep", steep=8.0)
+    yield replace(
+        _large("window | every", 64, "float16"), name="scale below 0, float16", scale=-0.5, steep=4.0
+    )
+    yield replace(_large("full", 64, "bfloat16"), name=f"table, n = {LONG}", reach=300)
+    yield replace(_large("window | every", 128, "bfloat16"), name=f"dropout, n = {LONG}", dropout_p=0.2)
+    shape = {"n": 515, "m": 515, "d_k": 256, "d_v": 192, "dtype": "bfloat16"}
+    yield Case("causal window | every, d = 256", LARGE["causal window | every"], **shape)
+
+
+def _at_length() -> Iterator[Case]:
+    """All the rest: every case in every dtype."""
+    run = {case.name for case in _on_gpu()}
+    for dtype in ("bfloat16", "float16", "float32"):
+        every_one = [_wide_batch(case, dtype) for case in [*SMALL, *MORE] if case.dtype == "float32"]
+        every_one += [_large(name, d, dtype) for name in LARGE for d in (64, 128)]
+        yield from (case for case in every_one if case.name not in run)
+
+
+IN_FLOAT32 = ("window | every", "grouped heads", "lengths", "split rows that go on", "table", "dropout")
+ON_GPU, AT_LENGTH = list(_on_gpu()), list(_at_length())
+
+
+def tensors(case: Case, device: str) -> list[Tensor]:
+    """q, k, v and gradients for o and lse, numbers of the case's dtype; what lengths hide is NaN and infinity."""
+    c = case
+    g = torch.Generator().manual_seed(1000 * c.n + c.m + c.d_k)
+    shapes: tuple[tuple[int, ...], ...] = (
+        (c.b, c.h, c.n, c.d_k),
+        (c.b, c.h_kv, c.m, c.d_k),
+        (c.b, c.h_kv, c.m, c.d_v),
+        (c.b, c.h, c.n, c.d_v),
+    )
+    dtype = getattr(torch, c.dtype)
+    q, k, v, do = (torch.randn(s, generator=g, dtype=torch.float64).to(device, dtype) for s in shapes)
+    dlse = torch.randn(shapes[0][:3], generator=g, dtype=torch.float64).to(device, dtype).float()
+    past = hidden(case, device)
+    k = k * (1 + c.steep * torch.arange(c.m, device=device) / c.m).to(dtype)[:, None]
+    return [q, k.masked_fill(past, nan), v.masked_fill(past, inf), do, dlse]
+
+
+def bias(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parts of the bias by distance: numbers of the case's dtype, in this one."""
+    g = torch.Generator().manual_seed(case.n + case.m)
+    parts = {}
+    if case.reach is not None:
+        parts["table"] = torch.randn(case.h, 2 * case.reach + 1, generator=g, dtype=torch.float64)
+    if case.slopes:
+        parts["slopes"] = 0.2 * torch.rand(case.h, generator=g, dtype=torch.float64)
+    return {name: x.to(device, getattr(torch, case.dtype)).to(dtype) for name, x in parts.items()}
+
+
+def philox(counter: list[np.ndarray], seed: int, rounds: int = 7) -> np.ndarray:
+    """The first word of Philox4x32 of these four words, by its definition (Salmon and others, 2011)."""
+    mask = np.uint64(0xFFFFFFFF)
+    c = [np.asarray(x, dtype=np.uint64) for x in counter]
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(rounds):
+        low, high = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        k0, k1 = (np.uint64(k) for k in keys)
+        shift = np.uint64(32)
+        c = [(high >> shift) ^ c[1] ^ k0, high & mask, (low >> shift) ^ c[3] ^ k1, low & mask]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c[0]
+
+
+def stay(case: Case, device: str) -> Tensor:
+    """What weights are multiplied with: 0 or 1/(1 − p), by seed, head, row and key."""
+    shape = case.b * case.h, case.n, case.m
+    head, row, key = np.indices(shape)
+    drawn = philox([key, row, head, np.zeros(shape)], SEED)
+    kept = torch.from_numpy(drawn >= round(case.dropout_p * 2**32)).double() / (1 - case.dropout_p)
+    return rearrange(kept, "(b h) n m -> b h n m", b=case.b).to(device)
+
+
+def written(x: Tensor, order: str) -> Tensor:
+    """The same numbers, laid out in memory in this order of axes."""
+    return rearrange(rearrange(x, f"b h n d -> {order}").contiguous(), f"{order} -> b h n d")
+
+
+def hidden(case: Case, device: str) -> Tensor:
+    """Which keys lie past their length: (b, 1, m, 1)."""
+    lengths = torch.tensor([case.m] * case.b if case.lengths is None else case.lengths, device=device)
+    return rearrange(torch.arange(case.m, device=device) >= lengths[:, None], "b m -> b 1 m 1")
+
+
+def dense(case: Case, device: str) -> Any:
+    """(q, k, v) → (o, lse) by the formula, over every pair, in the dtype of q; lse at least in float32."""
+    past = hidden(case, device)
+    allowed = case.pattern.allowed(case.n, case.m, case.at).to(device) & rearrange(
+        ~past, "b h m 1 -> b h 1 m"
+    )
+
+    where = positions(case.pattern, case.n, case.m, case.at, torch.device(device))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (reference.repeat_heads(x.masked_fill(past, 0.0), case.h) for x in (k, v))
+        added = ByDistance(**parts).dense(where, torch.arange(case.m, device=device)) if parts else None
+        found = reference.attend(q, k, v, allowed, bias=added, scale=case.scale)
+        wide = found.scores if q.dtype == torch.float64 else found.scores.float()
+        o = found.o
+        if case.dropout_p:
+            o = (found.weights * stay(case, device).to(q.dtype)) @ v
+        return o, reference.log_sum_exp(wide, allowed)
+
+    return attend
+
+
+def fast(case: Case, device: str, configs: Any) -> Any:
+    """(q, k, v) → (o, lse) by the kernels."""
+    from regard.engine import cuda as kernels
+
+    start, step = standing(case.pattern, case.n, case.m, case.at)
+    lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (written(x, case.order) for x in (q, k, v))
+        added = ByDistance(**parts) if parts else None
+        more: dict[str, Any] = {"bias": added, "dropout_p": case.dropout_p, "seed": SEED, "configs": configs}
+        return kernels.attend(q, k, v, case.pattern, start, step, scale=case.scale, lengths=lengths, **more)
+
+    return attend
+
+
+def remembered(case: Case, device: str, configs: Any, dtype: torch.dtype) -> bool:
+    """Whether a plain call gives the same bits when it is remembered, made first and made again."""
+    from regard.engine import cuda as kernels
+
+    if case.lengths or case.reach is not None or case.slopes or case.dropout_p or (case.scale or 1.0) < 0:
+        return True
+    start, step = standing(case.pattern, case.n, case.m, case.at)
+    q, k, v, do, _ = (x.to(dtype) for x in tensors(case, device))
+    inputs = [written(x, case.order).requires_grad_() for x in (q, k, v)]
+    scale = case.d_k**-0.5 if case.scale is None else case.scale
+    o, _ = kernels.attend(*inputs, case.pattern, start, step, scale=scale, configs=configs)
+    found = [o, *torch.autograd.grad(o, inputs, do)]
+    again = kernels.Again(kernels.task(q, v, case.pattern, start, step, scale, configs=configs), True)
+    for _ in range(3):
+        o = again(*inputs)
+        if not all(map(torch.equal, found, [o, *torch.autograd.grad(o, inputs, do)])):
+            return False
+    plain = kernels.Again(again.task, False)
+    return all(torch.equal(found[0], plain(q, k, v)) for _ in range(3)) and replayable(plain, q, k, v)
+
+
+def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a call inside a CUDA graph is given no memory that is kept, and keeps none."""
+    from regard.engine.cuda import Again, again
+
+    given: list[Tensor | None] = []
+
+    def watched(launch: Any) -> Any:
+        return lambda *x: given.append(x[-1]) or launch(*x)
+
+    for lie in plain.known.values():
+        lie.forward = watched(lie.forward)
+    before, again._in_graph = again._in_graph, lambda x: True
+    try:
+        fresh = Again(plain.task, False)
+        for way in (plain, fresh, fresh):
+            way(q, k, v)
+    finally:
+        again._in_graph = before
+    return fresh.spare is None and all(x is None for x in given)
+
+
+def run(case: Case, attend: Any, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """o, lse, dq, dk, dv, and the gradients of the bias."""
+    q, k, v, do, dlse = tensors(case, device)
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    parts = {name: x.requires_grad_() for name, x in bias(case, device, dtype).items()}
+    o, lse = attend(q, k, v, **parts)
+    given = {"o": (o, do.to(dtype)), "lse": (lse, dlse.to(lse.dtype))}
+    outs, grads = zip(*(given[name] for name in case.given.split(" and ")))
+    found = torch.autograd.grad(outs, (q, k, v, *parts.values()), grads, materialize_grads=True)
+    return [o.detach(), lse.detach(), *found]
+
+
+def ulp(ref: Tensor, dtype: torch.dtype) -> float:
+    """The distance between neighbours of this dtype at max|ref|."""
+    largest = ref.abs().max()
+    return float(torch.finfo(dtype).eps * 2.0 ** largest.log2().floor()) if largest > 0 else 0.0
+
+
+def errors(
+    names: tuple[str, ...], fast: list[Tensor], plain: list[Tensor], ref: list[Tensor]
+) -> dict[str, tuple[float, float]]:
+    """For each output its largest error and what the rule grants; an infinite error where −∞ stands elsewhere."""
+    out = {}
+    for name, f, p, r in zip(names, fast, plain, ref, strict=True):
+        none = r == -inf
+        wrong = f.shape != r.shape or not torch.equal(f == -inf, none)
+        dtype = f.dtype
+        f, p, r = (x.double().masked_fill(none, 0.0) for x in (f, p, r))
+        granted = 2 * float((p - r).abs().max()) + 4 * ulp(r, dtype)
+        out[name] = inf if wrong else float((f - r).abs().max()), granted
+    return out
+
+
+def branches(case: Case, configs: Any) -> list[str]:
+    """Which ways through the kernels a case takes, forward and for dk and dv ("by keys")."""
+    from regard.engine.cuda.launch import route
+
+    start, step = standing(case.pattern, case.n, case.m, case.at)
+    out = []
+    for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
+        by_keys = direction == "by keys"
+        way = route(case.pattern, case.n, case.m, start, step, config, by_keys, torch.device("cpu"))
+        for one in way.steps:
+            split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.goes_on else "first"
+            out.append(f"{direction}, {split}, {goes_on}")
+            out.append(f"{direction}, {'keeps some' if one.keep else 'keeps all'}")
+            out.append(f"{direction}, {one.work.segments} segments")
+            out.append(f"{direction}, {'ragged' if one.work.ragged else 'full'}")
+    return sorted(set(out))
+
+
+def terms(case: Case, device: str) -> dict[str, float]:
+    """The largest Σ|term| behind a number of dq and of dk.
+
+    A query with one key has weight 1 and no gradient through it: do·v − do·o = 0. Plain PyTorch subtracts a number
+    from itself; the kernels add up either side apart, so what is left is the rounding of the terms.
+    """
+    q, k, v, do, dlse = (x.double().abs() for x in tensors(case, device))
+    k, v = (reference.repeat_heads(x.masked_fill(hidden(case, device), 0.0), case.h) for x in (k, v))
+    scale = case.d_k**-0.5 if case.scale is None else abs(case.scale)
+    seen = case.pattern.allowed(case.n, case.m, case.at).to(device)
+    dscores = seen * scale * (do @ v.mT + (do @ v.mT).amax(-1, keepdim=True) + dlse[..., None])
+    return {"dq": float((dscores @ k).max()), "dk": float((dscores.mT @ q).max()) * (case.h // case.h_kv)}
+
+
+def cancelled(case: Case, device: str) -> float:
+    """√Σ term² behind the gradient of a table of one distance, the largest over heads.
+
+    Weights add up to 1 whatever that number is: what o gives cancels, and the rounding of the terms is left.
+    """
+    q, k, v, do, dlse = (x.double() for x in tensors(case, device))
+    parts = bias(case, device, torch.float64)
+    o, lse = dense(case, device)(q, k, v, **parts)
+    k, v = (reference.repeat_heads(x, case.h) for x in (k, v))
+    scale = case.d_k**-0.5 if case.scale is None else case.scale
+    allowed = case.pattern.allowed(case.n, case.m, case.at).to(device)
+    weights = (scale * q @ k.mT + parts["table"][:, 0, None, None] - lse[..., None]).exp() * allowed
+    delta = (do * o).sum(-1, keepdim=True)
+    terms = weights * ((do @ v.mT).abs() + delta.abs() + dlse.abs()[..., None])
+    return float(terms.square().sum((0, 2, 3)).max().sqrt())
+
+
+def counted(calls: Any, fn: Any) -> tuple[Any, int]:
+    """What fn gives, and how many backward passes by one launch were prepared for it."""
+    made: list[Any] = []
+    inner, calls.brief_call = calls.brief_call, lambda *x: made.append(x) or inner(*x)
+    try:
+        return fn(), len(made)
+    finally:
+        calls.brief_call = inner
+
+
+def outcome(case: Case, device: str) -> dict[str, Any]:
+    """What the rule says of a case, whether a second run gives the same bits, which branches it took."""
+    from regard.engine.cuda import calls
+    from regard.engine.cuda.configs import Config, Configs
+
+    small = Configs(Config(16, 16, 1, 1), Config(32, 16, 1, 1), Config(32, 16, 1, 1))
+    configs = small if device == "cpu" and not case.stored else None
+    dtype = getattr(torch, case.dtype)
+    exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
+    found, brief = counted(calls, lambda: run(case, fast(case, device, configs), device, dtype))
+    names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
+    told = errors(names, found, plain, exact)
+    if case.one_key:
+        for name, size in terms(case, device).items():
+            told[name] = told[name][0], 4 * torch.finfo(dtype).eps * size
+    if case.reach == 0:
+        granted = 4 * torch.finfo(dtype).eps * cancelled(case, device)  # each term is rounded once
+        told["dtable"] = told["dtable"][0], max(told["dtable"][1], granted)
+    out: dict[str, Any] = {"name": case.name, "errors": told, "brief": brief}
+    if device == "cuda" or case.name in TWICE:
+        again = run(case, fast(case, device, configs), device, dtype)
+        out["same"] = all(torch.equal(x, y) for x, y in zip(found, again))
+    if device == "cuda" or case.name in TWICE:
+        out["again"] = remembered(case, device, configs, dtype)
+    if configs is not None:
+        out["branches"] = branches(case, configs)
+    return out
+
+
+def complaints(told: dict[str, Any]) -> str:
+    """What is wrong with a case, or nothing."""
+    if "failure" in told:
+        return told["failure"]
+    over = [
+        f"{name} is {error:.3g} off; the rule grants {granted:.3g}"
+        for name, (error, granted) in told["errors"].items()
+        if not error <= granted
+    ]
+    return "\n".join(over)
+
+
+def outcomes(
+    cases: list[Case], device: str, processes: int = 1, seconds: int = 540
+) -> dict[str, dict[str, Any]]:
+    """The outcome of each case, from processes of their own: a kernel that crashes takes no other case with it."""
+    end = time.monotonic() + seconds
+    names = [case.name for case in cases]
+    with ThreadPoolExecutor(processes) as pool:
+        shares = pool.map(lambda p: _share(names[p::processes], device, end), range(processes))
+        return {name: told for share in shares for name, told in share.items()}
+
+
+def _share(names: list[str], device: str, end: float) -> dict[str, dict[str, Any]]:
+    """The outcomes of these cases in order, in a new process after each crash."""
+    out: dict[str, dict[str, Any]] = {}
+    while left := [name for name in names if name not in out]:
+        lines, said = _child(left, device, max(1.0, end - time.monotonic()))
+        out |= {told["name"]: told for told in map(json.loads, lines)}
+        if all(name in out for name in left):
+            break
+        late = time.monotonic() >= end
+        dead = [name for name in left if name not in out]
+        out |= {
+            name: {"failure": f"not reached in time\n{said}" if late else said}
+            for name in dead[: None if late else 1]
+        }
+    return out
+
+
+def _child(names: list[str], device: str, seconds: float) -> tuple[list[str], str]:
+    """Whole lines of its output, and the end of what it said besides."""
+    here = Path(__file__)
+    paths = [str(here.parents[2] / "src"), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env |= {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = subprocess.Popen([sys.executable, str(here), device, *names], stdout=out, stderr=err, env=env)
+        try:
+            said = f"the process ended with {child.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+            said = f"stopped after {seconds:.0f} s"
+        out.seek(0)
+        err.seek(0)
+        return [line for line in out if line.endswith("\n")], f"{said}\n{err.read()[-3000:]}"
+
+
+def main(device: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    known = {case.name: case for case in [*SMALL, *BRIEF, *MORE, *ON_GPU, *AT_LENGTH]}
+    for name in names:
+        try:
+            told = outcome(known[name], device)
+        except Exception as error:
+            told = {"name": name, "failure": traceback.format_exc()[-3000:]}
+            if "CUDA error" in str(error) and "out of memory" not in str(error):
+                print(json.dumps(told), flush=True)
+                raise  # nothing more can run in this process
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

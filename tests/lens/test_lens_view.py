@@ -1,0 +1,223 @@
+"""rg.look and what it gives: labels, tables, files, and what it says of bad input."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import regard as rg
+from lens_models import huggingface, inputs, small
+from regard.lens.recorder import Recorder, gradient_norms
+from regard.lens.table import Table
+from regard.lens.view import look
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+
+
+@pytest.mark.ledger("S2.1.1.3")
+def test_scores_and_weights_are_told_apart():
+    view = look(small(), IDS)
+    scores = view.scores(1, 2, batch=1)
+    assert torch.allclose(scores.softmax(-1), view.map(1, 2, batch=1), atol=1e-6)
+    assert (scores[0, 1:] == -torch.inf).all()
+    assert not view.calls[0].allowed()[0, 0, 1] and view.calls[0].allowed()[0, 6].all()
+
+
+def test_a_layer_is_found_by_number_name_or_the_end_of_its_name():
+    view = look(small(), IDS)
+    assert view.call(1) is view.call("blocks.1.attention") is view.calls[1]
+    pytest.importorskip("transformers")
+    view = look(huggingface("bart", "sdpa"), inputs("bart"))
+    assert view.call("decoder.layers.0.encoder_attn").layer == 3
+    with pytest.raises(
+        rg.ShapeError, match=r"'encoder_attn' names 2 layers: model.decoder.layers.0.encoder_attn, "
+    ):
+        view.call("encoder_attn")
+    with pytest.raises(
+        rg.ShapeError, match=r"no layer is called 'model.encoder.layers.0.self_atn'; did you mean"
+    ):
+        view.call("model.encoder.layers.0.self_atn")
+
+
+@pytest.mark.parametrize(
+    ("layer", "head", "batch", "message"),
+    [
+        (2, 0, 0, "layer 2: 2 were seen, 0 to 1"),
+        (-1, 0, 0, "layer -1: 2 were seen, 0 to 1"),
+        (1, 3, 0, r"head 3 of layer 1 \(blocks.1.attention\): it has 3 heads, 0 to 2"),
+        (1, 0, 2, "batch row 2 of blocks.1.attention: it ran 2 rows, 0 to 1"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_the_range(layer, head, batch, message):
+    with pytest.raises(rg.ShapeError, match=message):
+        look(small(), IDS).map(layer, head, batch)
+    with pytest.raises(
+        rg.ShapeError, match=r"query 7 of layer 0 \(blocks.0.attention\): it has 7 queries, 0 to 6"
+    ):
+        look(small(), IDS).calls[0].weights([0], [7])
+
+
+def test_tokens_come_from_ids_from_names_or_from_a_tokenizer():
+    model = small()
+    assert look(model, IDS).queries(0, batch=1) == ("6", "5", "3", "5", "8", "9", "7")
+    words = [list("abcdefg"), list("hijklmn")]
+    assert look(model, IDS, words).keys(1) == tuple("abcdefg")
+    assert look(model, IDS[:1], list("abcdefg")).keys(0) == tuple("abcdefg")
+    assert look(model, IDS, lambda ids: [f"<{i}>" for i in ids]).keys(0)[:2] == ("<3>", "<1>")
+    with pytest.raises(rg.ShapeError, match="tokens name 1 rows of 6; the input holds 2 rows of 7"):
+        look(model, IDS, list("abcdef"))
+    with pytest.raises(rg.SpecError, match="tokens='the cat': give a list of strings"):
+        look(model, IDS, "the cat")
+    with pytest.raises(rg.SpecError, match="tokens has 'from'; its two sides are 'source' and 'target'"):
+        look(model, IDS, {"from": []})
+
+
+def test_both_sides_of_a_cross_attention_have_their_tokens():
+    pytest.importorskip("transformers")
+    given = inputs("marian")
+    names = {"source": [[f"s{i}" for i in range(11)]] * 2, "target": [[f"t{i}" for i in range(7)]] * 2}
+    view = look(huggingface("marian", "sdpa"), given, names)
+    assert view.queries(0)[0] == view.keys(0)[0] == "s0"
+    assert view.queries(2)[0] == view.keys(2)[0] == "t0"
+    assert (view.queries(3)[0], view.keys(3)[10]) == ("t0", "s10")
+    assert view.statistics[0].queries == 19  # padding is not counted
+
+
+def test_an_image_brings_its_grid_and_itself():
+    pytest.importorskip("transformers")
+    view = look(huggingface("vit", "sdpa"), inputs("vit"))
+    assert view.grid == (4, 4) and view.skip == 1 and view.image.shape == (3, 32, 32)
+    assert view.queries(0)[:3] == ("class", "0,0", "0,1")
+    assert view.statistics[0].centre.shape == (4, 2) and "centre_y" in view.rows()[0]
+    with pytest.raises(rg.SpecError, match=r"grid=5: give \(rows, columns\)"):
+        look(huggingface("vit", "sdpa"), inputs("vit"), grid=5)
+
+
+def test_the_table_has_one_row_a_head_and_is_ready_for_json():
+    view = look(small(), IDS)
+    rows = view.rows()
+    assert [(r["layer"], r["head"]) for r in rows] == [(i, h) for i in range(2) for h in range(3)]
+    assert rows[0]["name"] == "blocks.0.attention" and rows[0]["on_next"] is None
+    assert json.loads(json.dumps(view.to_plain(), allow_nan=False))["heads"] == rows
+    shown = repr(Table(rows)).splitlines()
+    assert len(shown) == 7 and shown[0].split()[:3] == ["layer", "head", "role"]
+    assert (
+        Table(rows)["head"] == [0, 1, 2, 0, 1, 2] and len(Table(rows)) == 6 and repr(Table([])) == "(no rows)"
+    )
+
+
+def test_the_table_is_pandas_where_pandas_is(monkeypatch):
+    import sys
+
+    view = look(small(), IDS)
+    if "pandas" in sys.modules or pytest.importorskip("pandas"):
+        assert list(view.heads["head"]) == [0, 1, 2, 0, 1, 2]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert isinstance(view.heads, Table)
+
+
+def test_counting_while_it_runs_gives_the_same_numbers_and_no_maps():
+    whole, streamed = look(small(), IDS), look(small(), IDS, keep=False)
+    assert streamed.rows() == whole.rows()
+    with pytest.raises(rg.RegardError, match=r"layer 0 \(blocks.0.attention\) was looked at with keep=False"):
+        streamed.map(0, 0)
+    with pytest.raises(rg.RegardError, match="keep='all'; use True, False or 'copy'"):
+        look(small(), IDS, keep="all")
+
+
+def test_a_model_without_attention_is_said_to_have_none():
+    with pytest.raises(
+        rg.RegardError, match=r"no attention was seen while Linear ran \(1 module calls\): it has none"
+    ):
+        look(nn.Linear(3, 3), torch.randn(2, 3))
+    with pytest.raises(rg.SpecError, match="int cannot be called; give a model"):
+        look(3, torch.randn(2, 3))
+
+
+def test_an_input_that_does_not_fit_is_described():
+    with pytest.raises(rg.ShapeError, match=r"Linear does not run on float32 \(2, 3\), str: TypeError: "):
+        look(nn.Linear(3, 3), (torch.randn(2, 3), "x"))
+    with pytest.raises(rg.ShapeError, match="Linear does not run on colour=str: TypeError: "):
+        look(nn.Linear(3, 3), {"colour": "red"})
+
+
+def test_numbers_are_saved_and_other_endings_refused(tmp_path):
+    view = look(small(), IDS)
+    path = view.save(tmp_path / "heads.json")
+    assert json.loads(path.read_text())["heads"] == view.rows()
+    with pytest.raises(rg.FormatError, match=r"heads.doc: save knows .html, .json, .svg, .png and .pdf"):
+        view.save(tmp_path / "heads.doc")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    view = look(small(), IDS)
+    with pytest.raises(
+        rg.RegardError, match=r"nowhere/heads.json cannot be written: No such file or directory"
+    ):
+        view.save(tmp_path / "nowhere" / "heads.json")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(0o500)
+    if os.access(closed, os.W_OK):
+        pytest.skip("this user may write anywhere")
+    with pytest.raises(rg.RegardError, match="Permission denied; name a folder you may write to"):
+        view.save(closed / "heads.json")
+
+
+def test_the_view_says_what_it_saw():
+    assert repr(look(small(), IDS)) == "<View of Stack: 2 layers, 6 heads (regard)>"
+
+
+def test_looking_runs_the_model_as_it_is():
+    model = small().train()
+    outputs = []
+    model.register_forward_hook(lambda _m, _a, out: outputs.append(out))
+    look(model, IDS)
+    assert model.training and not outputs[0].requires_grad
+    with torch.no_grad():
+        assert torch.equal(outputs[0], model(IDS))
+
+
+@pytest.mark.ledger("S1.Q5c.1", "S2.4.2.1")
+def test_a_recorder_keeps_what_the_pictures_of_training_need(tmp_path):
+    model, kept = small().train(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        loss = nn.functional.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        kept.loss(step, loss, floor=0.5)
+        kept.gradient(step, model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        kept.gradient(step, model, clipped=True)
+        optimizer.step()
+        kept.view(step, look(model, IDS))
+        kept.table(step, "tokens", model.embedding.table)
+    assert len(kept.losses["train"]) == 3 and kept.floors == {"train": 0.5}
+    assert list(kept.gradients[0][1])[:2] == ["embedding", "blocks.0"]
+    total = sum(v**2 for v in kept.clipped[0][1].values()) ** 0.5
+    assert total == pytest.approx(0.01, rel=1e-3)
+    entropies = [v for _, v in kept.series(1, 2, "entropy")]
+    assert len(set(entropies)) == 3
+    again = Recorder.load(kept.save(tmp_path / "record.json"))
+    assert again.losses == kept.losses and again.heads == kept.heads and again.gradients == kept.gradients
+    assert (
+        torch.equal(again.tables[2][2], kept.tables[2][2]) and kept.tables[0][2].ne(kept.tables[2][2]).any()
+    )
+
+
+def test_a_recorder_says_what_it_does_not_have(tmp_path):
+    kept = Recorder()
+    with pytest.raises(rg.RegardError, match=r"no parameter has a gradient; record after loss.backward\(\)"):
+        kept.gradient(0, small())
+    kept.view(0, look(small(), IDS))
+    with pytest.raises(rg.ShapeError, match="step 0 has no layer 2, head 0; its last is layer 1, head 2"):
+        kept.series(2, 0, "entropy")
+    with pytest.raises(rg.ShapeError, match="step 0 holds no 'colour'; it holds layer, name"):
+        kept.series(0, 0, "colour")
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(rg.FormatError, match=r"x.json is no record of regard's format 1"):
+        Recorder.load(tmp_path / "x.json")
+    assert gradient_norms(small()) == {}

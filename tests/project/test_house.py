@@ -1,0 +1,257 @@
+"""The house's rules: imports go one way, files and functions stay short, `import regard` needs little."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import regard
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "regard"
+FILES = sorted(SRC.rglob("*.py"))
+
+# A module may import what stands before its group; those of one group do not import one another.
+ORDER = [
+    {"errors"},
+    {"value"},
+    {"progression"},
+    {"pattern", "position", "schedule"},
+    {"spec"},
+    {"reference"},
+    {"engine"},
+    {"nn"},
+    {"generation", "interop", "convolution"},
+    {"costs"},
+    {"laws"},
+    {"testing"},
+    {"lens"},
+    {"training"},
+    {"cli"},
+    {"web"},  # its command is one of the command line's verbs, found there by name
+]
+RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
+FRONT = {"__init__", "__main__"}  # regard's own: they may import all
+
+
+def name_of(file: Path, root: Path = SRC) -> str:
+    """The top-level module a file belongs to: `pattern` for pattern/words.py."""
+    return file.relative_to(root).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[str, ast.AST]]:
+    """The modules of regard that are imported, by their top-level names, and where. package: where we are."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [f"{stem}.{alias.name}" for alias in node.names] if stem == "regard" else [stem]
+        else:
+            continue
+        yield from ((t.split(".")[1], node) for t in targets if t.startswith("regard."))
+
+
+def late(tree: ast.AST) -> set[ast.AST]:
+    """What runs when a function is called, or never: inside functions and under `if TYPE_CHECKING`."""
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
+    types = [i for i in ast.walk(tree) if isinstance(i, ast.If) and ast.unparse(i.test) == "TYPE_CHECKING"]
+    return {inner for f in [*functions, *types] for inner in ast.walk(f)}
+
+
+def wrong_imports(source: str, file: Path, root: Path = SRC) -> list[str]:
+    """What this file imports against the order. spec alone may import its readers inside a function."""
+    here, tree = name_of(file, root), ast.parse(source)
+    allowed = late(tree) if here == "spec" else set()
+    package = ["regard", *file.relative_to(root).parts[:-1]]
+    return [
+        f"{file.relative_to(root)}:{node.lineno} imports {there}"
+        for there, node in imports(tree, package)
+        if here not in FRONT and there != here and node not in allowed and RANK.get(there, 99) >= RANK[here]
+    ]
+
+
+def test_imports_go_one_way():
+    unknown = {name_of(f) for f in FILES} - FRONT - set(RANK)
+    assert not unknown, f"where in the order of imports do these stand? {sorted(unknown)}"
+    wrong = [w for f in FILES for w in wrong_imports(f.read_text(encoding="utf-8"), f)]
+    assert not wrong, "\n".join(["imports go one way:", *wrong])
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "wrong"),
+    [
+        (
+            "pattern/words.py",
+            "from .. import value\nfrom ..errors import SpecError\nfrom . import algebra",
+            [],
+        ),
+        ("pattern/words.py", "from ..position import rope", ["pattern/words.py:1 imports position"]),
+        ("errors.py", "from . import value", ["errors.py:1 imports value"]),
+        ("errors.py", "def f():\n    from .engine import plan", ["errors.py:2 imports engine"]),
+        ("spec/base.py", "def f():\n    from ..nn import build", []),
+        ("spec/base.py", "from ..nn import build", ["spec/base.py:1 imports nn"]),
+        ("spec/base.py", "if TYPE_CHECKING:\n    from ..nn import build", []),
+        ("nn/stack.py", "if TYPE_CHECKING:\n    from ..costs import x", ["nn/stack.py:2 imports costs"]),
+        ("nn/stack.py", "import regard.costs", ["nn/stack.py:1 imports costs"]),
+        ("nn/stack.py", "from regard import lens", ["nn/stack.py:1 imports lens"]),
+        ("nn/stack.py", "import torch.nn\nfrom ..engine.attention import attention", []),
+        ("interop/torch.py", "from ..generation.beam import beam", ["interop/torch.py:1 imports generation"]),
+        ("costs/count.py", "from ..utils import x", ["costs/count.py:1 imports utils"]),
+        ("__init__.py", "from .training import train", []),
+    ],
+)
+def test_the_rule_of_imports_sees_what_it_should(file, source, wrong):
+    assert wrong_imports(source, SRC / file) == wrong
+
+
+def test_nothing_is_called_utils():
+    assert not [f for f in FILES if re.search(r"util|helper|misc", f.stem)]
+
+
+def test_no_module_has_the_name_of_a_public_function():
+    modules = {name_of(f) for f in FILES} - FRONT
+    public = {name for name in vars(regard) if not name.startswith("_")} | set(getattr(regard, "__all__", ()))
+    functions = {n for n in public if callable(getattr(regard, n))}
+    assert functions, "regard has no public function"
+    assert not modules & functions, f"module and function of one name: {sorted(modules & functions)}"
+
+
+def test_every_public_name_exists_and_says_what_it_is():
+    names = [n for n in getattr(regard, "__all__", vars(regard)) if not n.startswith("_")]
+    things = {n: getattr(regard, n) for n in names if callable(getattr(regard, n))}
+    assert things and not [n for n, thing in things.items() if not thing.__doc__]
+
+
+def long_files(files: list[Path], most: int = 500) -> list[str]:
+    sizes = {f: len(f.read_text(encoding="utf-8").splitlines()) for f in files}
+    return [f"{f.relative_to(ROOT)} has {size} lines" for f, size in sizes.items() if size >= most]
+
+
+def bulky_functions(source: str, name: str, most_lines: int = 70, most_parameters: int = 12) -> list[str]:
+    found = []
+    for f in ast.walk(ast.parse(source)):
+        if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef):
+            given = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]
+            # A Triton kernel takes every stride, and its state lives in registers: it is not cut at will.
+            kernel = any(re.search(r"\.jit\b", ast.unparse(d)) for d in f.decorator_list)
+            parameters = [] if kernel else [a for a in given if a.arg not in ("self", "cls")]
+            lines = f.end_lineno - f.lineno + 1
+            if lines > most_lines * (2 if kernel else 1) or len(parameters) > most_parameters:
+                found.append(f"{name}:{f.lineno} {f.name}: {lines} lines, {len(parameters)} parameters")
+    return found
+
+
+def test_files_stay_under_500_lines():
+    files = [f for folder in ("src", "bench", "examples") for f in (ROOT / folder).rglob("*.py")]
+    assert not long_files(sorted(files)), "\n".join(long_files(sorted(files)))
+
+
+def test_functions_stay_under_70_lines_and_12_parameters():
+    files = [*FILES, *sorted((ROOT / "bench").glob("*.py")), *sorted((ROOT / "examples").glob("*.py"))]
+    bulky = [
+        b for f in files for b in bulky_functions(f.read_text(encoding="utf-8"), str(f.relative_to(ROOT)))
+    ]
+    assert not bulky, "\n".join(bulky)
+
+
+def test_a_bulky_function_is_seen():
+    many = ", ".join(f"a{k}" for k in range(13))
+    assert bulky_functions(f"def f(self, {many}): ...", "x.py") == ["x.py:1 f: 1 lines, 13 parameters"]
+    assert bulky_functions("def f():\n" + "    pass\n" * 70, "x.py") == ["x.py:1 f: 71 lines, 0 parameters"]
+    assert not bulky_functions(f"@triton.jit\ndef f({many}): ...", "x.py")
+    assert not bulky_functions(f"@triton.jit(debug=True)\ndef f({many}): ...", "x.py")
+    assert not bulky_functions("def f():\n" + "    pass\n" * 69, "x.py")
+
+
+def unsafe(source: str) -> list[str]:
+    """Ways to read a file that can run code."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Import | ast.ImportFrom) else ""
+        if re.match(
+            r"(import|from) (c?pickle|dill|cloudpickle|joblib|shelve|marshal)\b", text, re.IGNORECASE
+        ):
+            found.append(text)
+        if text in ("torch.load", "torch.save", "yaml.load") or re.match(
+            r"from torch import .*\bload\b", text
+        ):
+            found.append(text)
+    return found
+
+
+def test_nothing_is_unpickled():
+    found = {str(f.relative_to(SRC)): unsafe(f.read_text(encoding="utf-8")) for f in FILES}
+    assert not {name: what for name, what in found.items() if what}
+    assert unsafe("import pickle\nx = torch.load(f)") == ["import pickle", "torch.load"]
+
+
+BLOCKED = """
+import builtins, importlib.abc, sys
+import torch, numpy, einops, safetensors.torch, jaxtyping  # the core: it may import what it likes
+
+EXTRAS = {extras!r}
+true_import = builtins.__import__
+
+class Blocked(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(name + " is blocked", name=name)
+
+def guarded(name, globals=None, locals=None, fromlist=(), level=0):
+    # what torch has imported already would be found without asking a finder
+    ours = (globals or {{}}).get("__name__", "").split(".")[0] == "regard"
+    if ours and level == 0 and name.split(".")[0] in EXTRAS:
+        raise ModuleNotFoundError(name + " is blocked", name=name)
+    return true_import(name, globals, locals, fromlist, level)
+
+sys.meta_path.insert(0, Blocked())
+builtins.__import__ = guarded
+import regard
+q = torch.randn(1, 2, 7, 5)
+print(tuple(regard.attention(q, q, q, regard.causal()).shape), regard.__version__)
+"""
+EXTRAS = (
+    "triton sympy hypothesis tokenizers sacrebleu matplotlib rich typer yaml fastapi uvicorn huggingface_hub "
+    "tensorboard transformers timm ctranslate2 sklearn beartype pandas scipy fcntl termios resource pwd grp posix "
+    "pty tty syslog"
+)
+
+
+def run(program: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(SRC.parent), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+
+
+def test_regard_needs_no_extra_no_triton_and_nothing_that_only_posix_has():
+    done = run(BLOCKED.format(extras=set(EXTRAS.split())))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == f"(1, 2, 7, 5) {regard.__version__}"
+
+
+def test_the_block_on_imports_blocks():
+    program = BLOCKED.format(extras={*EXTRAS.split(), "einops"})  # regard imports einops, so this must fail
+    done = run(program)
+    assert done.returncode != 0 and "einops is blocked" in done.stderr
+
+
+def test_the_package_says_it_is_typed():
+    assert (SRC / "py.typed").exists()
+    assert importlib.util.find_spec("regard").submodule_search_locations[0] == str(SRC)
+
+
+def test_one_version_is_told_everywhere():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["tool"]["hatch"]["version"]["path"] == "src/regard/__init__.py"
+    written = re.findall(
+        r'^__version__ = "(\d+\.\d+\.\d+)"$', (SRC / "__init__.py").read_text(), re.MULTILINE
+    )
+    assert written == [regard.__version__]
