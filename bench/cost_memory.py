@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 import regard as rg
 from regard import spec
-from regard.costs.door import cost
-from regard.costs.memory import Memory, Training
+from regard.costs.entry import cost
+from regard.costs.memory import Memory, TrainingStep
 
 MIB = 1 << 20
 
@@ -154,7 +154,7 @@ def measure() -> list[dict]:
 
 def predicted(row: dict) -> Memory:
     declared = rg.preset(row["model"])
-    training = Training(way=row["way"], autocast=row["autocast"], checkpointing=row["checkpointing"])
+    training = TrainingStep(way=row["way"], autocast=row["autocast"], checkpointing=row["checkpointing"])
     priced = cost(declared, n=row["n"], batch=row["batch"], train=training, device="cuda")
     return priced.memory
 

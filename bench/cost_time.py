@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import regard as rg
-from regard.costs.door import cost
-from regard.costs.machine import Ceilings, Estimate, estimate, measure, seconds
+from regard.costs.entry import cost
+from regard.costs.time import Ceilings, Estimate, estimate, measure, seconds
 from regard.nn.feed_forward import FeedForward
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)

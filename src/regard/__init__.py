@@ -1,7 +1,7 @@
 """regard: attention you can declare, run, price, prove, train and see."""
 
 from .convolution import lift, lower
-from .costs import Cost, Training, cost, fits
+from .costs import Cost, TrainingStep, cost, fits
 from .engine.attention import attention
 from .engine.call import allowed_from
 from .engine.explain import explain
@@ -96,7 +96,7 @@ __all__ = [
     "ShapeError",
     "Spec",
     "SpecError",
-    "Training",
+    "TrainingStep",
     "View",
     "Vision",
     "alibi",

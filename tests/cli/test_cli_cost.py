@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import regard as rg
 from regard.cli import bench, cost
-from regard.costs.door import cost as price
+from regard.costs.entry import cost as price
 
 unchecked = pytest.mark.compiled  # without the shape checker: what fits is found by asking at many sizes
 app = typer.Typer()
@@ -46,7 +46,7 @@ def test_json_is_all_there_is_on_stdout():
         "cuda",
     )
     found = json.loads(run("cost", "tiny-gpt", *options, "--checkpointing", "--fits", "1GB", "--json").stdout)
-    train = rg.Training(optimiser="adam", way="fused", autocast="bfloat16", checkpointing=True)
+    train = rg.TrainingStep(optimiser="adam", way="fused", autocast="bfloat16", checkpointing=True)
     told = price("tiny-gpt", n=64, train=train, device="cuda")
     assert found["total"]["parameters"] == told.parameters
     assert found["memory"]["training"] == told.memory.training

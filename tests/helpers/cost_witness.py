@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.costs.pricing import looks_across, read
+from regard.costs.declaration import looks_across, read
 from regard.costs.sizes import Given, Numbers
 from regard.costs.tree import Part
 from regard.engine import choose

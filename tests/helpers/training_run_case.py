@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regard.cli.main import app
-from regard.costs.machine import Ceilings, store
+from regard.costs.time import Ceilings, store
 from regard.training import recipes
 from regard.training.recipes import Recipe
 from regard.training.sources import Sentences

@@ -26,7 +26,7 @@ def machine(
     """
     import torch
 
-    from ..costs.machine import measure, store
+    from ..costs.time import measure, store
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     typer.echo(f"measuring {device}, a few seconds …", err=True)

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..costs.door import cost as price
-from ..costs.machine import estimate, measured, stored
-from ..costs.memory import fits
-from ..costs.memory_step import OPTIMISERS, WAYS, Training
-from ..costs.rivals import compare as compared
+from ..costs.entry import cost as price
+from ..costs.layer_types import compare as compared
+from ..costs.memory.report import fits
+from ..costs.memory.step import OPTIMISERS, WAYS, TrainingStep
+from ..costs.time import estimate, measured, stored
 from ..costs.tree import Cost
 from ..errors import SpecError
 from ..spec import Spec
@@ -90,11 +90,11 @@ class Asked:
     latex: Annotated[bool, typer.Option("--latex", help="Write a LaTeX table of formulas.")] = False
 
     @property
-    def training(self) -> Training | bool:
+    def training(self) -> TrainingStep | bool:
         if not self.train:
             return False
         name, _, way = self.optimiser.partition(":")
-        return Training(
+        return TrainingStep(
             optimiser=name,
             way=way or "auto",
             autocast=self.autocast,

@@ -1,11 +1,10 @@
 """What a declaration, a module or a model costs: parameters, operations, bytes; as numbers and as formulas."""
 
-from .door import cost
-from .memory import Memory, fits
-from .memory_step import Training
-from .reach import ReceptiveField, layers_to_connect, receptive_field, receptive_set, sees
-from .readings import relative_ways, score_ways
-from .rivals import Comparison, compare
+from .analysis import relative_ways, score_ways
+from .connectivity import ReceptiveField, layers_to_connect, receptive_field, receptive_set, sees
+from .entry import cost
+from .layer_types import Comparison, compare
+from .memory import Memory, TrainingStep, fits
 from .tree import Amounts, Cost, Pairs, Part
 
 __all__ = [
@@ -16,7 +15,7 @@ __all__ = [
     "Pairs",
     "Part",
     "ReceptiveField",
-    "Training",
+    "TrainingStep",
     "compare",
     "cost",
     "fits",

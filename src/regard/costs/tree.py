@@ -185,34 +185,34 @@ class Cost:
     @property
     def order(self) -> Any:
         """The leading order of the operations: its monomials that no other outgrows, without their factors."""
-        from .readings import leading_order
+        from .analysis import leading_order
 
         return leading_order(self.symbolic.total.operations)
 
     @property
     def biases(self) -> dict[str, int] | None:
         """Parameters with no biases, with attention's output bias alone, with all; None for what was traced."""
-        from .readings import biases
+        from .analysis import biases
 
         return None if self.facts is None else biases(self.facts)
 
     @property
     def saving(self) -> Any:
         """What the patterns save, of attention's core and of the whole; None for what was traced."""
-        from .readings import saving
+        from .analysis import saving
 
         return None if self.facts is None else saving(self.facts)
 
     @property
     def bottleneck(self) -> Any:
         """The kind of work that dominates, and why; None where there are no matrix products."""
-        from .readings import bottleneck
+        from .analysis import bottleneck
 
         return bottleneck(self)
 
     def fits(self, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak stays within `budget` bytes; 0 if not even 1 does."""
-        from .memory import fits
+        from .memory.report import fits
 
         if self.facts is None:
             raise SpecError(
@@ -223,14 +223,14 @@ class Cost:
     @property
     def score_ways(self) -> Any:
         """A declared attention's scores, projected for every pair, once, or with W_q W_kᵀ merged; else None."""
-        from .readings import ways_of
+        from .analysis import ways_of
 
         return None if self.facts is None else ways_of(self.facts)
 
     @property
     def position_ways(self) -> Any:
         """Scores of a declared quadratic position, for every pair or for each offset once; else None."""
-        from .readings import positions_of
+        from .analysis import positions_of
 
         return None if self.facts is None else positions_of(self.facts)
 

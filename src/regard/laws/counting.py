@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import spec
-from ..costs.door import cost
+from ..costs.entry import cost
 from ..pattern import full
 from .target import Part
 

@@ -3,6 +3,7 @@
 from .. import pattern, position, value
 from .attention import Attention, EmptyRowWarning, Sizes
 from .base import Spec
+from .baselines import Convolutional, Mixing, Recurrent
 from .catalogue import preset, presets
 from .model import (
     Block,
@@ -17,7 +18,6 @@ from .model import (
     Pooler,
     Vision,
 )
-from .rivals import Convolutional, Mixing, Recurrent
 
 SPECS = (
     Attention,

@@ -25,7 +25,7 @@ class Spec:
 
     def cost(self, n: int | None = None, m: int | None = None, **how: Any) -> "Cost":
         """What it costs at n queries (and m keys) before it is built: see `regard.cost` for `how`."""
-        from ..costs.door import cost
+        from ..costs.entry import cost
 
         return cost(self, n=n, m=m, **how)
 

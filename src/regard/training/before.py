@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .. import spec
-from ..costs import machine as machines
-from ..costs.door import cost
-from ..costs.memory_step import Training
+from ..costs import time as machines
+from ..costs.entry import cost
+from ..costs.memory.step import TrainingStep
 from ..costs.tree import Cost
 from ..errors import RegardError
 from ..laws import Budget, check
@@ -194,7 +194,7 @@ def price(recipe: Recipe, batch: Batch, device: torch.device) -> Cost:
     """The cost of one training step on a mean batch."""
     n = None if isinstance(recipe.model, spec.Vision) else batch.n  # an image knows its own
     m = batch.m if isinstance(recipe.model, spec.EncoderDecoder) else None
-    training = Training(way="fused", autocast=recipe.settings.autocast)
+    training = TrainingStep(way="fused", autocast=recipe.settings.autocast)
     return cost(recipe.model, n=n, m=m, batch=batch.rows, train=training, device=device.type)
 
 

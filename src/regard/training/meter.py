@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..costs.machine import seconds
+from ..costs.time import seconds
 
 
 @dataclass(frozen=True)

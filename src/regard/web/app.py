@@ -20,7 +20,7 @@ import regard
 from .. import spec, value
 from ..cli.look import Asked, arguments, encoded, namer, vocabulary
 from ..cli.sources import read_pattern
-from ..costs.door import cost as price
+from ..costs.entry import cost as price
 from ..errors import FormatError, RegardError, SpecError, nearest
 from ..lens.report import page
 from ..lens.view import look

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from memory_witness import counted
-from regard.costs.door import cost
+from regard.costs.entry import cost
 
 B, N, D, H, FF = 3, 13, 24, 4, 40
 CORE, PROJECTIONS = 4 * B * N * N * D, 8 * B * N * D * D

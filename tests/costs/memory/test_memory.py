@@ -14,15 +14,15 @@ import torch
 import regard as rg
 from ledger_cases import cases
 from memory_witness import Trained, checkpointed, counted, length, saved, small
-from regard.costs.door import cost
-from regard.costs.memory import fits, formulas, memory_of, need_memory, scope
-from regard.costs.memory_rules import sort_needs, sum_needs
-from regard.costs.memory_step import Training
-from regard.costs.memory_tape import Tape, peak
+from regard.costs.entry import cost
+from regard.costs.memory.report import fits, formulas, memory_of, need_memory, scope
+from regard.costs.memory.rules import sort_needs, sum_needs
+from regard.costs.memory.step import TrainingStep
+from regard.costs.memory.tape import Tape, peak
 from regard.costs.sizes import Given
 
 MODELS = ("transformer-base", "gpt2", "vit-b16", "bert-base")
-ROWS = json.loads((Path(__file__).parents[2] / "bench/results/2026-11-15-h200-cost.json").read_text())
+ROWS = json.loads((Path(__file__).parents[3] / "bench/results/2026-11-15-h200-cost.json").read_text())
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than what it looks at here
 native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 emulated = pytest.mark.skipif(native, reason="oneDNN's scratch space was read off a CPU without 16-bit units")
@@ -40,7 +40,7 @@ def off(predicted, real):
 def compare(name, b, low, checkpoint, **how):
     declared = checkpointed(small(name)) if checkpoint else small(name)
     real = Trained(declared, b, low, foreach=how.get("way") == "foreach")
-    training = Training(autocast=low and "bfloat16", **how)
+    training = TrainingStep(autocast=low and "bfloat16", **how)
     predicted = memory_of(given(declared, b, training))
     assert off(predicted.training, real.held + counted(real.step)[0]) < 0.01
     kept = counted(real.loss)[1]
@@ -70,7 +70,7 @@ def test_every_step_on_the_cpu_peaks_where_the_allocator_says(name, b, low, chec
 def test_the_foreach_optimiser_holds_a_copy_of_its_state_more():
     compare("bert-base", 1, None, checkpoint=True, way="foreach")
     declared = small("bert-base")
-    plain, foreach = (need_memory(given(declared, 1, Training(way=way))) for way in ("plain", "foreach"))
+    plain, foreach = (need_memory(given(declared, 1, TrainingStep(way=way))) for way in ("plain", "foreach"))
     assert foreach > plain
 
 
@@ -147,7 +147,7 @@ def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimiser, build):
         p.grad = torch.zeros_like(p)
     real.step()
     states = [x for s in real.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()]
-    told = memory_of(given(declared, 1, Training(optimiser=optimiser)))
+    told = memory_of(given(declared, 1, TrainingStep(optimiser=optimiser)))
     assert told.optimiser == sum(x.numel() * x.element_size() for x in states)
     assert told.gradients == sum(p.grad.numel() * 4 for p in model.parameters())
 
@@ -155,7 +155,7 @@ def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimiser, build):
 def test_master_copies_are_float32_and_so_are_the_states_beside_them():
     declared = small("gpt2")
     entries = sum(p.numel() for p in declared.build().parameters())
-    told = memory_of(given(declared, 1, Training(master=True), dtype=torch.bfloat16))
+    told = memory_of(given(declared, 1, TrainingStep(master=True), dtype=torch.bfloat16))
     assert (told.weights, told.gradients) == (2 * entries, 2 * entries)
     assert (told.master, told.optimiser) == (4 * entries, 8 * entries)
 
@@ -192,7 +192,7 @@ def peaks():
     """(predicted, counted, requested) of every row."""
     found = []
     for row in ROWS["memory"]:
-        training = Training(way=row["way"], autocast=row["autocast"], checkpointing=row["checkpointing"])
+        training = TrainingStep(way=row["way"], autocast=row["autocast"], checkpointing=row["checkpointing"])
         asked = Given(
             rg.preset(row["model"]), row["n"], row["n"], row["batch"], train=training, device="cuda"
         )
@@ -291,7 +291,7 @@ def test_any_preset_is_priced_in_under_half_a_second_of_this_process(name):
     declared = rg.preset(name)
     n = None if isinstance(declared, rg.Vision) else 128
     start = time.process_time()
-    cost(declared, n=n, batch=8, train=Training(autocast="bfloat16"), device="cuda")
+    cost(declared, n=n, batch=8, train=TrainingStep(autocast="bfloat16"), device="cuda")
     assert time.process_time() - start < 0.5
 
 
@@ -309,9 +309,9 @@ def test_the_tape_gives_back_what_nobody_holds():
 @pytest.mark.parametrize(
     "wrong, told",
     [
-        (lambda: Training(optimiser="adamm"), "optimiser='adamm' is unknown; did you mean adam?"),
-        (lambda: Training(way="fussed"), "way='fussed' is unknown; did you mean fused?"),
-        (lambda: Training(autocast="float8"), "autocast='float8' is unknown; did you mean float16?"),
+        (lambda: TrainingStep(optimiser="adamm"), "optimiser='adamm' is unknown; did you mean adam?"),
+        (lambda: TrainingStep(way="fussed"), "way='fussed' is unknown; did you mean fused?"),
+        (lambda: TrainingStep(autocast="float8"), "autocast='float8' is unknown; did you mean float16?"),
         (lambda: memory_of(Given(rg.preset("tiny"), 8, 8, train="adam")), "train='adam': use True, False or"),
         (lambda: fits(Given(rg.preset("tiny"), 8, 8), 0), "a budget of 0 bytes holds nothing"),
         (lambda: fits(Given(rg.preset("tiny"), 8, 8), 9, "m"), "vary='m' is unknown; use 'batch' or 'n'"),
@@ -337,7 +337,7 @@ def test_hard_attention_and_additive_scores_hold_their_tables():
 @pytest.mark.ledger("S1.Q2b.2")
 @pytest.mark.parametrize("dtype, size", [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2)])
 def test_eight_heads_at_a_thousand_tokens_store_eight_million_weights(dtype, size):
-    asked = Given(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=Training())
+    asked = Given(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=TrainingStep())
     ways = memory_of(asked).ways
     apart = ways["weights stored"] - ways["weights streamed"]
     log_sum_exp = 8 * 1000 * max(size, 4)  # what streaming keeps instead, one number a row

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ShapeError, SpecError
 from ..spec import Spec
-from .memory import WORKSPACE, Memory, training_of
-from .memory_step import Training
-from .trace import Trace, Unknown, tracing
+from .flops.trace import Trace, Unknown, tracing
+from .memory.report import WORKSPACE, Memory, training_of
+from .memory.step import TrainingStep
 from .tree import Amounts, Cost, Part
 
 
@@ -32,7 +32,7 @@ def cost_of(
     if not isinstance(thing, nn.Module) and not _is_config(thing) and callable(thing) and not inputs:
         thing = _called(thing)
         if isinstance(thing, Spec):
-            from .door import cost
+            from .entry import cost
 
             return cost(thing, n=n, m=m, batch=batch, dtype=dtype, train=train, device=device)
     if _is_config(thing):
@@ -58,7 +58,7 @@ def _called(make: Callable) -> Any:
 
 
 def _counted(
-    thing: Any, inputs: tuple[Any, ...], training: Training | None, device: str, dtype: torch.dtype
+    thing: Any, inputs: tuple[Any, ...], training: TrainingStep | None, device: str, dtype: torch.dtype
 ) -> Cost:
     args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], dict) else (inputs, {})
     module = thing if isinstance(thing, nn.Module) else _Function(thing)
@@ -170,7 +170,7 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def _memory(
-    trace: Trace, module: nn.Module, training: Training | None, kept: int, dtype: torch.dtype, before: int
+    trace: Trace, module: nn.Module, training: TrainingStep | None, kept: int, dtype: torch.dtype, before: int
 ) -> Memory:
     weights = {id(p): p for p in module.parameters()}
     entries = sum(p.numel() for p in weights.values() if p.requires_grad)

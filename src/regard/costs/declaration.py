@@ -7,10 +7,10 @@ from typing import Any
 from .. import spec as specs
 from ..errors import SpecError
 from ..spec import Spec
-from .attention_terms import attention
-from .memory import memory_of
-from .model_terms import block, embedding, encoder_decoder, stack, vision
-from .rival_terms import convolutional, mixing, recurrent
+from .flops.attention import attention
+from .flops.baselines import convolutional, mixing, recurrent
+from .flops.models import block, embedding, encoder_decoder, stack, vision
+from .memory.report import memory_of
 from .sizes import Given, Length, Numbers, Scope, Symbols, scope
 from .tree import Cost, Pairs, Part
 

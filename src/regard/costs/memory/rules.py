@@ -8,7 +8,7 @@ copies of anything else are made at every use.
 from dataclasses import dataclass
 from typing import Any
 
-from .memory_tape import Bytes, Passed, Storage, Tape, Value, Weight
+from .tape import Bytes, Passed, Storage, Tape, Value, Weight
 
 
 def scaled(entries: Bytes, up: Bytes, down: Bytes) -> Bytes:

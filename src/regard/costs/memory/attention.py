@@ -1,7 +1,7 @@
 """The core of attention, as the kernels hold it: streaming ones keep two numbers a query, stored weights n · m."""
 
-from .memory_rules import Play, Rules, round_up
-from .memory_tape import Bytes, Storage, Value
+from .rules import Play, Rules, round_up
+from .tape import Bytes, Storage, Value
 
 KERNELS = ("streaming", "stored")
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import spec
-from ..errors import SpecError, nearest
-from .memory_rules import Play, Rules
-from .memory_tape import Bytes, Value, Weight
-from .memory_walk import Rows, Walk, model_of
-from .sizes import Numbers, Symbols
+from ... import spec
+from ...errors import SpecError, nearest
+from ..sizes import Numbers, Symbols
+from .modules import Rows, Walk, model_of
+from .rules import Play, Rules
+from .tape import Bytes, Value, Weight
 
 OPTIMISERS = ("sgd", "momentum", "adam", "adamw")
 WAYS = ("auto", "plain", "foreach", "fused")
@@ -18,7 +18,7 @@ LOW = {"bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingStep:
     """How a model is trained, as far as memory goes.
 
     way: plain steps one weight after the other, foreach all at once (PyTorch's default on a GPU), fused in one
@@ -138,7 +138,7 @@ class Played:
             self.play.backward(loss, {w.node: w for w in self.play.weights if w.node is not None})
 
 
-def optimise(play: Play, weights: list[Weight], training: Training) -> None:
+def optimise(play: Play, weights: list[Weight], training: TrainingStep) -> None:
     """The moments of an optimiser's step: foreach holds a copy of a state for all weights at once."""
     way, bytes_of = training.way_on(play.rules.device), [w.bytes for w in weights]
     if training.master:
@@ -156,7 +156,7 @@ def optimise(play: Play, weights: list[Weight], training: Training) -> None:
         del copies
 
 
-def states(play: Play, weights: list[Weight], training: Training) -> list[Any]:
+def states(play: Play, weights: list[Weight], training: TrainingStep) -> list[Any]:
     """What the optimiser keeps; with master copies, those too."""
     width = [4 if training.master else w.width for w in weights]
     kept = [play.new(w.entries * size) for w, size in zip(weights, width) for _ in range(training.states)]

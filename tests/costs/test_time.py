@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.costs.door import cost
-from regard.costs.machine import Ceilings, estimate, measure, measured, place, seconds, store, stored
+from regard.costs.entry import cost
+from regard.costs.time import Ceilings, estimate, measure, measured, place, seconds, store, stored
 
 ROOT = Path(__file__).parents[2]
 STORED = json.loads((ROOT / "bench/results/2026-11-15-h200-cost.json").read_text())["time"]

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from ..spec import Convolutional, Mixing, Recurrent
-from .sizes import Length, Scope
+from ...spec import Convolutional, Mixing, Recurrent
+from ..sizes import Length, Scope
+from ..tree import Amount, Amounts, Part
 from .terms import elementwise, linear, some
-from .tree import Amount, Amounts, Part
 
 GATES = {"rnn": 1, "gru": 3, "lstm": 4}
 # A step's operations on each of its states that are no product: sums, gates, what is kept and what is let in.

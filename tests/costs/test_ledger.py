@@ -15,7 +15,7 @@ from regard.costs import (
     relative_ways,
     score_ways,
 )
-from regard.costs.rivals import crossings
+from regard.costs.layer_types import crossings
 
 PROJECTIONS = ("q", "k", "v", "output")
 

@@ -2,20 +2,11 @@
 
 from dataclasses import replace
 
-from ..position import (
-    Position,
-    alibi,
-    learned,
-    quadratic,
-    relative_table,
-    rope,
-    shaw,
-    t5_buckets,
-)
-from ..spec import Attention, Sizes
-from .sizes import Core, Scope, core
+from ...position import Position, alibi, learned, quadratic, relative_table, rope, shaw, t5_buckets
+from ...spec import Attention, Sizes
+from ..sizes import Core, Scope, core
+from ..tree import Amount, Amounts, Part
 from .terms import linear, some
-from .tree import Amount, Amounts, Part
 
 
 def attention(

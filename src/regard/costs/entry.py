@@ -7,7 +7,7 @@ import torch
 from ..engine.choose import BACKENDS
 from ..errors import SpecError, nearest
 from ..spec import Spec, preset
-from .pricing import lengths, need_whole, price
+from .declaration import lengths, need_whole, price
 from .sizes import Given
 from .tree import Cost
 
@@ -55,7 +55,7 @@ def cost(
     if not isinstance(thing, Spec) and not example_inputs:
         thing = getattr(thing, "spec", thing)  # a module that was declared
     if not isinstance(thing, Spec):
-        from .foreign import cost_of
+        from .module import cost_of
 
         return cost_of(thing, example_inputs, n=n, m=m, batch=batch, dtype=dtype, train=train, device=device)
     if example_inputs:

@@ -8,8 +8,8 @@ What is not a matrix product is counted a value at a time, a root, an exponentia
     relu 1, silu 4, gelu 5, tanh form of gelu 9, tanh 1; a gate 1 more
 """
 
-from .sizes import Scope
-from .tree import Amount, Amounts, Part
+from ..sizes import Scope
+from ..tree import Amount, Amounts, Part
 
 ACTIVATIONS = {"relu": 1, "gelu": 5, "gelu_tanh": 9, "silu": 4, "swiglu": 5, "geglu": 6, "tanh": 1}
 

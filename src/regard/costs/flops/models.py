@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ..errors import SpecError
-from ..position import Position, learned
-from ..spec import (
+from ...errors import SpecError
+from ...position import Position, learned
+from ...spec import (
     Block,
     ClassifierHead,
     Decoder,
@@ -17,10 +17,10 @@ from ..spec import (
     Pooler,
     Vision,
 )
-from .attention_terms import attention, table, table_at_input
-from .sizes import Length, Scope
+from ..sizes import Length, Scope
+from ..tree import Amount, Amounts, Part
+from .attention import attention, table, table_at_input
 from .terms import ACTIVATIONS, elementwise, linear, norm, some
-from .tree import Amount, Amounts, Part
 
 Stack = Encoder | Decoder
 ID = 8  # bytes of a token's number

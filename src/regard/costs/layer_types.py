@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..errors import SpecError, nearest
 from ..pattern import full, window
 from ..spec import Attention, Convolutional, Recurrent, Spec
-from .pricing import need_whole, read
-from .readings import core_of
+from .analysis import core_of
+from .declaration import need_whole, read
 from .sizes import Given, Numbers
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"

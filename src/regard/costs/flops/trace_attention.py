@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from .tree import Amounts, Pairs
+from ..tree import Amounts, Pairs
 
 FUSED = "scaled_dot_product_attention"
 

@@ -7,7 +7,7 @@ import torch
 
 import regard as rg
 from regard.costs import compare, cost, layers_to_connect, receptive_field, receptive_set, sees
-from regard.costs.rivals import growth, kinds, slope
+from regard.costs.layer_types import growth, kinds, slope
 from regard.errors import SpecError
 
 BY_NAME = {k.name: k for k in kinds(16, 3, 2)}

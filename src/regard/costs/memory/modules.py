@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import spec
-from ..errors import SpecError
-from ..position import learned
-from .memory_attention import Shape, stored, streaming
-from .memory_rules import Linear, Play
-from .memory_tape import Bytes, Value, Weight
-from .sizes import Numbers, Symbols
+from ... import spec
+from ...errors import SpecError
+from ...position import learned
+from ..sizes import Numbers, Symbols
+from .attention import Shape, stored, streaming
+from .rules import Linear, Play
+from .tape import Bytes, Value, Weight
 
 
 @dataclass(frozen=True)

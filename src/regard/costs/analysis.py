@@ -8,7 +8,7 @@ from typing import Any
 from ..position import quadratic
 from ..spec import Attention
 from ..spec.attention import BIASES
-from .pricing import read, with_biases
+from .declaration import read, with_biases
 from .sizes import Given, Numbers
 from .tree import Amount, Amounts, Cost, Part
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..pattern import Pattern, causal
-from .pricing import need_whole
+from .declaration import need_whole
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..tree import Amounts, Pairs
 from .trace_attention import encoder_layer, flex, fused_attention, sdpa
 from .trace_ops import is_plain, products
-from .tree import Amounts, Pairs
 
 MOST = 1 << 24  # entries of a value that is computed beside
 MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from .. import spec
-from ..engine import choose
-from ..errors import SpecError
-from ..pattern import full
-from ..position import shaw
-from .memory_rules import Rules
-from .memory_step import LOW, Played, Setting, Training, optimise, states
-from .memory_tape import Bytes, Peak, peak
-from .memory_walk import MODELS
-from .sizes import Given, Numbers, Symbols
+from ... import spec
+from ...engine import choose
+from ...errors import SpecError
+from ...pattern import full
+from ...position import shaw
+from ..sizes import Given, Numbers, Symbols
+from .modules import MODELS
+from .rules import Rules
+from .step import LOW, Played, Setting, TrainingStep, optimise, states
+from .tape import Bytes, Peak, peak
 
 ROUNDED = {"cpu": 1, "cuda": 512}
 WORKSPACE = 33 << 20  # cuBLAS 32 MiB, cuBLASLt 1, for each thread that multiplies (H100, H200)
@@ -95,17 +95,17 @@ def memory_of(given: Given) -> Memory | None:
     return memory if training is None else _trained(memory, setting, training)
 
 
-def training_of(asked: Any) -> Training | None:
+def training_of(asked: Any) -> TrainingStep | None:
     if asked is None or asked is False:
         return None
     if asked is True:
-        return Training()
-    if not isinstance(asked, Training):
-        raise SpecError(f"train={asked!r}: use True, False or rg.Training(optimiser='adamw', …)")
+        return TrainingStep()
+    if not isinstance(asked, TrainingStep):
+        raise SpecError(f"train={asked!r}: use True, False or rg.TrainingStep(optimiser='adamw', …)")
     return asked
 
 
-def setting_of(given: Given, training: Training | None) -> Setting:
+def setting_of(given: Given, training: TrainingStep | None) -> Setting:
     low = LOW[training.autocast] if training is not None and training.autocast else None
     rules = Rules(given.device if given.device == "cuda" else "cpu", given.itemsize, low)
     declared, checkpoint = given.spec, None if training is None else training.checkpointing
@@ -159,7 +159,7 @@ def _inference(setting: Setting) -> tuple[int, int]:
     return weights, held + (WORKSPACE if setting.rules.cuda else 0)
 
 
-def _trained(memory: Memory, setting: Setting, training: Training) -> Memory:
+def _trained(memory: Memory, setting: Setting, training: TrainingStep) -> Memory:
     step = play_step(setting, training)
     entries = sum(w.entries for w in step.played.play.weights)
     work = 2 * WORKSPACE if setting.rules.cuda else 0  # the backward pass multiplies in a thread of its own
@@ -192,7 +192,7 @@ class Step:
     settled: int
 
 
-def play_step(setting: Setting, training: Training) -> Step:
+def play_step(setting: Setting, training: TrainingStep) -> Step:
     """The second step: the optimiser has its state, gradients are made anew."""
     played = Played(setting, Numbers(), grad=True)
     play, log = played.play, played.play.log
@@ -227,7 +227,7 @@ def _kept_parts(setting: Setting, read: Numbers | Symbols) -> dict[str, Bytes]:
 
 def formulas(given: Given) -> dict[str, Any]:
     """Bytes kept for the backward pass, by way, in b, n, m and the widths; of a stack also one layer's."""
-    setting = setting_of(given, training_of(given.train) or Training())
+    setting = setting_of(given, training_of(given.train) or TrainingStep())
     ways = {
         "weights stored": replace(setting, kernel=lambda *_: "stored", checkpoint=False),
         "weights streamed": replace(setting, kernel=lambda *_: "streaming", checkpoint=False),

@@ -1,0 +1,1 @@
+"""FLOPs of declarations, term by term, and of any module, by tracing it."""
