@@ -18,7 +18,7 @@ import torch
 
 from regard.laws import LAWS, Budget, adapters, law, try_law
 from regard.laws.checker import probe_target
-from regard.laws.formula import formula
+from regard.laws.controls.functions import formula
 from regard.laws.parts import ours
 
 RESULTS = Path(__file__).parent / "results"

@@ -22,7 +22,7 @@ from laws_findings import FINDINGS, NOTES
 
 import regard as rg
 from regard.laws import LAWS, Budget, adapters, check
-from regard.laws.formula import formula
+from regard.laws.controls.functions import formula
 
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "bench" / "results" / "laws_matrix.json"

@@ -10,9 +10,9 @@ import torch
 from regard.errors import SpecError
 from regard.laws import LAWS, Budget, Case, Function, Model, check, law, replay, try_law
 from regard.laws import search as looking
-from regard.laws.formula import CLAIMS, formula, wrapped
+from regard.laws.controls.functions import CLAIMS, formula, wrapped
+from regard.laws.controls.modules import small_attention
 from regard.laws.law import Trial
-from regard.laws.modules import small_attention
 from regard.reference import attend
 
 FEW = Budget(cases=6, seconds=20.0)
@@ -150,7 +150,7 @@ def test_the_snippet_runs_and_prints_the_violation(capsys):
     broken = formula()
     object.__setattr__(broken, "alignment", "top-left")
     outcome = try_law(law("L58"), broken, Budget(cases=3))
-    assert "from regard.laws.formula import formula" in outcome.snippet
+    assert "from regard.laws.controls.functions import formula" in outcome.snippet
     exec(outcome.snippet.replace("target = formula()", "target = broken"), {"broken": broken})
     said = capsys.readouterr().out
     assert said.startswith(

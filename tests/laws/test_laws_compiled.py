@@ -5,7 +5,7 @@ import pytest
 from regard.engine.cpu import denormals
 from regard.laws import Budget, law, try_law
 from regard.laws.adapters import regard_function
-from regard.laws.formula import weighing
+from regard.laws.controls.functions import weighing
 from regard.reference import softmax
 
 pytestmark = pytest.mark.compiled

@@ -3,8 +3,8 @@
 import pytest
 
 from regard.laws import LAWS, Budget, check, try_law
-from regard.laws.formula import formula
-from regard.laws.modules import small_attention, small_decoder
+from regard.laws.controls.functions import formula
+from regard.laws.controls.modules import small_attention, small_decoder
 from regard.laws.parts import ours
 
 TRACED = {"L55"}  # runs the compiler: see test_laws_compiled.py

@@ -9,8 +9,8 @@ import os
 import pytest
 
 from regard.laws import LAWS, Budget, adapters, try_law
-from regard.laws.formula import formula
-from regard.laws.lab import probe
+from regard.laws.controls.functions import formula
+from regard.laws.harness import probe
 from regard.laws.parts import ours
 
 pytestmark = pytest.mark.long

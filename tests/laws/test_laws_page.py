@@ -9,7 +9,7 @@ from torch import nn
 from faults.fault import sound
 from regard.laws import Function, Part, adapters, check
 from regard.laws.dependence import dependence
-from regard.laws.page import inline, page
+from regard.laws.html_report import inline, page
 
 
 def pictures(target):

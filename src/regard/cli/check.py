@@ -74,7 +74,7 @@ def _read(target: str) -> Any:
 
 
 def _write(path: Path, verdict: Verdict) -> None:
-    from ..laws.page import page
+    from ..laws.html_report import page
 
     try:
         path.write_text(page(verdict), encoding="utf-8")

@@ -16,7 +16,7 @@ import torch
 from ..errors import SpecError
 from . import search
 from .catalogue import LAWS, law
-from .lab import DTYPES, Lab, WrongShape, first_line, probe
+from .harness import DTYPES, Lab, WrongShape, first_line, probe
 from .law import Case, Law, Outcome, Reading, Trial
 from .parts import found_in
 from .target import NAMED, Function, Model, Target

@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from .lab import Lab
+from .harness import Lab
 from .target import Function, Model, Part, Target
 
 LONG = 8  # positions in a picture

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .lab import Lab
+    from .harness import Lab
     from .target import Target
 
 Space = Mapping[str, Sequence[Any]]  # a field of a case → its values, the simplest first

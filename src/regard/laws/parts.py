@@ -13,9 +13,8 @@ from ..position import rotate, sinusoid
 from ..schedule import warmup_cosine
 from ..spec import FeedForward as Declared
 from ..spec import Spec
-from .counting import counted_specs, counts_of
+from .declared_counts import counted_specs, counts_of
 from .target import Model, Part
-from .training import by_norm, scheduled
 
 
 def found_in(model: Model) -> tuple[Part, ...]:
@@ -78,6 +77,21 @@ def patch_cutter(module: nn.Conv2d, image: tuple[int, int, int], name: str = "pa
 
     facts = {"image": image, "side": module.kernel_size, "weight": double.weight, "bias": double.bias}
     return Part(name, "patches", call, facts)
+
+
+def by_norm(grads: list[Tensor], limit: float) -> list[Tensor]:
+    """torch.nn.utils.clip_grad_norm_ on tensors."""
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(parameters, grads):
+        p.grad = g
+    torch.nn.utils.clip_grad_norm_(parameters, limit)
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def scheduled(rate: warmup_cosine) -> Part:
+    """A schedule of ours as a target."""
+    facts = {"lr_max": rate.lr_max, "warmup": rate.warmup, "total": rate.total}
+    return Part(repr(rate), "schedule", rate, facts)
 
 
 def ours() -> tuple[Part, ...]:

@@ -87,7 +87,7 @@ class Verdict:
         return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
 
     def _repr_html_(self) -> str:
-        from .page import inline
+        from .html_report import inline
 
         return inline(self)
 

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import reference
-from .formula import weighing, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Space, Tolerance, Trial, bounded, compare, gradients, worst
+from ... import reference
+from ..controls import weighing, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Space, Tolerance, Trial, bounded, compare, gradients, worst
+from ..target import Function
 
 # Table 15.10: keys, d → unscaled (mean top weight, mean and median of the squared Jacobian norm), scaled likewise.
 SATURATION = {
@@ -140,8 +141,6 @@ def _tanh_call(q: Tensor, k: Tensor, v: Tensor, **asked):
 
 
 def _additive():
-    from .target import Function
-
     return Function("additive scores", _tanh_call, claims={"float64", "n≠m", "d_v≠d_k", "grad"})
 
 

@@ -4,10 +4,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .formula import CLAIMS, weighing, wrapped
-from .lab import Asked, Lab
-from .law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
-from .modules import small_attention
+from ..controls import CLAIMS, small_attention, weighing, wrapped
+from ..harness import Asked, Lab
+from ..law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
 from .softmax import asked
 
 

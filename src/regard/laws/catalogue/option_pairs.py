@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from .formula import CLAIMS, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Space, Trial, compare, worst
-from .target import OPTIONS, Function
+from ..controls import CLAIMS, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Space, Trial, compare, worst
+from ..target import OPTIONS, Function
 
 HIDING = ("causal", "mask", "lengths", "documents", "window")
 BOTH = ({"mask", "causal"}, {"bias", "causal"})  # whoever denies the first has one argument for mask and bias

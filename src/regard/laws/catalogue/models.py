@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
-from .formula import wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
+from ... import reference
+from ..controls import small_attention, small_decoder, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
+from ..target import Model
+from .equivalences import by_chunks, chunk_space, chunked_prefill, has_projections
 from .masks import lengths_in, positions_out
-from .modules import small_attention, small_decoder
-from .target import Model
-from .ways import by_chunks, chunk_space, chunked_prefill, has_projections
 
 MOST = 4096  # sequences whose likelihoods are summed
 
@@ -271,7 +270,7 @@ def _packed_init() -> Model:
     wide = torch.nn.MultiheadAttention(128, 4)  # its in_proj is drawn packed
 
     def projections(module):
-        from .target import Projections
+        from ..target import Projections
 
         q, k, v = wide.in_proj_weight.detach().double().reshape(3, 4, 32, 128).mT
         return Projections(q, k, v, torch.zeros(4, 32, 128).double())

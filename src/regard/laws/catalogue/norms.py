@@ -6,10 +6,10 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, worst
-from .modules import SmallAttention
-from .target import Part
+from ..controls import SmallAttention
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, compare, exactly, worst
+from ..target import Part
 
 
 def dependence(f, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d b d"]:

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formula import formula, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
+from ..controls import formula, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
+from ..target import Function
 from .masks import lengths_in, sequences
 from .softmax import asked, spaced
-from .target import Function
 
 
 def any_layout(lab: Lab, c: Case) -> Reading:

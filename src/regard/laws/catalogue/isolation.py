@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formula import wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
+from ..controls import wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
 from .masks import each_length, ignoring, lengths_in, positions_out, sequences
 from .softmax import asked, spaced
 

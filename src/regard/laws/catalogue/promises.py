@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
-from .formula import CLAIMS, formula, weighing, wrapped
-from .lab import Lab, first_line
-from .law import Case, Law, Reading, Tolerance, Trial, compare, exactly, gradients, together, worst
+from ... import reference
+from ..controls import CLAIMS, formula, weighing, wrapped
+from ..harness import Lab, first_line
+from ..law import Case, Law, Reading, Tolerance, Trial, compare, exactly, gradients, together, worst
+from ..target import Function
 from .masks import hide_end, lengths_in, sequences
 from .softmax import asked, spaced
-from .target import Function
 
 POISON = {"NaN": math.nan, "infinity": math.inf, "−infinity": -math.inf}
 

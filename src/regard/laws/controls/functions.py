@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .. import pattern, reference
-from .target import Function
+from ... import pattern, reference
+from ..target import Function
 
 Weigh = Callable[[Tensor, Tensor], Tensor]
 
@@ -78,7 +78,7 @@ def formula() -> Function:
         lacks=frozenset({"nan under mask", "nan under lengths", "float16"}),
         alignment="bottom-right",
         source="formula()",
-        imports="from regard.laws.formula import formula",
+        imports="from regard.laws.controls.functions import formula",
     )
 
 

@@ -4,10 +4,11 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from .. import reference
-from .formula import hidden, weighing, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
+from ... import reference
+from ..controls import weighing, wrapped
+from ..controls.functions import hidden
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
 
 
 def spaced(hide: bool = True, **fields):

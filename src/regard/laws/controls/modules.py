@@ -7,9 +7,9 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .. import reference
-from ..position import sinusoid
-from .target import Model, Projections
+from ... import reference
+from ...position import sinusoid
+from ..target import Model, Projections
 
 
 class SmallAttention(nn.Module):

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .formula import weighing, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Space, Tolerance, Trial, bounded, compare, worst
-from .modules import small_attention
-from .target import Model, Projections
-from .ways import has_projections, projected
+from ..controls import small_attention, weighing, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Space, Tolerance, Trial, bounded, compare, worst
+from ..target import Model, Projections
+from .equivalences import has_projections, projected
 
 
 def small(lab: Lab, **fields) -> Space:

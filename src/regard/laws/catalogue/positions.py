@@ -7,12 +7,12 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from ..position import rotate, sinusoid
-from .formula import wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
+from ...position import rotate, sinusoid
+from ..controls import wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
+from ..target import Part
 from .masks import lengths_in, positions_out
-from .target import Part
 
 
 def sinusoids(lab: Lab, c: Case) -> Reading:

@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .formula import wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, worst
-from .modules import small_attention
+from ..controls import small_attention, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, worst
 
 
 def permuted_table(allowed: Tensor | None, order: Tensor) -> Tensor:

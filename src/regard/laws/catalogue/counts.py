@@ -1,8 +1,8 @@
 """Counts are exact: L46."""
 
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, exactly, worst
-from .target import Part
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, exactly, worst
+from ..target import Part
 
 
 def counted(lab: Lab, c: Case) -> Reading:

@@ -7,13 +7,13 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
-from .. import reference
-from ..engine.merge import merge
-from .formula import formula, wrapped
-from .lab import Lab
-from .law import Case, Law, Reading, Trial, compare, gradients, worst
+from ... import reference
+from ...engine.merge import merge
+from ..controls import formula, wrapped
+from ..harness import Lab
+from ..law import Case, Law, Reading, Trial, compare, gradients, worst
+from ..target import Function, Projections
 from .softmax import asked, spaced
-from .target import Function, Projections
 
 
 def one_result(lab: Lab, c: Case) -> Reading:

@@ -3,14 +3,13 @@
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..engine.cpu import denormals
-from .formula import formula
-from .lab import DTYPES, Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, gradients, worst
-from .modules import small_attention
+from ... import reference
+from ...engine.cpu import denormals
+from ..controls import formula, small_attention
+from ..harness import DTYPES, Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, gradients, worst
+from ..target import Function
 from .softmax import asked, spaced
-from .target import Function
 
 
 def compiled(lab: Lab, c: Case) -> Reading:

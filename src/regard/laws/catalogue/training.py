@@ -3,12 +3,10 @@
 import math
 
 import torch
-from torch import Tensor
 
-from ..schedule import warmup_cosine
-from .lab import Lab
-from .law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
-from .target import Part
+from ..harness import Lab
+from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, worst
+from ..target import Part
 
 
 def schedule(lab: Lab, c: Case) -> Reading:
@@ -56,15 +54,6 @@ def clipping(lab: Lab, c: Case) -> Reading:
     return worst(*readings)
 
 
-def by_norm(grads: list[Tensor], limit: float) -> list[Tensor]:
-    """torch.nn.utils.clip_grad_norm_ on tensors."""
-    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
-    for p, g in zip(parameters, grads):
-        p.grad = g
-    torch.nn.utils.clip_grad_norm_(parameters, limit)
-    return [p.grad for p in parameters if p.grad is not None]
-
-
 def _raw_cosine() -> Part:
     def call(step: int) -> float:
         if step < 40:
@@ -74,12 +63,6 @@ def _raw_cosine() -> Part:
     return Part(
         "the raw formula past the end", "schedule", call, {"lr_max": 0.001, "warmup": 40, "total": 200}
     )
-
-
-def scheduled(rate: warmup_cosine) -> Part:
-    """A schedule of ours as a target."""
-    facts = {"lr_max": rate.lr_max, "warmup": rate.warmup, "total": rate.total}
-    return Part(repr(rate), "schedule", rate, facts)
 
 
 LAWS = (

@@ -1,0 +1,57 @@
+"""All laws, sorted by their numbers. Each module holds the laws of one subject."""
+
+from ...errors import SpecError, nearest
+from ..law import Law
+from . import (
+    convolutions,
+    counts,
+    equivalences,
+    invariances,
+    isolation,
+    masks,
+    models,
+    norms,
+    numerics,
+    option_pairs,
+    order,
+    positions,
+    promises,
+    scores,
+    softmax,
+    training,
+)
+
+SUBJECTS = (
+    softmax,
+    scores,
+    equivalences,
+    order,
+    positions,
+    convolutions,
+    masks,
+    isolation,
+    invariances,
+    models,
+    norms,
+    training,
+    counts,
+    numerics,
+    option_pairs,
+    promises,
+)
+LAWS: tuple[Law, ...] = tuple(
+    sorted((law for subject in SUBJECTS for law in subject.LAWS), key=lambda law: law.number)
+)
+
+
+def law(name: str) -> Law:
+    """A law by its number or its name.
+
+    >>> law("L29").name
+    'causality'
+    """
+    for candidate in LAWS:
+        if name.lower() in (candidate.number.lower(), candidate.name.lower()):
+            return candidate
+    names = [n for candidate in LAWS for n in (candidate.number, candidate.name)]
+    raise SpecError(f"no law is called {name!r}; {nearest(name, names)}")
