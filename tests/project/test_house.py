@@ -21,7 +21,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # A module may import what stands before its group; those of one group do not import one another.
 ORDER = [
     {"errors"},
-    {"value"},
+    {"compat", "value"},
     {"progression"},
     {"pattern", "position", "schedule"},
     {"spec"},

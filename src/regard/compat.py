@@ -1,0 +1,170 @@
+"""Every private PyTorch or Triton API that regard uses, each behind a probe with a fallback.
+
+A private API may change or vanish with any release. Each one is looked up once, here; where it is missing, or is not
+what this file was written for, a public replacement runs instead: slower, never wrong.
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What observes a call: transforms of torch.func, dispatch modes, autocast. ---------------------------------------------
+
+
+def _always() -> bool:
+    return True
+
+
+def _first(*candidates: Callable[[], Any]) -> Any:
+    """The first candidate that can be looked up."""
+    for candidate in candidates:
+        try:
+            return candidate()
+        except AttributeError:
+            continue
+    raise AssertionError("the last candidate needs no private API")
+
+
+def _transform_level() -> Callable[[], bool]:
+    level = torch._C._functorch.maybe_current_level
+    return lambda: level() is not None
+
+
+def _dispatch_mode() -> Callable[[], bool]:
+    from torch.utils import _python_dispatch
+
+    current = _python_dispatch._get_current_dispatch_mode
+    return lambda: current() is not None
+
+
+def _autocast_on_any_device() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+# () → bool: whether a transform of torch.func is active. Where nothing can tell, a call is taken to be observed: it
+# then runs by operations that every transform knows.
+transforms_active: Callable[[], bool] = _first(
+    lambda: torch._C._are_functorch_transforms_active, _transform_level, lambda: _always
+)
+# () → number of active dispatch modes, or whether there are any.
+dispatch_modes: Callable[[], int | bool] = _first(
+    lambda: torch._C._len_torch_dispatch_stack, _dispatch_mode, lambda: _always
+)
+autocast_active: Callable[[], bool] = _first(
+    lambda: torch._C._is_any_autocast_enabled, lambda: _autocast_on_any_device
+)
+
+
+def version(x: Tensor) -> int | None:
+    """How often x was written to; None where that is not counted, so that nothing can be cached by it."""
+    return None if x.is_inference() else getattr(x, "_version", None)
+
+
+def view_base(x: Tensor) -> Tensor | None:
+    """The tensor whose memory x is a view of; None where that is unknown."""
+    return getattr(x, "_base", None)
+
+
+# Autograd. --------------------------------------------------------------------------------------------------------------
+
+# () → bool: whether the backward pass that runs now keeps its graph. Unknown: it does, so that no memory is reused.
+graph_is_kept: Callable[[], bool] = _first(
+    lambda: torch._C._autograd._get_current_graph_task_keep_graph, lambda: _always
+)
+
+
+def _softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
+    return grad.sub_((grad * weights).sum(-1, keepdim=True)).mul_(weights)
+
+
+def _fused_softmax_backward() -> Callable[[Tensor, Tensor], Tensor]:
+    fused = torch.ops.aten._softmax_backward_data.out
+
+    def run(grad: Tensor, weights: Tensor) -> Tensor:
+        return fused(grad, weights, -1, grad.dtype, grad_input=grad)
+
+    return run
+
+
+# (grad, weights) → weights ∘ (grad − Σ grad ∘ weights) over the last axis, written to grad.
+softmax_backward_: Callable[[Tensor, Tensor], Tensor] = _first(
+    _fused_softmax_backward, lambda: _softmax_backward
+)
+
+# PyTorch's fused CPU attention with its log-sum-exp. --------------------------------------------------------------------
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+FLASH_SCHEMAS = {
+    FLASH: (
+        f"aten::{FLASH}(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
+        "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
+    ),
+    f"{FLASH}_backward": (
+        f"aten::{FLASH}_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+        "Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)"
+    ),
+}
+
+
+def flash_schema(name: str) -> str:
+    """The schema that this PyTorch has for an operation of that name, or "nothing"."""
+    op = getattr(getattr(torch.ops.aten, name, None), "default", None)
+    return "nothing" if op is None else str(op._schema)
+
+
+def has_flash() -> bool:
+    """Whether both fused operations are those that this file was written for."""
+    return all(flash_schema(name) == schema for name, schema in FLASH_SCHEMAS.items())
+
+
+def _scores(query, key, is_causal, attn_mask, scale) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    s = (query @ key.repeat_interleave(group, 1).mT) * scale
+    if is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -inf)
+    return s if attn_mask is None else s + attn_mask
+
+
+def _flash_by_products(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    """The same numbers by products; n × m scores are held."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (x.to(wide) for x in (query, key, value))
+    s = _scores(q, k, is_causal, attn_mask, scale)
+    lse = s.logsumexp(-1)
+    weights = (s - lse.masked_fill(lse == -inf, 0.0)[..., None]).exp()
+    o = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return o.to(query.dtype), lse
+
+
+def _flash_backward_by_products(
+    grad_out, query, key, value, out, logsumexp, *flags: Any, attn_mask=None, scale=None
+):
+    """flags: dropout_p, is_causal."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    do, q, k, v, o = (x.to(wide) for x in (grad_out, query, key, value, out))
+    group = q.shape[1] // k.shape[1]
+    weights = (_scores(q, k, flags[1], attn_mask, scale) - logsumexp[..., None]).exp()
+    ds = do @ v.repeat_interleave(group, 1).mT - (do * o).sum(-1, keepdim=True)
+    ds = ds * weights
+    dq = ds @ k.repeat_interleave(group, 1) * scale
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q * scale, weights.mT @ do))
+    return tuple(g.to(query.dtype) for g in (dq, dk, dv))
+
+
+_fused = has_flash()
+# (query, key, value, dropout_p, is_causal, *, attn_mask, scale) → (output, logsumexp), and its gradients.
+flash_forward: Callable[..., tuple[Tensor, Tensor]]
+flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+if _fused:
+    flash_forward = getattr(torch.ops.aten, FLASH).default
+    flash_backward = getattr(torch.ops.aten, f"{FLASH}_backward").default
+else:
+    flash_forward, flash_backward = _flash_by_products, _flash_backward_by_products
+# The forward operation without the dispatcher's Python, which takes a tenth of a short call.
+flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
+    getattr(torch, FLASH, flash_forward) if _fused else flash_forward
+)
