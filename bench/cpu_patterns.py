@@ -26,7 +26,7 @@ from torch import Tensor
 
 from regard.engine import choose
 from regard.engine.attention import attention
-from regard.engine.plan.plan import plan
+from regard.engine.plan.planner import plan
 from regard.pattern import Pattern, causal, dilated, every, sinks, strided, window
 
 HEADS, WIDTH, THREADS = 8, 64, 2

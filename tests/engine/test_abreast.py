@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
-from pattern_strategies import patterns, standings
+from pattern_strategies import offsets, patterns
 from regard.engine import choose, quick
 from regard.engine.attention import attention
 from regard.engine.cpu import abreast, pages, products, short, stretches
 from regard.engine.explain import explain
-from regard.pattern import blocks, causal, dilated, every, full, sinks, standing, strided, window
+from regard.pattern import blocks, causal, dilated, every, full, query_offset, sinks, strided, window
 from tile_cases import MIXED, WORDS, assert_as_exact, formula, tensors
 
 f32, f64 = torch.float32, torch.float64
@@ -48,7 +48,7 @@ def nothing_known():
 def lays(pattern, n, m=None, at=None, tile=8):
     """Fresh ones, with tiles so small that n = 101 has many of them."""
     m = n if m is None else m
-    return stretches.lays.__wrapped__(pattern, n, m, *standing(pattern, n, m, at), tile, tile)
+    return stretches.lays.__wrapped__(pattern, n, m, *query_offset(pattern, n, m, at), tile, tile)
 
 
 def ways(pattern, inputs, learns=True, scale=0.4, tile=8):
@@ -101,7 +101,7 @@ def test_a_pattern_it_can_lay_is_the_formula(pattern):
     assert not laid or pattern not in (full(), dilated(3, 4), strided(6), sinks(0), causal() & strided(8))
 
 
-@given(patterns, st.integers(1, 70), st.integers(1, 70), standings, st.sampled_from([4, 8, 24]))
+@given(patterns, st.integers(1, 70), st.integers(1, 70), offsets, st.sampled_from([4, 8, 24]))
 @example(window(4) - every(5), 70, 70, None, 4)
 @example(causal() & (window(9) | sinks(20)), 70, 70, None, 4)
 @settings(deadline=None)
@@ -120,7 +120,8 @@ def test_what_is_laid_holds_each_allowed_pair_once_and_no_other(pattern, n, m, a
                 for part in shared:
                     seen[rows[:, None], part[0, :, 0]] += 1
         assert (
-            torch.equal(seen.bool(), pattern.allowed(n, m, standing(pattern, n, m, at))) and seen.max() <= 1
+            torch.equal(seen.bool(), pattern.allowed(n, m, query_offset(pattern, n, m, at)))
+            and seen.max() <= 1
         )
         assert lay.computed >= int(seen.sum())
 

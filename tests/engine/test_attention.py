@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
-from pattern_strategies import patterns, standings
+from pattern_strategies import offsets, patterns
 from regard import reference
 from regard.engine import plain
 from regard.engine.attention import attention, weights
@@ -159,7 +159,7 @@ def sized(size, head, at=0):
 
 
 @planned
-@given(patterns, sizes, heads, standings, st.sampled_from([None, None, 0.7, 0.0, -0.5]))
+@given(patterns, sizes, heads, offsets, st.sampled_from([None, None, 0.7, 0.0, -0.5]))
 def test_any_pattern_is_the_formula(pattern, size, head, at, scale):
     compare(pattern, sized(size, head, at), at=at, scale=scale)
 
@@ -173,7 +173,7 @@ def test_each_word_is_the_formula_by_every_way(pattern, backend):
 
 
 @planned
-@given(patterns, sizes, heads, standings, st.sampled_from(["progressions", "tiled"]), st.booleans())
+@given(patterns, sizes, heads, offsets, st.sampled_from(["progressions", "tiled"]), st.booleans())
 def test_any_pattern_is_the_formula_by_the_ways_that_skip_pairs(pattern, size, head, at, backend, short):
     """By name: at such sizes `auto` would rather mask."""
     kept = torch.arange(size["b"]) * size["m"] // 2 if short else None  # row 0 has no key at all

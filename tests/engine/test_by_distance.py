@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pattern_strategies import patterns, standings
+from pattern_strategies import offsets, patterns
 from regard.engine.cpu import by_distance
 from regard.engine.cpu.batches import program
-from regard.engine.plan.plan import NoPlan
-from regard.pattern import causal, dilated, every, full, rows, standing, window
+from regard.engine.plan.planner import NoPlan
+from regard.pattern import causal, dilated, every, full, query_offset, rows, window
 from regard.position import ByDistance
 from tile_cases import MIXED, WORDS, assert_as_exact, small, tensors, with_gradients
 
@@ -79,7 +79,7 @@ def test_a_table_shorter_or_longer_than_the_sequence(reach):
     check(small(full(), 53), full().allowed(53), biases(reach=reach)["table"], (0, 1), *tensors(n=53))
 
 
-@given(patterns, st.integers(1, 40), st.integers(1, 40), standings, st.integers(0, 99))
+@given(patterns, st.integers(1, 40), st.integers(1, 40), offsets, st.integers(0, 99))
 def test_any_composition_with_a_bias_gives_the_formula_and_its_gradients(pattern, n, m, at, seed):
     if at is None and n > m:
         n, m = m, n
@@ -88,7 +88,7 @@ def test_any_composition_with_a_bias_gives_the_formula_and_its_gradients(pattern
     except NoPlan:
         return
     q, k, v = tensors(b=1, n=n, m=m, seed=seed)
-    check(way, pattern.allowed(n, m, at), biases()["both"], standing(pattern, n, m, at), q, k, v)
+    check(way, pattern.allowed(n, m, at), biases()["both"], query_offset(pattern, n, m, at), q, k, v)
 
 
 @pytest.mark.parametrize("pattern", [full(), causal(), window(30) | every(16), dilated(5, 8)], ids=repr)

@@ -10,7 +10,7 @@ import torch
 import regard as rg
 from regard.engine import choose
 from regard.engine.cpu.batches import program
-from regard.engine.plan.plan import NoPlan
+from regard.engine.plan.planner import NoPlan
 from regard.errors import BackendError
 from regard.position import ByDistance
 

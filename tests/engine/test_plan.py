@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from regard.engine.plan import plan as planner
+from regard.engine.plan import planner
 from regard.engine.plan.cells import ALL, NONE, SOME, cover
-from regard.engine.plan.plan import NoPlan, clauses, plan, transposed
+from regard.engine.plan.planner import NoPlan, clauses, plan, transposed
 from regard.pattern import (
     Pattern,
     blocks,
@@ -276,7 +276,7 @@ def test_hardly_a_pair_is_computed_in_vain(pattern, limits):
     made = [f(pattern, 16384, 16384, 0, 1, tile) for f in (plan, transposed) for tile in (64, 128)]
     for one, most in zip(made, limits):
         assert 1.0 <= one.waste <= most + 1e-9
-        assert one.most_parts <= 5
+        assert one.max_parts <= 5
 
 
 def test_one_query_after_a_cache_computes_what_it_needs_in_one_pass():
@@ -294,24 +294,24 @@ def test_two_combs_that_meet_in_few_keys_are_two_passes():
 
 def test_combs_that_never_repeat_together_are_still_followed():
     made = plan(every(10007) | every(10009), 100_000, 100_000, 0, 1)
-    assert made.most_parts == 1 and made.waste < 1.06
+    assert made.max_parts == 1 and made.waste < 1.06
 
 
 def test_where_many_progressions_are_nearly_everything_one_is_masked():
     made = plan(~every(61), 16384, 16384, 0, 1)
-    assert made.most_parts == 1 and made.waste < 1.02
+    assert made.max_parts == 1 and made.waste < 1.02
 
 
 def test_many_progressions_are_planned_and_reported():
     ten = reduce(or_, [every(64, o) for o in (1, 3, 7, 8, 12, 20, 21, 30, 40, 50)])
     made = plan(ten, 8192, 8192, 0, 1)
-    assert made.most_parts == 9  # 8 and 40 mod 64 are one: 8 mod 32
+    assert made.max_parts == 9  # 8 and 40 mod 64 are one: 8 mod 32
     assert made.computed == 8192 * 8192 * 10 // 64
 
 
 def test_nothing_allowed_is_no_pass():
     for made in (plan(sinks(0), 7, 11, 4, 1), plan(causal(), 0, 11, 0, 1), transposed(causal(), 7, 0, 0, 1)):
-        assert made.passes == () and made.computed == made.needed == made.most_parts == 0
+        assert made.passes == () and made.computed == made.needed == made.max_parts == 0
         assert made.waste == 1.0
 
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pattern_strategies import patterns, standings
+from pattern_strategies import offsets, patterns
 from regard.engine.cpu import batches
 from regard.engine.cpu import flash_op as flash_cpu
 from regard.engine.cpu.batches import Batch, of_plans, program
-from regard.engine.plan.plan import NoPlan, plan
+from regard.engine.plan.planner import NoPlan, plan
 from regard.errors import BackendError
 from regard.pattern import (
     blocks,
@@ -43,7 +43,7 @@ def covered(way):
 tiles = st.sampled_from([4, 5, 8, 24])
 
 
-@given(patterns, st.integers(1, 70), st.integers(1, 70), standings, tiles)
+@given(patterns, st.integers(1, 70), st.integers(1, 70), offsets, tiles)
 @example(window(4) - every(5), 70, 70, None, 4)  # masks that repeat with every fifth tile
 @example(causal() & (window(9) | sinks(20)), 70, 70, None, 4)  # a fixed end within some tiles
 @example(window(3) & ~prefix(30), 70, 70, None, 4)
@@ -134,7 +134,7 @@ def test_every_word_gives_the_formula_and_its_gradients(pattern, dtype):
     check(small(pattern, 101), pattern.allowed(101), *tensors(dtype=dtype))
 
 
-@given(patterns, st.integers(1, 40), st.integers(1, 40), standings, st.integers(0, 99))
+@given(patterns, st.integers(1, 40), st.integers(1, 40), offsets, st.integers(0, 99))
 @settings(max_examples=200)
 def test_any_composition_gives_the_formula_and_its_gradients(pattern, n, m, at, seed):
     """In float64 where no query sees four keys: with one, the gradient of its score is 0, which the fused op's

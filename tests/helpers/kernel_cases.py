@@ -38,9 +38,9 @@ from regard.pattern import (
     full,
     positions,
     prefix,
+    query_offset,
     rows,
     sinks,
-    standing,
     strided,
     window,
 )
@@ -358,7 +358,7 @@ def fast(case: Case, device: str, configs: Any) -> Any:
     """(q, k, v) → (o, lse) by the kernels."""
     from regard.engine import cuda as kernels
 
-    start, step = standing(case.pattern, case.n, case.m, case.at)
+    start, step = query_offset(case.pattern, case.n, case.m, case.at)
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -376,7 +376,7 @@ def remembered(case: Case, device: str, configs: Any, dtype: torch.dtype) -> boo
 
     if case.lengths or case.reach is not None or case.slopes or case.dropout_p or (case.scale or 1.0) < 0:
         return True
-    start, step = standing(case.pattern, case.n, case.m, case.at)
+    start, step = query_offset(case.pattern, case.n, case.m, case.at)
     q, k, v, do, _ = (x.to(dtype) for x in tensors(case, device))
     inputs = [written(x, case.order).requires_grad_() for x in (q, k, v)]
     scale = case.d_k**-0.5 if case.scale is None else case.scale
@@ -449,7 +449,7 @@ def branches(case: Case, configs: Any) -> list[str]:
     """Which ways through the kernels a case takes, forward and for dk and dv ("by keys")."""
     from regard.engine.cuda.launch import route
 
-    start, step = standing(case.pattern, case.n, case.m, case.at)
+    start, step = query_offset(case.pattern, case.n, case.m, case.at)
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"

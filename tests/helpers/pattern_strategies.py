@@ -46,4 +46,4 @@ def _joined(inner: st.SearchStrategy[Pattern]) -> st.SearchStrategy[Pattern]:
 patterns = st.recursive(words, _joined, max_leaves=5)
 
 # where the queries stand: after a cache, at an offset, or (start, step)
-standings = st.one_of(st.none(), st.integers(-5, 15), st.tuples(st.integers(-5, 15), st.integers(1, 5)))
+offsets = st.one_of(st.none(), st.integers(-5, 15), st.tuples(st.integers(-5, 15), st.integers(1, 5)))

@@ -13,9 +13,9 @@ from regard.pattern import (
     every,
     full,
     prefix,
+    query_offset,
     rows,
     sinks,
-    standing,
     strided,
     window,
 )
@@ -51,7 +51,7 @@ MIXED = [
 def small(pattern, n, m=None, at=None, tile=8):
     """A program whose tiles are small, so that n = 101 has many of them."""
     m = n if m is None else m
-    return program(pattern, n, m, *standing(pattern, n, m, at), narrow=tile, wide=tile)
+    return program(pattern, n, m, *query_offset(pattern, n, m, at), narrow=tile, wide=tile)
 
 
 def tensors(b=2, h=2, h_kv=2, n=101, m=None, d_k=5, d_v=3, dtype=torch.float64, seed=0):

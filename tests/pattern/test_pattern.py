@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger_cases import case, cases
-from pattern_strategies import patterns, standings
+from pattern_strategies import offsets, patterns
 from regard import pattern as grammar
 from regard.errors import FormatError, ShapeError, SpecError
 from regard.pattern import (
@@ -26,9 +26,9 @@ from regard.pattern import (
     lengths,
     positions,
     prefix,
+    query_offset,
     rows,
     sinks,
-    standing,
     strided,
     where,
     window,
@@ -155,7 +155,7 @@ def test_every_word_of_the_grammar_has_its_inequality_here():
 def test_a_word_allows_exactly_the_pairs_of_its_inequality(p, holds):
     expected = [[holds(i, j) for j in range(11)] for i in range(11)]
     assert p.allowed(11).tolist() == expected
-    assert p.allowed(7, 11).tolist() == expected[4:]  # the last seven, standing behind a cache of four
+    assert p.allowed(7, 11).tolist() == expected[4:]  # the last seven, behind a cache of four
     assert [[p.allows(i, j) for j in range(11)] for i in range(11)] == expected
 
 
@@ -186,7 +186,7 @@ def test_integers_and_tensors_are_allowed_the_same(p, size):
     assert p.allowed(n, m).tolist() == one_by_one
 
 
-@given(patterns, patterns, sizes, standings)
+@given(patterns, patterns, sizes, offsets)
 def test_same_means_the_same_table(p, r, size, at):
     n, m = size
     assert p.same(r, n, m, at) == torch.equal(p.allowed(n, m, at), r.allowed(n, m, at))
@@ -239,7 +239,7 @@ def test_words_say_whether_they_read_where_the_query_stands():
 
 
 def test_few_queries_follow_a_cache_of_keys():
-    assert standing(causal(), 3, 11) == (8, 1)
+    assert query_offset(causal(), 3, 11) == (8, 1)
     assert positions(causal(), 3, 11).tolist() == [8, 9, 10]
     assert positions(causal(), 3, 11, at=2).tolist() == [2, 3, 4]
     assert positions(causal(), 3, 11, at=(1, 4)).tolist() == [1, 5, 9]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pattern_strategies import patterns, standings
+from pattern_strategies import offsets, patterns
 from regard.pattern import (
     blocks,
     causal,
@@ -25,7 +25,7 @@ from regard.progression import Keys, total
 sizes = st.tuples(st.integers(0, 23), st.integers(0, 17)).map(lambda t: (t[0], t[0] + t[1]))
 
 
-@given(patterns, sizes, standings)
+@given(patterns, sizes, offsets)
 def test_the_count_is_the_sum_of_the_table(p, size, at):
     n, m = size
     table = p.allowed(n, m, at)

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .. import reference
-from ..pattern import At, Pattern, standing
+from ..pattern import At, Pattern, query_offset
 from ..reference import Ties
 from . import choose, dense, masked, packed_traced, plain, quick, walk
 from .call import Bias, Call, as_pattern_and_table, check, readable, replaced
@@ -108,7 +108,7 @@ def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
         assert ways is not None
         asked: dict[str, Any] = {"scale": call.factor, "lengths": call.lengths}
         return progressions.attend(call.q, call.k, call.v, call.pattern, ways, **asked)
-    start, step = standing(call.pattern, call.n, call.m, call.at)
+    start, step = query_offset(call.pattern, call.n, call.m, call.at)
     if backend == "progressions" or torch.compiler.is_compiling():
         place = call.pattern, start, step, call.factor, call.lengths
         return walk.attend(call.q, call.k, call.v, *place, call.bias, call.dropout_p)

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ShapeError, SpecError
-from ..pattern import At, Pattern, full, positions, standing
+from ..pattern import At, Pattern, full, positions, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 
@@ -104,7 +104,9 @@ class Call:
             return True
         if torch.compiler.is_compiling():  # the sizes may be symbols
             return True
-        return has_empty_row(self.pattern, self.n, self.m, *standing(self.pattern, self.n, self.m, self.at))
+        return has_empty_row(
+            self.pattern, self.n, self.m, *query_offset(self.pattern, self.n, self.m, self.at)
+        )
 
 
 def eager(*tensors: Tensor) -> bool:
@@ -185,7 +187,7 @@ def _check_extras(call: Call) -> None:
     if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset a batch row is needed: ({b},)")
     if not isinstance(call.at, Tensor):
-        standing(call.pattern, n, m, call.at)
+        query_offset(call.pattern, n, m, call.at)
     for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
         if x is not None and not _broadcasts(x.shape, (b, q.shape[1], n, m)):
             raise ShapeError(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError, SpecError, nearest
-from ..pattern import At, Pattern, causal, full, standing
+from ..pattern import At, Pattern, causal, full, query_offset
 from ..position import ByDistance
 from .call import Call
 from .cpu import gathered, packed, stretches
 from .cpu.batches import Program, program
-from .plan.plan import NoPlan, Plan, plan
+from .plan.planner import NoPlan, Plan, plan
 
 BACKENDS = ("auto", "dense", "progressions", "tiled", "packed", "flex", "masked", "plain")
 MOST_PARTS = 8  # progressions a tile: past that the masked way is quicker
@@ -64,7 +64,7 @@ class Facts:
 
     @property
     def stands(self) -> tuple[int, int]:
-        return standing(self.pattern, self.n, self.m, self.at)
+        return query_offset(self.pattern, self.n, self.m, self.at)
 
 
 def facts(call: Call) -> Facts:
@@ -282,7 +282,7 @@ def _unplanned(f: Facts) -> str | None:
     if not _some_pairs(f):
         return "there are no pairs"
     try:
-        most = plan_of(f).most_parts
+        most = plan_of(f).max_parts
     except NoPlan as why:
         return str(why)
     return f"{most} progressions a tile; past {MOST_PARTS} a mask is quicker" if most > MOST_PARTS else None

@@ -7,7 +7,7 @@ import torch
 from ..pattern import At, Pattern, documents, lengths
 from . import choose
 from .cpu import packed
-from .plan.plan import NoPlan
+from .plan.planner import NoPlan
 
 
 @dataclass(frozen=True)

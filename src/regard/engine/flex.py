@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ..pattern import Both, Data, Either, Not, Pattern, documents, lengths, positions, standing, where
+from ..pattern import Both, Data, Either, Not, Pattern, documents, lengths, positions, query_offset, where
 from .call import Call
 from .cpu import denormals
 from .plan.blocks import BLOCK, Ends, divide
@@ -94,7 +94,7 @@ def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]
 
 def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
     kept, stands, each = call.lengths, i, isinstance(call.at, Tensor)
-    usual = not isinstance(call.at, Tensor) and standing(call.pattern, call.n, call.m, call.at) == (0, 1)
+    usual = not isinstance(call.at, Tensor) and query_offset(call.pattern, call.n, call.m, call.at) == (0, 1)
     allows = _mod(call.pattern, usual and call.n <= call.m)
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:

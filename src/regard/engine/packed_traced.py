@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackendError
-from ..pattern import At, Pattern, full, standing
+from ..pattern import At, Pattern, full, query_offset
 from .cpu import packed, progressions
 from .cpu.batch import Program, working
 from .walk import read
@@ -24,7 +24,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """o and lse over `documents(ids) & rest`, in a trace; both differentiable."""
     ids, rest = packed.written(pattern)
-    start, _ = standing(pattern, q.shape[2], k.shape[2], at)
+    start, _ = query_offset(pattern, q.shape[2], k.shape[2], at)
     return run(q, k, v, ids, lengths, rest, start, float(scale))
 
 

@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..pattern import Pattern, causal, standing
+from ..pattern import Pattern, causal, query_offset
 from . import choose, walk, whole
 from .call import Call
 from .cpu import abreast, gathered, short
@@ -86,7 +86,7 @@ def _dense(call: Call, facts: choose.Facts) -> Way:
 
 
 def _walked(call: Call, facts: choose.Facts) -> Way:
-    place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor
+    place = call.pattern, *query_offset(call.pattern, call.n, call.m, None), call.factor
     if _plain(call) and (lay := choose.abreast(facts, "progressions")) is not None:
         return abreast.Abreast(lay, place, facts.grad)
     if call.q.is_cuda and _plain(call):
@@ -116,7 +116,7 @@ def _short(call: Call, facts: choose.Facts, lay: gathered.Lay) -> Way | None:
     allowed = call.allowed()
     if allowed is None or type(allowed) is not Tensor or not allowed.is_cpu or not _plain(call):
         return None
-    place = call.pattern, *standing(call.pattern, call.n, call.m, None), call.factor
+    place = call.pattern, *query_offset(call.pattern, call.n, call.m, None), call.factor
     way = short.Short(allowed, lay, call.q, call.k, call.v, place, facts.grad)
     return _cleared(way, ~allowed.any(-1, keepdim=True))
 

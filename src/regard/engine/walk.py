@@ -18,7 +18,7 @@ from ..pattern import Pattern
 from ..position import ByDistance
 from .cpu import by_distance, progressions
 from .cpu.batches import Program, of_plans, program, working
-from .plan.plan import NoPlan, Pass, Plan
+from .plan.planner import NoPlan, Pass, Plan
 
 TILE = 512  # queries at a time where every pair is visited
 SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any

@@ -14,7 +14,7 @@ Where a query stands: of n queries over m keys, query r stands at position r + m
 queries follow a cache of old keys; `at=start` or `at=(start, step)` says otherwise.
 """
 
-from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, standing
+from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, query_offset
 from .data import Data, documents, lengths, where
 from .words import (
     WORDS,
@@ -50,9 +50,9 @@ __all__ = [
     "lengths",
     "positions",
     "prefix",
+    "query_offset",
     "rows",
     "sinks",
-    "standing",
     "strided",
     "where",
     "window",

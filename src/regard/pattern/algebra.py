@@ -82,7 +82,7 @@ class Pattern:
     def row_counts(self, n: int, m: int | None = None, at: At = None) -> Ints:
         """How many keys each of the n queries may look at; with data, over all batch rows together."""
         m = n if m is None else m
-        start, step = standing(self, n, m, at)
+        start, step = query_offset(self, n, m, at)
         if not self._looked_at:
             return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
         some = max(1, (1 << 24) // max(m, 1))
@@ -96,7 +96,7 @@ class Pattern:
         With data (`documents`, `lengths`, `where`) the pairs of all batch rows are looked at one by one.
         """
         m = n if m is None else m
-        start, step = standing(self, n, m, at)
+        start, step = query_offset(self, n, m, at)
         if n == 0 or m == 0:
             return 0
         if self._looked_at:
@@ -230,7 +230,7 @@ class Not(Pattern):
 KINDS.update(value.table(Both, Either, Not))
 
 
-def standing(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:
+def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:
     """(start, step): query r of n over m keys stands at position start + step · r."""
     if isinstance(at, tuple):
         start, step = at
@@ -253,5 +253,5 @@ def positions(
     """Where the n queries stand: (n,), or (b, n) where `at` holds one offset a batch row."""
     if isinstance(at, Tensor):
         return at.to(device)[..., None] + torch.arange(n, device=device)
-    start, step = standing(pattern, n, m, at)
+    start, step = query_offset(pattern, n, m, at)
     return start + step * torch.arange(n, device=device)

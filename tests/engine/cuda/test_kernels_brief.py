@@ -31,13 +31,12 @@ TILE, BLOCK = 16, 8
 
 
 def made(pattern, n, m, by_keys, place=(0, 1)):
-    from regard.engine.plan.relations import hops
-
     from regard.engine.cuda.lists import lists
+    from regard.engine.plan.tiles import row_steps
 
     allowed = pattern.allowed(n, m, place).numpy()
     allowed = np.ascontiguousarray(allowed.T) if by_keys else allowed
-    return allowed, lists(allowed, hops(pattern, place[1], by_keys), TILE, BLOCK)
+    return allowed, lists(allowed, row_steps(pattern, place[1], by_keys), TILE, BLOCK)
 
 
 def visited(allowed, found):

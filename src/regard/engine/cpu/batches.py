@@ -15,8 +15,8 @@ import numpy as np
 
 from ...pattern import Pattern, every
 from ...progression import FAR, Ints
-from ..plan.plan import Pass, Plan, plan
-from ..plan.relations import NoPlan, Relations, relations
+from ..plan.planner import Pass, Plan, plan
+from ..plan.tiles import NoPlan, Relations, relations
 from .batch import NARROW, WIDE, Batch, Program, lanes, working
 
 MANY = 1024  # batches: so many are not laid out where a comb can stand apart, quicker wherever tried

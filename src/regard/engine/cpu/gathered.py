@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...pattern import Pattern
-from ..plan.relations import hops
+from ..plan.tiles import row_steps
 
 PAIRS = 1 << 20  # of a head: what is looked at to lay the tiles
 WHOLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
@@ -82,7 +82,7 @@ def lays(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Lay, 
     """Ways to cut the queries into tiles: neighbours, or those of some residues mod hop together."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
     found = []
-    for hop in hops(pattern, step, by_keys=False):
+    for hop in row_steps(pattern, step, by_keys=False):
         if hop > 1 and hop >= n:
             break
         order, tiles = _order(n, hop), 1

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from ...pattern import At, Both, Pattern, causal, dilated, documents, full, standing, strided, window
-from ..plan.plan import NoPlan
+from ...pattern import At, Both, Pattern, causal, dilated, documents, full, query_offset, strided, window
+from ..plan.planner import NoPlan
 from .batch import Batch, Program
 from .batches import program
 
@@ -65,7 +65,7 @@ def programs(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Program, 
         return None
     which, rest = split
     which.fits(m)
-    start, step = standing(pattern, n, m, at)
+    start, step = query_offset(pattern, n, m, at)
     if step != 1:
         return None
     if which.ids.is_inference():  # no version is counted there

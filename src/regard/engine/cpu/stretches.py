@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ..call import has_empty_row
-from ..plan.plan import Plan
-from ..plan.relations import NoPlan
+from ..plan.planner import Plan
+from ..plan.tiles import NoPlan
 from .batch import NARROW, WIDE, Batch, Program
 from .batches import alike, ways
 

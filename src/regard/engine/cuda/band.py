@@ -13,7 +13,7 @@ import numpy as np
 
 from ...pattern import Both, Either, Not, Pattern, causal, dilated, every, full, sinks, strided, window
 from ...progression import Ints
-from ..plan.plan import Pass
+from ..plan.planner import Pass
 from ..plan.verdict import Run, verdict
 
 

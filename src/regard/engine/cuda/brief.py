@@ -19,7 +19,7 @@ from torch import Tensor
 from ...pattern import Pattern
 from ...progression import Ints
 from .. import choose
-from ..plan.relations import hops
+from ..plan.tiles import row_steps
 from . import configs
 from .added import base2
 from .common import rows_of, store_rows
@@ -210,8 +210,8 @@ def tables(
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
     """Items, members and blocks of the tiles of keys, then of those of queries; and how many are of keys."""
     allowed = pattern.allowed(n, m, place, torch.device("cpu")).numpy()
-    by_keys = lists(np.ascontiguousarray(allowed.T), hops(pattern, place[1], True), tile, block)
-    both = joined(by_keys, lists(allowed, hops(pattern, place[1], False), tile, block))
+    by_keys = lists(np.ascontiguousarray(allowed.T), row_steps(pattern, place[1], True), tile, block)
+    both = joined(by_keys, lists(allowed, row_steps(pattern, place[1], False), tile, block))
 
     def move(x: Ints) -> Tensor:
         return torch.from_numpy(x.astype(np.int32)).to(device)

@@ -27,7 +27,7 @@ from ...pattern import (
     strided,
     window,
 )
-from ..plan.plan import Pass, plan, transposed
+from ..plan.planner import Pass, plan, transposed
 
 
 def expression(pattern: Pattern) -> str:

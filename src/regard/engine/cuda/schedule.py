@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ...progression import Ints
-from ..plan.plan import Pass
+from ..plan.planner import Pass
 from ..plan.verdict import Run, verdict
 from .band import band, lean, marks
 from .lines import NOWHERE, Free, lines

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ...pattern import Both, Either, Not, Pattern
 from ...progression import Ints
-from .relations import Axis, Reading, Tiles, limit, read, relations
+from .tiles import Axis, Reading, Tiles, limit, read, relations
 
 NONE, SOME, ALL = 0, 1, 2  # Kleene's values, so that & is min, | is max and ~ is 2 − v
 RAGGED = 1.25  # what a masked pair costs, in pairs

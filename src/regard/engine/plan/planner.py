@@ -17,7 +17,7 @@ import numpy as np
 from ...pattern import Both, Either, Not, Pattern, every, full, rows
 from ...progression import FAR, Ints
 from .cells import ALL, MOST, NONE, PART, RAGGED, SOME, divide, kleene
-from .relations import Axis, NoPlan, Relations, Tiles, lay, limit, relations
+from .tiles import Axis, NoPlan, Relations, Tiles, lay, limit, relations
 
 TILE = 128  # what one more tile costs a row, in pairs: reading q, writing o, joining with other passes
 SAMPLE = 256  # tiles on which ways are compared
@@ -40,7 +40,7 @@ class Pass:
         return int((rows * self.parts[:, 2]).sum())
 
     @cached_property
-    def most_parts(self) -> int:
+    def max_parts(self) -> int:
         """The largest number of progressions in one tile."""
         return int(np.diff(self.offsets).max(initial=0))
 
@@ -74,9 +74,9 @@ class Plan:
         return self.computed / self.needed if self.needed else 1.0 + self.computed
 
     @property
-    def most_parts(self) -> int:
+    def max_parts(self) -> int:
         """The largest number of progressions in one tile, over all passes."""
-        return max((one.most_parts for one in self.passes), default=0)
+        return max((one.max_parts for one in self.passes), default=0)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Question:
         seen = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
         keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, RAGGED) + PART
         cost = (np.repeat(seen, np.diff(one.offsets)) * keys).sum() + seen.sum() * TILE
-        dear = 1 if one.most_parts <= MOST else 2
+        dear = 1 if one.max_parts <= MOST else 2
         return dear * float(cost) * len(tiles.first) / max(len(some.first), 1)
 
     def _visit(self, way: Way, tiles: Tiles) -> Pass:

@@ -209,7 +209,7 @@ def _solve(start: Ints, step: int, k: int, residue: Ints | int) -> tuple[Ints, i
     return np.where(apart % g == 0, t, FAR), by
 
 
-def hops(pattern: Pattern, step: int, by_keys: bool) -> list[int]:
+def row_steps(pattern: Pattern, step: int, by_keys: bool) -> list[int]:
     """How far apart the members of a tile may lie: neighbours, or such as agree in the residues of a word.
 
     step: between the positions of two queries.
