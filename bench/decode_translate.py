@@ -34,8 +34,8 @@ from regard.generation import generate
 from regard.interop.ctranslate2 import to_ctranslate2
 from regard.nn.stack import EncoderDecoder, Stack
 from regard.position import sinusoid
-from regard.training.tokens import END, PAD, SPECIAL, START
-from regard.training.translation import limit
+from regard.training.data.tokens import END, PAD, SPECIAL, START
+from regard.training.recipes.translation import limit
 
 POSITIONS = 512
 
@@ -217,8 +217,8 @@ def cases(given: Any) -> list[tuple[str, EncoderDecoder, list[list[int]], int]]:
             )
             for norm_at in ("pre", "post")
         ]
-    from regard.training import corpora, text
-    from regard.training.run import opened
+    from regard.training.data import corpora, text
+    from regard.training.recipes.run import opened
 
     model, tokens, _ = opened(given.run)
     pairs = text.pairs(corpora.folder("en-es") / "test.tsv")

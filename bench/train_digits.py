@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from regard.training.evaluation import accuracy
 from regard.training.recipes import image
-from regard.training.run import Run
+from regard.training.recipes.evaluation import accuracy
+from regard.training.recipes.run import Run
 
 
 def trained(fold: int, seed: int, steps: int | None) -> dict:

@@ -32,11 +32,12 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard.schedule import constant
-from regard.training.loop import Settings, Trainer
-from regard.training.loss import cross_entropy
-from regard.training.optimiser import AdamW
-from regard.training.ragged import Ragged
-from regard.training.tasks import Pairs, Translation
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import Pairs
+from regard.training.loop.loss import cross_entropy
+from regard.training.loop.optimizer import AdamW
+from regard.training.loop.trainer import Settings, Trainer
+from regard.training.recipes.tasks import Translation
 
 DROPOUT, SMOOTHING, RATE = 0.1, 0.1, 1e-4
 BETAS, EPS = (0.9, 0.98), 1e-9

@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.training import corpora, text
+from regard.training.data import corpora, text
 from regard.training.recipes import language_model
-from regard.training.run import Run
+from regard.training.recipes.run import Run
 
 CONTEXT, ROWS = 64, 12
 THEIRS = (

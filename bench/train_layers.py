@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 import regard as rg
-from regard.nn import by_hand
+from regard.nn import manual_backward as by_hand
 from regard.nn.feed_forward import FeedForward
 from regard.nn.position import Rotary
 

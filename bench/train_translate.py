@@ -24,9 +24,9 @@ from torch import nn
 
 import regard as rg
 from regard.training import recipes
-from regard.training.loop import Trainer
-from regard.training.tasks import Pairs
-from regard.training.tokens import PAD
+from regard.training.data.rows import Pairs
+from regard.training.data.tokens import PAD
+from regard.training.loop.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
 

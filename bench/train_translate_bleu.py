@@ -34,8 +34,8 @@ RATES = (5e-4, 1e-3, 2e-3)
 
 def ours(minutes: float, seed: int, dials: dict, folder: Path) -> dict:
     from regard.training import recipes
-    from regard.training.run import Run
-    from regard.training.translation import translate
+    from regard.training.recipes.run import Run
+    from regard.training.recipes.translation import translate
 
     run = Run(recipes.translate(minutes, seed=seed, **dials), folder / f"ours-{seed}", "cpu")
     model = run.train()
@@ -56,7 +56,7 @@ def marian(minutes: float, seed: int, rate: float, dials: dict, folder: Path) ->
     import train_translate as speed
 
     from regard.training import recipes
-    from regard.training.batches import by_tokens
+    from regard.training.data.batches import by_tokens
 
     recipe = recipes.translate(minutes, seed=seed, **dials)
     ready = recipe.data.ready(folder / f"marian-{seed}-{rate}")
@@ -90,7 +90,7 @@ def marian(minutes: float, seed: int, rate: float, dials: dict, folder: Path) ->
 
 @torch.no_grad()
 def _marian_says(model, ready) -> list[str]:
-    from regard.training.tokens import END
+    from regard.training.data.tokens import END
 
     rows = ready.test.source
     order = rows.lengths.argsort(descending=True).tolist()

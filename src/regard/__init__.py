@@ -12,7 +12,7 @@ from .laws import check
 from .lens.recorder import Recorder
 from .lens.view import View, look
 from .nn.cache import Cache, KeyValues
-from .nn.saved import load, save
+from .nn.serialization import load, save
 from .pattern import (
     Pattern,
     blocks,

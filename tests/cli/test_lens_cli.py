@@ -124,8 +124,8 @@ def test_an_image_is_brought_to_the_size_of_the_model(tmp_path):
 @pytest.fixture
 def finished(tmp_path):
     """The folder of a run, as `regard train` leaves it: recipe, tokens, and the model one deeper."""
-    from regard.training.run import MODEL, RECIPE, TOKENS
-    from regard.training.tokens import characters
+    from regard.training.data.tokens import characters
+    from regard.training.recipes.run import MODEL, RECIPE, TOKENS
 
     tokens = characters(["abc def"])
     folder = tmp_path / "run"

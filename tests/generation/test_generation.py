@@ -7,7 +7,7 @@ import torch
 
 import regard as rg
 from regard.generation import beam, generate, greedy, sample
-from regard.generation.how import pick, probabilities
+from regard.generation.strategies import pick, probabilities
 
 VOCAB, END = 11, 3
 

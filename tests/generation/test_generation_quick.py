@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.generation import beam, generate, greedy, quick, sample
+from regard.generation import beam, generate, greedy, sample
+from regard.generation import cpu_inference as quick
 from regard.generation.steps import QuickSteps, StackSteps, steps
 
 VOCAB, END = 29, 3

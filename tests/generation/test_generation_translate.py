@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 import regard as rg
 from regard.cli.main import app
 from regard.training import recipes
-from regard.training.sources import Sentences
-from regard.training.tokens import bpe
-from regard.training.translation import readable, translate
+from regard.training.data.sources import Sentences
+from regard.training.data.tokens import bpe
+from regard.training.recipes.translation import readable, translate
 
 TEXTS = ["the red cat sees the dog", "no dog is red", "", "¿qué ves, gato?"]
 
@@ -37,7 +37,7 @@ def regard(*words, code=0, given=None):
 
 
 def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
-    model, tokens, _ = rg.training.run.opened(run)
+    model, tokens, _ = rg.training.recipes.run.opened(run)
     said = translate(model, tokens, TEXTS)
     assert said[2] == "" and len(set(said)) > 2
     (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
@@ -52,7 +52,7 @@ def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
 
 
 def test_a_beam_is_asked_for_by_its_width(run):
-    model, tokens, _ = rg.training.run.opened(run)
+    model, tokens, _ = rg.training.recipes.run.opened(run)
     how = rg.generation.beam(3)
     assert (
         regard(TEXTS[1], "--model", run, "--beam", 3).stdout

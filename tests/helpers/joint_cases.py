@@ -19,8 +19,8 @@ import regard as rg
 from regard import reference
 from regard.engine import joint
 from regard.engine.joint import Asked
-from regard.training import loss_on_gpu
-from regard.training.tasks import Translation
+from regard.training.loop import loss_cuda as loss_on_gpu
+from regard.training.recipes.tasks import Translation
 
 NAN = float("nan")
 OWN = Asked(4, 2, 5, 3, True, 0.3)

@@ -7,10 +7,11 @@ import torch
 
 import regard as rg
 from regard.schedule import warmup_cosine
-from regard.training.average import ema
-from regard.training.loop import Settings, Trainer
-from regard.training.ragged import Ragged
-from regard.training.tasks import Pairs, Translation
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import Pairs
+from regard.training.loop.averaging import ema
+from regard.training.loop.trainer import Settings, Trainer
+from regard.training.recipes.tasks import Translation
 
 VOCAB = 13
 SETTINGS = Settings(

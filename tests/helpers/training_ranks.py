@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from regard.errors import RegardError
-from regard.training import sharded
-from regard.training.average import last
-from regard.training.log import read
-from regard.training.ragged import Ragged
-from regard.training.ranks import Ranks
-from regard.training.tasks import Pairs
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import Pairs
+from regard.training.loop import sharded_checkpoints as sharded
+from regard.training.loop.averaging import last
+from regard.training.loop.log import read
+from regard.training.loop.ranks import Ranks
 from training_case import model, trainer
 
 SAME = {"dropout": 0.0, "accumulate": 2, "log_every": 1, "steps": 12}
@@ -82,7 +82,7 @@ def full_disk(folder: Path):
 
 def in_turn(folder: Path):
     """Rank 0 holds the lock already, as another process would."""
-    from regard.training import checkpoints
+    from regard.training.loop import checkpoints
 
     if Ranks.here().rank == 0:
         with checkpoints.locked(folder):

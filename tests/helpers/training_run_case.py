@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from regard.cli.main import app
 from regard.costs.time import Ceilings, store
 from regard.training import recipes
+from regard.training.data.sources import Sentences
 from regard.training.recipes import Recipe
-from regard.training.sources import Sentences
 
 WORDS = [("one", "uno"), ("two", "dos"), ("cat", "gato"), ("dog", "perro"), ("red", "rojo")]
 

@@ -14,10 +14,10 @@ from regard.cli.export import export as export_command
 from regard.generation import beam, generate
 from regard.interop.ctranslate2 import to_ctranslate2
 from regard.training import recipes
-from regard.training.exported import export
-from regard.training.sources import Sentences
-from regard.training.tokens import Tokens, bpe
-from regard.training.translation import translate
+from regard.training.data.sources import Sentences
+from regard.training.data.tokens import Tokens, bpe
+from regard.training.recipes.export import export
+from regard.training.recipes.translation import translate
 
 VOCAB, END = 31, 2
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(4, VOCAB))]

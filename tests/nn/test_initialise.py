@@ -9,7 +9,7 @@ from torch import nn
 
 from ledger_cases import agrees, cases
 from regard.errors import SpecError
-from regard.nn.initialise import NAMES, initialise, xavier_bound
+from regard.nn.initialization import NAMES, initialise, xavier_bound
 from regard.nn.recurrent import RecurrentModel
 from regard.position import learned
 from regard.reference import dot_scores, softmax

@@ -9,7 +9,7 @@ import regard as rg
 from ledger_cases import case, cases
 from regard import Attention, Block, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
 from regard.errors import FormatError, RegardError, ShapeError
-from regard.nn.saved import WEIGHTS
+from regard.nn.serialization import WEIGHTS
 from regard.spec import catalogue
 
 f64 = torch.float64

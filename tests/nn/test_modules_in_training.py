@@ -9,7 +9,7 @@ from torch import nn
 
 import regard as rg
 from regard import spec
-from regard.nn import by_hand
+from regard.nn import manual_backward as by_hand
 from regard.nn.feed_forward import FeedForward
 from regard.nn.position import Rotary
 from regard.position import rope, rotate

@@ -12,14 +12,17 @@ import torch
 import regard as rg
 from regard.costs import Cost
 from regard.pattern import full
-from regard.training import before, checkpoints, meter, recipes, rehearsal
-from regard.training.average import ema, last
-from regard.training.log import Board
-from regard.training.loop import Trainer
-from regard.training.run import Run
-from regard.training.sources import Running
-from regard.training.tasks import Stretches
-from regard.training.watching import Watcher, read
+from regard.training import recipes
+from regard.training.data.rows import Stretches
+from regard.training.data.sources import Running
+from regard.training.loop import checkpoints, meter
+from regard.training.loop.averaging import ema, last
+from regard.training.loop.log import Board
+from regard.training.loop.trainer import Trainer
+from regard.training.recipes import preflight as before
+from regard.training.recipes import trial_run as rehearsal
+from regard.training.recipes.run import Run
+from regard.training.report.head_statistics import Watcher, read
 from training_run_case import a_known_machine, regard, small
 
 CPU = torch.device("cpu")

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard as rg
-from regard.training import corpora, text, tokens
-from regard.training.batches import Stream, by_tokens
-from regard.training.loss import IGNORED
-from regard.training.ragged import Ragged
-from regard.training.tasks import Labelled, Pairs, Stretches
-from regard.training.tokens import END, PAD, START, Tokens
+from regard.training.data import corpora, text, tokens
+from regard.training.data.batches import Stream, by_tokens
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import IGNORED, Labelled, Pairs, Stretches
+from regard.training.data.tokens import END, PAD, START, Tokens
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])

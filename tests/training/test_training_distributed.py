@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import regard as rg
-from regard.training import checkpoints
-from regard.training.log import read
-from regard.training.ranks import ALONE, Ranks
+from regard.training.loop import checkpoints
+from regard.training.loop.log import read
+from regard.training.loop.ranks import ALONE, Ranks
 from training_ranks import LAST, of_one_shape, trained
 
 HERE = Path(__file__).parents[1] / "helpers"

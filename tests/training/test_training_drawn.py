@@ -6,12 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard as rg
-from regard.training.drawn import Hidden
-from regard.training.loss import IGNORED
-from regard.training.moves import moves
-from regard.training.ragged import Ragged
-from regard.training.tasks import Labelled
-from regard.training.tokens import PAD
+from regard.training.data.image_augmentation import moves
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import IGNORED, Labelled
+from regard.training.data.token_masking import Hidden
+from regard.training.data.tokens import PAD
 
 MASK = 103
 rows = st.lists(st.lists(st.integers(4, MASK - 1), min_size=1, max_size=40), min_size=1, max_size=12)

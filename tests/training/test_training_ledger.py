@@ -11,7 +11,7 @@ import torch
 import regard as rg
 from regard import reference
 from regard.training.lessons.images import local
-from regard.training.optimiser import AdamW
+from regard.training.loop.optimizer import AdamW
 
 ROOT = Path(__file__).parents[2]
 STEPS = 20

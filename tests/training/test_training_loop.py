@@ -16,12 +16,12 @@ import torch
 
 import regard as rg
 from regard.schedule import constant, warmup_cosine
-from regard.training import checkpoints
-from regard.training.average import ema, last
-from regard.training.log import Log, read
-from regard.training.loop import Diverged, Settings
-from regard.training.optimiser import AdamW
-from regard.training.tasks import Translation
+from regard.training.loop import checkpoints
+from regard.training.loop.averaging import ema, last
+from regard.training.loop.log import Log, read
+from regard.training.loop.optimizer import AdamW
+from regard.training.loop.trainer import Diverged, Settings
+from regard.training.recipes.tasks import Translation
 from training_case import SETTINGS, model, pairs, trainer
 
 CASE = Path(__file__).parents[1] / "helpers" / "training_case.py"

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
-from regard.training.loss import IGNORED, cross_entropy
+from regard.training.data.rows import IGNORED
+from regard.training.loop.loss import cross_entropy
 
 
 def case(dtype=torch.float64, rows=23, d=5, vocab=11):

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 
 import regard as rg
 from regard.nn.stack import places
-from regard.training import before, recipes
-from regard.training.batches import Stream, by_tokens, width
-from regard.training.drawn import Hidden
-from regard.training.ragged import Ragged
-from regard.training.run import Run
-from regard.training.tasks import Batch, Classification, Guessing, Labelled, Pairs, apart, laid
-from regard.training.tokens import PAD
+from regard.training import recipes
+from regard.training.data.batches import Stream, by_tokens, width
+from regard.training.data.packing import apart, laid
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import Batch, Labelled, Pairs
+from regard.training.data.token_masking import Hidden
+from regard.training.data.tokens import PAD
+from regard.training.recipes import preflight as before
+from regard.training.recipes.run import Run
+from regard.training.recipes.tasks import Classification, Guessing
 from training_run_case import regard
 
 VOCAB, LONGEST = 23, 11

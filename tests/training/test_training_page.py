@@ -11,15 +11,17 @@ import pytest
 import torch
 
 import regard as rg
-from regard.training import before, evaluation, log, page
-from regard.training.charts import Line, chart, decades, ticks
-from regard.training.evaluation import Evaluation, Example
-from regard.training.loss import IGNORED
-from regard.training.ragged import Ragged
-from regard.training.run import opened
-from regard.training.sources import Ready
-from regard.training.tasks import Batch
-from regard.training.tokens import START, characters
+from regard.training.data.ragged import Ragged
+from regard.training.data.rows import IGNORED, Batch
+from regard.training.data.sources import Ready
+from regard.training.data.tokens import START, characters
+from regard.training.loop import log
+from regard.training.recipes import evaluation
+from regard.training.recipes import preflight as before
+from regard.training.recipes.evaluation import Evaluation, Example
+from regard.training.recipes.run import opened
+from regard.training.report import page
+from regard.training.report.charts import Line, chart, decades, ticks
 from training_run_case import regard, small
 
 

@@ -9,10 +9,10 @@ import torch
 
 import regard as rg
 from regard.training import recipes
+from regard.training.data.sources import Classes, Digits, Lines, Running, Sentences
+from regard.training.data.tokens import UNKNOWN
 from regard.training.recipes import RECIPES, Recipe, recipe
-from regard.training.run import Run
-from regard.training.sources import Classes, Digits, Lines, Running, Sentences
-from regard.training.tokens import UNKNOWN
+from regard.training.recipes.run import Run
 
 VERSES = [f"the {a} {b} sat on the {c}" for a in ("red", "old", "big") for b in ("cat", "dog") for c in "xyz"]
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 import regard as rg
-from regard.training import recipes, text
+from regard.training import recipes
+from regard.training.data import text
+from regard.training.data.rows import Stretches
+from regard.training.data.sources import Classes, Digits, Running, Sentences
 from regard.training.recipes import RECIPES, Recipe, recipe
-from regard.training.run import Run, opened
-from regard.training.sources import Classes, Digits, Running, Sentences
-from regard.training.tasks import Stretches
-from regard.training.translation import scores, translate
+from regard.training.recipes.run import Run, opened
+from regard.training.recipes.translation import scores, translate
 from training_run_case import regard, small, write_pairs
 
 

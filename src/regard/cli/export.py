@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..training.exported import export as exported
+from ..training.recipes.export import export as exported
 
 
 def export(

@@ -16,8 +16,8 @@ from ..lens.table import Table
 from ..lens.view import View
 from ..lens.view import look as see
 from ..nn import stack
-from ..training.run import TOKENS
-from ..training.tokens import Tokens
+from ..training.data.tokens import Tokens
+from ..training.recipes.run import TOKENS
 from . import sources
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..training.page import report as written
+from ..training.report.page import report as written
 
 
 def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import spec, value
 from ..errors import FormatError, SpecError, nearest
-from ..nn.saved import load
+from ..nn.serialization import load
 from ..pattern import (
     Pattern,
     blocks,
@@ -23,7 +23,7 @@ from ..pattern import (
     strided,
     window,
 )
-from ..training.run import MODEL, RECIPE
+from ..training.recipes.run import MODEL, RECIPE
 
 FORMS = (
     "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, the folder of a run or "

@@ -12,11 +12,11 @@ import typer
 
 from ..errors import FormatError, SpecError, nearest
 from ..training.lessons import LESSONS
-from ..training.log import Board
-from ..training.page import report
+from ..training.loop.log import Board
 from ..training.recipes import RECIPES, Recipe, recipe
-from ..training.run import RECIPE, Listener, Run
-from ..training.watching import Watcher
+from ..training.recipes.run import RECIPE, Listener, Run
+from ..training.report.head_statistics import Watcher
+from ..training.report.page import report
 
 
 def train(

@@ -11,10 +11,10 @@ import typer
 from ..errors import FormatError, SpecError
 from ..generation import beam, greedy
 from ..nn.stack import EncoderDecoder
-from ..training import text
-from ..training.run import opened
-from ..training.translation import readable
-from ..training.translation import translate as translated
+from ..training.data import text
+from ..training.recipes.run import opened
+from ..training.recipes.translation import readable
+from ..training.recipes.translation import translate as translated
 
 
 def translate(

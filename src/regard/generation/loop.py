@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
 from ..nn.stack import EncoderDecoder
-from . import beams
-from .how import How, beam, greedy, pick, sample
+from . import beam_search as beams
 from .steps import Steps, steps
+from .strategies import How, beam, greedy, pick, sample
 
 
 @dataclass(frozen=True)

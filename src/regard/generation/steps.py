@@ -10,7 +10,7 @@ from ..nn.recurrent import RecurrentModel
 from ..nn.stack import EncoderDecoder, Stack
 from ..pattern import causal, full
 from ..position import learned
-from . import quick
+from . import cpu_inference as quick
 
 
 class StackSteps:

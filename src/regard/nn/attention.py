@@ -18,7 +18,7 @@ from ..pattern import At, Pattern, causal
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
 from .cache import KeyValues
-from .plain import plain
+from .hooks import plain
 
 
 class Projected(NamedTuple):

@@ -42,7 +42,7 @@ from ..position import (
     t5_bucket,
     t5_buckets,
 )
-from .turning import EXACT, turned
+from .cached_rotation import EXACT, turned
 
 
 def build(

@@ -19,7 +19,7 @@ from .block import Block
 from .cache import Cache
 from .dropout import dropout
 from .embedding import ClassifierHead, Embedding, LanguageHead, MaskedHead, Pooler
-from .initialise import initialise
+from .initialization import initialise
 from .norm import norm
 
 

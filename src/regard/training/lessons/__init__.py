@@ -4,13 +4,13 @@
 ['T1', 'T2', 'T3', 'T4', 'T5', 'T6', 'T7', 'T8', 'T9', 'T10', 'T11', 'T12', 'T13']
 """
 
+from .baselines import reversing
 from .depth import flow
 from .images import patches, shifts
 from .language import agreement, phrase_book
 from .lesson import Lesson
 from .masks import future, padding, source
 from .order import bag, beyond, chased
-from .rivals import reversing
 from .scaling import widths
 
 LESSONS = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ... import spec
 from ...convolution import Spread, spread
 from ...position import quadratic
-from ..moves import moves
-from ..sources import Digits
+from ..data.image_augmentation import moves
+from ..data.sources import Digits
 from .lesson import Lesson, fit, noise
 
 GRID, WIDTH = (4, 4), 32

@@ -10,9 +10,10 @@ from ... import spec
 from ...generation import generate
 from ...pattern import causal
 from ...position import learned, sinusoidal
-from ..ragged import Ragged
-from ..tasks import Pairs, Translation
-from ..tokens import END, START
+from ..data.ragged import Ragged
+from ..data.rows import Pairs
+from ..data.tokens import END, START
+from ..recipes.tasks import Translation
 from .lesson import Lesson, fit, noise
 
 ADJECTIVES = {"red": "rojo", "big": "grande", "old": "viejo", "new": "nuevo"}

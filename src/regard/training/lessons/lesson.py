@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schedule import Schedule, warmup_cosine
-from ..optimiser import AdamW
+from ..loop.optimizer import AdamW
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,113 @@
+"""The rows of a data set, and the batches made of them."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .image_augmentation import moves
+from .ragged import Ragged
+from .tokens import END, PAD, START
+
+IGNORED = -100  # the target of a position that is not predicted, as in torch.nn.functional.cross_entropy
+
+
+class Batch(NamedTuple):
+    """Tensors by name, and how many predictions they hold."""
+
+    given: dict[str, Tensor]
+    predicted: int
+
+    def to(self, device: torch.device) -> "Batch":
+        """On a device; pages that stay in place, as a copy from others waits for all that the GPU has to do."""
+        if device.type == "cuda":
+            return Batch({name: _sent(t, device) for name, t in self.given.items()}, self.predicted)
+        return Batch({name: t.to(device) for name, t in self.given.items()}, self.predicted)
+
+
+def _sent(t: Tensor, device: torch.device) -> Tensor:
+    return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Source and target sentences."""
+
+    source: Ragged
+    target: Ragged
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        """The tokens of each row: the source, and the target with its start or end."""
+        return torch.stack([self.source.lengths, self.target.lengths + 1], 1)
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        source, source_lengths = self.source.pad(rows, PAD)
+        target, lengths = self.target.pad(rows, PAD)
+        b, n = target.shape
+        shifted = torch.cat([torch.full((b, 1), START), target], 1)
+        wanted = torch.cat([target, torch.full((b, 1), PAD)], 1)
+        wanted[torch.arange(b), lengths] = END
+        wanted.masked_fill_(torch.arange(n + 1) > lengths[:, None], IGNORED)
+        given = {"source": source, "source_lengths": source_lengths, "target": shifted, "wanted": wanted}
+        return Batch(given, int(lengths.sum()) + b)
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """Windows of one long text: row r is its tokens r·step … r·step + context, and what follows each.
+
+    A loose window begins anywhere within its step, drawn for each batch: an epoch then reads all of the text about
+    once, and no two read it alike.
+    """
+
+    ids: Int[Tensor, " total"]
+    context: int
+    step: int = 1
+    loose: bool = False
+
+    def __len__(self) -> int:
+        return max((len(self.ids) - self.context - 1) // self.step + 1, 0)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        return torch.full((len(self), 1), self.context)
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        start = rows * self.step
+        if self.loose:
+            last = len(self.ids) - self.context - 1
+            start = (start + torch.randint(self.step, rows.shape)).clamp(max=last)
+        at = start[:, None] + torch.arange(self.context)
+        return Batch({"tokens": self.ids[at].long(), "wanted": self.ids[at + 1].long()}, at.numel())
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Sentences, or images, and their classes. Images may be moved, anew for each batch."""
+
+    inputs: Ragged | Float[Tensor, "rows c height width"]
+    labels: Int[Tensor, " rows"]
+    moved: moves | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def sizes(self) -> Int[Tensor, "rows sides"]:
+        if isinstance(self.inputs, Ragged):
+            return self.inputs.lengths[:, None]
+        return torch.ones(len(self), 1, dtype=torch.long)
+
+    def batch(self, rows: Int[Tensor, " b"]) -> Batch:
+        labels = self.labels[rows]
+        if not isinstance(self.inputs, Ragged):
+            images = self.inputs[rows] if self.moved is None else self.moved(self.inputs[rows])
+            return Batch({"images": images, "labels": labels}, len(rows))
+        tokens, lengths = self.inputs.pad(rows, PAD)
+        return Batch({"tokens": tokens, "lengths": lengths, "labels": labels}, len(rows))

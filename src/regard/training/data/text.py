@@ -1,0 +1,74 @@
+"""Reading text: TSV, JSONL and plain, gzip too. What cannot be read is named by file and line."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+
+from ...errors import FormatError
+
+
+def lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers from 1, without their ends."""
+    path = Path(path)
+    try:
+        with _open(path) as file:
+            for number, raw in enumerate(file, 1):
+                try:
+                    yield number, raw.decode("utf-8").rstrip("\r\n")
+                except UnicodeDecodeError as e:
+                    raise FormatError(
+                        f"{path}, line {number}: byte {e.start + 1} is not UTF-8 ({e.reason}); convert the file first"
+                    ) from e
+    except FileNotFoundError as e:
+        raise FormatError(f"there is no file {path}") from e
+    except (gzip.BadGzipFile, EOFError) as e:
+        raise FormatError(f"{path} is not a whole gzip file: {e}") from e
+
+
+def pairs(path: str | Path, fields: tuple[str, str] = ("source", "target")) -> list[tuple[str, str]]:
+    """Two texts a line, a tab between them. `fields` names them, for who has to mend a line."""
+    found = []
+    for number, line in lines(path):
+        parts = line.split("\t")
+        if len(parts) != 2:
+            tabs, line_is = len(parts) - 1, "<TAB>".join(fields)
+            raise FormatError(f"{path}, line {number}: {tabs} tabs where one is needed, {line_is}")
+        found.append((parts[0], parts[1]))
+    return _some(found, path)
+
+
+def records(path: str | Path, *fields: str) -> list[tuple[str, ...]]:
+    """The named fields of each line of a JSONL file."""
+    found = []
+    for number, line in lines(path):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise FormatError(f"{path}, line {number}: not JSON: {e.msg} at column {e.colno}") from e
+        if not isinstance(record, dict) or (missing := [f for f in fields if f not in record]):
+            what = "not an object" if not isinstance(record, dict) else f"no field {missing[0]!r}"
+            raise FormatError(f"{path}, line {number}: {what}; needed: {', '.join(fields)}")
+        found.append(tuple(str(record[f]) for f in fields))
+    return _some(found, path)
+
+
+def sentences(path: str | Path) -> list[str]:
+    """One text a line."""
+    return _some([line for _, line in lines(path)], path)
+
+
+def whole(path: str | Path) -> str:
+    """The whole text, line ends as \\n."""
+    return "\n".join(_some([line for _, line in lines(path)], path)) + "\n"
+
+
+def _some(found: list, path: str | Path) -> list:
+    if not found:
+        raise FormatError(f"{path} is empty")
+    return found
+
+
+def _open(path: Path) -> gzip.GzipFile | BufferedReader:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

@@ -1,0 +1,58 @@
+"""AdamW, and its state as named tensors."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SpecError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """w ← w − rate (m̂ / (√v̂ + ε) + decay · w); only matrices decay, not biases and norms.
+
+    The rate is the schedule's.
+    """
+
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: int | float = 1e-9
+    decay: int | float = 0.0
+
+    def __post_init__(self):
+        if not all(0 <= b < 1 for b in self.betas):
+            raise SpecError(f"betas={self.betas} are not in [0, 1)")
+
+    def build(self, model: nn.Module) -> torch.optim.AdamW:
+        """Fused where the device has it; its state exists from the start."""
+        named = list(model.named_parameters())
+        decays = [p for _, p in named if p.dim() >= 2 and p.requires_grad]
+        stays = [p for _, p in named if p.dim() < 2 and p.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": decays, "weight_decay": self.decay},
+            {"params": stays, "weight_decay": 0.0},
+        ]
+        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in named)
+        made = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=0.0, betas=self.betas, eps=self.eps, fused=fused
+        )
+        for p in (p for group in made.param_groups for p in group["params"]):
+            made.state[p] = {
+                "step": torch.zeros((), device=p.device if fused else None),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+        return made
+
+
+def state(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """What the optimiser remembers, as "parameter/moment" → the tensor itself."""
+    held = {id(p) for group in optimiser.param_groups for p in group["params"]}
+    return {
+        f"{name}/{key}": value
+        for name, p in model.named_parameters()
+        if id(p) in held
+        for key, value in optimiser.state[p].items()
+    }

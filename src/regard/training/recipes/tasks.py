@@ -1,0 +1,106 @@
+"""What is learned: how a task's rows become a batch, and a batch a loss.
+
+A task's module holds the model and gives, for one batch, the smoothed loss and the plain one, both summed over
+what is predicted, so that batches of any size can be added up before they are divided.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ...nn.embedding import LanguageHead, MaskedHead
+from ...nn.stack import EncoderDecoder, Stack
+from ..loop.loss import cross_entropy
+
+
+class Translation(nn.Module):
+    """−log p(target | source), token by token."""
+
+    def __init__(self, model: EncoderDecoder, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self,
+        source: Int[Tensor, "b m"],
+        source_lengths: Int[Tensor, " b"],
+        target: Int[Tensor, "b n"],
+        wanted: Int[Tensor, "b n"],
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        decoder = self.model.decoder
+        context = self.model.encode(source, source_lengths)
+        states = decoder.states(target, context, context_lengths=source_lengths)
+        return token_loss(decoder, states, wanted, self.smoothing if self.training else 0.0)
+
+
+def token_loss(
+    stack: Stack, states: Float[Tensor, "b n d"], wanted: Int[Tensor, "b n"], smoothing: float
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """The loss of what the head would say, chunk by chunk."""
+    assert isinstance(stack.head, LanguageHead | MaskedHead)
+    x, table, bias = stack.head.inputs(states, stack.embedding.table)
+    return cross_entropy(x, table, wanted, bias, smoothing=smoothing)
+
+
+class Language(nn.Module):
+    """−log p(next token | those before)."""
+
+    def __init__(self, model: Stack, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self, tokens: Int[Tensor, "b n"], wanted: Int[Tensor, "b n"]
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        states = self.model.states(tokens)
+        return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
+
+
+class Guessing(nn.Module):
+    """−log p(hidden token | the sentence around it)."""
+
+    def __init__(self, model: Stack, smoothing: float = 0.0):
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "b n"],
+        wanted: Int[Tensor, "b n"],
+        lengths: Int[Tensor, " b"] | None = None,
+        texts: Int[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        states = self.model.states(tokens, lengths=lengths, documents=texts)
+        return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
+
+
+class Classification(nn.Module):
+    """−log p(class | sentence or image)."""
+
+    def __init__(self, model: nn.Module, smoothing: float = 0.0):
+        super().__init__()
+        self.model: Any = model  # a Stack or a Vision
+        self.smoothing = smoothing
+
+    def forward(
+        self,
+        labels: Int[Tensor, " rows"],
+        images: Float[Tensor, "rows c height width"] | None = None,
+        tokens: Int[Tensor, "b n"] | None = None,
+        lengths: Int[Tensor, " rows"] | None = None,
+        texts: Int[Tensor, "b n"] | None = None,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        if images is not None:
+            scores = self.model(images)
+        elif texts is None:
+            scores = self.model(tokens, lengths=lengths)
+        else:
+            states = self.model.states(tokens, documents=texts)
+            scores = self.model.read(*apart(states, texts, len(labels)))
+        plain = F.cross_entropy(scores, labels, reduction="sum")
+        if not self.smoothing or not self.training:
+            return plain, plain.detach()
+        loss = F.cross_entropy(scores, labels, reduction="sum", label_smoothing=self.smoothing)
+        return loss, plain.detach()
