@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...nn.embedding import LanguageHead, MaskedHead
 from ...nn.stack import EncoderDecoder, Stack
+from ..data.packing import apart
 from ..loop.loss import cross_entropy
 
 
