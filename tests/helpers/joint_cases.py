@@ -170,9 +170,9 @@ def model() -> dict:
 
 
 def main() -> None:
-    from regard.engine.cuda import slopes
+    from regard.training.loop import cross_entropy_kernel
 
-    slopes.BLOCK = 4  # several blocks a row
+    cross_entropy_kernel.BLOCK = 4  # several blocks per row
     for name, case in ATTENDS.items():
         print(json.dumps({"name": name, **attend(*case)}))
     for name, context in (("a layer over itself", False), ("a layer over a context", True)):

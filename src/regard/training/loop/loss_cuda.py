@@ -49,7 +49,7 @@ def chunks(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The two losses, and the gradients that are needed of the first; an empty tensor stands for one that is not."""
-    from ...engine.cuda.slopes import slopes_
+    from .cross_entropy_kernel import cross_entropy_
 
     with torch.autocast(rows.device.type, enabled=False):
         t = table.to(rows.dtype)
@@ -57,15 +57,15 @@ def chunks(
         d_rows, d_table, d_bias = _gradients(rows, table, bias, needs)
         for i in range(0, len(rows), chunk):
             part = rows[i : i + chunk]
-            slopes = F.linear(part, t)
-            told = slopes_(slopes, y[i : i + chunk], bias, smoothing, ignored, any(needs))
-            losses.append(torch.stack([x.sum() for x in told]))
+            logits = F.linear(part, t)
+            per_row = cross_entropy_(logits, y[i : i + chunk], bias, smoothing, ignored, any(needs))
+            losses.append(torch.stack([x.sum() for x in per_row]))
             if needs[0]:
-                torch.mm(slopes, t, out=d_rows[i : i + chunk])
+                torch.mm(logits, t, out=d_rows[i : i + chunk])
             if needs[1]:
-                _add_product(d_table, slopes, part, first=i == 0)
+                _add_product(d_table, logits, part, first=i == 0)
             if needs[2]:
-                d_bias += slopes.sum(0, dtype=torch.float32)
+                d_bias += logits.sum(0, dtype=torch.float32)
         loss, plain = torch.stack(losses).sum(0).unbind()
     return loss.clone(), plain.clone(), d_rows, d_table, d_bias
 
