@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,6 +147,18 @@ def test_what_may_begin_early_waits_before_it_reads_what_the_kernel_before_makes
     assert parts == ["rows", "wait", "numbers", "let", "store"]
     # what comes before has waited for dq: it begins at once, and adds up parts when that is through
     assert rest == ["rows", "numbers", "let", "store", "wait", "add"]
+
+
+def test_the_fused_kernels_compile_for_contexts_of_any_length(tmp_path):
+    """Also where queries and keys are padded to different sizes, forward and backward."""
+    program = Path(__file__).parents[2] / "helpers" / "kernel_fingerprints.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path / "out.json", "fused context"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert len(found) == 8 and not [x for x in found.items() if x[1].startswith("failed")]
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,12 @@ def backward_kernel(
     v = tl.load(at, mask=real, other=0.0)
     dk = tl.zeros((M, DK), tl.float32)
     dv = tl.zeros((M, DV), tl.float32)
-    for g in range(GROUP):
+    for g in range(GROUP):  # a variable from outside must keep its shape: (N, …) has names of its own
         h = h_kv * GROUP + g
-        at, real = _part(X + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
-        q = tl.load(at, mask=real, other=0.0)
-        at, real = _part(DO + (b * n * HEADS + h) * d_v, i, HEADS * d_v, i < n, d_v, DV)
-        do = tl.load(at, mask=real, other=0.0)
+        at_i, real_i = _part(X + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
+        q = tl.load(at_i, mask=real_i, other=0.0)
+        at_i, real_i = _part(DO + (b * n * HEADS + h) * d_v, i, HEADS * d_v, i < n, d_v, DV)
+        do = tl.load(at_i, mask=real_i, other=0.0)
         weights = _weights(q, k, i, j, seen, scale2, CAUSAL, PRECISION)
         dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         kept = weights
@@ -111,8 +111,8 @@ def backward_kernel(
         delta = tl.sum(weights * dweights, 1)
         dscores = (weights * (dweights - delta[:, None]) * scale).to(q.dtype)
         dq = tl.dot(dscores, k, input_precision=PRECISION)
-        at, real = _part(DX + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
-        tl.store(at, dq.to(DX.dtype.element_ty), mask=real)
+        at_i, real_i = _part(DX + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
+        tl.store(at_i, dq.to(DX.dtype.element_ty), mask=real_i)
         dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
     DC += b * m * c_m
     at, real = _part(DC + k_at + h_kv * d_k, j, c_m, j < m, d_k, DK)
