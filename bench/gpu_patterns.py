@@ -25,11 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
-from regard.engine.cuda.added import NOTHING
-from regard.engine.cuda.calls import dkv_call, dq_call
 from regard.engine.cuda.configs import Config, Configs, default
-from regard.engine.cuda.launch import Task, forward
-from regard.engine.cuda.launches import layout
+from regard.engine.cuda.host import Task, forward
+from regard.engine.cuda.prepared import dkv_call, dq_call, layout
+from regard.engine.cuda.triton.bias_and_dropout import NOTHING
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
 HEADS = 16

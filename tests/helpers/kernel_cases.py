@@ -447,7 +447,7 @@ def errors(
 
 def branches(case: Case, configs: Any) -> list[str]:
     """Which ways through the kernels a case takes, forward and for dk and dv ("by keys")."""
-    from regard.engine.cuda.launch import route
+    from regard.engine.cuda.host import route
 
     start, step = query_offset(case.pattern, case.n, case.m, case.at)
     out = []
@@ -506,7 +506,7 @@ def counted(calls: Any, fn: Any) -> tuple[Any, int]:
 
 def outcome(case: Case, device: str) -> dict[str, Any]:
     """What the rule says of a case, whether a second run gives the same bits, which branches it took."""
-    from regard.engine.cuda import calls
+    from regard.engine.cuda import launches as calls
     from regard.engine.cuda.configs import Config, Configs
 
     small = Configs(Config(16, 16, 1, 1), Config(32, 16, 1, 1), Config(32, 16, 1, 1))

@@ -152,8 +152,8 @@ def calls():
     hopper = [(sparse, 64), (sparse, 128), (window(128) | every(64), 128), (window(40) - dilated(3, 5), 64)]
     hopper += [(causal(), 64), (dilated(64, 16), 128), (every(64), 64)]
     for pattern, d in hopper:
-        yield f"hopper {pattern!r} d={d}", attend(pattern, 3072, d)
-    yield "hopper grouped", attend(sparse, 3100, 128, half, h=4, h_kv=2, lse=True)
+        yield f"hopper {pattern!r} d={d}", attend(pattern, 8192 if pattern is sparse else 3072, d)
+    yield "hopper grouped", attend(sparse, 8200, 128, half, h=4, lse=True)
     for d, dtype in ((80, bf16), (256, half), (32, single), (128, single)):
         yield f"triton sparse d={d} {dtype}", attend(sparse, 2304, d, dtype)
     one = {"h": 1, "h_kv": 1}

@@ -87,7 +87,7 @@ def _asked(heads: list[int], causal: bool, scale: float, dropout_p: float) -> As
 
 @torch.library.impl("regard::joint", ("cpu", "cuda"))
 def _run(x, context, lengths, seed, heads, causal, scale, dropout_p):
-    from .cuda import joint as kernels
+    from .cuda.triton import fused_qkv as kernels
 
     return kernels.forward(x, context, lengths, seed, _asked(heads, causal, scale, dropout_p))
 
@@ -100,7 +100,7 @@ def _(x, context, lengths, seed, heads, causal, scale, dropout_p):
 @torch.library.impl("regard::joint_backward", ("cpu", "cuda"))
 def _run_backward(grad, x, context, lengths, seed, heads, causal, scale, dropout_p):
     """Where there is no context, its gradient is an empty tensor: an operation cannot return None."""
-    from .cuda import joint as kernels
+    from .cuda.triton import fused_qkv as kernels
 
     asked = _asked(heads, causal, scale, dropout_p)
     dx, dc = kernels.backward(grad, x, context, lengths, seed, asked)

@@ -31,7 +31,7 @@ TILE, BLOCK = 16, 8
 
 
 def made(pattern, n, m, by_keys, place=(0, 1)):
-    from regard.engine.cuda.lists import lists
+    from regard.engine.cuda.triton.short_backward import lists
     from regard.engine.plan.tiles import row_steps
 
     allowed = pattern.allowed(n, m, place).numpy()
@@ -63,7 +63,7 @@ def test_every_allowed_pair_is_visited_once_and_every_member_is_written_once(pat
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=3))
 def test_so_are_those_of_any_table_whatever_the_hops(data, n, m, hops):
-    from regard.engine.cuda.lists import lists
+    from regard.engine.cuda.triton.short_backward import lists
 
     bits = data.draw(st.integers(0, 2 ** (n * m) - 1))
     allowed = np.array([bits >> x & 1 for x in range(n * m)], dtype=bool).reshape(n, m)
@@ -102,7 +102,7 @@ def test_a_block_that_all_members_meet_needs_no_mask_though_the_tile_is_not_full
 
 
 def laid(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
-    from regard.engine.cuda.launches import dense
+    from regard.engine.cuda.prepared import dense
 
     q, k, v = dense(1, h, n, d_k), dense(1, h_kv, m, d_k), dense(1, h_kv, m, d_v)
     return q, k, v, dense(1, h, n, d_v), dense(1, h, n, d_v)
@@ -110,15 +110,15 @@ def laid(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
 
 def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
     from regard.engine.cuda.configs import default
-    from regard.engine.cuda.launch import Task
+    from regard.engine.cuda.host import Task
 
     return Task(causal() & window(9), 0, 1, 0.1, **{"configs": default(d_k, d_v, dtype)} | more)
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
     from regard.engine import choose
-    from regard.engine.cuda.brief import config_of
-    from regard.engine.cuda.launches import dense
+    from regard.engine.cuda.prepared import dense
+    from regard.engine.cuda.triton.short_backward import config_of
 
     half = torch.bfloat16
     assert config_of(task(), laid(), half) is not None
@@ -139,7 +139,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
 
 
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
-    from regard.engine.cuda.brief import tables
+    from regard.engine.cuda.triton.short_backward import tables
 
     asked = causal() & window(9), 97, 101, (4, 1), 64, 64, torch.device("cpu")
     (items, members, blocks), for_keys = tables(*asked)

@@ -36,11 +36,11 @@ SHARED = 227 * 1024  # bytes of a multiprocessor
 
 def launch_of(which, pattern, d, nth=0, n=8192):
     """What would be launched, and the configuration it is made for."""
-    from regard.engine.cuda import streams
     from regard.engine.cuda.configs import default
-    from regard.engine.cuda.launch import Task
-    from regard.engine.cuda.launches import Launch, dense
-    from regard.engine.cuda.route import route
+    from regard.engine.cuda.hopper import launches as streams
+    from regard.engine.cuda.host import Task
+    from regard.engine.cuda.prepared import Launch, dense
+    from regard.engine.cuda.schedule import route
 
     made = []
     streams.Launch = lambda *a, **k: made.append(Launch(*a, **k)) or made[-1]
@@ -91,7 +91,7 @@ def compiled(launch):
 
 def main():
     """One line a case, as JSON."""
-    from regard.engine.cuda.streams import side_by_side
+    from regard.engine.cuda.hopper.launches import side_by_side
 
     for case in CASES:
         launch, config = launch_of(*case)
@@ -171,7 +171,7 @@ def test_the_fused_kernels_compile_for_contexts_of_any_length(tmp_path):
     ids=repr,
 )
 def test_parts_come_first_and_who_comes_next_adds_them_up(monkeypatch, pattern, launches):
-    from regard.engine.cuda import streams
+    from regard.engine.cuda.hopper import launches as streams
 
     monkeypatch.setattr(streams, "Launch", streams.Launch)  # put back what launch_of puts in their place
     monkeypatch.setattr(streams, "at_a_time", streams.at_a_time)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")  # the package of the kernels imports it
-from regard.engine.cuda.ptx import HELD, RISE, fading, weighing
+from regard.engine.cuda.hopper.ptx import HELD, RISE, fading, weighing
 
 LANES = np.arange(32)
 COMPARE = {"ne": np.not_equal, "eq": np.equal, "gtu": lambda a, b: ~(a <= b)}

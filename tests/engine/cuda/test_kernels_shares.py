@@ -24,13 +24,13 @@ CPU = torch.device("cpu")
 def steps(pattern, n, by_keys):
     """As the streaming kernels run them: forward, by queries, they know of lines."""
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.route import route
+    from regard.engine.cuda.schedule import route
 
     return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
 def dealt(work, programs, group=1, multiple=1, **how):
-    from regard.engine.cuda.shares import shares
+    from regard.engine.cuda.work_split import shares
 
     return shares(work, 2, programs, group, multiple, **how)
 
@@ -48,7 +48,7 @@ def tile(row):
 
 def kept(work, row, own, by_keys):
     """Which pairs of a tile and a block the kernels weigh, by the marks of the block."""
-    from regard.engine.cuda.band import band
+    from regard.engine.cuda.block_tests import band
 
     there, marks = members(row), int(row[9]) & 255
     i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
@@ -95,7 +95,7 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
 )
 def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(pattern, masked):
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.route import route
+    from regard.engine.cuda.schedule import route
 
     (step,) = route(pattern, 704, 704, 0, 1, Config(16, 8, 1, 1), False, CPU).steps
     assert step.work.segments == 1
@@ -106,9 +106,9 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
 
 def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.launches import Layout, dense
-    from regard.engine.cuda.route import route
-    from regard.engine.cuda.together import end_to_end
+    from regard.engine.cuda.prepared import Layout, dense
+    from regard.engine.cuda.schedule import route
+    from regard.engine.cuda.work_split import end_to_end
 
     way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU)
     lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
@@ -274,7 +274,7 @@ def test_what_fills_a_run_holds_nobody_and_begins_nothing():
 )
 def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.route import route
+    from regard.engine.cuda.schedule import route
 
     (step,) = route(pattern, 352, 352, 0, 1, Config(16, 16, 1, 1, lines=True), False, CPU).steps
     marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .added import NOTHING
-from .calls import backward_call, forward_call
-from .launch import Task, backward, forward, rows
-from .launches import layout
+from .host import Task, backward, forward, rows
+from .launches import backward_call, forward_call
+from .prepared import layout
+from .triton.bias_and_dropout import NOTHING
 
 MOST = 16  # ways to lie that are remembered
 SPARE = 1 << 18  # numbers of a tensor kept so that it need not be made anew: 1 MiB

@@ -1,123 +1,277 @@
-"""One kernel and all that is known before its tensors; how those tensors lie in memory."""
+"""Calls of the kernels for one task and one layout of tensors, prepared once: a repeated call only launches."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
-from .configs import Config
-
-# Looked up once: on the way to a launch every name behind a dot counts. PyTorch without CUDA lacks the last two.
-_address = Tensor.data_ptr
-_device = getattr(torch._C, "_cuda_getDevice", None)
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory; aligned: to 16 bytes."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    aligned: bool
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Strides of batch, head and row."""
-        return self.stride[:3]
+from .configs import Config, padded
+from .hopper.launches import SLICE, backward_stream, forward_stream, stream_route
+from .prepared import Launch, Layout, dense, wide
+from .schedule import Route, Step, route
+from .triton.backward import bias_kernel, dkv_kernel, dq_kernel, sum_kernel
+from .triton.bias_and_dropout import SLOPES, TABLE, Added, base2, threshold
+from .triton.forward import forward_kernel, join_kernel
+from .triton.short_backward import brief_call, config_of
 
 
-def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.data_ptr() % 16 == 0)
+@lru_cache(maxsize=512)
+def forward_call(
+    task: Any, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device, lengths: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, limits, added, spare) → (o, lse)."""
+    way = None if lengths else stream_route(task, task.configs.stream, False, (q, k, v), dtype, device)
+    if way is not None:
+        return forward_stream(task, way, q, k, v, dtype, device)
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.forward, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, False, device)
+    o_type = torch.float32 if way.joins else dtype
+    o_like = dense(b, h, n, d_v)
+    far = wide(q, k, v, o_like)
+    launches = []
+    for step in way.steps:
+        first = Launch(
+            forward_kernel, len(step.work.items) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *o_like.steps,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
+        )  # fmt: skip
+        then = Launch(
+            join_kernel, len(step.work.joins) * b * h, config, *o_like.steps, h, b * h, n, task.start, task.step,
+            keep=step.keep, R=config.tile, d_v=d_v, DV=padded(d_v), GOES_ON=step.goes_on, WIDE=far,
+        )  # fmt: skip
+        launches.append((step.work, first, then))
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, limits: Tensor | None, added: Added, spare: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # the spare is not used: a pass that goes on reads lse
+        o, lse = _outputs(way, o_like.shape, o_type, device)
+        rest = _rest(limits, added, lse)
+        for work, first, then in launches:
+            part_o = part_lse = lse
+            if work.slots:
+                part_o = lse.new_empty((work.slots, b * h, config.tile, padded(d_v)))
+                part_lse = lse.new_empty((work.slots, b * h, config.tile))
+            first(q, k, v, o, lse, part_o, part_lse, work.items, work.blocks, *rest)
+            if work.slots:
+                then(o, lse, part_o, part_lse, work.joins)
+        return o if o_type == dtype else o.to(dtype), lse
+
+    return call
 
 
-def dense(*shape: int) -> Layout:
-    _, h, n, d = shape
-    return Layout(shape, (h * n * d, n * d, d, 1), True)
+def _outputs(
+    way: Route, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if way.covers:
+        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape[:3], device=device)
+    return torch.zeros(shape, dtype=dtype, device=device), torch.full(shape[:3], -torch.inf, device=device)
 
 
-def wide(*tensors: Layout) -> bool:
-    """Whether an offset within one head can pass 2³¹."""
-    return any(x.shape[2] * x.stride[2] >= 2**31 for x in tensors)
+@lru_cache(maxsize=512)
+def backward_call(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, dlse: bool, lengths: bool,
+    of_bias: bool,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
+    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv; near and far of the bias, where it learns."""
+    config = None if lengths else config_of(task, given, dtype)
+    if config is not None:
+        return brief_call(task, config, given, _precision(dtype), device, dlse)
+    streamed = None if lengths else backward_stream(task, given, dtype, device, dlse)
+    if streamed is not None:
+        return streamed
+    for_queries = dq_call(task, given, dtype, device, dlse, lengths, of_bias)
+    for_keys = dkv_call(task, given, dtype, device, lengths)
+    for_bias = bias_call(task, given, dtype, device, lengths) if of_bias and task.reach is not None else None
+
+    def call(q, k, v, o, do, lse, dlse, limits, added):
+        stats = lse.new_empty(
+            (*lse.shape, 4)
+        )  # lse in base 2, delta, and room that makes the loads 16 bytes wide
+        rest = _rest(limits, added, lse)
+        dq, far = for_queries(q, k, v, o, do, lse, dlse, stats, rest)
+        dk, dv = for_keys(q, k, v, do, stats, rest)
+        near = None if for_bias is None else for_bias(q, k, v, do, stats, rest)
+        return dq, dk, dv, near, far
+
+    return call
 
 
-class Launch:
-    """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one.
+def dq_call(
+    task: Any,
+    given: tuple[Layout, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    has_dlse: bool,
+    lengths: bool,
+    of_bias: bool,
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """(q, k, v, o, do, lse, dlse, stats, rest) → dq, and (h, 3) Σ ds below, above and times |j − i|; fills stats."""
+    q, k, v, o, do = given
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, False, device)
+    like = dense(b, h, n, d_k)
+    far = wide(*given, like)
+    launches = []
+    for step in way.steps:
+        first = Launch(
+            dq_kernel, len(step.work.items) * b * h, config,
+            *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *like.steps,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            HAS_DLSE=has_dlse, LEARNS=of_bias, PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
+        )  # fmt: skip
+        then = _sum(like, 0, padded(d_k), step, config, (task.start, task.step), far)
+        launches.append((step.work, first, then))
 
-    Tables are tensors that are the same in every call, and come after those that are not. early: its programs may
-    begin as soon as there is room for them, and wait themselves for what was launched before (Hopper).
-    """
+    kind = torch.float32 if way.joins else dtype
 
-    def __init__(
-        self, kernel: Any, programs: int, config: Config, *numbers: Any, tables: tuple[Tensor, ...] = (),
-        early: bool = False, **sizes: Any
-    ):  # fmt: skip
-        self.kernel, self.grid = kernel, (programs, 1, 1)
-        self.tables, self.numbers, self.sizes = tables, numbers, sizes
-        # Fused: a product and a sum as one operation. Triton 3.9 warns where it is not said, 3.10 will not fuse.
-        self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-        if early:
-            self.options["launch_pdl"] = True
-        if config.registers is not None:
-            self.options["maxnreg"] = config.registers
-        self.ready: Any = None  # the compiled kernel, after the first call: from then on nothing is looked up
-        self.rest: tuple[Any, ...] = ()
-        self.handles: tuple[Any, ...] = ()
-        self.run: Any = None
+    def call(q, k, v, o, do, lse, dlse, stats, rest):
+        dq = (torch.empty if way.covers else torch.zeros)(like.shape, dtype=kind, device=device)
+        if not way.covers:
+            stats.zero_()
+        dlse = lse if dlse is None else dlse
+        fars = []
+        for work, first, then in launches:
+            part = lse.new_empty((work.slots, b * h, config.tile, padded(d_k))) if work.slots else lse
+            far = lse.new_zeros((len(work.items), b, h, 4)) if of_bias else lse
+            first(q, k, v, o, do, lse, dlse, stats, dq, part, far, work.items, work.blocks, *rest)
+            if work.slots:
+                then(dq, part, work.joins)
+            fars.append(far)
+        far = torch.cat(fars).sum((0, 1))[:, :3] if of_bias and fars else None
+        return dq if kind == dtype else dq.to(dtype), far
 
-    def __call__(self, *given: Tensor | int) -> None:
-        if self.ready is not None:
-            self._again(*given)
-        elif self.grid[0]:
-            known = *self.tables, *self.numbers
-            self.ready = self.kernel[self.grid](*given, *known, **self.sizes, **self.options)
-            if self.ready is not None:  # not under the interpreter
-                names = self.kernel.arg_names[len(given) + len(known) :]
-                sizes = {**self.sizes, **self.options}
-                self.rest = (
-                    *(x.data_ptr() for x in self.tables),
-                    *self.numbers,
-                    *(sizes[name] for name in names),
-                )
-                self.run, more = _launcher(self.ready.run)
-                self.handles = (self.ready.function, *more, self.ready.packed_metadata, None, None, None)
-
-    def _again(self, *given: Tensor | int) -> None:
-        """As Triton launches a compiled kernel, without its hooks where nobody has set one.
-
-        It is given addresses: of a tensor, Triton would ask the driver for the address, one call each.
-        """
-        if _hooked():
-            self.ready[self.grid](*given, *self.rest)
-        else:
-            at = [x if type(x) is int else x.data_ptr() for x in given]  # type: ignore[union-attr]
-            self.run(*self.grid, _stream(_device()), *self.handles, *at, *self.rest)
-
-    def tensors(self, *given: Tensor) -> None:
-        """The same for tensors alone: none of them has to be looked at."""
-        if self.ready is None or _hooked():
-            self(*given)
-        else:
-            self.run(*self.grid, _stream(_device()), *self.handles, *map(_address, given), *self.rest)
+    return call
 
 
-def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What launches, and what it is given before the metadata.
+def dkv_call(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, lengths: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """(q, k, v, do, stats, rest) → dk, dv."""
+    q, k, v, _, do = given
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dkv, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, True, device)
+    like_k, like_v = dense(b, h_kv, m, d_k), dense(b, h_kv, m, d_v)
+    far = wide(q, k, v, do, like_k, like_v)
+    both = padded(d_k) + padded(d_v)
+    launches = []
+    for step in way.steps:
+        first = Launch(
+            dkv_kernel, len(step.work.items) * b * h_kv, config,
+            *q.steps, *k.steps, *v.steps, *do.steps, *like_k.steps, *like_v.steps,
+            h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            GROUP=h // h_kv,
+            PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
+        )  # fmt: skip
+        sum_k = _sum(like_k, 0, both, step, config, (0, 1), far)
+        sum_v = _sum(like_v, padded(d_k), both, step, config, (0, 1), far)
+        launches.append((step.work, first, sum_k, sum_v))
 
-    In Triton 3.6 that is a function in C under a Python one, which only adds these four for kernels without scratch
-    memory: a quarter of the time of a launch. In others, the Python one.
-    """
-    inner = getattr(run, "launch", None)
-    plain = hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
-    if inner is None or not plain or run.global_scratch_size or run.profile_scratch_size:
-        return run, ()
-    return inner, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    kind = torch.float32 if way.joins else dtype
+
+    def call(q, k, v, do, stats, rest):
+        make = torch.empty if way.covers else torch.zeros
+        dk, dv = (make(x.shape, dtype=kind, device=device) for x in (like_k, like_v))
+        for work, first, sum_k, sum_v in launches:
+            part = stats.new_empty((work.slots, b * h_kv, config.tile, both)) if work.slots else stats
+            first(q, k, v, do, stats, dk, dv, part, work.items, work.blocks, *rest)
+            if work.slots:
+                sum_k(dk, part, work.joins)
+                sum_v(dv, part, work.joins)
+        return (dk, dv) if kind == dtype else (dk.to(dtype), dv.to(dtype))
+
+    return call
 
 
-def _hooked() -> bool:
-    runtime = knobs.runtime
-    return _set(runtime.launch_enter_hook) or _set(runtime.launch_exit_hook)
+def bias_call(
+    task: Any, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, lengths: bool
+) -> Callable[..., Tensor]:
+    """(q, k, v, do, stats, rest) → (h, 2·reach + 1): Σ ds by distance, short of ±reach."""
+    q, k, v, _, do = given
+    config, (b, h, n, d_k), (h_kv, m), d_v = task.configs.dq, q.shape, k.shape[1:3], v.shape[-1]
+    way = route(task.pattern, n, m, task.start, task.step, config, False, device)
+    far = wide(q, k, v, do)
+    most = max((len(step.work.items) for step in way.steps), default=1)
+    programs = min(max(_at_a_time(device) // (b * h), 1), most)  # of a head: no more rows of sums than these
+    launches = [
+        (step.work, Launch(
+            bias_kernel, programs * b * h, config,
+            *q.steps, *k.steps, *v.steps, *do.steps, len(step.work.items), programs,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(task),
+            **_parts(task), **_shape(step, config, d_k, d_v), PRECISION=_precision(dtype), WIDE=far, LENGTHS=lengths,
+        ))
+        for step in way.steps
+    ]  # fmt: skip
+
+    def call(q, k, v, do, stats, rest):
+        near = stats.new_zeros((programs, b, h, 2 * task.reach + 1))
+        for work, launch in launches:
+            launch(q, k, v, do, stats, near, work.items, work.blocks, *rest)
+        return near.sum((0, 1))
+
+    return call
 
 
-def _set(hook: Any) -> bool:
-    return bool(getattr(hook, "calls", hook))
+def _at_a_time(device: torch.device) -> int:
+    """Programs of the bias's gradient that a GPU runs at a time, about."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _sum(
+    out: Layout, part_at: int, width: int, step: Step, config: Config, at: tuple[int, int], far: bool
+) -> Launch:
+    b, h, _, d = out.shape
+    return Launch(
+        sum_kernel, len(step.work.joins) * b * h * (config.tile // SLICE), config,
+        *out.steps, h, b * h, *at, part_at,
+        keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=width,
+        GOES_ON=step.goes_on, WIDE=far,
+    )  # fmt: skip
+
+
+def _shape(step: Step, config: Config, d_k: int, d_v: int) -> dict[str, Any]:
+    return {
+        "allowed": step.allowed,
+        "keep": step.keep,
+        "R": config.tile,
+        "B": config.block,
+        "d_k": d_k,
+        "d_v": d_v,
+        "DK": padded(d_k),
+        "DV": padded(d_v),
+        "SEGMENTS": step.work.segments,
+        "RAGGED": step.work.ragged,
+    }
+
+
+def _parts(task: Any) -> dict[str, Any]:
+    """What is added to a plain call, for the compiler."""
+    bias = TABLE * (task.reach is not None) + SLOPES * task.sloped
+    return {"BIAS": bias, "DROPS": task.dropout_p > 0}
+
+
+def _numbers(task: Any) -> tuple[Any, ...]:
+    """The same in numbers: reach of the table, what dropout is decided by, what it multiplies with."""
+    return task.reach or 0, threshold(task.dropout_p), 1.0 / (1.0 - task.dropout_p)
+
+
+def _rest(limits: Tensor | None, added: Added, some: Tensor) -> tuple[Any, ...]:
+    """Limits, table, slopes and seed; `some` tensor stands for what there is not, and is not read."""
+    return (
+        some if limits is None else limits,
+        some if added.table is None else added.table,
+        some if added.slopes is None else added.slopes,
+        added.seed,
+    )
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """IEEE products in float32, unless PyTorch's own setting allows TF32."""
+    return (
+        "ieee" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
+    )

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .added import ROUNDS
 from .configs import Config
-from .launches import Launch
+from .prepared import Launch
+from .triton.bias_and_dropout import ROUNDS
 
 Sizes = tuple[tuple[str, Any], ...]
 

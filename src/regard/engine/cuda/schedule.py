@@ -10,6 +10,8 @@ Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +22,9 @@ from ...pattern import Pattern
 from ...progression import Ints
 from ..plan.planner import Pass
 from ..plan.verdict import Run, verdict
-from .band import band, lean, marks
-from .lines import NOWHERE, Free, lines
+from .block_tests import NO_KEY_FREE, Free, band, lean, lines, marks
+from .configs import Config
+from .mask import Stretch, compiled, stretches
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words a block takes: those, then marks + 256 × count, first and step of its tile
@@ -123,7 +126,7 @@ def _marks(
     one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step: int, by_keys: bool, lined: bool
 ) -> tuple[Ints, tuple[Free, Free]]:
     """What is to be tested in each block, 0 in full ones; and the places that are free of a bound."""
-    nowhere = NOWHERE, NOWHERE
+    nowhere = NO_KEY_FREE, NO_KEY_FREE
     if not len(segs):
         return np.zeros(0, dtype=np.int64), nowhere
     tile = Run(*one.tiles[segs[:, 0]].T)
@@ -259,3 +262,63 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
     first_slot = slot[np.searchsorted(of, whose, side="left")] if len(whose) else whose
     joins = np.column_stack([tiles[whose], first_slot, pieces[whose]])
     return items[np.argsort(lo - hi, kind="stable")], joins
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One pass, ready to launch."""
+
+    work: Schedule
+    allowed: Any
+    keep: Any
+    goes_on: bool  # some of its results join those of an earlier step
+    kept: Pattern | None = None  # what `keep` was compiled from
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """The passes of one direction."""
+
+    steps: tuple[Step, ...]
+    covers: bool  # every member is written before it is read, so outputs need no first value
+
+    @property
+    def joins(self) -> bool:
+        return any(step.goes_on for step in self.steps)
+
+
+@lru_cache(maxsize=256)
+def route(
+    pattern: Pattern,
+    n: int,
+    m: int,
+    start: int,
+    step: int,
+    config: Config,
+    by_keys: bool,
+    device: torch.device,
+) -> Route:
+    """The passes of the plan (of the transposed plan: by_keys) on a device."""
+    written = np.zeros(m if by_keys else n, dtype=bool)
+    steps: list[Step] = []
+    covers = False
+    for stretch in stretches(pattern, n, m, start, step, config.tile, by_keys):
+        mine = _owned(stretch, *((0, 1) if by_keys else (start, step)))
+        goes_on = bool(written[mine].any())
+        covers = covers or (not goes_on and not steps and len(mine) == len(written))
+        written[mine] = True
+        work = schedule(stretch.one, config.block, start, step, by_keys, device, config.lines)
+        keep = None if stretch.keep is None else compiled(stretch.keep)
+        steps.append(Step(work, compiled(work.pattern), keep, goes_on, stretch.keep))
+    return Route(tuple(steps), covers or (bool(written.all()) and not any(s.goes_on for s in steps)))
+
+
+def _owned(stretch: Stretch, start: int, step: int) -> Ints:
+    """The members whose results this stretch writes."""
+    first, hop, count = stretch.one.tiles.T
+    place = np.arange(int(count.max(initial=0)))
+    members = (first[:, None] + hop[:, None] * place)[place < count[:, None]]
+    if stretch.keep is None:
+        return members
+    at = start + step * members
+    return members[stretch.keep.allows(at, at)]

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import BEGINS, FAR, _copy, _copy_block, _keys, _mine, _row, _spot, barrier, fetch
-from .hopper_parts import add_parts, put_part
+from .forward import BEGINS, FAR, _copy, _copy_block, _keys, _mine, _row, _spot, barrier, fetch
+from .merge_parts import add_parts, put_part
 
 
 @gluon.jit

@@ -10,11 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...pattern import Both, Either, Not, Pattern, causal, dilated, every, full, sinks, strided, window
 from ...progression import Ints
 from ..plan.planner import Pass
 from ..plan.verdict import Run, verdict
+
+# Marks of blocks: places past the last key, past the upper, before the lower bound; that some are free of the bound.
+END, UPPER, LOWER, FREES = 16, 32, 64, 128
+NO_KEY_FREE = (1, 1)  # no place leaves 1 when divided by 1
+
+Some = NDArray[np.bool_]
+Free = tuple[int, int]  # (k, r): places ≡ r mod k
 
 
 @dataclass(frozen=True)
@@ -130,3 +138,41 @@ def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
     if left == neutral:
         return right
     return left if right == neutral else how(left, right)
+
+
+# Blocks that a straight line cuts. In a run of consecutive keys, a bound hides a pair where place − limit(row) has
+# the wrong sign, whatever the key is. That difference, saturated to 0 … 1, is one addition; Hopper has twice as many
+# units for additions as for comparisons and selections (NVIDIA's throughput tables).
+
+
+def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> tuple[Ints, tuple[Free, Free]]:
+    """The marks of blocks of keys j, where i are the queries of their tiles and `cut` is what `band.marks` said.
+
+    And where keys are free of the lower and of the upper bound, in the blocks that are marked so.
+    Each query sees a key of a block that a bound cuts: its largest score is that of a pair that counts.
+    """
+    run = alone & (i.step == 1) & (j.step == 1) & ~short
+    lower, upper = run & (cut == 1), run & (cut == 2)
+    if found.before is not None:
+        lower &= j.last >= i.last - found.before
+    if found.after is not None:
+        upper &= j.first <= i.first + found.after
+    marks = np.where(short & (cut == 0), END, cut)
+    marks, below = _marked(marks, LOWER, lower, found.low, i, j)
+    marks, above = _marked(marks, UPPER, upper, found.high, i, j)
+    return marks, (below, above)
+
+
+def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j: Run) -> tuple[Ints, Free]:
+    """Mark some blocks; those in which a word sets keys free too, if they stand at the same places in all of them."""
+    if word is None:
+        return np.where(some, mark, marks), NO_KEY_FREE
+    if not isinstance(word, every):
+        return np.where(some & verdict(word, i, j).none, mark, marks), NO_KEY_FREE
+    at = (word.offset - j.first) % word.k  # the first place of a free key
+    free = some & (at < j.count)
+    marks = np.where(some & ~free, mark, marks)
+    places = np.unique(at[free])
+    if len(places) != 1:
+        return marks, NO_KEY_FREE
+    return np.where(free, mark + FREES, marks), (word.k, int(places[0]))

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .added import base2
-from .backward import sum_kernel
-from .configs import Config
-from .launches import Launch, Layout, dense, wide
-from .route import Route, Step, route
-from .shares import Shares, shares
-from .together import end_to_end
+from ..configs import Config
+from ..prepared import Launch, Layout, dense, wide
+from ..schedule import Route, Step, route
+from ..triton.backward import sum_kernel
+from ..triton.bias_and_dropout import base2
+from ..work_split import Shares, end_to_end, shares
 
 STREAMED = (64, 128)  # widths of heads that the streaming kernels take
 LATE = 0.1  # left for programs that are through early: sharing a multiprocessor, some are slower
 SLICE = 4  # members that one program of an ordered sum adds up: few, as it waits for memory most of the time
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def stream_route(
@@ -40,7 +43,7 @@ def stream_route(
         return None
     if any(x.shape[-1] != d or not x.aligned or any(s % 8 for s in x.steps) for x in given):
         return None
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    if not is_hopper(device):
         return None
     way = route(task.pattern, q.shape[2], k.shape[2], task.start, task.step, config, by_keys, device)
     simple = all(not (s.goes_on or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
@@ -59,13 +62,13 @@ def at_a_time(config: Config, device: torch.device) -> int:
 
 def _kept(step: Step) -> Any:
     """Which members' results this step writes, for the kernels; None: all."""
-    from . import hopper  # Gluon is imported where there is a Hopper GPU
+    from . import forward as hopper  # Gluon is imported where there is a Hopper GPU
 
     return None if step.kept is None else hopper.keep(step.kept)
 
 
 def _sizes(step: Step, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
-    from . import hopper
+    from . import forward as hopper
 
     return {
         **hopper.tests(step.work.pattern),
@@ -82,7 +85,7 @@ def forward_stream(
     task: Any, way: Route, q: Layout, k: Layout, v: Layout, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, limits, added, spare) → (o, lse); a spare tensor takes an lse that nobody wants."""
-    from . import hopper
+    from . import forward as hopper
 
     alike, like = q == dense(*q.shape), torch.empty_like
     rows = torch.empty(q.shape[:3], device=device)
@@ -162,7 +165,7 @@ def dq_call(
     task: Any, way: Route, given: tuple[Layout, ...], dtype: torch.dtype, device: torch.device, has_dlse: bool
 ) -> Callable[..., None]:
     """(q, k, v, o, do, lse, dlse, lse2, delta, dq): fills the last three; lse in base 2, Σ do ∘ o − dlse."""
-    from . import hopper_backward
+    from . import backward as hopper_backward
 
     way, (q, k, v, o, do) = end_to_end(way, task.step, given)
     (b, h, n, d), h_kv, config = q.shape, k.shape[1], task.configs.stream_dq
@@ -241,7 +244,7 @@ def _by_keys(
 
     Where programs share tiles, each head is apart, so that they read the same rows at one time.
     """
-    from . import hopper_backward
+    from . import backward as hopper_backward
 
     h, (rows, h_kv, m) = given[0].shape[1], given[1].shape[:3]
     whole, config = not step.work.slots, task.configs.stream_dkv

@@ -14,12 +14,12 @@ from torch.autograd.function import once_differentiable
 from ...errors import BackendError
 from ...pattern import Pattern
 from ...position import ByDistance
-from . import added
-from .added import NOTHING, Added
-from .calls import backward_call, forward_call
 from .configs import Configs, default, padded
-from .launches import layout
-from .route import route
+from .launches import backward_call, forward_call
+from .prepared import layout
+from .schedule import route
+from .triton import bias_and_dropout as added
+from .triton.bias_and_dropout import NOTHING, Added
 
 __all__ = ["Task", "attend", "backward", "forward", "route", "task"]
 

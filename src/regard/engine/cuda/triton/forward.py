@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .added import head_of, stays, with_bias
+from .bias_and_dropout import head_of, stays, with_bias
 from .common import VARYING, ends, item_of, members, rows_of, store_rows
 
 

@@ -16,9 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
-from ...pattern import Pattern
-from .band import band
-from .mask import expression, function
+from ....pattern import Pattern
+from ..block_tests import band
+from ..mask import expression, function
 from .ptx import fading, weighing
 
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .added import LOG2E
-from .configs import padded
-from .once import launch, share, stay
+from ..configs import padded
+from ..once import launch, share, stay
+from .bias_and_dropout import LOG2E
 
 
 @triton.jit

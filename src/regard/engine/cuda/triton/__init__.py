@@ -1,0 +1,1 @@
+"""The kernels in Triton, for any GPU that Triton supports."""
