@@ -132,7 +132,7 @@ def test_the_gallery_shows_kinds_agreement_and_effects(view):
     figure = figures.head_gallery(view, 1)
     said = " ".join(texts(figure))
     assert view.kinds[1][0].name in said and "effect of removal" in said
-    assert "give at least" in said.replace("\n", " ")  # so few tokens tell no angle
+    assert "use at least" in said.replace("\n", " ")  # too few tokens for an angle
     bars = titled(figure, "effect of removal").patches
     assert [b.get_height() for b in bars] == pytest.approx([view.effects[1, h] for h in range(2)])
 

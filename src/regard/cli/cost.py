@@ -19,7 +19,7 @@ from ..costs.time import estimate, measured, stored
 from ..costs.tree import Cost
 from ..errors import SpecError
 from ..spec import Spec
-from . import sources
+from . import targets
 
 UNITS = {
     "": 1,
@@ -65,7 +65,7 @@ def cost() -> None:
 class Asked:
     """What `regard cost` is asked: each field is an argument or an option."""
 
-    source: Annotated[str, typer.Argument(help=sources.FORMS)]
+    source: Annotated[str, typer.Argument(help=targets.FORMS)]
     n: Annotated[int | None, typer.Option(help="Queries; of an encoder-decoder the target.")] = None
     m: Annotated[int | None, typer.Option(help="Keys; of an encoder-decoder the source.")] = None
     batch: Annotated[int, typer.Option(help="Rows.")] = 1
@@ -162,7 +162,7 @@ def of(asked: Asked) -> None:
 
 def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
     """The thing, and the inputs to run it on where a function returned both."""
-    thing = sources.read(source)
+    thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
         import torch
 

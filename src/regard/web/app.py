@@ -19,10 +19,10 @@ import regard
 
 from .. import spec, value
 from ..cli.look import Asked, arguments, encoded, namer, vocabulary
-from ..cli.sources import read_pattern
+from ..cli.targets import read_pattern
 from ..costs.entry import cost as price
 from ..errors import FormatError, RegardError, SpecError, nearest
-from ..lens.report import page
+from ..lens.html_report import page
 from ..lens.view import look
 
 PAGE = Path(__file__).with_name("page.html")

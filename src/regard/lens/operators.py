@@ -1,4 +1,4 @@
-"""What an attention operation of PyTorch was given → what it compared."""
+"""The arguments of PyTorch's attention operators → the scores that they compute."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from .captured import Compared, Way
-from .terms import Causal, Masked, Modified, Term
+from .calls import Implementation, QueryKeyScores
+from .score_mods import CausalMask, FlexFunctions, MaskOrBias, ScoreMod
 
 aten = torch.ops.aten
 
@@ -24,19 +24,19 @@ def from_sdpa(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Compared:
-    """The call of F.scaled_dot_product_attention; dropout comes after the weights and is left out."""
+) -> QueryKeyScores:
+    """A call of F.scaled_dot_product_attention; dropout acts after the weights and is left out."""
     lead = query.shape[:-2]
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    terms: list[Term] = [Causal()] if is_causal else []
+    score_mods: list[ScoreMod] = [CausalMask()] if is_causal else []
     if attn_mask is not None:
-        terms.append(Masked(_as_heads(attn_mask, lead)))
+        score_mods.append(MaskOrBias(_as_heads(attn_mask, lead)))
     q, k, v = (_as_heads(x, x.shape[:-2]) for x in (query, key, value))
-    return Compared(q, k, v, factor, tuple(terms))
+    return QueryKeyScores(q, k, v, factor, tuple(score_mods))
 
 
 def _as_heads(x: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "b h n d"] | Tensor:
-    """(…, n, d) as (b, h, n, d): no axis before n is one head of one row, one is the batch, two are both."""
+    """(…, n, d) as (b, h, n, d): of the axes before n, one is the batch, two are batch and heads."""
     if len(lead) > 2:
         x = x.expand(*lead, *x.shape[-2:]).flatten(0, len(lead) - 2)
     elif len(lead) == 1 and x.dim() == 3:
@@ -46,7 +46,7 @@ def _as_heads(x: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "b h n d"] | Te
     return x
 
 
-def from_aten_sdpa(given: dict[str, Any]) -> Compared:
+def from_aten_sdpa(given: dict[str, Any]) -> QueryKeyScores:
     mask = given.get("attn_mask", given.get("attn_bias"))
     return from_sdpa(
         given["query"],
@@ -58,15 +58,15 @@ def from_aten_sdpa(given: dict[str, Any]) -> Compared:
     )
 
 
-def from_native_mha(given: dict[str, Any]) -> Compared | None:
-    """nn.MultiheadAttention's fast path: one operation from x to the output. The projections are made again."""
+def from_native_mha(given: dict[str, Any]) -> QueryKeyScores | None:
+    """nn.MultiheadAttention's fast path: one operator from x to the output. The projections are recomputed."""
     if not (given["query"] is given["key"] is given["value"]):
         return None
     return _projected(given["query"], given["num_head"], given)
 
 
-def from_encoder_layer(given: dict[str, Any]) -> Compared:
-    """nn.TransformerEncoderLayer's fast path: a whole layer in one operation."""
+def from_encoder_layer(given: dict[str, Any]) -> QueryKeyScores:
+    """nn.TransformerEncoderLayer's fast path: the layer is one operator."""
     src = given["src"]
     if given["norm_first"]:
         x, lengths = _padded(src)
@@ -75,22 +75,22 @@ def from_encoder_layer(given: dict[str, Any]) -> Compared:
     return _projected(src, given["num_heads"], given)
 
 
-def _projected(x: Tensor, heads: int, given: dict[str, Any], lengths: Tensor | None = None) -> Compared:
+def _projected(x: Tensor, heads: int, given: dict[str, Any], lengths: Tensor | None = None) -> QueryKeyScores:
     if lengths is None:
         x, lengths = _padded(x)
     packed = F.linear(x, given["qkv_weight"], given["qkv_bias"])
     q, k, v = rearrange(packed, "b n (qkv h d) -> qkv b h n d", qkv=3, h=heads)
-    terms: list[Term] = []
+    score_mods: list[ScoreMod] = []
     if lengths is not None:
         keys = torch.arange(x.shape[1], device=x.device)
-        terms.append(Masked((keys < lengths[:, None])[:, None, None, :]))
+        score_mods.append(MaskOrBias((keys < lengths[:, None])[:, None, None, :]))
     if (mask := given["mask"]) is not None:
-        terms.append(Masked(~_blocked(mask, given["mask_type"], heads)))
-    return Compared(q, k, v, q.shape[-1] ** -0.5, tuple(terms))
+        score_mods.append(MaskOrBias(~_blocked(mask, given["mask_type"], heads)))
+    return QueryKeyScores(q, k, v, q.shape[-1] ** -0.5, tuple(score_mods))
 
 
 def _blocked(mask: Tensor, kind: int | None, heads: int) -> Tensor:
-    """True = may not look, (b | 1, h | 1, n | 1, m)."""
+    """True = not allowed, (b | 1, h | 1, n | 1, m)."""
     mask = mask != 0
     if kind == 1:
         return rearrange(mask, "b m -> b 1 1 m")
@@ -100,23 +100,23 @@ def _blocked(mask: Tensor, kind: int | None, heads: int) -> Tensor:
 
 
 def _padded(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A nested tensor with zeros at the end of its short rows, and how long each row is."""
+    """A nested tensor padded with zeros, and the length of each row."""
     if not x.is_nested:
         return x, None
     lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
     return torch.nested.to_padded_tensor(x, 0.0), lengths
 
 
-def from_flex(args: tuple[Any, ...]) -> Compared:
-    """flex_attention's operator: (q, k, v, score_mod, block mask, scale, …); the mask's last is its function."""
+def from_flex(args: tuple[Any, ...]) -> QueryKeyScores:
+    """flex_attention's operator: (q, k, v, score_mod, block mask, scale, …); the mask ends with mask_mod."""
     q, k, v, score_mod, block_mask, scale = args[:6]
-    term = Modified(score_mod, block_mask[-1], q.shape[1])
-    return Compared(q, k, v, float(scale), (term,))
+    functions = FlexFunctions(score_mod, block_mask[-1], q.shape[1])
+    return QueryKeyScores(q, k, v, float(scale), (functions,))
 
 
-Reader = Callable[[dict[str, Any]], Compared | None]
+Reader = Callable[[dict[str, Any]], QueryKeyScores | None]
 
-READERS: dict[Any, tuple[Way, Reader]] = {
+READERS: dict[Any, tuple[Implementation, Reader]] = {
     aten._native_multi_head_attention: ("fast path", from_native_mha),
     aten._transformer_encoder_layer_fwd: ("fast path", from_encoder_layer),
     aten._scaled_dot_product_flash_attention_for_cpu: ("sdpa", from_aten_sdpa),
@@ -127,9 +127,9 @@ READERS: dict[Any, tuple[Way, Reader]] = {
 }
 
 
-def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by the names of its schema, with its defaults."""
+def arguments_by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an operator by the names in its schema, with defaults."""
     given = {}
-    for place, arg in enumerate(func._schema.arguments):
-        given[arg.name] = args[place] if place < len(args) else kwargs.get(arg.name, arg.default_value)
+    for index, arg in enumerate(func._schema.arguments):
+        given[arg.name] = args[index] if index < len(args) else kwargs.get(arg.name, arg.default_value)
     return given
