@@ -13,6 +13,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ..compat import version
 from ..errors import RegardError, ShapeError
 from ..reference import Ties, hardmax, softmax
 from .score_mods import CausalMask, Heads, Region, Rows, ScoreMod
@@ -119,7 +120,7 @@ class AttentionCall:
     implementation: Implementation
     source: Source | None
     shape: tuple[int, int, int, int]
-    versions: tuple[int, ...] = ()
+    versions: tuple[int | None, ...] = ()
     causal: bool = False
     queries: tuple[tuple[str, ...], ...] = ()
     keys: tuple[tuple[str, ...], ...] = ()
@@ -222,11 +223,6 @@ def is_causal_call(source: Source, role: Role) -> bool:
 def tensors_of(source: Source) -> list[Tensor]:
     """The tensors that the weights are computed from."""
     return [source.q, source.k] if isinstance(source, QueryKeyScores) else [source.table]
-
-
-def version(x: Tensor) -> int:
-    """How often x was modified in place; 0 where PyTorch does not count that."""
-    return 0 if x.is_inference() else x._version
 
 
 def _range(count: int, what: str) -> str:

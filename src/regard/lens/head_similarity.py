@@ -32,7 +32,7 @@ def agreement(a: AttentionCall, b: AttentionCall) -> Float[Tensor, "h g"]:
     return products / (norms_a[:, None] * norms_b).sqrt().clamp(min=1e-30)
 
 
-def principal_angles(a: Float[Tensor, "d p"], b: Float[Tensor, "d r"]) -> Float[Tensor, " d"]:
+def principal_angles(a: Float[Tensor, "d p"], b: Float[Tensor, "d r"]) -> Float[Tensor, " min_pr"]:
     """The angles between the spans of the columns of a and of b, the smallest first, in [0, π/2].
 
     Small angles are computed from their sines: the cosine of a small angle has no precision.

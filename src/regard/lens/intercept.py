@@ -22,20 +22,21 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..compat import DispatchMode, aten_operator, aten_operators, without_dispatch_modes
 from ..engine import attention as engine
 from ..engine.call import Call, as_pattern_and_table, check
 from ..errors import RegardError
 from .calls import Implementation, QueryKeyScores, Role, Source, StoredWeights
 from .operators import READERS, arguments_by_name, from_flex, from_sdpa
 from .process_wide import SharedChange, eager_compiled_functions, replaced_functions
-from .provenance import Provenance, aten
+from .provenance import Provenance
 from .score_mods import RegardArguments
 
 ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
-MATRIX_PRODUCTS = {aten.bmm, aten.mm}
-VARIABLE_LENGTH = {aten._flash_attention_forward, aten._efficient_attention_forward}
+MATRIX_PRODUCTS = aten_operators("bmm", "mm")
+VARIABLE_LENGTH = aten_operators("_flash_attention_forward", "_efficient_attention_forward")
+ENCODER_LAYER = aten_operator("_transformer_encoder_layer_fwd")
 
 
 class InterceptedCall(NamedTuple):
@@ -51,7 +52,7 @@ OnCall = Callable[[InterceptedCall], None]
 ChangeOutput = Callable[[int, Tensor, Any], Tensor]  # (call number, output (b, h, n, d_v), source) → output
 
 
-class Interceptor(TorchDispatchMode):
+class Interceptor(DispatchMode):
     """Calls `on_call` for each attention of the model; `missed` names what could not be read."""
 
     supports_higher_order_operators = True
@@ -85,12 +86,12 @@ class Interceptor(TorchDispatchMode):
             if source is None:
                 self.miss(f"{self.path()}: {packet} with different inputs for q, k and v is not supported")
             else:
-                suffix = ".self_attn" if packet is aten._transformer_encoder_layer_fwd else ""
+                suffix = ".self_attn" if packet is ENCODER_LAYER else ""
                 self.report(implementation, source, self.path() + suffix)
                 return self.run(source, func, *args, **kwargs)
         elif packet in VARIABLE_LENGTH:
             self.miss(f"{self.path()}: {packet} (variable-length sequences) is not supported")
-        elif packet is None and getattr(func, "_name", "") == "flex_attention":
+        elif packet is None and _name(func) == "flex_attention":
             source = from_flex(args)
             self.report("flex", source)
             return self.run(source, func, *args, **kwargs)
@@ -139,7 +140,7 @@ class Interceptor(TorchDispatchMode):
             )
             role = _role(same, source.shape[2], source.shape[3])
         self._calls += 1
-        with self._pause(), torch.no_grad(), _disable_current_modes():
+        with self._pause(), torch.no_grad(), without_dispatch_modes():
             self._on_call(InterceptedCall(name or self.path(), role or "self", implementation, source))
 
     def run(self, source: Source | None, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -289,6 +290,12 @@ def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
         return interceptor.run(source, original, *args, **kwargs)
 
     return attention
+
+
+def _name(operator: Any) -> str:
+    """The name of a higher-order operator."""
+    name = getattr(operator, "name", None)
+    return name() if callable(name) else ""
 
 
 def _module_paths(model: Any) -> dict[int, str]:

@@ -9,10 +9,9 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
+from ..compat import aten_operator, aten_operators, operator_arguments
 from .calls import Implementation, QueryKeyScores
 from .score_mods import CausalMask, FlexFunctions, MaskOrBias, ScoreMod
-
-aten = torch.ops.aten
 
 
 def from_sdpa(
@@ -114,22 +113,25 @@ def from_flex(args: tuple[Any, ...]) -> QueryKeyScores:
     return QueryKeyScores(q, k, v, float(scale), (functions,))
 
 
+SDPA_KERNELS = aten_operators(
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
 Reader = Callable[[dict[str, Any]], QueryKeyScores | None]
 
 READERS: dict[Any, tuple[Implementation, Reader]] = {
-    aten._native_multi_head_attention: ("fast path", from_native_mha),
-    aten._transformer_encoder_layer_fwd: ("fast path", from_encoder_layer),
-    aten._scaled_dot_product_flash_attention_for_cpu: ("sdpa", from_aten_sdpa),
-    aten._scaled_dot_product_flash_attention: ("sdpa", from_aten_sdpa),
-    aten._scaled_dot_product_efficient_attention: ("sdpa", from_aten_sdpa),
-    aten._scaled_dot_product_cudnn_attention: ("sdpa", from_aten_sdpa),
-    aten._scaled_dot_product_fused_attention_overrideable: ("sdpa", from_aten_sdpa),
+    aten_operator("_native_multi_head_attention"): ("fast path", from_native_mha),
+    aten_operator("_transformer_encoder_layer_fwd"): ("fast path", from_encoder_layer),
+    **dict.fromkeys(SDPA_KERNELS, ("sdpa", from_aten_sdpa)),
 }
 
 
 def arguments_by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of an operator by the names in its schema, with defaults."""
-    given = {}
-    for index, arg in enumerate(func._schema.arguments):
-        given[arg.name] = args[index] if index < len(args) else kwargs.get(arg.name, arg.default_value)
-    return given
+    return {
+        name: args[index] if index < len(args) else kwargs.get(name, default)
+        for index, (name, default) in enumerate(operator_arguments(func))
+    }

@@ -10,11 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compat import aten_operator, aten_operators, storage_id
+
 aten = torch.ops.aten
-LINEAR = {aten.mm: 0, aten.addmm: 1, aten.linear: 0, aten.convolution: 0, aten._addmm_activation: 1}
+LINEAR = {
+    aten.mm: 0,
+    aten.addmm: 1,
+    aten.linear: 0,
+    aten.convolution: 0,
+    aten_operator("_addmm_activation"): 1,
+}
 PRODUCTS = {aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
-SOFTMAX = {aten._softmax, aten._safe_softmax}
-PRESERVES_WEIGHTS = {aten.native_dropout, aten._to_copy, aten.clone, aten.mul, aten.div}
+SOFTMAX = aten_operators("_softmax", "_safe_softmax")
+PRESERVES_WEIGHTS = aten_operators("native_dropout", "_to_copy", "clone", "mul", "div")
 NEW_TENSORS = {aten.lift_fresh, aten.lift}  # torch.tensor(…): its storage may have belonged to another tensor
 MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
 MAX_PENDING_SOFTMAXES = 2  # softmax results that were not yet multiplied with values
@@ -41,7 +49,7 @@ class Provenance:
         self._count = 0
 
     def of(self, x: Tensor) -> TensorOrigin:
-        storage = _storage(x)
+        storage = storage_id(x)
         if storage not in self._origins:
             self._origins[storage] = TensorOrigin(self._next())
         return self._origins[storage]
@@ -106,7 +114,7 @@ class Provenance:
     ) -> None:
         for x in _tensors((out,)):
             if not x.is_nested:
-                self._origins[_storage(x)] = TensorOrigin(self._next(), ancestors, pair, softmax)
+                self._origins[storage_id(x)] = TensorOrigin(self._next(), ancestors, pair, softmax)
 
     def _next(self) -> int:
         self._count += 1
@@ -119,7 +127,3 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield v
         elif isinstance(v, list | tuple):
             yield from _tensors(v)
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata

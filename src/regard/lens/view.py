@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..compat import version
 from ..errors import FormatError, RegardError, ShapeError, nearest
 from . import ablation, head_similarity, labels
-from .calls import AttentionCall, is_causal_call, tensors_of, version
+from .calls import AttentionCall, is_causal_call, tensors_of
 from .head_kinds import RULES, HeadKind, Rule, classify_heads
 from .intercept import InterceptedCall, intercept
 from .rollout import rollout
