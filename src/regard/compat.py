@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What observes a call: transforms of torch.func, dispatch modes, autocast. ---------------------------------------------
+# What observes a call: transforms of torch.func, dispatch modes, autocast.
 
 
 def _always() -> bool:

@@ -252,7 +252,7 @@ def test_heads_that_project_alike_have_angle_0():
     with pytest.raises(rg.ShapeError, match=r"13 tokens for heads of width 7: .* use at least 14 tokens"):
         head_angles(drawn(1, b=1, d=7))
     with pytest.raises(
-        rg.RegardError, match="ran eagerly: its weights were seen, its queries and keys were not"
+        rg.RegardError, match="is eager attention: only its weights were recorded, not q and k"
     ):
         head_angles(captured(StoredWeights(torch.ones(1, 1, 3, 3) / 3)))
 
