@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from regard.engine.cpu import denormals
+from regard.pattern import KINDS
 
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 
@@ -32,6 +33,15 @@ def denormals_as_they_were():
     torch.set_flush_denormal(False)  # nor must what the tests of a module share, which is made before this
     with denormals.kept():
         yield
+
+
+@pytest.fixture(autouse=True)
+def words_as_they_were():
+    """A word that a test or a page adds is unknown to the tests after it."""
+    before = dict(KINDS)
+    yield
+    for name in set(KINDS) - set(before):
+        del KINDS[name]
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import regard as rg
-from regard.cli import targets
+from regard.cli import sources
 from regard.cli.main import app
+from regard.pattern import parse_pattern
 
 
 def regard(*words: str, code: int = 0) -> str:
@@ -30,7 +31,7 @@ def test_the_presets_are_listed_as_text_and_as_json():
 def test_a_declaration_goes_out_as_json_and_comes_back(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(regard("show", "tiny-gpt"))
-    assert targets.read(str(file)) == rg.preset("tiny-gpt")
+    assert sources.read(str(file)) == rg.preset("tiny-gpt")
     assert regard("show", str(file)) == file.read_text()
 
 
@@ -39,21 +40,21 @@ def test_yaml_declares_the_same_value(tmp_path):
     file.write_text(
         "kind: Attention\nd_model: 12\nheads: 3\npattern: {kind: window, before: 2, after: null}\n"
     )
-    assert targets.read(str(file)) == rg.Attention(12, heads=3, pattern=rg.window(2))
+    assert sources.read(str(file)) == rg.Attention(12, heads=3, pattern=rg.window(2))
 
 
 def test_yaml_runs_no_code(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("kind: !!python/object/apply:os.system ['true']\n")
     with pytest.raises(rg.FormatError, match="is not YAML: could not determine a constructor"):
-        targets.read(str(file))
+        sources.read(str(file))
 
 
 def test_a_checkpoint_folder_names_its_model(tmp_path):
     torch.manual_seed(0)
     model = rg.Attention(12, heads=3).build()
     rg.save(model, tmp_path / "run")
-    read = targets.read(str(tmp_path / "run"))
+    read = sources.read(str(tmp_path / "run"))
     assert read.spec == model.spec
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
 
@@ -62,18 +63,18 @@ def test_a_checkpoint_folder_names_its_model(tmp_path):
 def test_a_hugging_face_configuration_is_read_without_a_download(tmp_path, form):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "gpt2", "n_layer": 3, "transformers_version": "5.0.0"}))
-    config = targets.read(form.format(file))
+    config = sources.read(form.format(file))
     assert (config.model_type, config.n_layer) == ("gpt2", 3)
-    assert targets.read(f"hf:{tmp_path}").n_layer == 3
+    assert sources.read(f"hf:{tmp_path}").n_layer == 3
 
 
 def test_python_objects_are_found_on_the_path_and_in_the_current_folder(tmp_path, monkeypatch):
-    assert targets.read("torch.nn.functional:softmax") is torch.nn.functional.softmax
-    assert targets.read("torch:nn.Linear") is torch.nn.Linear
+    assert sources.read("torch.nn.functional:softmax") is torch.nn.functional.softmax
+    assert sources.read("torch:nn.Linear") is torch.nn.Linear
     (tmp_path / "my_attention_of_today.py").write_text("def mine(q, k, v):\n    return v\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
-    assert targets.read("my_attention_of_today:mine")(1, 2, 3) == 3
+    assert sources.read("my_attention_of_today:mine")(1, 2, 3) == 3
 
 
 PATTERNS = [
@@ -86,7 +87,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
 def test_a_pattern_is_read_as_it_is_written(pattern):
-    assert targets.read_pattern(repr(pattern)) == pattern
+    assert parse_pattern(repr(pattern)) == pattern
 
 
 REFUSED = [
@@ -104,7 +105,7 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "message"), REFUSED)
 def test_what_is_no_pattern_is_refused(text, message):
     with pytest.raises(rg.RegardError) as refused:
-        targets.read_pattern(text)
+        parse_pattern(text)
     assert str(refused.value).startswith(message)
 
 
@@ -140,7 +141,7 @@ def test_what_cannot_be_read_says_why(source, tmp_path, monkeypatch):
     Path("other.json").write_text("{}")
     Path("foreign.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(rg.RegardError) as refused:
-        targets.read(source)
+        sources.read(source)
     assert str(refused.value) == UNREAD[source].format(here=Path.cwd())
 
 

@@ -402,14 +402,14 @@ def test_more_queries_than_keys_need_a_place_where_positions_are_compared():
         assert_close(attention(q, k, v, pattern), formula(q, k, v, pattern).o, rtol=0, atol=1e-12)
     with pytest.raises(
         ShapeError,
-        match=r"^11 queries over 7 keys: causal\(\) compares positions, and query 0 would stand at -4; "
-        r"say where the queries stand with at=, for example at=0$",
+        match=r"^11 queries over 7 keys: causal\(\) compares positions, and query 0 would be at -4; "
+        r"give the query offset with at=, for example at=0$",
     ):
         attention(q, k, v, causal())
     with pytest.raises(
         ShapeError,
-        match=r"^11 queries over 7 keys: a bias by distance compares positions, and query 0 would stand at -4; "
-        r"say where the queries stand with at=, for example at=0$",
+        match=r"^11 queries over 7 keys: a bias by distance compares positions, and query 0 would be at -4; "
+        r"give the query offset with at=, for example at=0$",
     ):
         attention(q, k, v, bias=ByDistance(slopes=alibi_slopes(H)))
     compare(causal(), (q, k, v), at=0, bias=ByDistance(slopes=alibi_slopes(H).to(f64)))
@@ -783,7 +783,7 @@ REFUSED = [
     (
         ShapeError,
         {"pattern": documents(torch.zeros(N, dtype=torch.long))},
-        "documents(<7 ids>) over 11 keys: one id a key is needed, (11,) or (b, 11)",
+        "documents(<7 ids>) over 11 keys: one id per key is needed, (11,) or (b, 11)",
     ),
     (
         ShapeError,

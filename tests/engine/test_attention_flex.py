@@ -11,10 +11,11 @@ from regard import pattern as words
 from regard.engine import choose, flex
 from regard.engine.attention import attention
 from regard.engine.explain import explain
-from regard.engine.plan import blocks
 from regard.errors import BackendError
 from regard.pattern import (
+    BlockGrid,
     causal,
+    classification,
     documents,
     every,
     full,
@@ -34,8 +35,8 @@ EACH = torch.stack([IDS, IDS.flip(0)])
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", 4)
-    monkeypatch.setattr(blocks, "LOOKED_AT", 2 * M * 4)  # some rows at a time
+    monkeypatch.setattr(classification, "BLOCK", 4)
+    monkeypatch.setattr(classification, "CHUNK_PAIRS", 2 * M * 4)  # in chunks of rows
 
 
 def by_blocks(table, n, m, size=4):
@@ -76,27 +77,27 @@ def test_no_block_with_a_pair_is_skipped_and_none_with_a_gap_is_whole(small_bloc
     a, b, sign = pair
     pattern = a & b if sign == "&" else a | b if sign == "|" else a - b
     i = positions(pattern, n, M, at)
-    found = blocks.divide(pattern, blocks.Ends(i[None], torch.arange(M)))
+    found = BlockGrid(i[None], M).classify(pattern)
     some, whole = by_blocks(pattern.allowed(n, M, at), n, M)
-    assert not (some & ~found.some).any(), "a block with a pair is skipped"
+    assert not (some & found.none).any(), "a block with a pair is skipped"
     assert not (found.all & ~whole).any(), "a block with a gap is left unmasked"
 
 
 @pytest.mark.parametrize("word", WORDS, ids=repr)
 def test_blocks_of_one_word_are_exact(small_blocks, word):
-    found = blocks.divide(word, blocks.Ends(positions(word, M, M)[None], torch.arange(M)))
+    found = BlockGrid(positions(word, M, M)[None], M).classify(word)
     some, whole = by_blocks(word.allowed(M), M, M)
     contiguous = not isinstance(word, documents)  # ids that come back are judged by their range
     assert torch.equal(found.all.expand(whole.shape), whole)
-    assert not contiguous or torch.equal(found.some.expand(some.shape), some)
+    assert not contiguous or torch.equal(~found.none.expand(some.shape), some)
 
 
 def test_offsets_and_lengths_of_each_row_are_read(small_blocks):
     at, kept = torch.tensor([0, 9]), torch.tensor([M, 6])
     i = positions(causal(), 7, M, at)
-    found = blocks.divide(causal(), blocks.Ends(i, torch.arange(M)), kept)
+    found = BlockGrid(i, M).classify(causal() & lengths(kept))
     some, whole = by_blocks((causal() & lengths(kept)).allowed(7, M, at), 7, M)
-    assert torch.equal(found.some, some) and torch.equal(found.all, whole)
+    assert torch.equal(~found.none, some) and torch.equal(found.all, whole)
 
 
 def test_documents_that_follow_one_another_skip_what_lies_between():

@@ -340,7 +340,7 @@ def test_a_plan_is_made_once():
 
 
 def test_a_plan_of_a_million_queries_is_small():
-    planner._kept.cache_clear()
+    planner._cached.cache_clear()
     tracemalloc.start()
     try:
         made = plan(causal() & (window(128) | every(64)), 10**6, 10**6, 0, 1)
@@ -366,7 +366,7 @@ def test_what_has_no_plan_says_why_every_time():
         "documents(<1000 ids>) carries data, so its keys are known only when it runs"
     )
     assert reason(window(1 << 41)) == (
-        "window(2199023255552) reaches past any sequence: 2199023255552 positions, "
+        "window(2199023255552) reaches beyond any sequence: 2199023255552 positions, "
         "and the planner stops at 1099511627776"
     )
     assert reason(reduce(or_, map(window, range(17)))) == (

@@ -262,7 +262,7 @@ def test_more_queries_than_keys_are_fine_where_no_position_is_compared():
 def test_more_queries_than_keys_need_to_say_where_they_stand():
     message = (
         r"^11 queries over 7 keys: causal\(\) & every\(4\) compares positions, "
-        r"and query 0 would stand at -4; say where the queries stand with at=, for example at=0$"
+        r"and query 0 would be at -4; give the query offset with at=, for example at=0$"
     )
     for ask in (Pattern.allowed, Pattern.count, Pattern.row_counts, Pattern.draw):
         with pytest.raises(ShapeError, match=message):
@@ -306,7 +306,7 @@ def test_a_query_past_the_documents_stands_in_none():
 
 
 def test_documents_need_one_id_a_key():
-    message = r"^documents\(<2×7 ids>\) over 11 keys: one id a key is needed, \(11,\) or \(b, 11\)$"
+    message = r"^documents\(<2×7 ids>\) over 11 keys: one id per key is needed, \(11,\) or \(b, 11\)$"
     with pytest.raises(ShapeError, match=message):
         (causal() & documents(IDS)).allowed(7, 11)
 
@@ -404,11 +404,11 @@ RESIDUE = "k needs to be >= 1 and 0 <= offset < k"
         (lambda: sinks(-1), "sinks(-1): m needs to be >= 0"),
         (lambda: prefix(-1), "prefix(-1): m needs to be >= 0"),
         (lambda: blocks(0), "blocks(0): size needs to be >= 1"),
-        (lambda: window(FAR), f"window({FAR}): before needs to be below {FAR}, past any position"),
-        (lambda: rows(FAR), f"rows({FAR}): k needs to be below {FAR}, past any position"),
+        (lambda: window(FAR), f"window({FAR}): before needs to be below {FAR}, beyond any position"),
+        (lambda: rows(FAR), f"rows({FAR}): k needs to be below {FAR}, beyond any position"),
         (
             lambda: dilated(1 << 30, 1 << 30),
-            f"dilated({1 << 30}, {1 << 30}): reach · step needs to be below {FAR}, past any position",
+            f"dilated({1 << 30}, {1 << 30}): reach · step needs to be below {FAR}, beyond any position",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from regard.pattern import (
     strided,
     window,
 )
-from regard.progression import Keys, total
+from regard.progression import Progression, total
 
 sizes = st.tuples(st.integers(0, 23), st.integers(0, 17)).map(lambda t: (t[0], t[0] + t[1]))
 
@@ -162,7 +162,7 @@ def test_steps_that_meet_past_64_bits_are_counted_exactly():
 # The parts.
 
 progressions = st.builds(
-    lambda lo, span, residue, step: Keys(lo, lo + span, residue % step, step),
+    lambda lo, span, residue, step: Progression(lo, lo + span, residue % step, step),
     st.integers(-9, 40),
     st.integers(-2, 60),
     st.integers(0, 30),

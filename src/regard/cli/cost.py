@@ -14,12 +14,12 @@ from typer.core import TyperGroup
 from ..costs.entry import cost as price
 from ..costs.layer_types import compare as compared
 from ..costs.memory.report import fits
-from ..costs.memory.step import IMPLEMENTATIONS, OPTIMIZERS, TrainingStep
-from ..costs.time import estimate, load_roofline, measure_time
+from ..costs.memory.step import OPTIMISERS, WAYS, TrainingStep
+from ..costs.time import estimate, measured, stored
 from ..costs.tree import Cost
 from ..errors import SpecError
 from ..spec import Spec
-from . import targets
+from . import sources
 
 UNITS = {
     "": 1,
@@ -51,7 +51,7 @@ class OrOf(TyperGroup):
 app = typer.Typer(
     cls=OrOf,
     no_args_is_help=True,
-    help="What a model costs before it runs: parameters, FLOPs, memory, time.\n\n"
+    help="What a model costs before it runs: parameters, operations, memory, time.\n\n"
     "Example: regard cost gpt2 --n 1024 --batch 8 --train --device cuda --fits 80GB",
 )
 
@@ -65,7 +65,7 @@ def cost() -> None:
 class Asked:
     """What `regard cost` is asked: each field is an argument or an option."""
 
-    source: Annotated[str, typer.Argument(help=targets.FORMS)]
+    source: Annotated[str, typer.Argument(help=sources.FORMS)]
     n: Annotated[int | None, typer.Option(help="Queries; of an encoder-decoder the target.")] = None
     m: Annotated[int | None, typer.Option(help="Keys; of an encoder-decoder the source.")] = None
     batch: Annotated[int, typer.Option(help="Rows.")] = 1
@@ -75,17 +75,12 @@ class Asked:
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     backend: Annotated[str, typer.Option(help="By which way attention runs.")] = "auto"
     train: Annotated[bool, typer.Option("--train", help="Count a training step, too.")] = False
-    optimizer: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(OPTIMIZERS)}; with an implementation: adamw:fused ({', '.join(IMPLEMENTATIONS[1:])})."
-        ),
+    optimiser: Annotated[
+        str, typer.Option(help=f"{', '.join(OPTIMISERS)}; with a way: adamw:fused ({', '.join(WAYS[1:])}).")
     ] = "adamw"
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute each block.")] = False
-    master_weights: Annotated[
-        bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
-    ] = False
+    master: Annotated[bool, typer.Option("--master", help="float32 copies of 16-bit weights.")] = False
     fits: Annotated[str | None, typer.Option(help="The largest batch and n within this memory: 80GB.")] = None
     time: Annotated[bool, typer.Option("--time", help="Estimate the time from `regard bench machine`.")] = (
         False
@@ -98,13 +93,13 @@ class Asked:
     def training(self) -> TrainingStep | bool:
         if not self.train:
             return False
-        name, _, implementation = self.optimizer.partition(":")
+        name, _, way = self.optimiser.partition(":")
         return TrainingStep(
-            optimizer=name,
-            implementation=implementation or "auto",
+            optimiser=name,
+            way=way or "auto",
             autocast=self.autocast,
             checkpointing=True if self.checkpointing else None,
-            master_weights=self.master_weights,
+            master=self.master,
         )
 
 
@@ -131,7 +126,7 @@ def _with_options(run: Callable[[Asked], None]) -> Callable[..., None]:
 @app.command()
 @_with_options
 def of(asked: Asked) -> None:
-    """Say what a model costs: parameters, FLOPs, masks, memory, time.
+    """Say what a model costs: parameters, operations, masks, memory, time.
 
     Examples: regard cost transformer-base --n 128 --batch 32 --train --autocast bfloat16 --device cuda
 
@@ -167,7 +162,7 @@ def of(asked: Asked) -> None:
 
 def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
     """The thing, and the inputs to run it on where a function returned both."""
-    thing = targets.read(source)
+    thing = sources.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
         import torch
 
@@ -182,12 +177,12 @@ def _extra(told: Cost, asked: Asked) -> dict[str, tuple[Any, str]]:
     if asked.fits:
         found["fits"] = _fitting(told, asked.fits)
     if asked.time or asked.measure:
-        roofline = load_roofline()
-        if roofline is None:
+        ceilings = stored()
+        if ceilings is None:
             raise SpecError(
                 "how fast this machine is has not been measured; run `regard bench machine` first"
             )
-        guess = estimate(told, roofline, backward=asked.train)
+        guess = estimate(told, ceilings, backward=asked.train)
         text = str(guess)
         if asked.measure:
             real = _measure(told)
@@ -199,15 +194,15 @@ def _extra(told: Cost, asked: Asked) -> dict[str, tuple[Any, str]]:
 
 
 def _fitting(told: Cost, asked: str) -> tuple[dict[str, int], str]:
-    if told.request is None:
+    if told.facts is None:
         raise SpecError("--fits needs a declaration: what fits is found by asking at many sizes")
     budget = size_of(asked)
-    sizes = {"batch": fits(told.request, budget, "batch")}
-    text = [f"within {budget:,} bytes: batch {sizes['batch']:,} at n = {told.request.n:,}"]
-    if hasattr(told.request.spec, "image"):
+    sizes = {"batch": fits(told.facts, budget, "batch")}
+    text = [f"within {budget:,} bytes: batch {sizes['batch']:,} at n = {told.facts.n:,}"]
+    if hasattr(told.facts.spec, "image"):
         return sizes, text[0]
-    sizes["n"] = fits(told.request, budget, "n")
-    return sizes, f"{text[0]}, or n {sizes['n']:,} at batch {told.request.batch:,}"
+    sizes["n"] = fits(told.facts, budget, "n")
+    return sizes, f"{text[0]}, or n {sizes['n']:,} at batch {told.facts.batch:,}"
 
 
 def size_of(text: str) -> int:
@@ -223,10 +218,11 @@ def size_of(text: str) -> int:
 
 
 def _measure(told: Cost) -> float:
-    if told.request is None or not isinstance(told.request.spec, Spec):
+    if told.facts is None or not isinstance(told.facts.spec, Spec):
         raise SpecError("--measure needs a declaration, which is built and run")
+    f = told.facts
     typer.echo("running it …", err=True)
-    return measure_time(told.request)
+    return measured(f.spec, f.n, f.m, f.batch, f.dtype, f.device, bool(f.train))
 
 
 def _show(told: Any) -> None:

@@ -13,7 +13,8 @@ except ModuleNotFoundError as e:  # the console script is installed with the cor
 import regard
 
 from ..errors import RegardError
-from . import targets
+from ..pattern import parse_pattern
+from . import sources
 
 app = typer.Typer(
     name="regard",
@@ -52,12 +53,12 @@ def presets(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(source: Annotated[str, typer.Argument(help=targets.FORMS)]) -> None:
+def show(source: Annotated[str, typer.Argument(help=sources.FORMS)]) -> None:
     """Write a declaration as JSON, ready to be edited and read back.
 
     Example: regard show gpt2 > mine.json
     """
-    declared = targets.read(source)
+    declared = sources.read(source)
     declared = getattr(declared, "spec", declared)
     if not isinstance(declared, regard.Spec):
         raise regard.SpecError(f"{source} is a {type(declared).__name__}, not a declaration of regard")
@@ -76,7 +77,7 @@ def explain(
 
     Example: regard explain 'causal() & (window(128) | every(64))' --n 16384
     """
-    declared = targets.read_pattern(pattern)
+    declared = parse_pattern(pattern)
     told = regard.explain(declared, n=n, device=device)
     if as_json:
         fields = ("n", "m", "needed", "computed", "waste", "backend", "reason", "passes")

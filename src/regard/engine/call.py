@@ -201,8 +201,8 @@ def _check_extras(call: Call) -> None:
     if isinstance(call.bias, ByDistance):
         if n > m and call.at is None:
             raise ShapeError(
-                f"{n} queries over {m} keys: a bias by distance compares positions, and query 0 would stand at "
-                f"{m - n}; say where the queries stand with at=, for example at=0"
+                f"{n} queries over {m} keys: a bias by distance compares positions, and query 0 would be at "
+                f"{m - n}; give the query offset with at=, for example at=0"
             )
         for x in (call.bias.table, call.bias.slopes):
             if x is not None and x.shape[0] != q.shape[1]:

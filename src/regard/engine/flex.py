@@ -15,14 +15,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from ..pattern import Both, Data, Either, Not, Pattern, documents, lengths, positions, query_offset, where
+from ..pattern import BlockGrid, Data, Pattern, positions, query_offset, where
+from ..pattern.algebra import RowMask
+from ..pattern.classification import BLOCK, both
 from .call import Call
 from .cpu import denormals
-from .plan.blocks import BLOCK, Ends, divide
 
 NARROWEST = 16  # heads FlexAttention takes; narrower ones get zeros behind
-
-Mod = Callable[[Tensor, Tensor, Tensor], Any]  # batch row, query position, key
 
 
 def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"] | None]:
@@ -47,12 +46,8 @@ def _wide(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h n w"]:
 
 def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
     """The pairs in the blocks that are not skipped, over all batch rows of the data."""
-    found = divide(pattern, _ends(positions(pattern, n, m, (start, step)), m))
-    return int(found.some.sum()) * BLOCK**2
-
-
-def _ends(i: Int[Tensor, "*b n"], m: int) -> Ends:
-    return Ends(i if i.dim() == 2 else i[None], torch.arange(m, device=i.device))
+    grid = BlockGrid(positions(pattern, n, m, (start, step))[None], m, step)
+    return int((~grid.classify(pattern).none).sum()) * BLOCK**2
 
 
 # The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
@@ -75,9 +70,13 @@ def _block_mask(call: Call) -> BlockMask:
 
 def _made_anew(call: Call) -> BlockMask:
     i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
-    found = divide(call.pattern, _ends(i, call.m), call.lengths)
+    step = 1 if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)[1]
+    grid = BlockGrid(i if i.dim() == 2 else i[None], call.m, step)
+    found = grid.classify(call.pattern)
+    if call.lengths is not None:
+        found = both(found, grid.keys_below(call.lengths))
     return BlockMask.from_kv_blocks(
-        *_listed(found.some & ~found.all),
+        *_listed(~found.none & ~found.all),
         *_listed(found.all),
         BLOCK_SIZE=BLOCK,
         mask_mod=_mask_mod(call, i),
@@ -93,65 +92,35 @@ def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]
 
 
 def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
-    kept, stands, each = call.lengths, i, isinstance(call.at, Tensor)
+    kept, position, each = call.lengths, i, isinstance(call.at, Tensor)
     usual = not isinstance(call.at, Tensor) and query_offset(call.pattern, call.n, call.m, call.at) == (0, 1)
-    allows = _mod(call.pattern, usual and call.n <= call.m)
+    inside = usual and call.n <= call.m
+    allows = call.pattern.fold(lambda word: word.row_mask(inside), _and, _or, _not)
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        pair = allows(b, row if usual else stands[b, row] if each else stands[row], key)
+        pair = allows(b, row if usual else position[b, row] if each else position[row], key)
         return pair if kept is None else pair & (key < kept[b])
 
     return mask_mod
 
 
-def _mod(pattern: Pattern, inside: bool) -> Mod:
-    """The pattern for one pair of one batch row; it holds the data, not the pattern that carries them.
-
-    inside: every query stands on a key, so that ids are there without a look.
-    """
-    match pattern:
-        case Both():
-            left, right = _mod(pattern.left, inside), _mod(pattern.right, inside)
-            return lambda b, i, j: left(b, i, j) & right(b, i, j)
-        case Either():
-            left, right = _mod(pattern.left, inside), _mod(pattern.right, inside)
-            return lambda b, i, j: left(b, i, j) | right(b, i, j)
-        case Not():
-            inner = _mod(pattern.inner, inside)
-            return lambda b, i, j: ~inner(b, i, j)
-        case documents():
-            return _same_document(pattern.ids, inside)
-        case lengths():
-            kept = pattern.l
-            return lambda b, i, j: j < kept[b]
-        case where():
-            fn = pattern.fn
-            return lambda b, i, j: fn(i, j)
-    return lambda b, i, j: pattern.allows(i, j)
+def _and(left: RowMask, right: RowMask) -> RowMask:
+    return lambda b, i, j: left(b, i, j) & right(b, i, j)
 
 
-def _same_document(ids: Tensor, inside: bool) -> Mod:
-    last = ids.shape[-1] - 1
-    if inside and ids.dim() == 1:
-        return lambda b, i, j: ids[i] == ids[j]
-    if inside:
-        return lambda b, i, j: ids[b, i] == ids[b, j]
-    if ids.dim() == 1:
-        return lambda b, i, j: (ids[i.clamp(0, last)] == ids[j]) & (i >= 0) & (i <= last)
-    return lambda b, i, j: (ids[b, i.clamp(0, last)] == ids[b, j]) & (i >= 0) & (i <= last)
+def _or(left: RowMask, right: RowMask) -> RowMask:
+    return lambda b, i, j: left(b, i, j) | right(b, i, j)
 
 
-# What was made for some data is good as long as these are the same.
+def _not(inner: RowMask) -> RowMask:
+    return lambda b, i, j: ~inner(b, i, j)
 
 
 def _written(pattern: Pattern) -> str:
-    """How a pattern with one set of data is put together."""
-    match pattern:
-        case Both() | Either():
-            return f"{type(pattern).__name__}({_written(pattern.left)}, {_written(pattern.right)})"
-        case Not():
-            return f"Not({_written(pattern.inner)})"
-    return pattern.text or "data"
+    """How a pattern with one set of data is composed."""
+    return pattern.fold(
+        lambda word: word.text or "data", "Both({}, {})".format, "Either({}, {})".format, "Not({})".format
+    )
 
 
 def _stamp(data: Data) -> tuple | None:

@@ -10,14 +10,21 @@ Words (`causal()`, `window(2)`, …) combine with `&`, `|`, `~` and `-`. Nothing
     ■ · · ■ ■ ·
     ■ · · · ■ ■
 
-Where a query stands: of n queries over m keys, query r stands at position r + m − n, so that a few new
-queries follow a cache of old keys; `at=start` or `at=(start, step)` says otherwise.
+Positions: of n queries over m keys, query r is at position r + m − n, so that a few new queries follow a cache
+of old keys; `at=start` or `at=(start, step)` gives another query offset.
+
+A word is one class that states its relation (words.py, relation.py); what tensors decide is in data.py.
 """
 
 from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, query_offset
+from .classification import BlockGrid, Classes, Run, classify
 from .data import Data, documents, lengths, where
+from .parse import parse_pattern
+from .relation import Relation
 from .words import (
     WORDS,
+    Related,
+    Shorthand,
     Word,
     blocks,
     causal,
@@ -35,19 +42,27 @@ __all__ = [
     "KINDS",
     "WORDS",
     "At",
+    "BlockGrid",
     "Both",
+    "Classes",
     "Data",
     "Either",
     "Not",
     "Pattern",
+    "Related",
+    "Relation",
+    "Run",
+    "Shorthand",
     "Word",
     "blocks",
     "causal",
+    "classify",
     "dilated",
     "documents",
     "every",
     "full",
     "lengths",
+    "parse_pattern",
     "positions",
     "prefix",
     "query_offset",

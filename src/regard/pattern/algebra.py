@@ -1,7 +1,8 @@
-"""The algebra of patterns: `&`, `|`, `~` and `-` over sets of pairs, and where a query stands."""
+"""The algebra of patterns: `&`, `|`, `~` and `-` over sets of pairs, and the positions of queries."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -13,33 +14,61 @@ from .. import value
 from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from . import counting
-from .counting import Countable, Terms
+from .counting import Terms
+from .relation import EVERYTHING
 
 At = int | tuple[int, int] | None
-MANY = 12  # words: inclusion and exclusion has up to 2^words terms, so past this pairs are looked at
-KINDS: dict[str, type] = {}  # what JSON may name; each module of this package adds its own
+MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyond this, pairs are enumerated
+CHUNK_PAIRS = 1 << 24  # pairs enumerated at a time
+KINDS: dict[str, type] = {}  # what JSON may name; `register` adds to it
+RowMask = Callable[[Any, Any, Any], Any]  # (batch row, query position, key position) ↦ allowed
+
+
+def register(kind: type) -> None:
+    """Make a kind of pattern known to JSON and to pattern texts. Each name belongs to one class."""
+    known = KINDS.setdefault(kind.__name__, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise SpecError(
+            f"there is a pattern {kind.__name__!r} already, in {known.__module__}; choose another name"
+        )
+    KINDS[kind.__name__] = kind  # the same class defined anew, as in a notebook
 
 
 class Pattern:
     """A set of pairs (i, j). Combine with `&`, `|`, `~` and `-`; nothing is n × m until `allowed(n, m)`."""
 
     text: str | None = (
-        None  # its JSON, made when it is declared: what a compiled graph carries; None with data
+        None  # its JSON, composed at declaration: what a compiled graph carries; None with data
     )
 
     def allows(self, i: Any, j: Any) -> Any:
-        """Whether the query at position i may look at key j: for two integers, or tensors that broadcast."""
+        """Whether the query at position i may attend to key j: for two integers, or tensors that broadcast."""
         raise NotImplementedError
 
+    def fold(self, leaf: Callable, both: Callable, either: Callable, negate: Callable) -> Any:
+        """The value of the expression: leaf(word) for each word, combined by the other three for &, | and ~."""
+        return leaf(self)
+
     def leaves(self) -> Iterator["Pattern"]:
-        """The words this pattern is made of, in reading order, repeats included."""
+        """The words in reading order, repeats included; of a shorthand those of its meaning."""
         yield self
+
+    def expanded(self) -> "Pattern":
+        """The same pattern with each shorthand replaced by its meaning."""
+        return self
 
     def fits(self, m: int) -> None:
         """Raise a ShapeError if the data of this word cannot be read for m keys."""
 
     def terms(self) -> Terms:
-        """The indicator as a polynomial in those of the words; the empty set stands for the constant 1."""
+        """The indicator as a polynomial in those of relations."""
+        raise NotImplementedError
+
+    def row_mask(self, inside: bool) -> RowMask:
+        """The word for one pair of one batch row, as a function that holds the data but not the word.
+
+        inside: every query position is also a key position.
+        """
         raise NotImplementedError
 
     def __and__(self, other: "Pattern") -> "Pattern":
@@ -54,66 +83,82 @@ class Pattern:
     def __invert__(self) -> "Pattern":
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise SpecError(
+            f"{self!r} is a set of pairs, neither true nor false; combine patterns with &, | and ~, "
+            "not with and, or and not"
+        )
+
     @property
     def has_data(self) -> bool:
         """True if tensors or a function decide, not the declaration: `documents`, `lengths`, `where`."""
-        return any(not isinstance(leaf, Countable) for leaf in self.leaves())
+        return any(leaf.has_data for leaf in self.leaves())
 
     @property
     def reads_query(self) -> bool:
-        """True if it matters where the query stands: not for `full`, `every`, `sinks`, `lengths`."""
+        """True if the position of the query matters: not for `full`, `every`, `sinks`, `lengths`."""
         return any(leaf.reads_query for leaf in self.leaves())
+
+    @property
+    def reads_key(self) -> bool:
+        """True if the position of the key matters: not for `full` and `rows`."""
+        return any(leaf.reads_key for leaf in self.leaves())
+
+    @property
+    def shift_period(self) -> int:
+        """Shifting i and j together by a multiple of this changes nothing; 0 if no such shift is known."""
+        return lcm(*(leaf.shift_period for leaf in self.leaves()))
 
     def allowed(
         self, n: int, m: int | None = None, at: At | Tensor = None, device: torch.device | str | None = None
     ) -> Bool[Tensor, "*b n m"]:
-        """The dense table, True = may look: n × m, or b × 1 × n × m where data differ along the batch."""
+        """The dense table, True = allowed: n × m, or b × 1 × n × m where data differ along the batch."""
         m = n if m is None else m
         for leaf in self.leaves():
             leaf.fits(m)
         i = positions(self, n, m, at, device)[..., None]
         j = torch.arange(m, device=device)
-        i = i[:, None] if i.dim() == 3 else i  # one offset a batch row: an axis for the heads
+        i = i[:, None] if i.dim() == 3 else i  # one offset per batch row: an axis for the heads
         table = torch.as_tensor(self.allows(i, j), device=device)
         return torch.broadcast_to(
             table, (*table.shape[:-2], n, m) if table.dim() > 2 else (*i.shape[:-2], n, m)
         )
 
     def row_counts(self, n: int, m: int | None = None, at: At = None) -> Ints:
-        """How many keys each of the n queries may look at; with data, over all batch rows together."""
+        """How many keys each of the n queries may attend to; with data, summed over the batch rows."""
         m = n if m is None else m
         start, step = query_offset(self, n, m, at)
-        if not self._looked_at:
+        if not self._enumerated:
             return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
-        some = max(1, (1 << 24) // max(m, 1))
-        tables = (self.allowed(min(some, n - r), m, (start + step * r, step)) for r in range(0, n, some))
+        chunk = max(1, CHUNK_PAIRS // max(m, 1))
+        tables = (self.allowed(min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
         counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).numpy() for t in tables]
         return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
 
-        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are looked at one by one.
+        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are enumerated.
         """
         m = n if m is None else m
         start, step = query_offset(self, n, m, at)
         if n == 0 or m == 0:
             return 0
-        if self._looked_at:
+        if self._enumerated:
             return int(self.row_counts(n, m, at).sum())
         return counting.count(self.terms(), n, m, start, step)
 
     @property
-    def _looked_at(self) -> bool:
-        """True where there is no formula, or one of too many terms: pairs are then looked at, some rows at a time."""
-        return self.has_data or len(set(self.leaves())) > MANY
+    def _enumerated(self) -> bool:
+        """True where there is no formula, or one of too many terms: pairs are enumerated, in chunks of rows."""
+        return self.has_data or len(set(self.leaves())) > MAX_COUNTED_WORDS
 
     def same(self, other: "Pattern", n: int, m: int | None = None, at: At = None) -> bool:
         """Equality of meaning at this size: exactly the same pairs. (`==` compares how they are written.)"""
         return ((self - other) | (other - self)).count(n, m, at) == 0
 
     def draw(self, n: int, m: int | None = None, at: At = None) -> str:
-        """One line a query: ■ may look, · may not."""
+        """One line per query: ■ allowed, · not."""
         table = self.allowed(n, m, at)
         if table.dim() > 2:
             raise ShapeError(f"{self!r} differs along the batch; draw one row: pattern.allowed(n)[b, 0]")
@@ -130,22 +175,22 @@ class Pattern:
 def write_text(pattern: Pattern, *parts: Pattern) -> None:
     """Give a frozen pattern its text, if all its parts have one.
 
-    The JSON of whole numbers, None and patterns, put together by hand: a traced graph may declare a pattern too.
+    The JSON of whole numbers, None and patterns, without the json module: a traced graph may declare a pattern too.
     """
     if any(part.text is None for part in parts):
         return
-    said = [f'"kind": "{type(pattern).__name__}"']
+    members = [f'"kind": "{type(pattern).__name__}"']
     for field in fields(pattern):  # type: ignore[arg-type]  # every pattern is a dataclass
         given = getattr(pattern, field.name)
         text = given.text if isinstance(given, Pattern) else "null" if given is None else str(given)
-        said.append(f'"{field.name}": {text}')
-    object.__setattr__(pattern, "text", "{" + ", ".join(said) + "}")
+        members.append(f'"{field.name}": {text}')
+    object.__setattr__(pattern, "text", "{" + ", ".join(members) + "}")
 
 
-def _need_patterns(whole: Pattern, *parts: Any) -> None:
+def _need_patterns(composite: Pattern, *parts: Any) -> None:
     for part in parts:
         if not isinstance(part, Pattern):
-            raise SpecError(f"{type(whole).__name__} is made of patterns; {part!r} is none")
+            raise SpecError(f"{type(composite).__name__} is made of patterns; {part!r} is none")
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,6 +206,14 @@ class Both(Pattern):
 
     def allows(self, i, j):
         return self.left.allows(i, j) & self.right.allows(i, j)
+
+    def fold(self, leaf, both, either, negate):
+        inner = (x.fold(leaf, both, either, negate) for x in (self.left, self.right))
+        return both(*inner)
+
+    def expanded(self):
+        left, right = self.left.expanded(), self.right.expanded()
+        return self if left is self.left and right is self.right else Both(left, right)
 
     def leaves(self):
         yield from self.left.leaves()
@@ -190,6 +243,14 @@ class Either(Pattern):
     def allows(self, i, j):
         return self.left.allows(i, j) | self.right.allows(i, j)
 
+    def fold(self, leaf, both, either, negate):
+        inner = (x.fold(leaf, both, either, negate) for x in (self.left, self.right))
+        return either(*inner)
+
+    def expanded(self):
+        left, right = self.left.expanded(), self.right.expanded()
+        return self if left is self.left and right is self.right else Either(left, right)
+
     def leaves(self):
         yield from self.left.leaves()
         yield from self.right.leaves()
@@ -205,7 +266,7 @@ class Either(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Not(Pattern):
-    """~inner: every pair that inner does not hold."""
+    """~inner: every pair that is not in inner."""
 
     inner: Pattern
 
@@ -217,21 +278,29 @@ class Not(Pattern):
         inner = self.inner.allows(i, j)
         return not inner if isinstance(inner, bool) else ~inner
 
+    def fold(self, leaf, both, either, negate):
+        return negate(self.inner.fold(leaf, both, either, negate))
+
+    def expanded(self):
+        inner = self.inner.expanded()
+        return self if inner is self.inner else Not(inner)
+
     def leaves(self):
         yield from self.inner.leaves()
 
     def terms(self):
-        return counting.plus({frozenset(): 1}, self.inner.terms(), -1)
+        return counting.plus({EVERYTHING: 1}, self.inner.terms(), -1)
 
     def __repr__(self):
         return f"~({self.inner!r})" if isinstance(self.inner, Both | Either) else f"~{self.inner!r}"
 
 
-KINDS.update(value.table(Both, Either, Not))
+for kind in (Both, Either, Not):
+    register(kind)
 
 
 def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:
-    """(start, step): query r of n over m keys stands at position start + step · r."""
+    """(start, step): query r of n over m keys is at position start + step · r."""
     if isinstance(at, tuple):
         start, step = at
         if step < 1:
@@ -241,8 +310,8 @@ def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, 
         return int(at), 1
     if n > m and pattern.reads_query:
         raise ShapeError(
-            f"{n} queries over {m} keys: {pattern!r} compares positions, and query 0 would stand at {m - n}; "
-            f"say where the queries stand with at=, for example at=0"
+            f"{n} queries over {m} keys: {pattern!r} compares positions, and query 0 would be at {m - n}; "
+            f"give the query offset with at=, for example at=0"
         )
     return m - n, 1
 
@@ -250,7 +319,7 @@ def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, 
 def positions(
     pattern: Pattern, n: int, m: int, at: At | Tensor = None, device: torch.device | str | None = None
 ) -> Int[Tensor, "*b n"]:
-    """Where the n queries stand: (n,), or (b, n) where `at` holds one offset a batch row."""
+    """The positions of the n queries: (n,), or (b, n) where `at` holds one offset per batch row."""
     if isinstance(at, Tensor):
         return at.to(device)[..., None] + torch.arange(n, device=device)
     start, step = query_offset(pattern, n, m, at)

@@ -1,160 +1,113 @@
-"""How many pairs, exactly, without looking at each: inclusion and exclusion over words that progress."""
+"""How many pairs, exactly, without enumerating them: inclusion and exclusion over relations."""
 
 from collections.abc import Callable
-from functools import cache, reduce
+from dataclasses import replace
 from math import gcd, lcm
-from operator import and_
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import progression
-from ..progression import FAR, Ints, Keys
+from ..progression import FAR, Ints, Progression, solve
+from .relation import Relation
 
-
-class Countable:
-    """A word as counting sees it: one progression of keys a query, between two lines."""
-
-    @property
-    def period(self) -> int:
-        """Shifting i by this changes neither residues nor the distance to the bounds."""
-        return 1
-
-    @property
-    def lines(self) -> tuple[tuple[int, int], ...]:
-        """The bounds lo and hi, as (slope, constant): slope · i + constant."""
-        return ()
-
-    @property
-    def wobble(self) -> int:
-        """How far a bound strays from its line."""
-        return 0
-
-    @property
-    def turns(self) -> tuple[int, ...]:
-        """Positions i at which a bound changes its line."""
-        return ()
-
-    @property
-    def queries(self) -> tuple[int, int] | None:
-        """(offset, k) where all it asks is that i ≡ offset (mod k)."""
-        return None
-
-    @property
-    def apart(self) -> tuple[int, int, int] | None:
-        """(least, most, step) of i − j, which step divides, where that is all it asks; blocks ask their stair too."""
-        return None
-
-    @property
-    def stair(self) -> int:
-        """The size of blocks that a pair has to share; 0 if none."""
-        return 0
-
-    def along(self, d: Ints) -> Keys | None:
-        """The positions i of the queries that may look d keys back, where they are a progression for each d."""
-        return Keys(-FAR, FAR) if self.apart else None
-
-    def keys(self, i: Ints) -> Keys:
-        """lo, hi, residue and step for queries at positions i; bounds may lie past the last key."""
-        raise NotImplementedError
-
-
-Terms = dict[frozenset[Countable], int]  # an indicator as a polynomial; the empty set stands for 1
+Terms = dict[Relation, int]  # an indicator as a polynomial: Σ coefficient · indicator of the relation
 
 
 def plus(a: Terms, b: Terms, times: int = 1) -> Terms:
+    """a + times · b."""
     out = dict(a)
-    for words, c in b.items():
-        out[words] = out.get(words, 0) + times * c
-    return {words: c for words, c in out.items() if c}
+    for relation, c in b.items():
+        out[relation] = out.get(relation, 0) + times * c
+    return {relation: c for relation, c in out.items() if c}
 
 
 def product(a: Terms, b: Terms) -> Terms:
+    """The product of two indicators is that of the relations' conjunctions."""
     out: Terms = {}
-    for wa, ca in a.items():
-        for wb, cb in b.items():
-            out[wa | wb] = out.get(wa | wb, 0) + ca * cb
-    return {words: c for words, c in out.items() if c}
+    for ra, ca in a.items():
+        for rb, cb in b.items():
+            both = ra & rb
+            if not both.empty:
+                out[both] = out.get(both, 0) + ca * cb
+    return {relation: c for relation, c in out.items() if c}
 
 
 def row_counter(
     terms: Terms, m: int, start: int, step: int, dtype: type = np.int64
 ) -> Callable[[Ints], Ints]:
-    """t ↦ how many keys query t may look at: Σ coefficient · |progression of the term|."""
+    """t ↦ the number of keys that query t may attend to: Σ coefficient · |progression of the term|."""
+    inside = Progression(0, m - 1)
 
     def count_rows(t: Ints) -> Ints:
         i: Ints = (start + step * t).astype(dtype)
-        of = cache(lambda word: word.keys(i))
         total = np.zeros(i.shape, dtype=np.int64)
-        for words, coefficient in terms.items():
-            total += coefficient * reduce(and_, map(of, words), Keys(0, m - 1)).count()
+        for relation, coefficient in terms.items():
+            total += coefficient * (relation.keys(i) & inside).count()
         return total
 
     return count_rows
 
 
 def count(terms: Terms, n: int, m: int, start: int, step: int) -> int:
-    """How many pairs: Σ coefficient · |pairs that all words of the term allow|."""
-    return sum(coefficient * _term(words, n, m, start, step) for words, coefficient in terms.items())
+    """How many pairs: Σ coefficient · |pairs of the relation|."""
+    return sum(coefficient * _pairs(relation, n, m, start, step) for relation, coefficient in terms.items())
 
 
-def _term(words: frozenset[Countable], n: int, m: int, start: int, step: int) -> int:
-    """How many pairs all of these words allow."""
-    for word in words:
-        if word.queries:  # look at the queries it lets through, not at the others
-            t, by = _solve(start, step, *word.queries)
-            left = len(range(t, n, by)) if by else 0
-            return _term(words - {word}, left, m, start + step * t, step * by) if left else 0
-    period = lcm(*(w.period for w in words))
-    distances = _distances(words, n, m, start, step)
-    if len(distances) < min(n, 2 * period) and _runs_across(words, len(distances), n, step, 2 * period):
-        return _across(words, distances, n, m, start, step)
-    flat = {0, m - 1} | {c for w in words for slope, c in w.lines if slope == 0}
-    steep = {c for w in words for slope, c in w.lines if slope == 1}
-    turns = {b - a for a in steep for b in flat} | {t for w in words for t in w.turns}
-    breaks = [(t - start) // step for t in turns]
-    slack = sum(w.wobble for w in words) // step + 1
-    rows = row_counter({words: 1}, m, start, step, _dtype(flat | steep | {start, start + step * n}, words))
+def _pairs(r: Relation, n: int, m: int, start: int, step: int) -> int:
+    """How many pairs satisfy one relation: by rows, or by diagonals where those are fewer."""
+    if r.query_class[0] > 1:  # count over the queries of that class alone
+        t, by = solve(start, step, *r.query_class)
+        left = len(range(t, n, by)) if by else 0
+        return _pairs(replace(r, query_class=(1, 0)), left, m, start + step * t, step * by) if left else 0
+    period = r.period
+    differences = _differences(r, n, m, start, step)
+    if len(differences) < min(n, 2 * period) and _diagonals_pay(r, len(differences), n, step, 2 * period):
+        return _by_diagonals(r, differences, n, m, start, step)
+    fixed = {0, m - 1} | ({r.key_below - 1} if r.key_below < FAR else set())  # bounds on j that stay
+    moving = {-b for b in (r.near, r.far) if abs(b) < FAR} | (
+        {0} if r.blocks else set()
+    )  # those that move with i
+    ends = {r.query_below} if r.query_below < FAR else set()
+    breaks = [(x - start) // step for x in {b - a for a in moving for b in fixed} | ends]
+    slack = sum(r.blocks) // step + 1  # the bounds of a block are a staircase along j = i
+    rows = row_counter({r: 1}, m, start, step, _dtype(r, fixed | moving | ends | {start, start + step * n}))
     return progression.total(rows, n, breaks, slack, period // gcd(period, step))
 
 
-def _distances(words: frozenset[Countable], n: int, m: int, start: int, step: int) -> range:
-    """The distances i − j that a pair of this term may have."""
-    asked = [w.apart for w in words if w.apart]
-    by = lcm(*(k for _, _, k in asked))
-    least = max(start - (m - 1), *(a for a, _, _ in asked), -FAR)
-    most = min(start + step * (n - 1), *(b for _, b, _ in asked), FAR)
-    return range(-(-least // by) * by, most + 1, by)
+def _differences(r: Relation, n: int, m: int, start: int, step: int) -> range:
+    """The differences i − j that a pair of this relation may have."""
+    near = max(start - (m - 1), r.near, *(1 - size for size in r.blocks))
+    far = min(start + step * (n - 1), r.far, *(size - 1 for size in r.blocks))
+    return range(-(-near // r.divisor) * r.divisor, far + 1, r.divisor)
 
 
-def _runs_across(words: frozenset[Countable], distances: int, n: int, step: int, visits: int) -> bool:
-    """Whether each diagonal is a progression of queries, on stairs only where that costs less than the visits."""
-    alongs = [w.along(np.zeros(1, dtype=np.int64)) for w in words]
-    if None in alongs:
-        return False
-    by = lcm(step, *(a.step for a in alongs if a))
-    stairs = sum(bool(w.stair) for w in words)
-    return stairs == 0 or (stairs == 1 and by == 1) or distances * (n // by + 1) < min(visits, n) // 2
+def _diagonals_pay(r: Relation, differences: int, n: int, step: int, visits: int) -> bool:
+    """Whether counting by diagonals is cheaper than `visits` rows; without blocks a diagonal is one progression."""
+    by = lcm(step, r.key_class[0])
+    plain = not r.blocks or (len(r.blocks) == 1 and by == 1)
+    return plain or differences * (n // by + 1) < min(visits, n) // 2
 
 
-def _across(words: frozenset[Countable], distances: range, n: int, m: int, start: int, step: int) -> int:
-    """The pairs of a term, diagonal by diagonal: for each distance, the queries are one progression."""
+def _by_diagonals(r: Relation, differences: range, n: int, m: int, start: int, step: int) -> int:
+    """The pairs of a relation, difference by difference: for each, the queries are one progression."""
     last, total = start + step * (n - 1), 0
-    for a in range(0, len(distances), progression.PIECE):
-        some = distances[a : a + progression.PIECE]
-        d = np.arange(some.start, some.stop, some.step, dtype=np.int64)
-        inside = Keys(np.maximum(d, start), np.minimum(d + m - 1, last), start % step, step)
-        queries = reduce(and_, (w.along(d) for w in words), inside)
-        stairs = {w.stair for w in words if w.stair}
-        total += int((queries.count() if not stairs else _on_stairs(queries, d, stairs)).sum())
+    for a in range(0, len(differences), progression.CHUNK):
+        chunk = differences[a : a + progression.CHUNK]
+        d = np.arange(chunk.start, chunk.stop, chunk.step, dtype=np.int64)
+        inside = Progression(np.maximum(d, start), np.minimum(d + m - 1, last), start % step, step)
+        queries = inside & r.queries(d)
+        total += int((_sharing_blocks(queries, d, r.blocks) if r.blocks else queries.count()).sum())
     return total
 
 
-def _on_stairs(queries: Keys, d: Ints, stairs: set[int]) -> Ints:
+def _sharing_blocks(queries: Progression, d: Ints, sizes: tuple[int, ...]) -> Ints:
     """How many of the queries share a block of each size with the key d before them."""
-    lo, hi, (size, *others) = np.asarray(queries.lo), np.asarray(queries.hi), sorted(stairs)
-    if queries.step == 1 and not others:  # a query is d past its block's begin, or −d before its end
+    lo, hi, (size, *others) = np.asarray(queries.lo), np.asarray(queries.hi), sizes
+    if (
+        queries.step == 1 and not others
+    ):  # a query is at least d after its block's start, or −d before its end
         low, width = np.maximum(d, 0), np.maximum(size - np.abs(d), 0)
 
         def up_to(x: NDArray[Any]) -> NDArray[Any]:
@@ -163,26 +116,16 @@ def _on_stairs(queries: Keys, d: Ints, stairs: set[int]) -> Ints:
         return np.where(hi >= lo, up_to(hi) - up_to(lo - 1), 0)
     count = queries.count()
     which = np.repeat(np.arange(len(d)), count)
-    along = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
-    i = (queries.first() + np.zeros_like(d))[which] + queries.step * along
-    together = [i // s == (i - d[which]) // s for s in stairs]
-    return np.bincount(which, np.logical_and.reduce(together), len(d)).astype(np.int64)
+    nth = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+    i = (queries.first() + np.zeros_like(d))[which] + queries.step * nth
+    shared = [i // s == (i - d[which]) // s for s in sizes]
+    return np.bincount(which, np.logical_and.reduce(shared), len(d)).astype(np.int64)
 
 
-def _dtype(numbers: set[int], words: frozenset[Countable]) -> type:
+def _dtype(r: Relation, bounds: set[int]) -> type:
     """int32 where nothing can overflow it: its remainders take a third of the time."""
-    steps = [w.keys(np.zeros(1, dtype=np.int64)).step for w in words]
-    numbers = numbers | {w.wobble for w in words}
+    steps = (r.key_class[0], r.divisor)
     small = (
-        max(map(abs, numbers)) < 1 << 28 and max(steps, default=1) ** 2 < 1 << 30 and lcm(*steps) < 1 << 30
+        max(map(abs, (*bounds, *r.blocks))) < 1 << 28 and max(steps) ** 2 < 1 << 30 and lcm(*steps) < 1 << 30
     )
     return np.int32 if small else np.int64
-
-
-def _solve(start: int, step: int, offset: int, k: int) -> tuple[int, int]:
-    """(t₀, by): start + step · t ≡ offset (mod k) exactly for t ≡ t₀ (mod by); by = 0 where no t does."""
-    g = gcd(step, k)
-    if (offset - start) % g:
-        return 0, 0
-    by = k // g
-    return (offset - start) // g * pow(step // g, -1, by) % by, by

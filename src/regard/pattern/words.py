@@ -1,302 +1,261 @@
-"""The words of the grammar: each gives a query one arithmetic progression of keys, by an inequality."""
+"""The words of the grammar. A word is a relation of its numbers; everything else is derived from that."""
 
 from dataclasses import dataclass, fields
-
-import numpy as np
+from typing import dataclass_transform
 
 from .. import value
 from ..errors import SpecError
-from ..progression import FAR, Keys
-from .algebra import KINDS, Pattern, write_text
-from .counting import Countable, Terms
+from ..progression import FAR
+from .algebra import Pattern, register, write_text
+from .relation import Relation
 
 
-class Word(Countable, Pattern):
-    """A pattern that gives each query one arithmetic progression of keys. See progression.py."""
+@dataclass_transform(frozen_default=True)
+class Declared(Pattern):
+    """A pattern declared by whole numbers. A subclass becomes a frozen dataclass that JSON and pattern texts know."""
 
-    reads_query = True
+    def __init_subclass__(cls, abstract: bool = False) -> None:
+        dataclass(frozen=True, repr=False)(cls)
+        if not abstract:
+            register(cls)
 
     def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]  # every word is a dataclass
+        for field in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             given = getattr(self, field.name)
-            whole = type(given) is int or (given is None and field.default is None)
-            _need(whole, self, f"{field.name} needs to be a whole number, an int")
-            _need(
-                given is None or abs(given) < FAR,
-                self,
-                f"{field.name} needs to be below {FAR}, past any position",
+            self.require(
+                type(given) is int or (given is None and field.default is None),
+                f"{field.name} needs to be a whole number, an int",
             )
-        self._check()
+            self.require(
+                given is None or abs(given) < FAR,
+                f"{field.name} needs to be below {FAR}, beyond any position",
+            )
+        self.check()
         write_text(self)
 
-    def _check(self) -> None:
-        """Raise a SpecError if these numbers declare no pattern."""
+    def check(self) -> None:
+        """Raise a SpecError if these numbers declare no pattern; `require` does."""
 
-    def terms(self) -> Terms:
-        return {frozenset([self]): 1}
+    def require(self, condition: bool, needs: str) -> None:
+        if not condition:
+            raise SpecError(f"{self!r}: {needs}")
 
     def __repr__(self) -> str:
         return value.source(self)
 
 
-def _need(ok: bool, what: Pattern, needs: str) -> None:
-    if not ok:
-        raise SpecError(f"{what!r}: {needs}")
+class Word(Declared, abstract=True):
+    """A pattern given by one relation between the query's and the key's position: the only thing it states.
+
+    >>> class before_last(Word):
+    ...     "i − j ≥ back."
+    ...     back: int
+    ...
+    ...     @property
+    ...     def relation(self):
+    ...         return Relation(near=self.back)
+    >>> print((before_last(1) & every(2)).draw(5))
+    · · · · ·
+    ■ · · · ·
+    ■ · · · ·
+    ■ · ■ · ·
+    ■ · ■ · ·
+    """
+
+    has_data = False
+
+    @property
+    def relation(self) -> Relation:
+        raise NotImplementedError
+
+    @property
+    def reads_query(self) -> bool:
+        return self.relation.reads_query
+
+    @property
+    def reads_key(self) -> bool:
+        return self.relation.reads_key
+
+    @property
+    def shift_period(self) -> int:
+        return self.relation.shift_period
+
+    def allows(self, i, j):
+        return self.relation.allows(i, j)
+
+    def row_mask(self, inside):
+        relation = self.relation
+        return lambda b, i, j: relation.allows(i, j)
+
+    def terms(self):
+        return {self.relation: 1}
 
 
-@dataclass(frozen=True, repr=False)
+class Related(Word, abstract=True):
+    """A word without a name: any relation. The engine rewrites patterns with it; it has no JSON."""
+
+    of: Relation
+    refuses_json = "is a relation without a name, so it has no JSON"
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def relation(self) -> Relation:
+        return self.of
+
+
+class Shorthand(Declared, abstract=True):
+    """A word for a pattern that is composed of others: what it stands for is the only thing it states."""
+
+    @property
+    def meaning(self) -> Pattern:
+        raise NotImplementedError
+
+    def allows(self, i, j):
+        return self.meaning.allows(i, j)
+
+    def fold(self, leaf, both, either, negate):
+        return self.meaning.fold(leaf, both, either, negate)
+
+    def leaves(self):
+        yield from self.meaning.leaves()
+
+    def expanded(self):
+        return self.meaning.expanded()
+
+    def terms(self):
+        return self.meaning.terms()
+
+
 class full(Word):
     """Every pair."""
 
-    reads_query = False
-
-    def allows(self, i, j):
-        return (i == i) & (j == j)
-
-    def keys(self, i):
-        return Keys(-FAR, FAR)
-
-    def terms(self):
-        return {frozenset(): 1}
+    @property
+    def relation(self):
+        return Relation()
 
 
-@dataclass(frozen=True, repr=False)
 class causal(Word):
     """j ≤ i: itself and what came before."""
 
-    lines = ((1, 0),)
-    apart = (0, FAR, 1)
-
-    def allows(self, i, j):
-        return j <= i
-
-    def keys(self, i):
-        return Keys(-FAR, i)
+    @property
+    def relation(self):
+        return Relation(near=0)
 
 
-@dataclass(frozen=True, repr=False)
 class window(Word):
     """−after ≤ i − j ≤ before: `window(2)` is the query itself, two keys before it and two after."""
 
     before: int
     after: int | None = None  # None: as many as before
 
-    def _check(self):
-        _need(
+    def check(self):
+        self.require(
             self.before >= 0 and (self.after is None or self.after >= 0),
-            self,
             "a window cannot end before it begins; before and after need to be >= 0",
         )
 
     @property
-    def ahead(self) -> int:
-        return self.before if self.after is None else self.after
-
-    @property
-    def lines(self):
-        return ((1, -self.before), (1, self.ahead))
-
-    @property
-    def apart(self):
-        return (-self.ahead, self.before, 1)
-
-    def allows(self, i, j):
-        return (i - j <= self.before) & (j - i <= self.ahead)
-
-    def keys(self, i):
-        return Keys(i - self.before, i + self.ahead)
+    def relation(self):
+        return Relation(near=-(self.before if self.after is None else self.after), far=self.before)
 
 
-@dataclass(frozen=True, repr=False)
 class dilated(Word):
     """step divides i − j and |i − j| ≤ reach · step: 2·reach + 1 keys."""
 
     reach: int
     step: int
 
-    def _check(self):
-        _need(self.reach >= 0 and self.step >= 1, self, "reach needs to be >= 0 and step >= 1")
-        _need(self.reach * self.step < FAR, self, f"reach · step needs to be below {FAR}, past any position")
+    def check(self):
+        self.require(self.reach >= 0 and self.step >= 1, "reach needs to be >= 0 and step >= 1")
+        self.require(
+            self.reach * self.step < FAR, f"reach · step needs to be below {FAR}, beyond any position"
+        )
 
     @property
-    def period(self):
-        return self.step
-
-    @property
-    def lines(self):
-        return ((1, -self.reach * self.step), (1, self.reach * self.step))
-
-    @property
-    def apart(self):
-        return (-self.reach * self.step, self.reach * self.step, self.step)
-
-    def allows(self, i, j):
-        return ((i - j) % self.step == 0) & (abs(i - j) <= self.reach * self.step)
-
-    def keys(self, i):
-        far = self.reach * self.step
-        return Keys(i - far, i + far, i % self.step, self.step)
+    def relation(self):
+        return Relation(near=-self.reach * self.step, far=self.reach * self.step, divisor=self.step)
 
 
-@dataclass(frozen=True, repr=False)
 class every(Word):
-    """j ≡ offset (mod k): every k-th key, seen by all."""
+    """j ≡ offset (mod k): every k-th key, for all queries."""
 
     k: int
     offset: int = 0
 
-    reads_query = False
-
-    def _check(self):
-        _need(self.k >= 1 and 0 <= self.offset < self.k, self, "k needs to be >= 1 and 0 <= offset < k")
+    def check(self):
+        self.require(self.k >= 1 and 0 <= self.offset < self.k, "k needs to be >= 1 and 0 <= offset < k")
 
     @property
-    def period(self):
-        return self.k
-
-    def allows(self, i, j):
-        return (j % self.k == self.offset) & (i == i)
-
-    def keys(self, i):
-        return Keys(-FAR, FAR, self.offset, self.k)
-
-    def along(self, d):
-        return Keys(-FAR, FAR, (self.offset + d) % self.k, self.k)
+    def relation(self):
+        return Relation(key_class=(self.k, self.offset))
 
 
-@dataclass(frozen=True, repr=False)
 class strided(Word):
     """i − j ≡ 0 (mod k): keys at a distance that k divides."""
 
     k: int
 
-    def _check(self):
-        _need(self.k >= 1, self, "k needs to be >= 1")
+    def check(self):
+        self.require(self.k >= 1, "k needs to be >= 1")
 
     @property
-    def period(self):
-        return self.k
-
-    @property
-    def apart(self):
-        return (-FAR, FAR, self.k)
-
-    def allows(self, i, j):
-        return (i - j) % self.k == 0
-
-    def keys(self, i):
-        return Keys(-FAR, FAR, i % self.k, self.k)
+    def relation(self):
+        return Relation(divisor=self.k)
 
 
-@dataclass(frozen=True, repr=False)
 class rows(Word):
-    """i ≡ offset (mod k): every k-th query sees everything."""
+    """i ≡ offset (mod k): every k-th query attends to all keys."""
 
     k: int
     offset: int = 0
 
-    def _check(self):
-        _need(self.k >= 1 and 0 <= self.offset < self.k, self, "k needs to be >= 1 and 0 <= offset < k")
+    def check(self):
+        self.require(self.k >= 1 and 0 <= self.offset < self.k, "k needs to be >= 1 and 0 <= offset < k")
 
     @property
-    def period(self):
-        return self.k
-
-    @property
-    def queries(self):
-        return (self.offset, self.k)
-
-    def allows(self, i, j):
-        return (i % self.k == self.offset) & (j == j)
-
-    def keys(self, i):
-        return Keys(-FAR, np.where(i % self.k == self.offset, FAR, -1))
+    def relation(self):
+        return Relation(query_class=(self.k, self.offset))
 
 
-@dataclass(frozen=True, repr=False)
 class sinks(Word):
-    """j < m: the first m keys, seen by all."""
+    """j < m: the first m keys, for all queries."""
 
     m: int
 
-    reads_query = False
-
-    def _check(self):
-        _need(self.m >= 0, self, "m needs to be >= 0")
+    def check(self):
+        self.require(self.m >= 0, "m needs to be >= 0")
 
     @property
-    def lines(self):
-        return ((0, self.m - 1),)
-
-    def allows(self, i, j):
-        return (j < self.m) & (i == i)
-
-    def keys(self, i):
-        return Keys(-FAR, self.m - 1)
-
-    def along(self, d):
-        return Keys(-FAR, self.m - 1 + d)
+    def relation(self):
+        return Relation(key_below=self.m)
 
 
-@dataclass(frozen=True, repr=False)
 class prefix(Word):
     """i < m and j < m: `causal() | prefix(m)` is a prefix language model."""
 
     m: int
 
-    def _check(self):
-        _need(self.m >= 0, self, "m needs to be >= 0")
+    def check(self):
+        self.require(self.m >= 0, "m needs to be >= 0")
 
     @property
-    def lines(self):
-        return ((0, self.m - 1),)
-
-    @property
-    def turns(self):
-        return (self.m,)
-
-    def allows(self, i, j):
-        return (i < self.m) & (j < self.m)
-
-    def keys(self, i):
-        return Keys(-FAR, np.where(i < self.m, self.m - 1, -1))
-
-    def along(self, d):
-        return Keys(-FAR, self.m - 1 + np.minimum(d, 0))
+    def relation(self):
+        return Relation(query_below=self.m, key_below=self.m)
 
 
-@dataclass(frozen=True, repr=False)
 class blocks(Word):
-    """⌊i/size⌋ = ⌊j/size⌋: each block of neighbours sees itself."""
+    """⌊i/size⌋ = ⌊j/size⌋: each block of neighbours attends to itself."""
 
     size: int
 
-    def _check(self):
-        _need(self.size >= 1, self, "size needs to be >= 1")
+    def check(self):
+        self.require(self.size >= 1, "size needs to be >= 1")
 
     @property
-    def period(self):
-        return self.size
-
-    @property
-    def wobble(self):  # its bounds are a staircase along j = i
-        return self.size
-
-    stair = wobble
-
-    @property
-    def apart(self):  # no further, and not all that near
-        return (1 - self.size, self.size - 1, 1)
-
-    lines = ((1, 0),)
-
-    def allows(self, i, j):
-        return i // self.size == j // self.size
-
-    def keys(self, i):
-        lo = i // self.size * self.size
-        return Keys(lo, lo + self.size - 1)
+    def relation(self):
+        return Relation(blocks=(self.size,))
 
 
 WORDS = (full, causal, window, dilated, every, strided, rows, sinks, prefix, blocks)
-KINDS.update(value.table(*WORDS))

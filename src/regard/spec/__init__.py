@@ -1,5 +1,7 @@
 """Declarations: frozen values, checked once, of everything that can be built."""
 
+from collections import ChainMap
+
 from .. import pattern, position, value
 from .attention import Attention, EmptyRowWarning, Sizes
 from .base import Spec
@@ -36,7 +38,7 @@ SPECS = (
     Convolutional,
     Mixing,
 )
-KINDS = pattern.KINDS | value.table(*position.KINDS, *SPECS)
+KINDS = ChainMap(value.table(*position.KINDS, *SPECS), pattern.KINDS)  # patterns may be added later
 
 
 def from_json(text: str) -> Spec:

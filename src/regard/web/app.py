@@ -19,11 +19,11 @@ import regard
 
 from .. import spec, value
 from ..cli.look import Asked, arguments, encoded, namer, vocabulary
-from ..cli.targets import read_pattern
 from ..costs.entry import cost as price
 from ..errors import FormatError, RegardError, SpecError, nearest
-from ..lens.html_report import page
+from ..lens.report import page
 from ..lens.view import look
+from ..pattern import parse_pattern
 
 PAGE = Path(__file__).with_name("page.html")
 LONGEST = 1 << 17  # positions of a pattern that is explained; counting alone goes on to FARTHEST
@@ -104,7 +104,7 @@ def _complaint(errors: Sequence[Any]) -> str:
 
 
 def _of_pattern(given: OfPattern) -> dict[str, Any]:
-    pattern = read_pattern(given.pattern)
+    pattern = parse_pattern(given.pattern)
     count = pattern.count(given.n)
     told: dict[str, Any] = {
         "pattern": repr(pattern),

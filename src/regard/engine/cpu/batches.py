@@ -13,10 +13,10 @@ from math import gcd, lcm
 
 import numpy as np
 
-from ...pattern import Pattern, every
+from ...pattern import Pattern, Relation, every
 from ...progression import FAR, Ints
 from ..plan.planner import Pass, Plan, plan
-from ..plan.tiles import NoPlan, Relations, relations
+from ..plan.tiles import NoPlan, relations
 from .batch import NARROW, WIDE, Batch, Program, lanes, working
 
 MANY = 1024  # batches: so many are not laid out where a comb can stand apart, quicker wherever tried
@@ -185,7 +185,7 @@ def _alike(batch: Batch, pattern: Pattern) -> Iterator[Batch]:
 
 def alike(batch: Batch, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
     """(first, end, cycle): stretches of tiles in which tile t has the mask of tile t + cycle."""
-    words = [relations(word, False) for word in dict.fromkeys(pattern.leaves())]
+    words = list(relations(pattern, by_keys=False).values())
     di, dj = batch.step * batch.row_hop, batch.key_hop
     period = lcm(*(_period(word, di, dj) for word in words))  # 0: no tile is like another
     cut = _cuts(batch, words) if period else range(batch.tiles)
@@ -194,21 +194,21 @@ def alike(batch: Batch, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
         yield low, high, min(max(period, 1), high - low)
 
 
-def _period(word: Relations, di: int, dj: int) -> int:
+def _period(word: Relation, di: int, dj: int) -> int:
     """The least p for which a shift by p·(di, dj) changes neither residue nor distance; 0: none does."""
-    band = word.near > -FAR or word.far < FAR or word.block
+    band = word.near > -FAR or word.far < FAR or word.blocks
     if band and di != dj:
         return 0
     steps = [
-        (word.x_class[0], di),
-        (word.y_class[0], dj),
-        (word.apart, di - dj),
-        (word.block or 1, di),
+        (word.query_class[0], di),
+        (word.key_class[0], dj),
+        (word.divisor, di - dj),
+        *((size, di) for size in word.blocks),
     ]
     return lcm(*(k // gcd(k, by) for k, by in steps))
 
 
-def _cuts(batch: Batch, words: list[Relations]) -> Sequence[int]:
+def _cuts(batch: Batch, words: list[Relation]) -> Sequence[int]:
     """The tiles in which a word with a fixed end has that end between two rows or two keys, or that start there."""
     t = np.arange(batch.tiles)
     i = batch.start + batch.step * (batch.row + batch.row_hop * t)
@@ -218,7 +218,7 @@ def _cuts(batch: Batch, words: list[Relations]) -> Sequence[int]:
     inside = np.zeros(batch.tiles, dtype=bool)
     turned = np.zeros(batch.tiles, dtype=bool)
     for word in words:
-        for end, first, last in ((word.x_below, i, last_i), (word.y_below, j, last_j)):
+        for end, first, last in ((word.query_below, i, last_i), (word.key_below, j, last_j)):
             inside |= (first < end) & (end <= last)
             turned[1:] |= (first[:-1] < end) != (first[1:] < end)
     return np.flatnonzero(inside | turned).tolist()

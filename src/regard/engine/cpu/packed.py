@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from torch import Tensor
 
-from ...pattern import At, Both, Pattern, causal, dilated, documents, full, query_offset, strided, window
+from ...pattern import At, Both, Pattern, causal, documents, full, query_offset
 from ..plan.planner import NoPlan
 from .batch import Batch, Program
 from .batches import program
@@ -23,7 +23,6 @@ from .batches import program
 SHARED = 128  # keys of documents that share a tile: so many are quicker computed than called one by one
 ALONE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
 
-SLIDE = (full, causal, window, dilated, strided)  # words that read i − j alone: a document may begin anywhere
 Stretch = tuple[int, int]  # the first key of a document, and the first past it
 
 
@@ -32,7 +31,7 @@ def parts(pattern: Pattern) -> tuple[documents, Pattern] | None:
     factors = list(_factors(pattern))
     found = [f for f in factors if isinstance(f, documents)]
     rest = [f for f in factors if not isinstance(f, documents)]
-    if len(found) != 1 or not all(isinstance(leaf, SLIDE) for f in rest for leaf in f.leaves()):
+    if len(found) != 1 or any(f.shift_period != 1 for f in rest):  # a document may begin anywhere
         return None
     return found[0], reduce(and_, rest) if rest else full()
 

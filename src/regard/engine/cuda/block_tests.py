@@ -7,15 +7,17 @@ is found once a key, and a pair costs one comparison a bound, and only where the
 """
 
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import and_
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...pattern import Both, Either, Not, Pattern, causal, dilated, every, full, sinks, strided, window
-from ...progression import Ints
+from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full
+from ...pattern.classification import of_relation
+from ...progression import FAR, Ints
 from ..plan.planner import Pass
-from ..plan.verdict import Run, verdict
 
 # Marks of blocks: places past the last key, past the upper, before the lower bound; that some are free of the bound.
 END, UPPER, LOWER, FREES = 16, 32, 64, 128
@@ -41,10 +43,8 @@ def band(pattern: Pattern) -> Band | None:
     if reads_keys_only(pattern):
         return Band() if pattern == full() else Band(only=pattern)
     match pattern:
-        case causal():
-            return Band(after=0)
-        case window():
-            return Band(pattern.before, pattern.ahead)
+        case Word():
+            return _of_relation(pattern.relation)
         case Both(left, right):
             return _both(band(left), band(right))
         case Either(left, right) if reads_keys_only(right):
@@ -54,8 +54,14 @@ def band(pattern: Pattern) -> Band | None:
     return None
 
 
+def _of_relation(r: Relation) -> Band | None:
+    if r != Relation(near=r.near, far=r.far):
+        return None
+    return Band(r.far if r.far < FAR else None, -r.near if r.near > -FAR else None)
+
+
 def reads_keys_only(pattern: Pattern) -> bool:
-    return all(isinstance(leaf, full | every | sinks) for leaf in pattern.leaves())
+    return not pattern.has_data and not pattern.reads_query
 
 
 def _both(a: Band | None, b: Band | None) -> Band | None:
@@ -100,12 +106,12 @@ def marks(found: Band | None, i: Run, j: Run) -> Ints:
     lower = never if found.before is None else (i.last - j.first > found.before) & uncut[0]
     upper = never if found.after is None else (j.last - i.first > found.after) & uncut[1]
     if found.only is not None:
-        lower = lower | ~verdict(found.only, i, j).all
+        lower = lower | ~classify(found.only, i, j).all
     return lower + 2 * upper
 
 
 def _all(pattern: Pattern | None, i: Run, j: Run) -> Any:
-    return False if pattern is None else verdict(pattern, i, j).all
+    return False if pattern is None else classify(pattern, i, j).all
 
 
 def lean(pattern: Pattern, one: Pass, start: int, step: int, by_keys: bool) -> Pattern:
@@ -115,20 +121,21 @@ def lean(pattern: Pattern, one: Pass, start: int, step: int, by_keys: bool) -> P
     i, j = (part, tile) if by_keys else (tile, part)
     i = Run(start + step * i.first, step * i.step, i.count)
 
-    def walk(p: Pattern) -> Pattern:
-        match p:
-            case dilated(reach, k):
-                return walk(window(reach * k) & strided(k))
-            case Both(left, right):
-                return _joined(walk(left), walk(right), Both)
-            case Either(left, right):
-                return _joined(walk(left), walk(right), Either)
-            case Not(inner):
-                return ~walk(inner)
-        known = verdict(p, i, j)
-        return full() if known.all.all() else ~full() if known.none.all() else p
+    def leaf(word: Pattern) -> Pattern:
+        if not isinstance(word, Word):
+            return word
+        conditions, left = list(word.relation.conditions()), []
+        for condition in conditions:
+            known = of_relation(condition, i, j)
+            if known.none.all():
+                return ~full()
+            if not known.all.all():
+                left.append(condition)
+        if len(left) == len(conditions):
+            return word
+        return Related(reduce(and_, left)) if left else full()
 
-    return walk(pattern)
+    return pattern.fold(leaf, partial(_joined, how=Both), partial(_joined, how=Either), Not)
 
 
 def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
@@ -167,12 +174,14 @@ def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j:
     """Mark some blocks; those in which a word sets keys free too, if they stand at the same places in all of them."""
     if word is None:
         return np.where(some, mark, marks), NO_KEY_FREE
-    if not isinstance(word, every):
-        return np.where(some & verdict(word, i, j).none, mark, marks), NO_KEY_FREE
-    at = (word.offset - j.first) % word.k  # the first place of a free key
+    asks = word.relation if isinstance(word, Word) else Relation()
+    k, residue = asks.key_class
+    if k == 1 or asks != Relation(key_class=asks.key_class):
+        return np.where(some & classify(word, i, j).none, mark, marks), NO_KEY_FREE
+    at = (residue - j.first) % k  # the first place of a free key
     free = some & (at < j.count)
     marks = np.where(some & ~free, mark, marks)
     places = np.unique(at[free])
     if len(places) != 1:
         return marks, NO_KEY_FREE
-    return np.where(free, mark + FREES, marks), (word.k, int(places[0]))
+    return np.where(free, mark + FREES, marks), (k, int(places[0]))

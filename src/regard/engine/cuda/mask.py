@@ -11,64 +11,51 @@ import triton
 import triton.language as tl
 
 from ...errors import BackendError
-from ...pattern import (
-    Both,
-    Either,
-    Not,
-    Pattern,
-    blocks,
-    causal,
-    dilated,
-    every,
-    full,
-    prefix,
-    rows,
-    sinks,
-    strided,
-    window,
-)
+from ...pattern import Both, Pattern, Relation
+from ...progression import FAR
 from ..plan.planner import Pass, plan, transposed
 
 
 def expression(pattern: Pattern) -> str:
     """The condition on positions i and j as Triton source.
 
-    Remainders are taken of i and of j apart, never of i − j: a tile has rows + columns of those, not rows × columns.
-
+    >>> from regard.pattern import causal, every
     >>> expression(causal() & ~every(4))
     '((j <= i) & ((j % 4 == 0) == 0))'
     """
-    match pattern:
-        case full():
-            return "(j == j)"
-        case causal():
-            return "(j <= i)"
-        case window():
-            return f"((i - j <= {pattern.before}) & (j - i <= {pattern.ahead}))"
-        case dilated(reach, step):
-            far = reach * step
-            return f"(({_residue('i', step)} == j % {step}) & (i - j <= {far}) & (j - i <= {far}))"
-        case every(k, offset):
-            return f"(j % {k} == {offset})"
-        case strided(k):
-            return f"({_residue('i', k)} == j % {k})"
-        case rows(k, offset):
-            return f"({_residue('i', k)} == {offset})"
-        case sinks(m):
-            return f"(j < {m})"
-        case prefix(m):
-            return f"((i < {m}) & (j < {m}))"
-        case blocks(size):
-            return f"(i - {_residue('i', size)} == j - j % {size})"
-        case Both(left, right):
-            return f"({expression(left)} & {expression(right)})"
-        case Either(left, right):
-            return f"({expression(left)} | {expression(right)})"
-        case Not(inner):
-            return f"({expression(inner)} == 0)"  # ~ of a truth value is not one in Triton's interpreter
-    raise BackendError(
-        f"{pattern!r} carries data: no Triton kernel can be made of it; backend='auto' masks it"
+    if pattern.has_data:
+        raise BackendError(
+            f"{pattern!r} carries data: no Triton kernel can be made of it; backend='auto' masks it"
+        )
+    return pattern.fold(
+        lambda word: _condition(word.relation),
+        "({} & {})".format,
+        "({} | {})".format,
+        "({} == 0)".format,  # ~ of a truth value is not one in Triton's interpreter
     )
+
+
+def _condition(r: Relation) -> str:
+    """Remainders are taken of i and of j, never of i − j: a tile has rows + columns of those, not rows × columns."""
+    holds = []
+    if r.divisor > 1:
+        holds.append(f"{_residue('i', r.divisor)} == j % {r.divisor}")
+    if r.query_class[0] > 1:
+        holds.append(f"{_residue('i', r.query_class[0])} == {r.query_class[1]}")
+    if r.key_class[0] > 1:
+        holds.append(f"j % {r.key_class[0]} == {r.key_class[1]}")
+    if r.query_below < FAR:
+        holds.append(f"i < {r.query_below}")
+    if r.key_below < FAR:
+        holds.append(f"j < {r.key_below}")
+    holds += [f"i - {_residue('i', size)} == j - j % {size}" for size in r.blocks]
+    if r.far < FAR:
+        holds.append(f"i - j <= {r.far}")
+    if r.near > -FAR:
+        holds.append(f"j - i <= {-r.near}" if r.near else "j <= i")
+    if len(holds) <= 1:
+        return f"({holds[0] if holds else 'j == j'})"
+    return f"({' & '.join(f'({one})' for one in holds)})"
 
 
 def _residue(name: str, k: int) -> str:
@@ -142,5 +129,4 @@ def _all(patterns: list[Pattern]) -> Pattern:
 
 
 def _reads_only(pattern: Pattern, name: str) -> bool:
-    kinds = (full, every, sinks) if name == "j" else (full, rows)
-    return all(isinstance(leaf, kinds) for leaf in pattern.leaves())
+    return not (pattern.reads_query if name == "j" else pattern.reads_key)

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern
+from ...pattern import Pattern, Run, classify
 from ...progression import Ints
 from ..plan.planner import Pass
-from ..plan.verdict import Run, verdict
 from .block_tests import NO_KEY_FREE, Free, band, lean, lines, marks
 from .configs import Config
 from .mask import Stretch, compiled, stretches
@@ -113,7 +112,7 @@ def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bo
     tile = Run(*one.tiles[segs[:, 0]].T)
     part = Run(*segs[:, 3:].T)
     i, j = (part, tile) if by_keys else (tile, part)
-    found = verdict(one.pattern, Run(start + step * i.first, step * i.step, i.count), j)
+    found = classify(one.pattern, Run(start + step * i.first, step * i.step, i.count), j)
     first = np.flatnonzero(_changes(segs, 2))
     size = np.diff(first, append=len(segs))
     held = np.add.reduceat(segs[:, 5], first)

@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern, blocks, causal, dilated, every, full, rows, strided, window
+from ...pattern import Pattern
 from ...progression import Ints
 from .prepared import Layout, wide
 from .schedule import BEGINS, ITEM, Route, Schedule, repeated
 
 MOST = 1 << 18  # blocks in one table: 12 MiB
 FARTHEST = 1 << 28  # positions that the kernels tell apart from "no bound"
-ANYWHERE, PERIODIC = (full, causal, window, strided, dilated), (every, rows, blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +179,4 @@ def _behind(x: Layout) -> bool:
 
 def moves(pattern: Pattern, n: int) -> bool:
     """Whether the pattern allows the same pairs when i and j both move by n."""
-    return all(
-        isinstance(leaf, ANYWHERE) or (isinstance(leaf, PERIODIC) and n % leaf.period == 0)
-        for leaf in pattern.leaves()
-    )
+    return pattern.shift_period > 0 and n % pattern.shift_period == 0

@@ -13,30 +13,22 @@ from math import gcd, isqrt, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from ...pattern import Both, Either, Not, Pattern
+from ...pattern import Pattern
 from ...progression import Ints
-from .tiles import Axis, Reading, Tiles, limit, read, relations
+from .tiles import Axis, Bounds, Tiles, bounds, limit, relations
 
-NONE, SOME, ALL = 0, 1, 2  # Kleene's values, so that & is min, | is max and ~ is 2 − v
-RAGGED = 1.25  # what a masked pair costs, in pairs
-PART = 32  # what one more part costs a row, in pairs: a call or a loop starts, partial results are joined
-PERIOD = 1 << 16  # the most residues told apart
-MOST = 8  # parts a tile may have before `auto` masks instead; the planner pays double to stay below
+NONE, SOME, ALL = 0, 1, 2  # Kleene's three values, so that & is min, | is max and ~ is 2 − v
+MASKED_PAIR_COST = 1.25  # of a masked pair, in pairs
+PART_COST = 32  # of one more part, per row, in pairs: a call or a loop starts, partial results are merged
+MAX_PERIOD = 1 << 16  # residues that are distinguished
+MAX_PARTS = 8  # parts a tile may have before `auto` masks instead; the planner pays double beyond
 
 Cover = tuple[tuple[int, int, bool], ...]  # residue, step, full: disjoint progressions without ends
 
 
 def kleene(pattern: Pattern, values: dict[Pattern, NDArray[np.int8]]) -> NDArray[np.int8]:
     """The value of a pattern from those of its words, where SOME means: it depends on the pair."""
-    match pattern:
-        case Both():
-            return np.minimum(kleene(pattern.left, values), kleene(pattern.right, values))
-        case Either():
-            return np.maximum(kleene(pattern.left, values), kleene(pattern.right, values))
-        case Not():
-            return ALL - kleene(pattern.inner, values)
-        case _:
-            return values[pattern]
+    return pattern.fold(values.__getitem__, np.minimum, np.maximum, lambda v: ALL - v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,15 +41,15 @@ class Residues:
     truths: list[frozenset[Pattern]]  # for each outcome, the words whose residue is right
 
     @classmethod
-    def of(cls, readings: dict[Pattern, Reading], tiles: int) -> "Residues":
-        some = {w: r for w, r in readings.items() if r.modulus > 1}
-        whole = frozenset(readings) - frozenset(some)
+    def of(cls, words: dict[Pattern, Bounds], tiles: int) -> "Residues":
+        some = {w: r for w, r in words.items() if r.modulus > 1}
+        plain = frozenset(words) - frozenset(some)
         if not some:
             zero = np.zeros(tiles, dtype=np.int64)
-            return cls(zero, zero, np.zeros((1, 1), dtype=np.int64), [whole])
+            return cls(zero, zero, np.zeros((1, 1), dtype=np.int64), [plain])
         period = lcm(*(r.modulus for r in some.values()))
-        widest = max(some.values(), key=lambda r: r.modulus)
-        relative = {w: (r.residue - widest.residue) % r.modulus for w, r in some.items()}
+        largest = max(some.values(), key=lambda r: r.modulus)
+        relative = {w: (r.residue - largest.residue) % r.modulus for w, r in some.items()}
         code = np.zeros(tiles, dtype=np.int64)
         for w, r in some.items():
             _, code = np.unique(code * r.modulus + relative[w], return_inverse=True)
@@ -69,16 +61,16 @@ class Residues:
             truth += (y % r.modulus == relative[w][example, None]).astype(np.int64) << bit
         codes, outcome = np.unique(truth, return_inverse=True)
         limit("outcomes", len(codes), f"{len(some)} words with residues")
-        truths = [whole | {w for bit, w in enumerate(some) if int(c) >> bit & 1} for c in codes]
-        return cls(widest.residue, kind, outcome.reshape(truth.shape), truths)
+        truths = [plain | {w for bit, w in enumerate(some) if int(c) >> bit & 1} for c in codes]
+        return cls(largest.residue, kind, outcome.reshape(truth.shape), truths)
 
 
-def cut(readings: dict[Pattern, Reading], m: int) -> tuple[Ints, Ints]:
+def cut(words: dict[Pattern, Bounds], m: int) -> tuple[Ints, Ints]:
     """The cells of every tile, (t, c) first and past-the-last index: between any two ends of intervals."""
-    distinct = {e.tobytes(): e for r in readings.values() for e in (*r.outer, *r.inner)}
+    distinct = {e.tobytes(): e for r in words.values() for e in (*r.outer, *r.inner)}
     ends = [e for e in distinct.values() if np.any((e > 0) & (e < m))]
-    t = len(next(iter(readings.values())).residue)
-    limit("cells", t * (len(ends) + 1), f"{t} tiles with {len(readings)} words")
+    t = len(next(iter(words.values())).residue)
+    limit("cells", t * (len(ends) + 1), f"{t} tiles with {len(words)} words")
     table = np.stack([np.zeros(t, np.int64), *ends, np.full(t, m, np.int64)], axis=1)
     table.sort(axis=1)
     return table[:, :-1], table[:, 1:]
@@ -103,8 +95,8 @@ def _divisors(k: int) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Book:
-    """The covers that occur, with what each costs and the one progression (its hull) that holds it."""
+class CoverTable:
+    """The covers that occur, with what each costs and the one progression (its hull) that contains it."""
 
     covers: list[Cover]
     step: Ints  # of the hull
@@ -113,140 +105,140 @@ class Book:
     base: Ints
 
     @classmethod
-    def of(cls, covers: list[Cover]) -> "Book":
+    def of(cls, covers: list[Cover]) -> "CoverTable":
         step = [gcd(*(k for _, k, _ in c), *(r - c[0][0] for r, _, _ in c)) for c in covers]
         residue = [c[0][0] % k for c, k in zip(covers, step)]
-        slope = [sum((1 if whole else RAGGED) / k for _, k, whole in c) for c in covers]
-        dear = np.array([1 if len(c) <= MOST else 2 for c in covers])
-        base = PART * np.array([len(c) for c in covers])
-        return cls(covers, np.array(step), np.array(residue), dear * slope, dear * base)
+        slope = [sum((1 if whole else MASKED_PAIR_COST) / k for _, k, whole in c) for c in covers]
+        penalty = np.array([1 if len(c) <= MAX_PARTS else 2 for c in covers])
+        base = PART_COST * np.array([len(c) for c in covers])
+        return cls(covers, np.array(step), np.array(residue), penalty * slope, penalty * base)
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
-    """One stretch of cells in each tile: a cover of the book, or (page HULL) one ragged progression."""
+class Spans:
+    """One run of cells in each tile: a cover of the table, or (HULL) one ragged progression."""
 
     lo: Ints
     hi: Ints
-    page: Ints
+    cover: Ints
     step: Ints
     residue: Ints
     cost: NDArray[np.float64]
 
-    def where(self, take: NDArray[np.bool_], other: "Segments") -> "Segments":
+    def where(self, take: NDArray[np.bool_], other: "Spans") -> "Spans":
         """self where take, elsewhere other."""
         mine, theirs = vars(self), vars(other)
-        return Segments(**{name: np.where(take, mine[name], theirs[name]) for name in mine})
+        return Spans(**{name: np.where(take, mine[name], theirs[name]) for name in mine})
 
 
 NOTHING, HULL = -2, -1
 
 
-def segments(book: Book, page: Ints, lo: Ints, hi: Ints, shift: Ints) -> Segments:
+def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Spans:
     """A column of cells: each as its cover or, where that is cheaper, as its hull."""
-    step = book.step[page]
-    residue = (book.residue[page] + shift) % step
-    exact = book.slope[page] * (hi - lo) + book.base[page]
-    hull = RAGGED * (hi - lo) / step + PART
-    page = np.where(page < 0, NOTHING, np.where(exact <= hull, page, HULL))
-    return Segments(lo, hi, page, step, residue, np.minimum(exact, hull))
+    step = table.step[cover]
+    residue = (table.residue[cover] + shift) % step
+    exact = table.slope[cover] * (hi - lo) + table.base[cover]
+    hull = MASKED_PAIR_COST * (hi - lo) / step + PART_COST
+    cover = np.where(cover < 0, NOTHING, np.where(exact <= hull, cover, HULL))
+    return Spans(lo, hi, cover, step, residue, np.minimum(exact, hull))
 
 
-def joined(book: Book, a: Segments, b: Segments) -> tuple[NDArray[np.bool_], Segments]:
-    """Where one stretch from the start of a to the end of b is cheaper than both; and that stretch."""
+def joined(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
+    """Where one span from the start of a to the end of b is cheaper than both; and that span."""
     step = np.gcd(np.gcd(a.step, b.step), a.residue - b.residue)
-    hull = RAGGED * (b.hi - a.lo) / step + PART
-    same = (a.page == b.page) & (a.page >= 0) & (a.hi == b.lo)
-    at = np.maximum(a.page, 0)
-    exact = np.where(same, book.slope[at] * (b.hi - a.lo) + book.base[at], np.inf)
-    page = np.where(exact <= hull, a.page, HULL)
+    hull = MASKED_PAIR_COST * (b.hi - a.lo) / step + PART_COST
+    same = (a.cover == b.cover) & (a.cover >= 0) & (a.hi == b.lo)
+    at = np.maximum(a.cover, 0)
+    exact = np.where(same, table.slope[at] * (b.hi - a.lo) + table.base[at], np.inf)
+    cover = np.where(exact <= hull, a.cover, HULL)
     cost = np.minimum(exact, hull)
-    return same | (cost < a.cost + b.cost), Segments(a.lo, b.hi, page, step, a.residue % step, cost)
+    return same | (cost < a.cost + b.cost), Spans(a.lo, b.hi, cover, step, a.residue % step, cost)
 
 
-def merge(book: Book, columns: Iterator[Segments]) -> Iterator[Segments]:
-    """Join neighbouring stretches, left to right, wherever that is cheaper."""
+def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
+    """Join neighbouring spans, left to right, wherever that is cheaper."""
     open_ = next(columns)
     for cell in columns:
-        if (cell.page == NOTHING).all():
+        if (cell.cover == NOTHING).all():
             continue
-        there, idle = cell.page != NOTHING, open_.page == NOTHING
-        take, both = joined(book, open_, cell)
+        there, idle = cell.cover != NOTHING, open_.cover == NOTHING
+        take, union = joined(table, open_, cell)
         take &= there & ~idle
         closed = there & ~take & ~idle
         if closed.any():
-            yield replace(open_, page=np.where(closed, open_.page, NOTHING))
-        open_ = both.where(take, cell.where(there, open_))
+            yield replace(open_, cover=np.where(closed, open_.cover, NOTHING))
+        open_ = union.where(take, cell.where(there, open_))
     yield open_
 
 
-def emit(book: Book, found: list[Segments], shift: Ints) -> tuple[Ints, Ints]:
-    """offsets and parts: every progression of every stretch, tile by tile, from left to right."""
+def emit(table: CoverTable, columns: list[Spans], shift: Ints) -> tuple[Ints, Ints]:
+    """offsets and parts: every progression of every span, tile by tile, from left to right."""
     owner, parts = [], []
 
-    def add(s: Segments, at: Ints, step: Ints | int, residue: Ints, whole: bool) -> None:
+    def add(s: Spans, at: Ints, step: Ints | int, residue: Ints, whole: bool) -> None:
         first = s.lo[at] + (residue - s.lo[at]) % step
         count = -((first - s.hi[at]) // step)
         real = count > 0
         owner.append(at[real])
         parts.append(np.stack(np.broadcast_arrays(first, step, count, int(whole)), axis=1)[real])
 
-    for s in found:
-        at = np.flatnonzero(s.page == HULL)
+    for s in columns:
+        at = np.flatnonzero(s.cover == HULL)
         add(s, at, s.step[at], s.residue[at], False)
-        for page, progressions in enumerate(book.covers):
-            at = np.flatnonzero(s.page == page)
+        for cover, progressions in enumerate(table.covers):
+            at = np.flatnonzero(s.cover == cover)
             for residue, step, whole in progressions if len(at) else ():
                 add(s, at, step, (residue + shift[at]) % step, whole)
     tile = np.concatenate(owner)
     order = np.argsort(tile, kind="stable")
-    many = np.bincount(tile, minlength=len(shift))
-    return np.concatenate([[0], np.cumsum(many)]).astype(np.int64), np.concatenate(parts)[order]
+    count = np.bincount(tile, minlength=len(shift))
+    return np.concatenate([[0], np.cumsum(count)]).astype(np.int64), np.concatenate(parts)[order]
 
 
-def divide(pattern: Pattern, tiles: Tiles, ys: Axis, swap: bool) -> tuple[Ints, Ints]:
+def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Ints, Ints]:
     """offsets and parts of every tile: where the pattern is ALL a full part, where SOME a ragged one."""
-    readings = _bounded({w: read(relations(w, swap), tiles, ys) for w in dict.fromkeys(pattern.leaves())})
-    residues = Residues.of(readings, len(tiles.first))
-    lo, hi = cut(readings, ys.count)
-    values = {w: r.value(lo) for w, r in readings.items()}
+    words = _bounded({w: bounds(r, tiles, ys) for w, r in relations(pattern, by_keys).items()})
+    residues = Residues.of(words, len(tiles.first))
+    lo, hi = cut(words, ys.count)
+    values = {w: r.value(lo) for w, r in words.items()}
     nothing = np.zeros_like(lo, dtype=np.int8)
     code = np.zeros_like(lo)
     for truth in reversed(residues.truths):  # the first outcome is the last digit
         code = 3 * code + kleene(pattern, {w: v if w in truth else nothing for w, v in values.items()})
     code[lo == hi] = 0
-    book, page = _pages(code, residues)
-    columns = (segments(book, page[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
-    return emit(book, list(merge(book, columns)), residues.shift)
+    table, index = _covers(code, residues)
+    columns = (spans(table, index[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
+    return emit(table, list(merge(table, columns)), residues.shift)
 
 
-def _bounded(readings: dict[Pattern, Reading]) -> dict[Pattern, Reading]:
-    """Forget residues, the last words' first, once all together repeat too late: those words are masked."""
-    period, kept = 1, {}
-    for w, r in readings.items():
-        together = lcm(period, r.modulus)
-        kept[w] = r if together <= PERIOD else r.without_residue()
-        period = together if together <= PERIOD else period
-    return kept
+def _bounded(words: dict[Pattern, Bounds]) -> dict[Pattern, Bounds]:
+    """Drop residues, from the last words on, once their common period exceeds MAX_PERIOD: those words are masked."""
+    period, out = 1, {}
+    for w, r in words.items():
+        common = lcm(period, r.modulus)
+        out[w] = r if common <= MAX_PERIOD else r.without_residue()
+        period = common if common <= MAX_PERIOD else period
+    return out
 
 
-def _pages(code: Ints, residues: Residues) -> tuple[Book, Ints]:
-    """The book of all covers that occur, and the page of each cell (−1: nothing there)."""
+def _covers(code: Ints, residues: Residues) -> tuple[CoverTable, Ints]:
+    """The table of all covers that occur, and the index of each cell's cover (−1: no key is allowed there)."""
     outcomes = len(residues.truths)
     codes, nth = _distinct(code, 3**outcomes)
     pairs, index = _distinct(residues.kind[:, None] * len(codes) + nth, len(residues.outcome) * len(codes))
-    pages: dict[Cover, int] = {}
+    known: dict[Cover, int] = {}
     numbers = np.empty(len(pairs), dtype=np.int64)
     for at, (kind, which) in enumerate(divmod(int(p), len(codes)) for p in pairs):
         digits = (codes[which] // 3 ** np.arange(outcomes) % 3).astype(np.int8)
-        found = cover(digits[residues.outcome[kind]].tobytes())
-        numbers[at] = pages.setdefault(found, len(pages)) if found else -1
-    return Book.of(list(pages) or [((0, 1, False),)]), numbers[index]
+        made = cover(digits[residues.outcome[kind]].tobytes())
+        numbers[at] = known.setdefault(made, len(known)) if made else -1
+    return CoverTable.of(list(known) or [((0, 1, False),)]), numbers[index]
 
 
 def _distinct(values: Ints, below: int) -> tuple[Ints, Ints]:
     """np.unique with return_inverse for values in 0 … below − 1, without sorting."""
-    found = np.flatnonzero(np.bincount(values.ravel(), minlength=below))
-    place = np.zeros(below, dtype=np.int64)
-    place[found] = np.arange(len(found))
-    return found, place[values]
+    distinct = np.flatnonzero(np.bincount(values.ravel(), minlength=below))
+    number = np.zeros(below, dtype=np.int64)
+    number[distinct] = np.arange(len(distinct))
+    return distinct, number[values]

@@ -2,8 +2,8 @@
 
     computed = Σ rows × keys over the parts ≥ needed = the pairs of the pattern
 
-A pass is a set of tiles; the passes of a plan hold disjoint sets of pairs, so their partial results join by
-log-sum-exp. All arrays are numpy int64 on the host; whoever runs a plan moves what it needs.
+A pass is a set of tiles; the passes of a plan hold disjoint sets of pairs, so their partial results merge by
+log-sum-exp. All arrays are numpy int64 on the host; a backend moves what it needs to its device.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ from operator import and_, or_
 
 import numpy as np
 
-from ...pattern import Both, Either, Not, Pattern, every, full, rows
+from ...pattern import Both, Either, Not, Pattern, Relation, Word, full
 from ...progression import FAR, Ints
-from .cells import ALL, MOST, NONE, PART, RAGGED, SOME, divide, kleene
-from .tiles import Axis, NoPlan, Relations, Tiles, lay, limit, relations
+from .cells import ALL, MASKED_PAIR_COST, MAX_PARTS, NONE, PART_COST, SOME, divide, kleene
+from .tiles import Axis, NoPlan, Tiles, cut_tiles, limit, relations, residue_period
 
-TILE = 128  # what one more tile costs a row, in pairs: reading q, writing o, joining with other passes
-SAMPLE = 256  # tiles on which ways are compared
-CLAUSES = 8  # the most clauses an `|` is split into
+TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
+SAMPLE_TILES = 256  # tiles on which candidates are compared
+MAX_CLAUSES = 8  # clauses that a union is split into
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,15 +47,15 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every allowed pair lies in exactly one part of one tile of one pass; a full part holds no other.
+    """Every allowed pair is in exactly one part of one tile of one pass; a full part holds only allowed pairs.
 
-    A row that sees nothing may be in no tile; where no pair is allowed there is no pass.
+    A row without an allowed key may be in no tile; where no pair is allowed there is no pass.
     """
 
     pattern: Pattern
     n: int
     m: int
-    start: int  # query r stands at start + step · r
+    start: int  # query r is at position start + step · r
     step: int
     passes: tuple[Pass, ...]
 
@@ -80,93 +80,94 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to lay the tiles of a pass: row step `hop`, no tile across a multiple of `grid`."""
+class Layout:
+    """One way to cut a pattern into tiles: the step between rows, and no tile across a multiple of `grid`."""
 
     pattern: Pattern
-    hop: int = 1
+    row_step: int = 1
     grid: int = 0
 
 
 @dataclass(frozen=True)
-class Question:
-    """One direction of one plan: tiles along xs, parts along ys; swap: xs are the keys."""
+class Request:
+    """One plan: tiles along xs, parts along ys; by_keys: xs are the keys."""
 
     xs: Axis
     ys: Axis
     tile: int
-    swap: bool
+    by_keys: bool
 
-    def relations(self, pattern: Pattern) -> list[Relations]:
-        return [relations(word, self.swap) for word in dict.fromkeys(pattern.leaves())]
+    def relations(self, pattern: Pattern) -> dict[Pattern, Relation]:
+        return relations(pattern, self.by_keys)
 
-    def hop(self, pattern: Pattern) -> int:
+    def row_step(self, pattern: Pattern) -> int:
         """The row step at which all rows of a tile agree in every residue; 1 where it is out of reach."""
-        period = lcm(*(rel.period for rel in self.relations(pattern)))
+        period = lcm(*(residue_period(r) for r in self.relations(pattern).values()))
         return period // gcd(period, self.xs.step) if period < FAR else 1
 
-    def tiles(self, way: Way) -> Tiles:
+    def tiles(self, layout: Layout) -> Tiles:
         """No tile crosses the end of a range of x, or a multiple of the grid."""
-        found = self.relations(way.pattern)
-        ends = np.array([rel.x_below for rel in found if rel.x_below < FAR], dtype=np.int64)
-        if way.grid:
+        below = {r.query_below for r in self.relations(layout.pattern).values()} - {FAR}
+        ends = np.array(sorted(below), dtype=np.int64)
+        if layout.grid:
             last = self.xs.start + self.xs.step * self.xs.count
-            ends = np.append(ends, np.arange(self.xs.start // way.grid, last // way.grid + 1) * way.grid)
-        return lay(self.xs, self.tile, way.hop, self.xs.index(ends), self.classes(way))
+            multiples = np.arange(self.xs.start // layout.grid, last // layout.grid + 1)
+            ends = np.append(ends, multiples * layout.grid)
+        return cut_tiles(self.xs, self.tile, layout.row_step, self.xs.index(ends), self.classes(layout))
 
-    def classes(self, way: Way) -> Ints:
-        """The residues mod hop whose rows may see anything at all."""
-        c = np.arange(min(way.hop, self.xs.count), dtype=np.int64)
+    def classes(self, layout: Layout) -> Ints:
+        """The residues mod row_step whose rows may have an allowed key."""
+        c = np.arange(min(layout.row_step, self.xs.count), dtype=np.int64)
         x = self.xs.start + self.xs.step * c
         values = {}
-        for word in dict.fromkeys(way.pattern.leaves()):
-            k, residue = relations(word, self.swap).x_class
-            known = k > 1 and self.xs.step * way.hop % k == 0
+        for word, relation in self.relations(layout.pattern).items():
+            k, residue = relation.query_class
+            known = k > 1 and self.xs.step * layout.row_step % k == 0
             values[word] = np.where(known, np.where(x % k == residue, ALL, NONE), SOME).astype(np.int8)
-        return c[kleene(way.pattern, values) > NONE]
+        return c[kleene(layout.pattern, values) > NONE]
 
-    def answer(self, way: Way) -> Pass:
-        return self._visit(way, self.tiles(way))
+    def make_pass(self, layout: Layout) -> Pass:
+        return self._parts(layout, self.tiles(layout))
 
-    def cost(self, way: Way) -> float:
-        """What a pass costs, in pairs, guessed from a sample of its tiles."""
-        way = replace(way, pattern=_core(way.pattern, self.swap))
-        tiles = self.tiles(way)
-        some = tiles.sample(SAMPLE)
-        one = self._visit(way, some)
-        seen = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
-        keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, RAGGED) + PART
-        cost = (np.repeat(seen, np.diff(one.offsets)) * keys).sum() + seen.sum() * TILE
-        dear = 1 if one.max_parts <= MOST else 2
-        return dear * float(cost) * len(tiles.first) / max(len(some.first), 1)
+    def cost(self, layout: Layout) -> float:
+        """What a pass costs, in pairs, estimated from a sample of its tiles."""
+        layout = replace(layout, pattern=_without_row_classes(layout.pattern, self.by_keys))
+        tiles = self.tiles(layout)
+        sample = tiles.sample(SAMPLE_TILES)
+        one = self._parts(layout, sample)
+        rows = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
+        keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
+        cost = (np.repeat(rows, np.diff(one.offsets)) * keys).sum() + rows.sum() * TILE_COST
+        penalty = 1 if one.max_parts <= MAX_PARTS else 2
+        return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
-    def _visit(self, way: Way, tiles: Tiles) -> Pass:
-        """The parts of these tiles; a tile that sees nothing is left out."""
-        offsets, parts = divide(way.pattern, tiles, self.ys, self.swap)
-        table = np.stack([tiles.first, np.full_like(tiles.first, way.hop), tiles.rows], axis=1)
-        seen = np.flatnonzero(np.diff(offsets))
-        return Pass(way.pattern, table[seen], np.append(offsets[seen], offsets[-1]), parts)
+    def _parts(self, layout: Layout, tiles: Tiles) -> Pass:
+        """The parts of these tiles; a tile without an allowed key is left out."""
+        offsets, parts = divide(layout.pattern, tiles, self.ys, self.by_keys)
+        table = np.stack([tiles.first, np.full_like(tiles.first, layout.row_step), tiles.rows], axis=1)
+        used = np.flatnonzero(np.diff(offsets))
+        return Pass(layout.pattern, table[used], np.append(offsets[used], offsets[-1]), parts)
 
 
 def plan(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
-    """The plan of a pattern without data: query r of n stands at start + step · r, over keys 0 … m − 1."""
-    return _kept(pattern, n, m, start, step, tile, False)()
+    """The plan of a pattern without data: query r of n is at position start + step · r, over keys 0 … m − 1."""
+    return _cached(pattern, n, m, start, step, tile, False)()
 
 
 def transposed(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
     """The same pairs read from the keys: tiles are of keys, parts are progressions of query rows."""
-    return _kept(pattern, n, m, start, step, tile, True)()
+    return _cached(pattern, n, m, start, step, tile, True)()
 
 
 @lru_cache(maxsize=256)
-def _kept(
-    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, swap: bool
+def _cached(
+    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
 ) -> Callable[[], Plan]:
-    """A call that gives the plan, or raises the reason why there is none: both are found once."""
+    """A call that gives the plan, or raises the reason why there is none: both are computed once."""
     queries, keys = Axis(n, start, step), Axis(m)
-    question = Question(keys, queries, tile, True) if swap else Question(queries, keys, tile, False)
+    request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
     try:
-        passes = _best(pattern, question) if n and m else ()
+        passes = _cheapest(pattern.expanded(), request) if n and m else ()
     except NoPlan as why:
         reason = str(why)
 
@@ -174,44 +175,47 @@ def _kept(
             raise NoPlan(reason)
 
         return refuse
-    found = Plan(pattern, n, m, start, step, passes)
-    return lambda: found
+    made = Plan(pattern, n, m, start, step, passes)
+    return lambda: made
 
 
-def _best(pattern: Pattern, question: Question) -> tuple[Pass, ...]:
-    """The cheapest of the ways; they are compared on a sample of tiles."""
+def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
+    """The passes of the cheapest candidate; they are compared on a sample of tiles."""
     limit("words", len(set(pattern.leaves())), "a pattern this long is masked")
-    ways, costs, reasons = list(_ways(pattern, question)), {}, []
-    for several in ways if len(ways) > 1 else ():
+    candidates, costs, reasons = list(_candidates(pattern, request)), {}, []
+    for layouts in candidates if len(candidates) > 1 else ():
         try:
-            costs[several] = sum(map(question.cost, several))
+            costs[layouts] = sum(map(request.cost, layouts))
         except NoPlan as why:
             reasons.append(why)
-    if len(reasons) == len(ways):
+    if len(reasons) == len(candidates):
         raise reasons[0]
-    best = min(costs, key=costs.__getitem__) if costs else ways[0]
-    found = map(question.answer, best)
-    return tuple(one for one in found if len(one.parts))
+    best = min(costs, key=costs.__getitem__) if costs else candidates[0]
+    return tuple(one for one in map(request.make_pass, best) if len(one.parts))
 
 
-def _ways(pattern: Pattern, question: Question) -> Iterator[tuple[Way, ...]]:
-    """Neighbours; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
+def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Layout, ...]]:
+    """Neighbouring rows; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
     groups: dict[tuple[int, int], list[Clause]] = {}  # by row step and key step
     for clause in clauses(pattern):
         positive = reduce(and_, (factor for factor in clause if not isinstance(factor, Not)), full())
-        key_step = lcm(*(rel.y_class[0] for rel in question.relations(positive)))
-        groups.setdefault((question.hop(positive), key_step), []).append(clause)
-    hops = {hop for hop, _ in groups}
-    together = {hop} if (hop := question.hop(pattern)) < question.xs.count else set()
-    span = question.tile * question.xs.step
-    sizes = {rel.block for rel in question.relations(pattern) if rel.block}
+        key_step = lcm(*(r.key_class[0] for r in request.relations(positive).values()))
+        groups.setdefault((request.row_step(positive), key_step), []).append(clause)
+    steps = {row_step for row_step, _ in groups}
+    common = {step} if (step := request.row_step(pattern)) < request.xs.count else set()
+    span = request.tile * request.xs.step
+    sizes = {size for r in request.relations(pattern).values() for size in r.blocks}
     grids = {b for b in sizes if 4 * b >= span} | {span // b * b for b in sizes if b <= span}
-    yield from ((Way(pattern, 1, grid),) for grid in sorted(grids or {0}))
-    yield from ((Way(pattern, hop),) for hop in sorted((hops | together) - {1}))
-    if len(hops) > 1:
-        by_hop = [(hop, [c for key in groups for c in groups[key] if key[0] == hop]) for hop in sorted(hops)]
-        yield from (_split(by_hop), _split(by_hop[::-1]))
-    if len({key_step for _, key_step in groups} - {1}) > 1:  # two combs meet in few keys, found by masking
+    yield from ((Layout(pattern, 1, grid),) for grid in sorted(grids or {0}))
+    yield from ((Layout(pattern, step),) for step in sorted((steps | common) - {1}))
+    if len(steps) > 1:
+        by_step = [
+            (step, [c for key in groups for c in groups[key] if key[0] == step]) for step in sorted(steps)
+        ]
+        yield from (_split(by_step), _split(by_step[::-1]))
+    if (
+        len({key_step for _, key_step in groups} - {1}) > 1
+    ):  # two classes of keys share few keys, found by masking
         yield _split([(key[0], groups[key]) for key in sorted(groups, reverse=True)])
 
 
@@ -219,7 +223,7 @@ Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
 
 
 def clauses(pattern: Pattern) -> list[Clause]:
-    """The pattern as an `|` of clauses, as long as they are few."""
+    """The pattern as an `|` of clauses, as long as they are at most MAX_CLAUSES."""
 
     def both(a: list[Clause], b: list[Clause]) -> list[Clause]:
         return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
@@ -237,34 +241,43 @@ def clauses(pattern: Pattern) -> list[Clause]:
             found = clauses(~inner.left) + clauses(~inner.right)
         case _:
             found = [(pattern,)]
-    return found if len(found) <= CLAUSES else [(pattern,)]
+    return found if len(found) <= MAX_CLAUSES else [(pattern,)]
 
 
-def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Way, ...]:
-    """A pass a group, each less the groups before it: C & E − C & W is C & E & ~W."""
-    ways: list[Way] = []
+def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Layout, ...]:
+    """One pass per group, each less the groups before it: C & E − C & W is C & E & ~W."""
+    layouts: list[Layout] = []
     taken: list[Clause] = []
-    for hop, group in groups:
-        kept: list[tuple[Clause, Clause]] = []  # what holds, what was taken
+    for row_step, group in groups:
+        remaining: list[tuple[Clause, Clause]] = []  # what holds, what was taken
         for clause in group:
             rests = [tuple(f for f in other if f not in clause) for other in taken]
             if all(rests):  # else this clause lies within an earlier one
-                kept.append((clause, tuple(~reduce(and_, rest) for rest in rests)))
-        common = [less for less in kept[0][1] if all(less in other for _, other in kept)] if kept else []
-        each = [reduce(and_, (*clause, *(x for x in less if x not in common))) for clause, less in kept]
-        ways += [Way(reduce(and_, (reduce(or_, each), *common)), hop)] if kept else []
+                remaining.append((clause, tuple(~reduce(and_, rest) for rest in rests)))
         taken += group
-    return tuple(ways)
+        if not remaining:
+            continue
+        common = [less for less in remaining[0][1] if all(less in other for _, other in remaining)]
+        each = [reduce(and_, (*clause, *(x for x in less if x not in common))) for clause, less in remaining]
+        layouts.append(Layout(reduce(and_, (reduce(or_, each), *common)), row_step))
+    return tuple(layouts)
 
 
-def _core(pattern: Pattern, swap: bool) -> Pattern:
-    """The pattern without `~rows(k)` (for keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
+def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
+    """The pattern without `~rows(k)` (by keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
     match pattern:
-        case Both(left, Not(rows() | every() as own)) if isinstance(own, every if swap else rows):
-            return _core(left, swap)
+        case Both(left, Not(Word() as word)) if _is_row_class(word.relation, by_keys):
+            return _without_row_classes(left, by_keys)
         case Both(left, right):
-            return _core(left, swap) & _core(right, swap)
+            return _without_row_classes(left, by_keys) & _without_row_classes(right, by_keys)
         case Either(left, right):
-            return _core(left, swap) | _core(right, swap)
+            return _without_row_classes(left, by_keys) | _without_row_classes(right, by_keys)
         case _:
             return pattern
+
+
+def _is_row_class(relation: Relation, by_keys: bool) -> bool:
+    """Whether it asks for a residue of the tile's rows and nothing else."""
+    relation = relation.transposed() if by_keys else relation
+    k, _ = relation.query_class
+    return k > 1 and relation == Relation(query_class=relation.query_class)

@@ -47,9 +47,8 @@ class Recipe:
         return value.from_json(text, KINDS)
 
 
-KINDS = {
-    **spec.KINDS,
-    **value.table(
+KINDS = spec.KINDS.new_child(
+    value.table(
         Recipe, Settings, AdamW, ema, last, Sentences, Running, Lines, Digits, Classes, moves, *SCHEDULES
-    ),
-}
+    )
+)

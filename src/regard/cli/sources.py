@@ -1,6 +1,5 @@
 """What a word on the command line names: a preset, a declaration, a configuration, a checkpoint, a Python object."""
 
-import ast
 import importlib
 import json
 import sys
@@ -10,19 +9,6 @@ from typing import Any
 from .. import spec, value
 from ..errors import FormatError, SpecError, nearest
 from ..nn.serialization import load
-from ..pattern import (
-    Pattern,
-    blocks,
-    causal,
-    dilated,
-    every,
-    full,
-    prefix,
-    rows,
-    sinks,
-    strided,
-    window,
-)
 from ..training.recipes.run import MODEL, RECIPE
 
 FORMS = (
@@ -76,55 +62,6 @@ def huggingface_config(path: Path) -> Any:
     """The PretrainedConfig of a config.json; nothing is downloaded."""
     path = path / "config.json" if path.is_dir() else path
     return _huggingface(_json(path), path)
-
-
-def read_pattern(text: str) -> Pattern:
-    """A pattern as it is written in Python, `causal() & (window(128) | every(64))`; nothing else is evaluated.
-
-    >>> read_pattern("causal() & (window(2) | every(4))")
-    causal() & (window(2) | every(4))
-    """
-    try:
-        return _pattern(ast.parse(text, mode="eval").body)
-    except SyntaxError as e:
-        raise FormatError(f"{text!r} is not a pattern: {e.msg} at column {e.offset}") from e
-
-
-WORDS = value.table(full, causal, window, dilated, every, strided, rows, sinks, prefix, blocks)
-OPERATIONS = {
-    ast.BitAnd: lambda a, b: a & b,
-    ast.BitOr: lambda a, b: a | b,
-    ast.Sub: lambda a, b: a - b,
-}
-
-
-def _pattern(node: ast.expr) -> Pattern:
-    match node:
-        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
-            return OPERATIONS[type(operation)](_pattern(left), _pattern(right))
-        case ast.UnaryOp(ast.Invert(), inner):
-            return ~_pattern(inner)
-        case ast.Call(ast.Name(word), arguments, keywords):
-            if word not in WORDS:
-                raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, WORDS)}")
-            given = {str(k.arg): _number(k.value, word) for k in keywords}
-            try:
-                return WORDS[word](*[_number(a, word) for a in arguments], **given)
-            except TypeError as e:
-                raise FormatError(f"{ast.unparse(node)}: {e}") from e
-    raise FormatError(
-        f"{ast.unparse(node)!r} is not a pattern; combine {', '.join(WORDS)} with &, |, - and ~"
-    )
-
-
-def _number(node: ast.expr, word: str) -> int:
-    try:
-        number = ast.literal_eval(node)
-    except ValueError:
-        number = None
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise FormatError(f"{word}({ast.unparse(node)}): a whole number is needed")
-    return number
 
 
 def _folder(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Calling a model on inputs of any form."""
+"""A model and its inputs, whatever their form."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,9 @@ from ..errors import RegardError, ShapeError, SpecError
 def run(model: Any, inputs: Any) -> Any:
     """model(inputs): a mapping by name, a tuple or list in order, anything else as the one argument."""
     if not callable(model):
-        raise SpecError(f"{type(model).__name__} is not callable; pass a model (an nn.Module or a function)")
+        raise SpecError(
+            f"{type(model).__name__} cannot be called; give a model (an nn.Module, or a function)"
+        )
     try:
         if isinstance(inputs, Mapping):
             return model(**inputs)
@@ -27,7 +29,7 @@ def run(model: Any, inputs: Any) -> Any:
 
 
 def describe(inputs: Any) -> str:
-    """The dtypes and shapes of the inputs, as text."""
+    """The shapes of what was given, in words."""
     if isinstance(inputs, Mapping):
         return ", ".join(f"{name}={_one(x)}" for name, x in inputs.items()) or "no input"
     if isinstance(inputs, tuple | list):
@@ -46,7 +48,7 @@ def first_tensor(out: Any) -> Tensor:
     for x in _flat(out):
         if isinstance(x, Tensor) and x.is_floating_point():
             return x
-    raise RegardError(f"the output, a {type(out).__name__}, has no floating-point tensor to compare")
+    raise RegardError(f"the output, a {type(out).__name__}, holds no floating-point tensor to compare")
 
 
 def _flat(out: Any) -> list[Any]:

@@ -1,0 +1,60 @@
+"""A pattern from its text, as it is written in Python; nothing else is evaluated."""
+
+import ast
+
+from ..errors import FormatError, nearest
+from .algebra import KINDS, Pattern
+from .words import Declared
+
+OPERATIONS = {
+    ast.BitAnd: lambda a, b: a & b,
+    ast.BitOr: lambda a, b: a | b,
+    ast.Sub: lambda a, b: a - b,
+}
+
+
+def parse_pattern(text: str) -> Pattern:
+    """A pattern of declared words, `causal() & (window(128) | every(64))`.
+
+    >>> parse_pattern("causal() & (window(2) | every(4))")
+    causal() & (window(2) | every(4))
+    """
+    try:
+        return _pattern(ast.parse(text, mode="eval").body)
+    except SyntaxError as e:
+        raise FormatError(f"{text!r} is not a pattern: {e.msg} at column {e.offset}") from e
+
+
+def declared_words() -> dict[str, type[Declared]]:
+    """Every word that a text may name, built in or added, by its name."""
+    return {name: kind for name, kind in KINDS.items() if issubclass(kind, Declared)}
+
+
+def _pattern(node: ast.expr) -> Pattern:
+    words = declared_words()
+    match node:
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            return OPERATIONS[type(operation)](_pattern(left), _pattern(right))
+        case ast.UnaryOp(ast.Invert(), inner):
+            return ~_pattern(inner)
+        case ast.Call(ast.Name(word), arguments, keywords):
+            if word not in words:
+                raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, words)}")
+            given = {str(k.arg): _number(k.value, word) for k in keywords}
+            try:
+                return words[word](*[_number(a, word) for a in arguments], **given)
+            except TypeError as e:
+                raise FormatError(f"{ast.unparse(node)}: {e}") from e
+    raise FormatError(
+        f"{ast.unparse(node)!r} is not a pattern; combine {', '.join(words)} with &, |, - and ~"
+    )
+
+
+def _number(node: ast.expr, word: str) -> int:
+    try:
+        number = ast.literal_eval(node)
+    except ValueError:
+        number = None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise FormatError(f"{word}({ast.unparse(node)}): a whole number is needed")
+    return number
