@@ -1,8 +1,8 @@
-"""How the time of each layer type grows with length on this machine, beside the exponent of its operations.
+"""How the time of each layer type grows with length on this machine, beside the exponent of its FLOPs.
 
     python bench/cost_growth.py [--json FILE]        about two minutes on two idle cores
 
-Each layer is run as it is declared and priced, forward, batch 1, float32; the best of several runs.
+Each layer is run as it is declared, forward, batch 1, float32; the best of several runs.
 """
 
 import argparse
@@ -22,16 +22,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    options = parser.parse_args()
     processor = platform.processor() or platform.machine()
     machine = f"{processor}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     print(machine)
-    told = {d: compare(1000, d, measure=LENGTHS) for d in (64, 512)}
-    for comparison in told.values():
+    comparisons = {d: compare(1000, d, measure=LENGTHS) for d in (64, 512)}
+    for comparison in comparisons.values():
         print(f"\n{comparison}")
-    if given.json:
-        data = {"machine": machine, "widths": {d: json.loads(c.json()) for d, c in told.items()}}
-        given.json.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    if options.json:
+        data = {"machine": machine, "widths": {d: json.loads(c.json()) for d, c in comparisons.items()}}
+        options.json.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ from regard.costs.memory import Memory, TrainingStep
 
 MIB = 1 << 20
 
-# name: (n, two batch sizes). The rules were read off other batch sizes: 32 and 128, 4 and 16, 32 and 128, 8 and 32.
+# name: (n, two batch sizes). The rules come from other batch sizes: 32 and 128, 4 and 16, 32 and 128, 8 and 32.
 MODELS = {
     "transformer-base": (100, (24, 80)),
     "gpt2": (1000, (6, 12)),
     "vit-b16": (197, (48, 96)),
     "bert-base": (384, (12, 24)),
-    "transformer-big": (120, (40,)),  # never looked at before
+    "transformer-big": (120, (40,)),  # not used to derive the rules
 }
 
 
@@ -77,19 +77,21 @@ def loss_of(model, given, targets, low, device: str) -> torch.Tensor:
         return F.cross_entropy(out.flatten(0, -2), targets)
 
 
-def steps_of(name: str, b: int, n: int, low, checkpoint: bool, way: str = "auto", device: str = "cuda"):
-    """Peak of the third step, and what is held after the forward pass; the first two settle optimiser and caches."""
+def steps_of(name: str, b: int, n: int, low, checkpoint: bool, implementation: str = "auto"):
+    """Peak of the third step, and bytes after the forward pass; two steps before it allocate optimizer state."""
     declared = checkpointed(rg.preset(name), checkpoint)
+    device, options = "cuda", {}
     with torch.device(device):
         model = declared.build()
     given, targets = inputs_of(declared, b, n, device), targets_of(declared, b, n, device)
-    options = {} if way == "auto" else {"foreach": way == "foreach", "fused": way == "fused"}
-    optimiser = torch.optim.AdamW(model.parameters(), **options)
+    if implementation != "auto":
+        options = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
 
     def step() -> None:
         loss_of(model, given, targets, low, device).backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(2):
         step()
@@ -127,7 +129,7 @@ def measure() -> list[dict]:
                         "batch": b,
                         "autocast": low and str(low)[6:],
                         "checkpointing": checkpoint,
-                        "way": "auto",
+                        "implementation": "auto",
                     }
                     start = time.perf_counter()
                     row |= steps_of(name, b, n, low, checkpoint)
@@ -136,16 +138,16 @@ def measure() -> list[dict]:
                     torch.cuda.empty_cache()
                     rows.append(row)
                     print(json.dumps(row), flush=True)
-    for way in ("plain", "fused"):
+    for implementation in ("for_loop", "fused"):
         row = {
             "model": "bert-base",
             "n": 512,
             "batch": 1,
             "autocast": None,
             "checkpointing": True,
-            "way": way,
+            "implementation": implementation,
         }
-        rows.append(row | steps_of("bert-base", 1, 512, None, True, way))
+        rows.append(row | steps_of("bert-base", 1, 512, None, True, implementation))
         print(json.dumps(rows[-1]), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
@@ -154,27 +156,29 @@ def measure() -> list[dict]:
 
 def predicted(row: dict) -> Memory:
     declared = rg.preset(row["model"])
-    training = TrainingStep(way=row["way"], autocast=row["autocast"], checkpointing=row["checkpointing"])
+    training = TrainingStep(
+        implementation=row["implementation"], autocast=row["autocast"], checkpointing=row["checkpointing"]
+    )
     priced = cost(declared, n=row["n"], batch=row["batch"], train=training, device="cuda")
     return priced.memory
 
 
 def report(rows: list[dict]) -> None:
-    """Each row, then the errors together. `requested` is what tensors asked for, before the allocator's rounding."""
+    """Each row, then the errors together. `requested`: the bytes of the tensors, before the allocator rounds up."""
     print(
         "| model | n | batch | autocast | checkpointing | predicted, MiB | measured, MiB | error | of requested |"
     )
     print("|---|--:|--:|---|---|--:|--:|--:|--:|")
     errors, exact = [], []
     for row in rows:
-        guess, peak = predicted(row).training, row["peak"]
-        errors.append(guess / peak - 1)
-        exact.append(guess / row["requested"] - 1)
-        told = f"{row['autocast'] or 'no'} | {'yes' if row['checkpointing'] else 'no'}"
-        way = "" if row["way"] == "auto" else f", AdamW {row['way']}"
+        predicted_peak, peak = predicted(row).training_peak, row["peak"]
+        errors.append(predicted_peak / peak - 1)
+        exact.append(predicted_peak / row["requested"] - 1)
+        options = f"{row['autocast'] or 'no'} | {'yes' if row['checkpointing'] else 'no'}"
+        optimizer = "" if row["implementation"] == "auto" else f", AdamW {row['implementation']}"
         print(
-            f"| {row['model']}{way} | {row['n']} | {row['batch']} | {told} "
-            f"| {guess / MIB:,.1f} | {peak / MIB:,.1f} | {errors[-1]:+.2%} | {exact[-1]:+.3%} |"
+            f"| {row['model']}{optimizer} | {row['n']} | {row['batch']} | {options} "
+            f"| {predicted_peak / MIB:,.1f} | {peak / MIB:,.1f} | {errors[-1]:+.2%} | {exact[-1]:+.3%} |"
         )
     print(
         f"\n{len(rows)} rows: median error {statistics.median(map(abs, errors)):.2%}, "
@@ -187,11 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", type=Path)
     parser.add_argument("--report", type=Path)
-    given = parser.parse_args()
-    if given.measure:
-        given.measure.write_text(json.dumps(measure()))
-    if given.report:
-        report(json.loads(given.report.read_text()))
+    options = parser.parse_args()
+    if options.measure:
+        options.measure.write_text(json.dumps(measure()))
+    if options.report:
+        report(json.loads(options.report.read_text()))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def pytorch() -> list[dict]:
                 view = look(model, {"src": x, "src_key_padding_mask": mask})
                 torch.manual_seed(1)
                 truth = _encoder_weights(model, x, mask)
-                name = f"nn.TransformerEncoder, {'train' if training else 'eval'}, {view.calls[0].way}"
+                name = f"nn.TransformerEncoder, {'train' if training else 'eval'}, {view.calls[0].implementation}"
                 name += f"{', pre-norm' if norm_first else ''}{', padded' if mask is not None else ''}"
                 rows.append(row(name, view, truth, None if mask is None else ~mask))
     return rows

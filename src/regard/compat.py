@@ -5,13 +5,14 @@ what this file was written for, a public replacement runs instead: slower, never
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# What observes a call: transforms of torch.func, dispatch modes, autocast. ---------------------------------------------
+# What observes a call: transforms of torch.func, dispatch modes, autocast.
 
 
 def _always() -> bool:
@@ -68,7 +69,7 @@ def view_base(x: Tensor) -> Tensor | None:
     return getattr(x, "_base", None)
 
 
-# Autograd. --------------------------------------------------------------------------------------------------------------
+# Autograd. ---------------------------------------------
 
 # () → bool: whether the backward pass that runs now keeps its graph. Unknown: it does, so that no memory is reused.
 graph_is_kept: Callable[[], bool] = _first(
@@ -94,7 +95,7 @@ softmax_backward_: Callable[[Tensor, Tensor], Tensor] = _first(
     _fused_softmax_backward, lambda: _softmax_backward
 )
 
-# PyTorch's fused CPU attention with its log-sum-exp. --------------------------------------------------------------------
+# PyTorch's fused CPU attention with its log-sum-exp. ---------------------------------------------
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_SCHEMAS = {
@@ -168,3 +169,54 @@ else:
 flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
     getattr(torch, FLASH, flash_forward) if _fused else flash_forward
 )
+
+# Interception of operators, for rg.look.
+
+
+class _NoDispatchMode:
+    """In place of TorchDispatchMode: no operator is intercepted, only functions are."""
+
+    def __enter__(self) -> "_NoDispatchMode":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _from_python_dispatch(name: str) -> Callable[[], Any]:
+    def look_up() -> Any:
+        from torch.utils import _python_dispatch
+
+        return getattr(_python_dispatch, name)
+
+    return look_up
+
+
+DispatchMode: Any = _first(_from_python_dispatch("TorchDispatchMode"), lambda: _NoDispatchMode)
+# () → context manager in which no dispatch mode is active. Without it, the interceptor's own pause suffices.
+without_dispatch_modes: Callable[[], Any] = _first(
+    _from_python_dispatch("_disable_current_modes"), lambda: nullcontext
+)
+
+
+def aten_operators(*names: str) -> set[Any]:
+    """The operators torch.ops.aten.<name> that this PyTorch has."""
+    found = (getattr(torch.ops.aten, name, None) for name in names)
+    return {packet for packet in found if packet is not None}
+
+
+def aten_operator(name: str) -> Any:
+    """The operator torch.ops.aten.<name>, or an object that equals no operator."""
+    return getattr(torch.ops.aten, name, object())
+
+
+def operator_arguments(func: Any) -> list[tuple[str, Any]]:
+    """The names and defaults of an operator's arguments."""
+    schema = getattr(func, "_schema", None)
+    return [] if schema is None else [(a.name, a.default_value) for a in schema.arguments]
+
+
+def storage_id(x: Tensor) -> int:
+    """A number that two tensors share if they share a storage."""
+    storage = x.untyped_storage()
+    return getattr(storage, "_cdata", None) or storage.data_ptr()

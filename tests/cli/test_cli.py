@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import regard as rg
-from regard.cli import sources
+from regard.cli import targets
 from regard.cli.main import app
 from regard.pattern import parse_pattern
 
@@ -31,7 +31,7 @@ def test_the_presets_are_listed_as_text_and_as_json():
 def test_a_declaration_goes_out_as_json_and_comes_back(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(regard("show", "tiny-gpt"))
-    assert sources.read(str(file)) == rg.preset("tiny-gpt")
+    assert targets.read(str(file)) == rg.preset("tiny-gpt")
     assert regard("show", str(file)) == file.read_text()
 
 
@@ -40,21 +40,21 @@ def test_yaml_declares_the_same_value(tmp_path):
     file.write_text(
         "kind: Attention\nd_model: 12\nheads: 3\npattern: {kind: window, before: 2, after: null}\n"
     )
-    assert sources.read(str(file)) == rg.Attention(12, heads=3, pattern=rg.window(2))
+    assert targets.read(str(file)) == rg.Attention(12, heads=3, pattern=rg.window(2))
 
 
 def test_yaml_runs_no_code(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("kind: !!python/object/apply:os.system ['true']\n")
     with pytest.raises(rg.FormatError, match="is not YAML: could not determine a constructor"):
-        sources.read(str(file))
+        targets.read(str(file))
 
 
 def test_a_checkpoint_folder_names_its_model(tmp_path):
     torch.manual_seed(0)
     model = rg.Attention(12, heads=3).build()
     rg.save(model, tmp_path / "run")
-    read = sources.read(str(tmp_path / "run"))
+    read = targets.read(str(tmp_path / "run"))
     assert read.spec == model.spec
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
 
@@ -63,18 +63,18 @@ def test_a_checkpoint_folder_names_its_model(tmp_path):
 def test_a_hugging_face_configuration_is_read_without_a_download(tmp_path, form):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "gpt2", "n_layer": 3, "transformers_version": "5.0.0"}))
-    config = sources.read(form.format(file))
+    config = targets.read(form.format(file))
     assert (config.model_type, config.n_layer) == ("gpt2", 3)
-    assert sources.read(f"hf:{tmp_path}").n_layer == 3
+    assert targets.read(f"hf:{tmp_path}").n_layer == 3
 
 
 def test_python_objects_are_found_on_the_path_and_in_the_current_folder(tmp_path, monkeypatch):
-    assert sources.read("torch.nn.functional:softmax") is torch.nn.functional.softmax
-    assert sources.read("torch:nn.Linear") is torch.nn.Linear
+    assert targets.read("torch.nn.functional:softmax") is torch.nn.functional.softmax
+    assert targets.read("torch:nn.Linear") is torch.nn.Linear
     (tmp_path / "my_attention_of_today.py").write_text("def mine(q, k, v):\n    return v\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != ""])
-    assert sources.read("my_attention_of_today:mine")(1, 2, 3) == 3
+    assert targets.read("my_attention_of_today:mine")(1, 2, 3) == 3
 
 
 PATTERNS = [
@@ -141,7 +141,7 @@ def test_what_cannot_be_read_says_why(source, tmp_path, monkeypatch):
     Path("other.json").write_text("{}")
     Path("foreign.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(rg.RegardError) as refused:
-        sources.read(source)
+        targets.read(source)
     assert str(refused.value) == UNREAD[source].format(here=Path.cwd())
 
 

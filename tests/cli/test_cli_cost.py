@@ -28,8 +28,8 @@ def test_a_preset_is_priced_as_a_table():
     done = run("cost", "tiny-gpt", "--n", 64, "--batch", 2)
     assert done.exit_code == 0
     told = price("tiny-gpt", n=64, batch=2)
-    assert f"{told.parameters:,}" in done.stdout and f"{told.operations:,}" in done.stdout
-    assert "multiply-add = 2" in done.stdout and "key/value cache" in done.stdout
+    assert f"{told.parameters:,}" in done.stdout and f"{told.flops:,}" in done.stdout
+    assert "a multiply-add is 2 FLOPs" in done.stdout and "key/value cache" in done.stdout
 
 
 @unchecked
@@ -38,7 +38,7 @@ def test_json_is_all_there_is_on_stdout():
         "--n",
         64,
         "--train",
-        "--optimiser",
+        "--optimizer",
         "adam:fused",
         "--autocast",
         "bfloat16",
@@ -46,10 +46,10 @@ def test_json_is_all_there_is_on_stdout():
         "cuda",
     )
     found = json.loads(run("cost", "tiny-gpt", *options, "--checkpointing", "--fits", "1GB", "--json").stdout)
-    train = rg.TrainingStep(optimiser="adam", way="fused", autocast="bfloat16", checkpointing=True)
+    train = rg.TrainingStep(optimizer="adam", implementation="fused", autocast="bfloat16", checkpointing=True)
     told = price("tiny-gpt", n=64, train=train, device="cuda")
     assert found["total"]["parameters"] == told.parameters
-    assert found["memory"]["training"] == told.memory.training
+    assert found["memory"]["training_peak"] == told.memory.training_peak
     assert found["fits"]["batch"] > 1 and found["fits"]["n"] > 64
 
 
@@ -94,13 +94,10 @@ def test_a_python_function_gives_a_model_and_its_inputs(tmp_path, monkeypatch):
     (tmp_path / "mine_to_price.py").write_text(BUILD)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("mine_to_price", None)
-    assert (
-        json.loads(run("cost", "mine_to_price:model", "--json").stdout)["total"]["operations"]
-        == 2 * 5 * 3 * 4
-    )
+    assert json.loads(run("cost", "mine_to_price:model", "--json").stdout)["total"]["flops"] == 2 * 5 * 3 * 4
     with pytest.raises(rg.ShapeError) as error:
         run("cost", "mine_to_price:bare")
-    assert "Linear needs input, which was not given" in str(error.value)
+    assert "Linear is missing input" in str(error.value)
 
 
 def test_layer_types_are_compared():
@@ -138,7 +135,7 @@ def test_an_image_knows_its_length_and_asks_for_the_batch_alone():
         (("tiny-gpt", "--n", 8, "--batch", -1), "batch=-1"),
         (("tiny-gpt", "--n", 8, "--dtype", "float31"), "unknown dtype 'float31'; did you mean float32?"),
         (("tiny-gpt", "--n", 8, "--device", "gpu"), "unknown device 'gpu'"),
-        (("tiny-gpt", "--n", 8, "--train", "--optimiser", "adamq"), "optimiser='adamq' is unknown"),
+        (("tiny-gpt", "--n", 8, "--train", "--optimizer", "adamq"), "optimizer='adamq' is unknown"),
         (("tiny-gpt", "--n", 8, "--fits", "much"), "'much' is no amount of memory; write 80GB, 24GiB or"),
     ],
 )

@@ -13,7 +13,7 @@ import regard as rg
 from cost_strategies import specs
 from regard.costs import cost
 
-some = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+sampled = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 # The shape checker looks at a random item of a tuple, also while a strategy declares a spec.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 MASKS = (rg.causal(), rg.window(2), rg.causal() & (rg.window(1) | rg.every(3)), rg.strided(4), rg.blocks(5))
@@ -26,7 +26,7 @@ def quiet():
         yield
 
 
-@settings(some)
+@settings(sampled)
 @given(specs)
 @pytest.mark.ledger("S2.1.2.1", "S2.1.2.3")
 def test_the_parameters_of_any_declaration_are_those_of_its_tensors(spec):
@@ -38,34 +38,34 @@ def test_the_parameters_of_any_declaration_are_those_of_its_tensors(spec):
 def test_a_preset_has_the_parameters_of_its_tensors_and_the_operations_that_the_counter_sees(name):
     """Forward and backward, by PyTorch's SDPA in its math form and by regard's own formula."""
     spec = rg.preset(name)
-    told, model = witness.priced(spec, train=True).total, witness.built(spec)
-    assert told.parameters == sum(p.numel() for p in model.parameters())
-    seen = witness.operations(spec, model)
-    assert (told.executed, told.executed_backward) == seen
+    result, model = witness.priced(spec, train=True).total, witness.built(spec)
+    assert result.parameters == sum(p.numel() for p in model.parameters())
+    seen = witness.flops(spec, model)
+    assert (result.executed_flops, result.executed_backward_flops) == seen
     assert seen[0] > 0 and seen[1] > seen[0]
-    with witness.plainly():
-        assert witness.operations(spec, model) == seen
+    with witness.reference_backend():
+        assert witness.flops(spec, model) == seen
 
 
 @pytest.mark.parametrize("pattern", MASKS, ids=repr)
 def test_a_mask_saves_nothing_on_the_decomposed_path_and_its_share_everywhere_else(pattern):
     spec = rg.Attention(60, heads=4, kv_heads=2, pattern=pattern)
-    told = cost(spec, n=witness.N, batch=witness.B, backend="plain").total
-    assert (told.executed, told.executed_backward) == witness.operations(spec)
+    result = cost(spec, n=witness.N, batch=witness.B, backend="plain").total
+    assert (result.executed_flops, result.executed_backward_flops) == witness.flops(spec)
     core = 2 * 60 * witness.B  # a pair's scores and mixing, of all heads and rows
     pairs = int(pattern.allowed(witness.N).sum())
-    assert told.executed - told.operations == 2 * core * (witness.N**2 - pairs)
-    assert told.executed_backward - told.backward == 4 * core * (witness.N**2 - pairs)
+    assert result.executed_flops - result.flops == 2 * core * (witness.N**2 - pairs)
+    assert result.executed_backward_flops - result.backward_flops == 4 * core * (witness.N**2 - pairs)
 
 
-@settings(some, max_examples=30)
+@settings(sampled, max_examples=30)
 @given(specs)
 def test_the_operations_of_any_declaration_are_those_that_the_counter_sees(spec):
     check_operations(spec)
 
 
 @pytest.mark.long
-@settings(some, max_examples=1000)
+@settings(sampled, max_examples=1000)
 @given(specs)
 def test_the_operations_of_a_thousand_declarations_are_those_that_the_counter_sees(spec):
     check_operations(spec)
@@ -73,34 +73,39 @@ def test_the_operations_of_a_thousand_declarations_are_those_that_the_counter_se
 
 def check_operations(spec):
     assume(not isinstance(spec, rg.Embedding))
-    told = witness.priced(spec, train=True)
-    with witness.plainly():
-        seen = witness.operations(spec)
-    surplus = _charged_as_dense(spec, told)
-    assert (told.total.executed, told.total.executed_backward + surplus) == seen
+    result = witness.priced(spec, train=True)
+    with witness.reference_backend():
+        seen = witness.flops(spec)
+    surplus = _charged_as_dense(spec, result)
+    assert (result.total.executed_flops, result.total.executed_backward_flops + surplus) == seen
 
 
-def _charged_as_dense(spec, told) -> int:
+def _charged_as_dense(spec, result) -> int:
     """PyTorch's counter charges the weights' gradient of a depthwise convolution as if it were a dense one."""
     if not isinstance(spec, rg.Convolutional) or not spec.separable:
         return 0
-    return (spec.d_model - 1) * spec.layers * told["layer/depthwise"].total.executed
+    return (spec.d_model - 1) * spec.layers * result["layer/depthwise"].total.executed_flops
 
 
 @pytest.mark.parametrize(
     "spec", [rg.Attention(60, heads=4, dropout=0.1), rg.Attention(60, dropout=0.2, heads=5)]
 )
 def test_dropout_of_the_weights_mixes_twice_on_the_plain_way(spec):
-    told = cost(spec, n=witness.N, batch=witness.B, train=True, backend="plain").total
-    with witness.plainly():
-        assert witness.operations(spec) == (told.executed, told.executed_backward)
+    result = cost(spec, n=witness.N, batch=witness.B, train=True, backend="plain").total
+    with witness.reference_backend():
+        assert witness.flops(spec) == (result.executed_flops, result.executed_backward_flops)
 
 
 def test_a_fused_way_computes_the_scores_once_more_in_the_backward_pass():
     spec = rg.Attention(64, heads=4)
     plain, fused = (cost(spec, n=32, train=True, backend=way)["scores"].total for way in ("plain", "dense"))
-    assert plain.executed_backward == plain.backward == fused.backward == 2 * plain.executed
-    assert fused.executed_backward == 3 * fused.executed
+    assert (
+        plain.executed_backward_flops
+        == plain.backward_flops
+        == fused.backward_flops
+        == 2 * plain.executed_flops
+    )
+    assert fused.executed_backward_flops == 3 * fused.executed_flops
 
 
 SPEED = """

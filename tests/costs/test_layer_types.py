@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import regard as rg
-from regard.costs import compare, cost, layers_to_connect, receptive_field, receptive_set, sees
-from regard.costs.layer_types import growth, kinds, slope
+from regard.costs import compare, cost, dependencies, layers_to_connect, receptive_field, receptive_set
+from regard.costs.layer_types import growth, layer_kinds, slope
 from regard.errors import SpecError
 
-BY_NAME = {k.name: k for k in kinds(16, 3, 2)}
+BY_NAME = {k.name: k for k in layer_kinds(16, 3, 2)}
 
 
 @pytest.mark.parametrize("n", [2, 7, 16, 31])
@@ -24,7 +24,7 @@ BY_NAME = {k.name: k for k in kinds(16, 3, 2)}
 )
 @pytest.mark.ledger("S1.Q2a.2", "S1.Q6b.1")
 def test_the_path_is_the_least_depth_that_connects_everything(name, pattern, n):
-    assert BY_NAME[name].path(n) == layers_to_connect(pattern, n)
+    assert BY_NAME[name].path_length(n) == layers_to_connect(pattern, n)
 
 
 @pytest.mark.parametrize("n", [2, 7, 16, 31])
@@ -32,7 +32,7 @@ def test_the_path_is_the_least_depth_that_connects_everything(name, pattern, n):
 @pytest.mark.ledger("S1.Q2a.2")
 def test_the_path_of_a_convolution_bounds_what_its_taps_connect(n, k):
     """The ledger's 2(n − 1)/(k − 1) takes an end to the other with k // 2 taps a side."""
-    path = {kind.name: kind.path(n) for kind in kinds(16, k, 2)}
+    path = {kind.name: kind.path_length(n) for kind in layer_kinds(16, k, 2)}
     assert path["convolution"] == layers_to_connect(rg.window(k // 2), n)
     dilated = rg.Convolutional(
         4, layers=path["dilated causal convolution"], kernel=k, dilation=k, causal=True
@@ -45,46 +45,52 @@ def test_the_path_of_a_convolution_bounds_what_its_taps_connect(n, k):
 
 @pytest.mark.ledger("S1.Q2a.1", "S0.Q1c.5", "S0.Q1c.6", "S4.1.4a.1")
 def test_only_recurrent_layers_wait_for_each_step():
-    told = compare(100, 16)
-    waits = {l.name: (l.sequential, l.sequential_order) for l in told.layers}
+    result = compare(100, 16)
+    waits = {l.name: (l.sequential_steps, l.sequential_order) for l in result.layers}
     assert {name for name, w in waits.items() if w == (100, "O(n)")} == {"RNN", "GRU", "LSTM"}
     assert all(w == (1, "O(1)") for name, w in waits.items() if name not in ("RNN", "GRU", "LSTM"))
 
 
 @pytest.mark.ledger("S0.Q1c.5")
 def test_a_cell_costs_4_12_or_16_times_the_square_of_its_width_a_step():
-    told = compare(1, 16)
-    assert [told[cell].operations // 16**2 for cell in ("RNN", "GRU", "LSTM")] == [4, 12, 16]
+    result = compare(1, 16)
+    assert [result[cell].flops // 16**2 for cell in ("RNN", "GRU", "LSTM")] == [4, 12, 16]
 
 
 @pytest.mark.ledger("S0.Q1c.7", "S0.Q1c.4")
 def test_a_recurrent_layer_keeps_n_states_to_train_and_goes_on_from_one():
-    told = compare(100, 16, w=3)
-    assert [(told[c].kept, told[c].state) for c in ("RNN", "GRU", "LSTM")] == [
+    result = compare(100, 16, w=3)
+    assert [(result[c].training_values, result[c].decoding_values) for c in ("RNN", "GRU", "LSTM")] == [
         (100 * 16, 16),
         (100 * 16, 16),
         (100 * 32, 32),
     ]
     gru = rg.Recurrent(5, 16, cell="gru").build().encoder(torch.zeros(1, 100, 16))
-    assert (gru[0].numel(), gru[1].numel()) == (told["GRU"].kept, told["GRU"].state)
-    assert told["attention"].kept == 4 * 100 * 16 + 100**2 and told["attention"].state == 2 * 100 * 16
-    assert told["restricted attention"].kept == 4 * 100 * 16 + rg.window(3).count(100)
-    assert told["restricted attention"].state == 2 * 7 * 16
-    assert told["causal convolution"].state == 2 * 16 and told["convolution"].kept == 100 * 16
+    assert (gru[0].numel(), gru[1].numel()) == (result["GRU"].training_values, result["GRU"].decoding_values)
+    assert (
+        result["attention"].training_values == 4 * 100 * 16 + 100**2
+        and result["attention"].decoding_values == 2 * 100 * 16
+    )
+    assert result["restricted attention"].training_values == 4 * 100 * 16 + rg.window(3).count(100)
+    assert result["restricted attention"].decoding_values == 2 * 7 * 16
+    assert (
+        result["causal convolution"].decoding_values == 2 * 16
+        and result["convolution"].training_values == 100 * 16
+    )
 
 
 @pytest.mark.parametrize("d", [16, 60])
 @pytest.mark.ledger("S0.Q1c.8", "S0.Q1c.9")
 def test_costs_are_equal_at_a_crossing_and_change_sides_there(d):
-    by = {k.name: k for k in kinds(d, 5)}
-    for c in compare(10, d, 5).crossings:
-        first = by["attention"].core if c.first == "attention's core" else by["attention"].operations
+    by = {k.name: k for k in layer_kinds(d, 5)}
+    for c in compare(10, d, 5).crossovers:
+        first = by["attention"].core_flops if c.first == "attention core" else by["attention"].flops
         if c.second == "its projections":
 
             def second(n):
-                return by["attention"].operations(n) - by["attention"].core(n)
+                return by["attention"].flops(n) - by["attention"].core_flops(n)
         else:
-            second = by[c.second].operations
+            second = by[c.second].flops
         if c.n is None:
             assert all(first(n) > second(n) for n in (1, d, 10 * d))
         else:
@@ -94,30 +100,30 @@ def test_costs_are_equal_at_a_crossing_and_change_sides_there(d):
 
 
 def test_a_comparison_prints_and_reads_back():
-    told = compare(1000, 512)
-    assert "attention                   4,145,152,000  n²·d + n·d²" in str(told)
-    assert "attention         LSTM                   1,024     2 d" in str(told)
-    heading, first = str(told).splitlines()[1:3]
-    assert heading.endswith("path  order       kept to train  to go on")
-    assert first.endswith("3,048,000      1,024,000")  # 4·n·d + n², and keys and values
-    with pytest.raises(SpecError, match="no layer type 'gru' was compared; known: GRU, LSTM, RNN, attention"):
-        told["gru"]
-    data = json.loads(told.json())
+    result = compare(1000, 512)
+    assert "attention                   4,145,152,000  n²·d + n·d²" in str(result)
+    assert "attention       LSTM                   1,024       2 d" in str(result)
+    heading, first = str(result).splitlines()[1:3]
+    assert heading.endswith("path length  order       values saved to train  values to decode")
+    assert first.endswith("3,048,000              1,024,000")  # 4·n·d + n², and keys and values
+    with pytest.raises(SpecError, match="unknown layer type 'gru'; known: GRU, LSTM, RNN, attention"):
+        result["gru"]
+    data = json.loads(result.json())
     assert data["layers"][0]["name"] == "attention" and len(data["layers"]) == 10
-    assert "<th>layer</th>" in told._repr_html_() and "growth" not in str(told)
+    assert "<th>layer</th>" in result._repr_html_() and "growth" not in str(result)
 
 
 @pytest.mark.ledger("S0.Q1c.10", "S0.Q1c.1")
 def test_growth_is_measured_beside_its_prediction():
-    told = compare(16, 8, measure=(16, 32, 64))
-    assert [g.name for g in told.growth] == [l.name for l in told.layers]
-    for g in told.growth:
+    result = compare(16, 8, measure=(16, 32, 64))
+    assert [g.name for g in result.growth] == [l.name for l in result.layers]
+    for g in result.growth:
         assert len(g.seconds) == 3 and min(g.seconds) > 0
         assert g.measured == pytest.approx(slope(g.lengths, g.seconds))
-    by = {g.name: g.predicted for g in told.growth}
+    by = {g.name: g.predicted for g in result.growth}
     assert by["GRU"] == pytest.approx(1.0) and by["convolution"] == pytest.approx(1.0)
     assert 1.5 < by["attention"] < 2.0  # n²·d beside n·d²: on its way to 2
-    assert "growth on this machine" in str(told) and "n = 64" in str(told)
+    assert "growth measured on this machine" in str(result) and "n = 64" in str(result)
 
 
 def test_the_exponent_of_a_power_is_found():
@@ -127,11 +133,11 @@ def test_the_exponent_of_a_power_is_found():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"n": 0}, "n=0: a whole number of at least 1 is needed"),
-        ({"d": -4}, "d=-4: a whole number of at least 1 is needed"),
-        ({"kernel": 1}, "kernel=1: a kernel of one tap connects nothing; use 2 or more"),
-        ({"w": 0}, "w=0: a window needs at least one neighbour each side, or nothing is ever connected"),
-        ({"measure": (64,)}, "lengths=(64,): an exponent needs at least two"),
+        ({"n": 0}, "n=0 is not a positive integer"),
+        ({"d": -4}, "d=-4 is not a positive integer"),
+        ({"kernel": 1}, "kernel=1: a kernel of size 1 does not connect positions; use 2 or more"),
+        ({"w": 0}, "w=0: the window needs at least one neighbour on each side"),
+        ({"measure": (64,)}, "measure=(64,): fitting an exponent needs at least two lengths"),
     ],
 )
 def test_a_comparison_that_cannot_be_says_why(given, message):
@@ -141,9 +147,12 @@ def test_a_comparison_that_cannot_be_says_why(given, message):
 
 
 def test_an_even_kernel_has_no_middle_and_is_compared_as_causal():
-    told = compare(16, 8, kernel=4)
+    result = compare(16, 8, kernel=4)
     assert (
-        told["convolution"].path == told["causal convolution"].path == told["separable convolution"].path == 5
+        result["convolution"].path_length
+        == result["causal convolution"].path_length
+        == result["separable convolution"].path_length
+        == 5
     )
 
 
@@ -162,18 +171,18 @@ def test_what_a_pattern_sees_is_its_boolean_power(layers):
     pattern = rg.causal() & (rg.window(1) | rg.every(4))
     once = pattern.allowed(13).long()
     expected = torch.linalg.matrix_power(once, layers) > 0
-    assert torch.equal(sees(pattern, 13, layers), expected)
+    assert torch.equal(dependencies(pattern, 13, layers), expected)
 
 
 def test_a_pattern_in_pieces_never_connects():
-    with pytest.raises(SpecError, match=r"blocks\(4\) never connects all 16 positions, however many"):
+    with pytest.raises(SpecError, match=r"blocks\(4\) never connects all 16 positions, whatever the number"):
         layers_to_connect(rg.blocks(4), 16)
-    with pytest.raises(SpecError, match="heads=0: a whole number of at least 1 is needed"):
+    with pytest.raises(SpecError, match="heads=0 is not a positive integer"):
         receptive_field(0, 3)
 
 
 def test_what_is_timed_is_what_was_priced():
     kind = BY_NAME["dilated convolution"]
-    told = growth(kind, (8, 16), repeats=1)
-    assert told.predicted == pytest.approx(1.0)
-    assert kind.operations(8) == cost(rg.Convolutional(16, layers=1), n=8).operations == 2 * 3 * 8 * 16**2
+    result = growth(kind, (8, 16), repeats=1)
+    assert result.predicted == pytest.approx(1.0)
+    assert kind.flops(8) == cost(rg.Convolutional(16, layers=1), n=8).flops == 2 * 3 * 8 * 16**2

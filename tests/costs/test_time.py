@@ -1,4 +1,4 @@
-"""Ceilings measured and stored, and times estimated from them: by hand here, on the H200 in stored rows."""
+"""Rooflines are measured and stored; times are estimated from them and compared with stored H200 measurements."""
 
 import json
 import statistics
@@ -10,32 +10,42 @@ import torch
 
 import regard as rg
 from regard.costs.entry import cost
-from regard.costs.time import Ceilings, estimate, measure, measured, place, seconds, store, stored
+from regard.costs.sizes import Request
+from regard.costs.time import (
+    Roofline,
+    estimate,
+    load_roofline,
+    measure,
+    measure_time,
+    roofline_path,
+    save_roofline,
+    time_call,
+)
 
 ROOT = Path(__file__).parents[2]
 STORED = json.loads((ROOT / "bench/results/2026-11-15-h200-cost.json").read_text())["time"]
-ONE = Ceilings("a machine", {"float32": 1e9, "bfloat16": 4e9}, 1e8, 1e-6)
+ONE = Roofline("a machine", {"float32": 1e9, "bfloat16": 4e9}, 1e8, 1e-6)
 
 
 def test_a_part_takes_the_longer_of_its_operations_and_its_bytes():
-    told = cost(rg.Block(rg.Attention(8, heads=2), rg.FeedForward(32)), n=16, batch=2)
-    parts = {p.path: p for p in estimate(told, ONE).parts}
-    w_in = told["feed_forward/w_in"].total
-    by_hand = max(w_in.executed / 1e9, w_in.bytes / 1e8) + 1e-6
+    result = cost(rg.Block(rg.Attention(8, heads=2), rg.FeedForward(32)), n=16, batch=2)
+    parts = {p.path: p for p in estimate(result, ONE).parts}
+    w_in = result["feed_forward/w_in"].total
+    by_hand = max(w_in.executed_flops / 1e9, w_in.bytes / 1e8) + 1e-6
     assert parts["feed_forward/w_in"].seconds == pytest.approx(by_hand)
-    assert parts["feed_forward/w_in"].limit == "bytes"
+    assert parts["feed_forward/w_in"].limit == "memory"
     wide = cost(rg.Block(rg.Attention(8, heads=2), rg.FeedForward(32)), n=16, batch=2, dtype="bfloat16")
-    assert estimate(wide, ONE).seconds < estimate(told, ONE).seconds
+    assert estimate(wide, ONE).seconds < estimate(result, ONE).seconds
 
 
 def test_a_fused_core_is_one_kernel_whose_softmax_runs_at_the_rate_of_float32():
-    told = cost(rg.Attention(256, heads=2), n=512, dtype="bfloat16")
-    fast = Ceilings("fast memory", {"float32": 1e9, "bfloat16": 4e9}, 1e15, 1e-9)
-    core = next(p for p in estimate(told, fast).parts if p.path == "core")
-    products = told["scores"].total.executed + told["mixing"].total.executed
-    others = told["scale"].total.other + told["softmax"].total.other
+    result = cost(rg.Attention(256, heads=2), n=512, dtype="bfloat16")
+    fast = Roofline("fast memory", {"float32": 1e9, "bfloat16": 4e9}, 1e15, 1e-9)
+    core = next(p for p in estimate(result, fast).parts if p.path == "core")
+    products = result["scores"].total.executed_flops + result["mixing"].total.executed_flops
+    others = result["scale"].total.elementwise_flops + result["softmax"].total.elementwise_flops
     assert core.seconds == pytest.approx(products / 4e9 + others / 1e9 + 1e-9)
-    assert [p.path for p in estimate(told, fast).parts].count("core") == 1
+    assert [p.path for p in estimate(result, fast).parts].count("core") == 1
 
 
 def test_as_many_layers_take_as_many_times_as_long_and_a_backward_pass_twice_more():
@@ -44,8 +54,8 @@ def test_as_many_layers_take_as_many_times_as_long_and_a_backward_pass_twice_mor
         return estimate(cost(rg.Encoder(inner, layers), n=64), ONE)
 
     assert block(6).seconds == pytest.approx(6 * block(1).seconds)
-    told = cost(rg.Attention(64, heads=4), n=64, train=True)
-    assert 2 < estimate(told, ONE, backward=True).seconds / estimate(told, ONE).seconds < 4
+    result = cost(rg.Attention(64, heads=4), n=64, train=True)
+    assert 2 < estimate(result, ONE, backward=True).seconds / estimate(result, ONE).seconds < 4
 
 
 @pytest.mark.compiled  # without the shape checker, which takes longer than the pricing
@@ -53,72 +63,72 @@ def test_the_times_measured_on_the_h200_are_estimated_within_25_percent_in_the_m
     sys.path.insert(0, str(ROOT / "bench"))
     import cost_time
 
-    ceilings = Ceilings(**STORED["ceilings"])
+    roofline = Roofline(**STORED["roofline"])
     rows = [r for r in STORED["rows"] if r["n"] >= 1024]
     assert len(rows) > 100 and {r["kind"].split()[0] for r in rows} == {"attention", "feed-forward"}
-    some = rows[::5]
-    errors = [abs(cost_time.estimated(r, ceilings).seconds / r["seconds"] - 1) for r in some]
+    sampled = rows[::5]
+    errors = [abs(cost_time.estimated(r, roofline).seconds / r["seconds"] - 1) for r in sampled]
     for kind in ("attention", "feed-forward"):
-        of_kind = [e for e, r in zip(errors, some) if r["kind"].startswith(kind)]
+        of_kind = [e for e, r in zip(errors, sampled) if r["kind"].startswith(kind)]
         assert statistics.median(of_kind) < 0.25
 
 
 def test_ceilings_are_measured_stored_and_read_back(tmp_path):
-    ceilings = measure("cpu", size=64)
-    assert set(ceilings.operations_per_s) == {"float32", "bfloat16"}
-    where = store(ceilings, tmp_path / "deep" / "machine.json")
-    assert stored(where) == ceilings
-    assert stored(tmp_path / "none.json") is None
-    assert "GFLOP/s  float32" in str(ceilings) and "GB/s" in str(ceilings)
+    roofline = measure("cpu", size=64)
+    assert set(roofline.flops_per_s) == {"float32", "bfloat16"}
+    where = save_roofline(roofline, tmp_path / "deep" / "machine.json")
+    assert load_roofline(where) == roofline
+    assert load_roofline(tmp_path / "none.json") is None
+    assert "GFLOP/s  float32" in str(roofline) and "GB/s" in str(roofline)
 
 
 def test_the_place_is_the_users_cache_unless_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("REGARD_MACHINE", raising=False)
-    assert place() == tmp_path / "regard" / "machine.json"
+    assert roofline_path() == tmp_path / "regard" / "machine.json"
     monkeypatch.setenv("REGARD_MACHINE", str(tmp_path / "x.json"))
-    assert place() == tmp_path / "x.json" and place("y.json") == Path("y.json")
+    assert roofline_path() == tmp_path / "x.json" and roofline_path("y.json") == Path("y.json")
 
 
 @pytest.mark.parametrize("name, n", [("tiny-gpt", 16), ("tiny", 8), ("tiny-vit", 17)])
 def test_a_declaration_is_timed_here(name, n):
-    spent = measured(rg.preset(name), n, n, 1, torch.float32, "cpu", train=False)
+    spent = measure_time(Request(rg.preset(name), n, n))
     assert 0 < spent < 60
-    assert measured(rg.Attention(8, heads=2), 4, 4, 1, torch.float32, "cpu", train=True) > 0
+    assert measure_time(Request(rg.Attention(8, heads=2), 4, 4, train=True)) > 0
 
 
 def test_a_call_is_warm_before_it_is_timed():
     calls = []
-    seconds(lambda: calls.append(1), "cpu", repeats=4)
+    time_call(lambda: calls.append(1), "cpu", repeats=4)
     assert len(calls) == 3 + 4
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, message",
     [
         (lambda p: measure("tpu"), "device='tpu' cannot be measured; use 'cpu' or 'cuda'"),
-        (lambda p: Ceilings("m", {"float32": 0.0}, 1.0, 0.0), "float32=0.0: a rate above 0 is needed"),
+        (lambda p: Roofline("m", {"float32": 0.0}, 1.0, 0.0), "float32=0.0 is not a positive rate"),
         (
             lambda p: ONE.rate("float16"),
-            "a machine was not measured in float16, only in float32, bfloat16; run",
+            "a machine was measured in float32, bfloat16 but not in float16; run",
         ),
-        (lambda p: stored(p), "does not hold ceilings; run `regard bench machine` again"),
+        (lambda p: load_roofline(p), "is not a stored roofline; run `regard bench machine` again"),
         (
             lambda p: estimate(cost("tiny-gpt", n=8, dtype="float64"), ONE),
-            "dtype='float64': ceilings are measured",
+            "dtype='float64': rooflines are measured",
         ),
     ],
 )
-def test_a_bad_request_says_what_would_work(wrong, told, tmp_path):
+def test_a_bad_request_says_what_would_work(wrong, message, tmp_path):
     broken = tmp_path / "broken.json"
     broken.write_text('{"machine": 1}')
     with pytest.raises(rg.RegardError) as error:
         wrong(broken)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there_is_not_measured():
     with pytest.raises(rg.SpecError) as error:
         measure("cuda")
-    assert "this machine has no GPU that PyTorch sees; use device='cpu'" in str(error.value)
+    assert "PyTorch finds no GPU on this machine; use device='cpu'" in str(error.value)

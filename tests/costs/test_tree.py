@@ -36,110 +36,121 @@ def test_every_formula_with_its_values_is_the_number(spec):
 
 @pytest.mark.ledger("S0.Q1c.2", "S0.Q1c.3", "S2.2.0.1")
 def test_the_formula_of_an_attention_is_the_ledgers():
-    told = cost(rg.Attention(512), n=1000)
-    assert sympy.expand(told.formula - b * (8 * n * d_model**2 + 4 * n**2 * d_model)) == 0
-    assert told.order == b * n * d_model**2 + b * n**2 * d_model
-    qkv = sum(told.symbolic[p].total.operations for p in "qkv")
+    result = cost(rg.Attention(512), n=1000)
+    assert sympy.expand(result.formula - b * (8 * n * d_model**2 + 4 * n**2 * d_model)) == 0
+    assert result.order == b * n * d_model**2 + b * n**2 * d_model
+    qkv = sum(result.symbolic[p].total.flops for p in "qkv")
     assert sympy.expand(qkv - 6 * b * n * d_model**2) == 0
-    softmax = told.symbolic["softmax"].total.other
+    softmax = result.symbolic["softmax"].total.elementwise_flops
     assert sympy.expand(softmax - b * h * n * (5 * n - 2)) == 0
-    assert told.formula.subs(told.values) == told.operations == 4_145_152_000
+    assert result.formula.subs(result.values) == result.flops == 4_145_152_000
 
 
 @pytest.mark.ledger("S2.1.2.5")
 def test_the_formula_of_free_sizes_is_the_general_one():
     spec = rg.Attention(3, heads=9, d_k=4, d_v=5, d_out=6, biases="output")
     d_k, d_v, d_out = sympy.symbols("d_k d_v d_out", integer=True, positive=True)
-    told = cost(spec, n=2).symbolic.total.parameters
-    assert sympy.expand(told - (h * d_model * (2 * d_k + d_v) + h * d_v * d_out + d_out)) == 0
+    result = cost(spec, n=2).symbolic.total.parameters
+    assert sympy.expand(result - (h * d_model * (2 * d_k + d_v) + h * d_v * d_out + d_out)) == 0
 
 
 @pytest.mark.parametrize("pattern", [rg.full(), rg.causal(), rg.window(3), rg.window(5, 2)], ids=repr)
 def test_a_closed_form_holds_at_other_lengths(pattern):
     here, there = (cost(rg.Attention(64, pattern=pattern), n=size) for size in (40, 97))
-    assert here.formula.subs(n, 97).subs(here.values) == there.operations
+    assert here.formula.subs(n, 97).subs(here.values) == there.flops
     assert {s.name for s in here.formula.free_symbols} <= {"b", "n", "d_model"}
 
 
 def test_pairs_without_a_closed_form_are_a_symbol_of_their_own():
-    told = cost(rg.Attention(64, pattern=rg.window(2) | rg.every(4)), n=40)
-    assert "pairs" in {s.name for s in told.formula.free_symbols}
-    assert told.formula.subs(told.values) == told.operations
+    result = cost(rg.Attention(64, pattern=rg.window(2) | rg.every(4)), n=40)
+    assert "pairs" in {s.name for s in result.formula.free_symbols}
+    assert result.formula.subs(result.values) == result.flops
 
 
 def test_one_name_for_two_sizes_becomes_two_symbols():
     wide, narrow = (rg.Encoder(rg.Block(rg.Attention(64), rg.FeedForward(f)), 2) for f in (256, 100))
     block = rg.Block(rg.Attention(64, pattern=rg.causal()), rg.FeedForward(100), cross=rg.Attention(64))
-    told = cost(rg.EncoderDecoder(wide, rg.Decoder(block, 2)), n=5, m=7)
-    assert {s.name: v for s, v in told.values.items() if "d_ff" in s.name} == {"d_ff": 256, "d_ff_2": 100}
-    assert cost(narrow, n=5).formula.subs(cost(narrow, n=5).values) == cost(narrow, n=5).operations
+    result = cost(rg.EncoderDecoder(wide, rg.Decoder(block, 2)), n=5, m=7)
+    assert {s.name: v for s, v in result.values.items() if "d_ff" in s.name} == {"d_ff": 256, "d_ff_2": 100}
+    assert cost(narrow, n=5).formula.subs(cost(narrow, n=5).values) == cost(narrow, n=5).flops
 
 
 def test_the_tree_adds_up_and_layers_multiply():
-    told = cost("gpt2", n=64, batch=3)
-    added = sum((a for _, a in told.tree.terms()), Amounts())
-    assert added == told.total and told["block"].times == 12
-    assert told["block/attention/q"].total.operations == 2 * 3 * 64 * 768 * 768
-    depths = {part.name: depth for depth, part, _ in told.tree.walk()}
+    result = cost("gpt2", n=64, batch=3)
+    added = sum((a for _, a in result.tree.terms()), Amounts())
+    assert added == result.total and result["block"].times == 12
+    assert result["block/attention/q"].total.flops == 2 * 3 * 64 * 768 * 768
+    depths = {part.name: depth for depth, part, _ in result.tree.nodes()}
     assert (depths["model"], depths["block"], depths["attention"], depths["q"]) == (0, 1, 2, 3)
-    whole = {part.name: amounts.operations for _, part, amounts in told.tree.walk()}
+    whole = {part.name: amounts.flops for _, part, amounts in result.tree.nodes()}
     assert whole["q"] == 12 * 2 * 3 * 64 * 768 * 768
 
 
 def test_a_batch_multiplies_operations_and_leaves_parameters():
     one, five = (cost("tiny-gpt", n=32, batch=size) for size in (1, 5))
-    assert five.operations == 5 * one.operations and five.parameters == one.parameters
+    assert five.flops == 5 * one.flops and five.parameters == one.parameters
 
 
 def test_the_table_shows_terms_masks_savings_bottleneck_and_convention():
-    told = str(cost(rg.Attention(512, pattern=rg.window(2) | rg.every(4)), n=16))
-    assert "scores                  122,880     262,144           0.4%" in told
-    assert "pairs attention: 120 needed of 256 by window(2) | every(4); 256 computed by masked" in told
+    result = str(cost(rg.Attention(512, pattern=rg.window(2) | rg.every(4)), n=16))
+    assert "scores                  122,880     262,144                 0.4%" in result
+    assert "pairs in attention: window(2) | every(4) allows 120 of 256; backend masked computes 256" in result
     assert (
-        "saved by the pattern: 53.1250% of scores and mixing, 0.8173% of the whole; by this backend 0" in told
+        "the pattern saves 53.1250% of the FLOPs of scores and mixing, 0.8173% of the total; with this backend 0"
+        in result
     )
-    assert "bottleneck: projections, 98.5% of the operations" in told
-    assert "multiply-add = 2; softmax of m entries = 5m − 2" in told
+    assert "bottleneck: projections, 98.5% of the FLOPs" in result
+    assert (
+        "a multiply-add is 2 FLOPs; FLOPs are those of matrix products; a softmax over m entries is 5m − 2"
+        in result
+    )
 
 
 def test_backward_and_recomputation_get_columns_when_training():
     block = rg.Block(rg.Attention(64), rg.FeedForward(128))
     plain = cost(rg.Encoder(block, 2), n=32, train=True, backend="plain")
     again = cost(rg.Encoder(block, 2, checkpoint=True), n=32, train=True, backend="plain")
-    assert again.total.executed_backward - plain.total.executed_backward == plain.total.executed
-    assert "backward" in str(plain) and "executed_backward" not in str(plain)
-    assert "executed_backward" in str(again) and "checkpointed" in str(again)
+    assert (
+        again.total.executed_backward_flops - plain.total.executed_backward_flops
+        == plain.total.executed_flops
+    )
+    assert "backward" in str(plain) and "executed backward" not in str(plain)
+    assert "executed backward" in str(again) and "checkpointed" in str(again)
     assert "backward" not in str(cost(rg.Encoder(block, 2), n=32)).split("\n\n")[1]
 
 
 def test_json_says_it_all_and_reads_back():
-    told = cost("tiny", n=8, m=6)
-    data = json.loads(told.json())
-    assert data["total"]["parameters"] == told.parameters == data["tree"]["parameters"]
+    result = cost("tiny", n=8, m=6)
+    data = json.loads(result.json())
+    assert data["total"]["parameters"] == result.parameters == data["tree"]["parameters"]
     assert data["sizes"] == {"n": 8, "m": 6, "batch": 1, "dtype": "float32", "device": "cpu", "train": False}
-    assert [p["where"] for p in data["pairs"]] == [p.where for p in told.pairs]
-    assert data["saving"]["core"] == told.saving.core and data["bottleneck"]["part"] == told.bottleneck.part
+    assert [p["path"] for p in data["pairs"]] == [p.path for p in result.pairs]
+    assert (
+        data["saving"]["core"] == result.saving.core and data["bottleneck"]["part"] == result.bottleneck.part
+    )
     encoder = data["tree"]["parts"][0]
-    assert encoder["name"] == "encoder" and encoder["operations"] == told["encoder"].total.operations
+    assert encoder["name"] == "encoder" and encoder["flops"] == result["encoder"].total.flops
 
 
 def test_a_notebook_and_a_terminal_show_the_same_rows():
     rich = pytest.importorskip("rich.console")
-    told = cost("tiny-gpt", n=32)
-    page = told._repr_html_()
+    result = cost("tiny-gpt", n=32)
+    page = result._repr_html_()
     console = rich.Console(width=160, record=True, file=io.StringIO())
-    console.print(told)
+    console.print(result)
     shown = console.export_text()
-    for part in ("feed_forward", "w_gate", f"{told.parameters:,}", "block × 4"):
-        assert part in page and part in shown and part in str(told)
+    for part in ("feed_forward", "w_gate", f"{result.parameters:,}", "block × 4"):
+        assert part in page and part in shown and part in str(result)
     assert "<p>&lt;b&gt;<br></p>" in Cost("<b>", {}, Part("x"))._repr_html_()
 
 
 def test_latex_writes_each_term_and_the_total():
-    told = cost(rg.Attention(512), n=1000).latex
-    assert told.startswith(r"\begin{array}{l|r|r|r}") and told.endswith(r"\end{array}")
-    assert r"\text{softmax} & 0 & 0 & b h \left(5 n^{2} - 2 n\right) \\" in told
-    assert r"\text{total} & 4 d_{model}^{2} + 4 d_{model} & 8 b d_{model}^{2} n + 4 b d_{model} n^{2}" in told
+    result = cost(rg.Attention(512), n=1000).latex
+    assert result.startswith(r"\begin{array}{l|r|r|r}") and result.endswith(r"\end{array}")
+    assert r"\text{softmax} & 0 & 0 & b h \left(5 n^{2} - 2 n\right) \\" in result
+    assert (
+        r"\text{total} & 4 d_{model}^{2} + 4 d_{model} & 8 b d_{model}^{2} n + 4 b d_{model} n^{2}" in result
+    )
 
 
 def test_spec_cost_is_the_door():
@@ -155,15 +166,15 @@ def test_a_module_that_was_declared_is_priced_by_its_declaration():
 
 def test_16_bits_halve_the_bytes_and_leave_operations():
     wide, half = (cost(rg.Attention(64), n=32, dtype=t) for t in (torch.float32, torch.bfloat16))
-    assert wide.total.bytes == 2 * half.total.bytes and wide.operations == half.operations
+    assert wide.total.bytes == 2 * half.total.bytes and wide.flops == half.flops
 
 
 def test_progressions_compute_little_more_than_the_pattern_needs():
-    told = cost(rg.Attention(512, pattern=rg.causal() & (rg.window(128) | rg.every(64))), n=4096)
-    (pairs,) = told.pairs
+    result = cost(rg.Attention(512, pattern=rg.causal() & (rg.window(128) | rg.every(64))), n=4096)
+    (pairs,) = result.pairs
     assert pairs.backend == "progressions" and 1.0 <= pairs.waste < 4.0
     assert pairs.needed == (rg.causal() & (rg.window(128) | rg.every(64))).count(4096)
-    assert 0 < told.saving.core_computed < told.saving.core < 1
+    assert 0 < result.saving.core_executed < result.saving.core < 1
 
 
 def test_a_fused_way_moves_no_table_of_scores():
@@ -175,60 +186,65 @@ def test_a_fused_way_moves_no_table_of_scores():
 
 
 def test_a_query_that_looks_nowhere_has_no_softmax():
-    told = cost(rg.Attention(64, pattern=rg.causal() - rg.window(2)), n=10)
-    assert told["softmax"].total.other == 8 * (5 * told.pairs[0].needed - 2 * 7)
+    result = cost(rg.Attention(64, pattern=rg.causal() - rg.window(2)), n=10)
+    assert result["softmax"].total.elementwise_flops == 8 * (5 * result.pairs[0].needed - 2 * 7)
 
 
 def test_more_queries_than_keys_of_another_sequence_stand_from_0_on():
     spec = rg.Attention(60, heads=4, d_context=22, pattern=rg.causal())
-    told = cost(spec, n=13, m=11)
-    assert told.pairs[0].needed == rg.causal().count(13, 11, 0) == 11 * 12 // 2 + 2 * 11
+    result = cost(spec, n=13, m=11)
+    assert result.pairs[0].needed == rg.causal().count(13, 11, 0) == 11 * 12 // 2 + 2 * 11
     assert spec.build()(torch.zeros(1, 13, 60), torch.zeros(1, 11, 22)).shape == (1, 13, 60)
 
 
 def test_mixing_without_weights_has_neither_parameters_nor_products():
-    told = cost(rg.Mixing("average"), n=10, batch=2)
-    assert (told.parameters, told.operations, told.total.other, told.bottleneck) == (0, 0, 20, None)
+    result = cost(rg.Mixing("average"), n=10, batch=2)
+    assert (result.parameters, result.flops, result.total.elementwise_flops, result.bottleneck) == (
+        0,
+        0,
+        20,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"thing": "gtp2", "n": 5}, "unknown preset 'gtp2'; did you mean gpt2?"),
-        ({"thing": "gpt2"}, "how long? give n=, the number of positions, for example n=1000"),
-        ({"thing": "gpt2", "n": 0}, "n=0: a whole number of at least 1 is needed"),
-        ({"thing": "gpt2", "n": -3}, "n=-3: a whole number of at least 1 is needed"),
-        ({"thing": "gpt2", "n": True}, "n=True: a whole number of at least 1 is needed"),
-        ({"thing": "tiny", "n": 5, "m": 0}, "m=0: a whole number of at least 1 is needed"),
-        ({"thing": "gpt2", "n": 5, "batch": 0}, "batch=0: a whole number of at least 1 is needed"),
-        ({"thing": "gpt2", "n": 5, "m": 7}, "m=7: Encoder looks at its own 5 positions; leave m out"),
+        ({"model": "gtp2", "n": 5}, "unknown preset 'gtp2'; did you mean gpt2?"),
+        ({"model": "gpt2"}, "n is missing: pass the number of positions, for example n=1000"),
+        ({"model": "gpt2", "n": 0}, "n=0 is not a positive integer"),
+        ({"model": "gpt2", "n": -3}, "n=-3 is not a positive integer"),
+        ({"model": "gpt2", "n": True}, "n=True is not a positive integer"),
+        ({"model": "tiny", "n": 5, "m": 0}, "m=0 is not a positive integer"),
+        ({"model": "gpt2", "n": 5, "batch": 0}, "batch=0 is not a positive integer"),
+        ({"model": "gpt2", "n": 5, "m": 7}, "m=7: Encoder attends to its own 5 positions only; leave m out"),
         (
-            {"thing": "gpt2", "n": 2048},
-            "n=2048 is past learned(1024), which has no vector there; use n up to 1024",
+            {"model": "gpt2", "n": 2048},
+            "n=2048 exceeds the table of learned(1024); use n up to 1024",
         ),
-        ({"thing": "gpt2", "n": 5, "backend": "mask"}, "unknown backend 'mask'; did you mean masked?"),
-        ({"thing": "gpt2", "n": 5, "dtype": "float31"}, "unknown dtype 'float31'; did you mean float32?"),
-        ({"thing": "gpt2", "n": 5, "device": "cud"}, "unknown device 'cud'; did you mean cuda?"),
+        ({"model": "gpt2", "n": 5, "backend": "mask"}, "unknown backend 'mask'; did you mean masked?"),
+        ({"model": "gpt2", "n": 5, "dtype": "float31"}, "unknown dtype 'float31'; did you mean float32?"),
+        ({"model": "gpt2", "n": 5, "device": "cud"}, "unknown device 'cud'; did you mean cuda?"),
         (
-            {"thing": "gpt2", "n": 5, "dtype": torch.int64},
-            "dtype=torch.int64 is none that a model computes in; use float64, float32, float16, bfloat16",
+            {"model": "gpt2", "n": 5, "dtype": torch.int64},
+            "dtype=torch.int64 is not supported; use one of float64, float32, float16, bfloat16",
         ),
         (
-            {"thing": "vit-b16", "n": 5},
+            {"model": "vit-b16", "n": 5},
             "n=5, m=None: an image of (224, 224) in patches of (16, 16) is 197 tokens; leave n and m out, or "
-            "declare another image",
+            "declare another image size",
         ),
         (
-            {"thing": rg.FeedForward(64), "n": 5},
-            "FeedForward(64) is a part that does not know its width; price the block or the model that holds it",
+            {"model": rg.FeedForward(64), "n": 5},
+            "FeedForward(64) has no width of its own; ask for the cost of the block or model that contains it",
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_cannot_be_priced_says_why(given, message):
-    thing = given.pop("thing")
+    model = given.pop("model")
     with pytest.raises(SpecError) as e:
-        cost(thing, **given)
+        cost(model, **given)
     assert str(e.value) == message
 
 
@@ -236,7 +252,7 @@ def test_inputs_for_a_declaration_are_refused():
     with pytest.raises(SpecError) as e:
         cost(rg.Attention(64), torch.zeros(1, 5, 64))
     assert str(e.value) == (
-        "Attention is a declaration, priced by its sizes; give n= instead of 1 example inputs"
+        "Attention is a declaration: its cost follows from its sizes; pass n= instead of example inputs"
     )
 
 
@@ -256,14 +272,14 @@ def test_an_unknown_part_names_the_nearest():
 
 def test_the_bottleneck_of_a_traced_module_is_a_kind_of_module():
     def layer(k):
-        linear = Part("linear1", parts=(Part("addmm", Amounts(operations=30, executed=30, bytes=4)),))
-        core = Part("scaled_dot_product_attention", Amounts(operations=20, executed=20, bytes=4))
+        linear = Part("linear1", parts=(Part("addmm", Amounts(flops=30, executed_flops=30, bytes=4)),))
+        core = Part("scaled_dot_product_attention", Amounts(flops=20, executed_flops=20, bytes=4))
         return Part(str(k), parts=(linear, Part("self_attn", parts=(core,))))
 
     traced = Cost("TransformerEncoder", {}, Part("TransformerEncoder", parts=(layer(0), layer(1))))
     found = traced.bottleneck
-    assert (found.part, found.operations, found.share) == ("*/linear1", 60, 0.6)
-    assert found.why == "no other module multiplies as much"
+    assert (found.part, found.flops, found.share) == ("*/linear1", 60, 0.6)
+    assert found.why == "more than any other module"
 
 
 def test_what_was_counted_by_running_has_no_formula():
@@ -271,27 +287,28 @@ def test_what_was_counted_by_running_has_no_formula():
     with pytest.raises(SpecError) as e:
         traced.formula  # noqa: B018
     assert str(e.value) == (
-        "the cost of Linear was counted by running it, which gives numbers; declare a spec for a formula"
+        "the cost of Linear was traced, which gives numbers only; declare a spec to get a formula"
     )
     assert traced.biases is None and traced.saving is None and "model           6" in str(traced)
 
 
 def test_the_largest_batch_that_fits_is_the_last_that_does():
     block = rg.Block(rg.Attention(16, heads=2), rg.FeedForward(32))
-    told, three = (cost(rg.Encoder(block, 1), n=8, batch=size) for size in (1, 3))
-    assert [told.fits(three.memory.inference - less) for less in (0, 1)] == [3, 2]
-    assert told.fits(cost(rg.Encoder(block, 1), n=11).memory.inference, vary="n") == 11 and told.fits(1) == 0
-    with pytest.raises(
-        SpecError, match="Linear was counted by running it at one size; declare a spec to ask what"
-    ):
+    result, three = (cost(rg.Encoder(block, 1), n=8, batch=size) for size in (1, 3))
+    assert [result.fits(three.memory.inference_peak - less) for less in (0, 1)] == [3, 2]
+    assert (
+        result.fits(cost(rg.Encoder(block, 1), n=11).memory.inference_peak, vary="n") == 11
+        and result.fits(1) == 0
+    )
+    with pytest.raises(SpecError, match="Linear was traced at one size; declare a spec to find the largest"):
         Cost("Linear", {}, Part("model")).fits(1000)
 
 
 def test_a_formula_without_sympy_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sympy", None)
-    told = cost(rg.Attention(64), n=4)
-    assert told.operations > 0 and str(told)
+    result = cost(rg.Attention(64), n=4)
+    assert result.flops > 0 and str(result)
     with pytest.raises(
-        SpecError, match=r"a formula needs sympy, which is not here: pip install 'regard\[cost\]'"
+        SpecError, match=r"formulas need sympy, which is not installed: pip install 'regard\[cost\]'"
     ):
-        told.formula  # noqa: B018
+        result.formula  # noqa: B018

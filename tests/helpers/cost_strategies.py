@@ -27,8 +27,10 @@ def attentions(draw, d_model=None, closed=False, patterns=PATTERNS, d_context=No
     score = draw(st.sampled_from(["dot", "dot", "dot", "bilinear", "additive", "position"]))
     position = None
     if score in ("dot", "position") and positions:
-        kinds = [p for p in INSIDE if score == "dot" or (p.acts == "score" and not isinstance(p, rg.shaw))]
-        position = draw(st.sampled_from(kinds if score == "position" else [None, *kinds]))
+        layer_kinds = [
+            p for p in INSIDE if score == "dot" or (p.acts == "score" and not isinstance(p, rg.shaw))
+        ]
+        position = draw(st.sampled_from(layer_kinds if score == "position" else [None, *layer_kinds]))
     elif score == "position":
         score = "dot"
     own = not isinstance(position, rg.rope) and score != "bilinear"

@@ -11,8 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.costs.declaration import looks_across, read
-from regard.costs.sizes import Given, Numbers
+from regard.costs.declaration import build_tree, has_context
+from regard.costs.sizes import Numbers, Request
 from regard.costs.tree import Part
 from regard.engine import choose
 
@@ -23,7 +23,7 @@ def sizes(spec):
     """The lengths that `inputs` have, as `cost` takes them."""
     if isinstance(spec, rg.Vision):
         return {"batch": B}
-    across = looks_across(spec) and not (isinstance(spec, rg.Attention) and spec.d_context is None)
+    across = has_context(spec) and not (isinstance(spec, rg.Attention) and spec.d_context is None)
     return {"n": N, "batch": B} | ({"m": M} if across else {})
 
 
@@ -31,7 +31,9 @@ def priced(spec, train=False, by=None) -> Part:
     """The tree of the decomposed path, without memory and remarks: what hundreds of examples can afford."""
     lengths = sizes(spec)
     n = lengths.get("n") or spec.tokens
-    return read(Given(spec, n, lengths.get("m", n), B, train=train, backend="plain"), by or Numbers())[0]
+    return build_tree(
+        Request(spec, n, lengths.get("m", n), B, train=train, backend="plain"), by or Numbers()
+    )[0]
 
 
 def built(spec):
@@ -73,13 +75,13 @@ def inputs(spec):
 
 
 @contextmanager
-def plainly():
+def reference_backend():
     """Attention by regard's own formula, step by step."""
     with mock.patch.object(choose, "choose", lambda f, backend="auto": choose.Choice("plain", "")):
         yield
 
 
-def operations(spec, model=None) -> tuple[int, int]:
+def flops(spec, model=None) -> tuple[int, int]:
     """(forward, backward) as the counter saw them."""
     model = (model or built(spec)).train()
     with FlopCounterMode(display=False) as forward:

@@ -3,13 +3,13 @@
 import torch
 
 import regard as rg
-from regard.lens.captured import Captured, held, looks_back
+from regard.lens.calls import AttentionCall, is_causal_call, tensors_of
 
 FAMILIES = ("bert", "gpt2", "llama", "t5", "marian", "bart", "vit")
 TWO_SIDED = ("t5", "marian", "bart")
 
 
-def huggingface(family: str, way: str):
+def huggingface(family: str, implementation: str):
     """A model of a family: 2 layers, 4 heads, eval mode, its attention run by sdpa or eagerly."""
     import transformers as tf
 
@@ -30,7 +30,7 @@ def huggingface(family: str, way: str):
         "vit": (tf.ViTConfig(image_size=32, patch_size=8, **plain), tf.ViTModel),
     }[family]
     torch.manual_seed(0)
-    return kind._from_config(config, attn_implementation=way).eval()
+    return kind._from_config(config, attn_implementation=implementation).eval()
 
 
 def inputs(family: str) -> dict[str, torch.Tensor]:
@@ -65,8 +65,8 @@ def small(layers=2, causal=True):
     return rg.Encoder(block, layers=layers, embedding=words, head=rg.LanguageHead()).build().eval()
 
 
-def captured(source, role="self", real=None):
-    versions = tuple(x._version for x in held(source))
-    return Captured(
-        0, "layer", role, "sdpa", source, source.shape, versions, looks_back(source, role), real=real
+def captured(source, role="self", valid=None):
+    versions = tuple(x._version for x in tensors_of(source))
+    return AttentionCall(
+        0, "layer", role, "sdpa", source, source.shape, versions, is_causal_call(source, role), valid=valid
     )

@@ -81,11 +81,11 @@ def targets(declared, b):
 class Trained:
     """A real model with its optimiser, after one step."""
 
-    def __init__(self, declared, b, low=None, optimiser=torch.optim.AdamW, **options):
+    def __init__(self, declared, b, low=None, optimizer=torch.optim.AdamW, **options):
         torch.manual_seed(0)
         self.model, self.low = declared.build(), low
         self.given, self.targets = inputs(declared, b), targets(declared, b)
-        self.optimiser = optimiser(self.model.parameters(), **options)
+        self.optimizer = optimizer(self.model.parameters(), **options)
         self.step()
 
     def loss(self):
@@ -97,13 +97,13 @@ class Trained:
 
     def step(self):
         self.loss().backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     @property
     def held(self):
         """Bytes of weights, optimiser state and inputs, which are there before a step begins."""
-        states = [x for s in self.optimiser.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+        states = [x for s in self.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
         states = [x for x in states if x.dim()]  # not the number of steps
         given = [*self.given, *([] if self.targets is None else [self.targets])]
         return sum(x.numel() * x.element_size() for x in [*self.model.parameters(), *states, *given])

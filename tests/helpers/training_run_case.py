@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from regard.cli.main import app
-from regard.costs.time import Ceilings, store
+from regard.costs.time import Roofline, save_roofline
 from regard.training import recipes
 from regard.training.data.sources import Sentences
 from regard.training.recipes import Recipe
@@ -40,7 +40,7 @@ def regard(*words: str, code: int = 0, given: str | None = None) -> str:
 @contextmanager
 def a_known_machine(folder):
     """Rates that need no measuring: 10 GFLOP/s and 10 GB/s."""
-    rates = Ceilings("a CPU of the tests", {"float32": 1e10}, 1e10, 1e-6)
+    rates = Roofline("a CPU of the tests", {"float32": 1e10}, 1e10, 1e-6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REGARD_MACHINE", str(store(rates, folder / "machine.json")))
+        patch.setenv("REGARD_MACHINE", str(save_roofline(rates, folder / "machine.json")))
         yield rates

@@ -132,7 +132,7 @@ def test_the_gallery_shows_kinds_agreement_and_effects(view):
     figure = figures.head_gallery(view, 1)
     said = " ".join(texts(figure))
     assert view.kinds[1][0].name in said and "effect of removal" in said
-    assert "give at least" in said.replace("\n", " ")  # so few tokens tell no angle
+    assert "use at least" in said.replace("\n", " ")  # too few tokens for an angle
     bars = titled(figure, "effect of removal").patches
     assert [b.get_height() for b in bars] == pytest.approx([view.effects[1, h] for h in range(2)])
 
@@ -243,7 +243,7 @@ def test_costs_taps_traces_and_dependence_are_drawn():
 def test_the_costs_of_layer_types_are_those_of_cost():
     figure = figures.layer_costs(64, (32, 64, 128))
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
-    assert lines["GRU"] == [rg.costs.compare(n, 64)["GRU"].operations for n in (32, 64, 128)]
+    assert lines["GRU"] == [rg.costs.compare(n, 64)["GRU"].flops for n in (32, 64, 128)]
     assert "n = 128" in texts(figure) and len(lines) >= 10
 
 
@@ -256,6 +256,6 @@ def test_an_attention_is_traced_step_by_step():
     assert {"scores", "weights", "V", "heads", "output", "3 × 7 × 7", "3 × 7 × 4", "7 × 12"} <= set(said)
     first = "  ".join(f"{v:+.3f}" for v in layer(x)[0].flatten()[:4].tolist())
     assert first in said
-    assert f"{layer.spec.cost(n=7)['scores'].total.operations:,} FLOPs" in said
+    assert f"{layer.spec.cost(n=7)['scores'].total.flops:,} FLOPs" in said
     with pytest.raises(rg.SpecError, match=r"^Linear is not an attention that a spec built; rg.Attention"):
         figures.attention_trace(torch.nn.Linear(2, 2), x)

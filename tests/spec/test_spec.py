@@ -75,8 +75,8 @@ WRONG = [
         "heads=7 does not divide d_model=512; use 1, 2, 4 or 8 heads, or give d_k and d_v",
     ),
     (lambda: Attention(64, heads=8, kv_heads=3), "kv_heads=3 does not divide heads=8; use 1, 2, 4 or 8"),
-    (lambda: Attention(64, heads=0), "heads=0: a whole number of at least 1 is needed"),
-    (lambda: Attention(64, heads=8, d_k=-2), "d_k=-2: a whole number of at least 1 is needed"),
+    (lambda: Attention(64, heads=0), "heads=0 is not a positive integer"),
+    (lambda: Attention(64, heads=8, d_k=-2), "d_k=-2 is not a positive integer"),
     (lambda: Attention(64, dropout=1.0), "dropout=1.0 is not in [0, 1)"),
     (lambda: Attention(64, score="dott"), "score='dott' is unknown; did you mean dot?"),
     (lambda: Attention(64, biases="some"), "biases='some' is unknown; known: all, none, output"),
@@ -105,10 +105,10 @@ WRONG = [
     ),
     (
         lambda: Attention(64, pattern=rg.where(max)),
-        "pattern=where(max) carries data, which a declaration cannot hold; "
-        "pass it when the module is called: layer(x, pattern=...)",
+        "pattern=where(max) carries data, which a declaration cannot contain; "
+        "pass it in the call instead: layer(x, pattern=...)",
     ),
-    (lambda: FeedForward(0), "d_ff=0: a whole number of at least 1 is needed"),
+    (lambda: FeedForward(0), "d_ff=0 is not a positive integer"),
     (lambda: FeedForward(8, activation="rellu"), "activation='rellu' is unknown; did you mean relu?"),
     (lambda: block(norm="lay"), "norm='lay' is unknown; did you mean layer?"),
     (lambda: block(norm_at="middle"), "norm_at='middle' is unknown; known: post, pre"),

@@ -44,8 +44,8 @@ def test_operations_of_a_step_are_those_of_both_passes(run):
     spec = run.recipe.model
     one = rg.cost(spec, n=batch.n, m=batch.m, batch=batch.rows, train=True).total
     told = before.operations(before.price(run.recipe, batch, CPU), batch)
-    assert told * batch.rows * batch.predicted == pytest.approx(one.operations + one.backward)
-    assert 2 * one.operations < one.operations + one.backward < 3.2 * one.operations
+    assert told * batch.rows * batch.predicted == pytest.approx(one.flops + one.backward_flops)
+    assert 2 * one.flops < one.flops + one.backward_flops < 3.2 * one.flops
 
 
 def test_the_meter_divides_what_was_done_by_what_could_be():
@@ -160,7 +160,7 @@ def test_what_a_rehearsal_held_is_not_called_the_runs_memory(run, monkeypatch):
 
 def test_what_does_not_fit_is_said_with_what_would(run, monkeypatch):
     batch = before.mean_batch(run.ready.train, 600)
-    peak = before.price(run.recipe, batch, CPU).memory.training
+    peak = before.price(run.recipe, batch, CPU).memory.training_peak
     monkeypatch.setattr(meter, "memory_there", lambda device: peak - 1)
     monkeypatch.setattr(Cost, "fits", lambda cost, budget: 30 if budget == peak - 1 else 0)
     with a_known_machine(run.folder):

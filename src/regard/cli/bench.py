@@ -26,11 +26,11 @@ def machine(
     """
     import torch
 
-    from ..costs.time import measure, store
+    from ..costs.time import measure, save_roofline
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     typer.echo(f"measuring {device}, a few seconds …", err=True)
-    ceilings = measure(device, size)
-    where = store(ceilings, path)
-    typer.echo(ceilings.json(indent=1) if as_json else str(ceilings))
+    roofline = measure(device, size)
+    where = save_roofline(roofline, path)
+    typer.echo(roofline.json(indent=1) if as_json else str(roofline))
     typer.echo(f"stored in {where}", err=True)

@@ -14,7 +14,7 @@ from ..laws.checker import Budget
 from ..laws.checker import check as run
 from ..laws.law import Outcome
 from ..laws.verdict import MARK, Verdict
-from . import sources
+from . import targets
 
 COLOURS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not promised": "yellow"}
 
@@ -22,7 +22,7 @@ COLOURS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not pr
 def check(
     target: Annotated[
         str | None,
-        typer.Argument(help=f"{sources.FORMS}; a class is built with --heads, --d-model, --layers."),
+        typer.Argument(help=f"{targets.FORMS}; a class is built with --heads, --d-model, --layers."),
     ] = None,
     law: Annotated[
         list[str] | None, typer.Option(help="Only this law, by number or name; repeatable.")
@@ -52,7 +52,7 @@ def check(
         typer.echo(_list(as_json))
         return
     if target is None:
-        raise SpecError(f"check what? Give {sources.FORMS}; --list lists the laws")
+        raise SpecError(f"check what? Give {targets.FORMS}; --list lists the laws")
     given = {"heads": heads, "d_model": d_model, "layers": layers}
     sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
     thing = adapt(_read(target), claims=set(claim or ()), **sizes)
@@ -66,7 +66,7 @@ def check(
 
 def _read(target: str) -> Any:
     try:
-        return sources.read(target)
+        return targets.read(target)
     except RegardError:
         raise
     except Exception as e:  # a stranger's module may raise anything while it is imported

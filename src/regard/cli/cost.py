@@ -14,12 +14,12 @@ from typer.core import TyperGroup
 from ..costs.entry import cost as price
 from ..costs.layer_types import compare as compared
 from ..costs.memory.report import fits
-from ..costs.memory.step import OPTIMISERS, WAYS, TrainingStep
-from ..costs.time import estimate, measured, stored
+from ..costs.memory.step import IMPLEMENTATIONS, OPTIMIZERS, TrainingStep
+from ..costs.time import estimate, load_roofline, measure_time
 from ..costs.tree import Cost
 from ..errors import SpecError
 from ..spec import Spec
-from . import sources
+from . import targets
 
 UNITS = {
     "": 1,
@@ -51,7 +51,7 @@ class OrOf(TyperGroup):
 app = typer.Typer(
     cls=OrOf,
     no_args_is_help=True,
-    help="What a model costs before it runs: parameters, operations, memory, time.\n\n"
+    help="What a model costs before it runs: parameters, FLOPs, memory, time.\n\n"
     "Example: regard cost gpt2 --n 1024 --batch 8 --train --device cuda --fits 80GB",
 )
 
@@ -65,7 +65,7 @@ def cost() -> None:
 class Asked:
     """What `regard cost` is asked: each field is an argument or an option."""
 
-    source: Annotated[str, typer.Argument(help=sources.FORMS)]
+    source: Annotated[str, typer.Argument(help=targets.FORMS)]
     n: Annotated[int | None, typer.Option(help="Queries; of an encoder-decoder the target.")] = None
     m: Annotated[int | None, typer.Option(help="Keys; of an encoder-decoder the source.")] = None
     batch: Annotated[int, typer.Option(help="Rows.")] = 1
@@ -75,12 +75,17 @@ class Asked:
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     backend: Annotated[str, typer.Option(help="By which way attention runs.")] = "auto"
     train: Annotated[bool, typer.Option("--train", help="Count a training step, too.")] = False
-    optimiser: Annotated[
-        str, typer.Option(help=f"{', '.join(OPTIMISERS)}; with a way: adamw:fused ({', '.join(WAYS[1:])}).")
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            help=f"{', '.join(OPTIMIZERS)}; with an implementation: adamw:fused ({', '.join(IMPLEMENTATIONS[1:])})."
+        ),
     ] = "adamw"
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute each block.")] = False
-    master: Annotated[bool, typer.Option("--master", help="float32 copies of 16-bit weights.")] = False
+    master_weights: Annotated[
+        bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
+    ] = False
     fits: Annotated[str | None, typer.Option(help="The largest batch and n within this memory: 80GB.")] = None
     time: Annotated[bool, typer.Option("--time", help="Estimate the time from `regard bench machine`.")] = (
         False
@@ -93,13 +98,13 @@ class Asked:
     def training(self) -> TrainingStep | bool:
         if not self.train:
             return False
-        name, _, way = self.optimiser.partition(":")
+        name, _, implementation = self.optimizer.partition(":")
         return TrainingStep(
-            optimiser=name,
-            way=way or "auto",
+            optimizer=name,
+            implementation=implementation or "auto",
             autocast=self.autocast,
             checkpointing=True if self.checkpointing else None,
-            master=self.master,
+            master_weights=self.master_weights,
         )
 
 
@@ -126,7 +131,7 @@ def _with_options(run: Callable[[Asked], None]) -> Callable[..., None]:
 @app.command()
 @_with_options
 def of(asked: Asked) -> None:
-    """Say what a model costs: parameters, operations, masks, memory, time.
+    """Say what a model costs: parameters, FLOPs, masks, memory, time.
 
     Examples: regard cost transformer-base --n 128 --batch 32 --train --autocast bfloat16 --device cuda
 
@@ -162,7 +167,7 @@ def of(asked: Asked) -> None:
 
 def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
     """The thing, and the inputs to run it on where a function returned both."""
-    thing = sources.read(source)
+    thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
         import torch
 
@@ -177,12 +182,12 @@ def _extra(told: Cost, asked: Asked) -> dict[str, tuple[Any, str]]:
     if asked.fits:
         found["fits"] = _fitting(told, asked.fits)
     if asked.time or asked.measure:
-        ceilings = stored()
-        if ceilings is None:
+        roofline = load_roofline()
+        if roofline is None:
             raise SpecError(
                 "how fast this machine is has not been measured; run `regard bench machine` first"
             )
-        guess = estimate(told, ceilings, backward=asked.train)
+        guess = estimate(told, roofline, backward=asked.train)
         text = str(guess)
         if asked.measure:
             real = _measure(told)
@@ -194,15 +199,15 @@ def _extra(told: Cost, asked: Asked) -> dict[str, tuple[Any, str]]:
 
 
 def _fitting(told: Cost, asked: str) -> tuple[dict[str, int], str]:
-    if told.facts is None:
+    if told.request is None:
         raise SpecError("--fits needs a declaration: what fits is found by asking at many sizes")
     budget = size_of(asked)
-    sizes = {"batch": fits(told.facts, budget, "batch")}
-    text = [f"within {budget:,} bytes: batch {sizes['batch']:,} at n = {told.facts.n:,}"]
-    if hasattr(told.facts.spec, "image"):
+    sizes = {"batch": fits(told.request, budget, "batch")}
+    text = [f"within {budget:,} bytes: batch {sizes['batch']:,} at n = {told.request.n:,}"]
+    if hasattr(told.request.spec, "image"):
         return sizes, text[0]
-    sizes["n"] = fits(told.facts, budget, "n")
-    return sizes, f"{text[0]}, or n {sizes['n']:,} at batch {told.facts.batch:,}"
+    sizes["n"] = fits(told.request, budget, "n")
+    return sizes, f"{text[0]}, or n {sizes['n']:,} at batch {told.request.batch:,}"
 
 
 def size_of(text: str) -> int:
@@ -218,11 +223,10 @@ def size_of(text: str) -> int:
 
 
 def _measure(told: Cost) -> float:
-    if told.facts is None or not isinstance(told.facts.spec, Spec):
+    if told.request is None or not isinstance(told.request.spec, Spec):
         raise SpecError("--measure needs a declaration, which is built and run")
-    f = told.facts
     typer.echo("running it …", err=True)
-    return measured(f.spec, f.n, f.m, f.batch, f.dtype, f.device, bool(f.train))
+    return measure_time(told.request)
 
 
 def _show(told: Any) -> None:

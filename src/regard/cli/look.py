@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import FormatError, SpecError
-from ..lens.table import Table
+from ..lens.text_table import Table
 from ..lens.view import View
 from ..lens.view import look as see
 from ..nn import stack
 from ..training.data.tokens import Tokens
 from ..training.recipes.run import TOKENS
-from . import sources
+from . import targets
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 def look(
-    model: Annotated[str, typer.Argument(help=sources.FORMS)],
+    model: Annotated[str, typer.Argument(help=targets.FORMS)],
     given: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT)],
     target: Annotated[str | None, typer.Option(help="What the decoder is given, in the same forms.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write a page (.html) or a picture there.")] = None,
@@ -71,7 +71,7 @@ def _say(view: View) -> None:
 
 def load(source: str) -> Asked:
     """The model that `source` names, ready to run; weights that nobody trained are announced."""
-    found = sources.read(source)
+    found = targets.read(source)
     folder = Path(source.removeprefix("hf:"))
     if isinstance(found, spec.Spec):
         typer.echo(f"{source} is a declaration: its weights are drawn, not trained", err=True)
@@ -140,7 +140,7 @@ def read_input(given: str, asked: Asked) -> Tensor:
     if path.suffix.lower() == ".npy":
         return _array(path)
     if len(given) < 1024 and path.is_file():
-        given = sources._text(path)
+        given = targets._text(path)
     if asked.tokenizer is None:
         raise SpecError(
             f"there is no tokenizer beside this model, so {given[:40]!r} is no input; give ids, as in 5,12,7"

@@ -14,7 +14,7 @@ import regard
 
 from ..errors import RegardError
 from ..pattern import parse_pattern
-from . import sources
+from . import targets
 
 app = typer.Typer(
     name="regard",
@@ -53,12 +53,12 @@ def presets(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(source: Annotated[str, typer.Argument(help=sources.FORMS)]) -> None:
+def show(source: Annotated[str, typer.Argument(help=targets.FORMS)]) -> None:
     """Write a declaration as JSON, ready to be edited and read back.
 
     Example: regard show gpt2 > mine.json
     """
-    declared = sources.read(source)
+    declared = targets.read(source)
     declared = getattr(declared, "spec", declared)
     if not isinstance(declared, regard.Spec):
         raise regard.SpecError(f"{source} is a {type(declared).__name__}, not a declaration of regard")

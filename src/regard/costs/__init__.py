@@ -1,7 +1,7 @@
-"""What a declaration, a module or a model costs: parameters, operations, bytes; as numbers and as formulas."""
+"""The cost of a declaration or a module: parameters, FLOPs, memory, time; as numbers and as formulas."""
 
-from .analysis import relative_ways, score_ways
-from .connectivity import ReceptiveField, layers_to_connect, receptive_field, receptive_set, sees
+from .analysis import relative_orders, score_orders
+from .connectivity import ReceptiveField, dependencies, layers_to_connect, receptive_field, receptive_set
 from .entry import cost
 from .layer_types import Comparison, compare
 from .memory import Memory, TrainingStep, fits
@@ -18,11 +18,11 @@ __all__ = [
     "TrainingStep",
     "compare",
     "cost",
+    "dependencies",
     "fits",
     "layers_to_connect",
     "receptive_field",
     "receptive_set",
-    "relative_ways",
-    "score_ways",
-    "sees",
+    "relative_orders",
+    "score_orders",
 ]

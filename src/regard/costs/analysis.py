@@ -1,4 +1,4 @@
-"""What is read off a cost: biases side by side, what a pattern saves, which part dominates, other ways to score."""
+"""Conclusions from a cost: biases side by side, savings of a pattern, the bottleneck, orders of products."""
 
 import re
 from dataclasses import dataclass, replace
@@ -8,8 +8,8 @@ from typing import Any
 from ..position import quadratic
 from ..spec import Attention
 from ..spec.attention import BIASES
-from .declaration import read, with_biases
-from .sizes import Given, Numbers
+from .declaration import build_tree, with_biases
+from .sizes import Numbers, Request
 from .tree import Amount, Amounts, Cost, Part
 
 CORE = ("scores", "mixing")
@@ -17,42 +17,42 @@ PROJECTIONS = ("q", "k", "v", "output", "w_q", "w_k")
 
 
 @lru_cache(maxsize=64)
-def biases(given: Given) -> dict[str, int]:
-    """Parameters with biases in no linear map, in attention's output alone, and in all (D7)."""
-    each = {word: replace(given, spec=with_biases(given.spec, word)) for word in BIASES}
-    return {word: read(g, Numbers())[0].total.parameters for word, g in each.items()}
+def biases(request: Request) -> dict[str, int]:
+    """Parameters with biases in no linear map, in the output of attention only, and in all."""
+    variants = {word: replace(request, spec=with_biases(request.spec, word)) for word in BIASES}
+    return {word: build_tree(r, Numbers())[0].total.parameters for word, r in variants.items()}
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What the patterns save against looking everywhere, as shares: of operations counted and computed."""
+    """The share of FLOPs that the patterns save compared with full attention."""
 
-    core: float  # scores and mixing, by the pairs that the pattern needs
-    whole: float  # with projections and all the rest, which a pattern leaves as they are
-    core_computed: float  # by the pairs that the backend computes: a mask alone saves nothing
-    whole_computed: float
+    core: float  # of scores and mixing, by the pairs that the pattern allows
+    total: float  # of the whole model: a pattern does not change projections
+    core_executed: float  # by the pairs that the backend evaluates: a mask alone saves nothing
+    total_executed: float
 
     def __str__(self) -> str:
         return (
-            f"saved by the pattern: {self.core:.4%} of scores and mixing, {self.whole:.4%} of the whole; "
-            f"by this backend {self.core_computed:.4%} and {self.whole_computed:.4%}"
+            f"the pattern saves {self.core:.4%} of the FLOPs of scores and mixing, {self.total:.4%} of the total; "
+            f"with this backend {self.core_executed:.4%} and {self.total_executed:.4%}"
         )
 
 
 @lru_cache(maxsize=64)
-def saving(given: Given) -> Saving:
-    ours, _ = read(given, Numbers())
-    dense, _ = read(given, Numbers(), ignore_patterns=True)
-    core, full = core_of(ours), core_of(dense)
+def saving(request: Request) -> Saving:
+    sparse, _ = build_tree(request, Numbers())
+    dense, _ = build_tree(request, Numbers(), ignore_patterns=True)
+    core, dense_core = core_of(sparse), core_of(dense)
 
-    def less(now: Amount, before: Amount) -> float:
+    def saved(now: Amount, before: Amount) -> float:
         return 1 - now / before if before else 0.0
 
     return Saving(
-        less(core.operations, full.operations),
-        less(ours.total.operations, dense.total.operations),
-        less(core.executed, full.operations),
-        less(core.executed + ours.total.operations - core.operations, dense.total.operations),
+        saved(core.flops, dense_core.flops),
+        saved(sparse.total.flops, dense.total.flops),
+        saved(core.executed_flops, dense_core.flops),
+        saved(core.executed_flops + sparse.total.flops - core.flops, dense.total.flops),
     )
 
 
@@ -63,32 +63,32 @@ def core_of(tree: Part) -> Amounts:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The kind of work that most operations go to, and how many of them come with each byte that is moved."""
+    """The kind of work with the most FLOPs, and its arithmetic intensity."""
 
     part: str  # projections, core, feed-forward, head or rest
-    share: float  # of the operations
-    operations: Amount
+    share: float  # of the FLOPs
+    flops: Amount
     bytes: Amount
     why: str
 
     @property
     def intensity(self) -> float:
-        """Operations a byte: below what the machine does in the time of one byte, memory is the limit."""
-        return self.operations / self.bytes if self.bytes else float("inf")
+        """Arithmetic intensity in FLOP/byte: if it is below the machine balance, memory bandwidth is the limit."""
+        return self.flops / self.bytes if self.bytes else float("inf")
 
     def limit(self, balance: float) -> str:
-        """`operations` or `bytes`, on a machine that does `balance` operations while it moves a byte."""
-        return "operations" if self.intensity >= balance else "bytes"
+        """`compute` or `memory`, on a machine with this balance: peak FLOP/s divided by bytes/s."""
+        return "compute" if self.intensity >= balance else "memory"
 
     def __str__(self) -> str:
         return (
-            f"bottleneck: {self.part}, {self.share:.1%} of the operations; {self.why}; "
-            f"{self.intensity:.1f} operations a byte: a machine that does more in that time waits for bytes"
+            f"bottleneck: {self.part}, {self.share:.1%} of the FLOPs ({self.why}); "
+            f"arithmetic intensity {self.intensity:.1f} FLOP/byte"
         )
 
 
 def kind_of(path: str) -> str:
-    """Which kind of work a term is."""
+    """The kind of work of a term of a declaration."""
     last = path.rpartition("/")[2]
     if "feed_forward/" in path:
         return "feed-forward"
@@ -100,7 +100,7 @@ def kind_of(path: str) -> str:
 
 
 def module_of(path: str) -> str:
-    """In a traced module: attention's core, or the module a term is in, alike ones together (`layers.*.linear1`)."""
+    """For a traced module: the attention core, or the module of a term, with layers merged (`layers.*.linear1`)."""
     inside, _, last = path.rpartition("/")
     if "attention" in last:
         return "core"
@@ -108,122 +108,130 @@ def module_of(path: str) -> str:
 
 
 def bottleneck(cost: Cost) -> Bottleneck | None:
-    """The dominating kind of work; None where there are no matrix products."""
-    name = kind_of if cost.facts is not None else module_of
+    """The dominating kind of work; None if there are no matrix products."""
+    name = kind_of if cost.request is not None else module_of
     kinds: dict[str, Amounts] = {}
     for path, amounts in cost.tree.terms():
         kinds[name(path)] = kinds.get(name(path), Amounts()) + amounts
-    whole = cost.total.executed
-    if not whole:
+    total = cost.total.executed_flops
+    if not total:
         return None
-    part = max(kinds, key=lambda kind: kinds[kind].executed)
-    most = kinds[part]
-    return Bottleneck(part, most.executed / whole, most.executed, most.bytes, _why(part, kinds, cost))
+    part = max(kinds, key=lambda kind: kinds[kind].executed_flops)
+    flops = kinds[part].executed_flops
+    return Bottleneck(part, flops / total, flops, kinds[part].bytes, _why(part, kinds, cost))
 
 
 def _why(part: str, kinds: dict[str, Amounts], cost: Cost) -> str:
-    if cost.facts is None and part != "core":
-        return "no other module multiplies as much"
-    core, projections = (kinds.get(k, Amounts()).executed for k in ("core", "projections"))
+    if cost.request is None and part != "core":
+        return "more than any other module"
+    core, projections = (kinds.get(k, Amounts()).executed_flops for k in ("core", "projections"))
     if part == "core":
         return (
-            f"pairs grow as n·m, projections as n + m: {core / projections:.1f} times their work here"
+            f"pairs grow as n·m, projections as n + m: here {core / projections:.1f} times the projections"
             if projections
-            else "the rest multiplies less"
+            else "more than everything else"
         )
     if part == "projections" and core:
-        return f"pairs are few for the width: {projections / core:.1f} times their work here"
+        return f"few pairs for this width: {projections / core:.1f} times the attention core"
     return {
         "feed-forward": "its matrices are the widest",
-        "head": "the vocabulary is wider than all layers",
-    }.get(part, "no attention is in it")
+        "head": "the vocabulary is larger than all layers together",
+    }.get(part, "there is no attention in it")
 
 
 def leading_order(formula: Any) -> Any:
-    """The monomials of a sum that no other one outgrows, without their factors: 6·n·d² + 4·n²·d → n·d² + n²·d."""
+    """The monomials of a sum that no other one dominates, without coefficients: 6·n·d² + 4·n²·d → n·d² + n²·d."""
     import sympy
 
     def powers(term: Any) -> dict[Any, Any]:
         return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
 
-    found = {
+    monomials = {
         sympy.Mul(*(base**p for base, p in powers(t).items())) for t in sympy.Add.make_args(formula.expand())
     }
 
-    def outgrown(term: Any) -> bool:
+    def dominated(term: Any) -> bool:
         mine = powers(term)
-        others = (powers(t) for t in found if t != term)
+        others = (powers(t) for t in monomials if t != term)
         return any(all(theirs.get(base, 0) >= p for base, p in mine.items()) for theirs in others)
 
-    return sympy.Add(*(term for term in found if not outgrown(term)))
+    return sympy.Add(*(term for term in monomials if not dominated(term)))
 
 
 @dataclass(frozen=True)
-class ScoreWays:
-    """Operations of all scores of one attention, by three orders of the same products; and with positions.
+class ScoreOrders:
+    """FLOPs of all content scores x_i W_q W_kᵀ x_jᵀ of one attention, in three orders of the same products.
 
-    again   each pair projects its query and its key anew       n·m·(2·d·d_k + 2·d·d_k + 2·d_k) a head
-    once    each vector is projected once                       2·n·d·h·d_k + 2·m·d·h·d_k + 2·n·m·h·d_k
-    merged  W_q W_kᵀ first, then x (W_q W_kᵀ) x                  2·d·d_k·d + 2·n·d·d + 2·n·m·d a head
+    naive      every pair projects its query and its key        n·m·(2·d·d_k + 2·d·d_k + 2·d_k) per head
+    projected  every vector is projected once                   2·n·d·h·d_k + 2·m·d·h·d_k + 2·n·m·h·d_k
+    merged_qk  W_q W_kᵀ first, then x (W_q W_kᵀ) xᵀ             2·d·d_k·d + 2·n·d·d + 2·n·m·d per head
     """
 
-    again: Amount
-    once: Amount
-    merged: Amount
+    naive: Amount
+    projected: Amount
+    merged_qk: Amount
 
 
-def score_ways(n: Amount, m: Amount, d: Amount, heads: Amount = 1, d_k: Amount | None = None) -> ScoreWays:
-    """Content scores x_i W_q W_kᵀ x_jᵀ counted three ways; by symbols too.
+def score_orders(
+    n: Amount, m: Amount, d: Amount, heads: Amount = 1, d_k: Amount | None = None
+) -> ScoreOrders:
+    """FLOPs of content scores in three orders; the sizes may be numbers or symbols.
 
-    >>> score_ways(1000, 1000, 512)
-    ScoreWays(again=1049600000000, once=2072576000, merged=1816723456)
+    >>> score_orders(1000, 1000, 512)
+    ScoreOrders(naive=1049600000000, projected=2072576000, merged_qk=1816723456)
     """
     d_k = d if d_k is None else d_k
-    return ScoreWays(
-        again=heads * n * m * (4 * d * d_k + 2 * d_k),
-        once=heads * (2 * n * d * d_k + 2 * m * d * d_k + 2 * n * m * d_k),
-        merged=heads * (2 * d * d_k * d + 2 * n * d * d + 2 * n * m * d),
+    return ScoreOrders(
+        naive=heads * n * m * (4 * d * d_k + 2 * d_k),
+        projected=heads * (2 * n * d * d_k + 2 * m * d * d_k + 2 * n * m * d_k),
+        merged_qk=heads * (2 * d * d_k * d + 2 * n * d * d + 2 * n * m * d),
     )
 
 
 @dataclass(frozen=True)
-class RelativeWays:
-    """Operations of scores r_{j−i} · v of relative positions d_p wide: a pair each, or each offset once."""
+class RelativeOrders:
+    """FLOPs of scores r_{j−i} · v of relative positions with d_p features: per pair, or per distinct offset."""
 
-    pairs: Amount
-    offsets: Amount  # how many there are: n + m − 1 on a line
-    each_offset_once: Amount
-    with_content: Amount  # the pairs, and content scores projected once
+    per_pair: Amount
+    offsets: Amount  # the number of distinct offsets: n + m − 1 on a line
+    per_offset: Amount
+    with_content: Amount  # per pair, plus content scores with each vector projected once
 
 
-def relative_ways(
+def relative_orders(
     n: Amount, m: Amount, d_p: Amount, d: Amount, heads: Amount = 1, offsets: Amount | None = None
-) -> RelativeWays:
-    """Position scores alone, and beside content scores of heads d / heads wide; on a grid say how many offsets.
+) -> RelativeOrders:
+    """FLOPs of position scores, and together with content scores of heads of width d / heads.
 
-    >>> relative_ways(1000, 1000, 3, 512)
-    RelativeWays(pairs=6000000, offsets=1999, each_offset_once=11994, with_content=2078576000)
+    offsets: the number of distinct offsets; needed on a grid.
+
+    >>> relative_orders(1000, 1000, 3, 512)
+    RelativeOrders(per_pair=6000000, offsets=1999, per_offset=11994, with_content=2078576000)
     """
     offsets = n + m - 1 if offsets is None else offsets
-    pairs = 2 * heads * n * m * d_p
-    content = 2 * n * d * d + 2 * m * d * d + 2 * n * m * d  # any number of heads: together they are d wide
-    return RelativeWays(pairs, offsets, 2 * heads * offsets * d_p, content + pairs)
+    per_pair = 2 * heads * n * m * d_p
+    content = (
+        2 * n * d * d + 2 * m * d * d + 2 * n * m * d
+    )  # for any number of heads: together their width is d
+    return RelativeOrders(per_pair, offsets, 2 * heads * offsets * d_p, content + per_pair)
 
 
-def positions_of(given: Given) -> RelativeWays | None:
-    """The ways of a declared attention whose position scores by ‖δ‖² and δ: d_p is 2 on a line, 3 on a grid."""
-    spec: Any = given.spec
+def position_orders_of(request: Request) -> RelativeOrders | None:
+    """For a declared attention with a quadratic position, ‖δ‖² and δ: d_p is 2 on a line, 3 on a grid."""
+    spec: Any = request.spec
     if not isinstance(spec, Attention) or not isinstance(spec.position, quadratic):
         return None
     s, grid = spec.sizes, spec.position.grid
     offsets = None if grid is None else (2 * grid[0] - 1) * (2 * grid[1] - 1)
-    return relative_ways(given.n, given.m, spec.position.axes + 1, s.heads * s.d_k, s.heads, offsets)
+    return relative_orders(request.n, request.m, spec.position.axes + 1, s.heads * s.d_k, s.heads, offsets)
 
 
-def ways_of(given: Given) -> ScoreWays | None:
-    """The three ways, for one declared attention with a dot score."""
-    spec: Any = given.spec
+def score_orders_of(request: Request) -> ScoreOrders | None:
+    """For a declared attention with dot-product scores."""
+    spec: Any = request.spec
     if not isinstance(spec, Attention) or spec.score != "dot":
         return None
     s = spec.sizes
-    return score_ways(given.n, given.m, s.d_model, s.heads, s.d_k) if s.d_context == s.d_model else None
+    if s.d_context != s.d_model:
+        return None
+    return score_orders(request.n, request.m, s.d_model, s.heads, s.d_k)

@@ -1,4 +1,4 @@
-"""From a declaration to its tree: read once with numbers, once more with symbols where a formula is asked for."""
+"""The cost of a declaration: a tree built with numbers, and again with symbols if a formula is requested."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -7,19 +7,20 @@ from typing import Any
 from .. import spec as specs
 from ..errors import SpecError
 from ..spec import Spec
+from ..spec.base import require_positive
 from .flops.attention import attention
 from .flops.baselines import convolutional, mixing, recurrent
 from .flops.models import block, embedding, encoder_decoder, stack, vision
 from .memory.report import memory_of
-from .sizes import Given, Length, Numbers, Scope, Symbols, scope
+from .sizes import Numbers, Request, Scope, Symbols, root_scope
 from .tree import Cost, Pairs, Part
 
-PRICES: dict[type, Callable[[Any, Scope], Part]] = {
-    specs.Attention: lambda s, at: attention(s, at, cross=s.d_context is not None),
+BUILDERS: dict[type, Callable[[Any, Scope], Part]] = {
+    specs.Attention: lambda s, scope: attention(s, scope, cross=s.d_context is not None),
     specs.Block: block,
     specs.Embedding: embedding,
-    specs.Encoder: lambda s, at: stack(s, at, "model"),
-    specs.Decoder: lambda s, at: stack(s, at, "model"),
+    specs.Encoder: lambda s, scope: stack(s, scope, "model"),
+    specs.Decoder: lambda s, scope: stack(s, scope, "model"),
     specs.EncoderDecoder: encoder_decoder,
     specs.Vision: vision,
     specs.Recurrent: recurrent,
@@ -29,70 +30,71 @@ PRICES: dict[type, Callable[[Any, Scope], Part]] = {
 TWO_LENGTHS = (specs.Attention, specs.EncoderDecoder, specs.Recurrent)
 
 
-def price(given: Given) -> Cost:
+def price(request: Request) -> Cost:
     """The cost of a declaration."""
-    tree, pairs = read(given, Numbers())
+    tree, pairs = build_tree(request, Numbers())
     sizes = {
-        "n": given.n,
-        "m": given.m,
-        "batch": given.batch,
-        "dtype": str(given.dtype).removeprefix("torch."),
+        "n": request.n,
+        "m": request.m,
+        "batch": request.batch,
+        "dtype": str(request.dtype).removeprefix("torch."),
+        "device": request.device,
+        "train": request.train,
     }
-    sizes |= {"device": given.device, "train": given.train}
-    if not looks_across(given.spec):
+    if not has_context(request.spec):
         del sizes["m"]
     return Cost(
-        repr(given.spec),
+        repr(request.spec),
         sizes,
         tree,
         pairs,
-        memory=memory_of(given),
-        formulas=lambda: _write(given),
-        facts=given,
+        memory=memory_of(request),
+        formulas=lambda: _symbolic_tree(request),
+        request=request,
     )
 
 
-def _write(given: Given) -> tuple[Part, dict[Any, int]]:
-    by = Symbols()
-    return read(given, by)[0], by.values
+def _symbolic_tree(request: Request) -> tuple[Part, dict[Any, int]]:
+    symbols = Symbols()
+    return build_tree(request, symbols)[0], symbols.values
 
 
-def read(
-    given: Given, by: Numbers | Symbols, ignore_patterns: bool = False
+def build_tree(
+    request: Request, reader: Numbers | Symbols, ignore_patterns: bool = False
 ) -> tuple[Part, tuple[Pairs, ...]]:
-    """The tree, by numbers or by symbols, and the masks met on the way."""
-    kind = type(given.spec)
-    if kind not in PRICES:
+    """The tree, with numbers or with symbols, and the pairs of each attention in it."""
+    kind = type(request.spec)
+    if kind not in BUILDERS:
         raise SpecError(
-            f"{given.spec!r} is a part that does not know its width; price the block or the model that holds it"
+            f"{request.spec!r} has no width of its own; ask for the cost of the block or model that contains it"
         )
-    outer = scope(given, by, ignore_patterns)
-    tree = PRICES[kind](given.spec, outer)
-    return tree, tuple(replace(p, where=p.where.removeprefix(f"{tree.name}/")) for p in outer.seen)
+    scope = root_scope(request, reader, ignore_patterns)
+    tree = BUILDERS[kind](request.spec, scope)
+    return tree, tuple(replace(p, path=p.path.removeprefix(f"{tree.name}/")) for p in scope.attentions)
 
 
-def lengths(spec: Spec, n: int | None, m: int | None) -> tuple[int, int]:
-    """(n, m), checked: an image says how long it is, a model without a second sequence has no m."""
+def check_lengths(spec: Spec, n: int | None, m: int | None) -> tuple[int, int]:
+    """(n, m): an image model has its own length, and m is for models that read a second sequence."""
     if isinstance(spec, specs.Vision):
         if n not in (None, spec.tokens) or m is not None:
             raise SpecError(
                 f"n={n}, m={m}: an image of {spec.image} in patches of {spec.patch} is {spec.tokens} tokens; "
-                f"leave n and m out, or declare another image"
+                f"leave n and m out, or declare another image size"
             )
         return spec.tokens, spec.tokens
     if n is None:
-        raise SpecError("how long? give n=, the number of positions, for example n=1000")
-    need_whole("n", n)
+        raise SpecError("n is missing: pass the number of positions, for example n=1000")
+    require_positive("n", n)
     if m is None:
         return n, n
-    need_whole("m", m)
-    if not looks_across(spec):
-        raise SpecError(f"m={m}: {type(spec).__name__} looks at its own {n} positions; leave m out")
+    require_positive("m", m)
+    if not has_context(spec):
+        raise SpecError(f"m={m}: {type(spec).__name__} attends to its own {n} positions only; leave m out")
     return n, m
 
 
-def looks_across(spec: Spec) -> bool:
-    """Whether there is a second sequence, m long."""
+def has_context(spec: Spec) -> bool:
+    """Whether the model attends to a second sequence, of length m."""
     if isinstance(spec, specs.Block):
         return spec.cross is not None
     if isinstance(spec, specs.Decoder):
@@ -100,29 +102,21 @@ def looks_across(spec: Spec) -> bool:
     return isinstance(spec, TWO_LENGTHS)
 
 
-def need_whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise SpecError(f"{name}={value!r}: a whole number of at least 1 is needed")
+def with_biases(spec: Any, biases: str) -> Any:
+    """The same declaration with biases in no linear map, in the output of attention only, or in all.
 
-
-def with_biases(spec: Any, word: str) -> Any:
-    """The same declaration with biases in no linear map, in attention's output alone, or in all.
-
-    Attention and feed-forward change; norms, patches and heads stay as declared.
+    Attention and feed-forward change; norms, patches and heads keep their declaration.
     """
     match spec:
         case specs.Attention():
-            return replace(spec, biases=word)
+            return replace(spec, biases=biases)
         case specs.FeedForward():
-            return replace(spec, bias=word == "all")
+            return replace(spec, bias=biases == "all")
     if not is_dataclass(spec):
         return spec
     changed = {
-        f.name: with_biases(getattr(spec, f.name), word)
+        f.name: with_biases(getattr(spec, f.name), biases)
         for f in fields(spec)
         if isinstance(getattr(spec, f.name), Spec)
     }
     return replace(spec, **changed)  # type: ignore[type-var]
-
-
-__all__ = ["Length", "lengths", "looks_across", "need_whole", "price", "read", "with_biases"]

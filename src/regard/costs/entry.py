@@ -1,4 +1,4 @@
-"""The one door to costs: a declaration is priced by arithmetic, anything else by running it without data."""
+"""`regard.cost`: a declaration is priced by arithmetic, any other module by tracing it on meta tensors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,8 +7,9 @@ import torch
 from ..engine.choose import BACKENDS
 from ..errors import SpecError, nearest
 from ..spec import Spec, preset
-from .declaration import lengths, need_whole, price
-from .sizes import Given
+from ..spec.base import require_positive
+from .declaration import check_lengths, price
+from .sizes import Request
 from .tree import Cost
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ DEVICES = ("cpu", "cuda", "mps")
 
 
 def cost(
-    thing: Any,
+    model: Any,
     *example_inputs: "Tensor | Any",
     n: int | None = None,
     m: int | None = None,
@@ -31,39 +32,39 @@ def cost(
     backend: str = "auto",
     device: str = "cpu",
 ) -> Cost:
-    """What a thing costs before it runs: parameters, operations and bytes, term by term.
+    """The cost of a model before it runs: parameters, FLOPs and bytes, term by term.
 
-    thing: a declaration, the name of a preset, or any module (then with inputs to run it on, without data).
-    n, m: queries and keys; of an encoder-decoder the target and the source. An image knows its own n.
-    train: True for a training step; memory then counts gradients, the optimiser and what is kept.
-    backend, device: by which way attention runs, and where: they decide the pairs that are computed.
+    model: a declaration, the name of a preset, or any module (with example inputs, of which only shapes matter).
+    n, m: number of queries and keys; for an encoder-decoder target and source length. An image model knows its n.
+    train: True or a TrainingStep; memory then includes gradients, optimizer state and saved activations.
+    backend, device: which attention backend runs, and where; they decide how many pairs are evaluated.
 
     >>> from regard.spec import Attention
-    >>> cost(Attention(512), n=1000).operations
+    >>> cost(Attention(512), n=1000).flops
     4145152000
     >>> cost(Attention(512, biases="none"), n=1000).parameters
     1048576
     """
-    if isinstance(thing, str):
-        thing = preset(thing)
-    need_whole("batch", batch)
+    if isinstance(model, str):
+        model = preset(model)
+    require_positive("batch", batch)
     dtype = _dtype(dtype)
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if device not in DEVICES:
         raise SpecError(f"unknown device {device!r}; {nearest(device, DEVICES)}")
-    if not isinstance(thing, Spec) and not example_inputs:
-        thing = getattr(thing, "spec", thing)  # a module that was declared
-    if not isinstance(thing, Spec):
-        from .module import cost_of
+    if not isinstance(model, Spec) and not example_inputs:
+        model = getattr(model, "spec", model)  # a module built from a declaration
+    if not isinstance(model, Spec):
+        from .module import TraceOptions, cost_of_module
 
-        return cost_of(thing, example_inputs, n=n, m=m, batch=batch, dtype=dtype, train=train, device=device)
+        return cost_of_module(model, example_inputs, TraceOptions(n, m, batch, dtype, train, device))
     if example_inputs:
         raise SpecError(
-            f"{type(thing).__name__} is a declaration, priced by its sizes; "
-            f"give n= instead of {len(example_inputs)} example inputs"
+            f"{type(model).__name__} is a declaration: its cost follows from its sizes; "
+            f"pass n= instead of example inputs"
         )
-    return price(Given(thing, *lengths(thing, n, m), batch, dtype, train, backend, device))
+    return price(Request(model, *check_lengths(model, n, m), batch, dtype, train, backend, device))
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -73,5 +74,5 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
             raise SpecError(f"unknown dtype {dtype!r}; {nearest(name, DTYPES)}")
         return DTYPES[name]
     if dtype not in DTYPES.values():
-        raise SpecError(f"dtype={dtype} is none that a model computes in; use {', '.join(DTYPES)}")
+        raise SpecError(f"dtype={dtype} is not supported; use one of {', '.join(DTYPES)}")
     return dtype

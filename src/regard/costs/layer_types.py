@@ -1,7 +1,7 @@
-"""Layer types compared: attention, restricted attention, recurrent and convolutional layers, priced and timed.
+"""A comparison of layer types: attention, restricted attention, recurrent and convolutional layers.
 
-Operations are those of `price`, of the very declarations that are timed. A path is counted in layers, of a
-recurrent layer in steps of its state: how many until every output depends on every input.
+FLOPs are those of the declarations that are timed. The path length is the number of layers (for a recurrent layer:
+of steps) after which every output depends on every input.
 """
 
 import json
@@ -18,44 +18,46 @@ from torch import Tensor, nn
 from ..errors import SpecError, nearest
 from ..pattern import full, window
 from ..spec import Attention, Convolutional, Recurrent, Spec
+from ..spec.base import require_positive
 from .analysis import core_of
-from .declaration import need_whole, read
-from .sizes import Given, Numbers
+from .declaration import build_tree
+from .sizes import Numbers, Request
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"
+MIN_SECONDS = 0.2  # timing one layer at one length repeats it for at least this long
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A layer type: its declaration, its order of work, its steps that wait, and its path at length n."""
+class LayerKind:
+    """A layer type: its declaration, its complexity, its sequential steps and its path length at length n."""
 
     name: str
     spec: Spec
-    order: str  # of work
+    complexity: str
     sequential_order: str
     path_order: str
-    sequential: Callable[[int], int]
-    path: Callable[[int], int]
+    sequential_steps: Callable[[int], int]
+    path_length: Callable[[int], int]
 
-    def operations(self, n: int) -> int:
-        """Matrix products of one layer over n positions."""
-        tree, _ = read(Given(self.spec, n, n), Numbers())
+    def flops(self, n: int) -> int:
+        """FLOPs of the matrix products of one layer over n positions."""
+        tree, _ = build_tree(Request(self.spec, n, n), Numbers())
         match self.spec:
             case Recurrent():
-                return tree["encoder"].total.operations  # one layer of cells, without the words around it
+                return tree["encoder"].total.flops  # the recurrent layer without embedding and head
             case Convolutional(layers=layers):
-                return tree["layer"].total.operations // layers
-        return tree.total.operations
+                return tree["layer"].total.flops // layers
+        return tree.total.flops
 
-    def core(self, n: int) -> int:
-        """Scores and mixing alone."""
-        return core_of(read(Given(self.spec, n, n), Numbers())[0]).operations
+    def core_flops(self, n: int) -> int:
+        """FLOPs of scores and mixing."""
+        return core_of(build_tree(Request(self.spec, n, n), Numbers())[0]).flops
 
-    def space(self, n: int) -> tuple[int, int]:
-        """Values that carry the sequence: all that training keeps, and what the next position needs.
+    def values(self, n: int) -> tuple[int, int]:
+        """The number of values that training saves, and that generating the next position needs.
 
-        A recurrent layer keeps n states and goes on from one (an LSTM's is twice as wide); attention keeps q, k, v,
-        weights and outputs, and goes on from keys and values; a convolution from the inputs under its kernel.
+        A recurrent layer saves n states and needs the last one (an LSTM state is twice as wide); attention saves q,
+        k, v, weights and outputs, and needs keys and values; a convolution needs the inputs under its kernel.
         """
         match self.spec:
             case Recurrent(d_model=d, cell=cell):
@@ -64,40 +66,40 @@ class Kind:
             case Convolutional(d_model=d, kernel=k, dilation=dilation):
                 return n * d, min(n, (k - 1) * dilation) * d
             case Attention(d_model=d, pattern=pattern):
-                near = n if isinstance(pattern, full) else int(pattern.row_counts(n).max())
-                return 4 * n * d + pattern.count(n), 2 * near * d
+                keys = n if isinstance(pattern, full) else int(pattern.row_counts(n).max())
+                return 4 * n * d + pattern.count(n), 2 * keys * d
         raise AssertionError(self.spec)
 
 
 @dataclass(frozen=True)
-class LayerType:
+class LayerCost:
     """A row of the comparison."""
 
     name: str
-    operations: int
-    core: int  # scores and mixing, of attention
-    sequential: int
-    path: int
-    kept: int  # values that carry the sequence while training
-    state: int  # values that the next position needs
-    order: str
+    flops: int
+    core_flops: int  # scores and mixing; 0 if it is not attention
+    sequential_steps: int
+    path_length: int
+    training_values: int  # saved for the backward pass
+    decoding_values: int  # needed to generate the next position
+    complexity: str
     sequential_order: str
     path_order: str
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """The length from which on the first costs more than the second; None where it does at every length."""
+class Crossover:
+    """The length beyond which the first has more FLOPs than the second; None if it has more at every length."""
 
     first: str
     second: str
     n: int | float | None
-    in_widths: str  # n as a multiple of d: "2 d"
+    in_widths: str  # n as a multiple of d, for example "2 d"
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Time against length on this machine: the exponent fitted, and that of the operations over the same lengths."""
+    """Time against length on this machine: the fitted exponent, and that of the FLOPs at the same lengths."""
 
     name: str
     lengths: tuple[int, ...]
@@ -114,56 +116,56 @@ class Comparison:
     d: int
     kernel: int
     window: int
-    layers: tuple[LayerType, ...]
-    crossings: tuple[Crossing, ...]
+    layers: tuple[LayerCost, ...]
+    crossovers: tuple[Crossover, ...]
     growth: tuple[Growth, ...] = ()
 
-    def __getitem__(self, name: str) -> LayerType:
+    def __getitem__(self, name: str) -> LayerCost:
         by_name = {l.name: l for l in self.layers}
         if name not in by_name:
-            raise SpecError(f"no layer type {name!r} was compared; {nearest(name, by_name)}")
+            raise SpecError(f"unknown layer type {name!r}; {nearest(name, by_name)}")
         return by_name[name]
 
     def json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
 
     def tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
-        """(title, lines) of each table; the first line is its heading."""
+        """(title, lines) of each table; the first line is the heading."""
         types: list[tuple[str, ...]] = [
             (
                 "layer",
-                "operations",
+                "FLOPs",
+                "complexity",
+                "sequential steps",
                 "order",
-                "waits for",
+                "path length",
                 "order",
-                "path",
-                "order",
-                "kept to train",
-                "to go on",
+                "values saved to train",
+                "values to decode",
             )
         ]
         types += [
             (
                 l.name,
-                f"{l.operations:,}",
-                l.order,
-                f"{l.sequential:,}",
+                f"{l.flops:,}",
+                l.complexity,
+                f"{l.sequential_steps:,}",
                 l.sequential_order,
-                f"{l.path:,}",
+                f"{l.path_length:,}",
                 l.path_order,
-                f"{l.kept:,}",
-                f"{l.state:,}",
+                f"{l.training_values:,}",
+                f"{l.decoding_values:,}",
             )
             for l in self.layers
         ]
-        cross: list[tuple[str, ...]] = [("costs more", "than", "from n =", "")]
-        cross += [
+        crossovers: list[tuple[str, ...]] = [("more FLOPs", "than", "beyond n =", "")]
+        crossovers += [
             (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths)
-            for c in self.crossings
+            for c in self.crossovers
         ]
         out: list[tuple[str, list[tuple[str, ...]]]] = [
             (f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}", types),
-            ("crossings", cross),
+            ("crossover lengths", crossovers),
         ]
         if self.growth:
             timed: list[tuple[str, ...]] = [
@@ -178,7 +180,7 @@ class Comparison:
                 )
                 for g in self.growth
             ]
-            out.append(("growth on this machine", timed))
+            out.append(("growth measured on this machine", timed))
         return out
 
     def __str__(self) -> str:
@@ -188,13 +190,13 @@ class Comparison:
         from rich.console import Group
         from rich.table import Table
 
-        shown: list[Any] = []
+        tables: list[Any] = []
         for title, (head, *lines) in self.tables():
             table = Table(*head, title=title, title_justify="left", box=None, header_style="bold")
             for line in lines:
                 table.add_row(*line)
-            shown += [table, ""]
-        return Group(*shown)
+            tables += [table, ""]
+        return Group(*tables)
 
     def _repr_html_(self) -> str:
         def row(cells: tuple[str, ...], tag: str) -> str:
@@ -207,61 +209,63 @@ class Comparison:
 
 
 def _aligned(lines: list[tuple[str, ...]]) -> str:
-    wide = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(line, wide, strict=True)).rstrip() for line in lines
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
     )
 
 
-def kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[Kind, ...]:
-    """The layer types of width d, with so many taps of a convolution and w neighbours each side of a window."""
+def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
+    """The layer types of width d, with this kernel size and w neighbours on each side of the window."""
     one, steps = (lambda n: 1), (lambda n: n)
-    near = max(1, kernel - 1)
+    reach = max(1, kernel - 1)
 
-    def cell(name: str, word: str) -> Kind:
-        spec = Recurrent(1, d, cell=word, attention="none")
-        return Kind(name, spec, "n·d²", "O(n)", "O(n)", steps, lambda n: n - 1)
+    def recurrent(name: str, cell: str) -> LayerKind:
+        spec = Recurrent(1, d, cell=cell, attention="none")
+        return LayerKind(name, spec, "n·d²", "O(n)", "O(n)", steps, lambda n: n - 1)
 
-    def conv(name: str, order: str, path_order: str, path: Callable[[int], int], **how: Any) -> Kind:
-        spec = Convolutional(d, layers=2, kernel=kernel, **how)  # the second of them is dilated, where any is
-        return Kind(name, spec, order, "O(1)", path_order, one, path)
+    def convolution(
+        name: str, complexity: str, path_order: str, path: Callable[[int], int], **options: Any
+    ) -> LayerKind:
+        spec = Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
+        return LayerKind(name, spec, complexity, "O(1)", path_order, one, path)
 
-    def dilated(reach: Callable[[int], int]) -> Callable[[int], int]:
-        return lambda n: next((l for l in range(64) if kernel**l >= reach(n)), 0) if kernel > 1 else 0
+    def dilated(span: Callable[[int], int]) -> Callable[[int], int]:
+        return lambda n: next((l for l in range(64) if kernel**l >= span(n)), 0) if kernel > 1 else 0
 
-    def centred(n: int) -> int:
-        return _up(2 * (n - 1), near)
+    def centered(n: int) -> int:
+        return _ceil_div(2 * (n - 1), reach)
 
-    def causally(n: int) -> int:
-        return _up(n - 1, near)
+    def causal(n: int) -> int:
+        return _ceil_div(n - 1, reach)
 
-    centre = {"causal": kernel % 2 == 0}  # an even kernel has no middle
-    middle = causally if kernel % 2 == 0 else centred
+    alignment = {"causal": kernel % 2 == 0}  # an even kernel has no center
+    aligned = causal if kernel % 2 == 0 else centered
     return (
-        Kind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", one, one),
-        Kind(
+        LayerKind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", one, one),
+        LayerKind(
             RESTRICTED,
             Attention(d, heads=1, pattern=window(w)),
             "r·n·d + n·d²",
             "O(1)",
             "O(n/r)",
             one,
-            lambda n: _up(n - 1, max(1, w)),
+            lambda n: _ceil_div(n - 1, max(1, w)),
         ),
-        cell("RNN", "rnn"),
-        cell("GRU", "gru"),
-        cell("LSTM", "lstm"),
-        conv("convolution", "k·n·d²", "O(n/k)", middle, **centre),
-        conv("causal convolution", "k·n·d²", "O(n/k)", causally, causal=True),
-        conv(
+        recurrent("RNN", "rnn"),
+        recurrent("GRU", "gru"),
+        recurrent("LSTM", "lstm"),
+        convolution("convolution", "k·n·d²", "O(n/k)", aligned, **alignment),
+        convolution("causal convolution", "k·n·d²", "O(n/k)", causal, causal=True),
+        convolution(
             "dilated convolution",
             "k·n·d²",
             "O(log_k n)",
             dilated(lambda n: 2 * n - 1),
             dilation=kernel,
-            **centre,
+            **alignment,
         ),
-        conv(
+        convolution(
             "dilated causal convolution",
             "k·n·d²",
             "O(log_k n)",
@@ -269,46 +273,45 @@ def kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[Kind, ...]:
             causal=True,
             dilation=kernel,
         ),
-        conv("separable convolution", "k·n·d + n·d²", "O(n/k)", middle, separable=True, **centre),
+        convolution("separable convolution", "k·n·d + n·d²", "O(n/k)", aligned, separable=True, **alignment),
     )
 
 
-def _up(a: int, b: int) -> int:
+def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 def compare(
     n: int = 1000, d: int = 512, kernel: int = 3, w: int = 2, measure: Sequence[int] | bool = False
 ) -> Comparison:
-    """Layer types side by side at length n and width d; `measure` times them on this machine.
+    """Layer types side by side at length n and width d.
 
-    measure: True, or the lengths to time. The fitted exponent stands beside that of the operations.
+    kernel: size of the convolutions. w: neighbours on each side in restricted attention.
+    measure: True, or the lengths at which to time the layers on this machine, to fit the exponent of their growth.
 
-    >>> compare(1000, 512)["GRU"].operations
+    >>> compare(1000, 512)["GRU"].flops
     3145728000
     """
     for name, value in (("n", n), ("d", d), ("kernel", kernel)):
-        need_whole(name, value)
+        require_positive(name, value)
     if w < 1:
-        raise SpecError(
-            f"w={w}: a window needs at least one neighbour each side, or nothing is ever connected"
-        )
+        raise SpecError(f"w={w}: the window needs at least one neighbour on each side")
     if kernel < 2:
-        raise SpecError(f"kernel={kernel}: a kernel of one tap connects nothing; use 2 or more")
-    types = kinds(d, kernel, w)
+        raise SpecError(f"kernel={kernel}: a kernel of size 1 does not connect positions; use 2 or more")
+    kinds = layer_kinds(d, kernel, w)
     rows = tuple(
-        LayerType(
-            t.name,
-            t.operations(n),
-            t.core(n) if isinstance(t.spec, Attention) else 0,
-            t.sequential(n),
-            t.path(n),
-            *t.space(n),
-            t.order,
-            t.sequential_order,
-            t.path_order,
+        LayerCost(
+            kind.name,
+            kind.flops(n),
+            kind.core_flops(n) if isinstance(kind.spec, Attention) else 0,
+            kind.sequential_steps(n),
+            kind.path_length(n),
+            *kind.values(n),
+            kind.complexity,
+            kind.sequential_order,
+            kind.path_order,
         )
-        for t in types
+        for kind in kinds
     )
     lengths = (512, 1024, 2048, 4096) if measure is True else tuple(measure or ())
     return Comparison(
@@ -317,55 +320,53 @@ def compare(
         kernel,
         w,
         rows,
-        crossings(d, kernel),
-        tuple(growth(t, lengths) for t in types) if lengths else (),
+        crossovers(d, kernel),
+        tuple(growth(kind, lengths) for kind in kinds) if lengths else (),
     )
 
 
-def crossings(d: int, kernel: int = 3) -> tuple[Crossing, ...]:
-    """Lengths at which two costs are equal: each is a·n² + b·n, so n = (b₂ − b₁)/(a₁ − a₂)."""
-    by = {k.name: k for k in kinds(d, kernel)}
+def crossovers(d: int, kernel: int = 3) -> tuple[Crossover, ...]:
+    """Lengths at which two layers have equal FLOPs: each is a·n² + b·n, so n = (b₂ − b₁)/(a₁ − a₂)."""
+    by = {k.name: k for k in layer_kinds(d, kernel)}
     costs: dict[str, tuple[Fraction, Fraction]] = {
-        name: _polynomial(k.operations) for name, k in by.items() if name != RESTRICTED
+        name: _polynomial(k.flops) for name, k in by.items() if name != RESTRICTED
     }
-    whole, core = costs[ATTENTION], _polynomial(by[ATTENTION].core)
-    costs["its projections"] = (whole[0] - core[0], whole[1] - core[1])
-    pairs = [("attention's core", core, "its projections"), ("attention's core", core, "RNN")]
+    total, core = costs[ATTENTION], _polynomial(by[ATTENTION].core_flops)
+    costs["its projections"] = (total[0] - core[0], total[1] - core[1])
+    pairs = [("attention core", core, "its projections"), ("attention core", core, "RNN")]
     pairs += [
-        (ATTENTION, whole, name) for name in ("RNN", "GRU", "LSTM", "convolution", "separable convolution")
+        (ATTENTION, total, name) for name in ("RNN", "GRU", "LSTM", "convolution", "separable convolution")
     ]
-    found = []
+    result = []
     for first, (a, b), second in pairs:
         a_2, b_2 = costs[second]
         n = (b_2 - b) / (a - a_2)
         exact = int(n) if n.denominator == 1 else float(n)
         widths = n / d
-        told = "d" if widths == 1 else f"{widths} d" if widths.denominator < 100 else ""
-        found.append(Crossing(first, second, exact if n > 0 else None, told if n > 0 else ""))
-    return tuple(found)
+        multiple = "d" if widths == 1 else f"{widths} d" if widths.denominator < 100 else ""
+        result.append(Crossover(first, second, exact if n > 0 else None, multiple if n > 0 else ""))
+    return tuple(result)
 
 
-def _polynomial(operations: Callable[[int], int]) -> tuple[Fraction, Fraction]:
-    """(a, b) of a·n² + b·n, from its values at 1 and 2."""
-    one, two = operations(1), operations(2)
+def _polynomial(flops: Callable[[int], int]) -> tuple[Fraction, Fraction]:
+    """(a, b) of a·n² + b·n, from its values at n = 1 and n = 2."""
+    one, two = flops(1), flops(2)
     a = Fraction(two - 2 * one, 2)
     return a, one - a
 
 
-def growth(kind: Kind, lengths: Sequence[int], repeats: int = 3) -> Growth:
-    """The layer timed at each length, the best of some runs, and the slope of log time against log length."""
+def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 3) -> Growth:
+    """The layer timed at each length, best of several runs, and the slope of log time against log length."""
     if len(lengths) < 2:
-        raise SpecError(f"lengths={tuple(lengths)}: an exponent needs at least two")
+        raise SpecError(f"measure={tuple(lengths)}: fitting an exponent needs at least two lengths")
     layer, width = _layer(kind.spec)
     seconds = [_time(layer, torch.randn(1, n, width), repeats) for n in lengths]
-    operations = [kind.operations(n) for n in lengths]
-    return Growth(
-        kind.name, tuple(lengths), tuple(seconds), slope(lengths, seconds), slope(lengths, operations)
-    )
+    flops = [kind.flops(n) for n in lengths]
+    return Growth(kind.name, tuple(lengths), tuple(seconds), slope(lengths, seconds), slope(lengths, flops))
 
 
 def _layer(spec: Any) -> tuple[nn.Module, int]:
-    """One layer of this declaration, ready to run, and its width."""
+    """One layer of this declaration as a module, and its width."""
     module: Any = spec.build().eval()
     match spec:
         case Recurrent():
@@ -377,9 +378,9 @@ def _layer(spec: Any) -> tuple[nn.Module, int]:
 
 @torch.no_grad()
 def _time(layer: nn.Module, x: Tensor, repeats: int) -> float:
-    """The best of at least so many runs, and of as many as fit into a fifth of a second."""
+    """The best of at least `repeats` runs and of as many as fit into `MIN_SECONDS`."""
     layer(x)
-    best, runs, until = math.inf, 0, time.perf_counter() + 0.2
+    best, runs, until = math.inf, 0, time.perf_counter() + MIN_SECONDS
     while runs < repeats or time.perf_counter() < until:
         start = time.perf_counter()
         layer(x)
@@ -388,7 +389,7 @@ def _time(layer: nn.Module, x: Tensor, repeats: int) -> float:
 
 
 def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
-    """The exponent p of y = c · xᵖ, by least squares of the logarithms.
+    """The exponent p of y = c · xᵖ, by least squares on the logarithms.
 
     >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
     2.0

@@ -1,9 +1,9 @@
-"""The cost of what regard did not declare: any nn.Module, any function of tensors, a Hugging Face configuration."""
+"""The cost of what is not a declaration: an nn.Module, a function of tensors, a Hugging Face configuration."""
 
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,84 +11,85 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..errors import ShapeError, SpecError
 from ..spec import Spec
-from .flops.trace import Trace, Unknown, tracing
+from .flops.trace import DataDependent, Trace, tracing
 from .memory.report import WORKSPACE, Memory, training_of
 from .memory.step import TrainingStep
 from .tree import Amounts, Cost, Part
 
 
-def cost_of(
-    thing: Any,
-    inputs: tuple[Any, ...] = (),
-    *,
-    n: int | None = None,
-    m: int | None = None,
-    batch: int = 1,
-    dtype: torch.dtype = torch.float32,
-    train: Any = False,
-    device: str = "cpu",
-) -> Cost:
-    """Counted by running it on tensors without data: no weight is allocated, no product computed."""
-    if not isinstance(thing, nn.Module) and not _is_config(thing) and callable(thing) and not inputs:
-        thing = _called(thing)
-        if isinstance(thing, Spec):
+class TraceOptions(NamedTuple):
+    """How a module is traced: sizes of generated inputs, dtype, training step, device."""
+
+    n: int | None
+    m: int | None
+    batch: int
+    dtype: torch.dtype
+    train: Any
+    device: str
+
+
+def cost_of_module(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> Cost:
+    """The cost found by running the model on meta tensors: no weight is allocated, no product computed."""
+    if not isinstance(model, nn.Module) and not _is_config(model) and callable(model) and not inputs:
+        model = _call(model)
+        if isinstance(model, Spec):
             from .entry import cost
 
-            return cost(thing, n=n, m=m, batch=batch, dtype=dtype, train=train, device=device)
-    if _is_config(thing):
-        thing = huggingface(thing)
-    if not callable(thing):
+            return cost(model, **options._asdict())
+    if _is_config(model):
+        model = huggingface(model)
+    if not callable(model):
         raise SpecError(
-            f"{type(thing).__name__} has no cost; give a spec, a preset's name, an nn.Module or a configuration"
+            f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
+            f"Hugging Face configuration"
         )
-    if not inputs and hasattr(thing, "config"):
-        inputs = ({**dummies(thing.config, n or 128, m, batch)},)
-    return _counted(thing, inputs, training_of(train), device, dtype)
+    if not inputs and hasattr(model, "config"):
+        inputs = (generated_inputs(model.config, options.n or 128, options.m, options.batch),)
+    return _traced_cost(model, inputs, options)
 
 
-def _called(make: Callable) -> Any:
-    needed = _required(make)
+def _call(build: Callable) -> Any:
+    needed = _required(build)
     if needed:
         raise SpecError(
-            f"{_name(make)} needs {', '.join(needed)}: give example inputs, rg.cost(f, *inputs), or name a function "
+            f"{_name(build)} needs {', '.join(needed)}: pass example inputs, rg.cost(f, *inputs), or a function "
             f"without arguments that returns a model"
         )
     with torch.device("meta"):
-        return make()
+        return build()
 
 
-def _counted(
-    thing: Any, inputs: tuple[Any, ...], training: TrainingStep | None, device: str, dtype: torch.dtype
-) -> Cost:
+def _traced_cost(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> Cost:
+    dtype, training = options.dtype, training_of(options.train)
     args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], dict) else (inputs, {})
-    module = thing if isinstance(thing, nn.Module) else _Function(thing)
-    _need_inputs(thing, module, args, kwargs)
-    trace = Trace(device)
-    params, args, kwargs = _prepared(trace, module, args, kwargs, dtype)
-    before = trace.storages.held
+    module = model if isinstance(model, nn.Module) else _Function(model)
+    _check_inputs(model, module, args, kwargs)
+    trace = Trace(options.device)
+    params, args, kwargs = _to_meta(trace, module, args, kwargs, dtype)
+    before = trace.storages.current
     out = [_forward(trace, module, params, args, kwargs, grad=training is not None)]
-    kept = trace.storages.held - before
+    saved = trace.storages.current - before
     if training is not None:
         _backward(trace, out)
     out.clear()
-    memory = _memory(trace, module, training, kept, dtype, before)
+    memory = _memory(trace, module, training, saved, dtype, before)
     sizes: dict[str, Any] = {
         f"input {k}": "×".join(map(str, x.shape))
         for k, x in enumerate(tree_flatten((args, kwargs))[0])
         if isinstance(x, Tensor)
     }
     return Cost(
-        _name(thing),
+        _name(model),
         sizes | {"dtype": str(dtype).removeprefix("torch."), "train": training is not None},
         tree(trace, module),
         tuple(trace.pairs),
-        tuple(f"{what} ({times} ×)" for what, times in trace.unknown.items()),
+        tuple(f"{op} ({times} ×)" for op, times in trace.unknown.items()),
         memory,
     )
 
 
 class _Function(nn.Module):
-    """A function of tensors, as a module."""
+    """A function of tensors as a module."""
 
     def __init__(self, call: Callable):
         super().__init__()
@@ -98,30 +99,30 @@ class _Function(nn.Module):
         return self.call(*args, **kwargs)
 
 
-def _prepared(trace: Trace, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple:
-    """Weights and inputs as meta tensors; weights in the dtype asked for."""
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def _to_meta(trace: Trace, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple:
+    """Weights and inputs as meta tensors, in the requested dtype."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     twins: dict[int, Any] = {}
-    for x in held.values():
+    for x in tensors.values():
         if id(x) not in twins:
-            twins[id(x)] = _weight(trace, x, dtype)
-    params = {name: twins[id(x)] for name, x in held.items()}
+            twins[id(x)] = _weight_to_meta(trace, x, dtype)
+    params = {name: twins[id(x)] for name, x in tensors.items()}
     for x in twins.values():
-        trace.storages.see(x)
+        trace.storages.track(x)
 
-    def ready(x: Any) -> Any:
+    def input_to_meta(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        wide = x.is_floating_point() and x.dtype == torch.float32 and dtype != torch.float32
-        twin = trace.to_meta(x.to(dtype) if wide else x)
-        trace.storages.see(twin)
+        converts = x.is_floating_point() and x.dtype == torch.float32 and dtype != torch.float32
+        twin = trace.to_meta(x.to(dtype) if converts else x)
+        trace.storages.track(twin)
         return twin
 
-    args, kwargs = tree_map(ready, (args, kwargs))
+    args, kwargs = tree_map(input_to_meta, (args, kwargs))
     return params, args, kwargs
 
 
-def _weight(trace: Trace, x: Tensor, dtype: torch.dtype) -> Any:
+def _weight_to_meta(trace: Trace, x: Tensor, dtype: torch.dtype) -> Any:
     if x.is_meta and x.dtype == dtype:
         return x
     if isinstance(x, nn.Parameter) and x.is_floating_point():
@@ -132,15 +133,15 @@ def _weight(trace: Trace, x: Tensor, dtype: torch.dtype) -> Any:
 
 
 def _forward(trace: Trace, module: nn.Module, params: dict, args: tuple, kwargs: dict, grad: bool) -> Any:
-    with ExitStack() as on:
-        for place, inner in module.named_modules():
-            on.callback(inner.register_forward_pre_hook(trace.entering(place)).remove)
-            on.callback(inner.register_forward_hook(trace.leaving, always_call=True).remove)
-        on.enter_context(torch.set_grad_enabled(grad))
-        on.enter_context(tracing(trace))
+    with ExitStack() as stack:
+        for path, inner in module.named_modules():
+            stack.callback(inner.register_forward_pre_hook(trace.enter_hook(path)).remove)
+            stack.callback(inner.register_forward_hook(trace.leave_hook, always_call=True).remove)
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(tracing(trace))
         try:
             return torch.func.functional_call(module, params, args, kwargs, tie_weights=False)
-        except Unknown as e:
+        except DataDependent as e:
             raise ShapeError(str(e)) from e
         except TypeError as e:
             if "argument" not in str(e):
@@ -149,19 +150,19 @@ def _forward(trace: Trace, module: nn.Module, params: dict, args: tuple, kwargs:
 
 
 def _backward(trace: Trace, out: list[Any]) -> None:
-    """Of the mean of squares of all that came out and learns; nobody holds the output meanwhile."""
+    """The backward pass of the mean square of the outputs; `out` is emptied so that nothing keeps them alive."""
     flat = [x for x in _tensors(out.pop()) if x.requires_grad and x.is_floating_point()]
     if not flat:
-        raise ShapeError("nothing that came out has a gradient: a training step needs weights that learn")
+        raise ShapeError("no output requires a gradient: a training step needs trainable weights")
     trace.in_backward = True
-    with tracing(trace), trace.at("backward"):
+    with tracing(trace), trace.inside("backward"):
         loss = torch.stack([x.square().mean() for x in flat]).sum()
         flat.clear()
         loss.backward()
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    """All tensors of an output: in tuples, dictionaries, or a model's output class."""
+    """All tensors of an output: in tuples, dictionaries, or a Hugging Face output class."""
     if isinstance(out, Tensor):
         return [out]
     if isinstance(out, dict):
@@ -170,34 +171,37 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def _memory(
-    trace: Trace, module: nn.Module, training: TrainingStep | None, kept: int, dtype: torch.dtype, before: int
+    trace: Trace,
+    module: nn.Module,
+    training: TrainingStep | None,
+    saved: int,
+    dtype: torch.dtype,
+    before: int,
 ) -> Memory:
     weights = {id(p): p for p in module.parameters()}
     entries = sum(p.numel() for p in weights.values() if p.requires_grad)
     size = sum(
         p.numel() * (dtype.itemsize if p.is_floating_point() else p.element_size()) for p in weights.values()
     )
-    work = WORKSPACE if trace.device == "cuda" else 0
+    workspace = WORKSPACE if trace.device == "cuda" else 0
     if training is None:
-        return Memory(size, 0, 0, trace.storages.most + work, workspace=work)
-    state = entries * (4 if training.master else dtype.itemsize) * training.states
-    master = 4 * entries if training.master else 0
+        return Memory(size, inference_peak=trace.storages.peak + workspace, workspace=workspace)
+    state = entries * (4 if training.master_weights else dtype.itemsize) * training.states
+    master = 4 * entries if training.master_weights else 0
     gradients = entries * dtype.itemsize
-    foreach = training.states == 2 and training.way_on(trace.device) == "foreach"
-    at_step = before + gradients + state + master + (entries * dtype.itemsize if foreach else 0)
+    foreach = training.states == 2 and training.implementation_on(trace.device) == "foreach"
+    in_passes = trace.storages.peak + state + master
+    in_optimizer = before + gradients + state + master + (entries * dtype.itemsize if foreach else 0)
     return Memory(
         size,
-        0,
-        0,
-        0,
-        workspace=2 * work,
+        workspace=2 * workspace,
         gradients=gradients,
-        optimiser=state,
-        master=master,
-        kept={"all": kept},
-        training=max(trace.storages.most + state + master, at_step) + 2 * work,
-        moment="the passes" if trace.storages.most + state + master > at_step else "the optimiser",
-        settled=before + state + master,
+        optimizer_state=state,
+        master_weights=master,
+        saved={"all": saved},
+        training_peak=max(in_passes, in_optimizer) + 2 * workspace,
+        peak_part="forward and backward" if in_passes > in_optimizer else "optimizer",
+        between_steps=before + state + master,
     )
 
 
@@ -205,36 +209,36 @@ def _memory(
 
 
 def tree(trace: Trace, module: nn.Module) -> Part:
-    """The modules as they are nested, each with the operations that it called itself."""
+    """The nested modules, each with the operations that it called directly."""
     terms: dict[str, list[Part]] = {}
-    for (place, name), amounts in trace.amounts.items():
-        terms.setdefault(place, []).append(Part(name, amounts))
-    seen: set[int] = set()
+    for (path, name), amounts in trace.amounts.items():
+        terms.setdefault(path, []).append(Part(name, amounts))
+    counted: set[int] = set()
 
-    def part(inner: nn.Module, name: str, place: str) -> Part | None:
-        own = [p for p in inner.parameters(recurse=False) if id(p) not in seen]
-        seen.update(map(id, own))
-        below = [
-            part(child, child_name, f"{place}.{child_name}" if place else child_name)
+    def part(inner: nn.Module, name: str, path: str) -> Part | None:
+        own = [p for p in inner.parameters(recurse=False) if id(p) not in counted]
+        counted.update(map(id, own))
+        children = [
+            part(child, child_name, f"{path}.{child_name}" if path else child_name)
             for child_name, child in inner.named_children()
         ]
-        parts = (*terms.pop(place, []), *(p for p in below if p is not None))
+        parts = (*terms.pop(path, []), *(p for p in children if p is not None))
         count = sum(p.numel() for p in own)
-        return Part(name, Amounts(parameters=count), parts) if count or parts or not place else None
+        return Part(name, Amounts(parameters=count), parts) if count or parts or not path else None
 
     root = part(module, _name(module), "")
     assert root is not None
-    rest = tuple(Part(place, parts=tuple(parts)) for place, parts in terms.items())
+    rest = tuple(Part(path, parts=tuple(parts)) for path, parts in terms.items())
     return Part(root.name, root.own, (*root.parts, *rest))
 
 
-# -- what is asked for ----------------------------------------------------------------------------------------------
+# -- names and inputs ---------------------------------------------------------------------------------------------
 
 
-def _name(thing: Any) -> str:
-    if isinstance(thing, _Function):
-        return _name(thing.call)
-    return getattr(thing, "__name__", None) or type(thing).__name__
+def _name(model: Any) -> str:
+    if isinstance(model, _Function):
+        return _name(model.call)
+    return getattr(model, "__name__", None) or type(model).__name__
 
 
 def _required(call: Callable) -> list[str]:
@@ -246,37 +250,36 @@ def _required(call: Callable) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
-def _need_inputs(thing: Any, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    call = module.forward if isinstance(thing, nn.Module) else thing
+def _check_inputs(model: Any, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    call = module.forward if isinstance(model, nn.Module) else model
     missing = [name for name in _required(call)[len(args) :] if name not in kwargs]
     if missing:
-        told = ", ".join(missing)
         raise ShapeError(
-            f"{_name(thing)} needs {told}, which {'was' if len(missing) == 1 else 'were'} not given; "
-            f"give example inputs: rg.cost(module, {', '.join(_required(call))})"
+            f"{_name(model)} is missing {', '.join(missing)}; "
+            f"pass example inputs: rg.cost(module, {', '.join(_required(call))})"
         )
 
 
 # -- Hugging Face -----------------------------------------------------------------------------------------------
 
 
-def _is_config(thing: Any) -> bool:
-    return hasattr(thing, "model_type") and hasattr(thing, "to_dict") and not isinstance(thing, nn.Module)
+def _is_config(model: Any) -> bool:
+    return hasattr(model, "model_type") and hasattr(model, "to_dict") and not isinstance(model, nn.Module)
 
 
 def huggingface(config: Any) -> nn.Module:
-    """The model of a configuration, on meta tensors: its own architecture where it names one."""
+    """The model of a configuration on meta tensors, of the architecture that it names if any."""
     import transformers
 
-    named = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, named, None) if named else None
+    name = (getattr(config, "architectures", None) or [None])[0]
+    kind = getattr(transformers, name, None) if name else None
     with torch.device("meta"):
         model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
     return model.eval()
 
 
-def dummies(config: Any, n: int, m: int | None, batch: int) -> dict[str, Tensor]:
-    """Inputs of the right shapes: pixels, or token ids, for an encoder-decoder both of them."""
+def generated_inputs(config: Any, n: int, m: int | None, batch: int) -> dict[str, Tensor]:
+    """Inputs of the right shapes: pixels, or token ids; for an encoder-decoder source and target ids."""
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
         return {"pixel_values": torch.empty(batch, config.num_channels, side, side, device="meta")}

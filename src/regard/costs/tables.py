@@ -1,4 +1,4 @@
-"""A cost as a table: plain text, rich, HTML, LaTeX. All four show the same rows."""
+"""A cost as a table: plain text, rich, HTML, LaTeX. The first three show the same rows."""
 
 import html as escape
 from collections.abc import Iterator
@@ -6,9 +6,18 @@ from typing import Any, NamedTuple
 
 from .tree import CONVENTION, Amounts, Cost, Part
 
+HEADINGS = {
+    "parameters": "parameters",
+    "flops": "FLOPs",
+    "executed_flops": "executed",
+    "backward_flops": "backward",
+    "executed_backward_flops": "executed backward",
+    "elementwise_flops": "elementwise",
+}
+
 
 class Row(NamedTuple):
-    """One line: how deep it stands, what it is called, its cells, and a remark."""
+    """One line of the table: depth in the tree, name, cells, and a note."""
 
     depth: int
     name: str
@@ -17,24 +26,28 @@ class Row(NamedTuple):
 
 
 def columns(cost: Cost) -> list[str]:
-    """The amounts worth a column: those that differ from nothing and from one another."""
-    total, shown = cost.total, ["parameters", "operations"]
-    if total.executed != total.operations:
-        shown.append("executed")
+    """The amounts that get a column: those that are not zero and not equal to another column."""
+    total, shown = cost.total, ["parameters", "flops"]
+    if total.executed_flops != total.flops:
+        shown.append("executed_flops")
     if cost.sizes.get("train"):
-        shown.append("backward")
-        if total.executed_backward != total.backward:
-            shown.append("executed_backward")
-    if total.other:
-        shown.append("other")
+        shown.append("backward_flops")
+        if total.executed_backward_flops != total.backward_flops:
+            shown.append("executed_backward_flops")
+    if total.elementwise_flops:
+        shown.append("elementwise_flops")
     return shown
 
 
+def headings(cost: Cost) -> list[str]:
+    return [*(HEADINGS[c] for c in columns(cost)), "share"]
+
+
 def rows(cost: Cost) -> Iterator[Row]:
-    """The tree, top down, in whole-model amounts; the last cell is the share of the operations."""
-    shown, whole = columns(cost), cost.total.operations
-    for depth, part, amounts in cost.tree.walk():
-        share = f"{amounts.operations / whole:.1%}" if whole and amounts.operations else ""
+    """The tree, top down, in amounts of the whole model; the last cell is the share of the FLOPs."""
+    shown, total = columns(cost), cost.total.flops
+    for depth, part, amounts in cost.tree.nodes():
+        share = f"{amounts.flops / total:.1%}" if total and amounts.flops else ""
         name = part.name if part.times == 1 else f"{part.name} × {part.times}"
         yield Row(depth, name, (*(_number(getattr(amounts, c)) for c in shown), share), part.note)
 
@@ -47,68 +60,70 @@ def heading(cost: Cost) -> str:
     sizes = ", ".join(
         name if v is True else f"{name} = {v}" for name, v in cost.sizes.items() if v is not False
     )
-    what = cost.of if len(cost.of) <= 100 else cost.of[:97] + "…"
-    return f"{what}\n{sizes}"
+    name = cost.name if len(cost.name) <= 100 else cost.name[:97] + "…"
+    return f"{name}\n{sizes}"
 
 
 def remarks(cost: Cost) -> list[str]:
-    """What stands under the table: biases, masks, savings, the bottleneck, memory, the convention."""
-    told = [*_biases(cost), *_masks(cost), *_scores(cost)]
-    bottleneck = getattr(cost, "bottleneck", None)
-    if bottleneck is not None:
-        told.append(str(bottleneck))
+    """The lines below the table: biases, pairs, savings, bottleneck, memory, convention."""
+    lines = [*_biases(cost), *_pairs(cost), *_scores(cost)]
+    if (bottleneck := cost.bottleneck) is not None:
+        lines.append(str(bottleneck))
     if cost.memory is not None:
-        wide = max((len(name) for name, _ in cost.memory.rows()), default=0)
-        told += [f"memory  {name:<{wide}}  {size:>18,} bytes" for name, size in cost.memory.rows()]
-    told += [f"not counted: {name}" for name in cost.uncounted]
-    return [*told, CONVENTION]
+        width = max((len(name) for name, _ in cost.memory.rows()), default=0)
+        lines += [f"memory  {name:<{width}}  {size:>18,} bytes" for name, size in cost.memory.rows()]
+    lines += [f"not counted: {name}" for name in cost.uncounted]
+    return [*lines, CONVENTION]
 
 
 def _biases(cost: Cost) -> list[str]:
     counts = cost.biases
     if counts is None or len(set(counts.values())) == 1:
         return []
-    return ["parameters with biases " + ", ".join(f"{word}: {count:,}" for word, count in counts.items())]
+    return [
+        f"parameters: {counts['none']:,} without biases, {counts['output']:,} with output biases only, "
+        f"{counts['all']:,} with all biases"
+    ]
 
 
 def _scores(cost: Cost) -> list[str]:
-    told = []
-    if (ways := cost.score_ways) is not None:
-        told.append(
-            f"scores of every pair: {ways.once:,} operations, vectors projected once; {ways.merged:,} with W_q W_kᵀ "
-            f"merged; {ways.again:,} projected again for each pair"
+    lines = []
+    if (orders := cost.score_orders) is not None:
+        lines.append(
+            f"FLOPs of all scores: {orders.projected:,} if each vector is projected once; {orders.merged_qk:,} with "
+            f"W_q W_kᵀ merged; {orders.naive:,} if each pair projects its vectors"
         )
-    if (ways := cost.position_ways) is not None:
-        told.append(
-            f"scores of positions: {ways.pairs:,} operations for every pair; {ways.each_offset_once:,} for each of "
-            f"{ways.offsets:,} offsets once"
+    if (relative := cost.position_orders) is not None:
+        lines.append(
+            f"FLOPs of position scores: {relative.per_pair:,} if computed for each pair; {relative.per_offset:,} for "
+            f"each of {relative.offsets:,} distinct offsets"
         )
-    return told
+    return lines
 
 
-def _masks(cost: Cost) -> list[str]:
-    told = [
-        f"pairs {p.where}: {p.needed:,} needed of {p.full:,} by {p.pattern}; "
-        f"{p.computed:,} computed by {p.backend} ({p.waste:.2f} × needed)"
+def _pairs(cost: Cost) -> list[str]:
+    lines = [
+        f"pairs in {p.path}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
+        f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
         for p in cost.pairs
     ]
     saving = cost.saving
     if saving is not None and saving.core:
-        told.append(str(saving))
-    return told
+        lines.append(str(saving))
+    return lines
 
 
 def text(cost: Cost) -> str:
-    """Plain text: the tree at the left, numbers right-aligned."""
-    titles = ("", *columns(cost), "share")
+    """Plain text: the tree on the left, numbers right-aligned."""
+    titles = ("", *headings(cost))
     lines = [("  " * r.depth + r.name, *r.cells, r.note) for r in rows(cost)]
-    wide = [max(len(line[k]) for line in [titles, *lines]) for k in range(len(titles))]
+    widths = [max(len(line[k]) for line in [titles, *lines]) for k in range(len(titles))]
     out = [heading(cost), ""]
     for line in [(*titles, ""), *lines]:
         name, *cells = line[: len(titles)]
         note = f"  ({line[-1]})" if line[-1] else ""
-        put = [name.ljust(wide[0]), *(c.rjust(w) for c, w in zip(cells, wide[1:]))]
-        out.append(("  ".join(put) + note).rstrip())
+        aligned = [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:]))]
+        out.append(("  ".join(aligned) + note).rstrip())
     return "\n".join([*out, "", *remarks(cost)])
 
 
@@ -119,7 +134,7 @@ def rich(cost: Cost) -> Any:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("")
-    for title in (*columns(cost), "share"):
+    for title in headings(cost):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("", style="dim")
     for r in rows(cost):
@@ -130,7 +145,7 @@ def rich(cost: Cost) -> Any:
 
 def html(cost: Cost) -> str:
     """For a notebook."""
-    titles = "".join(f"<th>{t}</th>" for t in ("", *columns(cost), "share", ""))
+    titles = "".join(f"<th>{t}</th>" for t in ("", *headings(cost), ""))
     lines = []
     for r in rows(cost):
         cells = "".join(f'<td style="text-align:right">{c}</td>' for c in r.cells)
@@ -143,10 +158,10 @@ def html(cost: Cost) -> str:
 
 
 def latex(cost: Cost) -> str:
-    """Term by term: parameters and operations as formulas, and their sums."""
+    """Formulas term by term, and their sums: parameters, FLOPs, elementwise FLOPs."""
     import sympy
 
-    def written(formula: Any) -> str:
+    def as_latex(formula: Any) -> str:
         formula = sympy.sympify(formula)
         words = {
             s: r"\mathrm{" + s.name + "}"
@@ -156,15 +171,14 @@ def latex(cost: Cost) -> str:
         return sympy.latex(formula, symbol_names=words)
 
     def line(name: str, a: Amounts) -> str:
-        called = name.replace("_", r"\_")
-        return (
-            rf"\text{{{called}}} & {written(a.parameters)} & {written(a.operations)} & {written(a.other)} \\"
-        )
+        label = name.replace("_", r"\_")
+        cells = " & ".join(map(as_latex, (a.parameters, a.flops, a.elementwise_flops)))
+        return rf"\text{{{label}}} & {cells} \\"
 
     tree: Part = cost.symbolic
     lines = [line(path, amounts) for path, amounts in tree.terms()]
     total = tree.total.map(lambda a: sympy.expand(a))
-    head = r"\text{term} & \text{parameters} & \text{operations} & \text{other} \\ \hline"
+    head = r"\text{term} & \text{parameters} & \text{FLOPs} & \text{elementwise FLOPs} \\ \hline"
     return "\n".join(
         [r"\begin{array}{l|r|r|r}", head, *lines, r"\hline", line("total", total), r"\end{array}"]
     )

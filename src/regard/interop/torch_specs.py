@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import spec
 from ..errors import SpecError
 from ..pattern import Pattern, causal, full
-from ..spec.base import need
+from ..spec.base import require as need
 
 # A partial for tanh: on the fast path of nn.TransformerEncoderLayer nn.GELU("tanh") runs as plain GELU.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

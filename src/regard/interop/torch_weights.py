@@ -24,7 +24,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.block import Block
 from ..nn.stack import EncoderDecoder, Stack
 from ..pattern import Pattern
-from ..spec.base import need
+from ..spec.base import require as need
 from .torch_specs import READERS, declare, empty
 
 OURS = (MultiHeadAttention, Block, Stack, EncoderDecoder)

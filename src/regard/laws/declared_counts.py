@@ -23,12 +23,12 @@ def counts_of(declared: spec.Spec, name: str | None = None) -> Part:
             module = declared.build()
         rows = [("parameters", told.parameters, sum(p.numel() for p in module.parameters()))]
         if _sees_all(declared):
-            rows.append(("operations of matrix products", told.operations, _executed(module, declared)))
+            rows.append(("FLOPs of matrix products", told.flops, _executed(module, declared)))
         if isinstance(declared, spec.Attention) and declared.d_k is None and declared.d_v is None:
             for heads in (1, 2):
                 other = cost(replace(declared, heads=heads, kv_heads=None), batch=B, **_lengths(declared))
                 full_heads = cost(replace(declared, kv_heads=None), batch=B, **_lengths(declared))
-                rows.append((f"operations with {heads} heads", full_heads.operations, other.operations))
+                rows.append((f"FLOPs with {heads} heads", full_heads.flops, other.flops))
         return rows
 
     return Part(name or repr(declared), "counts", call)

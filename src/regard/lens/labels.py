@@ -1,4 +1,4 @@
-"""What the inputs of a model say of its tokens: their names, which are padding, whether they are an image."""
+"""Labels from the inputs of a model: the names of tokens, which are padding, the patches of an image."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..errors import ShapeError, SpecError
-from .captured import Role
-from .grids import Grid, square_grid
+from .calls import Role
+from .patch_grid import Grid, square_grid
 
-Names = tuple[tuple[str, ...], ...]
+TokenNames = tuple[tuple[str, ...], ...]
 SOURCE_IDS, TARGET_IDS = ("input_ids", "source", "src", "x"), ("decoder_input_ids", "target", "tgt")
 SOURCE_MASKS, TARGET_MASKS = ("attention_mask",), ("decoder_attention_mask",)
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One sequence that a model was given: a name for each token, and which are no padding."""
+    """One input sequence of a model: a name for each token, and which are not padding."""
 
-    names: Names
-    real: Bool[Tensor, "b n"] | None = None
+    names: TokenNames
+    valid: Bool[Tensor, "b n"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +35,10 @@ class Labels:
     grid: Grid | None = field(default=None)
 
     def of(self, name: str, role: Role, shape: tuple[int, int, int, int]) -> tuple[Side, Side]:
-        """The sides of the queries and of the keys of a call."""
+        """The sequences of the queries and of the keys of a call."""
         b, _, n, m = shape
-        decodes = self.target is not None and (role == "cross" or "decoder" in name.lower())
-        own = self.target if decodes else self.source
+        decoder = self.target is not None and (role == "cross" or "decoder" in name.lower())
+        own = self.target if decoder else self.source
         queries = self._fit(own, b, n)
         keys = self._fit(self.source if role == "cross" else own, b, m)
         return queries, keys
@@ -52,28 +52,28 @@ class Labels:
 
 
 def read(inputs: Any, tokens: Any = None, grid: Any = None, image: Any = None) -> Labels:
-    """Labels for what `inputs` holds; `tokens` names them, or is a tokenizer that can."""
+    """The labels of `inputs`; `tokens` are their names, or a tokenizer that gives them."""
     source_ids, target_ids = _ids(inputs)
     given = {"source": tokens, "target": tokens}
     if isinstance(tokens, Mapping):
         if unknown := set(tokens) - {"source", "target"}:
-            raise SpecError(f"tokens has {sorted(unknown)[0]!r}; its two sides are 'source' and 'target'")
+            raise SpecError(f"tokens has the key {sorted(unknown)[0]!r}; its keys are 'source' and 'target'")
         given = {"source": tokens.get("source"), "target": tokens.get("target")}
     elif target_ids is not None and not _is_tokenizer(tokens):
         given["target"] = None
     pixels = _pixels(inputs)
     if image is None and pixels is not None:
-        image = _shown(pixels[0])
+        image = _as_rgb(pixels[0])
     return Labels(
-        _side(given["source"], source_ids, _real(inputs, SOURCE_MASKS)),
-        _side(given["target"], target_ids, _real(inputs, TARGET_MASKS)),
+        _side(given["source"], source_ids, _mask(inputs, SOURCE_MASKS)),
+        _side(given["target"], target_ids, _mask(inputs, TARGET_MASKS)),
         image,
         _grid(grid),
     )
 
 
 def grid_for(labels: Labels, inputs: Any, tokens: int) -> Grid | None:
-    """The grid that was given, or the one that an image of this shape has in this many tokens."""
+    """The given grid, or the grid of an image of this shape in this many tokens."""
     if labels.grid is not None:
         return labels.grid
     pixels = _pixels(inputs)
@@ -85,18 +85,18 @@ def _grid(given: Any) -> Grid | None:
         return given
     if isinstance(given, tuple) and len(given) in (2, 3):
         return Grid(*given)
-    raise SpecError(f"grid={given!r}: give (rows, columns), or (rows, columns, tokens before the patches)")
+    raise SpecError(f"grid={given!r}: use (rows, columns) or (rows, columns, tokens before the patches)")
 
 
-def _side(tokens: Any, ids: Tensor | None, real: Tensor | None) -> Side | None:
+def _side(tokens: Any, ids: Tensor | None, valid: Tensor | None) -> Side | None:
     if tokens is not None and not _is_tokenizer(tokens):
         names = _names(tokens)
         if ids is not None and [len(r) for r in names] != [ids.shape[1]] * len(ids):
-            got = ", ".join(str(len(r)) for r in names)
+            counts = ", ".join(str(len(r)) for r in names)
             raise ShapeError(
-                f"tokens name {len(names)} rows of {got}; the input holds {len(ids)} rows of {ids.shape[1]}"
+                f"tokens has {len(names)} rows of {counts}; the input has {len(ids)} rows of {ids.shape[1]}"
             )
-        return Side(names, real)
+        return Side(names, valid)
     if ids is None:
         return None
     if tokens is None:
@@ -104,13 +104,13 @@ def _side(tokens: Any, ids: Tensor | None, real: Tensor | None) -> Side | None:
     else:
         convert = getattr(tokens, "convert_ids_to_tokens", tokens)
         names = tuple(tuple(str(t) for t in convert(row)) for row in ids.tolist())
-    return Side(names, real if real is not None and real.shape == ids.shape else None)
+    return Side(names, valid if valid is not None and valid.shape == ids.shape else None)
 
 
-def _names(tokens: Any) -> Names:
+def _names(tokens: Any) -> TokenNames:
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         raise SpecError(
-            f"tokens={tokens!r}: give a list of strings, one a batch row, {{'source': …, 'target': …}}, "
+            f"tokens={tokens!r}: use a list of strings, one list per batch row, {{'source': …, 'target': …}}, "
             f"or a tokenizer"
         )
     rows = [tokens] if tokens and isinstance(tokens[0], str) else tokens
@@ -124,8 +124,8 @@ def _is_tokenizer(tokens: Any) -> bool:
 def _ids(inputs: Any) -> tuple[Tensor | None, Tensor | None]:
     if isinstance(inputs, Mapping):
         return _named(inputs, SOURCE_IDS, _is_ids), _named(inputs, TARGET_IDS, _is_ids)
-    found = [x for x in _positional(inputs) if _is_ids(x)]
-    return (found[0] if found else None), (found[1] if len(found) > 1 else None)
+    ids = [x for x in _positional(inputs) if _is_ids(x)]
+    return (ids[0] if ids else None), (ids[1] if len(ids) > 1 else None)
 
 
 def _named(inputs: Mapping[str, Any], names: tuple[str, ...], fits: Any) -> Tensor | None:
@@ -137,11 +137,11 @@ def _positional(inputs: Any) -> list[Any]:
 
 
 def _is_ids(x: Any) -> bool:
-    whole = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
-    return whole and x.dim() == 2 and x.dtype != torch.bool
+    integer = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
+    return integer and x.dim() == 2 and x.dtype != torch.bool
 
 
-def _real(inputs: Any, names: tuple[str, ...]) -> Tensor | None:
+def _mask(inputs: Any, names: tuple[str, ...]) -> Tensor | None:
     if not isinstance(inputs, Mapping):
         return None
     mask = _named(inputs, names, lambda x: isinstance(x, Tensor) and x.dim() == 2)
@@ -154,8 +154,8 @@ def _pixels(inputs: Any) -> Tensor | None:
     return next((x for x in images if x.shape[1] in (1, 3)), None)
 
 
-def _shown(pixels: Float[Tensor, "c height width"]) -> Float[Tensor, "3 height width"]:
-    """The image between 0 and 1, in three colours."""
+def _as_rgb(pixels: Float[Tensor, "c height width"]) -> Float[Tensor, "3 height width"]:
+    """The image scaled to 0 … 1, with three channels."""
     x = pixels.detach().float().cpu()
     x = (x - x.min()) / (x.max() - x.min()).clamp(min=1e-9)
     return x.expand(3, -1, -1) if x.shape[0] == 1 else x

@@ -20,9 +20,9 @@ FORMAT = 1
 class Recorder:
     """Losses, gradient norms, head statistics and tables of vectors, at the steps that are recorded.
 
-    losses: (step, loss) of each series; floors: the least a series can reach, where that is known.
+    losses: (step, loss) of each series; floors: the smallest loss a series can reach, where that is known.
     gradients, clipped: the norm of each part's gradient, before and after clipping.
-    heads: the rows of a view, with the centre of each head on its grid. tables: vectors, such as positions.
+    heads: the rows of a view, with the center of each head on its grid. tables: vectors, such as positions.
     """
 
     losses: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
@@ -48,11 +48,11 @@ class Recorder:
         (self.clipped if clipped else self.gradients).append((step, norms))
 
     def view(self, step: int, view: View) -> None:
-        """The statistics of every head of a view, and where each looks on its grid."""
+        """The statistics of every head of a view, and the center of its attention on its grid."""
         rows = view.rows()
         for row in rows:
-            centre = view.statistics[row["layer"]].centre
-            row["centre"] = None if centre is None else centre[row["head"]].tolist()
+            center = view.statistics[row["layer"]].center
+            row["center"] = None if center is None else center[row["head"]].tolist()
         self.heads.append((step, rows))
 
     def table(self, step: int, name: str, vectors: Float[Tensor, "p d"]) -> None:
@@ -60,20 +60,20 @@ class Recorder:
         self.tables.append((step, name, vectors.detach().clone().cpu()))
 
     def series(self, layer: int, head: int, number: str) -> list[tuple[int, float | None]]:
-        """One number of one head over the steps."""
-        found = []
+        """One statistic of one head over the steps."""
+        points = []
         for step, rows in self.heads:
             row = next((r for r in rows if (r["layer"], r["head"]) == (layer, head)), None)
             if row is None:
                 last = f"layer {rows[-1]['layer']}, head {rows[-1]['head']}"
                 raise ShapeError(f"step {step} has no layer {layer}, head {head}; its last is {last}")
             if number not in row:
-                raise ShapeError(f"step {step} holds no {number!r}; it holds {', '.join(row)}")
-            found.append((step, row[number]))
-        return found
+                raise ShapeError(f"step {step} has no {number!r}; it has {', '.join(row)}")
+            points.append((step, row[number]))
+        return points
 
     def save(self, path: str | Path) -> Path:
-        """As JSON."""
+        """Write a JSON file."""
         path = Path(path)
         plain = {
             "format": FORMAT,
@@ -87,18 +87,18 @@ class Recorder:
         try:
             path.write_text(json.dumps(plain) + "\n", encoding="utf-8")
         except OSError as e:
-            raise RegardError(f"{path} cannot be written: {e.strerror or e}") from e
+            raise RegardError(f"cannot write {path}: {e.strerror or e}") from e
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> "Recorder":
-        """What `save` wrote."""
+        """Read a file that `save` wrote."""
         try:
             plain = json.loads(Path(path).read_text(encoding="utf-8"))
         except json.JSONDecodeError as e:
             raise FormatError(f"{path} is not JSON: {e.msg} at line {e.lineno}") from e
         if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
-            raise FormatError(f"{path} is no record of regard's format {FORMAT}")
+            raise FormatError(f"{path} is not a record in regard's format {FORMAT}")
         return cls(
             losses={name: [(s, v) for s, v in points] for name, points in plain["losses"].items()},
             floors=plain["floors"],
@@ -110,7 +110,7 @@ class Recorder:
 
 
 def gradient_norms(model: nn.Module, part: Callable[[str], str] | None = None) -> dict[str, float]:
-    """The norm of the gradient of each part, in the model's order; a part is a numbered layer, or a top name."""
+    """The norm of the gradient of each part, in order; a part is a numbered layer, or a top-level name."""
     squares: dict[str, float] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -121,7 +121,7 @@ def gradient_norms(model: nn.Module, part: Callable[[str], str] | None = None) -
 
 
 def layer_of(name: str) -> str:
-    """The part of a parameter's path up to its first number, or its first word.
+    """The start of a parameter's path up to its first number, or its first word.
 
     >>> layer_of("encoder.layer.3.attention.self.query.weight"), layer_of("embedding.table")
     ('encoder.layer.3', 'embedding')

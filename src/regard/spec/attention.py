@@ -8,7 +8,15 @@ from typing import NamedTuple
 from ..errors import RegardError, SpecError
 from ..pattern import Pattern, full
 from ..position import Position
-from .base import Number, Spec, need, need_fraction, need_no_data, need_positive, need_word
+from .base import (
+    Number,
+    Spec,
+    require,
+    require_known,
+    require_no_data,
+    require_positive_fields,
+    require_probability,
+)
 
 SCORES = ("dot", "bilinear", "additive", "position")
 BIASES = ("none", "output", "all")
@@ -56,11 +64,11 @@ class Attention(Spec):
     dropout: Number = 0.0  # of the attention weights
 
     def __post_init__(self):
-        need_positive(self, "d_model", "heads", "kv_heads", "d_k", "d_v", "d_out", "d_context")
-        need_fraction(self, "dropout")
-        need_word("score", self.score, SCORES)
-        need_word("biases", self.biases, BIASES)
-        need_word("ties", self.ties, ("share", "first"))
+        require_positive_fields(self, "d_model", "heads", "kv_heads", "d_k", "d_v", "d_out", "d_context")
+        require_probability(self, "dropout")
+        require_known("score", self.score, SCORES)
+        require_known("biases", self.biases, BIASES)
+        require_known("ties", self.ties, ("share", "first"))
         if self.d_model % self.heads and (self.d_k is None or self.d_v is None):
             near = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
             near = sorted(sorted(near, key=lambda h: abs(h - self.heads))[:4])
@@ -74,34 +82,38 @@ class Attention(Spec):
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use {_either(fit)}"
             )
         self._check_score()
-        need_no_data("pattern", self.pattern)
+        require_no_data("pattern", self.pattern)
         self._warn_of_empty_rows()
 
     def _check_score(self):
-        need(self.scale is None or self.temperature is None, "scale and temperature are two names; give one")
+        require(
+            self.scale is None or self.temperature is None, "scale and temperature are two names; give one"
+        )
         if self.temperature is not None:
-            need(self.temperature >= 0, f"temperature={self.temperature}: it cannot be below 0 (0 is hard)")
+            require(
+                self.temperature >= 0, f"temperature={self.temperature}: it cannot be below 0 (0 is hard)"
+            )
         if self.scale is not None:
-            need(self.scale >= 0, f"scale={self.scale}: it cannot be below 0 (inf is hard attention)")
+            require(self.scale >= 0, f"scale={self.scale}: it cannot be below 0 (inf is hard attention)")
         if not self.output:
-            need(self.d_out is None, f"d_out={self.d_out} without an output projection; leave it out")
+            require(self.d_out is None, f"d_out={self.d_out} without an output projection; leave it out")
         if self.position is not None:
-            need(
+            require(
                 self.position.acts != "input",
                 f"position={self.position!r} is added to the input; give it to the embedding of a model",
             )
         if self.score == "position":
-            need(
+            require(
                 self.position is not None and self.position.acts == "score",
                 "score='position' needs a position that scores, such as rg.quadratic() or rg.alibi()",
             )
         if self.score == "bilinear":
-            need(
+            require(
                 self.d_k is None,
                 f"d_k={self.d_k}: a bilinear score q·W·k compares with the input itself, d_context wide; "
                 f"leave it out",
             )
-        need(
+        require(
             self.score in ("dot", "position") or self.position is None,
             f"score={self.score!r} does not take position={self.position!r}; use the dot score",
         )

@@ -1,4 +1,4 @@
-"""What all specs share: a frozen value that can be built, priced, written as JSON and read back."""
+"""The base of all specs: a frozen value that can be built, priced, and written to and read from JSON."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +18,16 @@ class Spec:
     """A declaration. Variants by `dataclasses.replace`; `repr` is source."""
 
     def build(self) -> "nn.Module":
-        """The module, with fresh weights."""
-        from ..nn.build import build  # the one import that goes against the order: a spec knows its reader
+        """The module, with newly initialized weights."""
+        from ..nn.build import build  # imported late: `nn` imports `spec`
 
         return build(self)
 
-    def cost(self, n: int | None = None, m: int | None = None, **how: Any) -> "Cost":
-        """What it costs at n queries (and m keys) before it is built: see `regard.cost` for `how`."""
+    def cost(self, n: int | None = None, m: int | None = None, **options: Any) -> "Cost":
+        """The cost at n queries (and m keys), without building the model; see `regard.cost` for the options."""
         from ..costs.entry import cost
 
-        return cost(self, n=n, m=m, **how)
+        return cost(self, n=n, m=m, **options)
 
     def json(self, indent: int | None = None) -> str:
         return value.to_json(self, indent)
@@ -36,34 +36,38 @@ class Spec:
         return value.source(self)
 
 
-def need(ok: bool, message: str) -> None:
-    if not ok:
+def require(condition: bool, message: str) -> None:
+    if not condition:
         raise SpecError(message)
 
 
-def need_positive(spec: Any, *names: str) -> None:
-    """Every named field that is given is a whole number above zero."""
+def require_positive(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise SpecError(f"{name}={number!r} is not a positive integer")
+
+
+def require_positive_fields(spec: Any, *names: str) -> None:
+    """Every named field that is not None is a positive integer."""
     for name in names:
-        given = getattr(spec, name)
-        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-            raise SpecError(f"{name}={given!r}: a whole number of at least 1 is needed")
+        if getattr(spec, name) is not None:
+            require_positive(name, getattr(spec, name))
 
 
-def need_fraction(spec: Any, *names: str) -> None:
+def require_probability(spec: Any, *names: str) -> None:
     for name in names:
-        given = getattr(spec, name)
-        if not 0.0 <= given < 1.0:
-            raise SpecError(f"{name}={given!r} is not in [0, 1)")
+        number = getattr(spec, name)
+        if not 0.0 <= number < 1.0:
+            raise SpecError(f"{name}={number!r} is not in [0, 1)")
 
 
-def need_word(field: str, word: str, known: tuple[str, ...]) -> None:
+def require_known(field: str, word: str, known: tuple[str, ...]) -> None:
     if word not in known:
         raise SpecError(f"{field}={word!r} is unknown; {nearest(word, known)}")
 
 
-def need_no_data(field: str, pattern: Pattern) -> None:
+def require_no_data(field: str, pattern: Pattern) -> None:
     if pattern.has_data:
         raise SpecError(
-            f"{field}={pattern!r} carries data, which a declaration cannot hold; "
-            f"pass it when the module is called: layer(x, pattern=...)"
+            f"{field}={pattern!r} carries data, which a declaration cannot contain; "
+            f"pass it in the call instead: layer(x, pattern=...)"
         )

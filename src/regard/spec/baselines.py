@@ -2,7 +2,7 @@
 
 from dataclasses import KW_ONLY, dataclass
 
-from .base import Number, Spec, need, need_fraction, need_positive, need_word
+from .base import Number, Spec, require, require_known, require_positive_fields, require_probability
 
 CELLS = ("rnn", "gru", "lstm")
 ATTENTIONS = ("none", "additive", "multiplicative")
@@ -23,11 +23,11 @@ class Recurrent(Spec):
     dropout: Number = 0.0
 
     def __post_init__(self):
-        need_positive(self, "vocab", "d_model", "layers", "target_vocab")
-        need_fraction(self, "dropout")
-        need_word("cell", self.cell, CELLS)
-        need_word("attention", self.attention, ATTENTIONS)
-        need(
+        require_positive_fields(self, "vocab", "d_model", "layers", "target_vocab")
+        require_probability(self, "dropout")
+        require_known("cell", self.cell, CELLS)
+        require_known("attention", self.attention, ATTENTIONS)
+        require(
             not self.bidirectional or self.d_model % 2 == 0,
             f"d_model={self.d_model}: a bidirectional encoder splits it in two; give an even width",
         )
@@ -48,9 +48,9 @@ class Convolutional(Spec):
     dropout: Number = 0.0
 
     def __post_init__(self):
-        need_positive(self, "d_model", "layers", "kernel", "dilation", "vocab")
-        need_fraction(self, "dropout")
-        need(
+        require_positive_fields(self, "d_model", "layers", "kernel", "dilation", "vocab")
+        require_probability(self, "dropout")
+        require(
             self.causal or self.kernel % 2 == 1,
             f"kernel={self.kernel} has no middle; use an odd kernel, or causal=True",
         )
@@ -65,8 +65,8 @@ class Mixing(Spec):
     index: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        need_word("how", self.how, ("identity", "average", "select"))
-        need(
+        require_known("how", self.how, ("identity", "average", "select"))
+        require(
             (self.how == "select") == (self.index is not None),
             f"how={self.how!r} and index={self.index!r}: an index belongs to 'select', and only there",
         )

@@ -6,7 +6,7 @@ from math import prod
 from ..pattern import causal, full
 from ..position import Position, learned, shaw
 from .attention import Attention
-from .base import Number, Spec, need, need_fraction, need_positive, need_word
+from .base import Number, Spec, require, require_known, require_positive_fields, require_probability
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu")
 NORMS = ("layer", "rms", "batch", "none")
@@ -25,9 +25,9 @@ class FeedForward(Spec):
     dropout: Number = 0.0
 
     def __post_init__(self):
-        need_positive(self, "d_ff")
-        need_fraction(self, "dropout")
-        need_word("activation", self.activation, ACTIVATIONS)
+        require_positive_fields(self, "d_ff")
+        require_probability(self, "dropout")
+        require_known("activation", self.activation, ACTIVATIONS)
 
     @property
     def gated(self) -> bool:
@@ -53,18 +53,18 @@ class Block(Spec):
     dropout: Number = 0.0  # of each branch before it is added
 
     def __post_init__(self):
-        need_word("norm", self.norm, NORMS)
-        need_word("norm_at", self.norm_at, ("post", "pre"))
-        need_fraction(self, "dropout")
+        require_known("norm", self.norm, NORMS)
+        require_known("norm_at", self.norm_at, ("post", "pre"))
+        require_probability(self, "dropout")
         for name in ("attention", "cross"):
             part = getattr(self, name)
             if part is not None:
-                need(
+                require(
                     part.sizes.d_out == self.d_model == part.d_model,
                     f"{name} takes {part.d_model} and gives {part.sizes.d_out} wide vectors; "
                     f"a block of width {self.d_model} needs both to be {self.d_model}",
                 )
-        need(
+        require(
             self.cross is None or isinstance(self.cross.pattern, full),
             "cross-attention compares positions of two sequences; its pattern needs to be full()",
         )
@@ -89,11 +89,11 @@ class Embedding(Spec):
     dropout: Number = 0.0
 
     def __post_init__(self):
-        need_positive(self, "vocab", "d_model")
-        need_fraction(self, "dropout")
-        need(self.types >= 0, f"types={self.types}: it cannot be below 0")
+        require_positive_fields(self, "vocab", "d_model")
+        require_probability(self, "dropout")
+        require(self.types >= 0, f"types={self.types}: it cannot be below 0")
         if self.position is not None:
-            need(
+            require(
                 self.position.acts == "input",
                 f"position={self.position!r} acts inside attention; give it to the stack or to its attention",
             )
@@ -119,8 +119,8 @@ class ClassifierHead(Spec):
     hidden: int | None = None
 
     def __post_init__(self):
-        need_positive(self, "classes", "hidden")
-        need_word("pool", self.pool, POOLS)
+        require_positive_fields(self, "classes", "hidden")
+        require_known("pool", self.pool, POOLS)
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,7 +132,7 @@ class MaskedHead(Spec):
     eps: Number = 1e-5
 
     def __post_init__(self):
-        need_word("activation", self.activation, ACTIVATIONS[:4])
+        require_known("activation", self.activation, ACTIVATIONS[:4])
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,9 +158,9 @@ class Encoder(Spec):
     checkpoint: bool = False  # recompute each block in the backward pass instead of keeping its insides
 
     def __post_init__(self):
-        need_positive(self, "layers")
-        need_word("init", self.init, INITS)
-        need(
+        require_positive_fields(self, "layers")
+        require_known("init", self.init, INITS)
+        require(
             self.block.cross is None,
             "an Encoder has no context to look at; use a Decoder for a block with cross",
         )
@@ -190,11 +190,11 @@ class Decoder(Spec):
     checkpoint: bool = False
 
     def __post_init__(self):
-        need_positive(self, "layers")
-        need_word("init", self.init, INITS)
+        require_positive_fields(self, "layers")
+        require_known("init", self.init, INITS)
         check_stack(self)
         pattern = self.block.attention.pattern
-        need(
+        require(
             (pattern - causal()).count(64) == 0,
             f"a Decoder must not see what comes next, and pattern={pattern!r} does; use rg.causal() & it",
         )
@@ -215,25 +215,25 @@ def final_norm(stack: Encoder | Decoder) -> bool:
 def check_stack(stack: Encoder | Decoder) -> None:
     """The embedding is as wide as the block; a tied head has an embedding to tie to; positions act inside."""
     if stack.embedding is not None:
-        need(
+        require(
             stack.embedding.d_model == stack.d_model,
             f"an embedding {stack.embedding.d_model} wide and blocks {stack.d_model} wide; give both one d_model",
         )
     if isinstance(stack.head, LanguageHead | MaskedHead):
-        need(
+        require(
             stack.embedding is not None,
             f"{stack.head!r} gives logits over the vocabulary, and there is no embedding to say how many; give one",
         )
     if stack.position is not None:
-        need(
+        require(
             stack.position.acts != "input",
             f"position={stack.position!r} is added to the input; give it to the embedding",
         )
-        need(
+        require(
             not isinstance(stack.position, shaw),
             f"position={stack.position!r} scores each layer's own queries; give it to the attention of the block",
         )
-        need(
+        require(
             stack.block.attention.position is None,
             f"position={stack.position!r} for all layers and {stack.block.attention.position!r} in each; give one",
         )
@@ -249,24 +249,24 @@ class EncoderDecoder(Spec):
     share_embedding: bool = False  # one table for source and target
 
     def __post_init__(self):
-        need(
+        require(
             self.encoder.head is None,
             "the encoder of an EncoderDecoder gives states; put the head on the decoder",
         )
         cross = self.decoder.block.cross
-        need(
+        require(
             cross is not None,
             "the decoder's block has no cross-attention; declare Block(..., cross=Attention(...))",
         )
         width = cross.sizes.d_context if cross else 0
-        need(
+        require(
             width == self.encoder.d_model,
             f"the encoder gives {self.encoder.d_model} wide states and cross-attention takes {width}; "
             f"set d_context={self.encoder.d_model} there",
         )
         if self.share_embedding:
             a, b = self.encoder.embedding, self.decoder.embedding
-            need(
+            require(
                 a is not None and b is not None and (a.vocab, a.d_model) == (b.vocab, b.d_model),
                 f"share_embedding needs two embeddings of one size, not {a!r} and {b!r}",
             )
@@ -291,33 +291,33 @@ class Vision(Spec):
     dropout: Number = 0.0
 
     def __post_init__(self):
-        need_positive(self, "channels")
-        need_fraction(self, "dropout")
+        require_positive_fields(self, "channels")
+        require_probability(self, "dropout")
         (height, width), (p, q) = self.image, self.patch
-        need(
+        require(
             min(self.image + self.patch) > 0 and height % p == 0 and width % q == 0,
             f"patches of {p} × {q} do not tile an image of {height} × {width}; both sides need to divide",
         )
-        need(
+        require(
             self.encoder.embedding is None and self.encoder.head is None,
             "the encoder of a Vision is given patches; leave out its embedding and its head",
         )
-        need(
+        require(
             self.head is None or self.head.pool != "first" or self.class_token,
             "pool='first' reads the class token, and class_token is False; use pool='mean'",
         )
         inside = self.encoder.position or self.encoder.block.attention.position
-        need(
+        require(
             not self.class_token or getattr(inside, "grid", None) is None,
             f"position={inside!r} is of a grid, where the class token has no place; use class_token=False",
         )
         if self.position is not None:
-            need(
+            require(
                 self.position.acts == "input",
                 f"position={self.position!r} acts inside attention; give it to the encoder",
             )
             if isinstance(self.position, learned) and isinstance(self.position.table, int):
-                need(
+                require(
                     self.position.table >= self.tokens,
                     f"{self.position!r} is shorter than the {self.tokens} tokens of an image",
                 )

@@ -21,7 +21,7 @@ from .. import spec, value
 from ..cli.look import Asked, arguments, encoded, namer, vocabulary
 from ..costs.entry import cost as price
 from ..errors import FormatError, RegardError, SpecError, nearest
-from ..lens.report import page
+from ..lens.html_report import page
 from ..lens.view import look
 from ..pattern import parse_pattern
 

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from ..cli import sources
+from ..cli import targets
 from ..cli.look import image_size, load
 from ..errors import SpecError
 
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help=f"Whose heads to see: {sources.FORMS}. Without one, no heads.")
+        str | None, typer.Argument(help=f"Whose heads to see: {targets.FORMS}. Without one, no heads.")
     ] = None,
     host: Annotated[
         str, typer.Option(help="A name or IPv4 address; 0.0.0.0 for other machines too.")

@@ -15,11 +15,11 @@ import regard as rg
 from ledger_cases import cases
 from memory_witness import Trained, checkpointed, counted, length, saved, small
 from regard.costs.entry import cost
-from regard.costs.memory.report import fits, formulas, memory_of, need_memory, scope
+from regard.costs.memory.report import fits, formulas, memory_of, one_attention, peak_memory
 from regard.costs.memory.rules import sort_needs, sum_needs
 from regard.costs.memory.step import TrainingStep
 from regard.costs.memory.tape import Tape, peak
-from regard.costs.sizes import Given
+from regard.costs.sizes import Request
 
 MODELS = ("transformer-base", "gpt2", "vit-b16", "bert-base")
 ROWS = json.loads((Path(__file__).parents[3] / "bench/results/2026-11-15-h200-cost.json").read_text())
@@ -30,7 +30,7 @@ emulated = pytest.mark.skipif(native, reason="oneDNN's scratch space was read of
 
 def given(declared, b, train=False, **more):
     n = length(declared)
-    return Given(declared, n, n, b, train=train, **more)
+    return Request(declared, n, n, b, train=train, **more)
 
 
 def off(predicted, real):
@@ -39,12 +39,12 @@ def off(predicted, real):
 
 def compare(name, b, low, checkpoint, **how):
     declared = checkpointed(small(name)) if checkpoint else small(name)
-    real = Trained(declared, b, low, foreach=how.get("way") == "foreach")
+    real = Trained(declared, b, low, foreach=how.get("implementation") == "foreach")
     training = TrainingStep(autocast=low and "bfloat16", **how)
     predicted = memory_of(given(declared, b, training))
-    assert off(predicted.training, real.held + counted(real.step)[0]) < 0.01
+    assert off(predicted.training_peak, real.held + counted(real.step)[0]) < 0.01
     kept = counted(real.loss)[1]
-    assert off(predicted.kept_total, kept) < 0.01
+    assert off(predicted.saved_total, kept) < 0.01
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -68,9 +68,11 @@ def test_every_step_on_the_cpu_peaks_where_the_allocator_says(name, b, low, chec
 
 
 def test_the_foreach_optimiser_holds_a_copy_of_its_state_more():
-    compare("bert-base", 1, None, checkpoint=True, way="foreach")
+    compare("bert-base", 1, None, checkpoint=True, implementation="foreach")
     declared = small("bert-base")
-    plain, foreach = (need_memory(given(declared, 1, TrainingStep(way=way))) for way in ("plain", "foreach"))
+    plain, foreach = (
+        peak_memory(given(declared, 1, TrainingStep(implementation=way))) for way in ("for_loop", "foreach")
+    )
     assert foreach > plain
 
 
@@ -86,7 +88,7 @@ def test_a_forward_pass_without_gradients_peaks_where_the_allocator_says(name):
         with torch.no_grad():
             return real.model(*real.given)
 
-    assert off(memory_of(given(declared, 5)).inference, held + counted(forward)[0]) < 0.001
+    assert off(memory_of(given(declared, 5)).inference_peak, held + counted(forward)[0]) < 0.001
 
 
 @unchecked
@@ -96,7 +98,7 @@ def test_weights_take_the_bytes_of_the_tensors_built(name):
     with torch.device("meta"):
         built = sum(p.numel() * 4 for p in declared.build().parameters())
     n = declared.tokens if isinstance(declared, rg.Vision) else 64
-    assert memory_of(Given(declared, n, n)).weights == built
+    assert memory_of(Request(declared, n, n)).weights == built
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,7 +109,7 @@ def test_what_is_kept_is_what_autograd_saves(name):
     there = [*real.model.parameters(), *real.given, *([] if real.targets is None else [real.targets])]
     outside = {x.untyped_storage().data_ptr() for x in there}
     kept = sum(s.nbytes() for at, s in storages.items() if at not in outside)
-    predicted = memory_of(given(declared, 5, True)).kept_total
+    predicted = memory_of(given(declared, 5, True)).saved_total
     assert abs(predicted - kept) <= 4096  # the loss itself, numbers of a few bytes
 
 
@@ -125,13 +127,16 @@ def test_stored_weights_are_kept_as_the_formula_in_three_steps_keeps_them():
     # contiguous copies stand for the projections, whose own storage the copies free; x is given from outside
     real = sum(s.nbytes() for s in saved(by_hand).values()) - x.numel() * 4
     loss = b * n * 20 * 4 + 4  # the stand-in loss keeps the output
-    told = memory_of(Given(declared, n, n, b, train=True, backend="plain"))
-    assert told.kept_total - loss == told.ways["weights stored"] - loss == real
-    assert told.ways["weights streamed"] - loss == real - 4 * b * 4 * n * n + 4 * b * 4 * n
+    result = memory_of(Request(declared, n, n, b, train=True, backend="plain"))
+    assert result.saved_total - loss == result.saved_by_method["attention weights stored"] - loss == real
+    assert (
+        result.saved_by_method["attention weights streamed"] - loss
+        == real - 4 * b * 4 * n * n + 4 * b * 4 * n
+    )
 
 
 @pytest.mark.parametrize(
-    "optimiser, build",
+    "optimizer, build",
     [
         ("sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
         ("momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
@@ -139,7 +144,7 @@ def test_stored_weights_are_kept_as_the_formula_in_three_steps_keeps_them():
         ("adamw", torch.optim.AdamW),
     ],
 )
-def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimiser, build):
+def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimizer, build):
     declared = small("gpt2")
     model = declared.build()
     real = build(model.parameters())
@@ -147,27 +152,27 @@ def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimiser, build):
         p.grad = torch.zeros_like(p)
     real.step()
     states = [x for s in real.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()]
-    told = memory_of(given(declared, 1, TrainingStep(optimiser=optimiser)))
-    assert told.optimiser == sum(x.numel() * x.element_size() for x in states)
-    assert told.gradients == sum(p.grad.numel() * 4 for p in model.parameters())
+    result = memory_of(given(declared, 1, TrainingStep(optimizer=optimizer)))
+    assert result.optimizer_state == sum(x.numel() * x.element_size() for x in states)
+    assert result.gradients == sum(p.grad.numel() * 4 for p in model.parameters())
 
 
 def test_master_copies_are_float32_and_so_are_the_states_beside_them():
     declared = small("gpt2")
     entries = sum(p.numel() for p in declared.build().parameters())
-    told = memory_of(given(declared, 1, TrainingStep(master=True), dtype=torch.bfloat16))
-    assert (told.weights, told.gradients) == (2 * entries, 2 * entries)
-    assert (told.master, told.optimiser) == (4 * entries, 8 * entries)
+    result = memory_of(given(declared, 1, TrainingStep(master_weights=True), dtype=torch.bfloat16))
+    assert (result.weights, result.gradients) == (2 * entries, 2 * entries)
+    assert (result.master_weights, result.optimizer_state) == (4 * entries, 8 * entries)
 
 
 @pytest.mark.ledger("S0.Q2a.6", "S0.Q2a.7")
 def test_the_scope_of_the_documents_is_its_own_line():
     for c in cases("memory.attention"):
         i = c["inputs"]
-        asked = Given(rg.Attention(i["d_model"], heads=i["heads"]), i["n"], i["n"])
-        assert i["batch"] * scope(asked) == c["expected"]["total_values"]
+        asked = Request(rg.Attention(i["d_model"], heads=i["heads"]), i["n"], i["n"])
+        assert i["batch"] * one_attention(asked) == c["expected"]["total_values"]
         if i["n"] <= 4096:
-            assert memory_of(asked).scope * i["batch"] == c["expected"]["total_bytes"]["float32"]
+            assert memory_of(asked).one_attention * i["batch"] == c["expected"]["total_bytes"]["float32"]
 
 
 @pytest.mark.parametrize("name, context", [("tiny-gpt", None), ("tiny", 9)])
@@ -181,7 +186,7 @@ def test_the_key_value_cache_is_as_large_as_the_one_that_is_filled(name, context
         model(torch.zeros(3, 11, dtype=torch.long), *states, cache=cache)
     parts = [p for layer in cache.layers for p in (layer.own, layer.cross) if p.k is not None]
     real = sum(x.numel() * x.element_size() for p in parts for x in (p.k, p.v))
-    assert memory_of(Given(declared, 11, context or 11, 3)).cache == real
+    assert memory_of(Request(declared, 11, context or 11, 3)).kv_cache == real
 
 
 # -- the H200 -----------------------------------------------------------------------------------------------------
@@ -192,11 +197,13 @@ def peaks():
     """(predicted, counted, requested) of every row."""
     found = []
     for row in ROWS["memory"]:
-        training = TrainingStep(way=row["way"], autocast=row["autocast"], checkpointing=row["checkpointing"])
-        asked = Given(
+        training = TrainingStep(
+            implementation=row["implementation"], autocast=row["autocast"], checkpointing=row["checkpointing"]
+        )
+        asked = Request(
             rg.preset(row["model"]), row["n"], row["n"], row["batch"], train=training, device="cuda"
         )
-        found.append((need_memory(asked), row["peak"], row["requested"]))
+        found.append((peak_memory(asked), row["peak"], row["requested"]))
     return found
 
 
@@ -234,7 +241,7 @@ def test_the_gradient_of_an_embedding_sorts_in_what_it_was_seen_to_hold(rows, me
 def test_a_formula_gives_the_number(name):
     declared = rg.preset(name)
     n = declared.tokens if isinstance(declared, rg.Vision) else 96
-    asked = Given(declared, n, n, 3, train=True, device="cuda")
+    asked = Request(declared, n, n, 3, train=True, device="cuda")
     stack = (
         declared.decoder
         if isinstance(declared, rg.EncoderDecoder)
@@ -252,35 +259,35 @@ def test_a_formula_gives_the_number(name):
     sizes |= {"vocab": getattr(stack.embedding, "vocab", 0), "positions": 1024, "classes": 1000}
     for way, formula in formulas(asked).items():
         value = formula.subs({x: sizes[x.name] for x in formula.free_symbols})
-        assert int(value) == memory_of(asked).ways[way]
+        assert int(value) == memory_of(asked).saved_by_method[way]
 
 
 @unchecked
 def test_the_weights_of_a_stored_table_grow_with_the_square_of_n_and_streaming_does_not():
-    told = formulas(Given(rg.Attention(64, heads=8), 128, 128, train=True))
-    n = next(x for x in told["weights stored"].free_symbols if x.name == "n")
-    assert told["weights stored"].as_poly(n).degree() == 2
-    assert told["weights streamed"].as_poly(n).degree() == 1
+    result = formulas(Request(rg.Attention(64, heads=8), 128, 128, train=True))
+    n = next(x for x in result["attention weights stored"].free_symbols if x.name == "n")
+    assert result["attention weights stored"].as_poly(n).degree() == 2
+    assert result["attention weights streamed"].as_poly(n).degree() == 1
 
 
 @unchecked
 @pytest.mark.parametrize("vary", ["batch", "n"])
 def test_the_largest_that_fits_does_and_one_more_does_not(vary):
     declared = dataclasses.replace(rg.preset("tiny-gpt"), layers=1)
-    asked, budget = Given(declared, 64, 64, 2, train=True), 6_000_000
+    asked, budget = Request(declared, 64, 64, 2, train=True), 6_000_000
     most = fits(asked, budget, vary)
 
     def at(size):
         if vary == "n":
-            return need_memory(dataclasses.replace(asked, n=size, m=size))
-        return need_memory(dataclasses.replace(asked, batch=size))
+            return peak_memory(dataclasses.replace(asked, n=size, m=size))
+        return peak_memory(dataclasses.replace(asked, batch=size))
 
     assert at(most) <= budget < at(most + 1)
 
 
 @unchecked
 def test_nothing_fits_where_the_weights_do_not_and_no_length_is_past_a_learned_table():
-    asked = Given(small("gpt2", layers=1), 64, 64)
+    asked = Request(small("gpt2", layers=1), 64, 64)
     assert fits(asked, 1000) == 0
     assert fits(asked, 10**12, "n") == 128
 
@@ -307,38 +314,51 @@ def test_the_tape_gives_back_what_nobody_holds():
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, message",
     [
-        (lambda: TrainingStep(optimiser="adamm"), "optimiser='adamm' is unknown; did you mean adam?"),
-        (lambda: TrainingStep(way="fussed"), "way='fussed' is unknown; did you mean fused?"),
-        (lambda: TrainingStep(autocast="float8"), "autocast='float8' is unknown; did you mean float16?"),
-        (lambda: memory_of(Given(rg.preset("tiny"), 8, 8, train="adam")), "train='adam': use True, False or"),
-        (lambda: fits(Given(rg.preset("tiny"), 8, 8), 0), "a budget of 0 bytes holds nothing"),
-        (lambda: fits(Given(rg.preset("tiny"), 8, 8), 9, "m"), "vary='m' is unknown; use 'batch' or 'n'"),
+        (lambda: TrainingStep(optimizer="adamm"), "optimizer='adamm' is unknown; did you mean adam?"),
         (
-            lambda: fits(Given(rg.preset("tiny-vit"), 17, 17), 9, "n"),
-            "an image has its own number of patches",
+            lambda: TrainingStep(implementation="fussed"),
+            "implementation='fussed' is unknown; did you mean fused?",
         ),
-        (lambda: need_memory(Given(rg.Mixing("average"), 8, 8)), "the memory of Mixing is not told"),
+        (lambda: TrainingStep(autocast="float8"), "autocast='float8' is unknown; did you mean float16?"),
+        (
+            lambda: memory_of(Request(rg.preset("tiny"), 8, 8, train="adam")),
+            "train='adam': use True, False or",
+        ),
+        (lambda: fits(Request(rg.preset("tiny"), 8, 8), 0), "budget=0 is not a positive number of bytes"),
+        (lambda: fits(Request(rg.preset("tiny"), 8, 8), 9, "m"), "vary='m' is unknown; use 'batch' or 'n'"),
+        (
+            lambda: fits(Request(rg.preset("tiny-vit"), 17, 17), 9, "n"),
+            "vary='n': the image size determines the number of patches; use vary='batch'",
+        ),
+        (
+            lambda: peak_memory(Request(rg.Mixing("average"), 8, 8)),
+            "memory is not modelled for Mixing; use a model, a block or an attention",
+        ),
     ],
 )
-def test_a_bad_request_says_what_is_wrong(wrong, told):
+def test_a_bad_request_says_what_is_wrong(wrong, message):
     with pytest.raises(rg.SpecError) as error:
         wrong()
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_hard_attention_and_additive_scores_hold_their_tables():
     for declared in (rg.Attention(64, scale=inf), rg.Attention(64, score="additive")):
-        told = memory_of(Given(declared, 64, 64, train=True))
-        assert told.kept_total == told.ways["weights stored"] > told.ways["weights streamed"]
+        result = memory_of(Request(declared, 64, 64, train=True))
+        assert (
+            result.saved_total
+            == result.saved_by_method["attention weights stored"]
+            > result.saved_by_method["attention weights streamed"]
+        )
 
 
 @pytest.mark.ledger("S1.Q2b.2")
 @pytest.mark.parametrize("dtype, size", [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2)])
 def test_eight_heads_at_a_thousand_tokens_store_eight_million_weights(dtype, size):
-    asked = Given(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=TrainingStep())
-    ways = memory_of(asked).ways
-    apart = ways["weights stored"] - ways["weights streamed"]
+    asked = Request(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=TrainingStep())
+    ways = memory_of(asked).saved_by_method
+    apart = ways["attention weights stored"] - ways["attention weights streamed"]
     log_sum_exp = 8 * 1000 * max(size, 4)  # what streaming keeps instead, one number a row
     assert apart + log_sum_exp == 8 * 1000**2 * size

@@ -1,184 +1,220 @@
-"""Attention, term by term: projections, what a position adds, scores, scale, softmax, mixing, output."""
+"""Attention, term by term: projections, position encoding, scores, scale, softmax, mixing, output."""
 
 from dataclasses import replace
 
 from ...position import Position, alibi, learned, quadratic, relative_table, rope, shaw, t5_buckets
 from ...spec import Attention, Sizes
-from ..sizes import Core, Scope, core
+from ..sizes import Scope
 from ..tree import Amount, Amounts, Part
-from .terms import linear, some
+from .pairs import AttentionPairs, attention_pairs
+from .terms import linear, present, product
 
 
 def attention(
-    spec: Attention, at: Scope, name: str = "attention", shared: Position | None = None, cross: bool = False
+    spec: Attention,
+    scope: Scope,
+    name: str = "attention",
+    shared: Position | None = None,
+    cross: bool = False,
 ) -> Part:
-    """concat_h softmax(scale · Q_h K_hᵀ + bias) V_h, times W_O. `shared`: a position that the stack holds."""
-    at = at.inside(name)
-    s, b, n, m = at.read.attention(spec), at.b, at.n, at.m
-    every = spec.biases == "all"
-    pairs = core(spec, at, shared, cross)
-    parts: tuple[Part, ...] = some(
-        linear("q", at, b * n, s.d_model, s.heads * s.d_k, every) if spec.score != "position" else None,
-        linear("k", at, b * m, s.d_context, s.kv_heads * s.d_k, every)
+    """concat_h softmax(scale · Q_h K_hᵀ + bias) V_h, times W_O. `shared`: a position encoding of the stack."""
+    scope = scope.inside(name)
+    s, b, n, m = scope.reader.attention(spec), scope.b, scope.n, scope.m
+    biased = spec.biases == "all"
+    pairs = attention_pairs(spec, scope, shared, cross)
+    parts: tuple[Part, ...] = present(
+        linear("q", scope, b * n, s.d_model, s.heads * s.d_k, biased) if spec.score != "position" else None,
+        linear("k", scope, b * m, s.d_context, s.kv_heads * s.d_k, biased)
         if spec.score in ("dot", "additive")
         else None,
-        linear("v", at, b * m, s.d_context, s.kv_heads * s.d_v, every),
-        *positions(spec, at, s),
-        _scores(spec, at, s, pairs),
-        _bias(spec, at, s, pairs, shared),
-        Part("scale", Amounts(other=b * s.heads * pairs.needed, bytes=_table(at, s, pairs, 2))),
-        _softmax(spec, at, s, pairs),
-        _mixing(spec, at, s, pairs),
-        linear("output", at, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none") if spec.output else None,
+        linear("v", scope, b * m, s.d_context, s.kv_heads * s.d_v, biased),
+        *position_parts(spec, scope, s),
+        _scores(spec, scope, s, pairs),
+        _bias(spec, scope, s, pairs, shared),
+        Part(
+            "scale",
+            Amounts(elementwise_flops=b * s.heads * pairs.needed, bytes=_score_table(scope, s, pairs, 2)),
+        ),
+        _softmax(spec, scope, s, pairs),
+        _mixing(spec, scope, s, pairs),
+        linear("output", scope, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none")
+        if spec.output
+        else None,
     )
-    if hard(spec):
+    if is_hard(spec):
         parts = tuple(_without_gradient(p) if p.name in ("q", "k", "position") else p for p in parts)
     return Part(name, parts=parts)
 
 
-def hard(spec: Attention) -> bool:
-    """The largest score takes all: a step, whose gradient reaches the values alone."""
+def is_hard(spec: Attention) -> bool:
+    """Hard attention (argmax) is a step function of the scores: gradients reach only the values."""
     return spec.factor == float("inf")
 
 
 def weights_are_fixed(spec: Attention) -> bool:
-    """No gradient flows through the weights: they are hard, or made of what does not learn."""
-    return hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
+    """Whether no gradient flows through the weights: they are hard, or contain nothing that is learned."""
+    return is_hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
 
 
 def _without_gradient(part: Part) -> Part:
-    return replace(part, own=replace(part.own, backward=0, executed_backward=0))
+    return replace(part, own=replace(part.own, backward_flops=0, executed_backward_flops=0))
 
 
-def _scores(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
-    """q·k: 2 d_k a pair. An additive score is no matrix product: add, tanh, multiply, add, a value of d_k.
+def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
+    """q·k: 2 d_k per pair. An additive score is elementwise: add, tanh, multiply, add for each of d_k values.
 
-    A score that is no dot product reaches the engine as a bias on zeros, which are multiplied all the same.
+    A score that is not a dot product reaches the engine as a bias on zero queries, whose products still run.
     """
     width = 1 if spec.score == "position" else s.d_k
-    rows = at.b * s.heads
+    rows = scope.b * s.heads
     needed = 2 * rows * pairs.needed * width if spec.score in ("dot", "bilinear") else 0
-    executed = 0 if _outer(pairs, spec.sizes.d_k if width != 1 else 1) else 2 * rows * pairs.computed * width
-    moved = at.itemsize * at.b * width * (s.heads * at.n + s.kv_heads * at.m) + _table(at, s, pairs, 1)
+    executed_flops = (
+        0
+        if _is_outer_product(pairs, spec.sizes.d_k if width != 1 else 1)
+        else 2 * rows * pairs.computed * width
+    )
+    moved = scope.itemsize * scope.b * width * (s.heads * scope.n + s.kv_heads * scope.m) + _score_table(
+        scope, s, pairs, 1
+    )
     if pairs.backend == "masked":
-        moved += at.n * at.m  # the table of allowed pairs, a byte each
+        moved += scope.n * scope.m  # the bool mask, one byte per pair
     if spec.score == "additive":
-        moved += 2 * at.itemsize * rows * at.n * at.m * s.d_k
+        moved += 2 * scope.itemsize * rows * scope.n * scope.m * s.d_k
     own = Amounts(
         parameters=s.heads * s.d_k if spec.score == "additive" else 0,
-        operations=needed,
-        backward=0 if hard(spec) else 2 * needed,
-        other=rows * pairs.needed * (4 * s.d_k - 1) if spec.score == "additive" else 0,
-        executed=executed,
-        executed_backward=_back_of_scores(spec, pairs) * executed,
+        flops=needed,
+        backward_flops=0 if is_hard(spec) else 2 * needed,
+        elementwise_flops=rows * pairs.needed * (4 * s.d_k - 1) if spec.score == "additive" else 0,
+        executed_flops=executed_flops,
+        executed_backward_flops=_backward_products(spec, pairs) * executed_flops,
         bytes=moved,
     )
-    again = "once more in the backward pass" if pairs.fused and at.given.train else ""
-    return Part("scores", own, note=again)
+    note = "recomputed in the backward pass" if pairs.fused and scope.request.train else ""
+    return Part("scores", own, note=note)
 
 
-def _back_of_scores(spec: Attention, pairs: Core) -> int:
-    """How many products as large the backward pass runs: to q, to k, and where fused the scores once more."""
+def _backward_products(spec: Attention, pairs: AttentionPairs) -> int:
+    """The number of products of this size in the backward pass: for q, for k, and if fused the scores again."""
     if pairs.fused:
         return 3
-    if hard(spec):
+    if is_hard(spec):
         return 0
-    return {"additive": 1, "position": 0}.get(spec.score, 2)  # zeros want no gradient
+    return {"additive": 1, "position": 0}.get(spec.score, 2)  # constant zeros need no gradient
 
 
-def _outer(pairs: Core, summed: int) -> bool:
-    """Whether einsum, of which the plain way is made, multiplies entry by entry: there is one product to sum."""
+def _is_outer_product(pairs: AttentionPairs, summed: int) -> bool:
+    """Whether the einsum of the reference backend multiplies elementwise, because the summed axis has size 1."""
     return pairs.backend == "plain" and summed == 1
 
 
-def _softmax(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
-    """5m − 2 a row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
+def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
+    """5m − 2 per row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
 
-    Hard attention compares with the largest instead: 4m − 2.
+    Hard attention compares with the maximum instead: 4m − 2.
     """
-    other = at.b * s.heads * ((4 if hard(spec) else 5) * pairs.needed - 2 * pairs.rows)
-    return Part("softmax", Amounts(other=other, bytes=_table(at, s, pairs, 2)))
+    flops = scope.b * s.heads * ((4 if is_hard(spec) else 5) * pairs.needed - 2 * pairs.rows)
+    return Part("softmax", Amounts(elementwise_flops=flops, bytes=_score_table(scope, s, pairs, 2)))
 
 
-def _mixing(spec: Attention, at: Scope, s: Sizes, pairs: Core) -> Part:
-    """weights · v: 2 d_v a pair. With dropout the plain way mixes twice, before it and after."""
-    needed, executed = (2 * at.b * s.heads * count * s.d_v for count in (pairs.needed, pairs.computed))
-    executed = 0 if _outer(pairs, at.keys.value) else executed
-    moved = at.itemsize * at.b * s.d_v * (s.kv_heads * at.m + s.heads * at.n) + _table(at, s, pairs, 1)
-    back = 1 if weights_are_fixed(spec) else 2
-    twice = pairs.backend == "plain" and at.given.train and spec.dropout > 0
-    own = Amounts(0, needed, back * needed, 0, (2 if twice else 1) * executed, back * executed, moved)
+def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
+    """weights · v: 2 d_v per pair. With dropout the reference backend mixes twice, without and with dropout."""
+    needed, executed_flops = (
+        2 * scope.b * s.heads * count * s.d_v for count in (pairs.needed, pairs.computed)
+    )
+    executed_flops = 0 if _is_outer_product(pairs, scope.keys.value) else executed_flops
+    moved = scope.itemsize * scope.b * s.d_v * (s.kv_heads * scope.m + s.heads * scope.n) + _score_table(
+        scope, s, pairs, 1
+    )
+    backward = 1 if weights_are_fixed(spec) else 2
+    twice = pairs.backend == "plain" and scope.request.train and spec.dropout > 0
+    own = Amounts(
+        0,
+        needed,
+        backward * needed,
+        0,
+        (2 if twice else 1) * executed_flops,
+        backward * executed_flops,
+        moved,
+    )
     return Part("mixing", own)
 
 
-def _table(at: Scope, s: Sizes, pairs: Core, times: int) -> Amount:
-    """Bytes of moving the table of scores so often; a fused way keeps it on the chip."""
-    return 0 if pairs.fused else times * at.itemsize * at.b * s.heads * pairs.computed
+def _score_table(scope: Scope, s: Sizes, pairs: AttentionPairs, times: int) -> Amount:
+    """Bytes of reading or writing the table of scores this many times; a fused kernel keeps it on chip."""
+    return 0 if pairs.fused else times * scope.itemsize * scope.b * s.heads * pairs.computed
 
 
-def positions(spec: Attention, at: Scope, s: Sizes) -> tuple[Part, ...]:
-    """What a position inside this attention does to queries, keys, scores and values."""
+def position_parts(spec: Attention, scope: Scope, s: Sizes) -> tuple[Part, ...]:
+    """The parts of a position encoding that belongs to this attention."""
     match spec.position:
         case None:
             return ()
-        case rope() as turn:
-            width = at.size("d_turned", turn.width(spec.sizes.d_k)) if turn.fraction != 1 else s.d_k
-            values = at.b * (s.heads * at.n + s.kv_heads * at.m) * width
-            return (Part("position", Amounts(other=3 * values, bytes=at.itemsize * 2 * values)),)
+        case rope() as rotary:
+            width = scope.size("d_rotated", rotary.width(spec.sizes.d_k)) if rotary.fraction != 1 else s.d_k
+            values = scope.b * (s.heads * scope.n + s.kv_heads * scope.m) * width
+            return (
+                Part("position", Amounts(elementwise_flops=3 * values, bytes=scope.itemsize * 2 * values)),
+            )
         case shaw() as vectors:
-            return _shaw(vectors, at, s, hard(spec))
-    return (Part("position", Amounts(parameters=table(spec.position, at, s))),)
+            return _shaw(vectors, scope, s, is_hard(spec))
+    return (Part("position", Amounts(parameters=position_parameters(spec.position, scope, s))),)
 
 
-def table(position: Position, at: Scope, s: Sizes) -> Amount:
-    """Parameters of a position that scores, for all heads."""
+def position_parameters(position: Position, scope: Scope, s: Sizes) -> Amount:
+    """Parameters of a position encoding that acts on scores, for all heads."""
     match position:
         case t5_buckets():
-            return s.heads * at.size("buckets", position.buckets)
+            return s.heads * scope.size("buckets", position.buckets)
         case relative_table():
-            return s.heads * at.size("entries", position.entries)
+            return s.heads * scope.size("entries", position.entries)
         case quadratic():
             return s.heads * (position.axes + 1)
         case alibi() | rope():
             return 0
-    raise AssertionError(f"{position!r} is no position of all layers")
+    raise AssertionError(f"{position!r} does not act on scores")
 
 
-def _shaw(position: shaw, at: Scope, s: Sizes, fixed: bool) -> tuple[Part, ...]:
-    """q against 2·reach + 1 vectors, and the weights summed by distance against as many more.
+def _shaw(position: shaw, scope: Scope, s: Sizes, fixed: bool) -> tuple[Part, ...]:
+    """q times 2·reach + 1 key vectors, and the weights summed by distance times as many value vectors.
 
-    The weights of the second come from a formula of their own: scores once more, and a product thrown away.
+    The second needs the weights, which the reference computes separately: two products more are executed.
     fixed: no gradient flows through the weights.
     """
-    entries, rows = at.size("entries", 2 * position.reach + 1), at.b * s.heads * at.n
-    keys = 2 * rows * entries * s.d_k
-    moved = at.itemsize * rows * (s.d_k + entries + at.m)
-    parts = (Part("position", Amounts(entries * s.d_k, keys, 2 * keys, 0, keys, 2 * keys, moved)),)
+    entries, rows = scope.size("entries", 2 * position.reach + 1), scope.b * s.heads * scope.n
+    moved = scope.itemsize * rows * (s.d_k + entries + scope.m)
+    keys = product(2 * rows * entries * s.d_k, parameters=entries * s.d_k, bytes=moved)
+    parts = (Part("position", keys),)
     if not position.values:
         return parts
-    values, again = 2 * rows * entries * s.d_v, 2 * rows * at.m * s.d_k
+    values, weights = 2 * rows * entries * s.d_v, 2 * rows * scope.m * s.d_k
     own = Amounts(
         parameters=entries * s.d_v,
-        operations=values,
-        backward=(1 if fixed else 2) * values,
-        other=rows * at.m,
-        executed=values + 2 * again,
-        executed_backward=values if fixed else 2 * values + 2 * again,
-        bytes=at.itemsize * rows * (3 * at.m + entries + s.d_v),
+        flops=values,
+        backward_flops=(1 if fixed else 2) * values,
+        elementwise_flops=rows * scope.m,
+        executed_flops=values + 2 * weights,
+        executed_backward_flops=values if fixed else 2 * values + 2 * weights,
+        bytes=scope.itemsize * rows * (3 * scope.m + entries + s.d_v),
     )
-    return (*parts, Part("position_values", own, note="the weights are computed apart for it"))
+    return (*parts, Part("position_values", own, note="computes the weights separately"))
 
 
-def _bias(spec: Attention, at: Scope, s: Sizes, pairs: Core, shared: Position | None) -> Part | None:
-    """One addition a pair where a position scores."""
-    acting = shared or spec.position
-    if spec.score != "additive" and (acting is None or acting.acts != "score"):
+def _bias(
+    spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs, shared: Position | None
+) -> Part | None:
+    """One addition per pair, if a position encoding acts on the scores."""
+    position = shared or spec.position
+    if spec.score != "additive" and (position is None or position.acts != "score"):
         return None
     return Part(
-        "bias", Amounts(other=at.b * s.heads * pairs.needed, bytes=at.itemsize * s.heads * at.n * at.m)
+        "bias",
+        Amounts(
+            elementwise_flops=scope.b * s.heads * pairs.needed,
+            bytes=scope.itemsize * s.heads * scope.n * scope.m,
+        ),
     )
 
 
-def table_at_input(position: Position | None, at: Scope, d: Amount) -> Amount:
-    """Parameters of a position that is added to the input."""
-    return at.size("positions", position.entries) * d if isinstance(position, learned) else 0
+def input_position_parameters(position: Position | None, scope: Scope, d: Amount) -> Amount:
+    """Parameters of a position encoding that is added to the input."""
+    return scope.size("positions", position.entries) * d if isinstance(position, learned) else 0

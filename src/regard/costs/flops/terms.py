@@ -1,57 +1,65 @@
-"""Terms that every model is made of: a linear map, a norm, an activation, a sum. Amounts are plain arithmetic.
+"""Terms that every model is made of: a linear map, a norm, an activation, an addition. Amounts are plain arithmetic.
 
-What is not a matrix product is counted a value at a time, a root, an exponential or an error function as one:
+Elementwise FLOPs, with a square root, an exponential or an error function counted as one:
 
-    layer norm  a vector of d      7d + 2   mean d, centre d, variance 2d, + eps and root 2, divide d, gain d, shift d
-    RMS norm                       4d + 2
-    batch norm                     7 a value: a vector's worth for each feature
-    relu 1, silu 4, gelu 5, tanh form of gelu 9, tanh 1; a gate 1 more
+    layer norm  per vector of d    7d + 2   mean d, center d, variance 2d, eps and root 2, divide d, gain d, shift d
+    RMS norm    per vector of d    4d + 2
+    batch norm                     7 per value, and 2 per feature
+    relu 1, silu 4, gelu 5, gelu with tanh 9, tanh 1; a gate adds 1
 """
 
 from ..sizes import Scope
 from ..tree import Amount, Amounts, Part
 
 ACTIVATIONS = {"relu": 1, "gelu": 5, "gelu_tanh": 9, "silu": 4, "swiglu": 5, "geglu": 6, "tanh": 1}
+TOKEN_ID_BYTES = 8
 
 
 def linear(
-    name: str, at: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool, note: str = ""
+    name: str, scope: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool, note: str = ""
 ) -> Part:
-    """y = x W (+ b) for so many rows: 2 · rows · d_in · d_out forward, twice that backward (to x and to W)."""
-    product = 2 * rows * d_in * d_out
+    """y = x W (+ b): 2 · rows · d_in · d_out forward, twice that backward (gradients of x and of W)."""
     return Part(
         name,
-        Amounts(
+        product(
+            2 * rows * d_in * d_out,
             parameters=d_in * d_out + (d_out if bias else 0),
-            operations=product,
-            backward=2 * product,
-            executed=product,
-            executed_backward=2 * product,
-            bytes=at.itemsize * (rows * d_in + d_in * d_out + rows * d_out),
+            bytes=scope.itemsize * (rows * d_in + d_in * d_out + rows * d_out),
         ),
         note=note,
     )
 
 
-def elementwise(name: str, at: Scope, values: Amount, each: Amount = 1, moved: Amount = 2) -> Part:
-    """So many operations for each of so many values, which are read and written: `moved` values each."""
-    return Part(name, Amounts(other=each * values, bytes=at.itemsize * moved * values))
+def product(flops: Amount, parameters: Amount = 0, bytes: Amount = 0) -> Amounts:
+    """A matrix product: executed in full, and its backward pass is two products of the same size."""
+    return Amounts(parameters, flops, 2 * flops, 0, flops, 2 * flops, bytes)
 
 
-def norm(name: str, kind: str, at: Scope, rows: Amount, d: Amount, bias: bool = True) -> Part | None:
-    """The norm of so many vectors of width d; None where there is none."""
-    moved = at.itemsize * 2 * rows * d
+def elementwise(name: str, scope: Scope, values: Amount, each: Amount = 1, moved: Amount = 2) -> Part:
+    """`each` FLOPs for every value; `moved` reads and writes for every value."""
+    return Part(name, Amounts(elementwise_flops=each * values, bytes=scope.itemsize * moved * values))
+
+
+def norm(name: str, kind: str, scope: Scope, rows: Amount, d: Amount, bias: bool = True) -> Part | None:
+    """The norm of `rows` vectors of width d; None if the kind is "none"."""
+    moved = scope.itemsize * 2 * rows * d
     match kind:
         case "layer":
-            parameters, other = (2 if bias else 1) * d, rows * ((7 if bias else 6) * d + 2)
+            parameters, flops = (2 if bias else 1) * d, rows * ((7 if bias else 6) * d + 2)
         case "rms":
-            parameters, other = d, rows * (4 * d + 2)
+            parameters, flops = d, rows * (4 * d + 2)
         case "batch":
-            parameters, other = (2 if bias else 1) * d, (7 if bias else 6) * rows * d + 2 * d
+            parameters, flops = (2 if bias else 1) * d, (7 if bias else 6) * rows * d + 2 * d
         case _:
             return None
-    return Part(name, Amounts(parameters=parameters, other=other, bytes=moved))
+    return Part(name, Amounts(parameters=parameters, elementwise_flops=flops, bytes=moved))
 
 
-def some(*parts: Part | None) -> tuple[Part, ...]:
+def lookup(scope: Scope, rows: Amount, vocab: Amount, d: Amount) -> Amounts:
+    """A table of vocab vectors of width d, of which `rows` are read and written."""
+    return Amounts(vocab * d, bytes=rows * (TOKEN_ID_BYTES + 2 * scope.itemsize * d))
+
+
+def present(*parts: Part | None) -> tuple[Part, ...]:
+    """The parts that are not None."""
     return tuple(p for p in parts if p is not None)

@@ -1,4 +1,4 @@
-"""The operations of PyTorch: which are matrix products and how large, which are none, and which we do not know."""
+"""FLOPs of PyTorch's operations: those of matrix products, and the operations known to contain none."""
 
 from collections.abc import Callable
 from math import prod
@@ -19,20 +19,20 @@ def _mv(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
-def _added_mv(c: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+def _addmv(c: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel()
 
 
-def _added_bmm(c: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+def _addbmm(c: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def _outer(c: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+def _addr(c: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * b.numel()
 
 
-def _distances(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """‖a − b‖ of every pair: a difference and a square an entry, as one product."""
+def _cdist(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """‖a − b‖ of every pair: a difference and a square per entry, counted like one product."""
     return 2 * prod(a.shape[:-1]) * b.shape[-2] * a.shape[-1]
 
 
@@ -40,30 +40,30 @@ def _int_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-MORE: dict[str, Callable[..., int]] = {
+PRODUCTS: dict[str, Callable[..., int]] = {
     "dot": _dot,
     "vdot": _dot,
     "mv": _mv,
-    "addmv": _added_mv,
-    "addmv_": _added_mv,
-    "addbmm": _added_bmm,
-    "addr": _outer,
+    "addmv": _addmv,
+    "addmv_": _addmv,
+    "addbmm": _addbmm,
+    "addr": _addr,
     "_int_mm": _int_mm,
-    "_cdist_forward": _distances,
+    "_cdist_forward": _cdist,
 }
 
 
-def products(op: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
-    """Operations of the matrix products in this call; None where it has none."""
+def product_flops(op: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
+    """FLOPs of the matrix products in this call; None if it has none."""
     packet = op.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     name = op.__name__.split(".")[0]
-    return MORE[name](*args, **kwargs) if name in MORE and op.namespace == "aten" else None
+    return PRODUCTS[name](*args, **kwargs) if name in PRODUCTS and op.namespace == "aten" else None
 
 
-# What computes without a matrix product, beside what PyTorch tags as entry by entry or as a reduction.
-WORDS = """
+# Operations without a matrix product, in addition to those that PyTorch tags as pointwise or as a reduction.
+NAMES = """
 adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d
 adaptive_max_pool2d_backward alias all amax amin aminmax any arange argmax argmin argsort as_strided
 as_strided_ as_strided_scatter _assert_async _assert_scalar _assert_tensor_metadata avg_pool1d avg_pool2d
@@ -99,15 +99,17 @@ _unsafe_view unsqueeze upsample_bicubic2d upsample_bicubic2d_backward upsample_b
 upsample_bilinear2d_backward upsample_nearest1d upsample_nearest2d upsample_nearest2d_backward var var_mean
 view view_as_complex view_as_real _weight_norm_interface where zero_ zeros zeros_like
 """
-PLAIN = set(WORDS.split())
+NO_PRODUCT = set(NAMES.split())
 
 
-def is_plain(op: Any) -> bool:
-    """Whether a call is known to hold no matrix product."""
+def has_no_product(op: Any) -> bool:
+    """Whether an operation is known to contain no matrix product."""
     if torch.Tag.pointwise in op.tags or op.is_view:
         return True
-    reduces = getattr(torch.Tag, "reduction", None)
-    if reduces is not None and reduces in op.tags:
+    reduction = getattr(torch.Tag, "reduction", None)
+    if reduction is not None and reduction in op.tags:
         return True
     name = op.__name__.split(".")[0]
-    return op.namespace in ("aten", "prim", "prims") and (name in PLAIN or name.rstrip("_") in PLAIN)
+    return op.namespace in ("aten", "prim", "prims") and (
+        name in NO_PRODUCT or name.rstrip("_") in NO_PRODUCT
+    )

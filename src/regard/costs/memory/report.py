@@ -1,7 +1,7 @@
-"""How much memory a declared model needs: weights, gradients, optimiser, what is kept for the backward pass, peaks.
+"""The memory of a declared model: weights, gradients, optimizer state, saved activations, peaks.
 
-The peaks come from playing one step without tensors (memory_tape.py), the formulas from the same play with symbols
-for sizes. On a GPU every storage is rounded up to 512 bytes, and cuBLAS keeps workspaces.
+The peaks come from simulating one step without tensors (tape.py), the formulas from the same simulation with symbols
+for sizes. On a GPU every storage is rounded up to 512 bytes, and cuBLAS holds workspaces.
 """
 
 from collections.abc import Callable
@@ -13,249 +13,229 @@ from ... import spec
 from ...engine import choose
 from ...errors import SpecError
 from ...pattern import full
-from ...position import shaw
-from ..sizes import Given, Numbers, Symbols
+from ..flops.pairs import call_facts
+from ..sizes import Numbers, Request, Symbols
 from .modules import MODELS
 from .rules import Rules
-from .step import LOW, Played, Setting, TrainingStep, optimise, states
+from .step import LOW, Setting, Simulation, TrainingStep, optimizer_step, states
 from .tape import Bytes, Peak, peak
 
-ROUNDED = {"cpu": 1, "cuda": 512}
-WORKSPACE = 33 << 20  # cuBLAS 32 MiB, cuBLASLt 1, for each thread that multiplies (H100, H200)
-STORED = ("plain",)  # ways that hold all weights at once
+ALIGNMENT = {"cpu": 1, "cuda": 512}  # bytes to which the allocator rounds a storage up
+WORKSPACE = 33 << 20  # cuBLAS 32 MiB and cuBLASLt 1 MiB per thread that multiplies (H100, H200)
+STORED = ("plain",)  # backends that store the whole table of weights
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, line by line. `rows()` has all of them; `formulas()` what is kept, as sympy expressions."""
+    """Memory in bytes. `rows()` lists everything; `formulas()` has the saved activations as sympy expressions."""
 
     weights: int
-    scope: (
-        int  # q, k, v, weights and outputs of one attention layer, of one batch row (D8): 8n² + 2048n values
-    )
-    cache: int  # keys and values of all layers, for the whole batch
-    inference: int  # peak of a forward pass without gradients
+    one_attention: int = 0  # q, k, v, weights and outputs of one attention layer, for one batch row
+    kv_cache: int = 0  # keys and values of all layers, for the whole batch
+    inference_peak: int = 0  # of a forward pass without gradients
     workspace: int = 0
     gradients: int = 0
-    optimiser: int = 0
-    master: int = 0
-    kept: dict[str, int] = field(default_factory=dict)  # for the backward pass, by part
-    ways: dict[str, int] = field(
+    optimizer_state: int = 0
+    master_weights: int = 0
+    saved: dict[str, int] = field(default_factory=dict)  # for the backward pass, by part
+    saved_by_method: dict[str, int] = field(
         default_factory=dict
-    )  # kept, were weights stored, streamed, or blocks recomputed
-    training: int = 0  # peak of a training step
-    moment: str = ""  # the part that the peak falls into
-    settled: int = 0  # between two steps
+    )  # the total, for each method of saving memory
+    training_peak: int = 0  # of a training step
+    peak_part: str = ""  # the part in which the training peak occurs
+    between_steps: int = 0
     formulas: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
 
     @property
-    def kept_total(self) -> int:
-        return sum(self.kept.values())
+    def saved_total(self) -> int:
+        return sum(self.saved.values())
 
     def rows(self) -> list[tuple[str, int]]:
-        told = [
+        rows = [
             ("weights", self.weights),
-            ("one attention, one row: q, k, v, weights, outputs", self.scope),
-            ("key/value cache", self.cache),
-            ("workspaces of the device", self.workspace),
-            ("peak of inference", self.inference),
+            ("one attention, one batch row: q, k, v, weights, outputs", self.one_attention),
+            ("key/value cache", self.kv_cache),
+            ("cuBLAS workspaces", self.workspace),
+            ("inference peak", self.inference_peak),
         ]
-        if self.training:
-            told += [
+        if self.training_peak:
+            rows += [
                 ("gradients", self.gradients),
-                ("optimiser state", self.optimiser),
-                ("float32 master copies", self.master),
-                *((f"kept for the backward pass: {part}", size) for part, size in self.kept.items()),
-                ("kept for the backward pass", self.kept_total),
-                *((f"kept, {way}", size) for way, size in self.ways.items()),
-                (f"peak of a training step, in {self.moment}", self.training),
+                ("optimizer state", self.optimizer_state),
+                ("float32 master weights", self.master_weights),
+                *((f"saved for backward: {part}", size) for part, size in self.saved.items()),
+                ("saved for backward, total", self.saved_total),
+                *((f"saved for backward, {method}", size) for method, size in self.saved_by_method.items()),
+                (f"training peak, in {self.peak_part}", self.training_peak),
             ]
-        return [(name, size) for name, size in told if size]
+        return [(name, size) for name, size in rows if size]
 
     def plain(self) -> dict[str, Any]:
-        told = {n: getattr(self, n) for n in Memory.__dataclass_fields__ if n != "formulas"}
-        return told | {"kept_total": self.kept_total}
+        plain = {n: getattr(self, n) for n in Memory.__dataclass_fields__ if n != "formulas"}
+        return plain | {"saved_total": self.saved_total}
 
 
-def memory_of(given: Given) -> Memory | None:
-    """The memory of a declared model at these sizes; None for kinds that are not walked term by term."""
-    if type(given.spec) not in MODELS:
+def memory_of(request: Request) -> Memory | None:
+    """The memory of a declared model at these sizes; None for declarations that are not simulated."""
+    if type(request.spec) not in MODELS:
         return None
-    training = training_of(given.train)
-    setting = setting_of(given, training)
-    weights, inference = _inference(setting)
+    training = training_of(request.train)
+    setting = setting_of(request, training)
+    weights, inference_peak = _inference(setting)
     memory = Memory(
         weights,
-        scope(given) * given.itemsize,
-        cache_bytes(given),
-        inference,
-        workspace=WORKSPACE if given.device == "cuda" else 0,
-        formulas=lambda: formulas(given),
+        one_attention(request) * request.itemsize,
+        kv_cache(request),
+        inference_peak,
+        workspace=WORKSPACE if request.device == "cuda" else 0,
+        formulas=lambda: formulas(request),
     )
-    return memory if training is None else _trained(memory, setting, training)
+    return memory if training is None else _with_training(memory, setting, training)
 
 
-def training_of(asked: Any) -> TrainingStep | None:
-    if asked is None or asked is False:
+def training_of(train: Any) -> TrainingStep | None:
+    if train is None or train is False:
         return None
-    if asked is True:
+    if train is True:
         return TrainingStep()
-    if not isinstance(asked, TrainingStep):
-        raise SpecError(f"train={asked!r}: use True, False or rg.TrainingStep(optimiser='adamw', …)")
-    return asked
+    if not isinstance(train, TrainingStep):
+        raise SpecError(f"train={train!r}: use True, False or rg.TrainingStep(optimizer='adamw', …)")
+    return train
 
 
-def setting_of(given: Given, training: TrainingStep | None) -> Setting:
+def setting_of(request: Request, training: TrainingStep | None) -> Setting:
     low = LOW[training.autocast] if training is not None and training.autocast else None
-    rules = Rules(given.device if given.device == "cuda" else "cpu", given.itemsize, low)
-    declared, checkpoint = given.spec, None if training is None else training.checkpointing
-    kernel = _kernel(replace(given, train=training is not None))
-    return Setting(declared, given.n, given.m, given.batch, rules, kernel, checkpoint)
+    rules = Rules(request.device if request.device == "cuda" else "cpu", request.itemsize, low)
+    declared, checkpoint = request.spec, None if training is None else training.checkpointing
+    kernel = _kernel(
+        replace(request, train=training is not None)
+    )  # without autocast: facts in the weight dtype
+    return Setting(declared, request.n, request.m, request.batch, rules, kernel, checkpoint)
 
 
-def _kernel(given: Given) -> Callable[[spec.Attention, int, int, bool], str]:
-    """By which way an attention holds its scores: streaming, with a mask, or all at once."""
+def _kernel(request: Request) -> Callable[[spec.Attention, int, int, bool], str]:
+    """How an attention keeps its scores: streaming, streaming with a mask, or stored."""
 
     @cache
     def kernel(declared: spec.Attention, n: int, m: int, cross: bool) -> str:
         if declared.score in ("additive", "position"):
             return "stored"
-        learns, s = bool(given.train), declared.sizes
-        bias = "none"
-        if getattr(declared.position, "acts", None) == "score":
-            line = getattr(declared.position, "grid", None) is None
-            bias = "distance" if line and not isinstance(declared.position, shaw) else "tensor"
-        facts = choose.Facts(
-            full() if cross else declared.pattern,
-            n,
-            m,
-            s.d_k,
-            s.d_v,
-            given.batch * s.heads,
-            given.dtype,
-            given.device,
-            at=0 if cross and n > m else None,
-            bias=bias,
-            bias_grad=learns and bias != "none",
-            hard=declared.factor == float("inf"),
-            dropout=learns and declared.dropout > 0,
-            grad=learns,
-        )
-        way = choose.choose(facts, given.backend).backend
-        if way in STORED or (way in ("dense", "masked") and facts.dropout and given.device == "cpu"):
+        facts = call_facts(declared, request, n, m, cross=cross, pattern=full() if cross else None)
+        backend = choose.choose(facts, request.backend).backend
+        if backend in STORED or (
+            backend in ("dense", "masked") and facts.dropout and request.device == "cpu"
+        ):
             return "stored"
-        return "masked" if way == "masked" else "streaming"
+        return "masked" if backend == "masked" else "streaming"
 
     return kernel
 
 
 def _inference(setting: Setting) -> tuple[int, int]:
-    """Weights, and the peak of a forward pass."""
-    played = Played(setting, Numbers(), grad=False)
-    weights = sum(w.bytes for w in played.play.weights)
-    played.play.casts = None if setting.rules.low is None else {}
-    played.forward()
-    held = peak(played.play.log.events, ROUNDED[setting.rules.device]).bytes
-    return weights, held + (WORKSPACE if setting.rules.cuda else 0)
+    """Bytes of the weights, and the peak of a forward pass."""
+    simulation = Simulation(setting, Numbers(), grad=False)
+    weights = sum(w.bytes for w in simulation.tape.weights)
+    simulation.tape.casts = None if setting.rules.low is None else {}
+    simulation.forward()
+    current = peak(simulation.tape.log.events, ALIGNMENT[setting.rules.device]).bytes
+    return weights, current + (WORKSPACE if setting.rules.cuda else 0)
 
 
-def _trained(memory: Memory, setting: Setting, training: TrainingStep) -> Memory:
-    step = play_step(setting, training)
-    entries = sum(w.entries for w in step.played.play.weights)
-    work = 2 * WORKSPACE if setting.rules.cuda else 0  # the backward pass multiplies in a thread of its own
-    width = 4 if training.master else setting.rules.width
+def _with_training(memory: Memory, setting: Setting, training: TrainingStep) -> Memory:
+    step = simulate_step(setting, training)
+    entries = sum(w.entries for w in step.simulation.tape.weights)
+    workspace = 2 * WORKSPACE if setting.rules.cuda else 0  # the backward pass runs in a thread of its own
+    width = 4 if training.master_weights else setting.rules.width
     return replace(
         memory,
         gradients=entries * setting.rules.width,
-        optimiser=entries * width * training.states,
-        master=4 * entries if training.master else 0,
-        workspace=work,
-        kept=step.kept,
-        ways={
-            "weights stored": _kept(replace(setting, kernel=lambda *_: "stored", checkpoint=False)),
-            "weights streamed": _kept(replace(setting, kernel=lambda *_: "streaming", checkpoint=False)),
-            "blocks recomputed": _kept(replace(setting, checkpoint=True)),
-        },
-        training=step.peak.bytes + work,
-        moment=step.peak.part,
-        settled=step.settled + work,
+        optimizer_state=entries * width * training.states,
+        master_weights=4 * entries if training.master_weights else 0,
+        workspace=workspace,
+        saved=step.saved,
+        saved_by_method={name: _saved(s) for name, s in _methods(setting).items()},
+        training_peak=step.peak.bytes + workspace,
+        peak_part=step.peak.part,
+        between_steps=step.between_steps + workspace,
     )
 
 
 @dataclass
 class Step:
-    """A training step that was played: what it kept after the forward pass, and its peak."""
+    """A simulated training step: what is saved after the forward pass, and its peak."""
 
-    played: Played
-    kept: dict[str, int]
+    simulation: Simulation
+    saved: dict[str, int]
     peak: Peak
-    settled: int
+    between_steps: int
 
 
-def play_step(setting: Setting, training: TrainingStep) -> Step:
-    """The second step: the optimiser has its state, gradients are made anew."""
-    played = Played(setting, Numbers(), grad=True)
-    play, log = played.play, played.play.log
-    with play.part("optimiser"):
-        state = states(play, play.weights, training)
+def simulate_step(setting: Setting, training: TrainingStep) -> Step:
+    """The second step: the optimizer state exists, gradients are allocated again."""
+    simulation = Simulation(setting, Numbers(), grad=True)
+    tape, log = simulation.tape, simulation.tape.log
+    with tape.part("optimizer"):
+        state = states(tape, tape.weights, training)
     before = log.by_part()
-    settled = sum(before.values())
-    loss = played.loss()
-    kept = {part: size - before.get(part, 0) for part, size in log.by_part().items()}
-    kept = {part: size for part, size in kept.items() if size}
-    played.backward(loss)
-    with play.part("optimiser"):
-        optimise(play, play.weights, training)
-    most = peak(log.events, ROUNDED[setting.rules.device])
+    between_steps = sum(before.values())
+    loss = simulation.loss()
+    saved = {part: size - before.get(part, 0) for part, size in log.by_part().items()}
+    saved = {part: size for part, size in saved.items() if size}
+    simulation.backward(loss)
+    with tape.part("optimizer"):
+        optimizer_step(tape, tape.weights, training)
+    highest = peak(log.events, ALIGNMENT[setting.rules.device])
     del state
-    return Step(played, kept, most, settled)
+    return Step(simulation, saved, highest, between_steps)
 
 
-def _kept(setting: Setting, read: Numbers | Symbols | None = None) -> Bytes:
-    return sum(_kept_parts(setting, read or Numbers()).values())
-
-
-def _kept_parts(setting: Setting, read: Numbers | Symbols) -> dict[str, Bytes]:
-    """What is held after the forward pass that was not before, by part."""
-    played = Played(setting, read, grad=True)
-    before = played.play.log.by_part()
-    loss = played.loss()
-    kept = {part: size - before.get(part, 0) for part, size in played.play.log.by_part().items()}
+def _saved(setting: Setting, reader: Numbers | Symbols | None = None) -> Bytes:
+    """Bytes that the forward pass leaves behind."""
+    simulation = Simulation(setting, reader or Numbers(), grad=True)
+    before = simulation.tape.log.by_part()
+    loss = simulation.loss()
+    saved = sum(size - before.get(part, 0) for part, size in simulation.tape.log.by_part().items())
     del loss
-    return kept
+    return saved
 
 
-def formulas(given: Given) -> dict[str, Any]:
-    """Bytes kept for the backward pass, by way, in b, n, m and the widths; of a stack also one layer's."""
-    setting = setting_of(given, training_of(given.train) or TrainingStep())
-    ways = {
-        "weights stored": replace(setting, kernel=lambda *_: "stored", checkpoint=False),
-        "weights streamed": replace(setting, kernel=lambda *_: "streaming", checkpoint=False),
-        "blocks recomputed": replace(setting, checkpoint=True),
+def formulas(request: Request) -> dict[str, Any]:
+    """Bytes saved for the backward pass by each method, in b, n, m and the widths."""
+    setting = setting_of(request, training_of(request.train) or TrainingStep())
+    return {name: _formula(s) for name, s in _methods(setting).items()}
+
+
+def _methods(setting: Setting) -> dict[str, Setting]:
+    """Attention that stores its weights, attention that streams them, and checkpointed blocks."""
+    return {
+        "attention weights stored": replace(setting, kernel=lambda *_: "stored", checkpoint=False),
+        "attention weights streamed": replace(setting, kernel=lambda *_: "streaming", checkpoint=False),
+        "blocks checkpointed": replace(setting, checkpoint=True),
     }
-    return {name: _formula(way) for name, way in ways.items()}
 
 
 def _formula(setting: Setting) -> Any:
-    """Two layers keep twice what one keeps beside the rest, so any number of layers is one multiplication."""
-    read = Symbols()
-    one, two = (_kept(replace(setting, spec=_layers(setting.spec, k)), read) for k in (1, 2))
-    a_layer = (two - one).expand()
-    if a_layer == 0:
+    """The difference of two layers and one is what each layer saves, so any number of layers is a product."""
+    reader = Symbols()
+    one, two = (_saved(replace(setting, spec=_with_layers(setting.spec, k)), reader) for k in (1, 2))
+    per_layer = (two - one).expand()
+    if per_layer == 0:
         return one.expand()
-    layers = read.size("layers", _count_layers(setting.spec))
-    return (one - a_layer).expand() + layers * a_layer
+    layers = reader.size("layers", _count_layers(setting.spec))
+    return (one - per_layer).expand() + layers * per_layer
 
 
-def _layers(declared: Any, count: int) -> Any:
-    """The same model with so many layers in each stack."""
+def _with_layers(declared: Any, count: int) -> Any:
+    """The same model with this number of layers in each stack."""
     match declared:
         case spec.EncoderDecoder():
             return replace(
-                declared, encoder=_layers(declared.encoder, count), decoder=_layers(declared.decoder, count)
+                declared,
+                encoder=_with_layers(declared.encoder, count),
+                decoder=_with_layers(declared.decoder, count),
             )
         case spec.Vision():
-            return replace(declared, encoder=_layers(declared.encoder, count))
+            return replace(declared, encoder=_with_layers(declared.encoder, count))
         case spec.Encoder() | spec.Decoder():
             return replace(declared, layers=count)
     return declared
@@ -266,87 +246,89 @@ def _count_layers(declared: Any) -> int:
         case spec.EncoderDecoder() if declared.encoder.layers != declared.decoder.layers:
             raise SpecError(
                 f"{declared.encoder.layers} encoder and {declared.decoder.layers} decoder layers: "
-                f"a formula of memory has one number of layers; ask for each stack"
+                f"a memory formula has one number of layers; ask for each stack separately"
             )
         case spec.EncoderDecoder() | spec.Vision():
             return declared.encoder.layers
     return getattr(declared, "layers", 1)
 
 
-def scope(given: Given) -> int:
-    """Values that one attention layer holds for one row (D8): q, k, v, the weights, the outputs of the heads."""
-    inner: Any = given.spec
+def one_attention(request: Request) -> int:
+    """Values of one attention layer for one batch row: q, k, v, the weights, the outputs of the heads."""
+    inner: Any = request.spec
     while not isinstance(inner, spec.Attention):
         inner = getattr(inner, "decoder", None) or getattr(inner, "encoder", None) or inner
         inner = getattr(inner, "block", inner)
         inner = getattr(inner, "attention", inner)
-    s, n = inner.sizes, given.n
-    m = given.m if inner is given.spec else n
+    s, n = inner.sizes, request.n
+    m = request.m if inner is request.spec else n
     return s.heads * n * s.d_k + s.kv_heads * m * (s.d_k + s.d_v) + s.heads * n * m + s.heads * n * s.d_v
 
 
-def cache_bytes(given: Given) -> int:
-    """Keys and values of every layer, n positions long; a decoder with a context keeps the context's too."""
-    declared: Any = given.spec
+def kv_cache(request: Request) -> int:
+    """Bytes of keys and values of every layer for n positions; with cross-attention also those of the context."""
+    declared: Any = request.spec
     declared = declared.decoder if isinstance(declared, spec.EncoderDecoder) else declared
     declared = declared.encoder if isinstance(declared, spec.Vision) else declared
     block = getattr(declared, "block", declared)
 
-    def a_row(a: spec.Attention, length: int) -> int:
+    def one_row(a: spec.Attention, length: int) -> int:
         return a.sizes.kv_heads * length * (a.sizes.d_k + a.sizes.d_v)
 
     own = block if isinstance(block, spec.Attention) else block.attention
     cross = getattr(block, "cross", None)
-    values = a_row(own, given.m if own is given.spec else given.n)
-    values += 0 if cross is None else a_row(cross, given.m)
-    return values * getattr(declared, "layers", 1) * given.batch * given.itemsize
+    values = one_row(own, request.m if own is request.spec else request.n)
+    values += 0 if cross is None else one_row(cross, request.m)
+    return values * getattr(declared, "layers", 1) * request.batch * request.itemsize
 
 
-def need_memory(given: Given) -> int:
-    """Peak bytes: of a training step where one is asked for, else of inference."""
-    if type(given.spec) not in MODELS:
+def peak_memory(request: Request) -> int:
+    """Peak bytes: of a training step if `train` is set, else of inference."""
+    if type(request.spec) not in MODELS:
         raise SpecError(
-            f"the memory of {type(given.spec).__name__} is not told; give a model or an attention"
+            f"memory is not modelled for {type(request.spec).__name__}; use a model, a block or an attention"
         )
-    training = training_of(given.train)
-    setting = setting_of(given, training)
+    training = training_of(request.train)
+    setting = setting_of(request, training)
     if training is None:
         return _inference(setting)[1]
-    return play_step(setting, training).peak.bytes + (2 * WORKSPACE if setting.rules.cuda else 0)
+    return simulate_step(setting, training).peak.bytes + (2 * WORKSPACE if setting.rules.cuda else 0)
 
 
-def fits(given: Given, budget: int, vary: str = "batch") -> int:
-    """The largest batch (or n, with `vary="n"`) whose peak stays within `budget` bytes; 0 if not even 1 does.
+def fits(request: Request, budget: int, vary: str = "batch") -> int:
+    """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits.
 
-    Memory grows with both, so doubling and halving find it. m follows n where the two were alike.
+    Found by bisection, since memory grows with both. m follows n if the two are equal.
     """
     if vary not in ("batch", "n"):
         raise SpecError(f"vary={vary!r} is unknown; use 'batch' or 'n'")
     if budget < 1:
-        raise SpecError(f"a budget of {budget} bytes holds nothing; give a positive number")
-    if vary == "n" and isinstance(given.spec, spec.Vision):
-        raise SpecError("an image has its own number of patches; ask for the largest batch")
-    most = _longest(given.spec) if vary == "n" else 1 << 30
+        raise SpecError(f"budget={budget} is not a positive number of bytes")
+    if vary == "n" and isinstance(request.spec, spec.Vision):
+        raise SpecError("vary='n': the image size determines the number of patches; use vary='batch'")
+    limit = _max_length(request.spec) if vary == "n" else 1 << 30
 
-    def good(size: int) -> bool:
+    def fits_budget(size: int) -> bool:
         if vary == "batch":
-            return need_memory(replace(given, batch=size)) <= budget
-        return need_memory(replace(given, n=size, m=size if given.m == given.n else given.m)) <= budget
+            return peak_memory(replace(request, batch=size)) <= budget
+        return (
+            peak_memory(replace(request, n=size, m=size if request.m == request.n else request.m)) <= budget
+        )
 
-    if not good(1):
+    if not fits_budget(1):
         return 0
     low, high = 1, 2
-    while high <= most and good(high):
+    while high <= limit and fits_budget(high):
         low, high = high, high * 2
-    high = min(high, most + 1)
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if good(middle) else (low, middle)
+        low, high = (middle, high) if fits_budget(middle) else (low, middle)
     return low
 
 
-def _longest(declared: Any) -> int:
-    """How many positions a learned table has, where there is one."""
+def _max_length(declared: Any) -> int:
+    """The number of positions of a learned table, if there is one."""
     declared = declared.decoder if isinstance(declared, spec.EncoderDecoder) else declared
     position = getattr(getattr(declared, "embedding", None), "position", None)
     table = getattr(position, "table", None)

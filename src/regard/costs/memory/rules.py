@@ -1,6 +1,6 @@
-"""What each operation of PyTorch makes, saves for the backward pass and needs while it runs, by device and dtype.
+"""What each PyTorch operation allocates, saves for the backward pass and needs while it runs, by device and dtype.
 
-Read off PyTorch's derivative formulas and kernels, and held to its allocators by tests and by
+Taken from PyTorch's derivative formulas and kernels, and compared with its allocators by tests and by
 bench/cost_memory.py. Autocast: products run in the low dtype, copies of weights are cached until its region ends,
 copies of anything else are made at every use.
 """
@@ -12,7 +12,7 @@ from .tape import Bytes, Passed, Storage, Tape, Value, Weight
 
 
 def scaled(entries: Bytes, up: Bytes, down: Bytes) -> Bytes:
-    """entries · up / down, which is whole."""
+    """entries · up / down, which is an integer."""
     return entries // down * up if isinstance(entries, int) and isinstance(down, int) else entries * up / down
 
 
@@ -25,10 +25,10 @@ def round_up(size: Bytes, to: int) -> Bytes:
 
 
 def sum_needs(rows: Bytes, columns: Bytes, multiprocessors: int) -> Bytes:
-    """What PyTorch's sum over the rows of a table holds while it runs on a GPU: 132 MiB for 8192 × 3072.
+    """The scratch memory of PyTorch's sum over the rows of a table on a GPU: 132 MiB for 8192 × 3072.
 
-    It shares the rows among blocks of 128 threads until every multiprocessor has sixteen, and keeps one partial
-    result for each thread of a block and four neighbours, four columns wide.
+    The rows are split among blocks of 128 threads until every multiprocessor has sixteen blocks; each thread stores
+    one partial result, four columns wide.
     """
     if not isinstance(rows, int) or not isinstance(columns, int) or rows < 1:
         return 0
@@ -49,7 +49,7 @@ def sum_needs(rows: Bytes, columns: Bytes, multiprocessors: int) -> Bytes:
 
 
 def _power(size: int, most: int) -> int:
-    """The largest power of two that is not above."""
+    """The largest power of two that is at most `size` and `most`."""
     return most if size >= most else 1 << (size.bit_length() - 1)
 
 
@@ -84,8 +84,8 @@ class Linear:
     d_out: Bytes
 
 
-class Play(Tape):
-    """The operations of a model, played by the rules."""
+class ModelTape(Tape):
+    """A tape with the operations of a model, by these rules."""
 
     def __init__(self, rules: Rules, grad: bool = True):
         super().__init__(grad)
@@ -157,12 +157,12 @@ class Play(Tape):
         return self.step(inputs, entries, width, saves, backward, within=self._product_needs(entries, width))
 
     @property
-    def by_hand(self) -> bool:
-        """Whether gradients are worked out by hand (nn/by_hand.py): in training on a CPU, without autocast."""
+    def manual_backward(self) -> bool:
+        """Whether nn uses its manual backward pass: in training on a CPU, without autocast."""
         return self.grad and not self.rules.cuda and self.casts is None
 
     def rectified(self, x: Value, into: Linear, out: Linear) -> Value:
-        """max(0, x W₁ + b₁) W₂ + b₂ as one step: the zeros are set in place, and its gradients stand all at once."""
+        """max(0, x W₁ + b₁) W₂ + b₂ as one step: the relu is in place, and all gradients are allocated at once."""
         width, learns, x_bytes = x.width, x.node is not None, x.bytes
         rows = scaled(x.entries, 1, into.d_in)
         entries = rows * into.d_out
@@ -236,7 +236,7 @@ class Play(Tape):
         return self.step((x,), x.entries, x.width, saves, lambda g: (self.new(size),), saves_result=result)
 
     def dropout(self, x: Value, p: float) -> Value:
-        """A mask of one byte an entry on a GPU; on the CPU the noise itself, as wide as x."""
+        """Saves a mask: one byte per entry on a GPU, in the dtype of x on a CPU."""
         if not p or not self.training:
             return x
         size = x.bytes
@@ -260,7 +260,7 @@ class Play(Tape):
         return self.step(inputs, x.entries, x.width, (x.storage, mean, deviation, weight.storage), backward)
 
     def rms_norm(self, x: Value, rows: Bytes, weight: Weight) -> Value:
-        """Fused on a GPU, where x and one number a row are saved; on the CPU x, x / rms and the rest apart."""
+        """Fused on a GPU, where x and one number per row are saved; on a CPU x and x / rms are saved."""
         w_size = weight.bytes
         if self.rules.cuda:
             size, factor = x.bytes, self.new(4 * rows)
@@ -302,7 +302,7 @@ class Play(Tape):
         )
 
     def mean_square(self, x: Value) -> Value:
-        """The mean of x²: a stand-in where a model gives states and no targets are declared."""
+        """The mean of x²: the loss of a model that returns states and declares no targets."""
         x = self.raised(x)
         size = x.bytes
         square = self.step((x,), x.entries, x.width, (x.storage,), lambda g: (self.new(size),))
@@ -322,6 +322,6 @@ class Play(Tape):
         return self.step((table,), rows * d, self.rules.width, (ids.storage,), backward)
 
     def opaque(self, inputs: tuple[Value, ...], entries: Bytes, saves: tuple[Any, ...] = ()) -> Value:
-        """An operation that makes one result, saves what is named and gives each input its gradient."""
+        """An operation with one result, these saved storages, and a gradient for each input."""
         sizes = [x.bytes for x in inputs]
         return self.step(inputs, entries, inputs[0].width, saves, lambda g: tuple(self.new(s) for s in sizes))

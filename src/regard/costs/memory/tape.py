@@ -1,9 +1,9 @@
-"""The memory of a pass, played through without tensors: which storage is made when, and when its last holder goes.
+"""The memory of a pass, simulated without tensors: when each storage is allocated and freed.
 
-A `Storage` is a number of bytes. It is counted while a Python name, a saved tensor or a gradient holds it, and
-given back when CPython drops the last of them, as PyTorch's own storages are: the play is written like the
-modules it stands for, so names go out of scope where theirs do. Bytes may be symbols; then what is held is a
-formula, and there is no peak.
+A `Storage` is a number of bytes. It is counted while a Python name, a saved tensor or a gradient refers to it, and
+freed when CPython drops the last reference, like PyTorch's storages: the simulation is written like the modules it
+models, so names go out of scope where theirs do. Bytes may be symbols; then the current total is a formula, and
+there is no peak.
 """
 
 import heapq
@@ -16,7 +16,7 @@ Bytes = Any  # an int, or a sympy expression of whole numbers
 
 
 class Storage:
-    """Bytes that somebody holds, and the part of the model that made them."""
+    """A number of bytes, and the part of the model that allocated them."""
 
     __slots__ = ("__weakref__", "bytes", "key", "log", "part")
 
@@ -30,9 +30,9 @@ class Storage:
 
 @dataclass
 class Log:
-    """Every making and giving back, in order; what is held now, and the most that was."""
+    """Every allocation and release in order, and what is allocated now."""
 
-    events: list[tuple[int, Bytes, str]] = field(default_factory=list)  # key, bytes (−1: given back), part
+    events: list[tuple[int, Bytes, str]] = field(default_factory=list)  # key, bytes (−1: freed), part
     held: dict[int, tuple[Bytes, str]] = field(default_factory=dict)
     keys: int = 0
 
@@ -47,7 +47,7 @@ class Log:
         del self.held[storage.key]
 
     def by_part(self) -> dict[str, Bytes]:
-        """What is held now, by the part that made it."""
+        """Bytes allocated now, by the part that allocated them."""
         parts: dict[str, Bytes] = {}
         for size, part in self.held.values():
             parts[part] = parts.get(part, 0) + size
@@ -55,14 +55,14 @@ class Log:
 
 
 class Peak(NamedTuple):
-    """The most bytes held at once, and the part that was being made then."""
+    """The largest number of bytes at once, and the part in which it occurs."""
 
     bytes: int
     part: str
 
 
 def peak(events: list[tuple[int, Bytes, str]], rounded_to: int = 1) -> Peak:
-    """Of the events in order, each storage rounded up as its allocator does."""
+    """The peak of these events, each storage rounded up as the allocator does."""
     held, most, where = 0, 0, ""
     sizes: dict[int, int] = {}
     for key, size, part in events:
@@ -77,7 +77,7 @@ def peak(events: list[tuple[int, Bytes, str]], rounded_to: int = 1) -> Peak:
 
 
 class Value:
-    """A tensor of the play: its storage, how many entries, how wide one is, and the node that made it."""
+    """A simulated tensor: its storage, number of entries, bytes per entry, and the node that made it."""
 
     __slots__ = ("entries", "node", "storage", "width")
 
@@ -90,7 +90,7 @@ class Value:
 
 
 class Weight(Value):
-    """A parameter: it is held all the time, and keeps its gradient."""
+    """A parameter: it stays allocated, and stores its gradient."""
 
     __slots__ = ("grad",)
 
@@ -102,12 +102,12 @@ class Weight(Value):
 
 Passed = (
     Storage | Callable[[], Storage] | None
-)  # what is called is made after the step, which has unpacked by then
+)  # a callable allocates after the step has freed its saved tensors
 Backward = Callable[[Storage], tuple[Passed, ...]]
 
 
 class Node:
-    """A step of the backward pass: what it saved, whom it passes gradients to, and what it makes on the way."""
+    """A step of the backward pass: what it saved, where its gradients go, and what it allocates."""
 
     __slots__ = ("apply", "order", "saved", "to")
     made = 0
@@ -119,21 +119,21 @@ class Node:
 
 
 class StopRecomputing(Exception):
-    """All that was saved has been computed again."""
+    """All saved tensors have been recomputed."""
 
 
 @dataclass
 class Frame:
-    """One checkpointed call: what it saved is thrown away, and computed again when first asked for."""
+    """One checkpointed call: its saved tensors are dropped, and recomputed at their first use."""
 
     again: Callable[[], None]
-    state: Storage | None  # of the random numbers, to draw the same again
+    state: Storage | None  # of the random generator, to repeat the same samples
     count: int = 0
     computed: dict[int, Storage] | None = None
 
 
 class Tape:
-    """Plays forward and backward passes. `grad` says whether anything is saved."""
+    """Simulates forward and backward passes. `grad`: whether anything is saved."""
 
     random_state = 0  # bytes that a checkpoint keeps of it on the device
 
@@ -148,7 +148,7 @@ class Tape:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is made inside belongs to this part."""
+        """Storages that are allocated inside belong to this part."""
         self._path.append(name)
         try:
             yield
@@ -162,7 +162,7 @@ class Tape:
         return Weight(self.new(entries * width), entries, width)
 
     def value(self, entries: Bytes, width: int) -> Value:
-        """Something given from outside, without a gradient."""
+        """An input, without a gradient."""
         return Value(self.new(entries * width), entries, width)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Tape:
     # -- checkpointing --------------------------------------------------------------------------------------------
 
     def checkpoint(self, call: Callable[..., Value], *given: Value) -> Value:
-        """`call(*given)` whose insides are not kept, as torch.utils.checkpoint with use_reentrant=False."""
+        """`call(*given)` without saving its activations, as torch.utils.checkpoint with use_reentrant=False."""
         if not self.grad:
             return call(*given)
         path = list(self._path)

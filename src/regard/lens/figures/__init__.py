@@ -1,7 +1,7 @@
 """The pictures: each a function that gives a matplotlib figure; `figure.savefig("x.svg")` writes it."""
 
 from .architecture import architecture
-from .computed import attention_trace, layer_costs
+from .costs_and_trace import attention_trace, layer_costs
 from .curves import (
     cost_curves,
     gradient_flow,

@@ -21,7 +21,7 @@ def learning_rates(*schedules: Schedule, steps: int | None = None, dark: bool = 
         if isinstance(schedule, warmup_cosine):
             middle = (schedule.warmup + schedule.total) // 2
             for step in (schedule.warmup, middle, schedule.total):
-                ax.plot([step], [schedule(step)], "o", color=style.COLOURS[number % 6], markersize=4)
+                ax.plot([step], [schedule(step)], "o", color=style.COLORS[number % 6], markersize=4)
                 said = f"{schedule(step):.3g} at {step:,}"
                 ax.annotate(
                     said,
@@ -66,7 +66,7 @@ def training_curves(recorder: Recorder, *, dark: bool = False) -> Any:
         style.line(ax, number, [s for s, _ in losses], [v for _, v in losses], name)
         if name in recorder.floors:
             floor = recorder.floors[name]
-            colour = style.COLOURS[number % 6]
+            colour = style.COLORS[number % 6]
             ax.axhline(floor, color=colour, linewidth=0.9, linestyle=(0, (1, 2)))
             ax.annotate(
                 f"floor {floor:.4g}", (1, floor), xycoords=("axes fraction", "data"), fontsize=7, ha="right",

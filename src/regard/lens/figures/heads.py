@@ -17,12 +17,12 @@ from . import style
 def head_evolution(
     recorder: Recorder, numbers: Sequence[str] = ("entropy", "distance"), *, dark: bool = False
 ) -> Any:
-    """P08: numbers of every head over the recorded steps, a row a layer; and on a grid the path of each centre."""
+    """P08: numbers of every head over the recorded steps, a row a layer; and on a grid the path of each center."""
     if not recorder.heads:
         raise ShapeError("nothing is recorded of any head; call recorder.view(step, view) while training")
     _, last = recorder.heads[-1]
     layers = sorted({r["layer"] for r in last})
-    on_grid = any(r["centre"] is not None for r in last)
+    on_grid = any(r["center"] is not None for r in last)
     figure = style.canvas(3.4 * (len(numbers) + on_grid), 2.5 * len(layers) + 0.3, dark)
     cells = style.grid(figure, len(layers), len(numbers) + on_grid)
     for row, layer in enumerate(layers):
@@ -35,7 +35,7 @@ def head_evolution(
                 style.line(ax, head, [s for s, _ in points], [v for _, v in points], f"head {head}")
         if on_grid:
             ax = style.axes(
-                figure, cells[row, -1], dark=dark, title=f"layer {layer}: centres", x="Δ column", y="Δ row"
+                figure, cells[row, -1], dark=dark, title=f"layer {layer}: centers", x="Δ column", y="Δ row"
             )
             _centres(ax, recorder, layer, heads, dark)
     style.legend(figure.axes[0], dark, loc="best")
@@ -45,11 +45,11 @@ def head_evolution(
 def _centres(ax: Any, recorder: Recorder, layer: int, heads: Sequence[int], dark: bool) -> None:
     """From a small dot at the first step to a large one at the last."""
     for head in heads:
-        path: list[Any] = [c for _, c in recorder.series(layer, head, "centre") if c is not None]
+        path: list[Any] = [c for _, c in recorder.series(layer, head, "center") if c is not None]
         if path:
             style.line(ax, head, [c[1] for c in path], [c[0] for c in path], linewidth=0.9)
             for (dy, dx), size in ((path[0], 3), (path[-1], 7)):
-                ax.plot([dx], [dy], "o", color=style.COLOURS[head % 6], markersize=size)
+                ax.plot([dx], [dy], "o", color=style.COLORS[head % 6], markersize=size)
     ax.axhline(0, color=style.theme(dark).faint, linewidth=0.6)
     ax.axvline(0, color=style.theme(dark).faint, linewidth=0.6)
     ax.invert_yaxis()
@@ -81,7 +81,7 @@ def convolution_map(
         ax.imshow(
             values, cmap=style.theme(dark).weights, vmin=0, extent=(-half[1], half[1], half[0], -half[0])
         )
-        ax.plot([dx], [dy], "o", markersize=11, fillstyle="none", color=style.COLOURS[3], markeredgewidth=1.6)
+        ax.plot([dx], [dy], "o", markersize=11, fillstyle="none", color=style.COLORS[3], markeredgewidth=1.6)
     return figure
 
 
@@ -119,7 +119,7 @@ def head_gallery(view: View, layer: int | str = 0, batch: int = 0, *, dark: bool
     bars = style.axes(
         figure, cells[1, 2 * third :], dark=dark, title=title, x="head", y="‖Δ output‖ / ‖output‖"
     )
-    bars.bar(range(call.heads), [e or 0.0 for e in effects], color=style.COLOURS[0])
+    bars.bar(range(call.heads), [e or 0.0 for e in effects], color=style.COLORS[0])
     return figure
 
 

@@ -35,7 +35,7 @@ def attention_map(view: View, layer: int | str, head: int, batch: int = 0, *, da
     for ax in (left, middle):
         style.tokens(ax, queries, keys)
     right = style.axes(figure, cells[2], dark=dark, title="entropy", x="nats")
-    right.barh(range(len(queries)), entropy(weights).tolist(), color=style.COLOURS[0])
+    right.barh(range(len(queries)), entropy(weights).tolist(), color=style.COLORS[0])
     right.set_ylim(len(queries) - 0.5, -0.5)
     right.set_yticks([])
     return figure

@@ -38,7 +38,7 @@ def positional_encoding(
     mean = [float(x.mean()) for x in by_distance]
     style.line(right, 0, range(n), mean)
     low, high = ([float(f(x)) for x in by_distance] for f in (torch.min, torch.max))
-    right.fill_between(range(n), low, high, color=style.COLOURS[0], alpha=0.25, linewidth=0)
+    right.fill_between(range(n), low, high, color=style.COLORS[0], alpha=0.25, linewidth=0)
     if table is None:
         waves = style.axes(
             figure, cells[2], dark=dark, title="wavelengths", x="pair of columns", y="positions a turn"

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..causes import key_length, key_noise
+from ..perturbation import key_length, key_noise
 from . import style
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import RegardError
 
 # Okabe and Ito's eight colours, without black and yellow.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
@@ -64,7 +64,7 @@ def line(
 ) -> Any:
     """The number-th line of a picture: told apart by colour and by dash."""
     given = {
-        "color": COLOURS[number % 6],
+        "color": COLORS[number % 6],
         "linestyle": DASHES[(number + number // 6) % 6],
         "linewidth": 1.6,
         **how,

@@ -1,11 +1,11 @@
 "use strict";
-// Cividis, eleven of its colours: dark is nothing, bright is the map's largest weight.
+// Cividis, eleven of its colors: dark is 0, bright is the largest weight of the map.
 const STOPS = [[0,34,78],[7,48,112],[44,61,110],[71,75,107],[94,89,108],[117,104,112],[138,119,115],[162,135,112],[188,152,106],[218,172,90],[253,231,55]];
-const COLOURS = new Uint32Array(256);
+const COLORS = new Uint32Array(256);
 for (let i = 0; i < 256; i++) {
   const x = i / 25.5, k = Math.min(Math.floor(x), 9), t = x - k;
   const [r, g, b] = STOPS[k].map((c, j) => Math.round(c + t * (STOPS[k + 1][j] - c)));
-  COLOURS[i] = (255 << 24) | (b << 16) | (g << 8) | r;
+  COLORS[i] = (255 << 24) | (b << 16) | (g << 8) | r;
 }
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
@@ -24,19 +24,19 @@ function paint(canvas, layer, head) {
   if (!map) return;
   const context = canvas.getContext("2d"), image = context.createImageData(m, n);
   const pixels = new Uint32Array(image.data.buffer);
-  for (let i = 0; i < pixels.length; i++) pixels[i] = COLOURS[Math.round(Math.sqrt(map.raw[i] / 255) * 255)];  // small weights stay visible
+  for (let i = 0; i < pixels.length; i++) pixels[i] = COLORS[Math.round(Math.sqrt(map.raw[i] / 255) * 255)];  // so that small weights stay visible
   context.putImageData(image, 0, 0);
 }
 function element(tag, text, given = {}) {
-  const made = Object.assign(document.createElement(tag), given);
-  if (text !== undefined) made.textContent = text;  // text, never markup
-  return made;
+  const node = Object.assign(document.createElement(tag), given);
+  if (text !== undefined) node.textContent = text;  // text, never markup
+  return node;
 }
 
 function overview() {
   const home = byId("overview");
-  const most = Math.max(...data.rows.map((r) => r.head + 1));
-  home.style.setProperty("--thumb", (most > 8 ? 40 : 52) + "px");
+  const maxHeads = Math.max(...data.rows.map((r) => r.head + 1));
+  home.style.setProperty("--thumb", (maxHeads > 8 ? 40 : 52) + "px");
   data.layers.forEach((layer, l) => {
     const row = element("div", undefined, { className: "row" });
     row.dataset.layer = l;
@@ -70,12 +70,12 @@ function overview() {
 function choose(layer, head) {
   const same = layer === state.layer;
   state.layer = layer; state.head = head;
-  const { queries, keys, name, way } = data.layers[layer];
+  const { queries, keys, name, implementation } = data.layers[layer];
   if (!same || state.query >= queries.length) state.query = Math.max(queries.length - 1, 0);
   if (!same || state.key >= keys.length) state.key = 0;
   const row = rowOf.get(layer + "/" + head);
   byId("detail-title").textContent = name + ", head " + head + ": " + row.kind;
-  byId("evidence").textContent = row.evidence + " (" + Math.round(100 * row.confidence) + " % sure; seen in " + way + ")";
+  byId("evidence").textContent = row.evidence + " (" + Math.round(100 * row.confidence) + " % confidence; " + implementation + ")";
   document.querySelectorAll(".head").forEach((b) => b.setAttribute("aria-pressed", +b.dataset.layer === layer && +b.dataset.head === head));
   document.querySelectorAll("tbody tr").forEach((tr) => tr.classList.toggle("chosen", tr.dataset.at === layer + "/" + head));
   paint(byId("map"), layer, head);
@@ -107,10 +107,10 @@ function mark() {
   const from = state.side === "query";
   shade("queries", queries, (i) => from ? null : weight(i, state.key), from ? state.query : -1);
   shade("keys", keys, (j) => from ? weight(state.query, j) : null, from ? -1 : state.key);
-  const many = from ? keys.map((_, j) => [weight(state.query, j), keys[j]]) : queries.map((_, i) => [weight(i, state.key), queries[i]]);
-  many.sort((a, b) => b[0] - a[0]);
-  const best = many.slice(0, 3).map(([w, t]) => t + " " + w.toFixed(3)).join(", ");
-  byId("reading").textContent = (from ? "“" + (queries[state.query] ?? "") + "” looks at " : "“" + (keys[state.key] ?? "") + "” is looked at by ") + best;
+  const weighted = from ? keys.map((_, j) => [weight(state.query, j), keys[j]]) : queries.map((_, i) => [weight(i, state.key), queries[i]]);
+  weighted.sort((a, b) => b[0] - a[0]);
+  const best = weighted.slice(0, 3).map(([w, t]) => t + " " + w.toFixed(3)).join(", ");
+  byId("reading").textContent = (from ? "“" + (queries[state.query] ?? "") + "” attends to " : "“" + (keys[state.key] ?? "") + "” is attended to by ") + best;
   picture();
 }
 function shade(id, tokens, value, chosen) {
@@ -184,8 +184,8 @@ function enlarged() {
 
 function table() {
   const head = element("tr"), columns = [["layer", "layer"], ["head", "head"], ["kind", "kind"], ...data.columns];
-  columns.forEach(([field, said]) => {
-    const th = element("th"), button = element("button", said, { type: "button" });
+  columns.forEach(([field, label]) => {
+    const th = element("th"), button = element("button", label, { type: "button" });
     th.dataset.field = field;
     button.addEventListener("click", () => {
       state.down = state.sort === field ? !state.down : field !== "kind" && field !== "layer" && field !== "head";
@@ -235,8 +235,8 @@ function controls() {
   slider.addEventListener("input", show);
   kinds.addEventListener("change", show);
   document.querySelectorAll('input[name="side"]').forEach((radio) => radio.addEventListener("change", () => { state.side = radio.value; mark(); }));
-  if (data.missed.length) { byId("missed").hidden = false; byId("missed").textContent = "Not seen: " + data.missed.join("; "); }
-  byId("note").textContent = "Colours go from 0 to each map's own largest weight, as the square root of the weight." + (data.pooled ? " Long maps are shown as means over small blocks." : "");
+  if (data.missed.length) { byId("missed").hidden = false; byId("missed").textContent = "Not recorded: " + data.missed.join("; "); }
+  byId("note").textContent = "Colors go from 0 to the largest weight of each map, by the square root of the weight." + (data.pooled ? " Long maps are shown as means over small blocks." : "");
 }
 
 overview(); enlarged(); patches(); table(); controls();

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...costs.time import seconds
+from ...costs.time import time_call
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def peak(device: str, dtype: str = "float32", threads: int = 0) -> float:
     """Operations a second of a large matrix product, measured here; `threads` only tells measurements apart."""
     n = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(n, n, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    return 2 * n**3 / seconds(lambda: a @ b, device, of=min)
+    return 2 * n**3 / time_call(lambda: a @ b, device, reduce=min)
 
 
 def memory_used(device: torch.device) -> int | None:

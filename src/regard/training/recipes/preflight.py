@@ -144,7 +144,7 @@ def before(
     batch = mean_batch(rows, s.tokens, s.seed, s.packed)
     priced = price(recipe, batch, device)
     there = meter.memory_there(device)
-    peak = None if priced.memory is None else priced.memory.training
+    peak = None if priced.memory is None else priced.memory.training_peak
     short = peak is not None and there is not None and peak > there
     parameters = sum(p.numel() for p in model.parameters())
     pace = None if short else rehearse(recipe, rows, model, device)
@@ -194,13 +194,13 @@ def price(recipe: Recipe, batch: Batch, device: torch.device) -> Cost:
     """The cost of one training step on a mean batch."""
     n = None if isinstance(recipe.model, spec.Vision) else batch.n  # an image knows its own
     m = batch.m if isinstance(recipe.model, spec.EncoderDecoder) else None
-    training = TrainingStep(way="fused", autocast=recipe.settings.autocast)
+    training = TrainingStep(implementation="fused", autocast=recipe.settings.autocast)
     return cost(recipe.model, n=n, m=m, batch=batch.rows, train=training, device=device.type)
 
 
 def operations(priced: Cost, batch: Batch) -> float:
     """Matrix products of both passes for one prediction."""
-    return (priced.total.operations + priced.total.backward) / (batch.rows * batch.predicted)
+    return (priced.total.flops + priced.total.backward_flops) / (batch.rows * batch.predicted)
 
 
 def gauge(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> meter.Meter:
@@ -212,24 +212,24 @@ def gauge(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> me
     return meter.Meter(operations(price(recipe, batch, device), batch), world * rate, device)
 
 
-def _ceilings(device: torch.device) -> tuple[machines.Ceilings, str]:
-    known, kind = machines.stored(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
+def _roofline(device: torch.device) -> tuple[machines.Roofline, str]:
+    known, kind = machines.load_roofline(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
     if known is not None and kind in known.machine:
         return known, f"from the rates of `regard bench machine` ({known.machine})"
     with dice_kept(device):
         found = machines.measure(device.type)
-    rate = found.operations_per_s["float32"] / 1e9
+    rate = found.flops_per_s["float32"] / 1e9
     return found, f"from rates measured now: {rate:,.0f} GFLOP/s, {found.bytes_per_s / 1e9:,.0f} GB/s"
 
 
 def _by_rates(priced: Cost, recipe: Recipe, batch: Batch, parameters: int, device: torch.device) -> Pace:
     """An update's products and bytes over what the machine does of them; what Python takes is left out."""
-    ceilings, how = _ceilings(device)
+    roofline, how = _roofline(device)
     s = recipe.settings
-    dtype = s.autocast if s.autocast in ceilings.operations_per_s else "float32"
-    passes = machines.estimate(priced, ceilings, dtype, backward=True).seconds
+    dtype = s.autocast if s.autocast in roofline.flops_per_s else "float32"
+    passes = machines.estimate(priced, roofline, dtype, backward=True).seconds
     times = UPDATE["AdamW"] + (UPDATE["norm"] if s.clip else 0) + (UPDATE["average"] if s.average else 0)
-    seconds = s.accumulate * passes + times * 4 * parameters / ceilings.bytes_per_s
+    seconds = s.accumulate * passes + times * 4 * parameters / roofline.bytes_per_s
     return Pace(1, seconds, s.accumulate * batch.rows * batch.predicted, how)
 
 

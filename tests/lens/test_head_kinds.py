@@ -7,11 +7,11 @@ import torch
 
 import regard as rg
 from lens_models import captured
-from regard.lens.captured import Written
-from regard.lens.grids import Grid
-from regard.lens.kinds import KINDS, RULES, Rule, kind, kinds
+from regard.lens.calls import StoredWeights
+from regard.lens.head_kinds import KINDS, RULES, Rule, classify_head, classify_heads
+from regard.lens.patch_grid import Grid
 from regard.lens.statistics import head_statistics
-from regard.lens.tokens import numbered
+from regard.lens.token_matches import numbered
 
 N = 24
 I, J = torch.arange(N)[:, None], torch.arange(N)[None, :]
@@ -59,13 +59,13 @@ HEADS = {
 def stats(table, tokens=True, grid=None):
     names = (TEXT,)
     numbers = numbered(names, names, (".",)) if tokens else None
-    return head_statistics(captured(Written(table[None, None])), numbers, grid)
+    return head_statistics(captured(StoredWeights(table[None, None])), numbers, grid)
 
 
 @pytest.mark.ledger("S0.Q2c.5", "S2.4.2.6")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_built_to_be_of_a_kind_is_of_that_kind(name):
-    found = kind(stats(HEADS[name]), 0)
+    found = classify_head(stats(HEADS[name]), 0)
     assert found.name == name, found
     assert 0.5 <= found.confidence <= 1 and found.evidence
 
@@ -76,45 +76,52 @@ def test_every_kind_but_mixed_has_such_a_head():
 
 @pytest.mark.parametrize("name", ["self", "previous", "first", "shift", "sink"])
 def test_confidence_falls_as_the_head_does_less_of_it(name):
-    sure = [kind(stats(0.2 * k * HEADS[name] + (1 - 0.2 * k) / N), 0) for k in (5, 4, 3)]
+    sure = [classify_head(stats(0.2 * k * HEADS[name] + (1 - 0.2 * k) / N), 0) for k in (5, 4, 3)]
     assert [f.name for f in sure] == [name] * 3
     assert sure[0].confidence > sure[1].confidence > sure[2].confidence
-    assert kind(stats(0.1 * HEADS[name] + 0.9 / N), 0).name == "uniform"
+    assert classify_head(stats(0.1 * HEADS[name] + 0.9 / N), 0).name == "uniform"
 
 
 def test_a_causal_head_that_looks_everywhere_alike_is_uniform_and_not_first():
     table = spread(J <= I, rest=0.0)
-    s = head_statistics(captured(Written(table[None, None])))
-    assert s.chance["one_key"] == pytest.approx(float((1 / (I + 1.0)).mean()))
-    assert kind(s, 0).name == "uniform"
+    s = head_statistics(captured(StoredWeights(table[None, None])))
+    assert s.uniform["one_key"] == pytest.approx(float((1 / (I + 1.0)).mean()))
+    assert classify_head(s, 0).name == "uniform"
 
 
 def test_on_a_grid_a_shift_up_is_named():
     y, x = torch.arange(N) // 6, torch.arange(N) % 6
     up = (y[:, None] - y == 1) & (x[:, None] == x - 1)
-    found = kind(stats(spread(up, 0.0), tokens=False, grid=Grid(4, 6)), 0)
+    found = classify_head(stats(spread(up, 0.0), tokens=False, grid=Grid(4, 6)), 0)
     assert found.name == "shift" and "-1 rows and +1 columns" in found.evidence
 
 
 def test_what_reaches_no_threshold_is_mixed():
     g = torch.Generator().manual_seed(0)
     table = (torch.randn(N, N, generator=g) * 1.1).softmax(-1)
-    found = kind(stats(table), 0)
+    found = classify_head(stats(table), 0)
     assert found.name == "mixed" and "no threshold is reached" in found.evidence
 
 
 def test_thresholds_are_data():
     s = stats(HEADS["previous"])
     stricter = tuple(replace(r, threshold=0.999) if r.name in ("previous", "shift") else r for r in RULES)
-    assert kind(s, 0).name == "previous" and kind(s, 0, stricter).name not in ("previous", "shift")
+    assert classify_head(s, 0).name == "previous" and classify_head(s, 0, stricter).name not in (
+        "previous",
+        "shift",
+    )
     mine = (Rule("looks back", "on_previous", 0.5, "{value:.0%} back"),)
-    assert kinds(s, mine)[0].name == "looks back"
-    with pytest.raises(rg.RegardError, match="measures 'colour'; known: flat, induction, near, on_first"):
-        kind(s, 0, (Rule("red", "colour", 0.5, ""),))
+    assert classify_heads(s, mine)[0].name == "looks back"
+    with pytest.raises(
+        rg.RegardError, match="unknown measure 'color'; known: flat, induction, near, on_first"
+    ):
+        classify_head(s, 0, (Rule("red", "color", 0.5, ""),))
 
 
 def test_the_evidence_says_the_number():
-    assert kind(stats(HEADS["previous"]), 0).evidence == "97% is on the token before"
-    assert kind(stats(HEADS["shift"]), 0).evidence == "97% is at one offset, 4 back"
-    assert kind(stats(HEADS["sink"]), 0).evidence == "97% of all queries' weight is on one key, key 8"
-    assert kind(stats(HEADS["window"]), 0).evidence == "90 % of the weight is at most 2 away"
+    assert classify_head(stats(HEADS["previous"]), 0).evidence == "97% is on the token before"
+    assert classify_head(stats(HEADS["shift"]), 0).evidence == "97% is at one offset, 4 back"
+    assert (
+        classify_head(stats(HEADS["sink"]), 0).evidence == "97% of all queries' weight is on one key, key 8"
+    )
+    assert classify_head(stats(HEADS["window"]), 0).evidence == "90 % of the weight is at most 2 away"

@@ -1,4 +1,4 @@
-"""A model and its inputs, whatever their form."""
+"""Calling a model on inputs of any form."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,7 @@ from ..errors import RegardError, ShapeError, SpecError
 def run(model: Any, inputs: Any) -> Any:
     """model(inputs): a mapping by name, a tuple or list in order, anything else as the one argument."""
     if not callable(model):
-        raise SpecError(
-            f"{type(model).__name__} cannot be called; give a model (an nn.Module, or a function)"
-        )
+        raise SpecError(f"{type(model).__name__} is not callable; pass a model (an nn.Module or a function)")
     try:
         if isinstance(inputs, Mapping):
             return model(**inputs)
@@ -29,7 +27,7 @@ def run(model: Any, inputs: Any) -> Any:
 
 
 def describe(inputs: Any) -> str:
-    """The shapes of what was given, in words."""
+    """The dtypes and shapes of the inputs, as text."""
     if isinstance(inputs, Mapping):
         return ", ".join(f"{name}={_one(x)}" for name, x in inputs.items()) or "no input"
     if isinstance(inputs, tuple | list):
@@ -48,7 +46,7 @@ def first_tensor(out: Any) -> Tensor:
     for x in _flat(out):
         if isinstance(x, Tensor) and x.is_floating_point():
             return x
-    raise RegardError(f"the output, a {type(out).__name__}, holds no floating-point tensor to compare")
+    raise RegardError(f"the output, a {type(out).__name__}, has no floating-point tensor to compare")
 
 
 def _flat(out: Any) -> list[Any]:

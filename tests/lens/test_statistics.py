@@ -8,18 +8,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard as rg
 from lens_models import captured
-from regard.lens.captured import Compared, Written
-from regard.lens.grids import Grid, square_grid
+from regard.lens.calls import QueryKeyScores, StoredWeights
+from regard.lens.head_similarity import agreement, head_angles, principal_angles
+from regard.lens.patch_grid import Grid, square_grid
+from regard.lens.score_mods import CausalMask, MaskOrBias
 from regard.lens.statistics import MULTIPLES, head_statistics
-from regard.lens.subspaces import agreement, head_angles, principal_angles
-from regard.lens.terms import Causal, Masked
-from regard.lens.tokens import numbered
+from regard.lens.token_matches import numbered
 
 
-def drawn(seed, b=2, h=3, n=13, m=13, d=5, terms=(), scale=1.0, role="self", real=None):
+def drawn(seed, b=2, h=3, n=13, m=13, d=5, terms=(), scale=1.0, role="self", valid=None):
     g = torch.Generator().manual_seed(seed)
     q, k = torch.randn(b, h, n, d, generator=g), torch.randn(b, h, m, d, generator=g)
-    return captured(Compared(q, k, k, scale, tuple(terms)), role, real)
+    return captured(QueryKeyScores(q, k, k, scale, tuple(terms)), role, valid)
 
 
 def dense(call):
@@ -34,11 +34,11 @@ def mean(x, counted):
 HIDDEN = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(5)) > 0.3
 TERMS = {
     "all": (),
-    "causal": (Causal(),),
-    "hidden": (Masked(HIDDEN),),
-    "rows that look nowhere": (Masked(HIDDEN & (torch.arange(13) != 4)[:, None]),),
-    "a bias": (Masked(torch.randn(3, 13, 13, generator=torch.Generator().manual_seed(6))),),
-    "float's lowest": (Masked(torch.where(HIDDEN, 0.0, torch.finfo(torch.float32).min)),),
+    "causal": (CausalMask(),),
+    "hidden": (MaskOrBias(HIDDEN),),
+    "rows that look nowhere": (MaskOrBias(HIDDEN & (torch.arange(13) != 4)[:, None]),),
+    "a bias": (MaskOrBias(torch.randn(3, 13, 13, generator=torch.Generator().manual_seed(6))),),
+    "float's lowest": (MaskOrBias(torch.where(HIDDEN, 0.0, torch.finfo(torch.float32).min)),),
 }
 
 
@@ -79,16 +79,16 @@ def test_previous_next_and_self_count_the_queries_that_have_such_a_key():
     s, w = head_statistics(call, size=40), dense(call)
     for got, offset in ((s.on_self, 0), (s.on_previous, -1), (s.on_next, 1)):
         assert torch.allclose(got, w.diagonal(offset, -2, -1).mean((0, 2)), atol=1e-6)
-    assert torch.isnan(head_statistics(drawn(2, terms=(Causal(),))).on_next).all()
+    assert torch.isnan(head_statistics(drawn(2, terms=(CausalMask(),))).on_next).all()
 
 
 def test_padding_is_not_counted():
-    real = torch.ones(2, 13, dtype=torch.bool)
-    real[0, 9:] = False
-    call = drawn(3, real=real)
+    valid = torch.ones(2, 13, dtype=torch.bool)
+    valid[0, 9:] = False
+    call = drawn(3, valid=valid)
     s, w = head_statistics(call, size=40), dense(call)
     assert torch.allclose(
-        s.entropy, mean(torch.special.entr(w).sum(-1), real[:, None].expand(-1, 3, -1)), atol=1e-6
+        s.entropy, mean(torch.special.entr(w).sum(-1), valid[:, None].expand(-1, 3, -1)), atol=1e-6
     )
     assert s.queries == 22
 
@@ -96,7 +96,7 @@ def test_padding_is_not_counted():
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(1, 90))
 def test_the_size_of_a_block_changes_nothing(n, m, causal, size):
-    call = drawn(n, n=n, m=m, terms=(Causal(),) if causal else (), role="cross")
+    call = drawn(n, n=n, m=m, terms=(CausalMask(),) if causal else (), role="cross")
     whole, parts = head_statistics(call), head_statistics(call, size=size)
     for name in ("entropy", "distance", "by_key", "by_offset", "shift", "span", "top"):
         assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-6)
@@ -105,7 +105,7 @@ def test_the_size_of_a_block_changes_nothing(n, m, causal, size):
 
 def test_weights_that_the_model_wrote_down_are_counted_alike():
     call = drawn(4)
-    s, t = head_statistics(call), head_statistics(captured(Written(dense(call).float())))
+    s, t = head_statistics(call), head_statistics(captured(StoredWeights(dense(call).float())))
     for name in ("entropy", "entropy_share", "distance", "by_key", "by_offset", "shift_weight", "top"):
         assert torch.allclose(getattr(s, name), getattr(t, name), atol=1e-5)
 
@@ -115,7 +115,7 @@ WORDS = (("the", "cat", "the", "dog", "the", "cat", "a"), ("a", "a", "b", "the",
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_equal_tokens_and_what_followed_them(causal):
-    call = drawn(5, n=7, m=7, terms=(Causal(),) if causal else ())
+    call = drawn(5, n=7, m=7, terms=(CausalMask(),) if causal else ())
     s = head_statistics(call, numbered(WORDS, WORDS, ("the",)), size=20)
     w = dense(call)
     same, after = torch.zeros(2, 7, 7), torch.zeros(2, 7, 7)
@@ -143,10 +143,10 @@ def test_on_a_grid_the_centre_the_spread_and_the_nearest_shift():
     dy, dx = (y - y[:, None]).double(), (x - x[:, None]).double()
     share = w / w.sum((2, 3), keepdim=True)
     share = w.sum((0,)) / w.sum((0, 2, 3))[:, None, None]
-    centre = torch.stack([(share * dy).sum((1, 2)), (share * dx).sum((1, 2))], -1)
-    assert torch.allclose(on.centre, centre, atol=1e-6)
+    center = torch.stack([(share * dy).sum((1, 2)), (share * dx).sum((1, 2))], -1)
+    assert torch.allclose(on.center, center, atol=1e-6)
     spread = (
-        (share * ((dy - centre[:, 0, None, None]) ** 2 + (dx - centre[:, 1, None, None]) ** 2))
+        (share * ((dy - center[:, 0, None, None]) ** 2 + (dx - center[:, 1, None, None]) ** 2))
         .sum((1, 2))
         .sqrt()
     )
@@ -165,7 +165,7 @@ def test_a_head_that_shifts_on_a_grid_is_at_distance_0_from_its_shift():
     table = torch.full((12, 12), 1 / 12)
     table[inside] = 0.0
     table[inside, (y * 4 + x)[inside]] = 1.0
-    on = head_statistics(captured(Written(table[None, None])), grid=Grid(3, 4)).grid
+    on = head_statistics(captured(StoredWeights(table[None, None])), grid=Grid(3, 4)).grid
     assert on.shift[0].tolist() == [-1, 1] and on.shift_weight[0] > 0.9
 
 
@@ -174,7 +174,7 @@ def test_a_one_dimensional_shift_has_error_0():
     for i in range(9):
         table[0, 0, i, max(i - 3, 0)] = 1.0  # three back; the first three sit on key 0
         table[0, 1, i, min(i + 2, 8)] = 1.0
-    s = head_statistics(captured(Written(table)))
+    s = head_statistics(captured(StoredWeights(table)))
     assert s.shift.tolist() == [3, -2] and s.shift_error.abs().max() < 1e-12
     assert s.keys.tolist() == pytest.approx([1, 1])
 
@@ -183,9 +183,9 @@ def test_a_one_dimensional_shift_has_error_0():
 def test_a_fresh_head_is_near_uniform_and_not_local():
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 4, 1024, 64, generator=g)
-    s = head_statistics(captured(Compared(q, k, None, 64**-0.5)), grid=Grid(32, 32))
+    s = head_statistics(captured(QueryKeyScores(q, k, None, 64**-0.5)), grid=Grid(32, 32))
     assert s.entropy.mean() == pytest.approx(6.43, abs=0.02)
-    assert s.chance["entropy"] == pytest.approx(6.9315, abs=1e-4)
+    assert s.uniform["entropy"] == pytest.approx(6.9315, abs=1e-4)
     assert s.grid.distance.mean() == pytest.approx(16.67, abs=0.1)
 
 
@@ -246,15 +246,15 @@ def test_heads_that_project_alike_have_angle_0():
     g = torch.Generator().manual_seed(0)
     q = torch.randn(1, 3, 23, 5, generator=g)
     q[:, 1] = q[:, 0] @ torch.randn(5, 5, generator=g)
-    call = captured(Compared(q, q, None, 1.0))
+    call = captured(QueryKeyScores(q, q, None, 1.0))
     angles = head_angles(call, "query")
     assert angles[0, 1].max() < 1e-5 and angles[0, 2].max() > 0.5
-    with pytest.raises(rg.ShapeError, match=r"13 tokens for heads 7 wide: .* give at least 14 tokens"):
+    with pytest.raises(rg.ShapeError, match=r"13 tokens for heads of width 7: .* use at least 14 tokens"):
         head_angles(drawn(1, b=1, d=7))
     with pytest.raises(
-        rg.RegardError, match="ran eagerly: its weights were seen, its queries and keys were not"
+        rg.RegardError, match="is eager attention: only its weights were recorded, not q and k"
     ):
-        head_angles(captured(Written(torch.ones(1, 1, 3, 3) / 3)))
+        head_angles(captured(StoredWeights(torch.ones(1, 1, 3, 3) / 3)))
 
 
 @pytest.mark.parametrize(
@@ -272,8 +272,8 @@ def test_the_grid_of_an_image_is_found(tokens, height, width, grid):
 
 
 def test_a_call_where_no_query_may_look_is_refused():
-    call = drawn(1, terms=(Masked(torch.zeros(13, 13, dtype=torch.bool)),))
+    call = drawn(1, terms=(MaskOrBias(torch.zeros(13, 13, dtype=torch.bool)),))
     with pytest.raises(
-        rg.ShapeError, match=r"layer 0 \(layer\): no query may look anywhere; nothing to count"
+        rg.ShapeError, match=r"layer 0 \(layer\): no query has an allowed key, so it has no statistics"
     ):
         head_statistics(call)

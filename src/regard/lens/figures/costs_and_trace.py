@@ -22,7 +22,7 @@ def layer_costs(
     measured: bool = False,
     dark: bool = False,
 ) -> Any:
-    """P09: the operations (or the seconds measured here) of each layer type against n, with the crossings marked."""
+    """P09: the FLOPs (or the seconds measured here) of each layer type against n, with the crossings marked."""
     if measured:
         seconds = {
             g.name: dict(zip(g.lengths, g.seconds, strict=True)) for g in compare(d=d, measure=lengths).growth
@@ -30,9 +30,9 @@ def layer_costs(
         return cost_curves(seconds, y="seconds of one layer", dark=dark)
     each = {n: compare(n, d) for n in lengths}
     first = each[lengths[0]]
-    work = {layer.name: {n: c[layer.name].operations for n, c in each.items()} for layer in first.layers}
+    work = {layer.name: {n: c[layer.name].flops for n, c in each.items()} for layer in first.layers}
     crossings = {f"n = {d}": d, f"n = {2 * d}": 2 * d}
-    return cost_curves(work, y="operations of one layer", crossings=crossings, dark=dark)
+    return cost_curves(work, y="FLOPs of one layer", crossings=crossings, dark=dark)
 
 
 def attention_trace(layer: nn.Module, x: Float[Tensor, "1 n d_model"], *, dark: bool = False) -> Any:
@@ -49,21 +49,21 @@ def attention_trace(layer: nn.Module, x: Float[Tensor, "1 n d_model"], *, dark: 
     weights = call.weights()
     steps = [
         ("x", "input", x[0], ""),
-        ("scores", "scale · Q Kᵀ + bias", call.scores(), _operations(price, "scores")),
-        ("weights", "softmax over the allowed keys", weights, f"{price['softmax'].total.other:,}"),
+        ("scores", "scale · Q Kᵀ + bias", call.scores(), _flops(price, "scores")),
+        ("weights", "softmax over the allowed keys", weights, f"{price['softmax'].total.elementwise_flops:,}"),
     ]
     if values is not None:
         mixed = weights.to(values.dtype) @ values
         steps += [
-            ("V", "x W_V, a head", values, _operations(price, "v")),
-            ("heads", "weights · V", mixed, _operations(price, "mixing")),
+            ("V", "x W_V, a head", values, _flops(price, "v")),
+            ("heads", "weights · V", mixed, _flops(price, "mixing")),
         ]
-    steps.append(("output", "concat(heads) W_O", out[0], _operations(price, "output")))
+    steps.append(("output", "concat(heads) W_O", out[0], _flops(price, "output")))
     return shape_trace(steps, dark=dark)
 
 
-def _operations(price: Any, name: str) -> str:
+def _flops(price: Any, name: str) -> str:
     try:
-        return f"{price[name].total.operations:,} FLOPs"
+        return f"{price[name].total.flops:,} FLOPs"
     except SpecError:  # a layer without that part: no output projection, say
         return ""

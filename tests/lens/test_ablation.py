@@ -8,7 +8,8 @@ from torch import nn
 import regard as rg
 from ledger_cases import agrees, case
 from lens_models import huggingface, inputs
-from regard.lens import causes
+from regard.lens import ablation, perturbation
+from regard.lens.rollout import rollout
 from regard.lens.view import look
 
 
@@ -95,7 +96,7 @@ def test_both_ways_of_a_model_give_one_effect(way):
     pytest.importorskip("transformers")
     given = inputs("t5")
     view = look(huggingface("t5", way), given)
-    got = [causes.remove_head(view._model, given, 3, 2), view.remove_key(1, layer=3)]
+    got = [ablation.remove_head(view._model, given, 3, 2), view.remove_key(1, layer=3)]
     assert got == pytest.approx([EFFECTS.setdefault(i, x) for i, x in enumerate(got)], rel=1e-4)
     assert min(got) > 1e-4
 
@@ -118,7 +119,7 @@ def test_a_key_or_a_head_that_is_not_there_is_refused():
     with pytest.raises(rg.ShapeError, match="key 7: this attention has 7 keys, 0 to 6"):
         view.remove_key(7)
     with pytest.raises(rg.ShapeError, match="head 3: this attention has 3 heads, 0 to 2"):
-        causes.remove_head(Heads(), X, 0, 3)
+        ablation.remove_head(Heads(), X, 0, 3)
 
 
 def worked():
@@ -134,7 +135,7 @@ def attend(q, k, v, scale=5**-0.5):
 def test_a_longer_key_moves_the_output_as_computed_anew():
     q, k, v = worked()
     alphas = (0.0, 0.5, 1.001, 3.0)
-    got = causes.key_length(q, k, v, 4, alphas)
+    got = perturbation.key_length(q, k, v, 4, alphas)
     for s, alpha in enumerate(alphas):
         changed = k.clone()
         changed[4] *= alpha
@@ -147,7 +148,7 @@ def test_a_longer_key_moves_the_output_as_computed_anew():
 @pytest.mark.ledger("S4.1.1e.1", "S4.1.1e.2")
 def test_noise_on_a_key_moves_the_mean_too():
     q, k, v = worked()
-    got = causes.key_noise(q, k, v, 4, (0.05, 0.8))
+    got = perturbation.key_noise(q, k, v, 4, (0.05, 0.8))
     g = torch.Generator().manual_seed(0)
     for s, sigma in enumerate((0.05, 0.8)):
         noise = sigma * torch.randn(200_000, 5, generator=g, dtype=torch.float64)
@@ -169,7 +170,7 @@ def test_noise_on_a_key_moves_the_mean_too():
 def test_a_changed_key_of_the_ledger(name):
     c = case(name)
     q, k, v, new = (torch.tensor(c["inputs"][x], dtype=torch.float64) for x in ("Q", "K", "V", "new_key"))
-    got = causes.key_change(q, k, v, c["inputs"]["index"], new[None], c["inputs"]["beta"])
+    got = perturbation.key_change(q, k, v, c["inputs"]["index"], new[None], c["inputs"]["beta"])
     told = [
         {"exact_change": e.tolist(), "first_order_change": f.tolist()}
         for e, f in zip(got.exact[0], got.first_order[0])
@@ -182,7 +183,7 @@ def test_a_changed_key_of_the_ledger(name):
 def test_the_noise_of_the_ledger():
     c = case("key.noise_0.125")
     q, k, v = (torch.tensor(c["inputs"][x], dtype=torch.float64) for x in ("Q", "K", "V"))
-    got = causes.key_noise(q, k, v, c["inputs"]["index"], [c["inputs"]["sigma"]], c["inputs"]["beta"])
+    got = perturbation.key_noise(q, k, v, c["inputs"]["index"], [c["inputs"]["sigma"]], c["inputs"]["beta"])
     told = [
         {"mean_change": m, "std_change": d, "mean_second_order": m2, "std_first_order": d1}
         for m, d, m2, d1 in zip(
@@ -211,8 +212,8 @@ def test_rollout_of_no_single_stack_is_refused():
     view = look(
         nn.Transformer(16, 2, 1, 1, 32, batch_first=True), (torch.randn(1, 7, 16), torch.randn(1, 5, 16))
     )
-    with pytest.raises(rg.ShapeError, match=r"rollout multiplies layer by layer: .* \(5 × 7\)"):
-        causes.rollout(view.calls)
+    with pytest.raises(rg.ShapeError, match=r"rollout multiplies the layers of one stack .* \(5 × 7\)"):
+        rollout(view.calls)
     with pytest.raises(rg.ShapeError, match="rollout needs at least one self-attention"):
-        causes.rollout([])
+        rollout([])
     assert view.rollout().shape == (7, 7)

@@ -1,4 +1,4 @@
-"""What kind of head it is: the numbers of its statistics against a table of thresholds."""
+"""Classifying heads: their statistics against a table of thresholds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from .statistics import HeadStatistics
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A name, how sure (½ at the threshold, 1 at a head that does nothing else), and the numbers that say so."""
+class HeadKind:
+    """A name, a confidence (½ at the threshold, 1 for a head that does nothing else), and the evidence in numbers."""
 
     name: str
     confidence: float
@@ -19,15 +19,15 @@ class Kind:
 
 @dataclass(frozen=True)
 class Rule:
-    """A head is of this kind when `measure` is at least `threshold`. `saying` is filled in with the numbers.
+    """A head is of this kind if `measure` is at least `threshold`. `evidence` is formatted with the numbers.
 
-    A rule of a later tier is asked only where none of an earlier one holds: places, then shapes, then the rest.
+    The rules of a tier apply only if no rule of an earlier tier holds: positions, then shapes, then the rest.
     """
 
     name: str
     measure: str  # a name of MEASURES
     threshold: float
-    saying: str
+    evidence: str
     tier: int = 0
 
 
@@ -38,46 +38,51 @@ RULES = (
     Rule("shift", "shift", 0.4, "{value:.0%} is at one offset, {where}"),
     Rule("first", "on_first", 0.4, "{value:.0%} is on the first token"),
     Rule("induction", "induction", 0.35, "{value:.0%} is on what followed the same token before"),
-    Rule("same token", "on_same", 0.35, "{value:.0%} is on other places of the same token"),
+    Rule("same token", "on_same", 0.35, "{value:.0%} is on other occurrences of the same token"),
     Rule("separator", "on_separator", 0.5, "{value:.0%} is on separators"),
     Rule("sink", "one_key", 0.4, "{value:.0%} of all queries' weight is on one key, {where}"),
     Rule("stride", "stride", 0.6, "{value:.0%} is on keys {where}", 1),
     Rule("window", "near", 0.6, "90 % of the weight is at most {where} away", 1),
-    Rule("uniform", "flat", 0.95, "its entropy is {value:.0%} of the largest possible", 1),
-    Rule("content", "sharp", 0.4, "it uses {where} of its rows' entropy, at no fixed place", 2),
+    Rule("uniform", "flat", 0.95, "its entropy is {value:.0%} of the maximum", 1),
+    Rule("content", "sharp", 0.4, "its entropy is {where} of the maximum, at no fixed position", 2),
 )
 KINDS = (*(rule.name for rule in RULES), "mixed")
 
 
-def kind(s: HeadStatistics, head: int, rules: tuple[Rule, ...] = RULES) -> Kind:
-    """The kind whose threshold is passed by most, in the first tier that has one; the earlier rule if even."""
-    best: tuple[float, Kind] | None = None
+def classify_head(s: HeadStatistics, head: int, rules: tuple[Rule, ...] = RULES) -> HeadKind:
+    """The kind whose threshold is exceeded by the largest margin, in the first tier that has one; ties go to the
+    earlier rule."""
+    best: tuple[float, HeadKind] | None = None
     tier = 0
     for rule in sorted(rules, key=lambda r: r.tier):
         if rule.tier > tier and best is not None:
             break
         tier = rule.tier
         if rule.measure not in MEASURES:
-            raise RegardError(f"{rule!r} measures {rule.measure!r}; known: {', '.join(sorted(MEASURES))}")
+            raise RegardError(
+                f"{rule!r}: unknown measure {rule.measure!r}; known: {', '.join(sorted(MEASURES))}"
+            )
         value, where, shown = MEASURES[rule.measure](s, head)
         if isnan(value) or value < rule.threshold:
             continue
-        past = (value - rule.threshold) / max(1 - rule.threshold, 1e-9)
-        found = Kind(rule.name, min(0.5 + past / 2, 1.0), rule.saying.format(value=shown, where=where))
-        if best is None or past > best[0] + 1e-9:
-            best = past, found
+        margin = (value - rule.threshold) / max(1 - rule.threshold, 1e-9)
+        result = HeadKind(
+            rule.name, min(0.5 + margin / 2, 1.0), rule.evidence.format(value=shown, where=where)
+        )
+        if best is None or margin > best[0] + 1e-9:
+            best = margin, result
     if best is not None:
         return best[1]
-    return Kind("mixed", 0.5, f"{float(s.keys[head]):.1f} keys count, no threshold is reached")
+    return HeadKind("mixed", 0.5, f"{float(s.keys[head]):.1f} effective keys; no threshold is reached")
 
 
-def kinds(s: HeadStatistics, rules: tuple[Rule, ...] = RULES) -> tuple[Kind, ...]:
+def classify_heads(s: HeadStatistics, rules: tuple[Rule, ...] = RULES) -> tuple[HeadKind, ...]:
     """The kind of every head."""
-    return tuple(kind(s, h, rules) for h in range(len(s.entropy)))
+    return tuple(classify_head(s, h, rules) for h in range(len(s.entropy)))
 
 
-# A measure gives the number held against the threshold (chance taken off), a word for the evidence, and the
-# number as it was counted.
+# A measure gives the number to compare with the threshold (corrected for chance), a text for the evidence, and the
+# number before the correction.
 Measured = tuple[float, str, float]
 Measure = Callable[[HeadStatistics, int], Measured]
 
@@ -90,46 +95,48 @@ def _above_chance(value: float, chance: float) -> float:
 def _on(name: str) -> Measure:
     def measure(s: HeadStatistics, h: int) -> Measured:
         value = float(getattr(s, name)[h])
-        return _above_chance(value, s.chance.get("one_key", 0.0)), "", value
+        return _above_chance(value, s.uniform.get("one_key", 0.0)), "", value
 
     return measure
 
 
 def _shift(s: HeadStatistics, h: int) -> Measured:
-    """The best offset in one dimension, or in two where there is a grid."""
+    """The offset with the largest weight, in one dimension or, on a grid, in two."""
     offset, value = int(s.shift[h]), float(s.shift_weight[h])
     if s.grid is not None and float(s.grid.shift_weight[h]) > value:
         (y, x), value = s.grid.shift[h].tolist(), float(s.grid.shift_weight[h])
-        return _above_chance(value, s.chance["one_key"]), f"{y:+.0f} rows and {x:+.0f} columns", value
+        return _above_chance(value, s.uniform["one_key"]), f"{y:+.0f} rows and {x:+.0f} columns", value
     where = "the query itself" if offset == 0 else f"{abs(offset)} {'back' if offset > 0 else 'ahead'}"
     rare = len(s.offsets) > 2 and abs(offset) > max(abs(int(s.offsets[0])), abs(int(s.offsets[-1]))) / 2
     return (
-        (0.0 if rare else _above_chance(value, s.chance["one_key"])),
+        (0.0 if rare else _above_chance(value, s.uniform["one_key"])),  # few queries have a key so far away
         where,
         value,
-    )  # few queries reach so far
+    )
 
 
 def _one_key(s: HeadStatistics, h: int) -> Measured:
     value, j = s.by_key[h].max(-1)
-    return _above_chance(float(value), s.chance["one_key"]), f"key {int(j)}", float(value)
+    return _above_chance(float(value), s.uniform["one_key"]), f"key {int(j)}", float(value)
 
 
 def _stride(s: HeadStatistics, h: int) -> Measured:
-    """The k with most weight above its share 1/k, on keys or on offsets."""
-    found = [(0.0, "", 0.0)]
-    for table, saying in ((s.multiples, "j ≡ 0 mod {k}"), (s.strides, "with i − j ≡ 0 mod {k}")):
+    """The k with the largest weight above its share 1/k, on keys or on offsets."""
+    candidates = [(0.0, "", 0.0)]
+    for table, text in ((s.multiples, "j ≡ 0 mod {k}"), (s.strides, "with i − j ≡ 0 mod {k}")):
         for k, each in table.items():
             value = float(each[h])
             at_zero = float(s.by_key[h, 0]) if table is s.multiples else float(s.on_self[h])
-            lone = 0.0 if isnan(at_zero) else at_zero  # a head that sits on one multiple is another kind
-            found.append((_above_chance(value, 1 / k) - lone, saying.format(k=k), value))
-    return max(found)
+            single = (
+                0.0 if isnan(at_zero) else at_zero
+            )  # a head with all weight on one multiple is another kind
+            candidates.append((_above_chance(value, 1 / k) - single, text.format(k=k), value))
+    return max(candidates)
 
 
 def _near(s: HeadStatistics, h: int) -> Measured:
-    span, chance = float(s.span[h]), s.chance["span"]
-    value = 1 - span / chance if chance > 0 else 0.0
+    span, uniform = float(s.span[h]), s.uniform["span"]
+    value = 1 - span / uniform if uniform > 0 else 0.0
     return value, f"{span:.0f}", value
 
 

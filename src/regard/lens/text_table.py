@@ -1,14 +1,25 @@
-"""A table of rows for those without pandas: prints itself, holds plain dictionaries."""
+"""A table of rows that prints itself, used where pandas is not installed."""
 
 from dataclasses import dataclass
 from typing import Any
 
-SHOWN = ("layer", "head", "role", "kind", "confidence", "entropy", "distance", "top", "on_first", "effect")
+PRINTED_COLUMNS = (
+    "layer",
+    "head",
+    "role",
+    "kind",
+    "confidence",
+    "entropy",
+    "distance",
+    "top",
+    "on_first",
+    "effect",
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one shape, in order."""
+    """Rows with the same columns."""
 
     rows: list[dict[str, Any]]
 
@@ -22,7 +33,7 @@ class Table:
     def __repr__(self) -> str:
         if not self.rows:
             return "(no rows)"
-        names = [n for n in SHOWN if n in self.rows[0]] or list(self.rows[0])
+        names = [n for n in PRINTED_COLUMNS if n in self.rows[0]] or list(self.rows[0])
         cells = [names, *([_cell(row[n]) for n in names] for row in self.rows)]
         widths = [max(len(line[c]) for line in cells) for c in range(len(names))]
         return "\n".join("  ".join(t.rjust(w) for t, w in zip(line, widths)) for line in cells)

@@ -1,7 +1,9 @@
 """Every attention of anyone's model is seen, exactly, while the model runs as it always does."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 import regard as rg
 from lens_models import FAMILIES, TWO_SIDED, eager_weights, huggingface, inputs
-from regard.lens.capture import watching
+from regard.lens.intercept import intercept
 from regard.lens.view import look
 
 
@@ -19,16 +21,16 @@ def weights(view, layer):
     return torch.stack([call.weights(batch=b) for b in range(call.b)])
 
 
-@pytest.mark.parametrize("way", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_weights_of_seven_families_are_those_of_eager_attention(family, way):
+def test_the_weights_of_seven_families_are_those_of_eager_attention(family, implementation):
     pytest.importorskip("transformers")
     given = inputs(family)
-    model = huggingface(family, way)
+    model = huggingface(family, implementation)
     view = look(model, given)
     truth = eager_weights(huggingface(family, "eager"), given)
     assert len(view.calls) == len(truth) and not view.missed
-    assert {c.way for c in view.calls} == {way}
+    assert {c.implementation for c in view.calls} == {implementation}
     for layer, w in enumerate(truth):
         assert (weights(view, layer) - w).abs().max() <= 1e-6
     roles = ["self", "self", *["self", "cross"] * 2] if family in TWO_SIDED else ["self", "self"]
@@ -76,7 +78,7 @@ def test_pytorchs_encoder_is_seen_on_every_path_and_not_changed(norm_first, trai
     view = look(model, given)
     hook.remove()
     assert [c.name for c in view.calls] == ["layers.0.self_attn", "layers.1.self_attn"] and not view.missed
-    assert {c.way for c in view.calls} == {"sdpa" if training else "fast path"}
+    assert {c.implementation for c in view.calls} == {"sdpa" if training else "fast path"}
     if not training:
         assert torch.equal(outputs[0], alone)
     attention, first = model.layers[0].self_attn.train(), model.layers[0].norm1
@@ -179,7 +181,7 @@ def test_a_function_kept_under_another_name_is_seen():
         view = look(lambda q: (module.mine(q, q, q), kept(q, q, q)), q)
     finally:
         del sys.modules[module.__name__]
-    assert [c.way for c in view.calls] == ["sdpa", "sdpa"]
+    assert [c.implementation for c in view.calls] == ["sdpa", "sdpa"]
     assert torch.equal(view.map(0, 1), view.map(1, 1))
     assert F.scaled_dot_product_attention is kept
 
@@ -195,13 +197,13 @@ def test_an_attention_written_out_by_hand_is_seen():
     view = look(attend, x)
     truth = (x @ x.mT).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf).softmax(-1)
     assert (weights(view, 0) - truth).abs().max() <= 1e-6
-    assert view.calls[0].way == "eager" and torch.equal(view.calls[0].values(), x[0])
+    assert view.calls[0].implementation == "eager" and torch.equal(view.calls[0].values(), x[0])
     single = look(lambda x: (x @ x.T).softmax(-1) @ x, x[0, 0])
     assert (single.map(0, 0) - (x[0, 0] @ x[0, 0].T).softmax(-1)).abs().max() <= 1e-6
 
 
 def test_a_softmax_that_weighs_nothing_is_no_attention():
-    with pytest.raises(rg.RegardError, match="no attention was seen"):
+    with pytest.raises(rg.RegardError, match="no attention call was found"):
         look(nn.Sequential(nn.Linear(5, 3), nn.Softmax(-1)), torch.randn(2, 7, 5))
 
 
@@ -227,7 +229,7 @@ def test_our_own_engine_is_seen_with_all_that_it_takes(kind):
     view = look(lambda q: rg.attention(q, k, v, pattern, **more), q)
     o = rg.attention(q, k, v, pattern, **more)
     call = view.calls[0]
-    assert call.way == "regard" and call.kv_heads == 2
+    assert call.implementation == "regard" and call.kv_heads == 2
     for b in range(2):
         assert torch.allclose(call.weights(batch=b) @ call.values(batch=b), o[b], atol=1e-6)
 
@@ -243,7 +245,7 @@ def test_our_own_models_are_seen_whole():
     ).build()
     ids = torch.randint(0, 13, (2, 7), generator=torch.Generator().manual_seed(0))
     view = look(model.eval(), (ids, ids[:, :5]))
-    assert {c.way for c in view.calls} == {"regard"} and not view.missed
+    assert {c.implementation for c in view.calls} == {"regard"} and not view.missed
     assert [(c.role, c.n, c.m) for c in view.calls[2:]] == [("self", 5, 5), ("cross", 5, 7)] * 2
     with torch.no_grad():
         kept = model(ids, ids[:, :5], return_weights=True)[1]
@@ -269,7 +271,7 @@ def test_flex_attention_is_seen_with_its_functions(compiled):
     i = torch.arange(7)
     bias = -slopes[:, None, None] * (i[:, None] - i)
     truth = rg.reference.attend(q, q, q, (i[:, None] >= i).expand(2, 2, 7, 7), bias=bias).weights
-    assert view.calls[0].way == "flex"
+    assert view.calls[0].implementation == "flex"
     assert (weights(view, 0) - truth).abs().max() <= 1e-6
 
 
@@ -318,10 +320,10 @@ def test_what_could_not_be_seen_is_said():
 
     model = nn.Sequential(LinearAttention(), Sdpa())
     view = look(model, torch.randn(2, 7, 12))
-    assert view.missed == ("0 (LinearAttention): it ran, and no attention could be seen in it",)
-    assert "not seen: 0 (LinearAttention)" in repr(view)
+    assert view.missed == ("0 (LinearAttention): it ran, but no attention call was found in it",)
+    assert "not recorded: 0 (LinearAttention)" in repr(view)
     with pytest.raises(
-        rg.RegardError, match=r"no attention was seen while LinearAttention ran .*; it ran, and|: it ran"
+        rg.RegardError, match=r"no attention call was found while LinearAttention ran .*; 0|: it ran"
     ):
         look(LinearAttention(), torch.randn(2, 7, 12))
 
@@ -334,9 +336,77 @@ def test_nothing_is_left_behind_even_after_an_error():
         look(Sdpa(), torch.randn(2, 7, 5))
     look(Sdpa(), torch.randn(2, 7, 12))
     assert (F.scaled_dot_product_attention, rg.attention, dict(hooks._global_forward_pre_hooks)) == before
-    with pytest.raises(KeyError), watching(Sdpa(), print):
+    with pytest.raises(KeyError), intercept(Sdpa(), print):
         raise KeyError
     assert F.scaled_dot_product_attention is before[0] and not hooks._global_forward_hooks
+
+
+def test_four_threads_look_at_different_models_at_the_same_time_and_each_gets_its_own_maps():
+    """Twenty times, so that threads start and finish in every order."""
+    sdpa, attention = F.scaled_dot_product_attention, rg.attention
+    x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    own = rg.Attention(12, heads=2, pattern=rg.causal()).build().eval()
+    fast = nn.TransformerEncoderLayer(12, 2, 24, batch_first=True).eval()
+    models = [Sdpa(), Sdpa(is_causal=True), own, fast]
+    alone = [look(model, x) for model in models]
+
+    def twenty_times(number):
+        views = []
+        for _ in range(20):
+            start.wait()
+            views.append(look(models[number], x))
+        return views
+
+    start = Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(twenty_times, range(4)))
+    for one, several in zip(alone, together):
+        for view in several:
+            assert [(c.name, c.implementation) for c in view.calls] == [
+                (c.name, c.implementation) for c in one.calls
+            ]
+            assert torch.equal(weights(view, 0), weights(one, 0))
+    assert F.scaled_dot_product_attention is sdpa and rg.attention is attention
+    assert rg.engine.attention.attention is attention
+
+
+def test_what_another_thread_runs_meanwhile_is_not_recorded():
+    x = torch.randn(2, 7, 12)
+    inside, finished = Event(), Event()
+
+    def waits(x):
+        inside.set()
+        assert finished.wait(60)
+        return Sdpa()(x)
+
+    def elsewhere():
+        assert inside.wait(60)
+        nn.TransformerEncoderLayer(12, 2, 24, batch_first=True).eval()(x)
+        out = Sdpa()(x), rg.attention(x[None], x[None], x[None])
+        finished.set()
+        return out
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(elsewhere)
+        view = look(waits, x)
+        assert len(other.result()) == 2
+    assert [c.name for c in view.calls] == ["Sdpa"]
+
+
+def test_a_module_imported_while_looking_gets_the_original_function_back():
+    module = type(sys)("a_module_imported_meanwhile")
+
+    def run(q):
+        sys.modules[module.__name__] = module
+        module.mine = F.scaled_dot_product_attention
+        return module.mine(q, q, q)
+
+    try:
+        view = look(run, torch.randn(1, 2, 7, 5))
+        assert len(view.calls) == 1 and module.mine is F.scaled_dot_product_attention
+    finally:
+        del sys.modules[module.__name__]
 
 
 def test_tensors_that_were_written_over_are_refused():
@@ -348,9 +418,7 @@ def test_tensors_that_were_written_over_are_refused():
         return out
 
     view = look(run, torch.randn(1, 1, 7, 5))
-    with pytest.raises(
-        rg.RegardError, match=r"layer 0 \(attention\) were written over .* look with keep='copy'"
-    ):
+    with pytest.raises(rg.RegardError, match=r"layer 0 \(attention\) were overwritten .* use keep='copy'"):
         view.map(0, 0)
     cache.normal_()
     k = cache.clone()

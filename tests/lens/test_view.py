@@ -10,7 +10,7 @@ from torch import nn
 import regard as rg
 from lens_models import huggingface, inputs, small
 from regard.lens.recorder import Recorder, gradient_norms
-from regard.lens.table import Table
+from regard.lens.text_table import Table
 from regard.lens.view import look
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
@@ -32,11 +32,11 @@ def test_a_layer_is_found_by_number_name_or_the_end_of_its_name():
     view = look(huggingface("bart", "sdpa"), inputs("bart"))
     assert view.call("decoder.layers.0.encoder_attn").layer == 3
     with pytest.raises(
-        rg.ShapeError, match=r"'encoder_attn' names 2 layers: model.decoder.layers.0.encoder_attn, "
+        rg.ShapeError, match=r"'encoder_attn' matches 2 layers: model.decoder.layers.0.encoder_attn, "
     ):
         view.call("encoder_attn")
     with pytest.raises(
-        rg.ShapeError, match=r"no layer is called 'model.encoder.layers.0.self_atn'; did you mean"
+        rg.ShapeError, match=r"no layer is named 'model.encoder.layers.0.self_atn'; did you mean"
     ):
         view.call("model.encoder.layers.0.self_atn")
 
@@ -44,10 +44,10 @@ def test_a_layer_is_found_by_number_name_or_the_end_of_its_name():
 @pytest.mark.parametrize(
     ("layer", "head", "batch", "message"),
     [
-        (2, 0, 0, "layer 2: 2 were seen, 0 to 1"),
-        (-1, 0, 0, "layer -1: 2 were seen, 0 to 1"),
+        (2, 0, 0, "layer 2: there are 2 layers, 0 to 1"),
+        (-1, 0, 0, "layer -1: there are 2 layers, 0 to 1"),
         (1, 3, 0, r"head 3 of layer 1 \(blocks.1.attention\): it has 3 heads, 0 to 2"),
-        (1, 0, 2, "batch row 2 of blocks.1.attention: it ran 2 rows, 0 to 1"),
+        (1, 0, 2, "batch row 2 of blocks.1.attention: it has 2 rows, 0 to 1"),
     ],
 )
 def test_what_does_not_exist_is_refused_with_the_range(layer, head, batch, message):
@@ -66,11 +66,11 @@ def test_tokens_come_from_ids_from_names_or_from_a_tokenizer():
     assert look(model, IDS, words).keys(1) == tuple("abcdefg")
     assert look(model, IDS[:1], list("abcdefg")).keys(0) == tuple("abcdefg")
     assert look(model, IDS, lambda ids: [f"<{i}>" for i in ids]).keys(0)[:2] == ("<3>", "<1>")
-    with pytest.raises(rg.ShapeError, match="tokens name 1 rows of 6; the input holds 2 rows of 7"):
+    with pytest.raises(rg.ShapeError, match="tokens has 1 rows of 6; the input has 2 rows of 7"):
         look(model, IDS, list("abcdef"))
-    with pytest.raises(rg.SpecError, match="tokens='the cat': give a list of strings"):
+    with pytest.raises(rg.SpecError, match="tokens='the cat': use a list of strings"):
         look(model, IDS, "the cat")
-    with pytest.raises(rg.SpecError, match="tokens has 'from'; its two sides are 'source' and 'target'"):
+    with pytest.raises(rg.SpecError, match="tokens has the key 'from'; its keys are 'source' and 'target'"):
         look(model, IDS, {"from": []})
 
 
@@ -90,8 +90,8 @@ def test_an_image_brings_its_grid_and_itself():
     view = look(huggingface("vit", "sdpa"), inputs("vit"))
     assert view.grid == (4, 4) and view.skip == 1 and view.image.shape == (3, 32, 32)
     assert view.queries(0)[:3] == ("class", "0,0", "0,1")
-    assert view.statistics[0].centre.shape == (4, 2) and "centre_y" in view.rows()[0]
-    with pytest.raises(rg.SpecError, match=r"grid=5: give \(rows, columns\)"):
+    assert view.statistics[0].center.shape == (4, 2) and "center_y" in view.rows()[0]
+    with pytest.raises(rg.SpecError, match=r"grid=5: use \(rows, columns\)"):
         look(huggingface("vit", "sdpa"), inputs("vit"), grid=5)
 
 
@@ -121,7 +121,7 @@ def test_the_table_is_pandas_where_pandas_is(monkeypatch):
 def test_counting_while_it_runs_gives_the_same_numbers_and_no_maps():
     whole, streamed = look(small(), IDS), look(small(), IDS, keep=False)
     assert streamed.rows() == whole.rows()
-    with pytest.raises(rg.RegardError, match=r"layer 0 \(blocks.0.attention\) was looked at with keep=False"):
+    with pytest.raises(rg.RegardError, match=r"layer 0 \(blocks.0.attention\) was recorded with keep=False"):
         streamed.map(0, 0)
     with pytest.raises(rg.RegardError, match="keep='all'; use True, False or 'copy'"):
         look(small(), IDS, keep="all")
@@ -129,10 +129,10 @@ def test_counting_while_it_runs_gives_the_same_numbers_and_no_maps():
 
 def test_a_model_without_attention_is_said_to_have_none():
     with pytest.raises(
-        rg.RegardError, match=r"no attention was seen while Linear ran \(1 module calls\): it has none"
+        rg.RegardError, match=r"no attention call was found while Linear ran \(1 module calls\): it has none"
     ):
         look(nn.Linear(3, 3), torch.randn(2, 3))
-    with pytest.raises(rg.SpecError, match="int cannot be called; give a model"):
+    with pytest.raises(rg.SpecError, match="int is not callable; pass a model"):
         look(3, torch.randn(2, 3))
 
 
@@ -147,22 +147,20 @@ def test_numbers_are_saved_and_other_endings_refused(tmp_path):
     view = look(small(), IDS)
     path = view.save(tmp_path / "heads.json")
     assert json.loads(path.read_text())["heads"] == view.rows()
-    with pytest.raises(rg.FormatError, match=r"heads.doc: save knows .html, .json, .svg, .png and .pdf"):
+    with pytest.raises(rg.FormatError, match=r"heads.doc: unknown format; accepted: .html, .json, "):
         view.save(tmp_path / "heads.doc")
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     view = look(small(), IDS)
-    with pytest.raises(
-        rg.RegardError, match=r"nowhere/heads.json cannot be written: No such file or directory"
-    ):
+    with pytest.raises(rg.RegardError, match=r"cannot write .*nowhere/heads.json: No such file or directory"):
         view.save(tmp_path / "nowhere" / "heads.json")
     closed = tmp_path / "closed"
     closed.mkdir()
     closed.chmod(0o500)
     if os.access(closed, os.W_OK):
         pytest.skip("this user may write anywhere")
-    with pytest.raises(rg.RegardError, match="Permission denied; name a folder you may write to"):
+    with pytest.raises(rg.RegardError, match="Permission denied; choose a folder with write permission"):
         view.save(closed / "heads.json")
 
 
@@ -215,9 +213,9 @@ def test_a_recorder_says_what_it_does_not_have(tmp_path):
     kept.view(0, look(small(), IDS))
     with pytest.raises(rg.ShapeError, match="step 0 has no layer 2, head 0; its last is layer 1, head 2"):
         kept.series(2, 0, "entropy")
-    with pytest.raises(rg.ShapeError, match="step 0 holds no 'colour'; it holds layer, name"):
-        kept.series(0, 0, "colour")
+    with pytest.raises(rg.ShapeError, match="step 0 has no 'color'; it has layer, name"):
+        kept.series(0, 0, "color")
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(rg.FormatError, match=r"x.json is no record of regard's format 1"):
+    with pytest.raises(rg.FormatError, match=r"x.json is not a record in regard's format 1"):
         Recorder.load(tmp_path / "x.json")
     assert gradient_norms(small()) == {}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.lens.report import contents, inline, page
+from regard.lens.html_report import contents, inline, page
 
 EVIL = "</script><img src=x onerror='window.hacked=1'><script>window.hacked=2</script>"
 WORDS = [*(f"w{i}" for i in range(62)), EVIL, '<b>bold</b> & "quoted"']
@@ -87,11 +87,11 @@ def test_a_click_enlarges_a_head_and_a_hover_shades_the_keys(view, open_page):
     assert at.inner_text("#detail-title").startswith("blocks.3.attention, head 5: ")
     at.hover("#queries span:nth-child(20)")
     best = view.map(3, 5)[19].argmax()
-    assert at.inner_text("#reading").startswith(f"“w19” looks at w{int(best)} ")
+    assert at.inner_text("#reading").startswith(f"“w19” attends to w{int(best)} ")
     shown = at.evaluate("[...document.querySelectorAll('#keys span')].map(s => +s.title)")
     assert torch.allclose(torch.tensor(shown), view.map(3, 5)[19], atol=3e-3)
     at.hover("#keys span:nth-child(3)")
-    assert at.inner_text("#reading").startswith("“w2” is looked at by ")
+    assert at.inner_text("#reading").startswith("“w2” is attended to by ")
 
 
 def test_tokens_are_text_whatever_they_say(view, open_page):
@@ -149,9 +149,9 @@ def test_a_patch_shows_its_attention_over_the_image(vision, open_page):
     box = at.locator("#picture").bounding_box()
     at.locator("#picture").click(position={"x": box["width"] * 0.5, "y": box["height"] * 0.84})
     # the middle of the last row of 3 × 3 patches, behind the class token
-    assert at.inner_text("#reading").startswith(f"“{vision.queries(0)[1 + 7]}” looks at ")
+    assert at.inner_text("#reading").startswith(f"“{vision.queries(0)[1 + 7]}” attends to ")
     at.locator("#picture").press("ArrowLeft")
-    assert at.inner_text("#reading").startswith(f"“{vision.queries(0)[1 + 6]}” looks at ")
+    assert at.inner_text("#reading").startswith(f"“{vision.queries(0)[1 + 6]}” attends to ")
 
 
 def test_a_notebook_shows_the_page_in_a_frame_of_its_own(view):

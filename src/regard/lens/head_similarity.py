@@ -1,4 +1,4 @@
-"""How alike heads are: the maps they make, and the subspaces they compare in."""
+"""How similar heads are: the cosine of their maps, and the angles between their query or key subspaces."""
 
 from typing import Literal
 
@@ -8,34 +8,34 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import RegardError, ShapeError
-from .captured import Captured, Compared
+from .calls import AttentionCall, QueryKeyScores
 
-ROWS = 64  # queries whose weights are held at a time, of all heads
+ROWS = 64  # queries whose weights, of all heads, are in memory at a time
 
 
-def agreement(a: Captured, b: Captured) -> Float[Tensor, "h g"]:
+def agreement(a: AttentionCall, b: AttentionCall) -> Float[Tensor, "h g"]:
     """Σ a_h · b_g / (‖a_h‖ ‖b_g‖) over all weights: 1 for equal maps, 0 for maps that share no pair."""
     if (a.b, a.n, a.m) != (b.b, b.n, b.m):
         raise ShapeError(
-            f"maps of {a.n} × {a.m} ({a.name}) and of {b.n} × {b.m} ({b.name}) cannot be compared pair by pair"
+            f"maps of {a.n} × {a.m} ({a.name}) and of {b.n} × {b.m} ({b.name}) cannot be compared: different shapes"
         )
-    both = torch.zeros(a.heads, b.heads, dtype=torch.float64)
-    own, others = torch.zeros(a.heads, dtype=torch.float64), torch.zeros(b.heads, dtype=torch.float64)
+    products = torch.zeros(a.heads, b.heads, dtype=torch.float64)
+    norms_a, norms_b = torch.zeros(a.heads, dtype=torch.float64), torch.zeros(b.heads, dtype=torch.float64)
     for batch in range(a.b):
         for start in range(0, a.n, ROWS):
             rows = list(range(start, min(start + ROWS, a.n)))
             x = rearrange(a.weights(None, rows, batch), "h r m -> h (r m)")
             y = x if b is a else rearrange(b.weights(None, rows, batch), "h r m -> h (r m)")
-            both += einsum(x, y, "h p, g p -> h g").double().cpu()
-            own += (x * x).sum(-1).double().cpu()
-            others += (y * y).sum(-1).double().cpu()
-    return both / (own[:, None] * others).sqrt().clamp(min=1e-30)
+            products += einsum(x, y, "h p, g p -> h g").double().cpu()
+            norms_a += (x * x).sum(-1).double().cpu()
+            norms_b += (y * y).sum(-1).double().cpu()
+    return products / (norms_a[:, None] * norms_b).sqrt().clamp(min=1e-30)
 
 
-def principal_angles(a: Float[Tensor, "d p"], b: Float[Tensor, "d r"]) -> Float[Tensor, " least"]:
+def principal_angles(a: Float[Tensor, "d p"], b: Float[Tensor, "d r"]) -> Float[Tensor, " min_pr"]:
     """The angles between the spans of the columns of a and of b, the smallest first, in [0, π/2].
 
-    From the sines where they are small: the cosine of a small angle says little about it.
+    Small angles are computed from their sines: the cosine of a small angle has no precision.
     """
     u, w = (torch.linalg.qr(x.double())[0] for x in (a, b))
     if u.shape[1] < w.shape[1]:
@@ -45,12 +45,12 @@ def principal_angles(a: Float[Tensor, "d p"], b: Float[Tensor, "d r"]) -> Float[
     return torch.where(cosines**2 > 0.5, sines.asin(), cosines.acos())
 
 
-def head_angles(call: Captured, of: Literal["query", "key"] = "query") -> Float[Tensor, "h h d_k"]:
+def head_angles(call: AttentionCall, of: Literal["query", "key"] = "query") -> Float[Tensor, "h h d_k"]:
     """The principal angles between the heads of a call: of what their queries, or keys, span over the tokens."""
-    source = call._kept()
-    if not isinstance(source, Compared):
+    source = call._require_source()
+    if not isinstance(source, QueryKeyScores):
         raise RegardError(
-            f"layer {call.layer} ({call.name}) ran eagerly: its weights were seen, its queries and keys were not"
+            f"layer {call.layer} ({call.name}) is eager attention: only its weights were recorded, not q and k"
         )
     if of not in ("query", "key"):
         raise RegardError(f"of={of!r}; use 'query' or 'key'")
@@ -59,8 +59,8 @@ def head_angles(call: Captured, of: Literal["query", "key"] = "query") -> Float[
     h, n, d = spans.shape
     if n < 2 * d:
         raise ShapeError(
-            f"{n} tokens for heads {d} wide: two spans of {d} meet for sure in fewer than {2 * d} dimensions; "
-            f"give at least {2 * d} tokens"
+            f"{n} tokens for heads of width {d}: two subspaces of dimension {d} always intersect in fewer than "
+            f"{2 * d} dimensions; use at least {2 * d} tokens"
         )
     angles = torch.zeros(h, h, d, dtype=torch.float64)
     for i in range(h):

@@ -1,7 +1,7 @@
-"""The report: one HTML file with everything inside it. It opens from a disk, in a notebook, without a network.
+"""The report: one self-contained HTML file. It opens from disk or in a notebook, without a network.
 
-Maps travel as bytes, 0 … 255 of each map's own maximum, in base64; all words come as JSON and are put into the page
-as text, never as markup.
+Maps are stored as bytes, 0 … 255 relative to each map's maximum, in base64. All text is stored as JSON and inserted
+into the page as text, never as markup.
 """
 
 import base64
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from .kinds import KINDS
+from .head_kinds import KINDS
 from .view import View
 
 BUDGET = 1_200_000  # bytes of all maps together
@@ -37,13 +37,13 @@ COLUMNS = (
 
 
 def page(view: View, *, title: str | None = None) -> str:
-    """The whole document."""
+    """The HTML document."""
     parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    said = html.escape(title or f"{view.title}: what its heads look at")
-    data = json.dumps(contents(view)).replace("<", "\\u003c")  # no text can end the script it stands in
+    title = html.escape(title or f"{view.title}: attention of its heads")
+    data = json.dumps(contents(view)).replace("<", "\\u003c")  # so that no text can end its script element
     return (
         parts["html"]
-        .replace("{{title}}", said)
+        .replace("{{title}}", title)
         .replace("{{css}}", parts["css"])
         .replace("{{data}}", data)
         .replace("{{js}}", parts["js"])
@@ -51,26 +51,27 @@ def page(view: View, *, title: str | None = None) -> str:
 
 
 def inline(view: View, height: int = 720) -> str:
-    """The page in a frame of its own, for notebooks: its script cannot reach theirs."""
-    whole = html.escape(page(view), quote=True)
-    return f'<iframe srcdoc="{whole}" sandbox="allow-scripts" style="width:100%;height:{height}px;border:0"></iframe>'
+    """The page in a sandboxed frame, for notebooks: its script has no access to theirs."""
+    document = html.escape(page(view), quote=True)
+    style = f"width:100%;height:{height}px;border:0"
+    return f'<iframe srcdoc="{document}" sandbox="allow-scripts" style="{style}"></iframe>'
 
 
 def contents(view: View, batch: int = 0) -> dict[str, Any]:
-    """What the page shows: layers with their tokens and maps, a row of numbers a head, the image."""
+    """The data of the page: layers with their tokens and maps, one row of statistics per head, the image."""
     heads = sum(c.heads for c in view.calls)
     side = max(isqrt(BUDGET // max(heads, 1)), 8)
     layers = []
     for call in view.calls:
-        kept = call.source is not None
-        maps = [_packed(view.map(call.layer, h, batch), side) for h in range(call.heads)] if kept else []
+        stored = call.source is not None
+        maps = [_packed(view.map(call.layer, h, batch), side) for h in range(call.heads)] if stored else []
         layers.append(
             {
                 "name": call.name,
                 "role": call.role,
-                "way": call.way,
-                "queries": list(view.queries(call.layer, batch)) if kept else [],
-                "keys": list(view.keys(call.layer, batch)) if kept else [],
+                "implementation": call.implementation,
+                "queries": list(view.queries(call.layer, batch)) if stored else [],
+                "keys": list(view.keys(call.layer, batch)) if stored else [],
                 "maps": maps,
                 "shape": [min(call.n, side), min(call.m, side)],
             }
@@ -94,7 +95,7 @@ def contents(view: View, batch: int = 0) -> dict[str, Any]:
 
 
 def _packed(weights: Float[Tensor, "n m"], side: int) -> dict[str, Any]:
-    """A map as bytes; one that is too large as the mean over small blocks of it."""
+    """A map as bytes; a map that is too large as means over small blocks."""
     n, m = weights.shape
     if max(n, m) > side:
         weights = F.adaptive_avg_pool2d(weights[None].float(), (min(n, side), min(m, side)))[0]
@@ -108,7 +109,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _png(image: Float[Tensor, "c height width"]) -> str:
-    """A PNG of an image in 0 … 1, as a data address."""
+    """A PNG of an image in 0 … 1, as a data URL."""
     rgb = image.detach().float().cpu().clamp(0, 1)
     rgb = (rgb.expand(3, -1, -1) if rgb.shape[0] == 1 else rgb[:3]).mul(255).round().byte()
     _, height, width = rgb.shape

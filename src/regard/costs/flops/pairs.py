@@ -1,0 +1,100 @@
+"""The query-key pairs of one attention: allowed by its pattern, and evaluated by the backend that would run it."""
+
+from typing import NamedTuple
+
+from ...engine import choose
+from ...pattern import Pattern, causal, full
+from ...position import Position, shaw
+from ...spec import Attention
+from ..sizes import Request, Scope
+from ..tree import Amount, Pairs
+
+# Backends that never store the table of scores; their backward pass recomputes the scores.
+FUSED = ("dense", "progressions", "tiled", "masked")
+
+
+class AttentionPairs(NamedTuple):
+    """The pairs of one attention for one head, and the backend that evaluates them."""
+
+    needed: Amount
+    computed: Amount
+    rows: Amount  # queries with at least one allowed key
+    backend: str
+
+    @property
+    def fused(self) -> bool:
+        return self.backend in FUSED
+
+
+def attention_pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) -> AttentionPairs:
+    """The pairs of this attention; they are also appended to `scope.attentions`."""
+    n, m = scope.queries, scope.keys
+    pattern = full() if scope.ignore_patterns else spec.pattern
+    facts = call_facts(spec, scope.request, n.value, m.value, shared, cross, pattern)
+    choice = choose.choose(facts, scope.request.backend)
+    needed = pattern.count(n.value, m.value, facts.stands)
+    computed, rows = _computed(facts, choice.backend), _rows_with_keys(pattern, facts)
+    scope.attentions.append(
+        Pairs(scope.path, repr(pattern), needed, computed, n.value * m.value, choice.backend, choice.reason)
+    )
+    amount = scope.reader.pairs("pairs", needed, pattern, n, m)
+    return AttentionPairs(
+        amount,
+        amount if computed == needed else scope.reader.pairs("pairs_computed", computed, full(), n, m),
+        n.amount if rows == n.value else scope.size("rows", rows),
+        choice.backend,
+    )
+
+
+def _rows_with_keys(pattern: Pattern, facts: choose.Facts) -> int:
+    """The number of queries with at least one allowed key."""
+    if isinstance(pattern, full | causal):
+        return facts.n
+    return int((pattern.row_counts(facts.n, facts.m, facts.stands) > 0).sum())
+
+
+def call_facts(
+    spec: Attention,
+    request: Request,
+    n: int,
+    m: int,
+    shared: Position | None = None,
+    cross: bool = False,
+    pattern: Pattern | None = None,
+) -> choose.Facts:
+    """The call that the engine would receive. `shared`: a position encoding that belongs to the stack."""
+    sizes, position, bias = spec.sizes, shared or spec.position, "none"
+    if spec.score == "additive":
+        bias = "tensor"
+    elif position is not None and position.acts == "score":
+        bias = "distance" if _depends_on_distance_only(position) else "tensor"
+    return choose.Facts(
+        spec.pattern if pattern is None else pattern,
+        n,
+        m,
+        1 if spec.score == "position" else sizes.d_k,
+        sizes.d_v,
+        request.batch * sizes.heads,
+        request.compute_dtype,
+        request.device,
+        at=0 if cross and n > m else None,
+        bias=bias,
+        bias_grad=bool(request.train) and bias != "none",
+        hard=spec.factor == float("inf"),
+        dropout=bool(request.train) and spec.dropout > 0,
+        grad=bool(request.train),
+    )
+
+
+def _depends_on_distance_only(position: Position) -> bool:
+    """Whether the bias is a function of i − j on a line."""
+    return not isinstance(position, shaw) and getattr(position, "grid", None) is None
+
+
+def _computed(facts: choose.Facts, backend: str) -> int:
+    """Pairs evaluated per head: sparse backends skip tiles, a square causal call skips the future, others do all."""
+    if backend in ("progressions", "tiled"):
+        return choose.computed(facts)
+    if backend == "dense" and facts.n == facts.m and facts.pattern.reads_query:
+        return facts.pattern.count(facts.n)
+    return facts.n * facts.m

@@ -1,0 +1,114 @@
+"""Ablation: how the output changes when a head or a key is removed.
+
+A large weight is no proof of influence: the value may be small, or a later layer may undo the effect.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ..errors import RegardError, ShapeError
+from .calls import AttentionCall, Source
+from .intercept import ChangeOutput, InterceptedCall, intercept
+from .process_wide import WITHOUT_FAST_PATH
+from .run_model import first_tensor, run
+from .score_mods import Region
+
+Loss = Callable[[Any], float | Tensor]
+ROWS = 256  # queries whose weights are in memory at a time
+
+
+def remove_head(model: Any, inputs: Any, layer: int, head: int, loss: Loss | None = None) -> float:
+    """‖o′ − o‖ / ‖o‖ of the model's output when one head gives zeros; with a loss, by how much it rises."""
+    return _effect(model, inputs, loss, _without_head_of(layer, head))
+
+
+def remove_heads(
+    model: Any, inputs: Any, calls: Sequence[AttentionCall], loss: Loss | None = None
+) -> dict[tuple[int, int], float]:
+    """`remove_head` for every head of these calls: one forward pass each."""
+    before = _run(model, inputs, None)
+    return {
+        (call.layer, head): _difference(before, _run(model, inputs, _without_head_of(call.layer, head)), loss)
+        for call in calls
+        for head in range(call.heads)
+    }
+
+
+def _without_head_of(layer: int, head: int) -> ChangeOutput:
+    return lambda at, out, _: _without_head(out, head) if at == layer else out
+
+
+def remove_key(
+    model: Any,
+    inputs: Any,
+    key: int,
+    layer: int | None = None,
+    head: int | None = None,
+    loss: Loss | None = None,
+) -> float:
+    """The same when no query may attend to a key: in one layer or all, in one head or all."""
+
+    def change(at: int, out: Tensor, source: Source) -> Tensor:
+        return _without_key(out, source, key, head) if layer is None or at == layer else out
+
+    return _effect(model, inputs, loss, change)
+
+
+def _effect(model: Any, inputs: Any, loss: Loss | None, change: ChangeOutput) -> float:
+    return _difference(_run(model, inputs, None), _run(model, inputs, change), loss)
+
+
+def _run(model: Any, inputs: Any, change: ChangeOutput | None) -> Any:
+    """The output, with `change` applied to that of each attention. PyTorch's fast path has none and is off."""
+    calls: list[InterceptedCall] = []
+    with torch.no_grad(), WITHOUT_FAST_PATH, intercept(model, calls.append, change):
+        return run(model, inputs)
+
+
+def _difference(before: Any, after: Any, loss: Loss | None) -> float:
+    if loss is not None:
+        return float(loss(after)) - float(loss(before))
+    o, changed = first_tensor(before).double(), first_tensor(after).double()
+    if o.shape != changed.shape:
+        raise RegardError(
+            f"the model gives outputs of different shapes in two runs: {tuple(o.shape)} and {tuple(changed.shape)}"
+        )
+    return float((changed - o).norm() / o.norm().clamp(min=1e-30))
+
+
+def _without_head(o: Float[Tensor, "b h n d_v"], head: int) -> Float[Tensor, "b h n d_v"]:
+    if not 0 <= head < o.shape[1]:
+        raise ShapeError(f"head {head}: this attention has {o.shape[1]} heads, 0 to {o.shape[1] - 1}")
+    o = o.clone()
+    o[:, head] = 0
+    return o
+
+
+def _without_key(
+    o: Float[Tensor, "b h n d_v"], source: Source, key: int, head: int | None
+) -> Float[Tensor, "b h n d_v"]:
+    """softmax over the other keys: their weights, scaled to sum to 1; zeros where there is no other key."""
+    b, h, n, m = source.shape
+    if not 0 <= key < m:
+        raise ShapeError(f"key {key}: this attention has {m} keys, 0 to {m - 1}")
+    if source.v is None:
+        raise RegardError(
+            "the values of this attention were not recorded, so a key cannot be removed from it"
+        )
+    heads = list(range(h)) if head is None else [head]
+    o = o.clone()
+    v = source.v.to(torch.float32) if source.v.dtype.itemsize < 4 else source.v
+    for batch in range(b):
+        values = v[batch, [g // (h // v.shape[1]) for g in heads]]
+        for start in range(0, n, ROWS):
+            rows = slice(start, min(start + ROWS, n))
+            weights = source.weights(Region(batch, heads, rows, m)).to(values.dtype)
+            weights[..., key] = 0
+            total = weights.sum(-1, keepdim=True)
+            mean = torch.where(total > 0, weights / total.clamp(min=1e-30), 0.0) @ values
+            o[batch, heads, rows] = mean.to(o.dtype)
+    return o

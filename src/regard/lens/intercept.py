@@ -1,0 +1,318 @@
+"""Intercepting every attention call of a running model, whichever kernel makes it, without changing the model.
+
+Three things see the calls:
+- F.scaled_dot_product_attention and rg.attention are replaced by functions that report the call and then make it;
+- a dispatch mode sees the operators themselves: PyTorch's fused layers, which call no Python function (the fast path
+  of nn.MultiheadAttention and nn.TransformerEncoder), flex_attention, and a softmax whose result weights values;
+- hooks on all modules, none on a single one, keep the path of the running module. (A hook on a module itself, or a
+  TorchFunctionMode, would make PyTorch leave its fast path.)
+
+The dispatch mode belongs to one thread. The functions and the hooks are shared by all threads (process_wide.py) and
+ask for the interceptor of the calling thread: what other threads run is passed on and not recorded.
+"""
+
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from ..compat import DispatchMode, aten_operator, aten_operators, without_dispatch_modes
+from ..engine import attention as engine
+from ..engine.call import Call, as_pattern_and_table, check
+from ..errors import RegardError
+from .calls import Implementation, QueryKeyScores, Role, Source, StoredWeights
+from .operators import READERS, arguments_by_name, from_flex, from_sdpa
+from .process_wide import SharedChange, eager_compiled_functions, replaced_functions
+from .provenance import Provenance
+from .score_mods import RegardArguments
+
+ATTENTION_NAME = re.compile(r"atten|attn", re.IGNORECASE)
+MATRIX_PRODUCTS = aten_operators("bmm", "mm")
+VARIABLE_LENGTH = aten_operators("_flash_attention_forward", "_efficient_attention_forward")
+ENCODER_LAYER = aten_operator("_transformer_encoder_layer_fwd")
+
+
+class InterceptedCall(NamedTuple):
+    """One attention call, reported before it runs."""
+
+    name: str
+    role: Role
+    implementation: Implementation
+    source: Source
+
+
+OnCall = Callable[[InterceptedCall], None]
+ChangeOutput = Callable[[int, Tensor, Any], Tensor]  # (call number, output (b, h, n, d_v), source) → output
+
+
+class Interceptor(DispatchMode):
+    """Calls `on_call` for each attention of the model; `missed` names what could not be read."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled meanwhile; the guard would cost 1.5 s once and 40 µs per operator
+
+    def __init__(self, model: Any, on_call: OnCall, change_output: ChangeOutput | None = None):
+        super().__init__()
+        self.missed: list[str] = []
+        self.module_calls = 0
+        self._on_call, self._change_output, self._provenance = on_call, change_output, Provenance()
+        self._paths = _module_paths(model)
+        self._calls = 0
+        self._paused = 0  # > 0 inside a call that is already reported, and in our own operations
+        # The running modules, innermost last, each with the number of calls before it and whether a module inside
+        # it has "attention" in its name.
+        self._running: list[tuple[nn.Module, int, bool]] = []
+
+    # the calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        packet = getattr(func, "overloadpacket", None)
+        if packet in READERS:
+            implementation, read = READERS[packet]
+            source = read(arguments_by_name(func, args, kwargs))
+            if source is None:
+                self.miss(f"{self.path()}: {packet} with different inputs for q, k and v is not supported")
+            else:
+                suffix = ".self_attn" if packet is ENCODER_LAYER else ""
+                self.report(implementation, source, self.path() + suffix)
+                return self.run(source, func, *args, **kwargs)
+        elif packet in VARIABLE_LENGTH:
+            self.miss(f"{self.path()}: {packet} (variable-length sequences) is not supported")
+        elif packet is None and _name(func) == "flex_attention":
+            source = from_flex(args)
+            self.report("flex", source)
+            return self.run(source, func, *args, **kwargs)
+        elif packet in MATRIX_PRODUCTS:
+            eager = self._eager_attention(*args[:2])
+            if eager is not None:
+                return self.run(eager, func, *args, **kwargs)
+        out = func(*args, **kwargs)
+        self._provenance.record(func, args, out)
+        return out
+
+    def _eager_attention(self, weights: Tensor, values: Tensor) -> StoredWeights | None:
+        """The attention that a matrix product ends, if its left factor came out of a softmax."""
+        softmax = self._provenance.take_weights(weights)
+        if softmax is None:
+            return None
+        table, origins = softmax
+        heads = _heads(self._running[-1][0] if self._running else None, table)
+        if table.dim() == 3 and heads > 1:
+            table = rearrange(table, "(b h) n m -> b h n m", h=heads)
+        elif table.dim() == 3:
+            table = rearrange(table, "b n m -> b 1 n m")
+        elif table.dim() == 2:
+            table = rearrange(table, "n m -> 1 1 n m")
+        if table.dim() != 4:
+            self.miss(f"{self.path()}: attention weights of shape {tuple(table.shape)} are not supported")
+            return None
+        b, h = table.shape[:2]
+        v = values[None] if values.dim() == 2 else values
+        fits = v.shape[0] == b * h and v.shape[1] == table.shape[-1]
+        source = StoredWeights(table, rearrange(v, "(b h) m d -> b h m d", b=b) if fits else None)
+        same = bool(origins[0] & origins[1]) if origins and origins[0] and origins[1] else None
+        self.report("eager", source, role=_role(same, table.shape[-2], table.shape[-1]))
+        return source
+
+    def report(
+        self,
+        implementation: Implementation,
+        source: Source,
+        name: str | None = None,
+        role: Role | None = None,
+    ) -> None:
+        if role is None and isinstance(source, QueryKeyScores):
+            same = (
+                True if implementation == "fast path" else self._provenance.same_sequence(source.q, source.k)
+            )
+            role = _role(same, source.shape[2], source.shape[3])
+        self._calls += 1
+        with self._pause(), torch.no_grad(), without_dispatch_modes():
+            self._on_call(InterceptedCall(name or self.path(), role or "self", implementation, source))
+
+    def run(self, source: Source | None, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call that is already reported, and change its output where that is asked for."""
+        with self._pause():
+            out = attend(*args, **kwargs)
+            if self._change_output is not None and source is not None:
+                out = self._changed(self._change_output, source, out)
+        self._provenance.start_anew(out)
+        return out
+
+    def _changed(self, change: ChangeOutput, source: Source, out: Any) -> Any:
+        first, *rest = out if isinstance(out, tuple) else (out,)
+        b, h, n, _ = source.shape
+        if first.numel() // first.shape[-1] != b * h * n:
+            raise RegardError(f"{self.path()}: an output of shape {tuple(first.shape)} has no axis for heads")
+        changed = change(self._calls - 1, first.reshape(b, h, n, -1), source).reshape(first.shape)
+        return (changed, *rest) if isinstance(out, tuple) else changed
+
+    def miss(self, sentence: str) -> None:
+        if sentence not in self.missed:
+            self.missed.append(sentence)
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    @property
+    def paused(self) -> bool:
+        return self._paused > 0
+
+    # the running module
+
+    def enter_module(self, module: nn.Module) -> None:
+        self.module_calls += 1
+        self._running.append((module, self._calls, False))
+
+    def leave_module(self, module: nn.Module) -> None:
+        if not self._running or self._running[-1][0] is not module:
+            return
+        path = self.path()
+        _, calls_before, contains_named = self._running.pop()
+        named = bool(ATTENTION_NAME.search(type(module).__name__))
+        unread = named and self._calls == calls_before and not contains_named
+        if unread and any(True for _ in module.parameters()):
+            self.miss(f"{path} ({type(module).__name__}): it ran, but no attention call was found in it")
+        if self._running and (named or contains_named):
+            outer, before, _ = self._running[-1]
+            self._running[-1] = (outer, before, True)
+
+    def path(self) -> str:
+        """The path of the innermost running module that has one in the model."""
+        for module, *_ in reversed(self._running):
+            if id(module) in self._paths:
+                return self._paths[id(module)] or type(module).__name__
+        return type(self._running[-1][0]).__name__ if self._running else "attention"
+
+
+# The interceptors of each thread, innermost last.
+_ACTIVE = threading.local()
+
+
+def _active() -> Interceptor | None:
+    """The interceptor that records what the calling thread runs, if there is one."""
+    stack = getattr(_ACTIVE, "stack", None)
+    return stack[-1] if stack else None
+
+
+@contextmanager
+def intercept(
+    model: Any, on_call: OnCall, change_output: ChangeOutput | None = None
+) -> Iterator[Interceptor]:
+    """Report to `on_call` each attention that this thread runs inside the block."""
+    interceptor = Interceptor(model, on_call, change_output)
+    if not hasattr(_ACTIVE, "stack"):
+        _ACTIVE.stack = []
+    with _REPORTING_FUNCTIONS:
+        _ACTIVE.stack.append(interceptor)
+        try:
+            with interceptor:
+                yield interceptor
+        finally:
+            _ACTIVE.stack.remove(interceptor)
+
+
+@contextmanager
+def _reporting_functions() -> Iterator[None]:
+    """The process-wide part of the interception."""
+    sdpa, attention = torch.nn.functional.scaled_dot_product_attention, engine.attention
+    replacements = {sdpa: _reporting_sdpa(sdpa), attention: _reporting_regard(attention)}
+    with ExitStack() as undo:
+        for hook in (register_module_forward_pre_hook(_enter), register_module_forward_hook(_leave)):
+            undo.callback(hook.remove)
+        undo.enter_context(replaced_functions(replacements))
+        undo.enter_context(eager_compiled_functions())
+        yield
+
+
+_REPORTING_FUNCTIONS = SharedChange(_reporting_functions)
+
+
+def _enter(module: nn.Module, _args: Any) -> None:
+    if (interceptor := _active()) is not None:
+        interceptor.enter_module(module)
+
+
+def _leave(module: nn.Module, _args: Any, _out: Any) -> None:
+    if (interceptor := _active()) is not None:
+        interceptor.leave_module(module)
+
+
+def _reporting_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scaled_dot_product_attention(*args, **kwargs):
+        interceptor = _active()
+        if interceptor is None or interceptor.paused:
+            return original(*args, **kwargs)
+        source = None
+        if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+            interceptor.miss(f"{interceptor.path()}: attention over nested tensors is not supported")
+        else:
+            interceptor.report("sdpa", source := from_sdpa(*args, **kwargs))
+        return interceptor.run(source, original, *args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def attention(*args, **kwargs):
+        interceptor = _active()
+        if interceptor is None or interceptor.paused:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        fields = dict(given.arguments)
+        fields.pop("backend")
+        fields["pattern"], fields["table"] = as_pattern_and_table(fields["pattern"])
+        call = check(Call(**fields))
+        scale = call.factor if call.scale is None else float(call.scale)
+        source = QueryKeyScores(call.q, call.k, call.v, scale, (RegardArguments(call),), call.ties)
+        interceptor.report("regard", source)
+        return interceptor.run(source, original, *args, **kwargs)
+
+    return attention
+
+
+def _name(operator: Any) -> str:
+    """The name of a higher-order operator."""
+    name = getattr(operator, "name", None)
+    return name() if callable(name) else ""
+
+
+def _module_paths(model: Any) -> dict[int, str]:
+    owner = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
+    if not isinstance(owner, nn.Module):
+        return {}
+    return {id(m): path.removeprefix("_orig_mod").lstrip(".") for path, m in owner.named_modules()}
+
+
+def _heads(module: nn.Module | None, table: Tensor) -> int:
+    """How many heads the first axis of a table combines with the batch, by the attributes of the module; else 1."""
+    for name in ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"):
+        heads = getattr(module, name, None)
+        if isinstance(heads, int) and heads > 0 and table.dim() == 3 and table.shape[0] % heads == 0:
+            return heads
+    return 1
+
+
+def _role(same_sequence: bool | None, n: int, m: int) -> Role:
+    return "self" if same_sequence or (same_sequence is None and n == m) else "cross"

@@ -1,0 +1,124 @@
+"""What modifies the scores q·k before the softmax: masks, biases, patterns, functions of a pair."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..engine.call import Call
+from ..pattern import full, positions
+
+Heads = slice | list[int]
+Rows = slice | list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A region of a call's (b, h, n, m) table: one batch row, these heads and rows, the first `keys` keys."""
+
+    batch: int
+    heads: Heads
+    rows: Rows
+    keys: int
+
+    def query_indices(self, device: torch.device) -> Int[Tensor, " r"]:
+        """The indices of the rows."""
+        if isinstance(self.rows, slice):
+            return torch.arange(self.rows.start, self.rows.stop, device=device)
+        return torch.tensor(self.rows, device=device, dtype=torch.long)
+
+    def take(self, table: Tensor) -> Tensor:
+        """This region of a table that broadcasts to (b, h, n, m)."""
+        while table.dim() < 4:
+            table = table[None]
+        table = self.take_heads(table)
+        table = table[:, self.rows] if table.shape[1] > 1 else table
+        return table[..., : self.keys] if table.shape[-1] > 1 else table
+
+    def take_heads(self, table: Tensor) -> Tensor:
+        table = table[self.batch if table.shape[0] > 1 else 0]
+        return table[self.heads] if table.shape[0] > 1 else table
+
+
+@runtime_checkable
+class ScoreMod(Protocol):
+    """Modifies the scores of a region, in place where possible; −∞ means that a pair is not allowed."""
+
+    def apply(self, scores: Float[Tensor, "h r m"], region: Region) -> Float[Tensor, "h r m"]: ...
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """j ≤ i, counted from the first query and the first key, as PyTorch's is_causal does."""
+
+    def apply(self, scores: Float[Tensor, "h r m"], region: Region) -> Float[Tensor, "h r m"]:
+        keys = torch.arange(region.keys, device=scores.device)
+        return scores.masked_fill_(keys > region.query_indices(scores.device)[:, None], -inf)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskOrBias:
+    """A tensor that broadcasts to (b, h, n, m): bool says which pairs are allowed, float is added to the scores."""
+
+    table: Tensor
+
+    def apply(self, scores: Float[Tensor, "h r m"], region: Region) -> Float[Tensor, "h r m"]:
+        own = region.take(self.table)
+        return scores.masked_fill_(~own, -inf) if own.dtype == torch.bool else scores.add_(own)
+
+
+@dataclass(frozen=True, eq=False)
+class RegardArguments:
+    """The pattern, the lengths and the bias of a call of rg.attention."""
+
+    call: Call
+
+    def apply(self, scores: Float[Tensor, "h r m"], region: Region) -> Float[Tensor, "h r m"]:
+        call, rows = self.call, region.query_indices(scores.device)
+        keys = torch.arange(region.keys, device=scores.device)
+        at = positions(call.pattern, call.n, call.m, call.at, scores.device)
+        at = (at[region.batch] if at.dim() > 1 else at)[rows]
+        if isinstance(call.bias, Tensor):
+            scores.add_(region.take(call.bias))
+        elif call.bias is not None:
+            scores.add_(call.bias.dense(at, keys)[region.heads])
+        if not isinstance(call.pattern, full):
+            allowed = call.pattern.allows(at[:, None], keys[None, :])
+            scores.masked_fill_(~(region.take_heads(allowed) if allowed.dim() == 4 else allowed), -inf)
+        if call.table is not None:
+            scores.masked_fill_(~region.take(call.table), -inf)
+        if call.lengths is not None:
+            scores.masked_fill_(keys >= call.lengths[region.batch], -inf)
+        return scores
+
+
+@dataclass(frozen=True, eq=False)
+class FlexFunctions:
+    """flex_attention's functions of one pair: score_mod modifies a score, mask_mod says whether it is allowed."""
+
+    score_mod: Callable[..., Tensor] | None
+    mask_mod: Callable[..., Tensor] | None
+    heads: int
+
+    def apply(self, scores: Float[Tensor, "h r m"], region: Region) -> Float[Tensor, "h r m"]:
+        device = scores.device
+        batch = torch.full((), region.batch, device=device)
+        heads = torch.arange(self.heads, device=device)[region.heads]
+        pairs = (batch, heads, region.query_indices(device), torch.arange(region.keys, device=device))
+        if self.score_mod is not None:
+            scores = _vectorized(self.score_mod, takes_score=True)(scores, *pairs)
+        if self.mask_mod is not None:
+            scores = scores.masked_fill(~_vectorized(self.mask_mod, takes_score=False)(*pairs), -inf)
+        return scores
+
+
+def _vectorized(fn: Callable[..., Tensor], takes_score: bool) -> Callable[..., Tensor]:
+    """fn(score, b, h, i, j) of numbers, mapped over heads, queries and keys; fn may index tensors with them."""
+    score = (0,) if takes_score else ()
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None)):  # keys innermost
+        fn = torch.vmap(fn, in_dims=(*score, *dims))
+    return fn
