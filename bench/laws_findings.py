@@ -1,4 +1,4 @@
-"""What `check` found in current releases, each shown without regard in a few lines. Written into docs/laws.md."""
+"""Bugs that `check` reports in current releases, each reproduced without regard. Written into docs/laws.md."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,16 @@ class Finding(NamedTuple):
 
 
 NOTES = """
-Models of transformers and x-transformers compute softmax or norms in float32 whatever comes in, so they are held to
-the tolerances of float32. Their configurations are cut to two layers, 32 wide: what is judged is the code.
-"finfo.min" is SDPA with forbidden pairs masked by the least finite number, as much model code does it. Promises that
-a library denies (SDPA: a mask together with `is_causal`) are not tried.
+Models of transformers and x-transformers compute softmax or norms in float32 for every input dtype, so they are
+checked with the tolerances of float32. Their configurations are reduced to two layers of width 32, since the code is
+checked, not the weights. "finfo.min" is SDPA with masked pairs set to the smallest finite number, as in much model
+code. Promises that a library excludes (SDPA: a mask together with `is_causal`) are not tested.
 """
 
 FINDINGS = (
     Finding(
-        "`nn.MultiheadAttention`: a row of padding alone gives NaN, and NaN gradients for the whole batch",
-        "P03. Row 1 is padding; the loss reads row 0 alone. With `need_weights=False` it is NaN in evaluation "
+        "`nn.MultiheadAttention`: a batch row of padding only gives NaN, and NaN gradients for the whole batch",
+        "P03. Row 1 is padding; the loss uses only row 0. With `need_weights=False` the output is NaN in evaluation "
         "without gradients (the fast path), and zeros before W_O otherwise.",
         """
 import torch
@@ -59,7 +59,7 @@ with torch.no_grad():
     ),
     Finding(
         "SDPA: NaN or infinity in a masked value reaches valid outputs",
-        "P01. A weight of 0 times NaN is NaN: uninitialised padding is enough.",
+        "P01. A weight of 0 times NaN is NaN: uninitialized padding is enough.",
         """
 import torch
 import torch.nn.functional as F
@@ -84,8 +84,8 @@ assert o[0, :2].isnan().all()
 """,
     ),
     Finding(
-        "A mask of `finfo.min`: a query that may look nowhere averages what is forbidden",
-        "P03. Every score is the same least number, so softmax is uniform: over the future and over padding too.",
+        "A mask of `finfo.min`: a query with no allowed key averages the masked values",
+        "P03. Every score is the same number, so softmax is uniform, also over the future and over padding.",
         """
 import torch
 import torch.nn.functional as F
@@ -98,8 +98,8 @@ assert (F.scaled_dot_product_attention(q, k, v, torch.zeros(4, 4, dtype=torch.bo
 """,
     ),
     Finding(
-        "transformers, T5: in a row of padding the decoder sees its future",
-        "P03, the same cause: the target row is padding alone, and its first position answers to its second.",
+        "transformers, T5: in a row of padding the decoder attends to the future",
+        "P03, the same cause: the target row is only padding, and its first position depends on its second.",
         """
 import torch
 import transformers
@@ -115,9 +115,9 @@ assert (a - b).abs().max() > 1e-3
 """,
     ),
     Finding(
-        "transformers, Llama and GPT-2: packed documents see one another beside a mask of ones",
-        "L47. Position ids that start again isolate documents only where no attention mask is given (and no cache is "
-        "made); tokenizers and collators give one. Reported as transformers#46634, closed without a change.",
+        "transformers, Llama and GPT-2: packed documents attend to one another if a mask of ones is given",
+        "L47. Position ids that restart at 0 isolate documents only if no attention mask is given and no cache is "
+        "used; tokenizers and collators return a mask. Reported as transformers#46634, closed without a change.",
         """
 import torch
 import transformers
@@ -125,25 +125,25 @@ import transformers
 torch.manual_seed(0)
 sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=31, **sizes)).eval()
-places = torch.tensor([[0, 1, 2, 0, 1, 2]])  # two documents of three tokens
+position_ids = torch.tensor([[0, 1, 2, 0, 1, 2]])  # two documents of three tokens
 
 
 def second_document(first_token, **given):
     ids = torch.tensor([[first_token, 5, 6, 7, 8, 9]])
     with torch.no_grad():
-        return llama(input_ids=ids, position_ids=places, **given).logits[0, 3:]
+        return llama(input_ids=ids, position_ids=position_ids, **given).logits[0, 3:]
 
 
 ones = torch.ones(1, 6, dtype=torch.long)
 assert (second_document(3, attention_mask=ones) - second_document(4, attention_mask=ones)).abs().max() > 1e-4
-assert (second_document(3) - second_document(4)).abs().max() > 1e-4  # the cache alone is enough
+assert (second_document(3) - second_document(4)).abs().max() > 1e-4  # using the cache is enough
 assert torch.equal(second_document(3, use_cache=False), second_document(4, use_cache=False))
 """,
     ),
     Finding(
-        "transformers, Llama with eager attention in float64: padding on the left turns everything into NaN",
+        "transformers, Llama with eager attention in float64: left padding makes every output NaN",
         "Its mask is `finfo(float64).min`, its softmax runs in float32, where that is −∞: padded queries are 0/0, "
-        "and from the second layer on every query reads their NaN. In float32 and bfloat16 it is finite.",
+        "and from the second layer on every query attends to their NaN. In float32 and bfloat16 it is finite.",
         """
 import torch
 import transformers
@@ -158,8 +158,8 @@ with torch.no_grad():
 """,
     ),
     Finding(
-        "SDPA on a CPU: its gradient cannot be differentiated again",
-        "P04. No gradient penalties, no Hessian-vector products, unless the math backend is asked for.",
+        "SDPA on a CPU: its gradient is not differentiable",
+        "P04. No gradient penalties, no Hessian-vector products, unless the math backend is selected.",
         """
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
-"""Which laws hold in the attentions people use? Writes docs/laws.md, and the numbers to bench/results/.
+"""Which laws hold for widely used attentions? Writes docs/laws.md, and the results to bench/results/.
 
 python bench/laws_matrix.py              every target, about 3 minutes on 2 idle cores
-python bench/laws_matrix.py SDPA Llama   these columns anew, the others from the stored results
+python bench/laws_matrix.py SDPA Llama   only these columns, the others from the stored results
 """
 
 import argparse
@@ -22,7 +22,7 @@ from laws_findings import FINDINGS, NOTES
 
 import regard as rg
 from regard.laws import LAWS, Budget, adapters, check
-from regard.laws.controls.functions import formula
+from regard.laws.controls import reference_function
 
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "bench" / "results" / "laws_matrix.json"
@@ -39,10 +39,10 @@ def hugging_face(name: str, **more):
 
 
 FUNCTIONS: dict[str, Callable] = {
-    "reference": formula,
+    "reference": reference_function,
     "regard": adapters.regard_function,
     "SDPA": adapters.sdpa,
-    "finfo.min": adapters.sdpa_with_least_number,
+    "finfo.min": adapters.sdpa_finfo_min,
     "flex": adapters.flex,
 }
 MODELS: dict[str, Callable] = {
@@ -75,40 +75,40 @@ TARGETS = {**FUNCTIONS, **MODELS}
 def measured(column: str, cases: int) -> dict:
     """The verdict on one target, as plain data."""
     torch.set_num_threads(1)
-    logging.disable(logging.ERROR)  # of compilers, about calls that were cut short
-    began = time.perf_counter()
+    logging.disable(logging.ERROR)  # of compilers, about calls that a time limit interrupted
+    start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         verdict = check(TARGETS[column](), budget=Budget(cases=cases))
     laws = {
         o.law.number: {
             "status": o.status,
-            "said": o.said,
+            "message": o.message,
             "cases": o.cases,
             "snippet": o.snippet,
             "case": None if o.counterexample is None else str(o.counterexample),
         }
         for o in verdict.outcomes
     }
-    seconds = round(time.perf_counter() - began, 1)
-    told = {"name": verdict.target.name, "exit_code": verdict.exit_code, "seconds": seconds, "laws": laws}
+    seconds = round(time.perf_counter() - start, 1)
+    result = {"name": verdict.target.name, "exit_code": verdict.exit_code, "seconds": seconds, "laws": laws}
     print(f"{column:20} {verdict.headline()} ({seconds} s)", file=sys.stderr, flush=True)
-    return told
+    return result
 
 
 def mark(outcome: dict | None) -> str:
-    """✓ holds, ✗ broken, ○ not promised and not so, ◌ not promised and yet so."""
+    """✓ holds, ✗ broken, ○ not promised and does not hold, ◌ not promised but holds."""
     if outcome is None:
         return ""
     if outcome["status"] == "not promised":
-        if "said to be lacking" in outcome["said"]:
+        if "declared as lacking" in outcome["message"]:
             return ""
-        return "◌" if "observed: holds" in outcome["said"] else "○"
+        return "◌" if "observed: holds" in outcome["message"] else "○"
     return MARKS[outcome["status"]]
 
 
 def table(columns: list[str], results: dict) -> list[str]:
-    """Laws × targets; a law that says nothing about any of them has no row."""
+    """Laws × targets; a law that applies to none of them has no row."""
     lines = [f"| law | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for one in LAWS:
         marks = [mark(results[c]["laws"].get(one.number)) for c in columns]
@@ -118,15 +118,15 @@ def table(columns: list[str], results: dict) -> list[str]:
 
 
 def broken(results: dict) -> list[str]:
-    """Every violation and every promise that is not kept, column by column."""
-    lines = ["| target | law | what was found | smallest case |", "|---|---|---|---|"]
+    """Every broken law and every promise that does not hold, by column."""
+    lines = ["| target | law | message | smallest case |", "|---|---|---|---|"]
     names = {one.number: one.name for one in LAWS}
     for column in TARGETS:
         for number, o in results[column]["laws"].items():
             if mark(o) in ("✗", "○", "…"):
-                said = o["said"].removeprefix("observed: ").replace("|", "∣").replace("\n", " ")
+                message = o["message"].removeprefix("observed: ").replace("|", "∣").replace("\n", " ")
                 lines.append(
-                    f"| {column} | {mark(o)} {number} {names[number]} | {said} | {o['case'] or ''} |"
+                    f"| {column} | {mark(o)} {number} {names[number]} | {message} | {o['case'] or ''} |"
                 )
     return lines
 
@@ -140,15 +140,15 @@ def findings() -> list[str]:
 
 def written(results: dict, versions: dict[str, str], day: str, machine: str, cases: int) -> str:
     lines = [
-        "# The laws on the attentions people use",
+        "# Which laws hold for widely used attentions",
         "",
         "<!-- written by bench/laws_matrix.py; do not edit -->",
         "",
-        f"Of {day}, with {', '.join(f'{k} {v}' for k, v in versions.items())}; {cases} cases a law; {machine}.",
-        "What a law says: `regard check --list`. How to check your own: [check.md](check.md).",
+        f"{day}, with {', '.join(f'{k} {v}' for k, v in versions.items())}; {cases} cases per law; {machine}.",
+        "The statement of each law: `regard check --list`. How to check your own: [check.md](check.md).",
         "",
-        "✓ holds · ✗ broken · ○ not promised, and not so · ◌ not promised, and yet so · … no answer in time · empty: "
-        "the law says nothing about it.",
+        "✓ holds · ✗ broken · ○ not promised, and does not hold · ◌ not promised, but holds · … no answer in time · "
+        "empty: the law does not apply.",
         "",
         "## Attention functions",
         "",
@@ -160,13 +160,13 @@ def written(results: dict, versions: dict[str, str], day: str, machine: str, cas
         "",
         NOTES.strip(),
         "",
-        "## What was found",
+        "## Violations",
         "",
         *broken(results),
         "",
-        "## Shown by hand",
+        "## The same without regard",
         "",
-        "Each finding again, without regard: these blocks are run by the tests.",
+        "Each finding in plain PyTorch; the tests run these blocks.",
         "",
         *findings(),
     ]
@@ -174,22 +174,26 @@ def written(results: dict, versions: dict[str, str], day: str, machine: str, cas
 
 
 def main() -> None:
-    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("columns", nargs="*", help="only these; the others from the stored results")
-    words.add_argument("--cases", type=int, default=12, help="cases a law")
-    asked = words.parse_args()
-    if unknown := set(asked.columns) - set(TARGETS):
-        words.error(f"no column {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("columns", nargs="*", help="only these; the others from the stored results")
+    parser.add_argument("--cases", type=int, default=12, help="cases per law")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.columns) - set(TARGETS):
+        parser.error(f"no column {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     stored = json.loads(STORED.read_text("utf-8"))["results"] if STORED.exists() else {}
-    anew = [c for c in TARGETS if c in asked.columns or not asked.columns or c not in stored]
+    selected = [c for c in TARGETS if c in arguments.columns or not arguments.columns or c not in stored]
     with get_context("spawn").Pool(2) as pool:
-        fresh = dict(zip(anew, pool.starmap(measured, [(c, asked.cases) for c in anew], chunksize=1)))
+        fresh = dict(
+            zip(selected, pool.starmap(measured, [(c, arguments.cases) for c in selected], chunksize=1))
+        )
     results = {c: fresh.get(c) or stored[c] for c in TARGETS}
     versions = {name: _version(name) for name in LIBRARIES}
     day, machine = date.today().isoformat(), f"{platform.machine()}, 2 processes of 1 thread"
-    facts = {"date": day, "versions": versions, "machine": machine, "cases": asked.cases}
+    facts = {"date": day, "versions": versions, "machine": machine, "cases": arguments.cases}
     STORED.write_text(json.dumps({**facts, "results": results}, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    PAGE.write_text(written(results, versions, day, machine, asked.cases), "utf-8")
+    PAGE.write_text(written(results, versions, day, machine, arguments.cases), "utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)} and {STORED.relative_to(ROOT)}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The laws in your own tests: one test a law, for pytest.
+"""The laws in your own tests: one pytest test per law.
 
     # test_mine.py
     from regard.testing import laws
@@ -6,17 +6,20 @@
 
     test_my_attention = laws(my_attention)
 
-gives test_my_attention[L01 rows sum to one], test_my_attention[L02 …], … A law that does not apply is skipped,
-with the reason; one that is broken fails with the smallest counterexample and a snippet that shows it.
+gives test_my_attention[L01 rows sum to one], test_my_attention[L02 …], … A law that does not apply is skipped
+with the reason; a broken one fails with the smallest counterexample and code that reproduces it.
 """
 
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .laws.catalogue import LAWS, law
-from .laws.checker import Budget, as_target, probe_target, try_law
+from .laws.catalogue import LAWS
+from .laws.checker import as_target, select
+from .laws.judge import Budget, try_law
 from .laws.law import Law, Outcome
+from .laws.probe import Probe, probe
+from .laws.target import Target
 
 
 def laws(
@@ -26,30 +29,30 @@ def laws(
     without: Iterable[str | Law] | str = (),
     budget: Budget | int | None = None,
 ) -> Callable[..., None]:
-    """A test for each law, of an attention function, a module, a model, a spec or an adapter.
+    """One test per law for an attention function, a module, a model, a spec or an adapter.
 
-    As a value (`test_mine = laws(my_attention)`), or as a decorator of a function that makes the target:
+    As a value (`test_mine = laws(my_attention)`), or as a decorator of a function that returns the target:
 
         @laws
         def test_mine():
             return MyAttention(d_model=16, heads=4)
 
-    only, without: numbers or names of laws. budget: cases a law, or a `Budget`.
+    only, without: numbers or names of laws. budget: cases per law, or a `Budget`.
     """
     import pytest
 
-    chosen = LAWS if only is None else tuple(map(_law, _listed(only)))
-    left_out = {one.number for one in map(_law, _listed(without))}
-    chosen = tuple(one for one in chosen if one.number not in left_out)
-    allowed = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
-    known = _once(target)
+    excluded = {law.number for law in select(without)}
+    chosen = LAWS if only is None else select(only)
+    chosen = tuple(law for law in chosen if law.number not in excluded)
+    limits = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
+    prepare = _prepared(target)
 
-    @pytest.mark.parametrize("law", chosen, ids=[f"{one.number} {one.name}" for one in chosen])
+    @pytest.mark.parametrize("law", chosen, ids=[f"{law.number} {law.name}" for law in chosen])
     def test(law):
-        made, found, why = known()
-        outcome = try_law(law, made, allowed, found=found, why=why)
+        adapted, probed = prepare()
+        outcome = try_law(law, adapted, limits, probed=probed)
         if outcome.status in ("not applicable", "not promised", "too slow"):
-            pytest.skip(f"{outcome.status}: {outcome.said}")
+            pytest.skip(f"{outcome.status}: {outcome.message}")
         if outcome.failed:
             pytest.fail(report(outcome), pytrace=False)
 
@@ -58,9 +61,9 @@ def laws(
 
 
 def report(outcome: Outcome) -> str:
-    """What a failed test says."""
-    one = outcome.law
-    lines = [f"{one.number} {one.name}: {outcome.said}", f"  {one.formula}", f"  where: {one.domain}"]
+    """The message of a failed test."""
+    law = outcome.law
+    lines = [f"{law.number} {law.name}: {outcome.message}", f"  {law.formula}", f"  where: {law.domain}"]
     if outcome.counterexample is not None:
         lines.append(f"  smallest case found: {outcome.counterexample}")
     if outcome.snippet:
@@ -68,28 +71,19 @@ def report(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _once(target: Any) -> Callable[[], tuple[Any, dict[str, bool], dict[str, str]]]:
-    """The target and what probing it shows, found by the first test that asks and kept for the others."""
+def _prepared(target: Any) -> Callable[[], tuple[Target, Probe]]:
+    """A function that adapts and probes the target in its first call, and returns the same result afterwards."""
 
     @functools.cache
-    def known():
-        made = target() if _makes_one(target) else target
-        made = as_target(made)
-        return made, *probe_target(made)
+    def prepare() -> tuple[Target, Probe]:
+        adapted = as_target(target() if _is_factory(target) else target)
+        return adapted, probe(adapted)
 
-    return known
+    return prepare
 
 
-def _makes_one(target: Any) -> bool:
-    """A function of no arguments, as `@laws` is put on, gives the target; an attention takes q, k and v."""
+def _is_factory(target: Any) -> bool:
+    """Whether it is a function without parameters, which returns the target; an attention takes q, k and v."""
     import inspect
 
     return inspect.isfunction(target) and not inspect.signature(target).parameters
-
-
-def _law(one: str | Law) -> Law:
-    return one if isinstance(one, Law) else law(one)
-
-
-def _listed(laws: Iterable[str | Law] | str) -> list[str | Law]:
-    return [laws] if isinstance(laws, str) else list(laws)

@@ -1,4 +1,4 @@
-"""`regard check` on the command line: what it reads, what it says, how it ends."""
+"""`regard check` on the command line: its input, its output, its exit code."""
 
 import json
 
@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_function_of_the_current_folder_that_holds(folder):
     done = run("my_attentions:good", "--law", "causality", "--law", "L02", "--cases", "3")
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("good: 2 holds\n✓ L29 causality")
+    assert done.stdout.startswith("good: 2 hold\n✓ L29 causality")
     assert done.stderr.startswith("checking good …")
 
 
@@ -71,7 +71,7 @@ def test_a_class_is_built_with_the_sizes_given():
     assert done.exit_code == 0 and "torch.nn.MultiheadAttention: 1 holds" in done.stdout
 
 
-def test_the_door_of_torch_is_known():
+def test_sdpa_needs_no_adapter():
     done = run("torch.nn.functional:scaled_dot_product_attention", "--law", "rows sum to one", "--cases", "3")
     assert done.exit_code == 0 and done.stdout.startswith(
         "torch.nn.functional.scaled_dot_product_attention: 1 holds"
@@ -87,7 +87,7 @@ def test_a_hugging_face_configuration(tmp_path):
     assert done.exit_code == 0 and "GPT2LMHeadModel" in done.stdout
 
 
-def test_a_claim_is_held_to(folder):
+def test_a_claim_on_the_command_line_is_checked(folder):
     done = run("my_attentions:good", "--law", "P01", "--claim", "nan under mask", "--cases", "6")
     assert done.exit_code == 1 and "P01" in done.stdout
 
@@ -108,7 +108,7 @@ def test_the_laws_are_listed():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), r"check what\? Give a preset"),
+        ((), r"no target; give a preset"),
         (("my_attentions:god",), r"my_attentions has no 'god'; did you mean good\?"),
         (("dying:f",), r"dying:f: importing it raised ValueError: at import"),
         (
@@ -118,7 +118,7 @@ def test_the_laws_are_listed():
         (("my_attentions:good", "--claim", "nan"), r"claims has 'nan'; "),
         (
             ("my_attentions:good", "--heads", "4"),
-            r"good is already made; heads would only be read for a class",
+            r"good is already built; heads can only be given for a class",
         ),
         (
             ("my_attentions:good", "--law", "L02", "--cases", "1", "--html", "no/such/folder.html"),
@@ -126,14 +126,14 @@ def test_the_laws_are_listed():
         ),
     ],
 )
-def test_a_bad_request_says_what_is_wrong(folder, words, message):
+def test_the_message_of_a_bad_request_names_the_problem(folder, words, message):
     done = run(*words)
     assert isinstance(done.exception, SpecError)  # which `regard` turns into one line and exit code 2
     with pytest.raises(SpecError, match=message):
         raise done.exception
 
 
-def test_someone_who_looks_sees_a_table(folder, monkeypatch, capsys):
+def test_a_terminal_shows_a_table(folder, monkeypatch, capsys):
     pytest.importorskip("rich")
     from regard.laws import adapters, check
 

@@ -1,4 +1,4 @@
-"""`regard check`: the laws on anyone's attention."""
+"""`regard check`: the laws on any attention."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ import typer
 from ..errors import RegardError, SpecError
 from ..laws.adapters import adapt
 from ..laws.catalogue import LAWS
-from ..laws.checker import Budget
 from ..laws.checker import check as run
+from ..laws.judge import Budget
 from ..laws.law import Outcome
 from ..laws.verdict import MARK, Verdict
 from . import targets
@@ -30,15 +30,17 @@ def check(
     heads: Annotated[int | None, typer.Option(min=1, help="Heads of a class that is built.")] = None,
     d_model: Annotated[int | None, typer.Option(min=1, help="Width of a class that is built.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of a class that is built.")] = None,
-    claim: Annotated[list[str] | None, typer.Option(help="Hold it to this promise too; repeatable.")] = None,
-    cases: Annotated[int, typer.Option(min=1, help="Cases a law.")] = Budget().cases,
-    html: Annotated[Path | None, typer.Option(help="Write a page there as well.")] = None,
+    claim: Annotated[
+        list[str] | None, typer.Option(help="Check this promise as if the target claimed it; repeatable.")
+    ] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Cases per law.")] = Budget().cases,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the laws and stop.")] = False,
 ) -> None:
-    """Run the laws of attention on a function, a module or a model: anyone's.
+    """Run the laws of attention on a function, a module or a model of any library.
 
-    Exit code 0: every law that applies holds. 1: one is broken. 2: none could run, or a bad request.
+    Exit code 0: every law that applies holds. 1: a law is broken. 2: no law could run, or a bad request.
 
     Examples: regard check torch.nn.functional:scaled_dot_product_attention
 
@@ -52,9 +54,9 @@ def check(
         typer.echo(_list(as_json))
         return
     if target is None:
-        raise SpecError(f"check what? Give {targets.FORMS}; --list lists the laws")
-    given = {"heads": heads, "d_model": d_model, "layers": layers}
-    sizes: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
+        raise SpecError(f"no target; give {targets.FORMS}; --list lists the laws")
+    options = {"heads": heads, "d_model": d_model, "layers": layers}
+    sizes: dict[str, Any] = {name: size for name, size in options.items() if size is not None}
     thing = adapt(_read(target), claims=set(claim or ()), **sizes)
     typer.echo(f"checking {thing.name} …", err=True)
     verdict = run(thing, law or None, Budget(cases=cases))
@@ -69,7 +71,7 @@ def _read(target: str) -> Any:
         return targets.read(target)
     except RegardError:
         raise
-    except Exception as e:  # a stranger's module may raise anything while it is imported
+    except Exception as e:  # foreign code may raise anything while it is imported
         raise SpecError(f"{target}: importing it raised {type(e).__name__}: {e}") from e
 
 
@@ -87,14 +89,14 @@ def _list(as_json: bool) -> str:
     if as_json:
         fields = ("number", "name", "formula", "domain", "promise")
         return json.dumps(
-            [{f: getattr(one, f) for f in fields} for one in LAWS], indent=1, ensure_ascii=False
+            [{f: getattr(each, f) for f in fields} for each in LAWS], indent=1, ensure_ascii=False
         )
-    width = max(len(one.name) for one in LAWS)
-    return "\n".join(f"{one.number} {one.name:{width}}  {one.formula}" for one in LAWS)
+    width = max(len(each.name) for each in LAWS)
+    return "\n".join(f"{each.number} {each.name:{width}}  {each.formula}" for each in LAWS)
 
 
 def _show(verdict: Verdict) -> None:
-    """A table where someone looks; plain lines where a program reads."""
+    """A table on a terminal, plain lines otherwise."""
     plain = "\n".join(
         [str(verdict), *(f"\n# {o.law.number} {o.law.name}\n{o.snippet}" for o in verdict.broken)]
     )
@@ -109,7 +111,7 @@ def _show(verdict: Verdict) -> None:
         typer.echo(plain)
         return
     table = Table(title=Text(verdict.headline()), box=None, title_justify="left", pad_edge=False)
-    for column in ("", "law", "", "cases", "worst", "said"):
+    for column in ("", "law", "", "cases", "error / tolerance", "message"):
         table.add_column(column, overflow="fold")
     for o in verdict.outcomes:
         colour = COLOURS.get(o.status, "dim")
@@ -120,7 +122,7 @@ def _show(verdict: Verdict) -> None:
             o.status,
             str(o.cases or ""),
             measured,
-            _said(o),
+            _message(o),
         )
         table.add_row(*(Text(cell, style=colour if i in (0, 2) else "") for i, cell in enumerate(row)))
     console = Console()
@@ -129,5 +131,5 @@ def _show(verdict: Verdict) -> None:
         console.print(Text(f"\n{o.law.number} {o.law.name}: {o.law.formula}\n{o.snippet}"))
 
 
-def _said(o: Outcome) -> str:
-    return o.said if o.counterexample is None else f"{o.said}; smallest case: {o.counterexample}"
+def _message(o: Outcome) -> str:
+    return o.message if o.counterexample is None else f"{o.message}; smallest case: {o.counterexample}"

@@ -1,7 +1,8 @@
-"""Laws that any attention must obey, and `check`, which tries them on anyone's."""
+"""Laws that every attention must obey, and `check`, which tests them on any attention."""
 
 from .catalogue import LAWS, law
-from .checker import Budget, check, replay, try_law
+from .checker import check, replay
+from .judge import Budget, try_law
 from .law import Case, Law, Outcome, Tolerance
 from .target import Function, Model, Part, Projections, Target
 from .verdict import Verdict

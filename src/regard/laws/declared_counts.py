@@ -1,4 +1,4 @@
-"""Declarations whose counts are compared with the tensors made and the products that PyTorch's own counter sees."""
+"""Declared counts compared with actual ones: the module's parameters and FLOPs measured by PyTorch."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,15 +15,15 @@ N, M, B = 13, 11, 2
 
 
 def counts_of(declared: spec.Spec, name: str | None = None) -> Part:
-    """The law's part of a declaration: (what, declared, found), whole numbers."""
+    """A spec as a target of the law of counts: rows (quantity, declared, actual), integers."""
 
     def call() -> list[tuple[str, int, int]]:
-        told = cost(declared, batch=B, **_lengths(declared))
+        priced = cost(declared, batch=B, **_lengths(declared))
         with torch.device("meta"):
             module = declared.build()
-        rows = [("parameters", told.parameters, sum(p.numel() for p in module.parameters()))]
-        if _sees_all(declared):
-            rows.append(("FLOPs of matrix products", told.flops, _executed(module, declared)))
+        rows = [("parameters", priced.parameters, sum(p.numel() for p in module.parameters()))]
+        if _is_dense(declared):
+            rows.append(("FLOPs of matrix products", priced.flops, _executed_flops(module, declared)))
         if isinstance(declared, spec.Attention) and declared.d_k is None and declared.d_v is None:
             for heads in (1, 2):
                 other = cost(replace(declared, heads=heads, kv_heads=None), batch=B, **_lengths(declared))
@@ -54,35 +54,35 @@ def _blocks(declared: spec.Spec) -> list[Any]:
     return []
 
 
-def _sees_all(declared: spec.Spec) -> bool:
-    """Whether no pattern leaves pairs out: else the decomposed path computes more than is needed."""
+def _is_dense(declared: spec.Spec) -> bool:
+    """Whether every attention is full; with a pattern, the executed dense products exceed the counted ones."""
     attentions = (
         [declared] if isinstance(declared, spec.Attention) else [b.attention for b in _blocks(declared)]
     )
     return bool(attentions) and all(isinstance(a.pattern, full) for a in attentions)
 
 
-def _executed(module: torch.nn.Module, declared: spec.Spec) -> int:
-    """On the meta device attention runs as plain matrix products, which the counter sees."""
+def _executed_flops(module: torch.nn.Module, declared: spec.Spec) -> int:
+    """The FLOPs of one call on the meta device, where attention runs as plain matrix products."""
     with torch.device("meta"):
         match declared:
             case spec.Attention():
-                given = [torch.zeros(B, N, declared.d_model)]
+                inputs = [torch.zeros(B, N, declared.d_model)]
             case spec.Vision():
-                given = [torch.zeros(B, declared.channels, *declared.image)]
+                inputs = [torch.zeros(B, declared.channels, *declared.image)]
             case spec.EncoderDecoder():
-                given = [torch.zeros(B, M, dtype=torch.long), torch.zeros(B, N, dtype=torch.long)]
+                inputs = [torch.zeros(B, M, dtype=torch.long), torch.zeros(B, N, dtype=torch.long)]
             case spec.Encoder(embedding=None):
-                given = [torch.zeros(B, N, declared.d_model)]
+                inputs = [torch.zeros(B, N, declared.d_model)]
             case _:
-                given = [torch.zeros(B, N, dtype=torch.long)]
+                inputs = [torch.zeros(B, N, dtype=torch.long)]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module.eval()(*given)
+        module.eval()(*inputs)
     return counter.get_total_flops()
 
 
 def counted_specs() -> tuple[Part, ...]:
-    """Small declarations of each kind."""
+    """One small spec of each kind."""
     mlp = spec.FeedForward(24)
     block = spec.Block(spec.Attention(12, heads=3), mlp)
     return (

@@ -1,4 +1,4 @@
-"""A verdict as one page of HTML: no network, no script, everything that came from outside escaped."""
+"""A verdict as a self-contained HTML page: no network, no script, all foreign text escaped."""
 
 import math
 from html import escape
@@ -30,7 +30,7 @@ STYLE = """
 
 
 def page(verdict: Verdict) -> str:
-    """The whole document."""
+    """The complete document."""
     title = escape(f"regard check: {verdict.target.name}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
@@ -40,7 +40,7 @@ def page(verdict: Verdict) -> str:
 
 
 def inline(verdict: Verdict) -> str:
-    """The part of a page, with its own style, that a notebook can hold."""
+    """An HTML fragment with its own style, for notebooks."""
     promises = [o for o in verdict.outcomes if o.law.promise is not None]
     laws = [o for o in verdict.outcomes if o.law.promise is None]
     parts = [
@@ -48,23 +48,23 @@ def inline(verdict: Verdict) -> str:
         f'<div class="regard"><h1>{escape(verdict.target.name)}</h1>',
         f"<p>{escape(', '.join(f'{n} {s}' for s, n in verdict.counts().items()))}; "
         f"{verdict.seconds:.1f} s; exit code {verdict.exit_code}</p>",
-        _said(verdict),
+        _capabilities(verdict),
         _counterexamples(verdict.broken),
         _table("Laws", [o for o in laws if o.status != "not applicable"]),
         _table("Promises", [o for o in promises if o.status != "not applicable"]),
-        _pictures(dependence(verdict.target, verdict.found)),
+        _pictures(dependence(verdict.target, verdict.probed.supported)),
         _not_applicable([o for o in verdict.outcomes if o.status == "not applicable"]),
         "</div>",
     ]
     return "\n".join(part for part in parts if part)
 
 
-def _said(verdict: Verdict) -> str:
+def _capabilities(verdict: Verdict) -> str:
     target = verdict.target
-    lines = [("claims", target.claims), ("denies", target.lacks)]
-    lines.append(("found out", {word for word, yes in verdict.found.items() if yes}))
-    told = [f"{how}: {', '.join(sorted(words))}" for how, words in lines if words]
-    return "".join(f'<p class="dim">{escape(line)}</p>' for line in told)
+    probed = {name for name, works in verdict.probed.supported.items() if works}
+    groups = [("claims", target.claims), ("lacks", target.lacks), ("supports, by probing", probed)]
+    lines = [f"{title}: {', '.join(sorted(names))}" for title, names in groups if names]
+    return "".join(f'<p class="dim">{escape(line)}</p>' for line in lines)
 
 
 def _counterexamples(broken: tuple[Outcome, ...]) -> str:
@@ -78,7 +78,7 @@ def _counterexamples(broken: tuple[Outcome, ...]) -> str:
         snippet = f"<pre>{escape(o.snippet)}</pre>" if o.snippet else ""
         parts.append(
             f'<details open><summary><span class="broken">{escape(o.law.number)} {escape(o.law.name)}</span>: '
-            f"{escape(o.said)}</summary><p>{escape(o.law.formula)}</p>{case}{snippet}</details>"
+            f"{escape(o.message)}</summary><p>{escape(o.law.formula)}</p>{case}{snippet}</details>"
         )
     return "\n".join(parts)
 
@@ -87,7 +87,7 @@ def _table(title: str, outcomes: list[Outcome]) -> str:
     if not outcomes:
         return ""
     rows = "\n".join(_row(o) for o in outcomes)
-    head = "<tr><th>law</th><th>says</th><th>found</th><th>cases</th><th>worst / tolerance</th></tr>"
+    head = "<tr><th>law</th><th>statement</th><th>outcome</th><th>cases</th><th>error / tolerance</th></tr>"
     return f'<h2>{escape(title)}</h2><div class="wide"><table>{head}\n{rows}</table></div>'
 
 
@@ -95,12 +95,12 @@ def _row(o: Outcome) -> str:
     measured = (
         f"{_number(o.worst)} / {_number(o.tolerance)} {escape(o.dtype)}" if o.cases and o.tolerance else ""
     )
-    said = f'<br><span class="dim">{escape(o.said)}</span>' if o.said else ""
+    message = f'<br><span class="dim">{escape(o.message)}</span>' if o.message else ""
     status = o.status.replace(" ", "-")
     return (
         f'<tr><td class="n">{escape(o.law.number)}</td>'
         f'<td>{escape(o.law.name)}<br><span class="dim">{escape(o.law.formula)}</span></td>'
-        f'<td><span class="{status}">{MARK[o.status]} {escape(o.status)}</span>{said}</td>'
+        f'<td><span class="{status}">{MARK[o.status]} {escape(o.status)}</span>{message}</td>'
         f'<td class="n">{o.cases}</td><td class="n">{measured}</td></tr>'
     )
 
@@ -113,28 +113,29 @@ def _not_applicable(outcomes: list[Outcome]) -> str:
     if not outcomes:
         return ""
     rows = "".join(
-        f'<tr><td class="n">{escape(o.law.number)}</td><td>{escape(o.law.name)}</td><td>{escape(o.said)}</td></tr>'
+        f'<tr><td class="n">{escape(o.law.number)}</td><td>{escape(o.law.name)}</td><td>{escape(o.message)}</td></tr>'
         for o in outcomes
     )
-    about = f"<summary>{len(outcomes)} laws, and why</summary>"
-    return f"<h2>Not applicable</h2><details>{about}<table>{rows}</table></details>"
+    summary = f"<summary>{len(outcomes)} laws and the reasons</summary>"
+    return f"<h2>Not applicable</h2><details>{summary}<table>{rows}</table></details>"
 
 
-def _pictures(found: list[Dependence]) -> str:
-    if not found:
+def _pictures(maps: list[Dependence]) -> str:
+    if not maps:
         return ""
-    about = "Row i, column j: how strongly output i answers to input j. Empty: not at all, exactly 0."
-    return f'<h2>Who depends on whom</h2><p class="dim">{about}</p>' + "".join(map(_picture, found))
+    caption = "Row i, column j: how strongly output i depends on input j. Empty: exactly 0, no dependence."
+    title = "Which output depends on which input"
+    return f'<h2>{title}</h2><p class="dim">{caption}</p>' + "".join(map(_picture, maps))
 
 
 def _picture(d: Dependence, cell: int = 18) -> str:
-    """A square a pair; the darker the stronger, on a scale of powers of ten down to 10⁻⁶ of the strongest."""
+    """One square per pair, shaded by the logarithm of its strength, down to 10⁻⁶ of the strongest."""
     cell = max(4, min(cell, 320 // max(d.strength.shape)))
-    most = float(d.strength.max()) or 1.0
+    largest = float(d.strength.max()) or 1.0
     squares = []
     for i, row in enumerate(d.strength.tolist()):
         for j, value in enumerate(row):
-            shade = 0.0 if value == 0 else max(0.08, 1 + math.log10(max(value / most, 1e-6)) / 6)
+            shade = 0.0 if value == 0 else max(0.08, 1 + math.log10(max(value / largest, 1e-6)) / 6)
             hint = f"output {d.outputs[i]}, input {d.inputs[j]}: {value:.3g}"
             squares.append(
                 f'<rect x="{14 + j * cell}" y="{12 + i * cell}" width="{cell}" height="{cell}" '

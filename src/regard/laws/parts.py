@@ -1,4 +1,4 @@
-"""Parts that have laws of their own: those found inside a model, and ours."""
+"""Parts of models as targets: those inside a given model, and those of this library."""
 
 import copy
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ from ..nn.feed_forward import FeedForward
 from ..nn.norm import norm
 from ..position import rotate, sinusoid
 from ..schedule import warmup_cosine
-from ..spec import FeedForward as Declared
+from ..spec import FeedForward as FeedForwardSpec
 from ..spec import Spec
 from .declared_counts import counted_specs, counts_of
 from .target import Model, Part
 
 
-def found_in(model: Model) -> tuple[Part, ...]:
-    """What the adapter gives, and the first of each kind of norm and patch cutter inside."""
-    given = model.parts(model.module) if model.parts is not None else ()
-    kinds = {part.kind for part in given}
-    return (*given, *(part for part in _seen(model) if part.kind not in kinds))
+def parts_of(model: Model) -> tuple[Part, ...]:
+    """The parts that the adapter declares, and the first norm of each class and patch embedding inside the module."""
+    declared = model.parts(model.module) if model.parts is not None else ()
+    kinds = {part.kind for part in declared}
+    return (*declared, *(part for part in _inside(model) if part.kind not in kinds))
 
 
-def _seen(model: Model) -> Iterator[Part]:
-    seen: set[type] = set()
+def _inside(model: Model) -> Iterator[Part]:
+    visited: set[type] = set()
     for name, module in model.module.named_modules():
-        if type(module) in seen:
+        if type(module) in visited:
             continue
         match module:
             case nn.LayerNorm() if len(module.normalized_shape) == 1:
@@ -35,17 +35,17 @@ def _seen(model: Model) -> Iterator[Part]:
             case nn.BatchNorm1d():
                 yield batch_norm(module, f"{model.name}: {name}")
             case nn.Conv2d() if model.image is not None and module.kernel_size == module.stride:
-                yield patch_cutter(module, model.image, f"{model.name}: {name}")
+                yield patch_embedding(module, model.image, f"{model.name}: {name}")
             case _:
                 continue
-        seen.add(type(module))
+        visited.add(type(module))
     declared = getattr(model.module, "spec", None)
     if isinstance(declared, Spec):
         yield counts_of(declared, f"{model.name}: its declaration")
 
 
 def layer_norm(module: nn.LayerNorm, name: str = "nn.LayerNorm") -> Part:
-    """A layer norm in float64. Its affine part is taken away again, so gains of 0 would hide what it does."""
+    """A layer norm in float64; its gain and shift are in facts, so that the laws can undo them."""
     double = copy.deepcopy(module).double().requires_grad_(False)
     facts = {
         "width": module.normalized_shape[0],
@@ -69,7 +69,7 @@ def feed_forward(module: nn.Module, width: int, name: str = "feed-forward", **fa
     return Part(name, "feed-forward", copy.deepcopy(module).double().eval(), {"width": width, **facts})
 
 
-def patch_cutter(module: nn.Conv2d, image: tuple[int, int, int], name: str = "patches") -> Part:
+def patch_embedding(module: nn.Conv2d, image: tuple[int, int, int], name: str = "patches") -> Part:
     double = copy.deepcopy(module).double().requires_grad_(False)
 
     def call(images: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def patch_cutter(module: nn.Conv2d, image: tuple[int, int, int], name: str = "pa
     return Part(name, "patches", call, facts)
 
 
-def by_norm(grads: list[Tensor], limit: float) -> list[Tensor]:
-    """torch.nn.utils.clip_grad_norm_ on tensors."""
+def clip_by_norm(grads: list[Tensor], limit: float) -> list[Tensor]:
+    """torch.nn.utils.clip_grad_norm_ applied to plain tensors."""
     parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
     for p, g in zip(parameters, grads):
         p.grad = g
@@ -88,16 +88,16 @@ def by_norm(grads: list[Tensor], limit: float) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def scheduled(rate: warmup_cosine) -> Part:
-    """A schedule of ours as a target."""
+def schedule_part(rate: warmup_cosine) -> Part:
+    """A schedule of this library as a target."""
     facts = {"lr_max": rate.lr_max, "warmup": rate.warmup, "total": rate.total}
     return Part(repr(rate), "schedule", rate, facts)
 
 
-def ours() -> tuple[Part, ...]:
-    """The parts this library is made of, as targets."""
+def own_parts() -> tuple[Part, ...]:
+    """The parts of this library, as targets."""
     torch.manual_seed(0)
-    mlp = FeedForward(Declared(7), 5)
+    mlp = FeedForward(FeedForwardSpec(7), 5)
     facts = {
         "w_1": mlp.w_in.weight.detach().double(),
         "b_1": mlp.w_in.bias.detach().double(),
@@ -110,8 +110,8 @@ def ours() -> tuple[Part, ...]:
         Part("LayerNorm, ε = 0", "norm", norm("layer", 7, 0.0).double(), {"width": 7, "eps": 0.0}),
         batch_norm(nn.BatchNorm1d(5), "BatchNorm1d"),
         feed_forward(mlp, 5, "FeedForward", **facts),
-        patch_cutter(nn.Conv2d(3, 5, 4, stride=4), (3, 12, 8), "Vision.patches"),
-        scheduled(warmup_cosine(0.001, 40, 200)),
-        Part("clip_grad_norm_", "clip", by_norm),
+        patch_embedding(nn.Conv2d(3, 5, 4, stride=4), (3, 12, 8), "Vision.patches"),
+        schedule_part(warmup_cosine(0.001, 40, 200)),
+        Part("clip_grad_norm_", "clip", clip_by_norm),
         *counted_specs(),
     )

@@ -1,4 +1,4 @@
-"""Cases drawn so that every value of every field comes up, and the search for the smallest one that breaks a law."""
+"""Cases sampled so that every value of every field occurs, and the search for the smallest case that breaks a law."""
 
 import signal
 import threading
@@ -9,32 +9,32 @@ from random import Random
 
 from .law import Case, Space
 
-DRAWS = 200  # attempts to find a combination that fits
-TRIES = 150  # runs that the search for a smaller case may take
+MAX_REJECTIONS = 200  # combinations in a row that do not fit before sampling stops
+MAX_SHRINK_RUNS = 150  # cases that the search for a smaller one may run
 
 
-class TooSlow(BaseException):  # past every `except Exception`, a target's too
-    """A law's time ran out inside a call."""
+class TooSlow(BaseException):  # not an Exception, so that no `except Exception` of a target can catch it
+    """The time limit of a law expired inside a call."""
 
 
 def cases(
     space: Space, fits: Callable[[Case], bool] | None, seed: int, in_order: bool = False
 ) -> Iterator[Case]:
-    """Endless: each field runs through its values, shuffled anew each round, or in their order."""
+    """An endless stream: each field cycles through its values, reshuffled in every round unless `in_order`."""
     random = Random(seed)
-    rounds: dict[str, list] = {name: [] for name in space}
-    misses, count = 0, 0
-    while misses < DRAWS:
+    remaining: dict[str, list] = {name: [] for name in space}
+    rejections, count = 0, 0
+    while rejections < MAX_REJECTIONS:
         fields = {}
         for name, values in space.items():
-            if not rounds[name]:
-                rounds[name] = list(values)[::-1] if in_order else random.sample(list(values), len(values))
-            fields[name] = rounds[name].pop()
+            if not remaining[name]:
+                remaining[name] = list(values)[::-1] if in_order else random.sample(list(values), len(values))
+            fields[name] = remaining[name].pop()
         case = Case(fields, seed=seed + count)
         if fits is not None and not fits(case):
-            misses += 1
+            rejections += 1
             continue
-        misses, count = 0, count + 1
+        rejections, count = 0, count + 1
         yield case
 
 
@@ -45,8 +45,8 @@ def smallest(
     breaks: Callable[[Case], bool],
     until: float,
 ) -> Case:
-    """A case that still breaks, with each field as simple as it can be: the first values of its space, seed 0."""
-    tries = 0
+    """A case that still breaks the law, with each field as early in its space as possible, and a seed near 0."""
+    runs = 0
     improved = True
     while improved:
         improved = False
@@ -57,12 +57,12 @@ def smallest(
             elif name == "seed":
                 simpler = list(values)
             for value in simpler:
-                if tries >= TRIES or time.monotonic() > until:
+                if runs >= MAX_SHRINK_RUNS or time.monotonic() > until:
                     return case
                 smaller = Case(case, **{name: value})
                 if fits is not None and not fits(smaller):
                     continue
-                tries += 1
+                runs += 1
                 if breaks(smaller):
                     case, improved = smaller, True
                     break
@@ -71,16 +71,19 @@ def smallest(
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """TooSlow inside the block once time is up. Outside the main thread, or without signals, only between cases."""
+    """Raise TooSlow inside the block when the time is up.
+
+    It needs signals and the main thread; elsewhere the limit is only checked between cases.
+    """
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     if not usable or seconds <= 0:
         yield
         return
 
-    def ring(_number, _frame):
+    def expire(_number, _frame):
         raise TooSlow
 
-    before = signal.signal(signal.SIGALRM, ring)
+    before = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

@@ -1,10 +1,11 @@
-"""What a check found: a table, JSON, an exit code."""
+"""The result of a check: a table, JSON, an exit code."""
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from .law import Outcome
+from .probe import Probe
 from .target import Target
 
 MARK = {
@@ -23,8 +24,7 @@ class Verdict:
 
     target: Target
     outcomes: tuple[Outcome, ...]
-    found: dict[str, bool] = field(default_factory=dict)  # by trying, beyond what is claimed
-    why: dict[str, str] = field(default_factory=dict)  # what was raised where it does not work
+    probed: Probe = field(default_factory=Probe)  # capabilities determined by probing, beyond those declared
 
     @property
     def exit_code(self) -> int:
@@ -58,14 +58,14 @@ class Verdict:
         return {s: statuses.count(s) for s in MARK if s in statuses}
 
     def headline(self) -> str:
-        counted = ", ".join(f"{n} {status}" for status, n in self.counts().items())
-        return f"{self.target.name}: {counted}"
+        counts = {"hold" if s == "holds" and n > 1 else s: n for s, n in self.counts().items()}
+        return f"{self.target.name}: {', '.join(f'{n} {status}' for status, n in counts.items())}"
 
     def __str__(self) -> str:
         width = max((len(o.law.name) for o in self.outcomes), default=0)
         lines = [self.headline()]
         for o in self.outcomes:
-            lines.append(f"{MARK[o.status]} {o.law.number} {o.law.name:{width}}  {_told(o)}")
+            lines.append(f"{MARK[o.status]} {o.law.number} {o.law.name:{width}}  {_describe(o)}")
             if o.counterexample is not None and o.failed:
                 lines.append(f"{'':6}{o.law.formula}")
                 lines.append(f"{'':6}smallest case: {o.counterexample}")
@@ -77,7 +77,7 @@ class Verdict:
             "kind": self.target.kind,
             "claims": sorted(self.target.claims),
             "lacks": sorted(self.target.lacks),
-            "found": self.found,
+            "probed": self.probed.supported,
             "exit_code": self.exit_code,
             "counts": self.counts(),
             "laws": [o.plain() for o in self.outcomes],
@@ -92,9 +92,9 @@ class Verdict:
         return inline(self)
 
 
-def _told(o: Outcome) -> str:
-    if o.status == "holds":
-        plural = "case" if o.cases == 1 else "cases"
-        told = f"; {o.said}" if o.said else ""
-        return f"holds, {o.cases} {plural}, worst {o.worst:.1e} of {o.tolerance:.0e}{told}"
-    return f"{o.status}: {o.said}"
+def _describe(o: Outcome) -> str:
+    if o.status != "holds":
+        return f"{o.status}: {o.message}"
+    cases = "1 case" if o.cases == 1 else f"{o.cases} cases"
+    note = f"; {o.message}" if o.message else ""
+    return f"holds in {cases}, largest error {o.worst:.1e} (tolerance {o.tolerance:.0e}){note}"

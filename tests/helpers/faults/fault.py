@@ -1,4 +1,4 @@
-"""A fault: a few words of a sound source, replaced. What is made of it claims to be sound."""
+"""A fault: a piece of a correct source, replaced. The faulty target makes the same claims as the correct one."""
 
 import sys
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from regard.laws.target import Function, Model, Projections, Target
 
 HERE = Path(__file__).parent
 DTYPES = {"float64", "float32", "float16", "bfloat16"}
-ABLE = {
+PROPERTIES = {
     "grad",
     "double backward",
     "deterministic",
@@ -22,7 +22,7 @@ ABLE = {
     "empty rows",
     "nan under lengths",
 }
-ASKED = {
+FUNCTIONS = {
     "attention": {
         "mask",
         "causal",
@@ -41,73 +41,76 @@ ASKED = {
 
 @dataclass(frozen=True)
 class Fault:
-    """`said` is what went wrong; `law` must report it. `old` stands once in the source of `of`."""
+    """`name` describes the fault; `law` must report it. `old` occurs once in the source of the target."""
 
-    said: str
+    name: str
     law: str
-    of: str  # a function of sound_attention, a key of MODULES or a key of MODELS
+    source: str  # a key of FUNCTIONS, MODULES or MODELS
     old: str
     new: str
     also: tuple[tuple[str, str], ...] = ()  # further replacements
 
     def target(self) -> Target:
-        return sound(self.of, ((self.old, self.new), *self.also), self.said)
+        return correct(self.source, ((self.old, self.new), *self.also), self.name)
 
 
 MODULES = {
     "module": {},
-    "causal module": {"past": True},
-    "rotary module": {"past": True, "rotary": True},
+    "causal module": {"causal": True},
+    "rotary module": {"causal": True, "rotary": True},
     "module with dropout": {"dropout": 0.3},
 }
-MODELS = {"decoder": {"past": True}, "encoder": {"past": False}}
+MODELS = {"decoder": {"causal": True}, "encoder": {"causal": False}}
 
 
-def sound(of: str, changes: tuple[tuple[str, str], ...] = (), name: str = "") -> Target:
-    """The sound target of this name, or what is left of it after the changes."""
-    if of in ASKED:
-        source = load("sound_attention", changes)
-        able = ABLE - {"nan under lengths"} if of == "in_parts" else ABLE
-        claims = ASKED[of] | able | DTYPES
-        return Function(name or of, getattr(source, of), claims=claims, alignment="bottom-right")
-    if of in MODULES:
-        return _module(of, load("sound_module", changes), name)
-    return _model(of, load("sound_model", changes), name)
+def correct(source: str, changes: tuple[tuple[str, str], ...] = (), name: str = "") -> Target:
+    """The correct target of this name, or the one with these changes."""
+    if source in FUNCTIONS:
+        module = load("correct_attention", changes)
+        properties = PROPERTIES - {"nan under lengths"} if source == "in_parts" else PROPERTIES
+        claims = FUNCTIONS[source] | properties | DTYPES
+        return Function(name or source, getattr(module, source), claims=claims, alignment="bottom-right")
+    if source in MODULES:
+        return _module(source, load("correct_module", changes), name)
+    return _model(source, load("correct_model", changes), name)
 
 
 def load(name: str, changes: tuple[tuple[str, str], ...]) -> ModuleType:
-    """The module of this name with its source changed; each old text must stand in it once."""
+    """The module of this name with its source changed; each old text must occur in it once."""
     text = (HERE / f"{name}.py").read_text("utf-8")
     for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {name}.py"
+        assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {name}.py"
         text = text.replace(old, new)
-    made = ModuleType(f"faults.{name}_changed")
-    made.__file__ = str(HERE / f"{name}.py")
-    sys.modules.setdefault(made.__name__, made)  # classes look up their module when they are copied
-    exec(compile(text, made.__file__, "exec"), made.__dict__)
-    return made
+    module = ModuleType(f"faults.{name}_changed")
+    module.__file__ = str(HERE / f"{name}.py")
+    sys.modules.setdefault(module.__name__, module)  # copying a class looks up its module
+    exec(compile(text, module.__file__, "exec"), module.__dict__)
+    return module
 
 
-def _module(of: str, source: ModuleType, name: str) -> Model:
-    module = seeded(lambda: source.Attention(**MODULES[of]))
+def _module(kind: str, source: ModuleType, name: str) -> Model:
+    module = seeded(lambda: source.Attention(**MODULES[kind]))
     claims = {"mask", "lengths", "documents", "float32", "float64", "grad", "nan under lengths", "empty rows"}
     cache: dict = {}
-    if module.past:
+    if module.causal:
         claims |= {"always causal", "cache"}
-        cache = {"start": lambda module, b, context=None: {}, "step": lambda module, x, c: module(x, cache=c)}
+        cache = {
+            "make_cache": lambda module, b, context=None: {},
+            "decode": lambda module, x, cache: module(x, cache=cache),
+        }
     if module.dropout:
         claims |= {"dropout"}
     return Model(
-        name or of,
+        name or kind,
         module,
-        lambda module, x, context=None, **asked: module(x, context, **asked),
-        of="attention",
+        lambda module, x, context=None, **options: module(x, context, **options),
+        architecture="attention",
         d_model=24,
         heads=4,
         layers=1,
         projections=None if module.rotary else _projections,
         claims=claims | ({"positions", "relative positions", "shift"} if module.rotary else set()),
-        lacks=set() if module.rotary or module.past else {"positions", "relative positions"},
+        lacks=set() if module.rotary or module.causal else {"positions", "relative positions"},
         alignment="bottom-right",
         **cache,
     )
@@ -120,22 +123,25 @@ def _projections(module: torch.nn.Module) -> Projections:
     return Projections(*into, module.w_o.weight.view(-1, h, d).permute(1, 2, 0), *biases, module.w_o.bias)
 
 
-def _model(of: str, source: ModuleType, name: str) -> Model:
-    module = seeded(lambda: source.Model(**MODELS[of]))
+def _model(kind: str, source: ModuleType, name: str) -> Model:
+    module = seeded(lambda: source.Model(**MODELS[kind]))
     claims = {"lengths", "documents", "float32", "float64", "grad", "positions"}
     cache: dict = {}
-    if of == "decoder":
+    if kind == "decoder":
         claims |= {"always causal", "cache"}
-        cache = {"start": lambda module, b, context=None: {}, "step": lambda module, x, c: module(x, cache=c)}
+        cache = {
+            "make_cache": lambda module, b, context=None: {},
+            "decode": lambda module, x, cache: module(x, cache=cache),
+        }
     return Model(
-        name or of,
+        name or kind,
         module,
-        lambda module, x, **asked: module(x, **asked),
-        of=of,
+        lambda module, x, **options: module(x, **options),
+        architecture=kind,
         vocab=13,
         heads=4,
         layers=2,
-        longest=64,
+        max_length=64,
         claims=claims,
         alignment="bottom-right",
         **cache,

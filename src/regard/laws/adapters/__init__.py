@@ -1,10 +1,10 @@
-"""Foreign attentions in the language of the laws: one small file a library; `adapt` finds the right one."""
+"""Adapters that turn functions, modules and models into targets, one file per library; `adapt` chooses one."""
 
 from .adapt import adapt
 from .flex import flex
 from .hugging_face import hugging_face
-from .ours import regard_function, regard_model
-from .sdpa import sdpa, sdpa_with_least_number
+from .regard import regard_function, regard_model
+from .sdpa import sdpa, sdpa_finfo_min
 from .torch_attention import multihead_attention
 from .torch_transformer import transformer, transformer_decoder, transformer_encoder
 from .x_transformers import x_transformers
@@ -17,7 +17,7 @@ __all__ = [
     "regard_function",
     "regard_model",
     "sdpa",
-    "sdpa_with_least_number",
+    "sdpa_finfo_min",
     "transformer",
     "transformer_decoder",
     "transformer_encoder",

@@ -1,4 +1,4 @@
-"""From whatever is given to a target: a function, a module, a class with its sizes, a spec, a configuration."""
+"""Turns a function, a module, a class with its sizes, a spec or a configuration into a target."""
 
 import inspect
 import sys
@@ -12,10 +12,10 @@ from ... import spec
 from ...engine.attention import attention
 from ...errors import SpecError
 from ..target import Function, Model, Part, Target
-from .by_name import function_by_name, module_by_name
 from .flex import flex
+from .from_signature import function_from_signature, module_from_signature
 from .hugging_face import hugging_face
-from .ours import regard_function, regard_model
+from .regard import regard_function, regard_model
 from .sdpa import sdpa
 from .seeded import seeded
 from .torch_attention import multihead_attention
@@ -23,8 +23,8 @@ from .torch_transformer import transformer, transformer_decoder, transformer_enc
 from .x_transformers import x_transformers
 
 HOW = (
-    "write its adapter: regard.laws.target.Function(name, call, claims={…}) for an attention of q, k and v, "
-    "regard.laws.target.Model(name, module, call, d_model=…) for a module; docs/check.md shows both in ten lines"
+    "write an adapter: regard.laws.Function(name, call, claims={…}) for attention(q, k, v), "
+    "regard.laws.Model(name, module, call, d_model=…) for a module; docs/check.md shows both"
 )
 TORCH: dict[type[nn.Module], Callable[..., Model]] = {
     nn.MultiheadAttention: multihead_attention,
@@ -37,26 +37,26 @@ TORCH: dict[type[nn.Module], Callable[..., Model]] = {
 def adapt(
     thing: Any, *, claims: set[str] | None = None, lacks: set[str] | None = None, **sizes: Any
 ) -> Target:
-    """The target that `thing` is. `claims` and `lacks` are said on top of what its adapter says.
+    """The target for `thing`. `claims` and `lacks` are added to those of its adapter.
 
-    sizes: of a class, what it is built with (heads=4, d_model=16, layers=2, …).
+    sizes: if `thing` is a class, the arguments it is built with (heads=4, d_model=16, layers=2, …).
     """
-    found = _found(thing, sizes)
-    return found.having(*(claims or ()), lacking=tuple(lacks or ())) if claims or lacks else found
+    target = _target(thing, sizes)
+    return target.with_claims(*(claims or ()), lacking=tuple(lacks or ())) if claims or lacks else target
 
 
-def _found(thing: Any, sizes: dict[str, Any]) -> Target:
+def _target(thing: Any, sizes: dict[str, Any]) -> Target:
     if isinstance(thing, Function | Model | Part):
         return thing
     if isinstance(thing, type):
         return _class(thing, sizes)
     if sizes:
-        raise SpecError(f"{_name(thing)} is already made; {', '.join(sizes)} would only be read for a class")
+        raise SpecError(f"{_name(thing)} is already built; {', '.join(sizes)} can only be given for a class")
     if isinstance(thing, nn.Module):
         return _module(thing)
     if isinstance(thing, spec.Spec):
         return regard_model(thing)
-    if _of("transformers", "PretrainedConfig", thing):
+    if _is_from("transformers", "PretrainedConfig", thing):
         return hugging_face(thing)
     if thing is F.scaled_dot_product_attention:
         return sdpa()
@@ -65,29 +65,30 @@ def _found(thing: Any, sizes: dict[str, Any]) -> Target:
     if getattr(thing, "__module__", "") == "torch.nn.attention.flex_attention":
         return flex()
     if callable(thing):
-        return function_by_name(thing)
-    raise SpecError(f"{_name(thing)} is no attention, no module and no declaration; {HOW}")
+        return function_from_signature(thing)
+    raise SpecError(f"{_name(thing)}: expected attention(q, k, v), an nn.Module or a spec; or {HOW}")
 
 
 def _class(kind: type, sizes: dict[str, Any]) -> Target:
     if kind in TORCH:
         return TORCH[kind](**sizes)
     if issubclass(kind, nn.Module) or issubclass(kind, spec.Spec):
-        return _found(seeded(lambda: _made(kind, sizes)), {})
-    if _of("transformers", "PretrainedConfig", kind):
+        return _target(seeded(lambda: _build(kind, sizes)), {})
+    if _is_from("transformers", "PretrainedConfig", kind):
         return hugging_face(kind(**sizes))
-    raise SpecError(f"{kind.__name__} is a class, but neither a module nor a declaration; {HOW}")
+    raise SpecError(f"{kind.__name__} is a class, but neither an nn.Module nor a spec; {HOW}")
 
 
-def _made(kind: type, sizes: dict[str, Any]) -> Any:
-    """kind(**sizes), a size called as the class calls it: heads may be num_heads or n_head there."""
-    takes = inspect.signature(kind).parameters
-    given = {_called(size, takes): value for size, value in sizes.items()}
+def _build(kind: type, sizes: dict[str, Any]) -> Any:
+    """kind(**sizes), with each size under the name that the class uses: heads may be num_heads or n_head."""
+    parameters = inspect.signature(kind).parameters
+    arguments = {_parameter_name(size, parameters): value for size, value in sizes.items()}
     try:
-        return kind(**given)
+        return kind(**arguments)
     except TypeError as e:
-        wants = ", ".join(name for name in takes)
-        raise SpecError(f"{kind.__name__}({', '.join(given)}): {e}; it takes {wants}") from e
+        raise SpecError(
+            f"{kind.__name__}({', '.join(arguments)}): {e}; it takes {', '.join(parameters)}"
+        ) from e
 
 
 OTHER_NAMES = {
@@ -98,10 +99,10 @@ OTHER_NAMES = {
 }
 
 
-def _called(size: str, takes: Any) -> str:
-    if size in takes:
+def _parameter_name(size: str, parameters: Any) -> str:
+    if size in parameters:
         return size
-    return next((other for other in OTHER_NAMES.get(size, ()) if other in takes), size)
+    return next((other for other in OTHER_NAMES.get(size, ()) if other in parameters), size)
 
 
 def _module(module: nn.Module) -> Target:
@@ -110,15 +111,15 @@ def _module(module: nn.Module) -> Target:
             return adapter(module)
     if isinstance(getattr(module, "spec", None), spec.Spec):
         return regard_model(module)
-    if _of("transformers", "PreTrainedModel", module):
+    if _is_from("transformers", "PreTrainedModel", module):
         return hugging_face(module)
     if type(module).__module__.startswith("x_transformers"):
         return x_transformers(module)
-    return module_by_name(module)
+    return module_from_signature(module)
 
 
-def _of(library: str, name: str, thing: Any) -> bool:
-    """Whether a thing is of a class of a library; one that nobody imported has no instances."""
+def _is_from(library: str, name: str, thing: Any) -> bool:
+    """Whether a thing is an instance or subclass of a library's class; a library not imported has no instances."""
     kind = getattr(sys.modules.get(library), name, None)
     if kind is None:
         return False

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..target import Function
 
-Pairs = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, i, j) → True = may look
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (b, h, i, j) → True = may attend
 
 
 def flex() -> Function:
-    """FlexAttention as it runs without torch.compile: on a CPU it gives no gradients."""
+    """FlexAttention without torch.compile; on a CPU it has no gradients."""
     return Function(
         "torch.nn.attention.flex_attention",
         _call,
@@ -23,10 +23,10 @@ def flex() -> Function:
             *{"grouped", "n≠m", "d_v≠d_k", "float32"},
         },
         lacks=set() if torch.cuda.is_available() else {"grad", "double backward"},
-        alignment="top-left",  # of the mask functions below; a user writes his own
+        alignment="top-left",  # of the mask functions below; users write their own
         device="cuda" if torch.cuda.is_available() else "cpu",
         sizes={"b": (2, 3), "h": (2, 4), "n": (2, 3, 5, 7), "m": (2, 3, 5, 7), "d_k": (4, 5), "d_v": (4, 5)},
-        seconds=5.0,  # a law. A size of 1 would be compiled anew each time, and a call takes 50 ms as it is
+        seconds=5.0,  # per law: a call takes 50 ms, and each new size of 1 would be compiled again
         source="adapters.flex()",
         imports="from regard.laws import adapters",
     )
@@ -37,39 +37,44 @@ def _call(
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
     *,
-    allowed: Bool[Tensor, "..."] | None = None,
-    causal: bool = False,
     bias: Float[Tensor, "..."] | None = None,
     scale: float | None = None,
-    lengths: Int[Tensor, " b"] | None = None,
-    documents: Int[Tensor, "b n"] | None = None,
-    window: tuple[int, int] | None = None,
     lse: bool = False,
+    **masks: Any,
 ) -> Any:
+    """masks: allowed, causal, lengths, documents and window, as in `_mask_function`."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     size = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    seen = _pairs(size, allowed, causal, lengths, documents, window)
+    mask = _mask_function(size, **masks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "called without torch.compile": so it is
-        block_mask = None if seen is None else create_block_mask(seen, *size, device=q.device.type)
-        given: dict[str, Any] = {
+        warnings.simplefilter("ignore")  # it warns that it runs without torch.compile
+        block_mask = None if mask is None else create_block_mask(mask, *size, device=q.device.type)
+        arguments: dict[str, Any] = {
             "block_mask": block_mask,
             "scale": scale,
             "enable_gqa": size[1] != k.shape[1],
         }
         if bias is not None:
             table = bias.expand(size)
-            given["score_mod"] = lambda score, b, h, i, j: score + table[b, h, i, j]
+            arguments["score_mod"] = lambda score, b, h, i, j: score + table[b, h, i, j]
         if not lse:
-            return flex_attention(q, k, v, **given)
-        o, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **given)
+            return flex_attention(q, k, v, **arguments)
+        o, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **arguments)
         return o, aux.lse
 
 
-def _pairs(size, allowed, causal, lengths, documents, window) -> Pairs | None:
-    """All that was asked for, as one mask function."""
-    parts: list[Pairs] = []
+def _mask_function(
+    size: tuple[int, int, int, int],
+    *,
+    allowed: Bool[Tensor, "..."] | None = None,
+    causal: bool = False,
+    lengths: Int[Tensor, " b"] | None = None,
+    documents: Int[Tensor, "b n"] | None = None,
+    window: tuple[int, int] | None = None,
+) -> MaskFunction | None:
+    """All masks of a call as one mask function."""
+    parts: list[MaskFunction] = []
     if allowed is not None:
         table = allowed.expand(size)
         parts.append(lambda b, h, i, j: table[b, h, i, j])

@@ -1,4 +1,4 @@
-"""Modules built the same way each time."""
+"""Modules built with reproducible random numbers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,7 +9,7 @@ Built = TypeVar("Built")
 
 
 def seeded(build: Callable[[], Built], seed: int = 0) -> Built:
-    """What `build` gives with the random numbers of this seed; the caller's go on as if nothing had happened."""
+    """The result of `build` with this seed; the global random state is restored afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()

@@ -1,4 +1,4 @@
-"""A declaration at a size at which its code can be judged in seconds, without dropout."""
+"""A spec reduced to a size that can be checked in seconds, without dropout."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -8,25 +8,34 @@ from ...errors import SpecError
 from ...position import learned
 from .seeded import seeded
 
-MOST = {"d_model": 32, "d_context": 32, "d_out": 32, "d_ff": 64, "d_k": 8, "d_v": 8, "vocab": 61, "layers": 2}
-MOST |= {"classes": 7, "hidden": 16}
+MAX_SIZES = {
+    "d_model": 32,
+    "d_context": 32,
+    "d_out": 32,
+    "d_ff": 64,
+    "d_k": 8,
+    "d_v": 8,
+    "vocab": 61,
+    "layers": 2,
+}
+MAX_SIZES |= {"classes": 7, "hidden": 16}
 LARGE = {"d_model": 64, "layers": 4, "vocab": 1000}
 
 
-def small(declared: spec.Spec) -> tuple[spec.Spec, str]:
-    """The spec without dropout, cut to a small size where it is a large one, and what was done in words."""
+def reduced(declared: spec.Spec) -> tuple[spec.Spec, str]:
+    """The spec without dropout, reduced in size if it is large, and a note that says so."""
     if not _is_large(declared):
-        return _changed(declared, cut=False), ""
+        return _changed(declared, shrink=False), ""
     try:
-        changed = _changed(declared, cut=True)
-        seeded(changed.build)  # some sizes are only compared there
-    except SpecError:  # sizes that hang together in a way of their own: as it is
-        return _changed(declared, cut=False), ""
-    return changed, ", cut to a small size"
+        changed = _changed(declared, shrink=True)
+        seeded(changed.build)  # some sizes are only checked when the module is built
+    except SpecError:  # its sizes depend on one another, so it is not reduced
+        return _changed(declared, shrink=False), ""
+    return changed, ", reduced in size"
 
 
 def _is_large(declared: spec.Spec) -> bool:
-    own = any(getattr(declared, field, 0) > most for field, most in LARGE.items())
+    own = any(getattr(declared, field, 0) > limit for field, limit in LARGE.items())
     image = max(getattr(declared, "image", (0,))) > 32
     return own or image or any(_is_large(part) for part in _parts(declared).values())
 
@@ -36,14 +45,14 @@ def _parts(declared: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, spec.Spec)}
 
 
-def _changed(declared: Any, cut: bool) -> Any:
-    changes: dict[str, Any] = {name: _changed(part, cut) for name, part in _parts(declared).items()}
+def _changed(declared: Any, shrink: bool) -> Any:
+    changes: dict[str, Any] = {name: _changed(part, shrink) for name, part in _parts(declared).items()}
     names = {f.name for f in fields(declared)}
     if "dropout" in names:
         changes["dropout"] = 0.0
-    if cut:
-        sizes = {f: getattr(declared, f, None) for f in MOST if f in names}
-        changes |= {f: min(v, MOST[f]) for f, v in sizes.items() if isinstance(v, int)}
+    if shrink:
+        sizes = {f: getattr(declared, f, None) for f in MAX_SIZES if f in names}
+        changes |= {f: min(v, MAX_SIZES[f]) for f, v in sizes.items() if isinstance(v, int)}
         if isinstance(declared, spec.Attention):
             changes |= _heads(declared)
         if isinstance(declared, spec.Vision):

@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ..target import Model
 from .seeded import seeded
-from .torch_attention import hidden_keys, hidden_pairs
+from .torch_attention import Masks
 
 IMPORTS = "from regard.laws import adapters"
-SAID = {"mask", "causal", "lengths", "left padding", "float32", "float64", "grad"}
+CLAIMS = {"mask", "causal", "lengths", "left padding", "float32", "float64", "grad"}
 NO_POSITIONS = {"positions", "relative positions"}
 
 
@@ -27,7 +27,7 @@ def transformer_encoder(
     norm_first: bool = False,
     **more: Any,
 ) -> Model:
-    """PyTorch's encoder; in evaluation without gradients it takes its own fast path."""
+    """PyTorch's encoder; in evaluation without gradients it uses its fast path."""
     source = None
     if module is None:
         layer: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
@@ -40,9 +40,9 @@ def transformer_encoder(
         )
         source = (
             f"adapters.transformer_encoder(d_model={d_model}, heads={heads}, layers={layers}, d_ff={d_ff}, "
-            f"norm_first={norm_first}{_named(more)})"
+            f"norm_first={norm_first}{_extra_arguments(more)})"
         )
-    return _stack(module, _encode, "encoder", SAID, source)
+    return _stack(module, _encode, "encoder", CLAIMS, source)
 
 
 def transformer_decoder(
@@ -54,7 +54,7 @@ def transformer_decoder(
     d_ff: int = 32,
     norm_first: bool = False,
 ) -> Model:
-    """PyTorch's decoder, looking at a context; causal where it is given the mask."""
+    """PyTorch's decoder with a context; causal if it is given the mask."""
     source = None
     if module is None:
         layer: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
@@ -65,22 +65,22 @@ def transformer_decoder(
             f"adapters.transformer_decoder(d_model={d_model}, heads={heads}, layers={layers}, d_ff={d_ff}, "
             f"norm_first={norm_first})"
         )
-    return _stack(module, _decode, "decoder", SAID | {"context", "context lengths"}, source)
+    return _stack(module, _decode, "decoder", CLAIMS | {"context", "context lengths"}, source)
 
 
 def _stack(module: Any, call: Any, of: str, claims: set[str], source: str | None) -> Model:
-    """A stack of PyTorch's layers, whose branches can be silenced where they are pre-norm."""
+    """A stack of PyTorch's layers; the branches of a pre-norm stack can be set to 0."""
     first = module.layers[0]
     pre = first.norm_first and module.norm is None
     return Model(
         f"torch.nn.{type(module).__name__} (norm_first={first.norm_first})",
         module,
         call,
-        of=of,
+        architecture=of,
         d_model=first.self_attn.embed_dim,
         heads=first.self_attn.num_heads,
         layers=len(module.layers),
-        silence=silence if pre else None,
+        zero_branches=zero_branches if pre else None,
         claims=claims | ({"pre-norm"} if pre else set()),
         lacks=NO_POSITIONS,
         source=source,
@@ -97,7 +97,7 @@ def transformer(
     d_ff: int = 32,
     norm_first: bool = False,
 ) -> Model:
-    """PyTorch's encoder-decoder; x is the target, the context its source."""
+    """PyTorch's encoder-decoder; x is the target sequence, the context is the source."""
     source = None
     if module is None:
         module = seeded(
@@ -115,11 +115,11 @@ def transformer(
         f"torch.nn.Transformer (norm_first={module.encoder.layers[0].norm_first})",
         module,
         _transform,
-        of="encoder-decoder",
+        architecture="encoder-decoder",
         d_model=module.d_model,
         heads=module.nhead,
         layers=len(module.decoder.layers),
-        claims=SAID | {"context", "context lengths"},
+        claims=CLAIMS | {"context", "context lengths"},
         lacks=NO_POSITIONS,
         source=source,
         imports=IMPORTS,
@@ -130,72 +130,57 @@ def _encode(
     module: nn.Module,
     x: Float[Tensor, "b n d"],
     context: None = None,
-    *,
-    allowed: Bool[Tensor, "..."] | None = None,
-    causal: bool = False,
-    lengths: Int[Tensor, " b"] | None = None,
-    pads: Int[Tensor, " b"] | None = None,
+    **options: Any,
 ) -> Float[Tensor, "b n d"]:
     first: Any = module.layers[0]  # type: ignore[index]
-    b, n, attention = len(x), x.shape[1], first.self_attn
-    given = {
-        "mask": hidden_pairs(b, attention.num_heads, n, n, allowed, causal, x.device),
-        "src_key_padding_mask": hidden_keys(n, lengths, pads),
+    attention, masks = first.self_attn, Masks(**options)
+    arguments = {
+        "mask": masks.attn_mask(x, x, attention.num_heads),
+        "src_key_padding_mask": masks.padding(x),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # nested tensors are a prototype, it says each time
-        return _in_order(attention.batch_first, lambda x: module(x, **given), x)
+        warnings.simplefilter("ignore", UserWarning)  # a warning about nested tensors in every call
+        return _in_order(attention.batch_first, lambda x: module(x, **arguments), x)
 
 
 def _decode(
     module: nn.Module,
     x: Float[Tensor, "b n d"],
     context: Float[Tensor, "b m d"],
-    *,
-    allowed: Bool[Tensor, "..."] | None = None,
-    causal: bool = False,
-    lengths: Int[Tensor, " b"] | None = None,
-    context_lengths: Int[Tensor, " b"] | None = None,
-    pads: Int[Tensor, " b"] | None = None,
+    **options: Any,
 ) -> Float[Tensor, "b n d"]:
-    b, n, m = len(x), x.shape[1], context.shape[1]
     first: Any = module.layers[0]  # type: ignore[index]
-    mask = hidden_pairs(b, first.self_attn.num_heads, n, n, allowed, causal, x.device)
-    given = {
-        "tgt_mask": mask,
-        "tgt_key_padding_mask": hidden_keys(n, lengths, pads),
-        "memory_key_padding_mask": hidden_keys(m, context_lengths),
+    masks = Masks(**options)
+    arguments = {
+        "tgt_mask": masks.attn_mask(x, x, first.self_attn.num_heads),
+        "tgt_key_padding_mask": masks.padding(x),
+        "memory_key_padding_mask": masks.context_padding(context),
     }
-    return _in_order(first.self_attn.batch_first, lambda x, c: module(x, c, **given), x, context)
+    return _in_order(first.self_attn.batch_first, lambda x, c: module(x, c, **arguments), x, context)
 
 
 def _transform(
     module: nn.Module,
     x: Float[Tensor, "b n d"],
     context: Float[Tensor, "b m d"],
-    *,
-    allowed: Bool[Tensor, "..."] | None = None,
-    causal: bool = False,
-    lengths: Int[Tensor, " b"] | None = None,
-    context_lengths: Int[Tensor, " b"] | None = None,
-    pads: Int[Tensor, " b"] | None = None,
+    **options: Any,
 ) -> Float[Tensor, "b n d"]:
     assert isinstance(module, nn.Transformer)
-    b, n, m = len(x), x.shape[1], context.shape[1]
-    hidden = hidden_keys(m, context_lengths)
-    given = {
-        "tgt_mask": hidden_pairs(b, module.nhead, n, n, allowed, causal, x.device),
-        "tgt_key_padding_mask": hidden_keys(n, lengths, pads),
-        "src_key_padding_mask": hidden,
-        "memory_key_padding_mask": hidden,
+    masks = Masks(**options)
+    source_padding = masks.context_padding(context)
+    arguments = {
+        "tgt_mask": masks.attn_mask(x, x, module.nhead),
+        "tgt_key_padding_mask": masks.padding(x),
+        "src_key_padding_mask": source_padding,
+        "memory_key_padding_mask": source_padding,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return _in_order(module.batch_first, lambda x, c: module(c, x, **given), x, context)
+        return _in_order(module.batch_first, lambda x, c: module(c, x, **arguments), x, context)
 
 
-def silence(module: nn.Module) -> None:
-    """0 for what every branch of a layer adds."""
+def zero_branches(module: nn.Module) -> None:
+    """Set the output of every residual branch to 0."""
     with torch.no_grad():
         for layer in module.modules():
             last: list[Any] = []
@@ -217,9 +202,11 @@ def _in_order(batch_first: bool, run, *sequences: Tensor) -> Tensor:
 
 def _quietly(build):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "nested tensor is off because norm_first"
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # a warning that nested tensors are off because of norm_first
         return build()
 
 
-def _named(more: dict[str, Any]) -> str:
+def _extra_arguments(more: dict[str, Any]) -> str:
     return "".join(f", {name}={value!r}" for name, value in more.items())

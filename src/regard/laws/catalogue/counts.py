@@ -1,27 +1,28 @@
-"""Counts are exact: L46."""
+"""Declared counts are exact: L46."""
 
-from ..harness import Lab
-from ..law import Case, Law, Reading, Tolerance, Trial, exactly, worst
+from ..harness import Harness
+from ..law import Case, Law, Tolerance, Trial
+from ..measurement import Measurement, require, worst
 from ..target import Part
 
 
-def counted(lab: Lab, c: Case) -> Reading:
-    rows = lab.part.call()
+def counted(harness: Harness, c: Case) -> Measurement:
+    rows = harness.part.call()
     return worst(
         *(
-            exactly(f"{what}: declared {declared:,}, found {found:,}", declared == found)
-            for what, declared, found in rows
+            require(f"{quantity}: declared {declared:,}, actual {actual:,}", declared == actual)
+            for quantity, declared, actual in rows
         )
     )
 
 
 def _without_w_o() -> Part:
     d, h = 8, 2
-    found = sum(rows * d + d for rows in (d, d, d, d))
+    actual = sum(rows * d + d for rows in (d, d, d, d))
     return Part(
         f"a formula without W_O, d_model {d}, {h} heads",
         "counts",
-        lambda: [("parameters", 3 * (d * d + d), found)],
+        lambda: [("parameters", 3 * (d * d + d), actual)],
     )
 
 
@@ -29,9 +30,9 @@ LAWS = (
     Law(
         "L46",
         "counts are exact",
-        "declared parameters, FLOPs and bytes = the tensors made, the products executed, the bytes held",
-        "multiply-add = 2; whole numbers",
-        {"counts": Trial(counted, lambda lab: {"draw": (0,)}, few=True)},
+        "declared parameters and FLOPs = those of the module that is built and run",
+        "a multiply-add is 2 FLOPs; integers",
+        {"counts": Trial(counted, lambda harness: {"repeat": (0,)}, per_seed=True)},
         _without_w_o,
         Tolerance(0.0, 0.0, 0.0),
     ),

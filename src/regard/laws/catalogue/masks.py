@@ -1,294 +1,322 @@
-"""Who may look at whom: L29, L31, L32, L34, L45, L47 – L50, L58."""
+"""Masks, causality and padding: L29, L31, L32, L34, L45, L58."""
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..controls import CLAIMS, small_attention, weighing, wrapped
-from ..harness import Asked, Lab
-from ..law import Case, Law, Reading, Trial, compare, exactly, gradients, worst
-from .softmax import asked
+from ..controls import CLAIMS, small_attention, with_changed_call, with_weights
+from ..harness import Harness, Masking
+from ..law import Case, Law, Trial
+from ..measurement import Measurement, compare, gradients, require, worst
+from .softmax import case_mask
 
 
-def causality(lab: Lab, c: Case) -> Reading:
+def causality(harness: Harness, c: Case) -> Measurement:
     n, m = c.n, c.get("m", c.n)
-    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
+    q, k, v = harness.qkv(c, requires_grad=harness.supports("grad"))
     if c.by == "causal":
-        start, options = lab.standing(n, m), {"causal": True}
+        start, options = harness.query_offset(n, m), {"causal": True}
     else:
         start = m - n
         options = {
-            "allowed": torch.arange(m, device=lab.device)
-            <= torch.arange(n, device=lab.device)[:, None] + start
+            "allowed": torch.arange(m, device=harness.device)
+            <= torch.arange(n, device=harness.device)[:, None] + start
         }
-    t = int(lab.below(n))
-    last = t + start  # the last key that queries 0 … t may see
-    o = lab.attend(q, k, v, **options)
+    t = int(harness.randint(n))
+    last = t + start  # the last key that queries 0 … t may attend to
+    o = harness.attend(q, k, v, **options)
     later_k, later_v = k.detach().clone(), v.detach().clone()
-    later_k[..., last + 1 :, :] = lab.randn(*later_k[..., last + 1 :, :].shape) * 7.0
-    later_v[..., last + 1 :, :] = lab.randn(*later_v[..., last + 1 :, :].shape) * 7.0
-    changed = lab.attend(q.detach(), later_k, later_v, **options)
-    readings = [
-        compare(f"output {t} after keys past {last} were changed", changed[:, :, : t + 1], o[:, :, : t + 1])
+    later_k[..., last + 1 :, :] = harness.randn(*later_k[..., last + 1 :, :].shape) * 7.0
+    later_v[..., last + 1 :, :] = harness.randn(*later_v[..., last + 1 :, :].shape) * 7.0
+    changed = harness.attend(q.detach(), later_k, later_v, **options)
+    measurements = [
+        compare(
+            f"outputs up to {t} after keys past {last} were changed", changed[:, :, : t + 1], o[:, :, : t + 1]
+        )
     ]
-    if lab.takes("grad"):
+    if harness.supports("grad"):
         grads = torch.autograd.grad(o[:, :, : t + 1].sum(), (k, v), allow_unused=True)
         for name, g in zip("kv", grads):
             if g is not None:
-                readings.append(
-                    exactly(f"∂ output {t}/∂{name} past {last} is not 0", g[:, :, last + 1 :] == 0)
+                measurements.append(
+                    require(
+                        f"outputs up to {t} have a gradient with respect to {name} past {last}",
+                        g[:, :, last + 1 :] == 0,
+                    )
                 )
-    seen = lab.formula(
-        q, k, v, torch.arange(m, device=lab.device) <= torch.arange(n, device=lab.device)[:, None] + start
+    expected = harness.reference(
+        q,
+        k,
+        v,
+        torch.arange(m, device=harness.device) <= torch.arange(n, device=harness.device)[:, None] + start,
     )
-    return worst(*readings, compare("outputs against the formula over the past", o, seen.o))
+    return worst(*measurements, compare("outputs against the reference with a causal mask", o, expected.o))
 
 
-def _causal_by(lab: Lab) -> tuple[str, ...]:
-    return tuple(by for by in ("causal", "mask") if lab.takes(by))
+def _causal_by(harness: Harness) -> tuple[str, ...]:
+    return tuple(by for by in ("causal", "mask") if harness.supports(by))
 
 
-def _causal_space(lab: Lab):
-    unequal = lab.takes("n≠m") and (lab.target.alignment is not None or not lab.takes("causal"))
-    return lab.space(by=_causal_by(lab), **({} if unequal else {"m": None}))
+def _causal_space(harness: Harness):
+    unequal = harness.supports("n≠m") and (
+        harness.target.alignment is not None or not harness.supports("causal")
+    )
+    return harness.space(by=_causal_by(harness), **({} if unequal else {"m": None}))
 
 
 def _past_within(c: Case) -> bool:
     return c.n <= c.get("m", c.n)
 
 
-def model_causality(lab: Lab, c: Case) -> Reading:
-    options: dict[str, Any] = {} if lab.takes("always causal") else {"causal": True}
-    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
-    t = int(lab.below(c.n))
+def model_causality(harness: Harness, c: Case) -> Measurement:
+    options: dict[str, Any] = {} if harness.supports("always causal") else {"causal": True}
+    x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
+    t = int(harness.randint(c.n))
     later = x.clone()
-    later[:, t + 1 :] = lab.others(x)[:, t + 1 :]
+    later[:, t + 1 :] = harness.changed(x)[:, t + 1 :]
     if not x.is_floating_point():
         with torch.no_grad():
-            o, changed = lab.run(x, context, **options), lab.run(later, context, **options)
-        return compare(f"output {t} after its future was changed", changed[:, : t + 1], o[:, : t + 1])
+            o, changed = harness.run(x, context, **options), harness.run(later, context, **options)
+        return compare(
+            f"outputs up to {t} after later inputs were changed", changed[:, : t + 1], o[:, : t + 1]
+        )
     x.requires_grad_()
-    o, changed = lab.run(x, context, **options), lab.run(later.detach(), context, **options)
+    o, changed = harness.run(x, context, **options), harness.run(later.detach(), context, **options)
     (g,) = gradients(o[:, : t + 1], (x,), torch.ones_like(o[:, : t + 1]))
     return worst(
-        compare(f"output {t} after its future was changed", changed[:, : t + 1], o[:, : t + 1]),
-        exactly(f"∂ output {t}/∂ its future is not 0", g[:, t + 1 :] == 0),
+        compare(f"outputs up to {t} after later inputs were changed", changed[:, : t + 1], o[:, : t + 1]),
+        require(f"outputs up to {t} have a gradient with respect to later inputs", g[:, t + 1 :] == 0),
     )
 
 
-def sequences(lab: Lab) -> str | None:
-    return "its input is an image" if lab.model.image is not None else None
+def sequences(harness: Harness) -> str | None:
+    return "its input is an image" if harness.model.image is not None else None
 
 
-def positions_out(lab: Lab) -> str | None:
-    return sequences(lab) or ("it gives one vector a sequence" if lab.takes("pooled") else None)
+def positions_out(harness: Harness) -> str | None:
+    return sequences(harness) or (
+        "it returns one vector per sequence" if harness.supports("pooled") else None
+    )
 
 
-def lengths_in(lab: Lab, least: int = 1) -> tuple[int, ...]:
-    return tuple(n for n in (1, 2, 3, 5, 7, 11) if least <= n <= lab.model.longest)
+def sequence_lengths(harness: Harness, min_length: int = 1) -> tuple[int, ...]:
+    return tuple(n for n in (1, 2, 3, 5, 7, 11) if min_length <= n <= harness.model.max_length)
 
 
-def hide_end(lab: Lab, by: str, lengths: Tensor, m: int) -> Asked:
-    """Keys at and past the lengths hidden, by their own option or by a mask."""
-    allowed = (torch.arange(m, device=lab.device) < lengths[:, None])[:, None, None]
-    return Asked({"lengths": lengths} if by == "lengths" else {"allowed": allowed}, allowed)
+def mask_tail(harness: Harness, by: str, lengths: Tensor, m: int) -> Masking:
+    """Keys at and past the lengths masked, by the option `lengths` or by a mask."""
+    allowed = (torch.arange(m, device=harness.device) < lengths[:, None])[:, None, None]
+    return Masking({"lengths": lengths} if by == "lengths" else {"allowed": allowed}, allowed)
 
 
-def _pad_by(lab: Lab) -> tuple[str, ...]:
-    return tuple(by for by in ("lengths", "mask") if lab.takes(by))
+def _pad_by(harness: Harness) -> tuple[str, ...]:
+    return tuple(by for by in ("lengths", "mask") if harness.supports(by))
 
 
-def padding(lab: Lab, c: Case) -> Reading:
-    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
+def padding(harness: Harness, c: Case) -> Measurement:
+    q, k, v = harness.qkv(c, requires_grad=harness.supports("grad"))
     m = k.shape[-2]
-    l = lab.below(m + 1, c.b, low=1)
-    hiding = hide_end(lab, c.by, l, m)
-    past = ~(torch.arange(m, device=lab.device) < l[:, None])[:, None, :, None]
-    o = lab.attend(q, k, v, **hiding.options)
-    other = [torch.where(past, 5.0 * x.detach() + lab.randn(*x.shape), x.detach()) for x in (k, v)]
-    alike = lab.attend(q.detach(), *other, **hiding.options)
-    readings = [compare("outputs after the padding was changed", alike, o)]
-    more = [torch.cat([x.detach(), lab.randn(*x.shape[:2], 2, x.shape[-1])], 2) for x in (k, v)]
-    if lab.takes("n≠m") and not lab.function.sizes:
-        longer = lab.attend(q.detach(), *more, **hide_end(lab, c.by, l, m + 2).options)
-        readings.append(compare("outputs after two more padded keys", longer, o))
-    if lab.takes("grad"):
-        grads = gradients(o, (k, v), lab.randn(*o.shape))
-        readings += [
-            exactly(f"∂/∂{x} of a padded key is not 0", (g == 0) | ~past) for x, g in zip("kv", grads)
+    l = harness.randint(m + 1, c.b, low=1)
+    masking = mask_tail(harness, c.by, l, m)
+    past = ~(torch.arange(m, device=harness.device) < l[:, None])[:, None, :, None]
+    o = harness.attend(q, k, v, **masking.options)
+    other = [torch.where(past, 5.0 * x.detach() + harness.randn(*x.shape), x.detach()) for x in (k, v)]
+    unchanged = harness.attend(q.detach(), *other, **masking.options)
+    measurements = [compare("outputs after the padding was changed", unchanged, o)]
+    more = [torch.cat([x.detach(), harness.randn(*x.shape[:2], 2, x.shape[-1])], 2) for x in (k, v)]
+    if harness.supports("n≠m") and not harness.function.sizes:
+        longer = harness.attend(q.detach(), *more, **mask_tail(harness, c.by, l, m + 2).options)
+        measurements.append(compare("outputs after two padded keys were added", longer, o))
+    if harness.supports("grad"):
+        grads = gradients(o, (k, v), harness.randn(*o.shape))
+        measurements += [
+            require(f"the gradient of a padded {x} is not 0", (g == 0) | ~past) for x, g in zip("kv", grads)
         ]
-        want = gradients(lab.formula(q, k, v, hiding.allowed).o, (k, v), torch.ones_like(o))
-        got = gradients(lab.attend(q, k, v, **hiding.options), (k, v), torch.ones_like(o))
-        readings += [compare(f"∂/∂{x} under padding", g, w, lab.slack) for x, g, w in zip("kv", got, want)]
-    return worst(*readings)
+        want = gradients(harness.reference(q, k, v, masking.allowed).o, (k, v), torch.ones_like(o))
+        got = gradients(harness.attend(q, k, v, **masking.options), (k, v), torch.ones_like(o))
+        measurements += [
+            compare(f"∂/∂{x} with padding", g, w, harness.slack) for x, g, w in zip("kv", got, want)
+        ]
+    return worst(*measurements)
 
 
-def model_padding(lab: Lab, c: Case) -> Reading:
-    """Padding of x, and of the context, changed and grown."""
-    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
-    readings = []
+def model_padding(harness: Harness, c: Case) -> Measurement:
+    """The padding of x and of the context with other content, and of another length."""
+    x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
+    measurements = []
     with torch.no_grad():
-        if lab.takes("lengths"):
-            l = lab.below(c.n + 1, c.b, low=1)
-            real = (torch.arange(c.n, device=lab.device) < l[:, None])[..., None]
-            o = lab.run(x, context, lengths=l)
+        if harness.supports("lengths"):
+            l = harness.randint(c.n + 1, c.b, low=1)
+            real = (torch.arange(c.n, device=harness.device) < l[:, None])[..., None]
+            o = harness.run(x, context, lengths=l)
             real_x = real if x.is_floating_point() else real[..., 0]
-            changed = lab.run(torch.where(real_x, x, lab.others(x)), context, lengths=l)
-            readings.append(compare("outputs after the padding was changed", *_real(lab, changed, o, real)))
-            longer = torch.cat([x, lab.others(x)[:, :1]], 1)
-            if longer.shape[1] <= lab.model.longest and not lab.takes("pooled"):
-                grown = lab.run(longer, context, lengths=l)[:, : c.n]
-                readings.append(
-                    compare("outputs after one more padded position", *_real(lab, grown, o, real))
+            changed = harness.run(torch.where(real_x, x, harness.changed(x)), context, lengths=l)
+            measurements.append(
+                compare("outputs after the padding was changed", *_real(harness, changed, o, real))
+            )
+            longer = torch.cat([x, harness.changed(x)[:, :1]], 1)
+            if longer.shape[1] <= harness.model.max_length and not harness.supports("pooled"):
+                grown = harness.run(longer, context, lengths=l)[:, : c.n]
+                measurements.append(
+                    compare("outputs after one padded position was added", *_real(harness, grown, o, real))
                 )
-        if lab.takes("context lengths"):
-            context = lab.other(c.b, c.n)
-            l = lab.below(c.n + 1, c.b, low=1)
-            real = torch.arange(c.n, device=lab.device) < l[:, None]
+        if harness.supports("context lengths"):
+            context = harness.second_sequence(c.b, c.n)
+            l = harness.randint(c.n + 1, c.b, low=1)
+            real = torch.arange(c.n, device=harness.device) < l[:, None]
             real = real[..., None] if context.is_floating_point() else real
-            o = lab.run(x, context, context_lengths=l)
-            changed = lab.run(x, torch.where(real, context, lab.others(context)), context_lengths=l)
-            readings.append(compare("outputs after the context's padding was changed", changed, o))
-    if lab.takes("lengths") and x.is_floating_point():
-        readings.append(padded_gradients(lab, c))
-    return worst(*readings)
+            o = harness.run(x, context, context_lengths=l)
+            changed = harness.run(x, torch.where(real, context, harness.changed(context)), context_lengths=l)
+            measurements.append(compare("outputs after the context's padding was changed", changed, o))
+    if harness.supports("lengths") and x.is_floating_point():
+        measurements.append(padded_gradients(harness, c))
+    return worst(*measurements)
 
 
-def padded_gradients(lab: Lab, c: Case) -> Reading:
-    """A loss over real outputs has no gradient towards padding."""
-    x, context = lab.sequence(c.b, c.n).requires_grad_(), lab.context(c.b, c.n)
-    l = lab.below(c.n + 1, c.b, low=1)
-    real = (torch.arange(c.n, device=lab.device) < l[:, None])[..., None]
-    o = lab.run(x, context, lengths=l)
-    shown = o if lab.takes("pooled") else torch.where(real, o, 0.0)
-    (g,) = gradients(shown, (x,), lab.randn(*o.shape))
-    return exactly("a loss over real outputs has a gradient towards padding", (g == 0) | real)
+def padded_gradients(harness: Harness, c: Case) -> Measurement:
+    """A loss over outputs at real positions has no gradient with respect to padding."""
+    x, context = harness.sequence(c.b, c.n).requires_grad_(), harness.context(c.b, c.n)
+    l = harness.randint(c.n + 1, c.b, low=1)
+    real = (torch.arange(c.n, device=harness.device) < l[:, None])[..., None]
+    o = harness.run(x, context, lengths=l)
+    visible = o if harness.supports("pooled") else torch.where(real, o, 0.0)
+    (g,) = gradients(visible, (x,), harness.randn(*o.shape))
+    return require(
+        "a loss over outputs at real positions has a gradient with respect to padding", (g == 0) | real
+    )
 
 
-def _real(lab: Lab, got: Tensor, want: Tensor, real: Bool[Tensor, "b n 1"]) -> tuple[Tensor, Tensor]:
-    """Outputs at real positions alone; those at padding may be anything, NaN too."""
-    if lab.takes("pooled"):
+def _real(harness: Harness, got: Tensor, want: Tensor, real: Bool[Tensor, "b n 1"]) -> tuple[Tensor, Tensor]:
+    """Only the outputs at real positions; those at padding may be anything, even NaN."""
+    if harness.supports("pooled"):
         return got, want
     return torch.where(real, got, 0.0), torch.where(real, want, 0.0)
 
 
-def variable_lengths(lab: Lab, c: Case) -> Reading:
-    """A padded batch against each sequence alone."""
-    q, k, v = lab.qkv(c)
-    l = lab.below(k.shape[-2] + 1, c.b, low=1)
-    together = lab.attend(q, k, v, **hide_end(lab, c.by, l, k.shape[-2]).options)
-    alone = [lab.attend(q[r : r + 1], *(x[r : r + 1, :, : int(l[r])] for x in (k, v))) for r in range(c.b)]
-    return compare("a padded batch against each sequence alone", together, torch.cat(alone))
+def variable_lengths(harness: Harness, c: Case) -> Measurement:
+    """A padded batch against each sequence by itself."""
+    q, k, v = harness.qkv(c)
+    l = harness.randint(k.shape[-2] + 1, c.b, low=1)
+    batched = harness.attend(q, k, v, **mask_tail(harness, c.by, l, k.shape[-2]).options)
+    alone = [
+        harness.attend(q[r : r + 1], *(x[r : r + 1, :, : int(l[r])] for x in (k, v))) for r in range(c.b)
+    ]
+    return compare("a padded batch against each sequence by itself", batched, torch.cat(alone))
 
 
-def model_variable_lengths(lab: Lab, c: Case) -> Reading:
-    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
-    l = lab.below(c.n + 1, c.b, low=1)
+def model_variable_lengths(harness: Harness, c: Case) -> Measurement:
+    x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
+    l = harness.randint(c.n + 1, c.b, low=1)
     with torch.no_grad():
-        together = lab.run(x, context, lengths=l)
-        readings = []
+        batched = harness.run(x, context, lengths=l)
+        measurements = []
         for r in range(c.b):
-            alone = lab.run(x[r : r + 1, : int(l[r])], None if context is None else context[r : r + 1])[0]
-            mine = together[r] if lab.takes("pooled") else together[r, : int(l[r])]
-            readings.append(compare(f"row {r} of a padded batch against the sequence alone", mine, alone))
-    return worst(*readings)
+            alone = harness.run(x[r : r + 1, : int(l[r])], None if context is None else context[r : r + 1])[0]
+            mine = batched[r] if harness.supports("pooled") else batched[r, : int(l[r])]
+            measurements.append(
+                compare(f"row {r} of a padded batch against the sequence by itself", mine, alone)
+            )
+    return worst(*measurements)
 
 
-def sparse_is_masked_dense(lab: Lab, c: Case) -> Reading:
-    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
-    hiding = asked(lab, c)
-    o, want = lab.attend(q, k, v, **hiding.options), lab.formula(q, k, v, hiding.allowed).o
-    readings = [compare(f"{c.hide!r} hidden, against dense attention with the same table", o, want)]
-    if lab.takes("grad"):
-        towards = lab.randn(*o.shape)
-        got, right = gradients(o, (q, k, v), towards), gradients(want, (q, k, v), towards)
-        readings += [
-            compare(f"∂/∂{x} with {c.hide!r} hidden", g, w, lab.slack) for x, g, w in zip("qkv", got, right)
+def sparse_is_masked_dense(harness: Harness, c: Case) -> Measurement:
+    q, k, v = harness.qkv(c, requires_grad=harness.supports("grad"))
+    masking = case_mask(harness, c)
+    o, want = harness.attend(q, k, v, **masking.options), harness.reference(q, k, v, masking.allowed).o
+    measurements = [compare(f"mask {c.mask!r}: outputs against dense attention with the same mask", o, want)]
+    if harness.supports("grad"):
+        grad_output = harness.randn(*o.shape)
+        got, expected = gradients(o, (q, k, v), grad_output), gradients(want, (q, k, v), grad_output)
+        measurements += [
+            compare(f"mask {c.mask!r}: ∂/∂{x}", g, w, harness.slack) for x, g, w in zip("qkv", got, expected)
         ]
-    return worst(*readings)
+    return worst(*measurements)
 
 
-def model_masked(lab: Lab, c: Case) -> Reading:
-    """What a mask hides from a query may hold anything; what it shows does not go unseen."""
-    x, t = lab.sequence(c.b, c.n), int(lab.below(c.n))
-    allowed = (lab.rand(c.b, c.n, c.n) < 0.5) | torch.eye(c.n, dtype=torch.bool, device=lab.device)
-    shown = allowed[:, t] if not x.is_floating_point() else allowed[:, t, :, None]
+def model_masked(harness: Harness, c: Case) -> Measurement:
+    """Inputs that a mask hides from a query have no effect on its output."""
+    x, t = harness.sequence(c.b, c.n), int(harness.randint(c.n))
+    allowed = (harness.rand(c.b, c.n, c.n) < 0.5) | torch.eye(c.n, dtype=torch.bool, device=harness.device)
+    visible = allowed[:, t] if not x.is_floating_point() else allowed[:, t, :, None]
     with torch.no_grad():
-        o = lab.run(x, allowed=allowed)[:, t]
-        changed = lab.run(torch.where(shown, x, lab.others(x)), allowed=allowed)[:, t]
-    return compare(f"output {t} after what the mask hides from it was changed", changed, o)
+        o = harness.run(x, allowed=allowed)[:, t]
+        changed = harness.run(torch.where(visible, x, harness.changed(x)), allowed=allowed)[:, t]
+    return compare(f"output {t} after masked inputs were changed", changed, o)
 
 
-def _one_layer(lab: Lab) -> str | None:
-    if lab.model.of != "attention" and lab.model.layers != 1:
-        return "past one layer a mask hides less than it says (L35)"
-    return positions_out(lab)
+def _one_layer(harness: Harness) -> str | None:
+    if harness.model.architecture != "attention" and harness.model.layers != 1:
+        return "with more than one layer, masked inputs act through other positions (L35)"
+    return positions_out(harness)
 
 
-def mask_arithmetic(lab: Lab, c: Case) -> Reading:
-    q, k, v = lab.qkv(c, learn=lab.takes("grad"))
-    allowed = lab.hide("random", c.b, c.h, c.n, k.shape[-2]).allowed
+def mask_arithmetic(harness: Harness, c: Case) -> Measurement:
+    q, k, v = harness.qkv(c, requires_grad=harness.supports("grad"))
+    allowed = harness.make_mask("random", c.b, c.h, c.n, k.shape[-2]).allowed
     assert allowed is not None
-    zeros = lab.here(torch.zeros(allowed.shape, dtype=torch.float64))
+    zeros = harness.to_target(torch.zeros(allowed.shape, dtype=torch.float64))
     additive = zeros.masked_fill(~allowed, -torch.inf)
     m = k.shape[-2]
-    bias = lab.randn(
-        *{"one table": (c.n, m), "a head": (1, c.h, c.n, m), "a row": (c.b, c.h, c.n, m)}[c.bias]
+    bias = harness.randn(
+        *{"(n, m)": (c.n, m), "(1, h, n, m)": (1, c.h, c.n, m), "(b, h, n, m)": (c.b, c.h, c.n, m)}[c.bias]
     )
-    o = lab.attend(q, k, v, allowed=allowed)
-    ways = {"an additive mask": lab.attend(q, k, v, bias=additive)}
-    right = lab.formula(q, k, v, allowed, bias=bias).o
+    o = harness.attend(q, k, v, allowed=allowed)
+    masked_only = {"an additive mask": harness.attend(q, k, v, bias=additive)}
+    expected = harness.reference(q, k, v, allowed, bias=bias).o
     masked = bias.masked_fill(~allowed, -torch.inf)
-    biased = {"a bias with −inf where forbidden": lab.attend(q, k, v, bias=masked)}
+    biased = {"a bias with −inf at masked pairs": harness.attend(q, k, v, bias=masked)}
     if c.both:
-        biased["a bias and a mask together"] = lab.attend(q, k, v, bias=bias, allowed=allowed)
-    readings = [compare(f"a bool mask against {name}", way, o) for name, way in ways.items()]
-    readings += [compare(f"{name} against the formula", way, right) for name, way in biased.items()]
-    if lab.takes("grad"):
-        grads = gradients(ways["an additive mask"], (q, k, v), lab.randn(*o.shape))
-        readings += [exactly(f"∂/∂{x} is not finite", torch.isfinite(g)) for x, g in zip("qkv", grads)]
-    return worst(*readings)
+        biased["a bias and a mask together"] = harness.attend(q, k, v, bias=bias, allowed=allowed)
+    measurements = [compare(f"a bool mask against {name}", other, o) for name, other in masked_only.items()]
+    measurements += [
+        compare(f"{name} against the reference", other, expected) for name, other in biased.items()
+    ]
+    if harness.supports("grad"):
+        grads = gradients(masked_only["an additive mask"], (q, k, v), harness.randn(*o.shape))
+        measurements += [require(f"∂/∂{x} is not finite", torch.isfinite(g)) for x, g in zip("qkv", grads)]
+    return worst(*measurements)
 
 
-def alignment(lab: Lab, c: Case) -> Reading:
-    """Which keys reach which outputs of a causal call with n ≠ m, against what is declared."""
-    q, k, _ = lab.qkv(c)
-    seen = lab.weights(q, k, causal=True)[0, 0] > 0
-    i, j = torch.arange(c.n, device=lab.device)[:, None], torch.arange(c.m, device=lab.device)
+def alignment(harness: Harness, c: Case) -> Measurement:
+    """The keys that have weight in a causal call with n ≠ m, against the declared alignment."""
+    q, k, _ = harness.qkv(c)
+    visible = harness.weights(q, k, causal=True)[0, 0] > 0
+    i, j = torch.arange(c.n, device=harness.device)[:, None], torch.arange(c.m, device=harness.device)
     tables = {"top-left": j <= i, "bottom-right": j <= i + c.m - c.n}
-    true = [name for name, table in tables.items() if torch.equal(seen, table)]
-    if lab.target.alignment is None:
-        return exactly(
-            f"not declared: {true[0] if true else 'neither top-left nor bottom-right'}", bool(true)
-        )
-    is_said = " or ".join(true) or "neither top-left nor bottom-right"
-    return exactly(f"declared {lab.target.alignment}, and it is {is_said}", lab.target.alignment in true)
+    observed = [name for name, table in tables.items() if torch.equal(visible, table)]
+    if harness.target.alignment is None:
+        name = observed[0] if observed else "neither top-left nor bottom-right"
+        return require(f"alignment not declared, observed {name}", bool(observed))
+    name = " or ".join(observed) or "neither top-left nor bottom-right"
+    declared = harness.target.alignment
+    return require(f"alignment declared {declared}, observed {name}", declared in observed)
 
 
 def _inf_times_mask(scores: Tensor, allowed: Tensor) -> Tensor:
     return (scores + (~allowed).to(scores.dtype) * -torch.inf).softmax(-1)
 
 
-def ignoring(*options: str):
-    return lambda q, k, v, asked: ((q, k, v), {o: x for o, x in asked.items() if o not in options})
+def ignoring(*names: str):
+    """A change of a call that drops these options."""
+    return lambda q, k, v, options: ((q, k, v), {o: x for o, x in options.items() if o not in names})
 
 
-def _top_left(q, k, v, asked):
-    if asked.pop("causal", False):
+def _top_left(q, k, v, options):
+    if options.pop("causal", False):
         n, m = q.shape[-2], k.shape[-2]
-        shown = torch.arange(m) <= torch.arange(n)[:, None]
-        asked["allowed"] = shown & asked.get("allowed", shown)
-    return (q, k, v), asked
+        past = torch.arange(m) <= torch.arange(n)[:, None]
+        options["allowed"] = past & options.get("allowed", past)
+    return (q, k, v), options
 
 
-def _shifted_mask(q, k, v, asked):
-    if (allowed := asked.get("allowed")) is not None:
-        asked["allowed"] = torch.roll(allowed, 1, -1)
-    return (q, k, v), asked
+def _shifted_mask(q, k, v, options):
+    if (allowed := options.get("allowed")) is not None:
+        options["allowed"] = torch.roll(allowed, 1, -1)
+    return (q, k, v), options
 
 
-def each_length(least: int = 1, rows: tuple[int, ...] = (1, 2, 3)):
-    return lambda lab: {"b": rows, "n": lengths_in(lab, least)}
+def each_length(min_length: int = 1, rows: tuple[int, ...] = (1, 2, 3)):
+    return lambda harness: {"b": rows, "n": sequence_lengths(harness, min_length)}
 
 
 LAWS = (
@@ -300,78 +328,88 @@ LAWS = (
         {
             "function": Trial(causality, _causal_space, needs=("causal|mask",), fits=_past_within),
             "model": Trial(
-                model_causality, each_length(2), needs=("always causal|causal",), when=positions_out
+                model_causality, each_length(2), needs=("always causal|causal",), unless=positions_out
             ),
         },
-        lambda: wrapped("causal ignored", ignoring("causal", "allowed")),
+        lambda: with_changed_call("causal ignored", ignoring("causal", "allowed")),
     ),
     Law(
         "L31",
         "padding has no effect",
-        "content and number of padded keys change no real output; their gradients are 0",
+        "the content and number of padded keys change no output at a real position; their gradients are 0",
         "padding declared: lengths or a mask",
         {
-            "function": Trial(padding, lambda lab: lab.space(by=_pad_by(lab)), needs=("lengths|mask",)),
-            "model": Trial(model_padding, each_length(), needs=("lengths|context lengths",), when=sequences),
+            "function": Trial(
+                padding, lambda harness: harness.space(by=_pad_by(harness)), needs=("lengths|mask",)
+            ),
+            "model": Trial(
+                model_padding, each_length(), needs=("lengths|context lengths",), unless=sequences
+            ),
         },
-        lambda: wrapped("lengths ignored", ignoring("lengths", "allowed")),
+        lambda: with_changed_call("lengths ignored", ignoring("lengths", "allowed")),
     ),
     Law(
         "L32",
         "variable lengths",
-        "a padded batch = each sequence alone",
+        "a padded batch = each sequence by itself",
         "padding declared: lengths or a mask; n ≠ m",
         {
             "function": Trial(
-                variable_lengths, lambda lab: lab.space(by=_pad_by(lab)), needs=("lengths|mask", "n≠m")
+                variable_lengths,
+                lambda harness: harness.space(by=_pad_by(harness)),
+                needs=("lengths|mask", "n≠m"),
             ),
-            "model": Trial(model_variable_lengths, each_length(), needs=("lengths",), when=sequences),
+            "model": Trial(model_variable_lengths, each_length(), needs=("lengths",), unless=sequences),
         },
-        lambda: small_attention("pools over padding", wrong="sees padding"),
+        lambda: small_attention("padding is not masked", fault="attends to padding"),
     ),
     Law(
         "L34",
         "sparse equals masked dense",
-        "a way that touches allowed pairs alone = softmax over the same table, gradients too",
+        "sparse attention = dense attention with the same mask, gradients included",
         "each query has an allowed key",
         {
             "function": Trial(
                 sparse_is_masked_dense,
-                lambda lab: lab.space(hide=lab.hidings(some=True), n=(1, 2, 3, 5, 7, 11, 16)),
-                when=lambda lab: None if lab.hidings(some=True) else "it can hide nothing",
+                lambda harness: harness.space(mask=harness.mask_kinds(none=False), n=(1, 2, 3, 5, 7, 11, 16)),
+                unless=lambda harness: None if harness.mask_kinds(none=False) else "it supports no mask",
             ),
-            "model": Trial(model_masked, each_length(2), needs=("mask",), when=_one_layer),
+            "model": Trial(model_masked, each_length(2), needs=("mask",), unless=_one_layer),
         },
-        lambda: wrapped("another reading of the pattern", _shifted_mask, "mask", "float64", "n≠m", "d_v≠d_k"),
+        lambda: with_changed_call(
+            "a mask shifted by one key", _shifted_mask, "mask", "float64", "n≠m", "d_v≠d_k"
+        ),
     ),
     Law(
         "L45",
         "mask arithmetic",
-        "bool mask = additive mask (0, −inf); bias and mask commute; nothing is NaN",
+        "bool mask = additive mask (0, −inf); bias and mask commute; no output is NaN",
         "takes a bool mask and a bias; each query has an allowed key",
         {
             "function": Trial(
                 mask_arithmetic,
-                lambda lab: lab.space(both=(False, True), bias=("one table", "a head", "a row")),
+                lambda harness: harness.space(
+                    both=(False, True), bias=("(n, m)", "(1, h, n, m)", "(b, h, n, m)")
+                ),
                 needs=("mask", "bias"),
             )
         },
-        lambda: weighing("scores + mask · (−inf)", _inf_times_mask, *(set(CLAIMS) - {"lse", "weights"})),
+        lambda: with_weights("scores + mask · (−inf)", _inf_times_mask, *(set(CLAIMS) - {"lse", "weights"})),
     ),
     Law(
         "L58",
         "alignment as declared",
         "causal with n ≠ m: j ≤ i (top-left) or j ≤ i + m − n (bottom-right)",
-        "n < m; where none is declared it must be one of the two",
+        "n < m; if none is declared, either is accepted",
         {
             "function": Trial(
                 alignment,
-                lambda lab: lab.space(n=(1, 2, 3, 5), m=(2, 3, 5, 7, 11), d_v=None),
+                lambda harness: harness.space(n=(1, 2, 3, 5), m=(2, 3, 5, 7, 11), d_v=None),
                 needs=("causal", "n≠m"),
                 fits=lambda c: c.n < c.m,
-                tells=True,
+                always_report=True,
             )
         },
-        lambda: wrapped("causal from the other corner", _top_left),
+        lambda: with_changed_call("causal aligned top-left", _top_left),
     ),
 )

@@ -1,82 +1,98 @@
-"""Compilers, modes and short floats: L55, L56, L60, L63."""
+"""torch.compile, training and evaluation modes, low precision, dropout: L55, L56, L60, L63."""
 
 import torch
 from torch import Tensor
 
 from ... import reference
 from ...engine.cpu import denormals
-from ..controls import formula, small_attention
-from ..harness import DTYPES, Lab
-from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, exactly, gradients, worst
+from ..controls import reference_function, small_attention
+from ..harness import DTYPES, Harness
+from ..law import Case, Law, Tolerance, Trial
+from ..measurement import Measurement, compare, excess, gradients, require, worst
 from ..target import Function
-from .softmax import asked, spaced
+from .softmax import call_space, case_mask
+
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
-def compiled(lab: Lab, c: Case) -> Reading:
-    torch._dynamo.reset()
-    q, k, v = lab.qkv(c)
-    hiding = asked(lab, c)
+def compiled(harness: Harness, c: Case) -> Measurement:
+    torch.compiler.reset()
+    q, k, v = harness.qkv(c)
+    masking = case_mask(harness, c)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return lab.function.call(q, k, v, **hiding.options)
+        return harness.function.call(q, k, v, **masking.options)
 
-    eager = lab.attend(q, k, v, **hiding.options)
+    eager = harness.attend(q, k, v, **masking.options)
     with denormals.kept():
-        return compare("compiled against eager", torch.compile(call)(q, k, v), eager)
+        return compare("compiled outputs against eager ones", torch.compile(call)(q, k, v), eager)
 
 
-def model_compiled(lab: Lab, c: Case) -> Reading:
-    torch._dynamo.reset()
-    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
-    module = lab.module()
+def model_compiled(harness: Harness, c: Case) -> Measurement:
+    torch.compiler.reset()
+    x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
+    module = harness.module()
     with torch.no_grad(), denormals.kept():
         given = (x,) if context is None else (x, context)
         return compare(
-            "compiled against eager", torch.compile(lab.model.call)(module, *given), lab.run(x, context)
+            "compiled outputs against eager ones",
+            torch.compile(harness.model.call)(module, *given),
+            harness.run(x, context),
         )
 
 
-def same_in_every_mode(lab: Lab, c: Case) -> Reading:
-    """With gradients, without, and under inference mode."""
-    q, k, v = lab.qkv(c)
-    hiding = asked(lab, c)
-    o = lab.attend(q, k, v, **hiding.options)
+def same_in_every_mode(harness: Harness, c: Case) -> Measurement:
+    """With gradients, under no_grad and under inference_mode."""
+    q, k, v = harness.qkv(c)
+    masking = case_mask(harness, c)
+    o = harness.attend(q, k, v, **masking.options)
     with torch.no_grad():
-        without = lab.attend(q, k, v, **hiding.options)
-    readings = [compare("outputs under no_grad", without, o)]
-    if lab.takes("grad"):
-        learning = lab.attend(*(x.clone().requires_grad_() for x in (q, k, v)), **hiding.options)
-        readings.append(compare("outputs with gradients asked for", learning, o))
+        no_grad = harness.attend(q, k, v, **masking.options)
+    measurements = [compare("outputs under no_grad", no_grad, o)]
+    if harness.supports("grad"):
+        tracked = harness.attend(*(x.clone().requires_grad_() for x in (q, k, v)), **masking.options)
+        measurements.append(compare("outputs of inputs that require grad", tracked, o))
     with torch.inference_mode():
-        readings.append(
-            compare("outputs under inference_mode", lab.attend(q, k, v, **hiding.options).clone(), o)
+        measurements.append(
+            compare("outputs under inference_mode", harness.attend(q, k, v, **masking.options).clone(), o)
         )
-    if lab.takes("dropout"):
-        readings.append(compare("dropout_p=0", lab.attend(q, k, v, dropout_p=0.0, **hiding.options), o))
-    return worst(*readings)
+    if harness.supports("dropout"):
+        measurements.append(
+            compare("outputs with dropout_p=0", harness.attend(q, k, v, dropout_p=0.0, **masking.options), o)
+        )
+    return worst(*measurements)
 
 
-def model_same_in_every_mode(lab: Lab, c: Case) -> Reading:
-    """Evaluation = no_grad = training, with every dropout set to 0."""
-    x, context = lab.sequence(c.b, c.n), lab.context(c.b, c.n)
-    module = lab.fresh()
-    found = _without_dropout(module)
-    o = lab.run(x, context, module.eval())
+def model_same_in_every_mode(harness: Harness, c: Case) -> Measurement:
+    """Evaluation, no_grad and training mode agree when every dropout probability is 0."""
+    x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
+    module = harness.module_copy()
+    had_dropout = _disable_dropout(module)
+    o = harness.run(x, context, module.eval())
     with torch.no_grad():
-        frozen = lab.run(x, context, module)
-        again = lab.run(x, context, module)
-    readings = [compare("outputs under no_grad", frozen, o), compare("evaluation twice", again, frozen)]
-    kept = lab.run(x, context)  # the module as it came: in evaluation its dropout sleeps
-    readings.append(compare("evaluation with dropout asleep", kept, o))
-    batch = any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in module.modules())
-    if not batch and (found or not lab.takes("dropout")):
-        train = lab.run(x, context, module.train())
-        readings.append(compare("training without dropout" if found else "training", train, frozen))
-    return worst(*readings)
+        no_grad = harness.run(x, context, module)
+        repeated = harness.run(x, context, module)
+    measurements = [
+        compare("outputs under no_grad", no_grad, o),
+        compare("a repeated evaluation", repeated, no_grad),
+    ]
+    original = harness.run(x, context)  # the unchanged module: in evaluation its dropout must be inactive
+    measurements.append(compare("evaluation of the module with its dropout", original, o))
+    batch = any(isinstance(m, BATCH_NORMS) for m in module.modules())
+    if not batch and (had_dropout or not harness.supports("dropout")):
+        train = harness.run(x, context, module.train())
+        measurements.append(
+            compare(
+                "outputs in training mode without dropout" if had_dropout else "outputs in training mode",
+                train,
+                no_grad,
+            )
+        )
+    return worst(*measurements)
 
 
-def _without_dropout(module: torch.nn.Module) -> bool:
-    """Every probability that a module holds under a dropout's name set to 0."""
+def _disable_dropout(module: torch.nn.Module) -> bool:
+    """Set every dropout probability of a module to 0; whether there was one."""
     found = False
     for m in module.modules():
         for name in (
@@ -92,11 +108,11 @@ def _without_dropout(module: torch.nn.Module) -> bool:
                 setattr(m, name, 0.0)
                 found = True
         if declared := getattr(m, "spec", None):
-            object.__setattr__(m, "spec", _undropped(declared))
+            object.__setattr__(m, "spec", _spec_without_dropout(declared))
     return found
 
 
-def _undropped(declared):
+def _spec_without_dropout(declared):
     import dataclasses
 
     if hasattr(declared, "dropout"):
@@ -104,33 +120,33 @@ def _undropped(declared):
     return declared
 
 
-def short_floats(lab: Lab, c: Case) -> Reading:
+def low_precision_outputs(harness: Harness, c: Case) -> Measurement:
     """max|fast − ref| ≤ 2·max|plain − ref| + 4 ulp of max|ref|, plain being ordinary PyTorch in the same dtype.
 
-    One order of its sums may be exact by luck, so plain is the worst of three.
+    One order of summation may be exact by chance, so plain is the worst of three.
     """
     dtype = DTYPES[c.dtype]
-    q, k, v = (x.to(dtype) for x in lab.qkv(c))
+    q, k, v = (x.to(dtype) for x in harness.qkv(c))
     q = (q.float() * c.size).to(dtype)
-    hiding = asked(lab, c)
-    if c.size > 10:  # unscaled products pass 65504, scaled ones do not: nothing to compare, but no infinity
-        o = lab.attend(q, (k.float() * c.size).to(dtype), v, **hiding.options)
+    masking = case_mask(harness, c)
+    if c.size > 10:  # unscaled products exceed float16, scaled ones do not: outputs must be finite
+        o = harness.attend(q, (k.float() * c.size).to(dtype), v, **masking.options)
         finite = torch.isfinite(o)
-        return exactly(f"{c.dtype}: {int((~finite).sum())} of {o.numel()} outputs not finite", finite)
-    ref = lab.formula(q, k, v, hiding.allowed).o
-    plain = [o.double() for o in plainly(q, k, v, hiding.allowed)]
-    fast = lab.attend(q, k, v, **hiding.options).double()
-    bits = torch.finfo(dtype).eps * float(ref.abs().max())
+        return require(f"{c.dtype}: {int((~finite).sum())} of {o.numel()} outputs are not finite", finite)
+    ref = harness.reference(q, k, v, masking.allowed).o
+    plain = [o.double() for o in plain_pytorch(q, k, v, masking.allowed)]
+    fast = harness.attend(q, k, v, **masking.options).double()
+    ulp = torch.finfo(dtype).eps * float(ref.abs().max())
     far, near = float((fast - ref).abs().max()), max(float((o - ref).abs().max()) for o in plain)
-    text = f"{c.dtype}: off by {far:.3g}, ordinary PyTorch by {near:.3g}"
-    return bounded(text, far - 2 * near - 4 * bits) if far == far else Reading(far, f"{c.dtype}: NaN")
+    text = f"{c.dtype}: error {far:.3g}, plain PyTorch has {near:.3g}"
+    return excess(text, far - 2 * near - 4 * ulp) if far == far else Measurement(far, f"{c.dtype}: NaN")
 
 
-def plainly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> list[Tensor]:
-    """The formula step by step in the dtype itself: scaled before the product, after it, and the sums backwards."""
+def plain_pytorch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> list[Tensor]:
+    """Attention in the dtype itself: scaled before the product, scaled after it, and with reversed summation."""
     k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
     scale = q.shape[-1] ** -0.5
-    back = q.flip(-1) @ k.flip(-1).mT  # the terms of q·k from the last to the first
+    back = q.flip(-1) @ k.flip(-1).mT  # the terms of q·k in reversed order
     outs = []
     for scores in ((q * scale) @ k.mT, (q @ k.mT) * scale, back * scale):
         if allowed is not None:
@@ -139,79 +155,82 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> list[Ten
     return outs
 
 
-def short_gradients(lab: Lab, c: Case) -> Reading:
-    reading = short_floats(lab, c)
-    if not lab.takes("grad") or not c.grad or c.dtype == "float32" or c.size > 10:
-        return reading  # a fused float32 backward computes its weights again, and rounds them again
+def low_precision(harness: Harness, c: Case) -> Measurement:
+    measurement = low_precision_outputs(harness, c)
+    if not harness.supports("grad") or not c.grad or c.dtype == "float32" or c.size > 10:
+        return measurement  # a fused float32 backward recomputes its weights, with another rounding
     dtype = DTYPES[c.dtype]
-    lab.begin(c)
-    q, k, v = (x.to(dtype).requires_grad_() for x in lab.qkv(c))
-    towards = lab.randn(*q.shape[:-1], v.shape[-1])
-    wanted = gradients(lab.formula(q, k, v).o, (q, k, v), towards)
-    plain = [gradients(o, (q, k, v), towards) for o in plainly(q, k, v, None)]
-    fast = gradients(lab.attend(q, k, v), (q, k, v), towards)
-    readings = [reading]
+    harness.seed(c)
+    q, k, v = (x.to(dtype).requires_grad_() for x in harness.qkv(c))
+    grad_output = harness.randn(*q.shape[:-1], v.shape[-1])
+    wanted = gradients(harness.reference(q, k, v).o, (q, k, v), grad_output)
+    plain = [gradients(o, (q, k, v), grad_output) for o in plain_pytorch(q, k, v, None)]
+    fast = gradients(harness.attend(q, k, v), (q, k, v), grad_output)
+    measurements = [measurement]
     for name, f, w, *orders in zip("qkv", fast, wanted, *plain):
         f, w = f.double(), w.double()
-        ulps = torch.finfo(dtype).eps * float(w.abs().max())
+        ulp = torch.finfo(dtype).eps * float(w.abs().max())
         far, near = float((f - w).abs().max()), max(float((p.double() - w).abs().max()) for p in orders)
-        readings.append(
-            bounded(
-                f"{c.dtype}: ∂/∂{name} off by {far:.3g}, ordinary PyTorch by {near:.3g}",
-                far - 2 * near - 4 * ulps,
+        measurements.append(
+            excess(
+                f"{c.dtype}: ∂/∂{name} error {far:.3g}, plain PyTorch has {near:.3g}",
+                far - 2 * near - 4 * ulp,
             )
         )
-    return worst(*readings)
+    return worst(*measurements)
 
 
-def _short(lab: Lab) -> tuple[str, ...]:
-    return tuple(name for name in ("float32", "bfloat16", "float16") if lab.takes(name))
+def _dtypes(harness: Harness) -> tuple[str, ...]:
+    return tuple(name for name in ("float32", "bfloat16", "float16") if harness.supports(name))
 
 
-def dropout_mean(lab: Lab, c: Case) -> Reading:
-    """Weights are dropped with p and the rest divided by 1 − p: the mean over draws is the output without."""
-    q, k, v = lab.qkv(c)
-    o = lab.attend(q, k, v).double()
-    draws = 4000
+def dropout_mean(harness: Harness, c: Case) -> Measurement:
+    """Weights are dropped with probability p and the rest divided by 1 − p, which preserves the mean output."""
+    q, k, v = harness.qkv(c)
+    o = harness.attend(q, k, v).double()
+    samples = 4000
     torch.manual_seed(c.seed)
-    many = (x.expand(draws, *x.shape[1:]).contiguous() for x in (q[:1], k[:1], v[:1]))
-    got = lab.attend(*many, dropout_p=c.p).double()
-    error = (got.mean(0) - o[0]).abs() / (got.std(0) / draws**0.5).clamp(min=1e-9)
-    a = lab.weights(q, k).double()
+    repeated = (x.expand(samples, *x.shape[1:]).contiguous() for x in (q[:1], k[:1], v[:1]))
+    got = harness.attend(*repeated, dropout_p=c.p).double()
+    error = (got.mean(0) - o[0]).abs() / (got.std(0) / samples**0.5).clamp(min=1e-9)
+    a = harness.weights(q, k).double()
     variance = c.p / (1 - c.p) * (a[:1] ** 2) @ (v[:1].double() ** 2)
     ratio = got.var(0) / variance[0].clamp(min=1e-12)
     return worst(
-        bounded(
-            f"the mean over draws is {float(error.max()):.1f} standard errors from the output", error - 6.0
+        excess(
+            f"the mean over {samples} samples is {float(error.max()):.1f} standard errors from the output",
+            error - 6.0,
         ),
-        bounded("the variance over draws is not p/(1 − p) Σ a²v²", (ratio.log().abs() - 0.35)),
+        excess("the variance over samples is not p/(1 − p) Σ a²v²", (ratio.log().abs() - 0.35)),
     )
 
 
-def _overflowing() -> Function:
-    """Scores summed in float16 before they are scaled, and clipped."""
-    right = formula()
+def _clipped() -> Function:
+    """Inputs clipped in float16."""
+    correct = reference_function()
 
-    def call(q, k, v, **asked):
+    def call(q, k, v, **options):
         q, k = (x.clamp(-4, 4) if x.dtype == torch.float16 else x for x in (q, k))
-        return right.call(q, k, v, **asked)
+        return correct.call(q, k, v, **options)
 
-    return Function("float16 clipped", call, claims=right.claims | {"float16"}, alignment="bottom-right")
+    return Function(
+        "inputs clipped in float16", call, claims=correct.claims | {"float16"}, alignment="bottom-right"
+    )
 
 
 def _unscaled_dropout() -> Function:
-    right = formula()
+    correct = reference_function()
 
-    def call(q, k, v, *, dropout_p=0.0, **asked):
-        o, weights = right.call(q, k, v, weights=True, **asked)
+    def call(q, k, v, *, dropout_p=0.0, **options):
+        o, weights = correct.call(q, k, v, weights=True, **options)
         return (weights * (torch.rand_like(weights) > dropout_p)) @ v if dropout_p else o
 
     return Function(
-        "dropout without 1/(1 − p)", call, claims=(right.claims - {"weights", "lse"}) | {"dropout"}
+        "dropout without 1/(1 − p)", call, claims=(correct.claims - {"weights", "lse"}) | {"dropout"}
     )
 
 
-def _traced_otherwise() -> Function:
+def _different_when_compiled() -> Function:
     def call(q, k, v):
         factor = 1.01 if torch.compiler.is_compiling() else 1.0
         scores = factor * q @ k.mT * q.shape[-1] ** -0.5
@@ -227,76 +246,83 @@ LAWS = (
         "L55",
         "compiled equals eager",
         "torch.compile(f)(x) = f(x)",
-        "it claims to compile",
+        "it claims to support torch.compile",
         {
             "function": Trial(
                 compiled,
-                lambda lab: lab.space(b=(2,), h=(2,), n=(7,), m=None, d_k=(8,), d_v=None, hide=lab.hidings()),
+                lambda harness: harness.space(
+                    b=(2,), h=(2,), n=(7,), m=None, d_k=(8,), d_v=None, mask=harness.mask_kinds()
+                ),
                 needs=("compile",),
-                few=True,
+                per_seed=True,
                 seconds=40.0,
             ),
             "model": Trial(
                 model_compiled,
-                lambda lab: {"b": (2,), "n": (min(5, lab.model.longest),)},
+                lambda harness: {"b": (2,), "n": (min(5, harness.model.max_length),)},
                 needs=("compile",),
-                few=True,
+                per_seed=True,
                 seconds=40.0,
             ),
         },
-        _traced_otherwise,
+        _different_when_compiled,
         Tolerance(1e-10, 1e-4),
     ),
     Law(
         "L56",
         "train = eval = no_grad",
-        "outputs are the same with gradients, without, and in training without dropout",
+        "equal outputs with gradients, under no_grad, and in training mode without dropout",
         "dropout set to 0; no batch statistics",
         {
-            "function": Trial(same_in_every_mode, spaced()),
+            "function": Trial(same_in_every_mode, call_space()),
             "model": Trial(
                 model_same_in_every_mode,
-                lambda lab: {"b": (1, 2, 3), "n": tuple(n for n in (2, 3, 5, 7) if n <= lab.model.longest)},
+                lambda harness: {
+                    "b": (1, 2, 3),
+                    "n": tuple(n for n in (2, 3, 5, 7) if n <= harness.model.max_length),
+                },
             ),
         },
-        lambda: small_attention("dropout awake in evaluation", wrong="drops in evaluation"),
+        lambda: small_attention("dropout active in evaluation", fault="dropout in evaluation"),
     ),
     Law(
         "L60",
-        "error in 16 bits",
+        "low-precision error",
         "max|fast − ref| ≤ 2·max|plain − ref| + 4 ulp of max|ref|",
-        "float32, bfloat16 or float16; plain is ordinary PyTorch in the same dtype",
+        "float32, bfloat16 or float16; plain is unfused PyTorch in the same dtype",
         {
             "function": Trial(
-                short_gradients,
-                lambda lab: lab.space(
+                low_precision,
+                lambda harness: harness.space(
                     n=(7, 16),
                     m=None,
                     d_k=(5, 16, 64),
                     d_v=None,
                     h=(1, 2),
-                    hide=lab.hidings(),
-                    dtype=_short(lab),
+                    mask=harness.mask_kinds(),
+                    dtype=_dtypes(harness),
                     size=(1.0, 4.0, 100.0),
                     grad=(False, True),
                 ),
                 needs=("float32|bfloat16|float16",),
             )
         },
-        _overflowing,
+        _clipped,
         Tolerance(0.0, 0.0, 0.0),
     ),
     Law(
         "L63",
-        "dropout keeps the mean",
+        "dropout preserves the mean",
         "E o = o without dropout; Var o = p/(1 − p) Σ_j a_j² v_j²",
-        "dropout of weights, the rest divided by 1 − p; sampled",
+        "dropout of weights, the others divided by 1 − p; sampled",
         {
             "function": Trial(
                 dropout_mean,
-                lambda lab: lab.space(b=(1,), h=(1, 2), n=(3,), m=None, d_k=(5,), d_v=None, p=(0.2, 0.5)),
+                lambda harness: harness.space(
+                    b=(1,), h=(1, 2), n=(3,), m=None, d_k=(5,), d_v=None, p=(0.2, 0.5)
+                ),
                 needs=("dropout",),
-                few=True,
+                per_seed=True,
             )
         },
         _unscaled_dropout,

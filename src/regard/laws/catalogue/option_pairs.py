@@ -1,4 +1,4 @@
-"""Options asked for at once: L64."""
+"""Two options in one call: L64."""
 
 from itertools import combinations
 from math import inf
@@ -8,88 +8,102 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from ..controls import CLAIMS, wrapped
-from ..harness import Lab
-from ..law import Case, Law, Reading, Space, Trial, compare, worst
+from ..controls import CLAIMS, with_changed_call
+from ..harness import Harness
+from ..law import Case, Law, Space, Trial
+from ..measurement import Measurement, compare, worst
 from ..target import OPTIONS, Function
 
-HIDING = ("causal", "mask", "lengths", "documents", "window")
-BOTH = ({"mask", "causal"}, {"bias", "causal"})  # whoever denies the first has one argument for mask and bias
+MASKS = ("causal", "mask", "lengths", "documents", "window")
+EXCLUSIVE = (
+    {"mask", "causal"},
+    {"bias", "causal"},
+)  # without "mask and causal", mask and bias share an argument
 
 
-def pairs(lab: Lab) -> list[tuple[str, str]]:
-    """Two options that the target knows, each pair once."""
-    known = [word for word in (*HIDING, "bias", "scale") if lab.takes(word)]
-    apart = BOTH if not lab.takes("mask and causal") else ()
-    return [pair for pair in combinations(known, 2) if set(pair) not in apart]
+def pairs(harness: Harness) -> list[tuple[str, str]]:
+    """All pairs of options that the target supports."""
+    supported = [name for name in (*MASKS, "bias", "scale") if harness.supports(name)]
+    excluded = EXCLUSIVE if not harness.supports("mask and causal") else ()
+    return [pair for pair in combinations(supported, 2) if set(pair) not in excluded]
 
 
-def together(lab: Lab, c: Case) -> Reading:
-    """Some pairs of options on one draw, against the formula; rows that are left without a key say nothing."""
-    q, k, v = lab.qkv(c)
-    readings, known = [], pairs(lab)
-    for pair in (known[i] for i in lab.shuffled(len(known))[:7].tolist()):
-        allowed = torch.ones(1, 1, c.n, c.n, dtype=torch.bool, device=lab.device)
-        asked: dict[str, Any] = {}
-        for word in pair:
-            options, table = option(lab, word, c)
-            asked |= options
+def combined(harness: Harness, c: Case) -> Measurement:
+    """Several pairs of options on the same inputs, against the reference; rows without an allowed key are skipped."""
+    q, k, v = harness.qkv(c)
+    measurements, supported = [], pairs(harness)
+    for pair in (supported[i] for i in harness.randperm(len(supported))[:7].tolist()):
+        allowed = torch.ones(1, 1, c.n, c.n, dtype=torch.bool, device=harness.device)
+        call_options: dict[str, Any] = {}
+        for name in pair:
+            options, table = option(harness, name, c)
+            call_options |= options
             allowed = allowed if table is None else allowed & table
-        readings += _compared(lab, (q, k, v), allowed, asked, " and ".join(pair))
-    return worst(*readings)
+        measurements += _compared(harness, (q, k, v), allowed, call_options, " and ".join(pair))
+    return worst(*measurements)
 
 
-def option(lab: Lab, word: str, c: Case) -> tuple[dict[str, Any], Bool[Tensor, "..."] | None]:
-    """How to ask for it, and the pairs that it leaves."""
-    if word in HIDING:
-        way = "random" if word == "mask" else word
-        return lab.hide(way, c.b, c.h, c.n, c.n)
-    keyword = OPTIONS[word][0]
-    return {keyword: lab.randn(c.n, c.n) if word == "bias" else 0.7}, None
+def option(harness: Harness, name: str, c: Case) -> tuple[dict[str, Any], Bool[Tensor, "..."] | None]:
+    """The keyword arguments of an option, and the pairs that it allows."""
+    if name in MASKS:
+        kind = "random" if name == "mask" else name
+        return harness.make_mask(kind, c.b, c.h, c.n, c.n)
+    keyword = OPTIONS[name][0]
+    return {keyword: harness.randn(c.n, c.n) if name == "bias" else 0.7}, None
 
 
-def _compared(lab: Lab, given, allowed: Tensor, asked: dict[str, Any], what: str) -> list[Reading]:
-    right = lab.formula(*given, allowed, bias=asked.get("bias"), scale=asked.get("scale"))
-    seen = (right.lse != -inf)[..., None]
+def _compared(
+    harness: Harness, qkv, allowed: Tensor, call_options: dict[str, Any], names: str
+) -> list[Measurement]:
+    expected = harness.reference(
+        *qkv, allowed, bias=call_options.get("bias"), scale=call_options.get("scale")
+    )
+    nonempty = (expected.lse != -inf)[..., None]
     try:
-        o, lse = lab.attend_lse(*given, **asked) if lab.takes("lse") else (lab.attend(*given, **asked), None)
-    except (NotImplementedError, ValueError, TypeError, RuntimeError):
-        return [Reading(0.0, f"{what}: refused")]  # a pair that is refused fools nobody
-    readings = [compare(f"{what} at once", o.where(seen, 0.0), right.o.where(seen, 0.0).to(o.dtype))]
-    if lse is not None:
-        kept = seen[..., 0]
-        readings.append(
-            compare(f"log-sum-exp of {what} at once", lse.where(kept, 0.0), right.lse.where(kept, 0.0))
+        o, lse = (
+            harness.attend_lse(*qkv, **call_options)
+            if harness.supports("lse")
+            else (harness.attend(*qkv, **call_options), None)
         )
-    return readings
+    except (NotImplementedError, ValueError, TypeError, RuntimeError):
+        return [Measurement(0.0, f"{names}: refused")]  # an explicit refusal is not an error
+    measurements = [
+        compare(f"{names} combined", o.where(nonempty, 0.0), expected.o.where(nonempty, 0.0).to(o.dtype))
+    ]
+    if lse is not None:
+        rows = nonempty[..., 0]
+        measurements.append(
+            compare(f"log-sum-exp of {names} combined", lse.where(rows, 0.0), expected.lse.where(rows, 0.0))
+        )
+    return measurements
 
 
-def _space(lab: Lab) -> Space:
-    heads = {"h": (2, 4), "h_kv": (1, 2)} if lab.takes("grouped") else {}
-    return lab.space(m=None, n=(2, 3, 5, 7), **heads)
+def _space(harness: Harness) -> Space:
+    heads = {"h": (2, 4), "h_kv": (1, 2)} if harness.supports("grouped") else {}
+    return harness.space(m=None, n=(2, 3, 5, 7), **heads)
 
 
-def _two(lab: Lab) -> str | None:
-    return None if pairs(lab) else "it has no two options to ask for at once"
+def _two(harness: Harness) -> str | None:
+    return None if pairs(harness) else "it does not support two options"
 
 
-def _causal_lost(q, k, v, asked):
-    if "lengths" in asked:
-        asked.pop("causal", None)
-    return (q, k, v), asked
+def _causal_ignored(q, k, v, call_options):
+    if "lengths" in call_options:
+        call_options.pop("causal", None)
+    return (q, k, v), call_options
 
 
 def control() -> Function:
-    return wrapped("causal lost beside lengths", _causal_lost, *CLAIMS)
+    return with_changed_call("causal ignored if lengths are given", _causal_ignored, *CLAIMS)
 
 
 LAWS = (
     Law(
         "L64",
-        "options together",
-        "two options at once do what each does: softmax(scale · q kᵀ + bias) v over the pairs that both allow",
-        "a function with two options; a pair that it refuses is no fault",
-        {"function": Trial(together, _space, when=_two)},
+        "options combined",
+        "two options in one call both take effect: softmax(scale · q kᵀ + bias) v over the pairs that both allow",
+        "a function with two options; a pair may be refused with an exception",
+        {"function": Trial(combined, _space, unless=_two)},
         control,
     ),
 )

@@ -1,13 +1,14 @@
-"""Order: L19 – L21."""
+"""The order of the input: L19 to L21."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..controls import small_attention, wrapped
-from ..harness import Lab
-from ..law import Case, Law, Reading, Tolerance, Trial, bounded, compare, worst
+from ..controls import small_attention, with_changed_call
+from ..harness import Harness
+from ..law import Case, Law, Tolerance, Trial
+from ..measurement import Measurement, compare, excess, worst
 
 
 def permuted_table(allowed: Tensor | None, order: Tensor) -> Tensor:
@@ -15,102 +16,108 @@ def permuted_table(allowed: Tensor | None, order: Tensor) -> Tensor:
     return allowed[..., order, :][..., order]
 
 
-def equivariance(lab: Lab, c: Case) -> Reading:
-    q, k, v = lab.qkv(c)
-    order = lab.shuffled(c.n)
+def equivariance(harness: Harness, c: Case) -> Measurement:
+    q, k, v = harness.qkv(c)
+    order = harness.randperm(c.n)
     options: dict[str, Any] = {}
-    turned: dict[str, Any] = {}
-    if c.hide != "nothing":
-        allowed = lab.hide(c.hide, c.b, c.h, c.n, c.n).allowed
-        options, turned = {"allowed": allowed}, {"allowed": permuted_table(allowed, order)}
-    o = lab.attend(q, k, v, **options)
-    got = lab.attend(*(x[:, :, order] for x in (q, k, v)), **turned)
+    permuted: dict[str, Any] = {}
+    if c.mask != "none":
+        allowed = harness.make_mask(c.mask, c.b, c.h, c.n, c.n).allowed
+        options, permuted = {"allowed": allowed}, {"allowed": permuted_table(allowed, order)}
+    o = harness.attend(q, k, v, **options)
+    got = harness.attend(*(x[:, :, order] for x in (q, k, v)), **permuted)
     return compare("f(PX; P M Pᵀ) against P f(X; M)", got, o[:, :, order])
 
 
-def _masks(lab: Lab) -> tuple[str, ...]:
-    return ("nothing", "random", "columns") if lab.takes("mask") else ("nothing",)
+def _masks(harness: Harness) -> tuple[str, ...]:
+    return ("none", "random", "strided") if harness.supports("mask") else ("none",)
 
 
-def model_equivariance(lab: Lab, c: Case) -> Reading:
-    x, order = lab.sequence(c.b, c.n), lab.shuffled(c.n)
-    context = lab.context(c.b, c.n)
+def model_equivariance(harness: Harness, c: Case) -> Measurement:
+    x, order = harness.sequence(c.b, c.n), harness.randperm(c.n)
+    context = harness.context(c.b, c.n)
     options: dict[str, Any] = {}
-    turned: dict[str, Any] = {}
-    if c.hide == "random":
-        allowed = (lab.rand(c.b, c.n, c.n) < 0.5) | torch.eye(c.n, dtype=torch.bool, device=lab.device)
-        options, turned = {"allowed": allowed}, {"allowed": permuted_table(allowed, order)}
+    permuted: dict[str, Any] = {}
+    if c.mask == "random":
+        allowed = (harness.rand(c.b, c.n, c.n) < 0.5) | torch.eye(
+            c.n, dtype=torch.bool, device=harness.device
+        )
+        options, permuted = {"allowed": allowed}, {"allowed": permuted_table(allowed, order)}
     with torch.no_grad():
-        o, got = lab.run(x, context, **options), lab.run(x[:, order], context, **turned)
-    if lab.takes("pooled"):
-        return compare("one vector of f(PX) against that of f(X)", got, o)
+        o, got = harness.run(x, context, **options), harness.run(x[:, order], context, **permuted)
+    if harness.supports("pooled"):
+        return compare("the pooled output f(PX) against f(X)", got, o)
     return worst(
         compare("f(PX; P M Pᵀ) against P f(X; M)", got, o[:, order]),
-        compare("the mean over positions of f(PX)", got.mean(1), o.mean(1)),
+        compare("the mean over positions of f(PX) against that of f(X)", got.mean(1), o.mean(1)),
     )
 
 
-def _model_space(lab: Lab):
-    return {"b": (1, 2), "n": (2, 3, 5, 7, 11), "hide": _masks(lab)[:2]}
+def _model_space(harness: Harness):
+    return {"b": (1, 2), "n": (2, 3, 5, 7, 11), "mask": _masks(harness)[:2]}
 
 
-def without_order(lab: Lab) -> str | None:
-    if lab.model.image is not None:
+def without_order(harness: Harness) -> str | None:
+    if harness.model.image is not None:
         return "its input is an image"
-    for word in ("positions", "always causal"):
-        if lab.takes(word):
-            return f"it has {word!r}, so order matters (L21)"
-    if lab.target.says("positions") is None:
-        return "not said whether it sees the order of its input (put 'positions' into claims or lacks)"
+    for capability in ("positions", "always causal"):
+        if harness.supports(capability):
+            return f"it has {capability!r}, so order matters (L21)"
+    if harness.target.declares("positions") is None:
+        return "it does not declare whether it has positions (put 'positions' into claims or lacks)"
     return None
 
 
-def invariance(lab: Lab, c: Case) -> Reading:
-    q, k, v = lab.qkv(c)
+def invariance(harness: Harness, c: Case) -> Measurement:
+    q, k, v = harness.qkv(c)
     m = k.shape[-2]
-    order = lab.shuffled(m)
+    order = harness.randperm(m)
     options: dict[str, Any] = {}
-    turned: dict[str, Any] = {}
-    if c.hide != "nothing":
-        allowed = lab.hide(c.hide, c.b, c.h, c.n, m).allowed
+    permuted: dict[str, Any] = {}
+    if c.mask != "none":
+        allowed = harness.make_mask(c.mask, c.b, c.h, c.n, m).allowed
         assert allowed is not None
-        options, turned = {"allowed": allowed}, {"allowed": allowed[..., order]}
-    o = lab.attend(q, k, v, **options)
+        options, permuted = {"allowed": allowed}, {"allowed": allowed[..., order]}
+    o = harness.attend(q, k, v, **options)
     return compare(
-        "keys and values in another order", lab.attend(q, k[:, :, order], v[:, :, order], **turned), o
+        "outputs with keys and values permuted",
+        harness.attend(q, k[:, :, order], v[:, :, order], **permuted),
+        o,
     )
 
 
-def context_invariance(lab: Lab, c: Case) -> Reading:
-    """What is looked at, in another order."""
-    x, context = lab.sequence(c.b, c.n), lab.other(c.b, c.m)
-    order = lab.shuffled(c.m)
+def context_invariance(harness: Harness, c: Case) -> Measurement:
+    """The context permuted."""
+    x, context = harness.sequence(c.b, c.n), harness.second_sequence(c.b, c.m)
+    order = harness.randperm(c.m)
     with torch.no_grad():
-        return compare("the context in another order", lab.run(x, context[:, order]), lab.run(x, context))
+        return compare(
+            "outputs with the context permuted", harness.run(x, context[:, order]), harness.run(x, context)
+        )
 
 
-def order_is_seen(lab: Lab, c: Case) -> Reading:
-    """100 swaps of two different inputs; 99 must move the outputs by more than a thousandth."""
-    n = min(7, lab.model.longest)
-    seen = 0
+def order_matters(harness: Harness, c: Case) -> Measurement:
+    """Of 100 swaps of two different inputs, 99 must change the outputs by more than a thousandth."""
+    n = min(7, harness.model.max_length)
+    noticed = 0
     with torch.no_grad():
         for _ in range(100):
-            x, context = lab.sequence(1, n), lab.context(1, n)
-            order = torch.arange(n, device=lab.device)
-            i, j = (int(s) for s in lab.shuffled(n)[:2])
+            x, context = harness.sequence(1, n), harness.context(1, n)
+            order = torch.arange(n, device=harness.device)
+            i, j = (int(s) for s in harness.randperm(n)[:2])
             if not x.is_floating_point():
-                x[0, j] = lab.others(x[:, i : i + 1])[0, 0]
+                x[0, j] = harness.changed(x[:, i : i + 1])[0, 0]
             order[[i, j]] = order[[j, i]]
-            o, got = lab.run(x, context), lab.run(x[:, order], context)
-            far = (got - (o if lab.takes("pooled") else o[:, order])).abs().amax()
-            seen += bool(far > 1e-3 * o.abs().amax())
-    return bounded(f"{seen} of 100 swaps are seen; 99 must be", 99.0 - seen)
+            o, got = harness.run(x, context), harness.run(x[:, order], context)
+            far = (got - (o if harness.supports("pooled") else o[:, order])).abs().amax()
+            noticed += bool(far > 1e-3 * o.abs().amax())
+    return excess(f"{noticed} of 100 swaps changed the outputs, expected at least 99", 99.0 - noticed)
 
 
-def with_order(lab: Lab) -> str | None:
-    if lab.model.image is not None:
+def with_order(harness: Harness) -> str | None:
+    if harness.model.image is not None:
         return "its input is an image"
-    if not (lab.takes("positions") or lab.takes("always causal")):
+    if not (harness.supports("positions") or harness.supports("always causal")):
         return "it claims neither 'positions' nor 'always causal'"
     return None
 
@@ -123,9 +130,10 @@ LAWS = (
         "no positions, no dropout; a mask is permuted too",
         {
             "function": Trial(
-                equivariance, lambda lab: lab.space(m=None, n=(2, 3, 5, 7, 11, 64), hide=_masks(lab))
+                equivariance,
+                lambda harness: harness.space(m=None, n=(2, 3, 5, 7, 11, 64), mask=_masks(harness)),
             ),
-            "model": Trial(model_equivariance, _model_space, avoids=("pooled",), when=without_order),
+            "model": Trial(model_equivariance, _model_space, avoids=("pooled",), unless=without_order),
         },
         lambda: small_attention("sinusoids added inside", positions=True),
     ),
@@ -135,26 +143,28 @@ LAWS = (
         "f(Q, PK, PV) = f(Q, K, V)",
         "no positions; the columns of a mask are permuted too",
         {
-            "function": Trial(invariance, lambda lab: lab.space(n=(2, 3, 5, 7, 11), hide=_masks(lab))),
+            "function": Trial(
+                invariance, lambda harness: harness.space(n=(2, 3, 5, 7, 11), mask=_masks(harness))
+            ),
             "model": Trial(
                 context_invariance,
-                lambda lab: {"b": (1, 2), "n": (1, 2, 3, 5), "m": (2, 3, 5, 7)},
+                lambda harness: {"b": (1, 2), "n": (1, 2, 3, 5), "m": (2, 3, 5, 7)},
                 needs=("context",),
-                when=without_order,
+                unless=without_order,
             ),
         },
-        lambda: wrapped(
+        lambda: with_changed_call(
             "keys sorted without their values",
-            lambda q, k, v, asked: ((q, k.sort(2).values, v), asked),
+            lambda q, k, v, options: ((q, k.sort(2).values, v), options),
         ),
     ),
     Law(
         "L21",
-        "order is seen",
+        "order matters",
         "some X, P: ‖f(PX) − P f(X)‖ > 10⁻³ of the outputs",
-        "positions or a causal mask; generic weights; 100 swaps a case",
-        {"model": Trial(order_is_seen, lambda lab: {"try": (0, 1)}, when=with_order, few=True)},
-        lambda: small_attention("no positions, said to have them").having("positions"),
+        "positions or a causal mask; generic weights; 100 swaps per case",
+        {"model": Trial(order_matters, lambda harness: {"try": (0, 1)}, unless=with_order, per_seed=True)},
+        lambda: small_attention("no positions, although it claims them").with_claims("positions"),
         Tolerance(0.0, 0.0, 0.0),
     ),
 )

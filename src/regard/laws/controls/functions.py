@@ -1,4 +1,4 @@
-"""The formula as a target, and wrong attentions made from it: the controls that laws must report as broken."""
+"""reference.py as a target, and faulty attentions derived from it: the controls that laws must report as broken."""
 
 from collections.abc import Callable
 from math import inf
@@ -46,7 +46,7 @@ def table(
     documents: Tensor | None = None,
     window: tuple[int, int] | None = None,
 ) -> Bool[Tensor, "..."]:
-    """All that hides pairs, in one table; query i stands at i + m − n."""
+    """All masks of a call combined into one table; query i has the position i + m − n."""
     n, m = q.shape[-2], k.shape[-2]
     i = torch.arange(n, device=q.device)[:, None] + (m - n)
     j = torch.arange(m, device=q.device)
@@ -62,34 +62,34 @@ def table(
     return out if allowed is None else out & allowed
 
 
-def formula() -> Function:
-    """reference.py, as it stands."""
+def reference_function() -> Function:
+    """reference.py as a target."""
 
-    def call(q, k, v, *, scale=None, bias=None, lse=False, weights=False, **hiding):
+    def call(q, k, v, *, scale=None, bias=None, lse=False, weights=False, **masking):
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
-        out = reference.attend(q, k, v, table(q, k, **hiding), bias=bias, scale=scale)
+        out = reference.attend(q, k, v, table(q, k, **masking), bias=bias, scale=scale)
         return (out.o, out.lse) if lse else (out.o, out.weights) if weights else out.o
 
     return Function(
         "reference.py",
         call,
         claims=frozenset(CLAIMS),
-        # 0 · NaN is NaN in the formula, and products before the scale pass what float16 holds
+        # 0 · NaN is NaN in the reference, and unscaled products overflow float16
         lacks=frozenset({"nan under mask", "nan under lengths", "float16"}),
         alignment="bottom-right",
-        source="formula()",
-        imports="from regard.laws.controls.functions import formula",
+        source="reference_function()",
+        imports="from regard.laws.controls import reference_function",
     )
 
 
-def weighing(name: str, weigh: Weigh, *claims: str) -> Function:
-    """The formula with other weights: weigh(scores, allowed) in place of softmax."""
+def with_weights(name: str, weigh: Weigh, *claims: str) -> Function:
+    """The reference with other weights: weigh(scores, allowed) replaces softmax."""
 
-    def call(q, k, v, *, scale=None, bias=None, lse=False, weights=False, **hiding):
+    def call(q, k, v, *, scale=None, bias=None, lse=False, weights=False, **masking):
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
         scores = reference.dot_scores(q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         scores = scores if bias is None else scores + bias
-        allowed = table(q, k, **hiding).expand(scores.shape)
+        allowed = table(q, k, **masking).expand(scores.shape)
         w = weigh(scores, allowed)
         total = reference.log_sum_exp(scores, allowed)
         return (w @ v, total) if lse else (w @ v, w) if weights else w @ v
@@ -97,18 +97,18 @@ def weighing(name: str, weigh: Weigh, *claims: str) -> Function:
     return Function(name, call, claims=frozenset(claims or CLAIMS) - {"empty rows"}, alignment="bottom-right")
 
 
-def wrapped(
+def with_changed_call(
     name: str, change: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], *claims: str
 ) -> Function:
-    """The formula behind a wrong door: change(q, k, v, asked) → what it is really called with."""
-    right = formula().call
+    """The reference called with changed arguments: change(q, k, v, options) → (q, k, v), options."""
+    correct = reference_function().call
 
-    def call(q, k, v, **asked):
-        given, named = change(q, k, v, dict(asked))
-        return right(*given, **named)
+    def call(q, k, v, **options):
+        inputs, options = change(q, k, v, dict(options))
+        return correct(*inputs, **options)
 
     return Function(name, call, claims=frozenset(claims or CLAIMS), alignment="bottom-right")
 
 
-def hidden(scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "*b n m"]) -> Float[Tensor, "*b n m"]:
+def mask_scores(scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "*b n m"]) -> Float[Tensor, "*b n m"]:
     return scores.masked_fill(~allowed, -inf)

@@ -1,4 +1,4 @@
-"""Small modules written out by hand: what laws of models are tried on, right and wrong."""
+"""Small explicit modules on which the laws of models are tested, in correct and faulty variants."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from ..target import Model, Projections
 
 
 class SmallAttention(nn.Module):
-    """Two heads of 3 on 6, by the formula. `split` is how columns become heads; other wrongs by name."""
+    """Two heads of width 3 on d_model = 6. `split` says how columns become heads; `fault` names an error to make."""
 
-    def __init__(self, split: str = "n (h d) -> h n d", positions: bool = False, wrong: str = ""):
+    def __init__(self, split: str = "n (h d) -> h n d", positions: bool = False, fault: str = ""):
         super().__init__()
-        self.split, self.positions, self.wrong = split, positions, wrong
+        self.split, self.positions, self.fault = split, positions, fault
         self.w_q, self.w_k, self.w_v, self.w_o = (nn.Linear(6, 6) for _ in range(4))
 
     def forward(
@@ -33,28 +33,28 @@ class SmallAttention(nn.Module):
         source = x if context is None else context
         parts = ((self.w_q, x), (self.w_k, source), (self.w_v, source))
         q, k, v = (rearrange(w(s), f"b {self.split.replace('->', '-> b')}", h=2) for w, s in parts)
-        shown = torch.ones(x.shape[1], source.shape[1], dtype=torch.bool)
-        if causal and self.wrong != "sees the future":
-            shown = shown.tril()
-        if lengths is not None and self.wrong != "sees padding":
-            shown = shown & (torch.arange(source.shape[1]) < lengths[:, None, None, None])
+        visible = torch.ones(x.shape[1], source.shape[1], dtype=torch.bool)
+        if causal and self.fault != "attends to the future":
+            visible = visible.tril()
+        if lengths is not None and self.fault != "attends to padding":
+            visible = visible & (torch.arange(source.shape[1]) < lengths[:, None, None, None])
         if allowed is not None:
-            shown = shown & allowed[:, None]
-        if self.wrong == "mixes the batch":
+            visible = visible & allowed[:, None]
+        if self.fault == "mixes the batch":
             k = k + 1e-3 * k.mean(0, keepdim=True)
-        o = reference.attend(q, k, v, shown).o
-        if self.wrong == "drops in evaluation":
+        o = reference.attend(q, k, v, visible).o
+        if self.fault == "dropout in evaluation":
             o = nn.functional.dropout(o, 0.1, training=True)
         return self.w_o(rearrange(o, "b h n d -> b n (h d)"))
 
 
-def small_attention(name: str, seed: int = 0, **wrong: Any) -> Model:
-    """The small attention as a target; it claims what it would do if it were right."""
+def small_attention(name: str, seed: int = 0, **faults: Any) -> Model:
+    """The small attention as a target; a faulty one makes the same claims as the correct one."""
     torch.manual_seed(seed)
-    module = SmallAttention(**wrong)
+    module = SmallAttention(**faults)
 
-    def call(module, x, context=None, **asked):
-        return module(x, context, **asked)
+    def call(module, x, context=None, **options):
+        return module(x, context, **options)
 
     def projections(module) -> Projections:
         def heads(w: Tensor, out: bool = False) -> Tensor:
@@ -87,17 +87,17 @@ def small_attention(name: str, seed: int = 0, **wrong: Any) -> Model:
 
 
 class SmallDecoder(nn.Module):
-    """A language model of one causal layer over few words, with a cache; wrongs by name."""
+    """A language model of one causal layer with a small vocabulary and a cache; `fault` names an error to make."""
 
-    def __init__(self, vocab: int = 5, wrong: str = "", pre_norm: bool = True):
+    def __init__(self, vocab: int = 5, fault: str = "", pre_norm: bool = True):
         super().__init__()
-        self.wrong, self.pre_norm = wrong, pre_norm
+        self.fault, self.pre_norm = fault, pre_norm
         self.table, self.attention = nn.Embedding(vocab, 6), SmallAttention()
         self.norm, self.mlp, self.out = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, vocab)
 
     def embed(self, x: Int[Tensor, "b n"], start: int = 0) -> Float[Tensor, "b n 6"]:
-        where = torch.arange(x.shape[1]) + (0 if self.wrong == "restarts positions" else start)
-        return self.table(x) + sinusoid(where, 6).to(self.table.weight.dtype)
+        positions = torch.arange(x.shape[1]) + (0 if self.fault == "restarts positions" else start)
+        return self.table(x) + sinusoid(positions, 6).to(self.table.weight.dtype)
 
     def forward(
         self,
@@ -105,23 +105,23 @@ class SmallDecoder(nn.Module):
         past: list[Tensor] | None = None,
         documents: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b n vocab"]:
-        seen = past[0].shape[1] if past else 0
-        e = self.embed(x, seen)
+        start = past[0].shape[1] if past else 0
+        e = self.embed(x, start)
         if past is not None:
             past[:] = [torch.cat([*past, e], 1)]
         source = e if past is None else past[0]
         n, m = x.shape[1], source.shape[1]
-        shown = torch.ones(n, m, dtype=torch.bool)
-        if self.wrong != "sees the future":
-            shown = shown.tril(m - n)
-        allowed = shown.expand(len(x), n, m)
-        if documents is not None and self.wrong != "mixes documents":
+        visible = torch.ones(n, m, dtype=torch.bool)
+        if self.fault != "attends to the future":
+            visible = visible.tril(m - n)
+        allowed = visible.expand(len(x), n, m)
+        if documents is not None and self.fault != "mixes documents":
             allowed = allowed & (documents[:, :, None] == documents[:, None])
         y = e + self.attention(self.norm(e), self.norm(source), allowed=allowed)
         return self.out(y + self.mlp(self.norm(y)).relu())
 
 
-def small_decoder(name: str, wrong: str = "", seed: int = 0, vocab: int = 5) -> Model:
+def small_decoder(name: str, fault: str = "", seed: int = 0, vocab: int = 5) -> Model:
     """The small language model as a target."""
     torch.manual_seed(seed)
 
@@ -130,12 +130,12 @@ def small_decoder(name: str, wrong: str = "", seed: int = 0, vocab: int = 5) -> 
 
     return Model(
         name,
-        SmallDecoder(vocab, wrong),
+        SmallDecoder(vocab, fault),
         call,
-        of="decoder",
+        architecture="decoder",
         vocab=vocab,
         layers=1,
-        start=lambda module, b, context=None: [],
-        step=lambda module, x, cache: module(x, past=cache),
+        make_cache=lambda module, b, context=None: [],
+        decode=lambda module, x, cache: module(x, past=cache),
         claims=frozenset({"always causal", "positions", "cache", "float64", "float32", "grad"}),
     )

@@ -247,7 +247,7 @@ def tried(model: nn.Module, laws: Sequence[str], foresees: bool = False) -> tupl
         except RegardError as e:  # a model that no adapter knows
             return (LawTold("", "laws", "", "not tried", str(e)),)
     told = [
-        LawTold(o.law.number, o.law.name, o.law.formula, o.status, o.said, o.cases) for o in found.outcomes
+        LawTold(o.law.number, o.law.name, o.law.formula, o.status, o.message, o.cases) for o in found.outcomes
     ]
     if foresees:
         said = "it is to foresee what comes next, and may look there; declare pattern=causal()"

@@ -1,4 +1,4 @@
-"""regard's own: the door `rg.attention`, and whatever a spec builds."""
+"""regard itself: `rg.attention`, and the modules and models that specs build."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from ...pattern import Both, Pattern, causal, full, window
 from ...position import learned
 from ..target import Function, Model, Projections
 from .seeded import seeded
-from .small_specs import small
+from .small_specs import reduced
 
 IMPORTS = "import regard as rg\nfrom regard.laws import adapters"
 PROMISES = {
@@ -31,18 +31,18 @@ PROMISES = {
 
 
 def regard_function(backend: str = "auto") -> Function:
-    """rg.attention, by its own choice of way or by the one named. It promises all but NaN under a mask."""
+    """rg.attention with the backend it chooses, or with the one named. It promises all but NaN under a mask."""
 
-    def call(q, k, v, *, lse=False, weights=False, dropout_p=0.0, **asked) -> Any:
+    def call(q, k, v, *, lse=False, weights=False, dropout_p=0.0, **options) -> Any:
         n, m = q.shape[-2], k.shape[-2]
-        given = {"bias": asked.pop("bias", None), "scale": asked.pop("scale", None)}
-        given |= {"lengths": asked.pop("lengths", None), "pattern": _pattern(n, m, **asked)}
-        if isinstance(given["pattern"], Pattern) and n > m:
-            given["at"] = m - n  # the alignment, said; without it more queries than keys are refused
+        arguments = {name: options.pop(name, None) for name in ("bias", "scale", "lengths")}
+        arguments["pattern"] = _pattern(n, m, **options)
+        if isinstance(arguments["pattern"], Pattern) and n > m:
+            arguments["at"] = m - n  # more queries than keys need an explicit query offset
         if weights:
-            o = engine.attention(q, k, v, **given, backend=backend)
-            return o, engine.weights(q, k, **given)
-        return engine.attention(q, k, v, **given, dropout_p=dropout_p, return_lse=lse, backend=backend)
+            o = engine.attention(q, k, v, **arguments, backend=backend)
+            return o, engine.weights(q, k, **arguments)
+        return engine.attention(q, k, v, **arguments, dropout_p=dropout_p, return_lse=lse, backend=backend)
 
     options = {
         "mask",
@@ -75,23 +75,23 @@ def _pattern(
     documents: Int[Tensor, "b n"] | None = None,
     window: tuple[int, int] | None = None,
 ) -> Pattern | Tensor | None:
-    """What was asked for as one pattern; as a table where a table is part of it."""
+    """All masks of a call as one pattern; as a table if one of them is a table."""
     parts: list[Pattern] = [patterns.causal()] if causal else []
     parts += [patterns.window(*window)] if window is not None else []
     parts += [patterns.documents(documents)] if documents is not None else []
-    whole = None
+    combined = None
     for part in parts:
-        whole = part if whole is None else whole & part
-    if allowed is None or whole is None:
-        return whole if allowed is None else allowed
-    return allowed & whole.allowed(n, m, at=m - n, device=allowed.device)
+        combined = part if combined is None else combined & part
+    if allowed is None or combined is None:
+        return combined if allowed is None else allowed
+    return allowed & combined.allowed(n, m, at=m - n, device=allowed.device)
 
 
 def regard_model(thing: spec.Spec | nn.Module) -> Model:
-    """The module of a spec, small, with fresh weights and without dropout; or a module that was built from one."""
+    """The module of a spec, reduced in size, newly initialized and without dropout; or a module built from a spec."""
     if isinstance(thing, spec.Spec):
         source = f"adapters.regard_model(rg.from_json({thing.json()!r}))"
-        declared, note = small(thing)
+        declared, note = reduced(thing)
         model = _adapted(seeded(declared.build), source)
         return replace(model, name=model.name + note)
     return _adapted(thing, None)
@@ -109,31 +109,39 @@ def _adapted(thing: nn.Module, source: str | None) -> Model:
             return _encoder_decoder(thing, source)
         case Vision():
             return _vision(thing, source)
-    raise SpecError(f"{type(thing).__name__} holds no attention of regard that the laws could speak of")
+    raise SpecError(f"{type(thing).__name__} contains no attention of regard, so no law applies")
 
 
 def _attention(module: MultiHeadAttention, source: str | None) -> Model:
     declared, size = module.spec, module.spec.sizes
-    able = {"mask", "lengths", "documents", "weights", "nan under lengths", "empty rows", "deterministic"}
+    supported = {
+        "mask",
+        "lengths",
+        "documents",
+        "weights",
+        "nan under lengths",
+        "empty rows",
+        "deterministic",
+    }
     if isinstance(declared.pattern, full):
-        able |= {"causal", "mask and causal"}
+        supported |= {"causal", "mask and causal"}
     if declared.position is None and isinstance(declared.pattern, full):
-        able |= {"context", "context lengths"}
+        supported |= {"context", "context lengths"}
     plain = declared.score == "dot" and declared.position is None and declared.factor is None
     plain = plain and declared.output and isinstance(declared.pattern, full)
     return Model(
         f"regard.{declared!r}",
         module,
         _call_attention,
-        of="attention",
+        architecture="attention",
         d_model=size.d_model,
         d_context=size.d_context,
         heads=size.heads,
         layers=1,
         projections=_projections if plain else None,
-        start=lambda module, b, context=None: KeyValues(),
-        step=_next,
-        **_words(declared, able),
+        make_cache=lambda module, b, context=None: KeyValues(),
+        decode=_decode,
+        **_declarations(declared, supported),
         source=source,
         imports=IMPORTS,
     )
@@ -147,32 +155,32 @@ def _call_attention(
     lengths: Int[Tensor, " b"] | None = None,
     context_lengths: Int[Tensor, " b"] | None = None,
     weights: bool = False,
-    **asked: Any,
+    **options: Any,
 ) -> Any:
     n, m = x.shape[1], (x if context is None else context).shape[1]
     return module(
         x,
         context,
         lengths=lengths if context is None else context_lengths,
-        pattern=_asked_pattern(n, m, **asked),
+        pattern=_model_pattern(n, m, **options),
         return_weights=weights,
     )
 
 
-def _asked_pattern(n: int, m: int, *, allowed: Bool[Tensor, "..."] | None = None, **asked: Any) -> Any:
-    """A table of a model is (b, n, m); the heads see it alike."""
+def _model_pattern(n: int, m: int, *, allowed: Bool[Tensor, "..."] | None = None, **options: Any) -> Any:
+    """The mask of a model is (b, n, m), the same for every head."""
     if allowed is not None and allowed.dim() == 3:
         allowed = rearrange(allowed, "b n m -> b 1 n m")
-    return _pattern(n, m, allowed=allowed, **asked)
+    return _pattern(n, m, allowed=allowed, **options)
 
 
-def _next(module: nn.Module, x: Tensor, cache: Any) -> Tensor:
+def _decode(module: nn.Module, x: Tensor, cache: Any) -> Tensor:
     with torch.no_grad():
         return module(x, cache=cache)
 
 
 def _projections(module: nn.Module) -> Projections:
-    """Views, head by head."""
+    """Views of the parameters, per head."""
     assert isinstance(module, MultiHeadAttention)
     size, out = module.spec.sizes, module.w_o
     linears, counts = (module.w_q, module.w_k, module.w_v), (size.heads, size.kv_heads, size.kv_heads)
@@ -188,20 +196,22 @@ def _projections(module: nn.Module) -> Projections:
 
 def _block(module: Block, source: str | None) -> Model:
     declared = module.spec
-    able = {"mask", "lengths", "documents", "nan under lengths", "empty rows", "deterministic"}
+    supported = {"mask", "lengths", "documents", "nan under lengths", "empty rows", "deterministic"}
     cross = {"context", "context lengths"} if declared.cross is not None else set()
     pre = declared.norm_at == "pre" and declared.residual
     return Model(
         f"regard.Block, {declared.d_model} wide",
         module,
         _call_stack,
-        of="decoder" if cross else "encoder",
+        architecture="decoder" if cross else "encoder",
         d_model=declared.d_model,
         d_context=declared.cross.sizes.d_context if declared.cross else None,
         heads=declared.attention.heads,
         layers=1,
-        silence=silence if pre else None,
-        **_words(declared.attention, able | cross | ({"pre-norm"} if pre else set()), cache=False),
+        zero_branches=zero_branches if pre else None,
+        **_declarations(
+            declared.attention, supported | cross | ({"pre-norm"} if pre else set()), cache=False
+        ),
         source=source,
         imports=IMPORTS,
     )
@@ -210,33 +220,35 @@ def _block(module: Block, source: str | None) -> Model:
 def _stack(module: Stack, source: str | None) -> Model:
     declared = module.spec
     block = declared.block
-    able = {"mask", "lengths", "documents", "nan under lengths", "empty rows", "deterministic"}
+    supported = {"mask", "lengths", "documents", "nan under lengths", "empty rows", "deterministic"}
     cross = {"context", "context lengths"} if block.cross is not None else set()
     pooled = isinstance(declared.head, spec.ClassifierHead | spec.Pooler)
     pre = block.norm_at == "pre" and block.residual and not declared.has_final_norm and declared.head is None
     pre = pre and declared.embedding is None
     attention = replace(block.attention, position=declared.position or block.attention.position)
-    words = _words(attention, able | cross | ({"pre-norm"} if pre else set()), declared.embedding)
+    declarations = _declarations(
+        attention, supported | cross | ({"pre-norm"} if pre else set()), declared.embedding
+    )
     if pooled:
-        words["claims"] = (words["claims"] - {"cache"}) | {"pooled"}
+        declarations["claims"] = (declarations["claims"] - {"cache"}) | {"pooled"}
         if getattr(declared.head, "pool", "first") == "last":
-            words["claims"] -= {"always causal"}
+            declarations["claims"] -= {"always causal"}
     return Model(
         f"regard.{type(declared).__name__}, {declared.layers} layers {declared.d_model} wide",
         module,
         _call_stack,
-        of="decoder" if isinstance(declared, spec.Decoder) else "encoder",
+        architecture="decoder" if isinstance(declared, spec.Decoder) else "encoder",
         d_model=declared.d_model,
         vocab=None if declared.embedding is None else declared.embedding.vocab,
         d_context=None if block.cross is None else block.cross.sizes.d_context,
-        longest=_longest(declared.embedding),
+        max_length=_max_length(declared.embedding),
         layers=declared.layers,
         window=_window(block.attention.pattern),
         heads=block.attention.heads,
-        start=lambda module, b, context=None: (module.cache(), context),
-        step=_next_of_stack,
-        silence=silence if pre else None,
-        **words,
+        make_cache=lambda module, b, context=None: (module.cache(), context),
+        decode=_decode_stack,
+        zero_branches=zero_branches if pre else None,
+        **declarations,
         source=source,
         imports=IMPORTS,
     )
@@ -249,21 +261,21 @@ def _call_stack(
     *,
     lengths: Int[Tensor, " b"] | None = None,
     context_lengths: Int[Tensor, " b"] | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Tensor:
-    pattern = _asked_pattern(x.shape[1], x.shape[1], **asked)
-    given = {"lengths": lengths, "pattern": pattern}
+    pattern = _model_pattern(x.shape[1], x.shape[1], **options)
+    arguments = {"lengths": lengths, "pattern": pattern}
     return (
         module(x)
-        if context is None and not any(v is not None for v in given.values())
-        else module(x, context, context_lengths=context_lengths, **given)
+        if context is None and not any(v is not None for v in arguments.values())
+        else module(x, context, context_lengths=context_lengths, **arguments)
     )
 
 
-def _next_of_stack(module: nn.Module, x: Tensor, kept: Any, **asked: Any) -> Tensor:
-    cache, context = kept
+def _decode_stack(module: nn.Module, x: Tensor, cache: Any, **options: Any) -> Tensor:
+    key_values, context = cache
     with torch.no_grad():
-        return module(x, context, cache=cache, **asked)
+        return module(x, context, cache=key_values, **options)
 
 
 def _encoder_decoder(module: EncoderDecoder, source: str | None) -> Model:
@@ -271,21 +283,21 @@ def _encoder_decoder(module: EncoderDecoder, source: str | None) -> Model:
     decoder = declared.decoder
     attention = decoder.block.attention
     attention = replace(attention, position=decoder.position or attention.position)
-    able = {"lengths", "context", "context lengths", "nan under lengths", "empty rows", "deterministic"}
+    supported = {"lengths", "context", "context lengths", "nan under lengths", "empty rows", "deterministic"}
     tables = [e for e in (declared.encoder.embedding, decoder.embedding) if e is not None]
     return Model(
         f"regard.EncoderDecoder, {declared.encoder.layers} + {decoder.layers} layers {declared.d_model} wide",
         module,
         _translate,
-        of="encoder-decoder",
+        architecture="encoder-decoder",
         d_model=declared.d_model,
         vocab=min(e.vocab for e in tables) if tables else None,
-        longest=min(_longest(e) for e in tables) if tables else 64,
+        max_length=min(_max_length(e) for e in tables) if tables else 64,
         layers=decoder.layers,
         heads=attention.heads,
-        start=_begin_translation,
-        step=_next_of_translation,
-        **_words(attention, able, decoder.embedding),
+        make_cache=_translation_cache,
+        decode=_decode_translation,
+        **_declarations(attention, supported, decoder.embedding),
         source=source,
         imports=IMPORTS,
     )
@@ -302,17 +314,17 @@ def _translate(
     return module(context, x, source_lengths=context_lengths, target_lengths=lengths)
 
 
-def _begin_translation(module: nn.Module, b: int, context: Tensor) -> Any:
+def _translation_cache(module: nn.Module, b: int, context: Tensor) -> Any:
     assert isinstance(module, EncoderDecoder)
     with torch.no_grad():
         return module.decoder.cache(), module.encode(context)
 
 
-def _next_of_translation(module: nn.Module, x: Tensor, kept: Any, **asked: Any) -> Tensor:
+def _decode_translation(module: nn.Module, x: Tensor, cache: Any, **options: Any) -> Tensor:
     assert isinstance(module, EncoderDecoder)
-    cache, states = kept
+    key_values, states = cache
     with torch.no_grad():
-        return module.decoder(x, states, cache=cache, **asked)
+        return module.decoder(x, states, cache=key_values, **options)
 
 
 def _vision(module: Vision, source: str | None) -> Model:
@@ -322,10 +334,10 @@ def _vision(module: Vision, source: str | None) -> Model:
         f"regard.Vision, {declared.encoder.layers} layers {declared.d_model} wide",
         module,
         lambda module, images: module(images),
-        of="vision",
+        architecture="vision",
         d_model=declared.d_model,
         image=(declared.channels, *declared.image),
-        longest=declared.tokens,
+        max_length=declared.tokens,
         layers=declared.encoder.layers,
         heads=block.attention.heads,
         claims={"float64", "float32", "grad", "positions"}
@@ -335,8 +347,8 @@ def _vision(module: Vision, source: str | None) -> Model:
     )
 
 
-def silence(module: nn.Module) -> None:
-    """0 for what every branch adds."""
+def zero_branches(module: nn.Module) -> None:
+    """Set the output of every residual branch to 0."""
     with torch.no_grad():
         for part in module.modules():
             last = part.w_o if isinstance(part, MultiHeadAttention) else None
@@ -348,22 +360,26 @@ def silence(module: nn.Module) -> None:
                     last.bias.zero_()
 
 
-def _words(
-    declared: spec.Attention, able: set[str], embedding: spec.Embedding | None = None, cache: bool = True
+def _declarations(
+    declared: spec.Attention, supported: set[str], embedding: spec.Embedding | None = None, cache: bool = True
 ) -> dict[str, Any]:
-    """claims, lacks and alignment: what a declared attention says about the model around it."""
-    claims = {*able, "float64", "float32", "grad"}
+    """claims, lacks and alignment that follow from the attention spec of a model."""
+    claims = {*supported, "float64", "float32", "grad"}
     past = (declared.pattern - patterns.causal()).count(64) == 0
     if past:
         claims |= {"always causal"} | (
             {"cache"} if cache and declared.sizes.d_out == declared.d_model else set()
         )
-    seen = declared.position is not None or getattr(embedding, "position", None) is not None
+    has_positions = declared.position is not None or getattr(embedding, "position", None) is not None
     if declared.position is not None:
         claims |= {"positions", "relative positions"}
-    elif seen:
+    elif has_positions:
         claims |= {"positions"}
-    lacks = set() if seen or not isinstance(declared.pattern, full) else {"positions", "relative positions"}
+    lacks = (
+        set()
+        if has_positions or not isinstance(declared.pattern, full)
+        else {"positions", "relative positions"}
+    )
     return {"claims": claims, "lacks": lacks, "alignment": "bottom-right"}
 
 
@@ -377,8 +393,8 @@ def _window(pattern: Pattern) -> tuple[int, int] | None:
     return None
 
 
-def _longest(embedding: spec.Embedding | None) -> int:
-    where = getattr(embedding, "position", None)
-    if isinstance(where, learned) and isinstance(where.table, int):
-        return min(64, where.table)
+def _max_length(embedding: spec.Embedding | None) -> int:
+    position = getattr(embedding, "position", None)
+    if isinstance(position, learned) and isinstance(position.table, int):
+        return min(64, position.table)
     return 64

@@ -1,4 +1,4 @@
-"""`regard.testing.laws`: one test a law, in the user's own tests."""
+"""`regard.testing.laws`: one test per law, in the user's own tests."""
 
 import pytest
 import torch.nn.functional as F
@@ -6,14 +6,13 @@ from torch import nn
 
 import regard as rg
 from regard.errors import SpecError
-from regard.laws import LAWS, law
-from regard.laws.checker import Budget, try_law
+from regard.laws import LAWS, Budget, law, try_law
 from regard.testing import laws, report
 
 pytest_plugins = ["pytester"]
-QUICK = Budget(cases=3)
+FEW = Budget(cases=3)
 
-test_sdpa_keeps_these_laws = laws(
+test_sdpa_obeys_these_laws = laws(
     F.scaled_dot_product_attention, only=["causality", "rows sum to one", "L48"], budget=4
 )
 
@@ -32,9 +31,9 @@ def leaky(q, k, v, is_causal=False):
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def test_one_test_a_law_each_named_after_it():
-    made = laws(leaky)
-    (mark,) = made.pytestmark
+def test_there_is_one_test_per_law_named_after_it():
+    test = laws(leaky)
+    (mark,) = test.pytestmark
     assert mark.args[0] == "law" and mark.args[1] == LAWS
     assert mark.kwargs["ids"][0] == "L01 rows sum to one"
     fewer = laws(leaky, without="L09").pytestmark[0].args[1]
@@ -42,19 +41,23 @@ def test_one_test_a_law_each_named_after_it():
 
 
 def test_a_broken_law_fails_with_its_counterexample():
-    made = laws(leaky, budget=QUICK)
+    test = laws(leaky, budget=FEW)
     with pytest.raises(pytest.fail.Exception) as e:
-        made(law("causality"))
-    said = str(e.value)
-    assert said.startswith("L29 causality: ") and "smallest case found: " in said and "replay('L29'" in said
-    assert "where: " in said and said == report(try_law(law("L29"), rg.laws.adapters.adapt(leaky), QUICK))
+        test(law("causality"))
+    message = str(e.value)
+    assert (
+        message.startswith("L29 causality: ")
+        and "smallest case found: " in message
+        and "replay('L29'" in message
+    )
+    assert "where: " in message and message == report(try_law(law("L29"), rg.laws.adapters.adapt(leaky), FEW))
 
 
 def test_what_does_not_apply_is_skipped_with_its_reason():
     with pytest.raises(pytest.skip.Exception, match="not applicable: "):
         laws(leaky)(law("L41"))
     with pytest.raises(pytest.skip.Exception, match="not promised: observed"):
-        laws(leaky, budget=QUICK)(law("P05"))
+        laws(leaky, budget=FEW)(law("P05"))
 
 
 def test_an_unknown_law_is_refused_when_the_test_is_made():

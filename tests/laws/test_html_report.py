@@ -1,4 +1,4 @@
-"""The page of a verdict: whole, without a network, and nothing from outside unescaped; who depends on whom."""
+"""The HTML report: complete, without network access, all foreign text escaped; and the dependence maps."""
 
 import re
 
@@ -6,22 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from faults.fault import sound
+from faults.fault import correct
 from regard.laws import Function, Part, adapters, check
 from regard.laws.dependence import dependence
 from regard.laws.html_report import inline, page
 
 
-def pictures(target):
+def maps(target):
     return {d.name: d.strength for d in dependence(target)}
 
 
 def test_a_causal_attention_depends_on_the_past_alone():
-    found = pictures(adapters.regard_function())
+    found = maps(adapters.regard_function())
     assert (found["causal"].triu(1) == 0).all() and (found["causal"].tril() > 0).sum() == 36
-    assert (found["nothing hidden"] > 0).all()
-    assert (found["lengths: 5 of 8 are real"][:, 5:] == 0).all()
-    documents = found["documents of 3, 2 and 3"] > 0
+    assert (found["no mask"] > 0).all()
+    assert (found["lengths: 5 of 8 positions are real"][:, 5:] == 0).all()
+    documents = found["documents of 3, 2 and 3 positions"] > 0
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     assert torch.equal(documents, ids[:, None] == ids)
     i, j = torch.arange(8)[:, None], torch.arange(8)
@@ -29,17 +29,19 @@ def test_a_causal_attention_depends_on_the_past_alone():
 
 
 def test_without_gradients_inputs_are_changed_instead():
-    target = sound("attention").having(lacking=("grad", "double backward"))
-    assert torch.equal(pictures(target)["causal"] > 0, torch.ones(8, 8).tril() > 0)
+    target = correct("attention").with_claims(lacking=("grad", "double backward"))
+    assert torch.equal(maps(target)["causal"] > 0, torch.ones(8, 8).tril() > 0)
 
 
 def test_tokens_are_replaced_and_vectors_differentiated():
-    assert (pictures(sound("decoder"))["nothing hidden"].triu(1) == 0).all()
-    found = pictures(sound("encoder"))
-    assert (found["nothing hidden"] > 0).all()
-    assert (found["lengths: 5 of 8 are real"][:5, 5:] == 0).all()
-    module = pictures(adapters.multihead_attention())
-    assert (module["causal"].triu(1) == 0).all() and (module["2 of padding on the left"][2:, :2] == 0).all()
+    assert (maps(correct("decoder"))["no mask"].triu(1) == 0).all()
+    found = maps(correct("encoder"))
+    assert (found["no mask"] > 0).all()
+    assert (found["lengths: 5 of 8 positions are real"][:5, 5:] == 0).all()
+    module = maps(adapters.multihead_attention())
+    assert (module["causal"].triu(1) == 0).all() and (
+        module["2 padded positions on the left"][2:, :2] == 0
+    ).all()
 
 
 def test_layer_norm_depends_on_its_row_and_batch_norm_on_its_column():
@@ -56,8 +58,8 @@ def test_layer_norm_depends_on_its_row_and_batch_norm_on_its_column():
     assert torch.equal(evaluation.strength > 1e-12, torch.eye(12) > 0)
 
 
-def test_what_raises_leaves_no_picture():
-    def call(q, k, v, **asked):
+def test_a_call_that_raises_gives_no_map():
+    def call(q, k, v, **options):
         raise RuntimeError("no")
 
     assert dependence(Function("broken", call, claims={"causal", "grad"})) == []
@@ -77,19 +79,19 @@ def verdict():
     )
 
 
-def test_the_page_says_all_and_escapes_all():
+def test_the_page_is_complete_and_escaped():
     text = page(verdict())
     assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
     assert EVIL not in text and "<script" not in text and "&lt;script&gt;" in text
-    for said in (
+    for text_ in (
         "L29",
         "causality",
         "Smallest case found",
         "replay(",
         "Not applicable",
-        "Who depends on whom",
+        "Which output depends on which input",
     ):
-        assert said in text
+        assert text_ in text
 
 
 def test_the_page_needs_no_network_and_no_script():

@@ -1,4 +1,4 @@
-"""Each adapter says what its library does; `adapt` finds it, or says how to write one."""
+"""Each adapter translates all that it claims; `adapt` chooses it, or explains how to write one."""
 
 import pytest
 import torch
@@ -7,16 +7,14 @@ from torch import nn
 
 import regard as rg
 from regard.errors import SpecError
-from regard.laws import adapters
+from regard.laws import Budget, adapters, law, try_law
 from regard.laws.adapters import adapt, small_specs
-from regard.laws.adapters.hugging_face import seen, small
-from regard.laws.catalogue import law
-from regard.laws.checker import Budget, try_law
+from regard.laws.adapters.hugging_face import padding_mask, reduced
 from regard.laws.target import Function, Model
 from regard.nn.stack import places
 
 FEW = Budget(cases=6)
-TOLD = torch.tensor([3, 5])
+LENGTHS = torch.tensor([3, 5])
 
 
 def tensors(n=5, m=5, h=2, h_kv=2, d=4):
@@ -28,29 +26,29 @@ def tensors(n=5, m=5, h=2, h_kv=2, d=4):
 FUNCTIONS = {
     "sdpa": adapters.sdpa,
     "flex": adapters.flex,
-    "finfo.min": adapters.sdpa_with_least_number,
+    "finfo.min": adapters.sdpa_finfo_min,
     "regard": adapters.regard_function,
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_gives_what_the_formula_gives_for_all_it_claims(name):
+def test_a_function_equals_the_reference_for_every_option_it_claims(name):
     target = FUNCTIONS[name]()
     q, k, v = tensors()
-    if target.says("float64") is None:
+    if target.declares("float64") is None:
         q, k, v = q.float(), k.float(), v.float()
     i, j = torch.arange(5)[:, None], torch.arange(5)
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]])
     table = (torch.rand(2, 2, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.5) | (i == j)
-    asked = {
+    options_of = {
         "mask": ({"allowed": table}, table),
         "causal": ({"causal": True}, j <= i),
-        "lengths": ({"lengths": TOLD}, (j < TOLD[:, None, None, None]).expand(2, 1, 5, 5)),
+        "lengths": ({"lengths": LENGTHS}, (j < LENGTHS[:, None, None, None]).expand(2, 1, 5, 5)),
         "documents": ({"documents": ids}, ids[:, None, :, None] == ids[:, None, None, :]),
         "window": ({"window": (2, 1)}, (i - j <= 2) & (j - i <= 1)),
     }
     tried = 0
-    for word, (options, allowed) in asked.items():
+    for word, (options, allowed) in options_of.items():
         if word in target.claims:
             want = rg.reference.attend(q, k, v, allowed).o
             torch.testing.assert_close(target.call(q, k, v, **options), want, msg=word)
@@ -134,30 +132,30 @@ def draw(target, n, seed):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_can_be_asked_for_all_it_claims(name):
+def test_a_model_accepts_every_option_it_claims(name):
     target = MODELS[name]()
     module = target.module.eval()
     given = (draw(target, 5, 0), draw(target, 6, 1)) if "context" in target.claims else (draw(target, 5, 0),)
-    if target.of == "attention":
+    if target.architecture == "attention":
         given = given[:1]
     keywords = {
         "mask": {"allowed": torch.ones(2, 5, 5, dtype=torch.bool).tril()},
         "causal": {"causal": True},
-        "lengths": {"lengths": TOLD},
+        "lengths": {"lengths": LENGTHS},
         "documents": {"documents": torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]])},
-        "left padding": {"pads": torch.tensor([0, 2])},
+        "left padding": {"left_padding": torch.tensor([0, 2])},
         "shift": {"shift": 3},
     }
-    if target.of != "attention":
-        keywords["context lengths"] = {"context_lengths": TOLD}
+    if target.architecture != "attention":
+        keywords["context lengths"] = {"context_lengths": LENGTHS}
     with torch.no_grad():
         plain = target.call(module, *given)
         for word in sorted(target.claims & set(keywords)):
             out = target.call(module, *given, **keywords[word])
             assert out.shape == plain.shape and out.isfinite().all(), word
         if "cache" in target.claims:
-            cache = target.start(module, 2, *given[1:])
-            steps = [target.step(module, given[0][:, i:j], cache) for i, j in ((0, 2), (2, 3), (3, 5))]
+            cache = target.make_cache(module, 2, *given[1:])
+            steps = [target.decode(module, given[0][:, i:j], cache) for i, j in ((0, 2), (2, 3), (3, 5))]
             torch.testing.assert_close(torch.cat(steps, 1), plain, atol=1e-5, rtol=1e-5)
         if "causal" in target.claims and "mask" in target.claims:
             torch.testing.assert_close(
@@ -168,7 +166,7 @@ def test_a_model_can_be_asked_for_all_it_claims(name):
             torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 
-def test_what_is_built_is_the_same_each_time_and_leaves_the_random_numbers_alone():
+def test_adapters_build_the_same_module_and_keep_the_random_state():
     torch.manual_seed(3)
     first = torch.rand(1)
     torch.manual_seed(3)
@@ -199,7 +197,7 @@ def test_adapt_finds_the_adapter_of_what_it_is_given():
     assert adapt(rg.attention).name == "regard.attention"
     assert adapt(nn.MultiheadAttention, heads=2, d_model=8).heads == 2
     assert adapt(nn.MultiheadAttention(8, 2)).d_model == 8
-    assert adapt(nn.Transformer, layers=1).of == "encoder-decoder"
+    assert adapt(nn.Transformer, layers=1).architecture == "encoder-decoder"
     assert adapt(decoder().build()).vocab == 31
     mine = Function("mine", F.scaled_dot_product_attention)
     assert adapt(mine) is mine
@@ -207,17 +205,17 @@ def test_adapt_finds_the_adapter_of_what_it_is_given():
     assert "grad" in adapt(mine, lacks={"grad"}).lacks
 
 
-def test_a_module_that_takes_positions_first_is_turned_round():
+def test_a_module_with_positions_first_is_transposed():
     x = torch.randn(3, 5, 8)
     first, last = nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, batch_first=True)
     last.load_state_dict(first.state_dict())
     a, b = adapt(first), adapt(last)
-    asked = {"lengths": torch.tensor([1, 3, 5]), "allowed": torch.ones(3, 5, 5, dtype=torch.bool).tril()}
-    torch.testing.assert_close(a.call(first, x, **asked), b.call(last, x, **asked))
+    options = {"lengths": torch.tensor([1, 3, 5]), "allowed": torch.ones(3, 5, 5, dtype=torch.bool).tril()}
+    torch.testing.assert_close(a.call(first, x, **options), b.call(last, x, **options))
     layers = [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=f) for f in (False, True)]
     stacks = [nn.TransformerEncoder(layer, 2, enable_nested_tensor=False) for layer in layers]
     stacks[1].load_state_dict(stacks[0].state_dict())
-    a, b = (adapt(s).call(s, x, **asked) for s in stacks)
+    a, b = (adapt(s).call(s, x, **options) for s in stacks)
     torch.testing.assert_close(a, b)
 
 
@@ -259,10 +257,10 @@ class Words(nn.Module):
 
 def test_a_module_of_usual_names_needs_no_adapter():
     target = adapt(Mine, heads=4, d_model=16)
-    assert (target.d_model, target.of, "lengths" in target.claims) == (16, "attention", True)
+    assert (target.d_model, target.architecture, "lengths" in target.claims) == (16, "attention", True)
     assert try_law(law("L31"), target, FEW).status == "holds"
     words = adapt(Words())
-    assert (words.vocab, words.of) == (11, "decoder") and "always causal" in words.claims
+    assert (words.vocab, words.architecture) == (11, "decoder") and "always causal" in words.claims
     assert try_law(law("L29"), words, FEW).status == "holds"
 
 
@@ -281,13 +279,13 @@ def needing(q, k, v, table):
         (
             3,
             {},
-            r"int is no attention, no module and no declaration; write its adapter: regard\.laws\.target",
+            r"int: expected attention\(q, k, v\), an nn\.Module or a spec; or write an adapter: regard\.laws\.",
         ),
-        (str, {}, r"str is a class, but neither a module nor a declaration"),
-        (abs, {"heads": 2}, r"abs is already made; heads would only be read for a class"),
-        (lambda q: q, {}, r"<lambda>\(q\) takes no q, k and v; give an attention function"),
-        (needing, {}, r"needing needs table, which no law knows how to give; write its adapter"),
-        (Odd(), {}, r"Odd: forward\(a\) does not say what it takes; write its adapter"),
+        (str, {}, r"str is a class, but neither an nn\.Module nor a spec; write an adapter"),
+        (abs, {"heads": 2}, r"abs is already built; heads can only be given for a class"),
+        (lambda q: q, {}, r"<lambda>\(q\): expected attention\(q, k, v\), an nn\.Module, or an adapter"),
+        (needing, {}, r"needing requires table, which the laws do not pass; write an adapter"),
+        (Odd(), {}, r"Odd: cannot tell the input of forward\(a\); write an adapter"),
         (
             Mine,
             {"layers": 2},
@@ -300,52 +298,52 @@ def needing(q, k, v, table):
         ),
     ],
 )
-def test_what_cannot_be_adapted_says_what_to_do(thing, sizes, message):
+def test_what_cannot_be_adapted_gets_a_message_with_the_fix(thing, sizes, message):
     with pytest.raises(SpecError, match=message):
         adapt(thing, **sizes)
 
 
-def test_a_configuration_is_cut_to_a_small_size_without_dropout():
+def test_a_configuration_is_reduced_in_size_without_dropout():
     transformers = pytest.importorskip("transformers")
-    config, note = small(transformers.GPT2Config())
+    config, note = reduced(transformers.GPT2Config())
     assert (config.n_layer, config.n_embd, config.vocab_size, config.resid_pdrop) == (2, 32, 61, 0.0)
-    assert note == ", cut to a small size"
+    assert note == ", reduced in size"
     tiny = transformers.GPT2Config(
         n_layer=1, n_embd=8, n_head=2, vocab_size=13, n_positions=16, bos_token_id=0, eos_token_id=0
     )
-    assert small(tiny)[1] == "" and small(tiny)[0].n_embd == 8
-    again = eval(adapters.hugging_face(tiny).source, {"adapters": adapters, "transformers": transformers})
-    assert (again.vocab, again.layers) == (13, 1)
+    assert reduced(tiny)[1] == "" and reduced(tiny)[0].n_embd == 8
+    rebuilt = eval(adapters.hugging_face(tiny).source, {"adapters": adapters, "transformers": transformers})
+    assert (rebuilt.vocab, rebuilt.layers) == (13, 1)
 
 
 def test_positions_start_again_in_each_document():
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]])
     assert places(ids).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
-    assert seen(4, torch.tensor([2, 4]), torch.tensor([1, 0]), ids.device).tolist() == [
+    assert padding_mask(4, torch.tensor([2, 4]), torch.tensor([1, 0]), ids.device).tolist() == [
         [0, 1, 0, 0],
         [1, 1, 1, 1],
     ]
 
 
-def test_a_pre_norm_stack_that_is_silenced_changes_nothing():
+def test_a_pre_norm_stack_with_zero_branches_is_the_identity():
     for target in (MODELS["regard.Block"](), adapters.transformer_encoder(norm_first=True)):
-        assert isinstance(target, Model) and target.silence is not None
-        target.silence(target.module)
+        assert isinstance(target, Model) and target.zero_branches is not None
+        target.zero_branches(target.module)
         x = draw(target, 5, 0)
         with torch.no_grad():
             torch.testing.assert_close(target.call(target.module.eval(), x), x)
 
 
-def test_a_large_declaration_is_cut_and_a_small_one_only_loses_its_dropout():
-    cut, note = small_specs.small(rg.preset("gpt2"))
-    assert note == ", cut to a small size" and (cut.layers, cut.d_model, cut.embedding.vocab) == (2, 32, 61)
+def test_a_large_spec_is_reduced_and_a_small_one_only_loses_its_dropout():
+    cut, note = small_specs.reduced(rg.preset("gpt2"))
+    assert note == ", reduced in size" and (cut.layers, cut.d_model, cut.embedding.vocab) == (2, 32, 61)
     assert cut.block.dropout == cut.embedding.dropout == 0.0 and cut.block.attention.pattern == rg.causal()
-    kept, note = small_specs.small(decoder(dropout=0.1))
-    assert note == "" and kept == decoder()
-    grouped, _ = small_specs.small(rg.Attention(4096, heads=32, kv_heads=8))
+    unchanged, note = small_specs.reduced(decoder(dropout=0.1))
+    assert note == "" and unchanged == decoder()
+    grouped, _ = small_specs.reduced(rg.Attention(4096, heads=32, kv_heads=8))
     assert (grouped.heads, grouped.kv_heads) == (4, 1)
     odd = rg.Attention(4096, heads=32, d_k=128, d_v=128, position=rg.rope(fraction=0.3125))
-    assert small_specs.small(odd) == (odd, "")  # 2.5 of 8 columns cannot turn
+    assert small_specs.reduced(odd) == (odd, "")  # 2.5 of 8 columns cannot be rotated
 
 
 @pytest.mark.parametrize("name", rg.presets())

@@ -1,0 +1,242 @@
+"""One law on one target: sample cases, measure them, shrink the first that breaks the law, and state the outcome."""
+
+import math
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import SpecError
+from . import search
+from .harness import DTYPES, Harness, WrongOutput
+from .law import Case, Law, Outcome, Trial
+from .measurement import Measurement
+from .parts import parts_of
+from .probe import Probe, describe, missing_device, probe
+from .snippet import snippet
+from .target import KIND_NAMES, Model, Target
+
+SHRINK_SECONDS = 4.0  # the time limit for the search of a smaller counterexample
+NEUTRAL_FILES = (
+    "torch",
+    "einops",
+    "jaxtyping",
+    "beartype",
+    "<",
+)  # frames that belong to neither law nor target
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much to test: cases per law and seconds per law. Sampled laws run `seeds` cases instead."""
+
+    cases: int = 40
+    seconds: float = 8.0
+    seeds: int = 1
+
+    def __post_init__(self):
+        if self.cases < 1 or self.seeds < 1 or self.seconds <= 0:
+            raise SpecError(f"{self!r}: cases and seeds need to be at least 1, seconds above 0")
+
+
+def try_law(
+    law: Law, target: Target, budget: Budget | None = None, *, seed: int = 0, probed: Probe | None = None
+) -> Outcome:
+    """The outcome of one law on one target. probed: what probing the target showed; None probes it first."""
+    budget = budget or Budget()
+    if refusal := missing_device(target):
+        return Outcome(law, "not applicable", refusal)
+    probed = probe(target) if probed is None else probed
+    subject = find_subject(law, target)
+    if subject is None:
+        return Outcome(law, "not applicable", f"the law is about {about(law)}; this is {kind_name(target)}")
+    trial = law.trials[subject.kind]
+    supported = probed.supported if subject is target else {"float64": True}
+    harness = Harness(subject, supported)
+    if not any(harness.supports(name) for name in DTYPES):
+        error = probed.errors.get("float32", "nothing could be tried")
+        return Outcome(law, "raised", f"an ordinary call failed: {error}")
+    if reason := _inapplicable(trial, harness, probed):
+        return Outcome(law, "not applicable", reason)
+    promised = law.promise is None or target.declares(law.promise) is True
+    if law.promise is not None and target.declares(law.promise) is False:
+        return Outcome(law, "not promised", "declared as lacking; not tested")
+    outcome = _Run(law, trial, harness, seed).outcome(budget)
+    return outcome if promised else _observed(outcome)
+
+
+def find_subject(law: Law, target: Target) -> Target | None:
+    """What the law is tested on: the target itself, or the first part inside a model that it applies to."""
+    if target.kind in law.trials:
+        return target
+    if isinstance(target, Model):
+        return next((part for part in parts_of(target) if part.kind in law.trials), None)
+    return None
+
+
+def kind_name(target: Target) -> str:
+    kind = target.architecture if isinstance(target, Model) else target.kind
+    return KIND_NAMES.get(kind, kind)
+
+
+def about(law: Law) -> str:
+    """The kinds of target that a law applies to, in words."""
+    *others, last = [KIND_NAMES.get(kind, kind) for kind in law.trials]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _inapplicable(trial: Trial, harness: Harness, probed: Probe) -> str | None:
+    """Why the law does not apply to this target; None if it does."""
+    for need in trial.needs:
+        names = need.split("|")
+        if any(harness.supports(name) for name in names):
+            continue
+        wanted = " or ".join(repr(name) for name in names)
+        errors = [probed.errors[name] for name in names if name in probed.errors]
+        if all(harness.target.declares(name) is False for name in names):
+            return f"needs {wanted}, which the target declares as lacking"
+        return (
+            f"needs {wanted}: {errors[0]}" if errors else f"needs {wanted}, which the target does not claim"
+        )
+    for name in trial.avoids:
+        if harness.supports(name):
+            return f"it does not apply to a target with {name!r}"
+    return trial.unless(harness)
+
+
+def measure(trial: Trial, harness: Harness, case: Case) -> Measurement:
+    harness.seed(case)
+    return trial.run(harness, case)
+
+
+class _Run:
+    """The cases of one law on one target, and how many ran, so that an exception can be reported with its case."""
+
+    def __init__(self, law: Law, trial: Trial, harness: Harness, seed: int):
+        self.law, self.trial, self.harness, self.seed = law, trial, harness, seed
+        self.space = trial.space(harness)
+        self.tolerance = law.tolerance.for_dtype(harness.dtype)
+        self.began = time.monotonic()
+        self.cases = 0
+        self.case: Case | None = None  # the one that is running
+        self.worst = Measurement(0.0, "")
+
+    def outcome(self, budget: Budget) -> Outcome:
+        limit = max(self.harness.target.seconds or budget.seconds, self.trial.seconds)
+        wanted = budget.seeds if self.trial.per_seed else budget.cases
+        error: Exception | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with search.time_limit(limit * 3):
+                    self._sample(wanted, self.began + limit)
+            except search.TooSlow:
+                message = f"no answer within {limit * 3:.0f} s"
+                return Outcome(self.law, "too slow", message, self.cases, seed=self.seed)
+            except Exception as e:  # the target is foreign code, which may raise anything
+                error = e
+        if error is not None:
+            return self._raised(error)
+        if self.cases == 0:
+            return self._result("not applicable", "no case fits what this target supports")
+        if self.worst.rank <= self.tolerance:
+            return self._result("holds", self.worst.message if self.trial.always_report else "")
+        assert self.case is not None
+        case, measurement = self.case, self.worst
+        if not self.trial.per_seed:
+            case, measurement = self._shrink(case, measurement)
+        message = f"{measurement.message} (error {measurement.error:.2g}, tolerance {self.tolerance:.0e})"
+        return self._result("broken", message, measurement.error, case)
+
+    def _sample(self, wanted: int, until: float) -> None:
+        """Run cases until enough of them hold, one breaks the law, or the time is up."""
+        for case in search.cases(self.space, self._fits, self.seed, self.trial.per_seed):
+            if self.cases >= wanted or (self.cases and time.monotonic() > until):
+                return
+            self.case = case
+            measurement = measure(self.trial, self.harness, case)
+            self.cases += 1
+            if measurement.rank > self.worst.rank or not self.worst.message:
+                self.worst = measurement
+            if measurement.rank > self.tolerance:
+                self.worst = measurement
+                return
+
+    def _fits(self, c: Case) -> bool:
+        own = self.trial.fits is None or self.trial.fits(c)
+        return own and (self.harness.target.kind != "function" or "n" not in c or self.harness.fits(c))
+
+    def _shrink(self, case: Case, measurement: Measurement) -> tuple[Case, Measurement]:
+        def breaks(c: Case) -> bool:
+            try:
+                return measure(self.trial, self.harness, c).rank > self.tolerance
+            except search.TooSlow:
+                raise
+            except Exception:  # a different fault than the one being shrunk
+                return False
+
+        try:
+            with warnings.catch_warnings(), search.time_limit(2 * SHRINK_SECONDS):
+                warnings.simplefilter("ignore")
+                until = time.monotonic() + SHRINK_SECONDS
+                small = search.smallest(case, self.space, self._fits, breaks, until)
+                repeated = measure(self.trial, self.harness, small)
+        except search.TooSlow:
+            return case, measurement
+        # A target that is not deterministic may not repeat its error; then the first case is reported.
+        return (small, repeated) if repeated.rank > self.tolerance else (case, measurement)
+
+    def _raised(self, e: Exception) -> Outcome:
+        if _is_our_mistake(e):
+            warnings.warn(
+                f"{self.law.number} {self.law.name} has a bug, on case {self.case}: {describe(e)}",
+                stacklevel=5,
+            )
+            message = f"the law itself failed, please report it: {describe(e)}"
+            return Outcome(self.law, "not applicable", message)
+        error = describe(e) if isinstance(e, WrongOutput) else f"raised {describe(e)}"
+        return self._result("raised", f"{error}; case {self.case}", math.nan, self.case)
+
+    def _result(
+        self, status: str, message: str, error: float | None = None, case: Case | None = None
+    ) -> Outcome:
+        ran = self.cases > 0 or status == "raised"
+        return Outcome(
+            self.law,
+            status,
+            message,
+            self.cases,
+            self.worst.error if error is None else error,
+            0.0 if status == "raised" else self.tolerance,
+            self.seed,
+            str(self.harness.dtype).removeprefix("torch."),
+            case,
+            time.monotonic() - self.began if ran else 0.0,
+            "" if case is None else snippet(self.law, self.harness.target, case),
+        )
+
+
+def _is_our_mistake(e: Exception) -> bool:
+    """Whether a law itself raised: neither the target nor autograd was running."""
+    if isinstance(e, WrongOutput):
+        return False
+    here = str(Path(__file__).parent)
+    for frame in traceback.extract_tb(e.__traceback__):
+        file, inside = frame.filename, frame.filename.startswith(here)
+        if inside and (frame.name in ("attend", "attend_lse", "run") or "adapters" in file):
+            return False
+        if "autograd" in file or not (inside or any(name in file for name in NEUTRAL_FILES)):
+            return False
+    return True
+
+
+def _observed(outcome: Outcome) -> Outcome:
+    """The outcome of a promise that the target does not make: reported, never counted as broken."""
+    if outcome.status == "holds":
+        message = f"observed: holds in {outcome.cases} cases"
+    elif outcome.failed:
+        message = f"observed: {outcome.message}"
+    else:
+        return outcome
+    return outcome._replace(status="not promised", message=message)

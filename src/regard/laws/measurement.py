@@ -1,0 +1,81 @@
+"""What one case of a law measures: the size of an error, with a message that names the quantity."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Measurement(NamedTuple):
+    """The error of one case, in the units of the law's tolerance, and a message about the quantity measured."""
+
+    error: float
+    message: str
+
+    @property
+    def rank(self) -> float:
+        """The error for comparisons; NaN counts as infinite."""
+        return math.inf if math.isnan(self.error) else self.error
+
+
+def worst(*measurements: Measurement) -> Measurement:
+    """The measurement with the largest error."""
+    return max(measurements, key=lambda m: m.rank)
+
+
+def combine(*measurements: Measurement) -> Measurement:
+    """The largest error, with the messages of all measurements that are above rounding error."""
+    wrong = [m.message for m in measurements if m.rank > 1e-4]
+    largest = worst(*measurements)
+    return Measurement(largest.error, "; ".join(wrong)) if wrong else largest
+
+
+def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) -> Measurement:
+    """max|got − expected| / max(1, max|expected|) / slack.
+
+    slack: by how much this quantity may exceed the law's tolerance; a gradient may err more than an output.
+    """
+    got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    if got.shape != expected.shape:
+        message = f"{quantity}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+        return Measurement(math.inf, message)
+    if got.numel() == 0:
+        return Measurement(0.0, quantity)
+    if not bool(torch.isfinite(got).all()):
+        same = (got == expected) | (got.isnan() & expected.isnan())
+        if not bool(same[~torch.isfinite(got)].all()):
+            return Measurement(math.nan, f"{quantity}: {_not_finite(got)}")
+        got, expected = (torch.where(torch.isfinite(x), x, 0.0) for x in (got, expected))
+    error = (got - expected).abs()
+    finite = torch.isfinite(expected)
+    size = expected[finite].abs().amax().item() if bool(finite.any()) else 0.0
+    index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    at = f" at index {list(index)}" if index else ""
+    message = f"{quantity}: got {got[index].item():.6g}, expected {expected[index].item():.6g}{at}"
+    return Measurement(error.amax().item() / max(1.0, size) / slack, message)
+
+
+def excess(message: str, amount: Tensor | float, slack: float = 1.0) -> Measurement:
+    """An inequality: by how much it is violated, 0 where it holds."""
+    largest = float(torch.as_tensor(amount, dtype=torch.float64).max())
+    return Measurement(largest if math.isnan(largest) else max(0.0, largest) / slack, message)
+
+
+def require(violation: str, ok: bool | Tensor) -> Measurement:
+    """A statement that is true or false, without a tolerance; the message says what is wrong where it is false."""
+    return Measurement(0.0 if bool(torch.as_tensor(ok).all()) else math.inf, violation)
+
+
+def gradients(o: Tensor, inputs: tuple[Tensor, ...], grad_output: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of ⟨o, grad_output⟩; an input that gets none gets zeros."""
+    if not o.requires_grad:
+        return tuple(torch.zeros_like(x) for x in inputs)
+    grads = torch.autograd.grad((o * grad_output.to(o.dtype)).sum(), inputs, allow_unused=True)
+    return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))
+
+
+def _not_finite(x: Tensor) -> str:
+    counts = ((int(x.isnan().sum()), "NaN"), (int(x.isinf().sum()), "infinite"))
+    words = " and ".join(f"{count} {word}" for count, word in counts if count)
+    return f"{words} of {x.numel()} values"

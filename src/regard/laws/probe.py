@@ -1,0 +1,143 @@
+"""Finds out by small calls what a target supports beyond what it declares."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import search
+from .harness import Harness, WrongOutput
+from .law import Case
+from .target import Function, Model, Part, Target
+
+PROBE_SECONDS = 60.0  # the time limit for probing one target
+
+
+class Unsupported(Exception):
+    """A probe ran without an exception, and its result shows that a capability is missing."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What probing a target showed: capability → whether it works, and the error where it does not."""
+
+    supported: dict[str, bool] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def probe(target: Target) -> Probe:
+    """Try every capability that the target does not declare, within a time limit."""
+    if refusal := missing_device(target):
+        return Probe({}, {"device": refusal})
+    with search.time_limit(PROBE_SECONDS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _probe(target)
+        except search.TooSlow:
+            return Probe({}, {"float32": f"no answer within {PROBE_SECONDS:.0f} s"})
+
+
+def missing_device(target: Target) -> str | None:
+    """Why the target cannot run on this machine; None if it can."""
+    if target.device.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        return "needs a CUDA device, and this machine has none"
+    return None
+
+
+def _probe(target: Target) -> Probe:
+    supported: dict[str, bool] = {"float64": True} if isinstance(target, Part) else {}
+    errors: dict[str, str] = {}
+    probes: dict[str, Callable[[Harness], Any]] = {}
+    if isinstance(target, Function):
+        probes = FUNCTION_PROBES
+    elif isinstance(target, Model):
+        probes = MODEL_PROBES
+    for capability, attempt in probes.items():
+        if target.declares(capability) is not None:
+            continue
+        try:
+            attempt(Harness(target, supported, torch.float32))
+            supported[capability] = True
+        except Exception as e:  # the target is foreign code, which may raise anything
+            supported[capability], errors[capability] = False, describe(e)
+    return Probe(supported, errors)
+
+
+def describe(e: BaseException) -> str:
+    """The type and the first line of an exception; only the message if it is one of ours."""
+    text = str(e).strip().splitlines()
+    if isinstance(e, WrongOutput | Unsupported):
+        return text[0]
+    return f"{type(e).__name__}: {text[0]}" if text else type(e).__name__
+
+
+def probe_case(target: Function, **sizes: int) -> Case:
+    """A case of these sizes, or of the nearest sizes that the target accepts."""
+    accepted = {
+        name: min(values, key=lambda s: abs(s - sizes[name]))
+        for name, values in target.sizes.items()
+        if name in sizes
+    }
+    return Case({**sizes, **accepted, "seed": 0})
+
+
+def _call(harness: Harness, dtype: torch.dtype | None = None, **sizes: int) -> Tensor:
+    """One ordinary call: 7 positions, 2 heads of 5. A NaN in the output is left for the laws to report."""
+    c = probe_case(harness.function, **{"b": 2, "h": 2, "n": 7, "d_k": 5, **sizes})
+    harness.seed(c)
+    q, k, v = (x.to(dtype or harness.dtype) for x in harness.qkv(c))
+    return harness.attend(q, k, v)
+
+
+def _gradients(harness: Harness) -> None:
+    c = probe_case(harness.function, b=1, h=2, n=3, d_k=5)
+    harness.seed(c)
+    inputs = harness.qkv(c, requires_grad=True)
+    o = harness.attend(*inputs)
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if o.requires_grad:
+        grads = torch.autograd.grad(o.sum(), inputs, allow_unused=True)
+    if missing := [name for name, g in zip("qkv", grads) if g is None]:
+        raise Unsupported(f"no gradient reached {', '.join(missing)}")
+
+
+def _mask_and_causal(harness: Harness) -> None:
+    if not (harness.supports("mask") and harness.supports("causal")):
+        raise Unsupported("the target does not support both mask and causal")
+    c = probe_case(harness.function, b=1, h=2, n=5, d_k=5)
+    harness.seed(c)
+    allowed = torch.ones(c.n, c.n, dtype=torch.bool, device=harness.device)
+    harness.attend(*harness.qkv(c), causal=True, allowed=allowed)
+
+
+FUNCTION_PROBES: dict[str, Callable[[Harness], Any]] = {
+    "float32": lambda harness: _call(harness),
+    "float64": lambda harness: _call(harness, torch.float64),
+    "bfloat16": lambda harness: _call(harness, torch.bfloat16),
+    "float16": lambda harness: _call(harness, torch.float16),
+    "n≠m": lambda harness: _call(harness, n=7, m=11),
+    "d_v≠d_k": lambda harness: _call(harness, d_k=5, d_v=3),
+    "grouped": lambda harness: _call(harness, h=4, h_kv=2),
+    "grad": _gradients,
+    "mask and causal": _mask_and_causal,
+}
+
+
+def _model_call(harness: Harness) -> Tensor:
+    """One ordinary call of a model: 5 positions, a batch of 2."""
+    harness.seed(Case(seed=0))
+    n = min(5, harness.model.max_length)
+    with torch.no_grad():
+        return harness.run(harness.sequence(2, n), harness.context(2, n))
+
+
+def _model_float64(harness: Harness) -> None:
+    out = _model_call(Harness(harness.target, harness.probed, torch.float64))
+    if out.dtype != torch.float64:
+        raise Unsupported(f"returned {out.dtype} from a module in float64")
+
+
+MODEL_PROBES: dict[str, Callable[[Harness], Any]] = {"float32": _model_call, "float64": _model_float64}
