@@ -1,4 +1,4 @@
-"""Different computations of the same result: L06, L07, L51, L53, L54, and chunked prefill for L52."""
+"""Different computations of the same result: L06, L07, L51, L53, L54."""
 
 import math
 from typing import Any
@@ -186,26 +186,6 @@ def grouped(harness: Harness, c: Case) -> Measurement:
     return worst(*measurements)
 
 
-def chunked_prefill(harness: Harness, c: Case) -> Measurement:
-    """Queries in chunks, each over the keys so far, against the full causal pass."""
-    q, k, v = harness.qkv(c)
-    full = harness.attend(q, k, v, **_causal_options(harness, c.n, c.n))
-    chunks = []
-    for start in range(0, c.n, c.chunk):
-        end = min(start + c.chunk, c.n)
-        options = _causal_options(harness, end - start, end)
-        chunks.append(harness.attend(q[:, :, start:end], k[:, :, :end], v[:, :, :end], **options))
-    return compare("queries in chunks against the full pass", torch.cat(chunks, 2), full)
-
-
-def _causal_options(harness: Harness, n: int, m: int) -> dict[str, Any]:
-    """Options for the last n queries over m keys with a causal mask."""
-    if harness.supports("causal") and (n == m or harness.target.alignment == "bottom-right"):
-        return {"causal": True}
-    i = torch.arange(n, device=harness.device)[:, None] + m - n
-    return {"allowed": torch.arange(m, device=harness.device) <= i}
-
-
 def split_and_merged(harness: Harness, c: Case) -> Measurement:
     q, k, v = harness.qkv(c, requires_grad=harness.supports("grad"))
     m = k.shape[-2]
@@ -270,10 +250,6 @@ def _heads(harness: Harness):
 
 def _wrong_split(x: Tensor, h: int) -> Tensor:
     return rearrange(rearrange(x, "b h n d -> b n (d h)"), "b n (h d) -> b h n d", h=h)
-
-
-def chunk_space(harness: Harness):
-    return harness.space(m=None, n=(2, 3, 5, 7, 11), chunk=(1, 2, 3, 4))
 
 
 def _dropped_lse() -> Function:
@@ -354,9 +330,3 @@ LAWS = (
         lambda: with_changed_call("sinks counted twice", _sinks_twice),
     ),
 )
-
-
-def without_chunks(harness: Harness) -> str | None:
-    if harness.supports("mask") or harness.target.alignment == "bottom-right":
-        return None
-    return "a chunk of queries is aligned with the last keys, which needs bottom-right alignment or a mask"

@@ -1,4 +1,4 @@
-"""Complete models: L30, L33, L35, L36, L43, L44, L52, L59."""
+"""Complete models and attention modules: L30, L36, L43, L44."""
 
 import itertools
 import math
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ..controls import small_attention, small_decoder, with_changed_call
+from ..controls import small_attention, small_decoder
 from ..harness import Harness
 from ..law import Case, Law, Tolerance, Trial
-from ..measurement import Measurement, compare, excess, require, worst
+from ..measurement import Measurement, compare, excess, worst
 from ..target import Model, Projections
-from .equivalences import chunk_space, chunked_prefill, has_projections, without_chunks
+from .equivalences import has_projections
 from .masks import positions_out, sequence_lengths
 
 MAX_SEQUENCES = 4096  # whose likelihoods are summed
@@ -52,121 +52,6 @@ def _no_small_vocabulary(harness: Harness) -> str | None:
 def _sequence_lengths(harness: Harness):
     vocab = harness.model.vocab or 2
     return {"T": tuple(t for t in (2, 3, 4) if vocab**t <= MAX_SEQUENCES) or (1,)}
-
-
-def cached(harness: Harness, c: Case) -> Measurement:
-    """Decoding step by step, or in chunks, against the full pass."""
-    model, module = harness.model, harness.module()
-    assert model.make_cache is not None and model.decode is not None
-    x, context = harness.sequence(c.b, c.n), harness.context(c.b, 3)
-    with torch.no_grad():
-        options: dict[str, Any] = {} if harness.supports("always causal") else {"causal": True}
-        want = harness.run(x, context, **options)
-        cache = model.make_cache(module, c.b, *(() if context is None else (context,)))
-        steps, position = [], 0
-        for size in itertools.cycle((c.chunk, 1) if c.chunk > 1 else (1,)):
-            if position >= c.n:
-                break
-            steps.append(model.decode(module, x[:, position : position + size], cache))
-            position += size
-    return compare("decoding with a cache against the full pass", torch.cat(steps, 1), want)
-
-
-def function_cached(harness: Harness, c: Case) -> Measurement:
-    """Query t over the keys up to t against row t of the causal pass."""
-    q, k, v = harness.qkv(c)
-    n = c.n
-    past = torch.ones(n, n, dtype=torch.bool, device=harness.device).tril()
-    full = harness.attend(q, k, v, **({"causal": True} if harness.supports("causal") else {"allowed": past}))
-    steps = [harness.attend(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1]) for t in range(n)]
-    return compare("one query at a time against the causal pass", torch.cat(steps, 2), full)
-
-
-def receptive_field(harness: Harness, c: Case) -> Measurement:
-    """After L layers x ← x + f(x), the dependencies are the boolean power (I + allowed)^L."""
-    n, d = c.n, c.d_k
-    allowed = (harness.rand(n, n) < 0.35) | torch.eye(n, dtype=torch.bool, device=harness.device)
-    if c.near:
-        positions = torch.arange(n, device=harness.device)
-        allowed = (positions[:, None] - positions).abs() <= 1
-    x = harness.randn(1, 1, n, d).requires_grad_()
-    y = x
-    for _ in range(c.layers):
-        y = y + harness.attend(y, y, y, allowed=allowed)
-    got = torch.stack(
-        [torch.autograd.grad(y[0, 0, t].sum(), x, retain_graph=True)[0][0, 0].abs().sum(-1) for t in range(n)]
-    )
-    reach = torch.linalg.matrix_power(allowed.double(), c.layers) > 0
-    wrong = ((got != 0) != reach).nonzero()
-    i, j = wrong[0].tolist() if len(wrong) else (0, 0)
-    keys = int(allowed.sum(-1).max())
-    return worst(
-        require(
-            f"after {c.layers} layers output {i} {_dependence(got[i, j])} on input {j}, expected the opposite",
-            not len(wrong),
-        ),
-        excess(
-            "an output depends on more than (k + 1)^L inputs", (got != 0).sum(-1) - min(n, keys**c.layers)
-        ),
-    )
-
-
-def window_reach(harness: Harness, c: Case) -> Measurement:
-    """After L layers of a window (before, after), an output depends on inputs within L·before and L·after only."""
-    model = harness.model
-    assert model.window is not None and model.layers is not None
-    before, after = (model.layers * reach for reach in model.window)
-    n, t = c.n, int(harness.randint(c.n))
-    x, context = harness.sequence(c.b, n), harness.context(c.b, n)
-    i = torch.arange(n, device=harness.device)
-    far = (i < t - before) | (i > t + after)
-    other = harness.changed(x)
-    outside = torch.where(far[:, None] if x.is_floating_point() else far, other, x)
-    with torch.no_grad():
-        o = harness.run(x, context)[:, t]
-        measurements = [
-            compare(
-                f"output {t} after inputs beyond its receptive field were changed",
-                harness.run(outside, context)[:, t],
-                o,
-            )
-        ]
-        for edge in (t - before, t + after):
-            if 0 <= edge < n and edge != t:
-                inside = x.clone()
-                inside[:, edge] = other[:, edge]
-                change = (harness.run(inside, context)[:, t] - o).abs().amax()
-                measurements.append(
-                    require(
-                        f"output {t} does not depend on input {edge}, at the edge of its receptive field",
-                        change > 0,
-                    )
-                )
-    return worst(*measurements)
-
-
-def function_window_reach(harness: Harness, c: Case) -> Measurement:
-    """The window of a function: exactly the keys −after ≤ i − j ≤ before, and L times that after L layers."""
-    n, reach = c.n, (c.before, c.after)
-    x = harness.randn(1, 1, n, c.d_k).requires_grad_()
-    y = x
-    for _ in range(c.layers):
-        y = y + harness.attend(y, y, y, window=reach)
-    got = torch.stack(
-        [torch.autograd.grad(y[0, 0, t].sum(), x, retain_graph=True)[0][0, 0].abs().sum(-1) for t in range(n)]
-    )
-    distance = torch.arange(n, device=harness.device)[:, None] - torch.arange(n, device=harness.device)
-    want = (distance <= c.layers * c.before) & (-distance <= c.layers * c.after)
-    wrong = ((got != 0) != want).nonzero()
-    i, j = wrong[0].tolist() if len(wrong) else (0, 0)
-    return require(
-        f"window {reach}, {c.layers} layers: output {i} {_dependence(got[i, j])} on input {j}, expected the opposite",
-        not len(wrong),
-    )
-
-
-def _dependence(gradient: Tensor) -> str:
-    return "depends" if bool(gradient != 0) else "does not depend"
 
 
 def residual(harness: Harness, c: Case) -> Measurement:
@@ -329,19 +214,6 @@ def _differing_blocks() -> Model:
     )
 
 
-def _off_by_one_window():
-    def change(q, k, v, options):
-        if "window" in options:
-            options["window"] = (options["window"][0] + 1, options["window"][1])
-        return (q, k, v), options
-
-    return with_changed_call("a window one key too wide", change)
-
-
-def _depth_space(harness: Harness):
-    return harness.space(b=None, h=None, m=None, d_v=None, n=(3, 5, 7, 11), d_k=(2, 3, 5), layers=(1, 2, 3))
-
-
 LAWS = (
     Law(
         "L30",
@@ -354,49 +226,6 @@ LAWS = (
             )
         },
         lambda: small_decoder("no causal mask", fault="attends to the future"),
-    ),
-    Law(
-        "L33",
-        "cached decoding",
-        "decoding with cached keys and values = the full causal pass",
-        "causal; positions continue in the cache",
-        {
-            "function": Trial(
-                function_cached, lambda harness: harness.space(m=None), needs=("causal|mask", "n≠m")
-            ),
-            "model": Trial(
-                cached,
-                lambda harness: {"b": (1, 2, 3), "n": sequence_lengths(harness, 2), "chunk": (1,)},
-                needs=("cache",),
-                unless=positions_out,
-            ),
-        },
-        lambda: small_decoder("positions restarted", fault="restarts positions"),
-    ),
-    Law(
-        "L35",
-        "receptive field",
-        "the inputs that an output depends on after L layers = support of (I + allowed)^L, at most min(n, (k + 1)^L)",
-        "supports a mask and gradients; x ← x + f(x)",
-        {
-            "function": Trial(
-                receptive_field,
-                lambda harness: {**_depth_space(harness), "near": (True, False)},
-                needs=("mask", "grad"),
-                unless=lambda harness: (
-                    "the target accepts only fixed sizes" if harness.function.sizes else None
-                ),
-            )
-        },
-        lambda: with_changed_call(
-            "more keys than the mask allows",
-            lambda q, k, v, options: (
-                (q, k, v),
-                {**options, "allowed": options["allowed"] | torch.roll(options["allowed"], 2, -1)}
-                if "allowed" in options
-                else options,
-            ),
-        ),
     ),
     Law(
         "L36",
@@ -445,56 +274,5 @@ LAWS = (
             )
         },
         _differing_blocks,
-    ),
-    Law(
-        "L52",
-        "chunked prefill",
-        "queries in chunks over the keys so far = the full causal pass",
-        "causal or mask, and n ≠ m; for a model a cache",
-        {
-            "function": Trial(
-                chunked_prefill, chunk_space, needs=("causal|mask", "n≠m"), unless=without_chunks
-            ),
-            "model": Trial(
-                cached,
-                lambda harness: {"b": (1, 2, 3), "n": sequence_lengths(harness, 3), "chunk": (2, 3)},
-                needs=("cache",),
-                unless=positions_out,
-            ),
-        },
-        lambda: with_changed_call(
-            "each chunk attends only to itself",
-            lambda q, k, v, options: ((q, k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]), options),
-            "causal",
-            "n≠m",
-            "float64",
-            "d_v≠d_k",
-        ),
-    ),
-    Law(
-        "L59",
-        "receptive field of a window",
-        "output t depends on inputs t − L·before … t + L·after and on no others",
-        "a window: an option of the function, or declared by the model with its layers",
-        {
-            "function": Trial(
-                function_window_reach,
-                lambda harness: {**_depth_space(harness), "before": (0, 1, 2), "after": (0, 1)},
-                needs=("window", "grad"),
-            ),
-            "model": Trial(
-                window_reach,
-                lambda harness: {"b": (1, 2), "n": sequence_lengths(harness, 3)},
-                unless=lambda harness: (
-                    positions_out(harness)
-                    or (
-                        None
-                        if harness.model.window and harness.model.layers
-                        else "it declares no window (fields window and layers)"
-                    )
-                ),
-            ),
-        },
-        _off_by_one_window,
     ),
 )
