@@ -117,18 +117,18 @@ def test_explain_prints_the_plan_and_its_picture():
 
 
 UNREAD = {
-    "gtp2": "'gtp2' is none of a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, "
-    "a checkpoint folder, the folder of a run or package.module:name; did you mean gpt2?",
-    "absent.json": "there is no file absent.json",
-    "no_such_module:x": "there is no module 'no_such_module' on PYTHONPATH or in {here}",
+    "gtp2": "unknown model 'gtp2'; accepted: a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, "
+    "a checkpoint folder, a run folder or package.module:name; did you mean gpt2?",
+    "absent.json": "file not found: absent.json",
+    "no_such_module:x": "no module 'no_such_module' on PYTHONPATH or in {here}",
     "torch.nn:Liner": "torch.nn has no 'Liner'; did you mean Linear?",
-    "torch.nn:": "'torch.nn:' names no object; write package.module:name",
+    "torch.nn:": "'torch.nn:' is not of the form package.module:name",
     "broken.json": "broken.json is not JSON: Expecting value at line 1, column 7",
-    "list.yaml": "list.yaml: an object with fields was expected, not list",
+    "list.yaml": "list.yaml: expected a mapping, not list",
     "bytes.json": "bytes.json is not UTF-8 text: invalid start byte at byte 0",
     "other.json": 'other.json has neither a "kind" (a declaration of regard) nor a "model_type" (a Hugging '
     "Face configuration)",
-    "foreign.json": "foreign.json: transformers knows no model_type 'no-such-model'",
+    "foreign.json": "foreign.json: unknown model_type 'no-such-model' in this version of transformers",
 }
 
 
@@ -150,4 +150,4 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2():
         [sys.executable, "-m", "regard", "show", "gtp2"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: 'gtp2' is none of") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: unknown model 'gtp2'; accepted") and done.stderr.count("\n") == 1

@@ -27,8 +27,8 @@ def run(*words):
 def test_a_preset_is_priced_as_a_table():
     done = run("cost", "tiny-gpt", "--n", 64, "--batch", 2)
     assert done.exit_code == 0
-    told = price("tiny-gpt", n=64, batch=2)
-    assert f"{told.parameters:,}" in done.stdout and f"{told.flops:,}" in done.stdout
+    result = price("tiny-gpt", n=64, batch=2)
+    assert f"{result.parameters:,}" in done.stdout and f"{result.flops:,}" in done.stdout
     assert "a multiply-add is 2 FLOPs" in done.stdout and "key/value cache" in done.stdout
 
 
@@ -47,9 +47,9 @@ def test_json_is_all_there_is_on_stdout():
     )
     found = json.loads(run("cost", "tiny-gpt", *options, "--checkpointing", "--fits", "1GB", "--json").stdout)
     train = rg.TrainingStep(optimizer="adam", implementation="fused", autocast="bfloat16", checkpointing=True)
-    told = price("tiny-gpt", n=64, train=train, device="cuda")
-    assert found["total"]["parameters"] == told.parameters
-    assert found["memory"]["training_peak"] == told.memory.training_peak
+    result = price("tiny-gpt", n=64, train=train, device="cuda")
+    assert found["total"]["parameters"] == result.parameters
+    assert found["memory"]["training_peak"] == result.memory.training_peak
     assert found["fits"]["batch"] > 1 and found["fits"]["n"] > 64
 
 
@@ -58,8 +58,8 @@ def test_options_may_stand_before_the_source():
 
 
 def test_latex_is_a_table_of_formulas():
-    told = run("cost", "tiny-gpt", "--n", 64, "--latex").stdout
-    assert told.startswith("\\begin") and "d_{model}" in told
+    result = run("cost", "tiny-gpt", "--n", 64, "--latex").stdout
+    assert result.startswith("\\begin") and "d_{model}" in result
 
 
 def test_a_declaration_is_read_from_json_and_from_yaml(tmp_path):
@@ -117,29 +117,29 @@ def test_times_stand_beside_what_was_measured(tmp_path, monkeypatch):
         json.loads(run("bench", "machine", "--device", "cpu", "--size", 64, "--json").stdout)["bytes_per_s"]
         > 0
     )
-    told = run("cost", "tiny-gpt", "--n", 16, "--measure").stdout
-    assert "measured here: " in told and "estimated on " in told
+    result = run("cost", "tiny-gpt", "--n", 16, "--measure").stdout
+    assert "measured here: " in result and "estimated on " in result
 
 
 @unchecked
 def test_an_image_knows_its_length_and_asks_for_the_batch_alone():
-    told = run("cost", "tiny-vit", "--train", "--fits", "100MB").stdout
-    assert "within 100,000,000 bytes: batch " in told and ", or n" not in told
+    result = run("cost", "tiny-vit", "--train", "--fits", "100MB").stdout
+    assert "within 100,000,000 bytes: batch " in result and ", or n" not in result
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, result",
     [
-        (("gtp2",), "'gtp2' is none of"),
+        (("gtp2",), "unknown model 'gtp2'; accepted"),
         (("tiny-gpt", "--n", 0), "n=0"),
         (("tiny-gpt", "--n", 8, "--batch", -1), "batch=-1"),
         (("tiny-gpt", "--n", 8, "--dtype", "float31"), "unknown dtype 'float31'; did you mean float32?"),
         (("tiny-gpt", "--n", 8, "--device", "gpu"), "unknown device 'gpu'"),
         (("tiny-gpt", "--n", 8, "--train", "--optimizer", "adamq"), "optimizer='adamq' is unknown"),
-        (("tiny-gpt", "--n", 8, "--fits", "much"), "'much' is no amount of memory; write 80GB, 24GiB or"),
+        (("tiny-gpt", "--n", 8, "--fits", "much"), "'much' is not an amount of memory; use 80GB, 24GiB or"),
     ],
 )
-def test_a_bad_request_is_refused_in_words(words, told):
+def test_a_bad_request_is_refused_in_words(words, result):
     with pytest.raises(rg.RegardError) as error:
         run("cost", *words)
-    assert told in str(error.value)
+    assert result in str(error.value)

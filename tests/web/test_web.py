@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.look import Asked
+from regard.cli.look import LoadedModel
 from regard.errors import SpecError
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
-from regard.web.app import DRAWN, LONGEST, made  # noqa: E402
-from regard.web.serve import _free, serve  # noqa: E402
+from regard.web.app import MAX_DRAWN, MAX_EXPLAINED, create_app  # noqa: E402
+from regard.web.serve import _check_port, serve  # noqa: E402
 
 
 class Words:
@@ -33,7 +33,7 @@ class Words:
 def tiny(tokenizer=None):
     torch.manual_seed(0)
     declared = rg.preset("tiny-gpt")
-    return Asked(declared.build().eval(), tokenizer, declared)
+    return LoadedModel(declared.build().eval(), tokenizer, declared)
 
 
 def served(app):
@@ -54,17 +54,17 @@ def served(app):
 
 @pytest.fixture(scope="module")
 def bare():
-    yield from served(made())
+    yield from served(create_app())
 
 
 @pytest.fixture(scope="module")
 def texts():
-    yield from served(made(tiny(Words())))
+    yield from served(create_app(tiny(Words())))
 
 
 @pytest.fixture(scope="module")
 def ids():
-    yield from served(made(tiny()))
+    yield from served(create_app(tiny()))
 
 
 def ask(port, path, given=None, host=None):
@@ -92,20 +92,20 @@ def test_it_says_what_it_can_price_and_whether_it_can_look(bare, texts, ids):
 def test_a_pattern_is_counted_drawn_and_explained_as_the_library_does(bare):
     text, n = "causal() & (window(2) | every(4))", 200
     pattern = rg.causal() & (rg.window(2) | rg.every(4))
-    status, told = ask(bare, "/api/pattern", {"pattern": text, "n": n})
-    assert status == 200 and told["pattern"] == text
-    assert int(told["count"]) == pattern.count(n) and told["share"] == pattern.count(n) / n**2
-    drawn = torch.tensor([[int(x) for x in row] for row in told["rows"]]).bool()
-    assert torch.equal(drawn, pattern.allowed(DRAWN))
-    assert told["explained"] == str(rg.explain(pattern, n=n))
+    status, result = ask(bare, "/api/pattern", {"pattern": text, "n": n})
+    assert status == 200 and result["pattern"] == text
+    assert int(result["count"]) == pattern.count(n) and result["share"] == pattern.count(n) / n**2
+    drawn = torch.tensor([[int(x) for x in row] for row in result["rows"]]).bool()
+    assert torch.equal(drawn, pattern.allowed(MAX_DRAWN))
+    assert result["explained"] == str(rg.explain(pattern, n=n))
     trained = ask(bare, "/api/pattern", {"pattern": text, "n": 16384, "device": "cuda", "train": True})[1]
     assert trained["explained"] == str(rg.explain(pattern, n=16384, device="cuda", grad=True))
 
 
 def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
-    _, told = ask(bare, "/api/pattern", {"pattern": "causal()", "n": 10**9})
-    assert told["count"] == str((10**18 + 10**9) // 2) and told["explained"] is None
-    assert ask(bare, "/api/pattern", {"pattern": "causal()", "n": LONGEST})[1]["explained"]
+    _, result = ask(bare, "/api/pattern", {"pattern": "causal()", "n": 10**9})
+    assert result["count"] == str((10**18 + 10**9) // 2) and result["explained"] is None
+    assert ask(bare, "/api/pattern", {"pattern": "causal()", "n": MAX_EXPLAINED})[1]["explained"]
 
 
 @pytest.mark.parametrize(
@@ -124,35 +124,35 @@ def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
     ],
 )
 def test_what_is_wrong_with_a_pattern_is_said(bare, given, said):
-    status, told = ask(bare, "/api/pattern", given)
-    assert status == 422 and said in told["error"]
+    status, result = ask(bare, "/api/pattern", given)
+    assert status == 422 and said in result["error"]
 
 
 def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
     sizes = {"n": 64, "batch": 2, "dtype": "bfloat16", "train": True}
     for declared in (rg.preset("gpt2"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
         model = "gpt2" if declared == rg.preset("gpt2") else json.loads(declared.json())
-        status, told = ask(bare, "/api/cost", {"model": model, **sizes})
-        assert status == 200 and told["told"] == str(rg.cost(declared, **sizes))
-        assert told["cost"] == json.loads(json.dumps(rg.cost(declared, **sizes).plain()))
-    status, told = ask(bare, "/api/cost", {"model": "vit-b16", "n": 7})  # its image says how many
-    assert status == 200 and told["cost"]["total"]["parameters"] == 86_567_656
+        status, result = ask(bare, "/api/cost", {"model": model, **sizes})
+        assert status == 200 and result["text"] == str(rg.cost(declared, **sizes))
+        assert result["cost"] == json.loads(json.dumps(rg.cost(declared, **sizes).plain()))
+    status, result = ask(bare, "/api/cost", {"model": "vit-b16", "n": 7})  # its image says how many
+    assert status == 200 and result["cost"]["total"]["parameters"] == 86_567_656
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         ("gpt3", "did you mean gpt2"),
-        ("os:getcwd", "is no preset"),
-        ("/etc/passwd", "is no preset"),
+        ("os:getcwd", "unknown preset"),
+        ("/etc/passwd", "unknown preset"),
         ({"kind": "Attention", "d_model": 512, "heads": 7}, "heads=7 does not divide d_model=512"),
         ({"kind": "Popen"}, "Popen"),
         ({"d_model": 512}, "kind"),
     ],
 )
 def test_a_browser_cannot_name_files_or_objects_and_is_told_what_is_wrong(bare, model, said):
-    status, told = ask(bare, "/api/cost", {"model": model})
-    assert status == 422 and said in told["error"]
+    status, result = ask(bare, "/api/cost", {"model": model})
+    assert status == 422 and said in result["error"]
 
 
 def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
@@ -165,19 +165,19 @@ def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a bb", "write ids"),
-        ("/etc/passwd", "write ids"),
-        ("7, 999999", "tokens 0 to 255; 999999 is none"),
+        ("a bb", "use token ids"),
+        ("/etc/passwd", "use token ids"),
+        ("7, 999999", "token 999999 is out of range; this model has tokens 0 to 255"),
         (", ".join(600 * ["1"]), "too many"),
     ],
 )
 def test_what_cannot_be_looked_at_is_said(ids, text, said):
-    status, told = ask(ids, "/api/look", {"text": text})
-    assert status == 422 and said in told["error"]
+    status, result = ask(ids, "/api/look", {"text": text})
+    assert status == 422 and said in result["error"]
 
 
 def test_a_text_without_a_token_is_refused(texts):
-    assert ask(texts, "/api/look", {"text": "  "}) == (422, {"error": "there is no token in this text"})
+    assert ask(texts, "/api/look", {"text": "  "}) == (422, {"error": "this text has no tokens"})
 
 
 def test_without_a_model_it_says_how_to_give_one(bare):
@@ -192,17 +192,19 @@ def test_another_sites_page_is_refused_in_its_visitors_name(bare):
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(SpecError, match=f"127.0.0.1:{port} cannot be had: .*; give another --port"):
+        with pytest.raises(SpecError, match=f"port {port} is in use on 127.0.0.1; use another --port"):
             serve("no such model", port=port)
-    _free("127.0.0.1", port)
-    with pytest.raises(SpecError, match=r"^::1:8765 cannot be had: .* --host$"):
+    _check_port("127.0.0.1", port)
+    with pytest.raises(SpecError, match=r"^cannot listen on ::1:8765: .* --host$"):
         serve(host="::1")
 
 
 def test_a_model_of_images_is_refused_with_what_to_do():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(SpecError, match="tiny-vit reads images, and the page texts; regard look tiny-vit"):
+    with pytest.raises(
+        SpecError, match="tiny-vit takes images, and the page takes text; use `regard look tiny-vit"
+    ):
         serve("tiny-vit", port=port)
 
 
@@ -229,7 +231,7 @@ def test_in_a_browser_it_answers_as_one_types(browser, texts):
     page.select_option("#model", "tiny-gpt")
     until("totals", "824,448")
     page.select_option("#model", "your own …")
-    until("told", "Attention(512, pattern=window(64))")
+    until("cost-table", "Attention(512, pattern=window(64))")
     page.fill("#text", "a bb ccc")
     page.click("#ask-look button")
     page.wait_for_selector("#heads:not([hidden])")

@@ -1,4 +1,4 @@
-"""`regard bench`: what this machine can do."""
+"""`regard bench`: measure this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +15,11 @@ def bench() -> None:
 
 @app.command()
 def machine(
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default a GPU where there is one.")] = "",
-    path: Annotated[Path | None, typer.Option(help="Where to store it; by default the user's cache.")] = None,
-    size: Annotated[int | None, typer.Option(min=64, help="Side of the matrices; by default large.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = "",
+    path: Annotated[
+        Path | None, typer.Option(help="The file to write; by default in the user's cache.")
+    ] = None,
+    size: Annotated[int | None, typer.Option(min=64, help="Side of the matrices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
     """Measure the rates of matrix products and of memory, and store them for `regard cost --time`.
@@ -29,8 +31,8 @@ def machine(
     from ..costs.time import measure, save_roofline
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    typer.echo(f"measuring {device}, a few seconds …", err=True)
+    typer.echo(f"measuring {device}; this takes a few seconds …", err=True)
     roofline = measure(device, size)
-    where = save_roofline(roofline, path)
+    stored = save_roofline(roofline, path)
     typer.echo(roofline.json(indent=1) if as_json else str(roofline))
-    typer.echo(f"stored in {where}", err=True)
+    typer.echo(f"stored in {stored}", err=True)

@@ -1,4 +1,4 @@
-"""`regard`: the verbs by name."""
+"""The command `regard` and its subcommands."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ from typing import Annotated
 try:
     import typer
 except ModuleNotFoundError as e:  # the console script is installed with the core
-    sys.exit(f"error: {e}; the command line needs more: pip install 'regard[cli]'")
+    sys.exit(f"error: {e}; the command line needs an extra: pip install 'regard[cli]'")
 
 import regard
 
@@ -26,17 +26,17 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
 
-def _version(asked: bool) -> bool:
-    if asked:
+def _version(requested: bool) -> bool:
+    if requested:
         typer.echo(f"regard {regard.__version__}")
         raise typer.Exit
-    return asked
+    return requested
 
 
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Attention you can declare, run, price, prove, train and see."""
@@ -44,7 +44,7 @@ def main(
 
 @app.command()
 def presets(as_json: AsJson = False) -> None:
-    """List the declarations that have a name.
+    """List the presets.
 
     Example: regard presets
     """
@@ -54,7 +54,7 @@ def presets(as_json: AsJson = False) -> None:
 
 @app.command()
 def show(source: Annotated[str, typer.Argument(help=targets.FORMS)]) -> None:
-    """Write a declaration as JSON, ready to be edited and read back.
+    """Print a declaration as JSON; it can be edited and read back.
 
     Example: regard show gpt2 > mine.json
     """
@@ -68,38 +68,38 @@ def show(source: Annotated[str, typer.Argument(help=targets.FORMS)]) -> None:
 @app.command()
 def explain(
     pattern: Annotated[str, typer.Argument(help="As in Python: 'causal() & (window(128) | every(64))'.")],
-    n: Annotated[int, typer.Option(min=1, help="How many queries (and keys).")] = 1024,
+    n: Annotated[int, typer.Option(min=1, help="Number of queries and keys.")] = 1024,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     draw: Annotated[bool, typer.Option(help="Draw the first 16 rows.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say how a pattern would run: pairs needed, pairs computed, by which way and why.
+    """Show how a pattern would run: pairs needed, pairs computed, the backend and the reason.
 
     Example: regard explain 'causal() & (window(128) | every(64))' --n 16384
     """
     declared = parse_pattern(pattern)
-    told = regard.explain(declared, n=n, device=device)
+    explanation = regard.explain(declared, n=n, device=device)
     if as_json:
         fields = ("n", "m", "needed", "computed", "waste", "backend", "reason", "passes")
-        typer.echo(json.dumps({"pattern": repr(declared), **{f: getattr(told, f) for f in fields}}))
+        typer.echo(json.dumps({"pattern": repr(declared), **{f: getattr(explanation, f) for f in fields}}))
         return
     if draw:
         typer.echo(str(declared.draw(min(n, 16))) + "\n")
-    typer.echo(str(told))
+    typer.echo(str(explanation))
 
 
-# One file a verb, with a function of the same name or a `app` of several commands; the page's own is with the page.
-VERBS = ("cost", "check", "look", "train", "report", "translate", "export", "bench", "serve")
-for verb in VERBS:
-    module = importlib.import_module(f".{verb}" if verb != "serve" else "..web.serve", __package__)
+# One file per command, with a function of the same name or an `app` of several subcommands.
+COMMANDS = ("cost", "check", "look", "train", "report", "translate", "export", "bench", "serve")
+for name in COMMANDS:
+    module = importlib.import_module(f".{name}" if name != "serve" else "..web.serve", __package__)
     if hasattr(module, "app"):
-        app.add_typer(module.app, name=verb)
+        app.add_typer(module.app, name=name)
     else:
-        app.command(name=verb)(getattr(module, verb))
+        app.command(name=name)(getattr(module, name))
 
 
 def run() -> None:
-    """The console script: an error of ours is one line on stderr and exit code 2."""
+    """The console script: a RegardError is one line on stderr and exit code 2."""
     try:
         app()
     except RegardError as e:

@@ -1,4 +1,4 @@
-"""What a word on the command line names: a preset, a declaration, a configuration, a checkpoint, a Python object."""
+"""Targets on the command line: a preset, a declaration, a configuration, a checkpoint or a Python object."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from ..nn.serialization import load
 from ..training.recipes.run import MODEL, RECIPE
 
 FORMS = (
-    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, the folder of a run or "
+    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, a run folder or "
     "package.module:name"
 )
 
@@ -34,28 +34,28 @@ def read(source: str) -> Any:
         return python_object(source)
     if source in spec.presets():
         return spec.preset(source)
-    raise SpecError(f"{source!r} is none of {FORMS}; {nearest(source, spec.presets())}")
+    raise SpecError(f"unknown model {source!r}; accepted: {FORMS}; {nearest(source, spec.presets())}")
 
 
 def python_object(source: str) -> Any:
     """`package.module:name.of.it`, looked for on PYTHONPATH and in the current folder."""
     module_name, _, name = source.partition(":")
     if not module_name or not name:
-        raise SpecError(f"{source!r} names no object; write package.module:name")
+        raise SpecError(f"{source!r} is not of the form package.module:name")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
         if e.name != module_name and not module_name.startswith(f"{e.name}."):
-            raise  # the module is there and lacks one of its own
-        raise SpecError(f"there is no module {module_name!r} on PYTHONPATH or in {Path.cwd()}") from e
+            raise  # the module exists, and one of its own imports fails
+        raise SpecError(f"no module {module_name!r} on PYTHONPATH or in {Path.cwd()}") from e
     for part in name.split("."):
-        if not hasattr(found, part):
-            public = [n for n in dir(found) if not n.startswith("_")]
+        if not hasattr(target, part):
+            public = [n for n in dir(target) if not n.startswith("_")]
             raise SpecError(f"{module_name} has no {name!r}; {nearest(part, public)}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def huggingface_config(path: Path) -> Any:
@@ -69,7 +69,7 @@ def _folder(path: Path) -> Any:
         path = path / MODEL
         if not path.is_dir():
             raise FormatError(
-                f"{path.parent} holds no {MODEL} yet; regard train --out {path.parent} goes on there"
+                f"{path.parent} has no {MODEL} yet; `regard train --out {path.parent}` continues the run"
             )
     config = _json(path / "config.json")
     return load(path) if "spec" in config else _huggingface(config, path)
@@ -94,25 +94,27 @@ def _huggingface(data: dict[str, Any], path: Path) -> Any:
         from transformers import AutoConfig
     except ModuleNotFoundError as e:
         raise SpecError(f"{path} is a Hugging Face configuration; pip install 'regard[huggingface]'") from e
-    kept = {k: v for k, v in data.items() if k not in ("model_type", "transformers_version")}
+    fields = {k: v for k, v in data.items() if k not in ("model_type", "transformers_version")}
     try:
-        return AutoConfig.for_model(data["model_type"], **kept)
+        return AutoConfig.for_model(data["model_type"], **fields)
     except ValueError as e:
-        raise FormatError(f"{path}: transformers knows no model_type {data['model_type']!r}") from e
+        raise FormatError(
+            f"{path}: unknown model_type {data['model_type']!r} in this version of transformers"
+        ) from e
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as e:
-        raise FormatError(f"there is no file {path}") from e
+        raise FormatError(f"file not found: {path}") from e
     except UnicodeDecodeError as e:
         raise FormatError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return _mapping(json.loads(_text(path)), path)
+        return _mapping(json.loads(read_text(path)), path)
     except json.JSONDecodeError as e:
         raise FormatError(f"{path} is not JSON: {e.msg} at line {e.lineno}, column {e.colno}") from e
 
@@ -123,12 +125,12 @@ def _yaml(path: Path) -> dict[str, Any]:
     except ModuleNotFoundError as e:
         raise SpecError(f"{path} is YAML; pip install 'regard[cli]'") from e
     try:
-        return _mapping(yaml.safe_load(_text(path)), path)
+        return _mapping(yaml.safe_load(read_text(path)), path)
     except yaml.YAMLError as e:
         raise FormatError(f"{path} is not YAML: {e}") from e
 
 
 def _mapping(data: Any, path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise FormatError(f"{path}: an object with fields was expected, not {type(data).__name__}")
+        raise FormatError(f"{path}: expected a mapping, not {type(data).__name__}")
     return data

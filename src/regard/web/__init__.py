@@ -1,1 +1,1 @@
-"""The web page: what the functions tell, in a browser. `regard serve` starts it; nothing leaves the machine."""
+"""The local web page of `regard serve`: patterns, costs and heads in a browser. Nothing leaves the machine."""

@@ -50,7 +50,12 @@ def attention_trace(layer: nn.Module, x: Float[Tensor, "1 n d_model"], *, dark: 
     steps = [
         ("x", "input", x[0], ""),
         ("scores", "scale · Q Kᵀ + bias", call.scores(), _flops(price, "scores")),
-        ("weights", "softmax over the allowed keys", weights, f"{price['softmax'].total.elementwise_flops:,}"),
+        (
+            "weights",
+            "softmax over the allowed keys",
+            weights,
+            f"{price['softmax'].total.elementwise_flops:,}",
+        ),
     ]
     if values is not None:
         mixed = weights.to(values.dtype) @ values
