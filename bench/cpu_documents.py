@@ -45,7 +45,7 @@ class Packed(Case):
         self.out = torch.randn(1, HEADS, n, WIDTH)
 
     def ours(self) -> Tensor:
-        return attention(*self.inputs, self.pattern, backend="packed")
+        return attention(*self.inputs, self.pattern, backend="tiles")
 
 
 def documents_group(rounds: int) -> list[dict]:

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.engine import choose
 from regard.engine.attention import attention
+from regard.engine.backends import TABLE, choose
+from regard.engine.call import CallFacts
 from regard.engine.plan.planner import plan
 from regard.pattern import Pattern, causal, dilated, every, sinks, strided, window
 
@@ -78,7 +79,7 @@ class Case:
         self.out = torch.randn(1, heads, n, WIDTH)
 
     def ours(self) -> Tensor:
-        return attention(*self.inputs, self.pattern, backend="progressions")
+        return attention(*self.inputs, self.pattern, backend="tiles")
 
     def auto(self) -> Tensor:
         return attention(*self.inputs, self.pattern)
@@ -108,17 +109,17 @@ def compare(pattern: Pattern, n: int, rounds: int, ways: tuple[str, ...], grad: 
     case = Case(pattern, n, grad=grad)
     worst = case.check()
     times = interleaved({name: case.run(getattr(case, name)) for name in ways}, rounds)
-    facts = choose.Facts(pattern, n, n, WIDTH, WIDTH, HEADS, torch.float32, "cpu", grad=grad)
-    lay, joined = choose.abreast(facts, "progressions"), choose.program_of(facts)
+    facts = CallFacts(pattern, n, n, WIDTH, WIDTH, 1, HEADS, HEADS, grad=grad)
+    prepared = choose(facts, "tiles")
     return {
         "pattern": repr(pattern),
         "n": n,
         "heads": HEADS,
         "passes": "forward+backward" if grad else "forward",
         "density": case.plan.needed / n**2,
-        "computed/needed": (joined if lay is None else lay).computed / case.plan.needed,
-        "parts": "joined" if lay is None else "side by side",
-        "estimate_ms": choose.estimate(facts) * 1e-6,
+        "computed/needed": prepared.computed / case.plan.needed,
+        "variant": prepared.variant,
+        "estimate_ms": TABLE["tiles"].estimate(facts) * 1e3,
         "difference": worst,
         "ms": times,
     }

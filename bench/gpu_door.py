@@ -228,7 +228,7 @@ def growth(out) -> None:
     cases += [(32768, rg.window(64) | rg.every(k), "density") for k in (512, 256, 128, 64, 32)]
     for n, pattern, along in cases:
         q, k, v, do = tensors(n, 64, 4)
-        ours = lambda q, k, v, p=pattern: rg.attention(q, k, v, p, backend="progressions")  # noqa: E731
+        ours = lambda q, k, v, p=pattern: rg.attention(q, k, v, p, backend="triton")  # noqa: E731
         count = pattern.count(n)
         a, b = forward(ours, q, k, v), bench(both_ways(ours, q, k, v, do))
         gigapairs = HEADS * count / 1e9

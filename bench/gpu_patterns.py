@@ -148,7 +148,7 @@ def parity(job) -> str:
     k, v = (torch.randn(4, h_kv, n, d, device=DEVICE, dtype=dtype) for _ in range(2))
     allowed = pattern.allowed(n, device=DEVICE)
     results = []
-    kernels = partial(rg.attention, pattern=pattern, backend="progressions")
+    kernels = partial(rg.attention, pattern=pattern, backend="triton")
     for kind, fn in ((torch.float64, None), (dtype, None), (dtype, kernels)):
         x = [t.to(kind).requires_grad_() for t in (q, k, v)]
         o = dense(*x, allowed) if fn is None else fn(*x)

@@ -2,8 +2,7 @@
 
 from .convolution import lift, lower
 from .costs import Cost, TrainingStep, cost, fits
-from .engine.attention import attention
-from .engine.call import allowed_from
+from .engine.attention import allowed_from, attention
 from .engine.explain import explain
 from .engine.merge import merge
 from .errors import BackendError, FormatError, RegardError, ShapeError, SpecError

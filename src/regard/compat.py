@@ -69,7 +69,7 @@ def view_base(x: Tensor) -> Tensor | None:
     return getattr(x, "_base", None)
 
 
-# Autograd. ---------------------------------------------
+# Autograd.
 
 # () → bool: whether the backward pass that runs now keeps its graph. Unknown: it does, so that no memory is reused.
 graph_is_kept: Callable[[], bool] = _first(
@@ -95,7 +95,7 @@ softmax_backward_: Callable[[Tensor, Tensor], Tensor] = _first(
     _fused_softmax_backward, lambda: _softmax_backward
 )
 
-# PyTorch's fused CPU attention with its log-sum-exp. ---------------------------------------------
+# PyTorch's fused CPU attention with its log-sum-exp.
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 FLASH_SCHEMAS = {

@@ -50,7 +50,7 @@ def test_a_preset_has_the_parameters_of_its_tensors_and_the_operations_that_the_
 @pytest.mark.parametrize("pattern", MASKS, ids=repr)
 def test_a_mask_saves_nothing_on_the_decomposed_path_and_its_share_everywhere_else(pattern):
     spec = rg.Attention(60, heads=4, kv_heads=2, pattern=pattern)
-    result = cost(spec, n=witness.N, batch=witness.B, backend="plain").total
+    result = cost(spec, n=witness.N, batch=witness.B, backend="reference").total
     assert (result.executed_flops, result.executed_backward_flops) == witness.flops(spec)
     core = 2 * 60 * witness.B  # a pair's scores and mixing, of all heads and rows
     pairs = int(pattern.allowed(witness.N).sum())
@@ -91,14 +91,16 @@ def _charged_as_dense(spec, result) -> int:
     "spec", [rg.Attention(60, heads=4, dropout=0.1), rg.Attention(60, dropout=0.2, heads=5)]
 )
 def test_dropout_of_the_weights_mixes_twice_on_the_plain_way(spec):
-    result = cost(spec, n=witness.N, batch=witness.B, train=True, backend="plain").total
+    result = cost(spec, n=witness.N, batch=witness.B, train=True, backend="reference").total
     with witness.reference_backend():
         assert witness.flops(spec) == (result.executed_flops, result.executed_backward_flops)
 
 
 def test_a_fused_way_computes_the_scores_once_more_in_the_backward_pass():
     spec = rg.Attention(64, heads=4)
-    plain, fused = (cost(spec, n=32, train=True, backend=way)["scores"].total for way in ("plain", "dense"))
+    plain, fused = (
+        cost(spec, n=32, train=True, backend=way)["scores"].total for way in ("reference", "sdpa")
+    )
     assert (
         plain.executed_backward_flops
         == plain.backward_flops

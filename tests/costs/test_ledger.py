@@ -383,8 +383,7 @@ def test_what_a_pattern_saves_of_the_core_and_of_the_whole_layer(c):
     }
     assert agrees(found, c["expected"], {"type": "close", "rel": 1e-12, "abs": 1e-13})
     assert (
-        result.pairs[0].backend == "masked"
-        and result.saving.core_executed == result.saving.total_executed == 0
+        result.pairs[0].backend == "sdpa" and result.saving.core_executed == result.saving.total_executed == 0
     )
 
 
@@ -410,7 +409,7 @@ def test_pairs_and_layers_of_the_16_by_16_patterns(c):
 def test_a_window_of_two_over_a_thousand_tokens():
     result = cost(rg.Attention(512, pattern=rg.window(2)), n=1000)
     assert result.pairs[0].needed == 4994 and result.pairs[0].full == 1_000_000
-    assert result.pairs[0].computed < 1_000_000 / 4 and result.pairs[0].backend == "progressions"
+    assert result.pairs[0].computed < 1_000_000 / 4 and result.pairs[0].backend == "tiles"
     assert layers_to_connect(rg.window(2), 1000) == 500 and layers_to_connect(rg.full(), 1000) == 1
 
 

@@ -94,7 +94,7 @@ def test_a_batch_multiplies_operations_and_leaves_parameters():
 def test_the_table_shows_terms_masks_savings_bottleneck_and_convention():
     result = str(cost(rg.Attention(512, pattern=rg.window(2) | rg.every(4)), n=16))
     assert "scores                  122,880     262,144                 0.4%" in result
-    assert "pairs in attention: window(2) | every(4) allows 120 of 256; backend masked computes 256" in result
+    assert "pairs in attention: window(2) | every(4) allows 120 of 256; backend sdpa computes 256" in result
     assert (
         "the pattern saves 53.1250% of the FLOPs of scores and mixing, 0.8173% of the total; with this backend 0"
         in result
@@ -108,8 +108,8 @@ def test_the_table_shows_terms_masks_savings_bottleneck_and_convention():
 
 def test_backward_and_recomputation_get_columns_when_training():
     block = rg.Block(rg.Attention(64), rg.FeedForward(128))
-    plain = cost(rg.Encoder(block, 2), n=32, train=True, backend="plain")
-    again = cost(rg.Encoder(block, 2, checkpoint=True), n=32, train=True, backend="plain")
+    plain = cost(rg.Encoder(block, 2), n=32, train=True, backend="reference")
+    again = cost(rg.Encoder(block, 2, checkpoint=True), n=32, train=True, backend="reference")
     assert (
         again.total.executed_backward_flops - plain.total.executed_backward_flops
         == plain.total.executed_flops
@@ -172,14 +172,14 @@ def test_16_bits_halve_the_bytes_and_leave_operations():
 def test_progressions_compute_little_more_than_the_pattern_needs():
     result = cost(rg.Attention(512, pattern=rg.causal() & (rg.window(128) | rg.every(64))), n=4096)
     (pairs,) = result.pairs
-    assert pairs.backend == "progressions" and 1.0 <= pairs.waste < 4.0
+    assert pairs.backend == "tiles" and 1.0 <= pairs.waste < 4.0
     assert pairs.needed == (rg.causal() & (rg.window(128) | rg.every(64))).count(4096)
     assert 0 < result.saving.core_executed < result.saving.core < 1
 
 
 def test_a_fused_way_moves_no_table_of_scores():
     spec = rg.Attention(64, heads=4)
-    fused, plain = (cost(spec, n=256, backend=way) for way in ("dense", "plain"))
+    fused, plain = (cost(spec, n=256, backend=way) for way in ("sdpa", "reference"))
     table = 4 * 4 * 256 * 256
     assert plain["softmax"].total.bytes == 2 * table and fused["softmax"].total.bytes == 0
     assert plain["scores"].total.bytes - fused["scores"].total.bytes == table
@@ -222,7 +222,10 @@ def test_mixing_without_weights_has_neither_parameters_nor_products():
             {"model": "gpt2", "n": 2048},
             "n=2048 exceeds the table of learned(1024); use n up to 1024",
         ),
-        ({"model": "gpt2", "n": 5, "backend": "mask"}, "unknown backend 'mask'; did you mean masked?"),
+        (
+            {"model": "gpt2", "n": 5, "backend": "mask"},
+            "unknown backend 'mask'; known: auto, flex, reference, sdpa, tiles, triton",
+        ),
         ({"model": "gpt2", "n": 5, "dtype": "float31"}, "unknown dtype 'float31'; did you mean float32?"),
         ({"model": "gpt2", "n": 5, "device": "cud"}, "unknown device 'cud'; did you mean cuda?"),
         (
@@ -257,10 +260,8 @@ def test_inputs_for_a_declaration_are_refused():
 
 
 def test_a_backend_that_cannot_run_the_pattern_and_queries_without_a_place_are_refused():
-    with pytest.raises(
-        BackendError, match=r"window\(2\) over 16 queries and 16 keys is neither full nor square"
-    ):
-        cost(rg.Attention(64, pattern=rg.window(2)), n=16, backend="dense")
+    with pytest.raises(BackendError, match=r"it runs on CUDA, not on cpu; use backend=.sdpa."):
+        cost(rg.Attention(64, pattern=rg.window(2)), n=16, backend="triton")
     with pytest.raises(ShapeError, match="9 queries over 7 keys: causal"):
         cost(rg.Attention(64, pattern=rg.causal()), n=9, m=7)
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from pattern_strategies import offsets, patterns
-from regard.engine import choose, quick
 from regard.engine.attention import attention
-from regard.engine.cpu import abreast, pages, products, short, stretches
+from regard.engine.backends import PREPARED, choose
+from regard.engine.call import CallFacts
+from regard.engine.cpu import abreast, pages, products, stretches
+from regard.engine.cpu.backend import CONCATENATED, MERGED, variants
 from regard.engine.explain import explain
 from regard.pattern import blocks, causal, dilated, every, full, query_offset, sinks, strided, window
 from tile_cases import MIXED, WORDS, assert_as_exact, formula, tensors
@@ -39,10 +41,10 @@ ALL = 1 << 30
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    quick.known.clear()
+    PREPARED.clear()
     abreast._spare.clear()
     yield
-    quick.known.clear()
+    PREPARED.clear()
 
 
 def lays(pattern, n, m=None, at=None, tile=8):
@@ -257,31 +259,33 @@ def test_what_ran_in_inference_trains_later():
     (way,) = ways(pattern, inputs)
     with torch.inference_mode():
         products.within(way.forward, *inputs)
-    torch.autograd.grad(way(*inputs).sum(), inputs)
+    wanted = grown(lambda *x: formula(*x, pattern.allowed(101), 0.4)[0], inputs)
+    for a, b in zip(grown(way, inputs), wanted):
+        torch.testing.assert_close(a, b)
 
 
 # When it is taken
 
 
 def facts(pattern, n, heads=8, dtype=f32, **more):
-    return choose.Facts(pattern, n, n, 64, 64, heads, dtype, "cpu", **more)
+    return CallFacts(pattern, n, n, heads=heads, kv_heads=heads, dtype=dtype, **more)
 
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("pattern", [window(64) | every(64), window(64), window(50) | every(128)], ids=repr)
-def test_it_is_taken_where_it_is_quicker(pattern, grad):
+def test_it_is_taken_where_it_is_faster(pattern, grad):
     for n in (2048, 4096, 16384):
         f = facts(pattern, n, grad=grad)
-        lay = choose.abreast(f, "progressions")
-        assert (lay is not None) == (choose.estimate(f) < choose.program_of(f).nanoseconds(8, grad))
-        assert lay is not None or n == 16384
-    others = {"dtype": torch.bfloat16}, {"lse": True}, {"lengths": True}, {"at": 3}, {"bias": "tensor"}
-    assert all(choose.abreast(facts(pattern, 4096, **other), "progressions") is None for other in others)
-    assert choose.abreast(facts(pattern, 4096), "masked") is None
-    assert choose.abreast(facts(dilated(8, 8), 4096), "progressions") is None
+        times = {v.name: v.seconds for v in variants(f)}
+        assert (choose(f).variant == CONCATENATED) == (times[CONCATENATED] < times[MERGED])
+        assert choose(f).variant == CONCATENATED or n == 16384
+    others = {"dtype": torch.bfloat16}, {"return_lse": True}, {"lengths": True}, {"at": 3}, {"bias": "tensor"}
+    assert all(choose(facts(pattern, 4096, **other)).variant != CONCATENATED for other in others)
+    assert choose(facts(pattern, 4096), "sdpa").variant == "masked"
+    assert choose(facts(dilated(8, 8), 4096)).variant != CONCATENATED
 
 
-@pytest.mark.parametrize("backend", ["auto", "progressions"])
+@pytest.mark.parametrize("backend", ["auto", "tiles"])
 @pytest.mark.parametrize("more", [{}, {"return_lse": True}, {"lengths": torch.tensor([1200])}], ids=str)
 def test_a_call_takes_it_from_the_first_on(backend, more, monkeypatch):
     ran, real = [], abreast.Abreast.forward
@@ -296,18 +300,11 @@ def test_a_call_takes_it_from_the_first_on(backend, more, monkeypatch):
     torch.testing.assert_close(o, wanted)
 
 
-def test_a_short_call_by_name_gathers_nothing(monkeypatch):
-    monkeypatch.setattr(short.Short, "forward", None)
-    inputs = tensors(n=131, h=8, h_kv=8, d_k=16, d_v=16, dtype=f32)
-    o = attention(*inputs, window(3), backend="progressions")
-    torch.testing.assert_close(o, formula(*inputs, window(3).allowed(131), 0.25)[0])
-
-
 def test_it_says_that_it_is_taken_and_how_many_pairs_it_computes():
     told = explain(window(64) | every(64), 4096, grad=True)
-    lay = choose.abreast(facts(window(64) | every(64), 4096, grad=True), "progressions")
     edges = 2 * 64 * (128 + 64)  # of the window a half, and the comb
-    assert told.backend == "progressions" and told.computed == lay.computed == 62 * 64 * 256 + edges
+    assert (told.backend, told.variant) == ("tiles", CONCATENATED)
+    assert told.computed == 62 * 64 * 256 + edges
     assert told.reason.endswith("; tiles of 64 queries, all keys of a tile in one softmax")
     assert "one softmax" not in explain(dilated(8, 8), 4096).reason
 
@@ -317,8 +314,7 @@ def test_its_tables_lie_on_the_cpu_whatever_the_default_device():
     stretches.lays.cache_clear()
     with torch.device("meta"):
         o = attention(*inputs, window(64))
-    (way,) = quick.known.values()
-    assert isinstance(way, abreast.Abreast)
+    assert explain(*inputs, window(64)).variant == CONCATENATED
     assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, window(64)))
 
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from pattern_strategies import offsets, patterns
 from regard import reference
-from regard.engine import plain
+from regard.engine import reference_backend
 from regard.engine.attention import attention, weights
 from regard.errors import BackendError, ShapeError, SpecError
 from regard.pattern import (
@@ -164,7 +164,7 @@ def test_any_pattern_is_the_formula(pattern, size, head, at, scale):
     compare(pattern, sized(size, head, at), at=at, scale=scale)
 
 
-@pytest.mark.parametrize("backend", ["auto", "progressions", "tiled", "masked", "plain"])
+@pytest.mark.parametrize("backend", ["auto", "tiles", "sdpa", "reference"])
 @pytest.mark.parametrize("pattern", WORDS, ids=repr)
 def test_each_word_is_the_formula_by_every_way(pattern, backend):
     inputs = qkv()
@@ -173,13 +173,13 @@ def test_each_word_is_the_formula_by_every_way(pattern, backend):
 
 
 @planned
-@given(patterns, sizes, heads, offsets, st.sampled_from(["progressions", "tiled"]), st.booleans())
-def test_any_pattern_is_the_formula_by_the_ways_that_skip_pairs(pattern, size, head, at, backend, short):
-    """By name: at such sizes `auto` would rather mask."""
+@given(patterns, sizes, heads, offsets, st.booleans())
+def test_any_pattern_is_the_formula_in_tiles(pattern, size, head, at, short):
+    """By name: at such sizes `auto` takes a mask."""
     kept = torch.arange(size["b"]) * size["m"] // 2 if short else None  # row 0 has no key at all
 
     def door(*x):
-        return attention(*x, pattern, at=at, lengths=kept, backend=backend, return_lse=True)
+        return attention(*x, pattern, at=at, lengths=kept, backend="tiles", return_lse=True)
 
     def expected(*x):
         got = formula(*x, pattern, at=at, lengths=kept)
@@ -199,7 +199,7 @@ MANY_TILES = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["auto", "progressions", "tiled"])
+@pytest.mark.parametrize("backend", ["auto", "tiles"])
 @pytest.mark.parametrize("pattern", MANY_TILES, ids=repr)
 def test_patterns_over_many_tiles_are_the_formula(pattern, backend):
     inputs = qkv(h=2, h_kv=1, n=211, m=307)
@@ -219,10 +219,10 @@ def test_patterns_over_many_tiles_are_the_formula(pattern, backend):
 @pytest.mark.parametrize("pattern", [full(), causal()], ids=repr)
 def test_pytorchs_own_attention_is_taken_as_it_is(pattern, d_v):
     inputs = qkv(n=M, d_v=d_v)
-    got = with_gradients(lambda *x: attention(*x, pattern, backend="dense"), *inputs)
+    got = with_gradients(lambda *x: attention(*x, pattern, backend="sdpa"), *inputs)
     agree(got, with_gradients(lambda *x: formula(*x, pattern).o, *inputs))
     one = qkv(n=1, d_v=d_v)  # one query after a cache sees every key
-    assert_close(attention(*one, pattern, backend="dense"), formula(*one, pattern).o, rtol=0, atol=1e-12)
+    assert_close(attention(*one, pattern, backend="sdpa"), formula(*one, pattern).o, rtol=0, atol=1e-12)
 
 
 @given(patterns, sizes, st.data())
@@ -306,7 +306,7 @@ def test_the_weights_are_those_the_values_are_mixed_with():
 
 
 def test_long_calls_are_computed_a_stretch_of_queries_at_a_time(monkeypatch):
-    monkeypatch.setattr(plain, "ROWS", 2 * M)  # two queries at a time
+    monkeypatch.setattr(reference_backend, "CHUNK", 2 * M)  # two queries at a time
     compare(causal() | every(3), qkv(), (randn(H, N, M, seed=8),), make=lambda bias: {"bias": bias})
     compare(randn(B, 1, 1, M) > 0, qkv(), bias=randn(M, seed=8))
 
@@ -536,7 +536,7 @@ def ulp(x):
     return torch.finfo(x.dtype).eps * 2.0 ** floor(log2(x.detach().abs().max().item()))
 
 
-PRECISE = [("auto", False), ("auto", True), ("progressions", False), ("tiled", False)]
+PRECISE = [("auto", False), ("auto", True), ("tiles", False)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -562,7 +562,7 @@ def test_the_error_is_at_most_twice_that_of_plain_pytorch(pattern, dtype, backen
         assert (f.double() - r).abs().max() <= budget
 
 
-@pytest.mark.parametrize("backend", ["auto", "progressions", "tiled", "plain"])
+@pytest.mark.parametrize("backend", ["auto", "tiles", "reference"])
 def test_the_log_sum_exp_of_16_bit_inputs_is_float32_on_every_way(backend):
     inputs = qkv(dtype=torch.bfloat16)
     expected = formula(*(x.double() for x in inputs), causal()).lse
@@ -723,7 +723,7 @@ def changed(**changes):
 
 INT_MASK, FLOAT_MASK = torch.ones(N, M, dtype=torch.long), torch.zeros(N, M)
 SAY_WHICH = (
-    "mask as pattern: is 1 'may look', or is it added to the scores? Say which: "
+    "mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
     "rg.allowed_from(zero_one=mask), rg.allowed_from(additive=mask), or bias=mask"
 )
 TO = "which does not broadcast to (batch, heads, queries, keys) = (2, 6, 7, 11)"
@@ -764,12 +764,12 @@ REFUSED = [
     (
         ShapeError,
         {"lengths": torch.tensor([3])},
-        "lengths has shape (1,); one a batch row is needed: (2,)",
+        "lengths has shape (1,); one per batch row is needed: (2,)",
     ),
     (
         ShapeError,
         {"at": torch.tensor([1, 2, 3])},
-        "at has shape (3,); one offset a batch row is needed: (2,)",
+        "at has shape (3,); one offset per batch row is needed: (2,)",
     ),
     (SpecError, {"at": (3, 0)}, "at=(3, 0): the step between queries needs to be >= 1"),
     (ShapeError, {"pattern": torch.ones(M, N) > 0}, f"pattern has shape (11, 7), {TO}"),
@@ -793,7 +793,7 @@ REFUSED = [
     (
         SpecError,
         {"bias": EMPTY},
-        "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may look",
+        "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may attend",
     ),
     (SpecError, {"pattern": FLOAT_MASK}, f"a torch.float32 {SAY_WHICH}"),
     (SpecError, {"pattern": INT_MASK}, f"a torch.int64 {SAY_WHICH}"),
@@ -812,31 +812,35 @@ REFUSED = [
     (SpecError, {"dropout_p": 1.0}, "dropout_p=1.0 is not in [0, 1)"),
     (SpecError, {"dropout_p": -0.1}, "dropout_p=-0.1 is not in [0, 1)"),
     (SpecError, {"ties": "last"}, "ties='last'; use 'share' (tied keys share equally) or 'first'"),
-    (SpecError, {"backend": "mask"}, "unknown backend 'mask'; did you mean masked?"),
     (
-        BackendError,
-        {"backend": "dense", "scale": inf},
-        "backend='dense' cannot run this: scale=inf has no softmax; use backend='plain'",
+        SpecError,
+        {"backend": "mask"},
+        "unknown backend 'mask'; known: auto, flex, reference, sdpa, tiles, triton",
     ),
     (
         BackendError,
-        {"backend": "masked", "return_lse": True},
-        "backend='masked' cannot run this: it gives no log-sum-exp; use backend='plain'",
+        {"backend": "sdpa", "scale": inf},
+        "backend='sdpa' cannot run this: scale=inf has no softmax; use backend='reference'",
     ),
     (
         BackendError,
-        {"backend": "dense", "bias": randn(N, M)},
-        "backend='dense' cannot run this: a bool tensor, lengths or a bias needs a mask; use backend='masked'",
+        {"backend": "sdpa", "return_lse": True},
+        "backend='sdpa' cannot run this: it gives no log-sum-exp; use backend='tiles'",
     ),
     (
         BackendError,
-        {"backend": "dense", "q": randn(B, H, 0, D_K)},
-        "backend='dense' cannot run this: there are no pairs",
+        {"backend": "tiles", "bias": randn(N, M)},
+        "backend='tiles' cannot run this: a bias tensor is n × m already; use backend='sdpa'",
     ),
     (
         BackendError,
-        {"backend": "dense", "pattern": causal()},
-        "backend='dense' cannot run this: causal() over 7 queries and 11 keys is neither full nor square causal",
+        {"backend": "tiles", "q": randn(B, H, 0, D_K)},
+        "backend='tiles' cannot run this: there are no pairs; use backend='sdpa'",
+    ),
+    (
+        BackendError,
+        {"backend": "triton", "pattern": causal()},
+        "backend='triton' cannot run this: it runs on CUDA, not on cpu; use backend='sdpa'",
     ),
 ]
 
@@ -851,7 +855,7 @@ def test_a_call_that_cannot_be_is_refused_with_its_reason(error, changes, text):
 
 
 def test_an_unknown_backend_far_from_any_name_lists_them_all():
-    with pytest.raises(SpecError, match=r"^unknown backend 'xyzzy'; known: auto, dense, "):
+    with pytest.raises(SpecError, match=r"^unknown backend 'xyzzy'; known: auto, flex, "):
         attention(*qkv(), backend="xyzzy")
 
 

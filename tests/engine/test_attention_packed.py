@@ -58,8 +58,8 @@ def test_documents_of_any_lengths_give_the_formula_and_its_gradients(lengths, re
     more = {"lengths": torch.tensor([m, data.draw(st.integers(0, m))])} if hides else {}
     pattern = documents(ids) & rest
     inputs = qkv(n, m)
-    mine = outputs_and_gradients("packed", inputs, pattern, **more)
-    assert_same(mine, outputs_and_gradients("plain", inputs, pattern, **more))
+    mine = outputs_and_gradients("tiles", inputs, pattern, **more)
+    assert_same(mine, outputs_and_gradients("reference", inputs, pattern, **more))
 
 
 @pytest.mark.parametrize("rest", [causal(), causal() & window(20)], ids=repr)
@@ -70,15 +70,15 @@ def test_a_long_document_is_laid_out_as_if_it_stood_alone(rest, monkeypatch):
     assert packed.programs(pattern, m, m)[0].computed < 300**2 + 270**2
     inputs = qkv(m, m)
     assert_same(
-        outputs_and_gradients("packed", inputs, pattern), outputs_and_gradients("plain", inputs, pattern)
+        outputs_and_gradients("tiles", inputs, pattern), outputs_and_gradients("reference", inputs, pattern)
     )
 
 
 def test_n_positions_cost_the_sum_of_squares_and_few_calls():
     ids = ids_of(*[128] * 12)
     told = explain(documents(ids), len(ids))
-    assert (told.backend, told.computed, told.needed) == ("packed", 12 * 128**2, 12 * 128**2)
-    assert "of the time of a masked call" in told.reason
+    assert (told.backend, told.computed, told.needed) == ("tiles", 12 * 128**2, 12 * 128**2)
+    assert told.variant == "packed documents" and "× faster than sdpa" in told.reason
     (program,) = packed.programs(documents(ids), len(ids), len(ids))
     assert len(program.batches) == 1  # all of one length: one batch of tiles
     (short,) = packed.programs(documents(ids_of(*[3, 5] * 16)), 128, 128)
@@ -89,41 +89,39 @@ def test_n_positions_cost_the_sum_of_squares_and_few_calls():
 
 def test_auto_packs_what_follows_one_another_and_masks_what_does_not():
     ids = ids_of(*[128] * 16)
-    assert explain(documents(ids) & causal(), 2048).backend == "packed"
-    assert explain(documents(ids % 5), 2048).backend == "masked"
-    assert (
-        explain(documents(ids) & every(4), 2048).backend == "masked"
-    )  # every() reads where a document begins
-    assert explain(documents(ids_of(3, 4)), 7).backend == "masked"  # too short to gain
+    assert explain(documents(ids) & causal(), 2048).backend == "tiles"
+    assert explain(documents(ids % 5), 2048).backend == "sdpa"
+    assert explain(documents(ids) & every(4), 2048).backend == "sdpa"  # every() reads where a document begins
+    assert explain(documents(ids_of(3, 4)), 7).backend == "sdpa"  # too short to gain
 
 
 REFUSED = [
     (
         documents(torch.tensor([0, 1, 0])),
         {},
-        "a document's ids do not follow one another, or queries skip some; use backend='masked'",
+        "the ids of a document do not follow one another, or queries skip some; use backend='sdpa'",
     ),
     (
         documents(ids_of(3)) & every(2),
         {},
         "documents(<3 ids>) & every(2) is not documents(ids), or that and words that read i − j; "
-        "use backend='masked'",
+        "use backend='sdpa'",
     ),
-    (documents(ids_of(3)), {"dropout_p": 0.5}, "it has no dropout; use backend='masked'"),
+    (documents(ids_of(3)), {"dropout_p": 0.5}, "it has no dropout with documents; use backend='sdpa'"),
     (
         documents(ids_of(3)),
         {"bias": torch.zeros(3, 3)},
-        "a bias is added to the scores; use backend='masked'",
+        "a bias tensor is n × m already; use backend='sdpa'",
     ),
     (
         documents(ids_of(3)),
-        {"at": torch.tensor([0, 0])},
-        "each batch row stands elsewhere; use backend='masked'",
+        {"at": torch.tensor([0, 1])},
+        "per-row query offsets (`at` as a tensor) are not supported; use backend='sdpa'",
     ),
     (
-        torch.ones(3, 3, dtype=torch.bool),
+        torch.eye(3, dtype=torch.bool),
         {},
-        "a bool tensor is n × m already; use backend='masked'",
+        "a bool tensor is no pattern; declare one; use backend='sdpa'",
     ),
 ]
 
@@ -132,23 +130,23 @@ REFUSED = [
 def test_packed_by_name_refuses_what_it_cannot(pattern, more, text):
     q, k, v = (x.detach() for x in qkv(3, 3))
     with pytest.raises(BackendError) as e:
-        attention(q, k, v, pattern, backend="packed", **more)
-    assert str(e.value) == f"backend='packed' cannot run this: {text}"
+        attention(q, k, v, pattern, backend="tiles", **more)
+    assert str(e.value) == f"backend='tiles' cannot run this: {text}"
 
 
 def test_ids_changed_in_place_are_read_again():
     ids = ids_of(4, 4)
     pattern, inputs = documents(ids), qkv(8, 8)
-    before = attention(*inputs, pattern, backend="packed")
+    before = attention(*inputs, pattern, backend="tiles")
     ids[3] = -3
-    after = attention(*inputs, pattern, backend="packed")
+    after = attention(*inputs, pattern, backend="tiles")
     assert not torch.equal(before, after)
-    assert torch.allclose(after, attention(*inputs, pattern, backend="plain"), atol=1e-12)
+    assert torch.allclose(after, attention(*inputs, pattern, backend="reference"), atol=1e-12)
 
 
 def test_what_was_made_for_ids_is_forgotten_with_them():
     pattern = documents(ids_of(4, 4))
-    attention(*qkv(8, 8), pattern & causal(), backend="packed")
+    attention(*qkv(8, 8), pattern & causal(), backend="tiles")
     held = len(packed._made)
     del pattern
     gc.collect()
@@ -160,11 +158,11 @@ def test_what_lengths_hide_is_never_read(poison):
     ids = ids_of(5, 6)
     q, k, v = qkv(11, 11)
     kept = torch.tensor([11, 7])
-    clean = outputs_and_gradients("packed", (q, k, v), documents(ids), lengths=kept)
+    clean = outputs_and_gradients("tiles", (q, k, v), documents(ids), lengths=kept)
     dirty_k, dirty_v = k.detach().clone(), v.detach().clone()
     dirty_k[1, :, 7:], dirty_v[1, :, 7:] = poison, poison
     inputs = q, dirty_k.requires_grad_(), dirty_v.requires_grad_()
-    dirty = outputs_and_gradients("packed", inputs, documents(ids), lengths=kept)
+    dirty = outputs_and_gradients("tiles", inputs, documents(ids), lengths=kept)
     for a, b in zip(clean, dirty):
         assert torch.equal(a, b)
 
@@ -178,17 +176,17 @@ def test_the_smallest_sizes(n, m):
     assert o.shape == (B, H, n, D_V)
     grads = torch.autograd.grad(o.sum(), inputs)
     assert all(g.isfinite().all() for g in grads)
-    assert torch.allclose(o, attention(*inputs, pattern, backend="plain", **at), atol=1e-12)
+    assert torch.allclose(o, attention(*inputs, pattern, backend="reference", **at), atol=1e-12)
 
 
 def test_half_types_and_inference():
     ids = ids_of(30, 40)
     inputs = qkv(70, 70, dtype=torch.bfloat16)
-    o, lse = attention(*inputs, documents(ids), backend="packed", return_lse=True)
+    o, lse = attention(*inputs, documents(ids), backend="tiles", return_lse=True)
     assert (o.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     with torch.inference_mode():
         made_there = documents(ids_of(30, 40))
-        assert torch.equal(attention(*inputs, made_there, backend="packed"), o)
+        assert torch.equal(attention(*inputs, made_there, backend="tiles"), o)
 
 
 def test_a_function_is_no_document():

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from regard.engine.attention import attention
-from regard.engine.call import allowed_from
+from regard.engine.attention import allowed_from, attention
 from regard.pattern import causal, documents, full, lengths, window
 
 H, H_KV, D_K, D_V = 4, 2, 5, 3

@@ -306,10 +306,10 @@ def test_another_schema_is_refused_by_name(monkeypatch):
         flash_cpu.op.cache_clear()
     text = str(refused.value)
     assert text.startswith(
-        "backend='progressions' runs aten::_scaled_dot_product_flash_attention_for_cpu on the CPU, "
+        "backend='tiles' runs aten::_scaled_dot_product_flash_attention_for_cpu on the CPU, "
         f"and torch {torch.__version__} has another one: found aten::_scaled_dot_product_flash_attention_for_cpu("
     )
-    assert text.endswith("need aten::other(Tensor query) -> Tensor; use backend='masked'")
+    assert text.endswith("need aten::other(Tensor query) -> Tensor; use backend='sdpa'")
 
 
 def test_an_op_that_is_gone_is_refused_by_name(monkeypatch):

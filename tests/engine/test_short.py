@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from regard.engine import choose, quick
 from regard.engine.attention import attention
+from regard.engine.backends import PREPARED, choose
+from regard.engine.call import CallFacts
 from regard.engine.cpu import gathered, products, short
+from regard.engine.cpu.backend import GATHERED
 from regard.engine.explain import explain
 from regard.pattern import causal, dilated, every, prefix, rows, strided, window
 from tile_cases import MIXED, WORDS, formula, tensors
@@ -26,9 +28,9 @@ PATTERNS = [
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    quick.known.clear()
+    PREPARED.clear()
     yield
-    quick.known.clear()
+    PREPARED.clear()
 
 
 def ways(pattern, inputs, learns=True, scale=5**-0.5):
@@ -103,21 +105,25 @@ def test_queries_of_one_residue_share_a_tile():
 
 
 def facts(pattern, n, heads=8, dtype=f32, **more):
-    return choose.Facts(pattern, n, n, 64, 64, heads, dtype, "cpu", **more)
+    return CallFacts(pattern, n, n, heads=heads, kv_heads=heads, dtype=dtype, **more)
 
 
-def test_it_is_taken_where_it_is_quicker():
+def gathers(f):
+    return choose(f).variant == GATHERED
+
+
+def test_it_is_taken_where_it_is_faster():
     p = causal() & (window(16) | every(32))
-    for n, backend in ((128, "masked"), (512, "progressions"), (1024, "progressions")):
+    for n in (128, 512, 1024):
         for grad in (True, False):
-            assert choose.short(facts(p, n, grad=grad), backend) is not None
-    assert choose.short(facts(p, 8), "masked") is None  # one call of the fused op
-    assert choose.short(facts(causal() - window(5), 512), "masked") is None  # nearly every key in every tile
-    assert choose.short(facts(p, 4096), "progressions") is None
-    for other in ({"dtype": torch.bfloat16}, {"lse": True}, {"dropout": True}, {"table": True}, {"at": 3}):
-        assert choose.short(facts(p, 128, **other), "masked") is None
-    assert choose.short(facts(p, 128), "dense") is None
-    assert choose.short(facts(p, 128, heads=0), "masked") is None
+            assert gathers(facts(p, n, grad=grad))
+    assert not gathers(facts(p, 8))  # one call of the fused op
+    assert not gathers(facts(causal() - window(5), 512))  # nearly every key in every tile
+    assert not gathers(facts(p, 4096))
+    others = {"dtype": torch.bfloat16}, {"return_lse": True}, {"dropout_p": 0.1}, {"table": True}, {"at": 3}
+    for other in others:
+        assert not gathers(facts(p, 128, **other))
+    assert not gathers(facts(causal(), 128)) and not gathers(facts(p, 128, heads=0))
 
 
 @pytest.mark.parametrize(
@@ -142,12 +148,13 @@ def test_few_keys_and_nothing_that_learns_go_to_the_fused_op():
 
 
 def test_it_says_how_it_is_cut_and_how_many_pairs_it_computes():
-    told = explain(window(8) | every(32), 256)
-    lay = choose.short(facts(window(8) | every(32), 256), told.backend)
-    assert told.computed == lay.pairs == lay.tiles * lay.rows * lay.keys < 256 * 256 / 2
+    result = explain(window(8) | every(32), 256)
+    assert (result.backend, result.variant) == ("tiles", GATHERED)
+    lay, _ = gathered.quickest(window(8) | every(32), 256, 256, 0, 1, heads=8, d=64, grad=False)
+    assert result.computed == lay.pairs == lay.tiles * lay.rows * lay.keys < 256 * 256 / 2
     shape = f"{lay.tiles} × {lay.rows} queries, each time over the {lay.keys} keys gathered for them"
-    assert told.reason == f"it is short: {shape}" and told.passes == ()
-    assert explain(window(8) | every(32), 256, backend="masked").computed == 256 * 256
+    assert result.reason.endswith(f"; {shape}") and result.passes == ()
+    assert explain(window(8) | every(32), 256, backend="sdpa").computed == 256 * 256
 
 
 def test_any_layout_of_inputs_and_gradient_is_taken():
@@ -205,7 +212,12 @@ def test_what_ran_in_inference_trains_later():
     with torch.inference_mode():
         list(ways(dilated(3, 2), inputs, learns=False))[-1](*inputs)
         products.within(way.forward, *inputs)
-    torch.autograd.grad(way(*inputs).sum(), inputs)
+    o = way(*inputs)
+    wanted = formula(*inputs, dilated(3, 2).allowed(97), 5**-0.5)[0]
+    grads = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, wanted))
+    torch.testing.assert_close(o, wanted)
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b)
 
 
 def test_tables_lie_on_the_cpu_whatever_the_default_device():

@@ -14,7 +14,8 @@ import regard as rg
 from regard.costs.declaration import build_tree, has_context
 from regard.costs.sizes import Numbers, Request
 from regard.costs.tree import Part
-from regard.engine import choose
+from regard.engine import attention as engine
+from regard.engine.backends import TABLE
 
 B, N, M = 2, 13, 11
 
@@ -32,7 +33,7 @@ def priced(spec, train=False, by=None) -> Part:
     lengths = sizes(spec)
     n = lengths.get("n") or spec.tokens
     return build_tree(
-        Request(spec, n, lengths.get("m", n), B, train=train, backend="plain"), by or Numbers()
+        Request(spec, n, lengths.get("m", n), B, train=train, backend="reference"), by or Numbers()
     )[0]
 
 
@@ -77,7 +78,7 @@ def inputs(spec):
 @contextmanager
 def reference_backend():
     """Attention by regard's own formula, step by step."""
-    with mock.patch.object(choose, "choose", lambda f, backend="auto": choose.Choice("plain", "")):
+    with mock.patch.object(engine, "choose", lambda f, backend="auto": TABLE["reference"].prepare(f)):
         yield
 
 

@@ -17,17 +17,17 @@ from torch import Tensor
 
 import regard as rg
 from regard import reference
-from regard.engine import joint
-from regard.engine.joint import Asked
+from regard.engine import fused_qkv
+from regard.engine.fused_qkv import Options
 from regard.training.loop import loss_cuda as loss_on_gpu
 from regard.training.recipes.tasks import Translation
 
 NAN = float("nan")
-OWN = Asked(4, 2, 5, 3, True, 0.3)
+OWN = Options(4, 2, 5, 3, True, 0.3)
 ATTENDS = {  # b, n, m (None: over itself), lengths, dtype
     "over itself, causal, in groups": (OWN, 2, 7, None, None, torch.float32),
     "over a context with hidden keys": (
-        Asked(2, 2, 16, 16, False, 0.5),
+        Options(2, 2, 16, 16, False, 0.5),
         3,
         19,
         23,
@@ -35,7 +35,7 @@ ATTENDS = {  # b, n, m (None: over itself), lengths, dtype
         torch.float32,
     ),
     "in half precision, with lengths": (replace(OWN, d_k=24), 2, 33, None, (33, 5), torch.float16),
-    "with dropout": (Asked(2, 1, 16, 16, False, 0.25, 0.3), 2, 17, None, None, torch.float32),
+    "with dropout": (Options(2, 1, 16, 16, False, 0.25, 0.3), 2, 17, None, None, torch.float32),
 }
 LOSSES = {  # chunk, smoothing, bias
     "plain": (1024, 0.0, False),
@@ -44,7 +44,7 @@ LOSSES = {  # chunk, smoothing, bias
 }
 
 
-def heads(x: Tensor, c: Tensor | None, a: Asked) -> tuple[Tensor, Tensor, Tensor]:
+def heads(x: Tensor, c: Tensor | None, a: Options) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a joint projection, the heads of a group side by side."""
     q, rest = x[..., : a.heads * a.d_k], x[..., a.heads * a.d_k :]
     k, v = (rest if c is None else c).split([a.kv_heads * a.d_k, a.kv_heads * a.d_v], -1)
@@ -52,7 +52,7 @@ def heads(x: Tensor, c: Tensor | None, a: Asked) -> tuple[Tensor, Tensor, Tensor
     return rearrange(q, "b n (h d) -> b h n d", h=a.heads), k, v
 
 
-def formula(x: Tensor, c: Tensor | None, lengths: Tensor | None, a: Asked, stays: Tensor | None) -> Tensor:
+def formula(x: Tensor, c: Tensor | None, lengths: Tensor | None, a: Options, stays: Tensor | None) -> Tensor:
     q, k, v = heads(x, c, a)
     allowed = torch.ones(len(q), 1, q.shape[2], k.shape[2], dtype=torch.bool)
     if a.causal:
@@ -66,7 +66,7 @@ def formula(x: Tensor, c: Tensor | None, lengths: Tensor | None, a: Asked, stays
     return rearrange(weights @ v, "b h n d -> b n (h d)")
 
 
-def whose(x: Tensor, seed: Tensor, a: Asked) -> Tensor:
+def whose(x: Tensor, seed: Tensor, a: Options) -> Tensor:
     """0, or 1 / (1 − p), for each weight: with equal keys, what one key after the other gives is that times 1/n."""
     n, first = x.shape[1], a.heads * a.d_k + a.kv_heads * a.d_k
     kept = []
@@ -74,12 +74,12 @@ def whose(x: Tensor, seed: Tensor, a: Asked) -> Tensor:
         one = torch.zeros_like(x)
         one[:, j, first:] = n
         sizes = [a.heads, a.kv_heads, a.d_k, a.d_v]
-        o = torch.ops.regard.joint(one, None, None, seed, sizes, a.causal, a.scale, a.dropout_p)
+        o = torch.ops.regard.fused_qkv(one, None, None, seed, [*sizes, int(a.causal)], [a.scale, a.dropout_p])
         kept.append(rearrange(o, "b n (h d) -> b h n d", h=a.heads)[..., 0])
     return torch.stack(kept, -1)
 
 
-def attend(asked: Asked, b: int, n: int, m: int | None, lengths, dtype: torch.dtype) -> dict:
+def attend(asked: Options, b: int, n: int, m: int | None, lengths, dtype: torch.dtype) -> dict:
     torch.manual_seed(n)
     own = asked.kv_heads * (asked.d_k + asked.d_v)
     x = torch.randn(b, n, asked.heads * asked.d_k + (0 if m else own), dtype=dtype)
@@ -90,7 +90,7 @@ def attend(asked: Asked, b: int, n: int, m: int | None, lengths, dtype: torch.dt
         c[torch.arange(m) >= lengths[:, None]] = NAN  # hidden, whatever it is
     given = [t.requires_grad_() for t in (x, c) if t is not None]
     state = torch.get_rng_state()
-    o = joint.attend(x, c, lengths, asked)
+    o = fused_qkv.attend(x, c, lengths, asked)
     grad = torch.randn_like(o)
     torch.set_rng_state(state)
     seed = torch.randint(2**31 - 1, (1,)) if asked.dropout_p else None
@@ -116,7 +116,7 @@ def layer(context: bool) -> dict:
     c = torch.randn(2, 13, 17) if context else None
     lengths = torch.tensor([13, 4]) if context else None
     given = list(module.parameters())
-    ours, usual = module._jointly(x, c, lengths), module(x, c, lengths=lengths)
+    ours, usual = module._from_fused_qkv(x, c, lengths), module(x, c, lengths=lengths)
     grad = torch.randn_like(ours)
     pairs = zip(torch.autograd.grad(ours, given, grad), torch.autograd.grad(usual, given, grad), strict=True)
     return {"errors": [float((a - b).abs().max()) for a, b in [(ours, usual), *pairs]]}
@@ -161,7 +161,7 @@ def model() -> dict:
     usual = run()
     with (
         mock.patch.object(torch.Tensor, "is_cuda", True),
-        mock.patch.object(joint, "fits", lambda *given: True),
+        mock.patch.object(fused_qkv, "fits", lambda *given: True),
     ):
         ours = run()
     return {

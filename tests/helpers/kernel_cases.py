@@ -201,7 +201,7 @@ TWICE = (
 )  # on a GPU every case is run twice
 
 
-LONG = 2100  # its backward pass takes several launches: see choose.BRIEF
+LONG = 2100  # its backward pass takes several launches: see cuda/backend.py, MAX_PAIRS
 LARGE = {
     "full": full(),
     "causal": causal(),

@@ -184,10 +184,12 @@ def fused(torch):
             c = torch.zeros(2, m, own, dtype=dtype) if m else None
             long = torch.tensor(lengths) if lengths else None
             seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-            sizes = [heads, kv_heads, d, d]
             forward, backward = operations(torch)
-            o = forward(x, c, long, seed, sizes, causal, d**-0.5, dropout_p)
-            backward(o, x, c, long, seed, sizes, causal, d**-0.5, dropout_p)
+            options: tuple = ([heads, kv_heads, d, d, int(causal)], [d**-0.5, dropout_p])
+            if "joint" in str(forward):  # version 0.1
+                options = ([heads, kv_heads, d, d], causal, d**-0.5, dropout_p)
+            o = forward(x, c, long, seed, *options)
+            backward(o, x, c, long, seed, *options)
 
         return call
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.choose import BACKENDS
+from ..engine.backends import BACKENDS
 from ..errors import SpecError, nearest
 from ..spec import Spec, preset
 from ..spec.base import require_positive

@@ -1,18 +1,29 @@
-"""The one door to attention."""
+"""The entry point to attention."""
 
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .. import reference
-from ..pattern import At, Pattern, query_offset
+from .. import compat, reference
+from ..errors import SpecError
+from ..pattern import At, Pattern
 from ..reference import Ties
-from . import choose, dense, masked, packed_traced, plain, quick, walk
-from .call import Bias, Call, as_pattern_and_table, check, readable, replaced
-from .cpu import by_distance, packed, progressions
-from .cpu.batches import program
+from .backends import PREPARED, choose
+from .call import (
+    Bias,
+    Call,
+    as_pattern_and_table,
+    check,
+    facts_of,
+    normalised,
+)
+
+# Looked up once: a name behind three dots costs as much as what it reads.
+_compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
+_prepared = PREPARED.get
 
 
 def attention(
@@ -29,33 +40,45 @@ def attention(
     at: At | Tensor = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **foreign: Any,
 ) -> Float[Tensor, "b h n d_v"] | tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, by the fastest exact way.
+    """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, by the fastest exact backend.
 
-    pattern: a `Pattern`, or a bool tensor that broadcasts to (b, h, n, m), True = may look; None is every pair.
+    pattern: a `Pattern`, or a bool tensor that broadcasts to (b, h, n, m), True = may attend; None is every pair.
     lengths: keys at and past lengths[b] are hidden, whatever they hold (NaN too); queries never are.
     bias: added to the scores; a tensor that broadcasts to (b, h, n, m), or a bias by distance.
     scale: None is 1/√d_k; 0 the mean of the values; inf the hard limit, where tied keys share (`ties`).
-    at: where the queries stand: an offset, one a batch row, or (start, step); None is i + m − n.
+    at: the query offset: query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
+    backend: "auto", or "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex"; `explain` says which and why.
     Fewer key/value heads than query heads are shared by groups; d_v may differ from d_k.
-    A query that may look nowhere gets zeros, and finite gradients.
+    A query with no allowed key gets zeros, and finite gradients.
     With return_lse, also ln Σ exp(scores), differentiable.
     """
-    if lengths is not None and _none_shorter(lengths, q, k):
-        lengths = None
-    usual = lengths is None and bias is None and at is None and not dropout_p and not return_lse
-    usual = usual and ties == "share" and backend in ("auto", "progressions")
-    key = quick.key(q, k, v, pattern, scale, backend) if usual else None
-    if key is not None and (way := quick.known.get(key)) is not None:
-        return way(q, k, v)
-    given = _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse)
-    facts = choose.facts(given)
-    chosen = choose.choose(facts, backend).backend
-    way = quick.remember(key, given, facts, chosen)
-    if way is not None and q.is_cpu:  # the first call gives the bits of all others
-        return way(q, k, v)
-    o, lse = _run(given, chosen)
-    return o if lse is None or not return_lse else (o, lse)
+    if foreign:
+        raise _not_an_argument(foreign)
+    key = None
+    if (
+        lengths is None
+        and bias is None
+        and at is None
+        and not dropout_p
+        and not return_lse
+        and ties == "share"
+    ):
+        key = _key(q, k, v, pattern, scale, backend)
+        if key is not None and (direct := _prepared(key)) is not None:
+            return direct(q, k, v)
+    given = _call(q, k, v, pattern, (lengths, bias, scale, ties, float(dropout_p), at, return_lse))
+    call = normalised(given)
+    prepared = choose(facts_of(call), backend)
+    if _compiling():
+        assert prepared.run is not None
+        o, lse = prepared.run(call)
+    else:
+        if key is not None and prepared.build is not None and call.q is q:
+            PREPARED.put(key, prepared.direct)
+        o, lse = prepared(call)
+    return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
 def weights(
@@ -65,69 +88,76 @@ def weights(
     *,
     lengths: Int[Tensor, " b"] | None = None,
     bias: Bias = None,
-    scale: int | float | None = None,
-    ties: Ties = "share",
-    at: At | Tensor = None,
+    **options: Any,
 ) -> Float[Tensor, "b h n m"]:
-    """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table."""
-    call = _call(q, k, k, pattern, lengths, bias, scale, ties, 0.0, at, False).hide()
+    """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table.
+
+    options: scale, ties and at, as in `attention`.
+    """
+    scale, ties, at = options.pop("scale", None), options.pop("ties", "share"), options.pop("at", None)
+    if options:
+        raise TypeError(f"weights() got an unexpected keyword argument {next(iter(options))!r}")
+    call = normalised(_call(q, k, k, pattern, (lengths, bias, scale, ties, 0.0, at, False))).hide()
     k = reference.repeat_heads(call.k, q.shape[1])
     return reference.attend(
-        call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=ties
+        call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=call.ties
     ).weights
 
 
-def _call(q, k, v, pattern, lengths, bias, scale, ties, dropout_p, at, return_lse) -> Call:
-    """The arguments of `attention`, checked and made ready."""
+def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None = None, **options: Any) -> Call:
+    """The arguments of `attention`, checked."""
+    names = "lengths", "bias", "scale", "ties", "dropout_p", "at", "return_lse"
+    defaults = {"ties": "share", "dropout_p": 0.0, "return_lse": False}
+    options.pop("backend", None)
+    rest = tuple(options.pop(name, defaults.get(name)) for name in names)
+    if options:
+        raise _not_an_argument(options)
+    return _call(q, k, v, pattern, rest)
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None, options: tuple[Any, ...]
+) -> Call:
+    """options: lengths, bias, scale, ties, dropout_p, at, return_lse."""
     pattern, table = as_pattern_and_table(pattern)
-    q, k, v = _cast(q, k, v)
-    call = Call(q, k, v, pattern, table, lengths, bias, scale, ties, float(dropout_p), at, return_lse)
-    return _above_zero(check(call))
+    q, k, v = _autocast_inputs(q, k, v)
+    return check(Call(q, k, v, pattern, table, *options))
 
 
-def _run(call: Call, backend: str) -> tuple[Tensor, Tensor | None]:
-    if backend not in ("progressions", "packed"):  # which never read a hidden key
-        call = call.hide()
-    match backend:
-        case "dense":
-            return dense.attend(call), None
-        case "masked":
-            return masked.attend(call), None
-        case "plain":
-            return plain.attend(call)
-        case "flex":
-            from . import flex
-
-            with torch.autocast(call.q.device.type, enabled=False):
-                return flex.attend(call)
-    assert not isinstance(call.at, Tensor) and not isinstance(call.bias, Tensor)  # choose.py saw to it
-    if backend == "packed" and torch.compiler.is_compiling():
-        return packed_traced.attend(call.q, call.k, call.v, call.pattern, call.at, call.factor, call.lengths)
-    if backend == "packed":
-        ways = packed.programs(call.pattern, call.n, call.m, call.at)
-        assert ways is not None
-        asked: dict[str, Any] = {"scale": call.factor, "lengths": call.lengths}
-        return progressions.attend(call.q, call.k, call.v, call.pattern, ways, **asked)
-    start, step = query_offset(call.pattern, call.n, call.m, call.at)
-    if backend == "progressions" or torch.compiler.is_compiling():
-        place = call.pattern, start, step, call.factor, call.lengths
-        return walk.attend(call.q, call.k, call.v, *place, call.bias, call.dropout_p)
-    way = program(call.pattern, call.n, call.m, start, step)
-    more: dict[str, Any] = {"scale": call.factor, "lengths": call.lengths, "dropout_p": call.dropout_p}
-    more["pattern"] = call.pattern
-    with torch.autocast(call.q.device.type, enabled=False):  # cast once, at the door
-        return by_distance.attend(call.q, call.k, call.v, way, call.bias, **more)
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: int | float | None, backend: str
+) -> tuple | None:
+    """All that decides how a call with only these arguments runs; None if data decide, or if a compiler, a transform
+    or a dispatch mode must see PyTorch's operations."""
+    if _compiling() or type(q) is not Tensor or _transforms() or _modes() or _autocast():
+        return None
+    if pattern is None:
+        text: str | None = ""
+    elif not isinstance(pattern, Pattern) or (text := pattern.text) is None:
+        return None
+    grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return (
+        text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        type(k), type(v), backend,
+    )  # fmt: skip
 
 
-def _none_shorter(lengths: Tensor, q: Tensor, k: Tensor) -> bool:
-    """Whether every row is as long as the keys, where that can be seen for nothing; lengths that do not fit are
-    left to the check."""
-    fits = q.dim() == 4 and tuple(lengths.shape) == (q.shape[0],) and len(lengths) > 0
-    return fits and readable(lengths) and int(lengths.min()) >= k.shape[-2]
+def _not_an_argument(foreign: dict[str, Any]) -> Exception:
+    """What to write instead of the arguments of other libraries."""
+    if "is_causal" in foreign:
+        return SpecError(
+            "is_causal is no argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
+        )
+    if "attn_mask" in foreign:
+        return SpecError(
+            "attn_mask is no argument here; give a bool tensor (True = may attend) or rg.causal(), … as pattern=, "
+            "and a float tensor that is added to the scores as bias="
+        )
+    return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
 
 
-def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, to its dtype, as PyTorch's own attention does; float64 stays."""
+def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, in its dtype, as PyTorch's own attention does; float64 stays."""
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta has none
         return tensors
@@ -135,12 +165,23 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
-def _above_zero(call: Call) -> Call:
-    """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
-    if call.scale is None or call.scale > 0:
-        return call
-    return (
-        replaced(call, q=-call.q, scale=-call.scale)
-        if call.scale < 0
-        else replaced(call, q=0 * call.q, scale=1.0)
-    )
+def allowed_from(
+    *,
+    zero_one: Tensor | None = None,
+    additive: Tensor | None = None,
+    padding: Bool[Tensor, "b m"] | None = None,
+) -> Bool[Tensor, "..."]:
+    """A foreign mask, by the name of its convention, as a bool tensor with True = may attend.
+
+    zero_one: 1 = may attend. additive: 0 = may attend, −∞ (or a float's lowest number) = may not.
+    padding: (b, m), True = this key is padding, as nn.MultiheadAttention's key_padding_mask.
+    """
+    given = [x for x in (zero_one, additive, padding) if x is not None]
+    if len(given) != 1:
+        raise SpecError("allowed_from takes one mask, by name: zero_one=, additive= or padding=")
+    if zero_one is not None:
+        return zero_one != 0
+    if additive is not None:
+        return additive > torch.finfo(additive.dtype).min
+    assert padding is not None
+    return ~padding[:, None, None, :]

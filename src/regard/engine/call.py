@@ -1,37 +1,42 @@
-"""One attention call, checked: what every way to run it reads."""
+"""One attention call: its tensors, checked (Call); what a backend decides by (CallFacts); what runs it (Prepared)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from math import inf, isinf, isnan
+from functools import cached_property, lru_cache
+from math import inf, isinf, isnan, sqrt
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .. import compat
 from ..errors import ShapeError, SpecError
-from ..pattern import At, Pattern, full, positions, query_offset
+from ..pattern import At, Pattern, causal, documents, full, positions, query_offset
+from ..pattern import lengths as pattern_lengths
 from ..position import ByDistance
 from ..reference import Ties
 
 Bias = ByDistance | Tensor | None
+Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was computed
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """q, k, v and all that decides the weights. `pattern` and `table` both hold where both are given."""
+    """q, k, v and all that decides the weights. Where `pattern` and `table` are both given, both must allow it."""
 
     q: Float[Tensor, "b h n d_k"]
     k: Float[Tensor, "b h_kv m d_k"]
     v: Float[Tensor, "b h_kv m d_v"]
     pattern: Pattern
-    table: Bool[Tensor, "..."] | None
-    lengths: Int[Tensor, " b"] | None
-    bias: Bias
-    scale: int | float | None  # None: 1/√d_k
-    ties: Ties
-    dropout_p: float
-    at: At | Tensor
-    return_lse: bool
+    table: Bool[Tensor, "..."] | None = None
+    lengths: Int[Tensor, " b"] | None = None
+    bias: Bias = None
+    scale: int | float | None = None  # None: 1/√d_k
+    ties: Ties = "share"
+    dropout_p: float = 0.0
+    at: At | Tensor = None
+    return_lse: bool = False
 
     @property
     def n(self) -> int:
@@ -55,7 +60,7 @@ class Call:
         return self.q.shape[-1] ** -0.5 if self.scale is None or self.hard else float(self.scale)
 
     def allowed(self) -> Bool[Tensor, "..."] | None:
-        """The dense table of allowed pairs, broadcastable to (b, h, n, m); None if every pair is."""
+        """The dense table of allowed pairs, broadcastable to (b, h, n, m); None if every pair is allowed."""
         tables = []
         if not isinstance(self.pattern, full):
             table = dense(self.pattern, self.n, self.m, self.at, self.q)
@@ -86,7 +91,7 @@ class Call:
         return self.bias.dense(where, torch.arange(self.m, device=self.q.device)).to(self.q.dtype)
 
     def hide(self) -> "Call":
-        """Zeros where keys and values lie past the length: 0 · NaN is NaN, so a mask alone would let them through."""
+        """Zeros in keys and values past the length: 0 · NaN is NaN, so a mask alone would not remove their effect."""
         if self.lengths is None or (readable(self.k) and _small(self.k) and _small(self.v)):
             return self
         past = torch.arange(self.m, device=self.k.device) >= self.lengths[:, None]
@@ -94,7 +99,7 @@ class Call:
         return replaced(self, k=self.k.masked_fill(past, 0.0), v=self.v.masked_fill(past, 0.0))
 
     def may_be_empty(self) -> bool:
-        """Whether some query might look nowhere, as far as the declaration tells."""
+        """Whether a query might have no allowed key, as far as the declaration shows."""
         if (
             self.lengths is not None
             or self.table is not None
@@ -109,18 +114,199 @@ class Call:
         )
 
 
+@dataclass(frozen=True)
+class CallFacts:
+    """What the choice of a backend depends on: sizes, kinds and the pattern; no tensor."""
+
+    pattern: Pattern
+    n: int
+    m: int
+    d_k: int = 64
+    d_v: int = 64
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    at: At = None
+    row_offsets: bool = False  # one query offset per batch row
+    table: bool = False  # a bool tensor of allowed pairs
+    lengths: bool = False
+    bias: str = "none"  # none, tensor or distance
+    bias_grad: bool = False
+    scale: int | float | None = None
+    dropout_p: float = 0.0
+    return_lse: bool = False
+    grad: bool = False
+    observed: bool = (
+        False  # a compiler, a transform, a dispatch mode or a tensor subclass must see the operations
+    )
+
+    @property
+    def flat_heads(self) -> int:
+        """Query heads of all batch rows."""
+        return self.batch * self.heads
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key, allowed or not, of all heads and batch rows."""
+        return self.flat_heads * self.n * self.m
+
+    @property
+    def device_type(self) -> str:
+        return self.device.split(":")[0]
+
+    @property
+    def hard(self) -> bool:
+        return self.scale == inf
+
+    @property
+    def factor(self) -> float:
+        return self.d_k**-0.5 if self.scale is None or self.hard else float(self.scale)
+
+    @property
+    def offset(self) -> tuple[int, int]:
+        """(start, step): query r is at position start + step · r."""
+        return query_offset(self.pattern, self.n, self.m, self.at)
+
+    @property
+    def unmasked(self) -> bool:
+        """Whether PyTorch's attention runs this without a mask: every pair; or every past one, for as many queries as
+        keys or one query at the end."""
+        if self.table or self.lengths or self.bias != "none" or self.n == 0 or self.m == 0:
+            return False
+        if isinstance(self.pattern, full):
+            return True
+        if not isinstance(self.pattern, causal) or self.at is not None or self.row_offsets:
+            return False
+        return self.n == self.m or self.n == 1
+
+    @property
+    def only_pattern(self) -> bool:
+        """Whether the call is three tensors and a pattern without data, and nothing else."""
+        extras = (
+            self.table
+            or self.lengths
+            or self.bias != "none"
+            or self.dropout_p
+            or self.return_lse
+            or self.hard
+        )
+        return not (extras or self.row_offsets or self.at is not None or self.pattern.has_data)
+
+    @property
+    def data_rows(self) -> int:
+        """The batch rows that the data of the pattern differ by; its pairs are counted over all of them."""
+        if not self.pattern.has_data:
+            return 1
+        ids = [
+            len(leaf.ids)
+            for leaf in self.pattern.leaves()
+            if isinstance(leaf, documents) and leaf.ids.dim() > 1
+        ]
+        limits = [len(leaf.l) for leaf in self.pattern.leaves() if isinstance(leaf, pattern_lengths)]
+        return max([*ids, *limits], default=1)
+
+    def like(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors without data of the shapes of q, k and v."""
+        shapes = (
+            (self.heads, self.n, self.d_k),
+            (self.kv_heads, self.m, self.d_k),
+            (self.kv_heads, self.m, self.d_v),
+        )
+        q, k, v = (torch.empty(self.batch, *s, dtype=self.dtype, device="meta") for s in shapes)
+        return q, k, v
+
+
+def facts_of(call: Call) -> CallFacts:
+    """The facts of a call whose arguments were checked and normalised."""
+    by_distance = isinstance(call.bias, ByDistance)
+    added = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
+    batch, heads, n, d_k = call.q.shape
+    return CallFacts(
+        call.pattern,
+        n,
+        call.m,
+        d_k,
+        call.v.shape[-1],
+        batch,
+        heads,
+        call.k.shape[1],
+        call.q.dtype,
+        str(call.q.device),
+        at=None if isinstance(call.at, Tensor) else call.at,
+        row_offsets=isinstance(call.at, Tensor),
+        table=call.table is not None,
+        lengths=call.lengths is not None,
+        bias="none" if call.bias is None else "distance" if by_distance else "tensor",
+        bias_grad=needs_grad(*added),
+        scale=call.scale,
+        dropout_p=call.dropout_p,
+        return_lse=call.return_lse,
+        grad=needs_grad(call.q, call.k, call.v),
+        observed=not eager(call.q, call.k, call.v),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A call of one backend, ready to run: what depends on shapes alone is done, or is at the first call.
+
+    A call of nothing but tensors and a pattern has `build`, which makes the function (q, k, v) → o; others have
+    `run`, which takes the whole call.
+    """
+
+    backend: str
+    variant: str
+    count: Callable[[], int]
+    run: Callable[[Call], Outputs] | None = None
+    build: Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
+    note: str = ""  # how the variant is laid out
+    reason: str = ""  # why this backend runs
+
+    @property
+    def computed(self) -> int:
+        """The pairs that are computed for one head; where data differ by batch row, for one head of all rows."""
+        return self.count()
+
+    @cached_property
+    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        assert self.build is not None
+        with torch.inference_mode(False):  # what is made in inference mode could not be saved for backward
+            return self.build()
+
+    def __call__(self, call: Call) -> Outputs:
+        if self.build is not None:
+            return self.direct(call.q, call.k, call.v), None
+        assert self.run is not None
+        return self.run(call)
+
+
+def zeros_in(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], empty: Tensor
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same function with zeros in the rows of queries that have no allowed key."""
+    if not bool(empty.any()):
+        return attend
+    return lambda q, k, v: attend(q, k, v).masked_fill(empty, 0.0)
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def eager(*tensors: Tensor) -> bool:
-    """Whether nothing looks on that must see PyTorch's operations: a compiler, a transform, a mode, another type."""
+    """Whether nothing must see PyTorch's operations: no compiler, transform, dispatch mode or tensor subclass."""
     return (
         not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not compat.transforms_active()
+        and not compat.dispatch_modes()
         and all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
     )
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the numbers in x can be looked at for nothing: they are here, and nobody looks on."""
+    """Whether the numbers in x can be read without synchronisation: a CPU tensor, and nothing observes the call."""
     return x.is_cpu and eager(x)
 
 
@@ -130,9 +316,78 @@ def _small(x: Tensor) -> bool:
     return bool(torch.linalg.vector_norm(x.detach(), dtype=wide) < 1e15)
 
 
-def replaced(call: Call, **changes: Tensor | float) -> Call:
+def replaced(call: Call, **changes: Any) -> Call:
     """dataclasses.replace, as Dynamo can trace it."""
     return Call(**{**{f: getattr(call, f) for f in Call.__dataclass_fields__}, **changes})
+
+
+# Arguments that change nothing.
+
+
+def normalised(call: Call) -> Call:
+    """The same call without the arguments that change nothing, and with a scale above 0.
+
+    A query offset at its default value, lengths of all keys, the default scale and a table of ones are removed where
+    they can be read without synchronisation. Removed, they give the same bits in the same time as if not given.
+    """
+    changes: dict[str, Any] = {}
+    if not call.hard and call.ties != "share":
+        changes["ties"] = "share"
+    if call.scale is not None and is_default_scale(call.scale, call.q.shape[-1]):
+        changes["scale"] = None
+    if not torch.compiler.is_compiling():  # the sizes may be symbols
+        if call.at is not None:
+            changes["at"] = _offset_needed(call)
+        if call.lengths is not None and covers_all(call.lengths, call.m):
+            changes["lengths"] = None
+        if call.table is not None and allows_all(call.table):
+            changes["table"] = None
+    return _above_zero(replaced(call, **changes) if changes else call)
+
+
+def is_default_scale(scale: int | float, d_k: int) -> bool:
+    return scale == d_k**-0.5 or (d_k > 0 and scale == 1 / sqrt(d_k))
+
+
+def covers_all(lengths: Tensor, m: int) -> bool:
+    """Whether every batch row has all m keys, where that can be read without synchronisation."""
+    return readable(lengths) and lengths.numel() > 0 and min(lengths.tolist()) >= m
+
+
+def allows_all(table: Tensor) -> bool:
+    """The same of a bool tensor. One pair, the last key of the first query, tells most masks apart."""
+    if not readable(table) or not table.numel():
+        return False
+    return bool(table[(0,) * (table.dim() - 1) + (-1,)] if table.dim() else table) and bool(table.all())
+
+
+def _offset_needed(call: Call) -> At | Tensor:
+    """The query offset; None where it is the default one, or where nothing depends on it."""
+    at = call.at
+    if not call.pattern.reads_query and not isinstance(call.bias, ByDistance):
+        return None
+    if isinstance(at, Tensor):
+        if not readable(at) or not at.numel():
+            return at
+        first, *others = at.tolist()
+        if any(other != first for other in others):
+            return at
+        at = first
+    if call.n <= call.m and query_offset(call.pattern, call.n, call.m, at) == (call.m - call.n, 1):
+        return None
+    return at
+
+
+def _above_zero(call: Call) -> Call:
+    """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
+    if call.scale is None or call.scale > 0:
+        return call
+    if call.scale < 0:
+        return replaced(call, q=-call.q, scale=-call.scale)
+    return replaced(call, q=0 * call.q, scale=1.0)
+
+
+# Tables of allowed pairs.
 
 
 @lru_cache(maxsize=256)
@@ -141,8 +396,8 @@ def has_empty_row(pattern: Pattern, n: int, m: int, start: int, step: int) -> bo
 
 
 def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bool[Tensor, "*b n m"]:
-    """pattern.allowed, remembered for the few sizes in use while it is small."""
-    real = type(like) is Tensor and not torch.compiler.is_compiling()  # a fake tensor must not be remembered
+    """pattern.allowed, cached for the few sizes in use while it is small."""
+    real = type(like) is Tensor and not torch.compiler.is_compiling()  # a fake tensor must not be cached
     if not real or isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
         return pattern.allowed(n, m, at, like.device)
     return _dense(pattern, n, m, at, like.device)
@@ -183,9 +438,11 @@ def _check_extras(call: Call) -> None:
     q, n, m = call.q, call.n, call.m
     b = q.shape[0]
     if call.lengths is not None and tuple(call.lengths.shape) != (b,):
-        raise ShapeError(f"lengths has shape {tuple(call.lengths.shape)}; one a batch row is needed: ({b},)")
+        raise ShapeError(
+            f"lengths has shape {tuple(call.lengths.shape)}; one per batch row is needed: ({b},)"
+        )
     if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
-        raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset a batch row is needed: ({b},)")
+        raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
     if not isinstance(call.at, Tensor):
         query_offset(call.pattern, n, m, call.at)
     for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
@@ -196,7 +453,7 @@ def _check_extras(call: Call) -> None:
             )
     if isinstance(call.bias, Tensor) and call.bias.dtype == torch.bool:
         raise SpecError(
-            "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may look"
+            "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may attend"
         )
     if isinstance(call.bias, ByDistance):
         if n > m and call.at is None:
@@ -226,7 +483,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def as_pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tensor | None]:
-    """A pattern, or a bool tensor with True = may look. A float mask has no name here, so it is refused (D2)."""
+    """A pattern, or a bool tensor with True = may attend. A float mask is refused: 1 may mean either."""
     if given is None:
         return full(), None
     if isinstance(given, Pattern):
@@ -235,29 +492,7 @@ def as_pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tenso
         raise SpecError(f"{given!r} is no pattern; use rg.causal(), rg.window(2), … or a bool tensor")
     if given.dtype != torch.bool:
         raise SpecError(
-            f"a {given.dtype} mask as pattern: is 1 'may look', or is it added to the scores? Say which: "
+            f"a {given.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
             f"rg.allowed_from(zero_one=mask), rg.allowed_from(additive=mask), or bias=mask"
         )
     return full(), given
-
-
-def allowed_from(
-    *,
-    zero_one: Tensor | None = None,
-    additive: Tensor | None = None,
-    padding: Bool[Tensor, "b m"] | None = None,
-) -> Bool[Tensor, "..."]:
-    """A foreign mask, by the name of its convention, as a bool tensor with True = may look.
-
-    zero_one: 1 = may look. additive: 0 = may look, −∞ (or a float's lowest number) = may not.
-    padding: (b, m), True = this key is padding, as nn.MultiheadAttention's key_padding_mask.
-    """
-    given = [x for x in (zero_one, additive, padding) if x is not None]
-    if len(given) != 1:
-        raise SpecError("allowed_from takes one mask, by name: zero_one=, additive= or padding=")
-    if zero_one is not None:
-        return zero_one != 0
-    if additive is not None:
-        return additive > torch.finfo(additive.dtype).min
-    assert padding is not None
-    return ~padding[:, None, None, :]

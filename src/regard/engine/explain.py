@@ -1,13 +1,17 @@
-"""The plan in words: what a pattern would cost to run, by which way, and why."""
+"""The plan in words: what a call would cost to run, by which backend, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from ..pattern import At, Pattern, documents, lengths
-from . import choose
-from .cpu import packed
-from .plan.planner import NoPlan
+from ..errors import SpecError, nearest
+from ..pattern import Pattern
+from .attention import call_of
+from .backends import choose
+from .call import CallFacts, Prepared, facts_of, normalised
+from .cpu.backend import GATHERED
+from .plan.planner import NoPlan, plan
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,10 @@ class Explanation:
     n: int
     m: int
     needed: int  # pairs of the pattern, for one head
-    computed: int  # pairs the chosen way computes
+    computed: int  # pairs that the backend computes
+    rows: int  # batch rows that the data of the pattern differ by; pairs are counted over all of them
     backend: str
+    variant: str  # of the backend
     reason: str
     passes: tuple[str, ...]  # one line for each pass of the plan
 
@@ -28,106 +34,83 @@ class Explanation:
         return self.computed / self.needed if self.needed else 1.0 + self.computed
 
     def __str__(self) -> str:
-        full = self.n * self.m * _rows(self.pattern)
-        share = self.needed / full if full else 0.0
+        total = self.n * self.m * self.rows
+        share = self.needed / total if total else 0.0
         lines = [
             f"{self.pattern!r}: {self.n:,} queries, {self.m:,} keys",
-            f"  pairs needed    {self.needed:,} of {full:,} ({share:.2%})",
+            f"  pairs needed    {self.needed:,} of {total:,} ({share:.2%})",
             f"  pairs computed  {self.computed:,} ({self.waste:.2f} × needed)",
-            f"  backend         {self.backend}: {self.reason}",
+            f"  backend         {self.backend}, {self.variant}: {self.reason}",
         ]
         return "\n".join(lines + [f"  {line}" for line in self.passes])
 
 
-def explain(
-    pattern: Pattern,
-    n: int,
-    m: int | None = None,
-    *,
-    d_k: int = 64,
-    heads: int = 8,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    bias: str = "none",
-    grad: bool = False,
-    at: At = None,
-    backend: str = "auto",
-) -> Explanation:
-    """The way `attention` would take for this pattern, the pairs it needs and computes, and why.
+def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
+    """The backend and variant by which `attention` runs a call, the pairs it needs and computes, and why.
+
+    explain(q, k, v, pattern, …) takes the arguments of `attention`. explain(pattern, n, m) takes sizes, and by name
+    what else decides: d_k=64, d_v=d_k, batch=1, heads=8, kv_heads=heads, dtype, device, at, scale, dropout_p,
+    return_lse, bias="none", "tensor" or "distance"; and as True or False grad, bias_grad=grad, lengths, table (a bool
+    tensor) and row_offsets (one query offset per batch row).
 
     >>> from regard.pattern import causal, every, window
     >>> print(explain(causal() & (window(128) | every(64)), n=16384))  # doctest: +ELLIPSIS
     causal() & (window(128) | every(64)): 16,384 queries, 16,384 keys
       pairs needed    4,177,666 of 268,435,456 (1.56%)
       pairs computed  ... (... × needed)
-      backend         progressions: about ... of the time of a masked call
+      backend         tiles, merged tiles: about ... × faster than sdpa
       ...
     """
-    m = n if m is None else m
-    facts = choose.Facts(
-        pattern,
-        n,
-        m,
-        d_k,
-        d_k,
-        heads,
-        dtype,
-        torch.device(device).type,
-        at=at,
-        bias=bias,
-        bias_grad=grad,
-        grad=grad,
+    if isinstance(given[0] if given else options.get("q"), Tensor):
+        facts = facts_of(normalised(call_of(*given, **options)))
+    else:
+        facts = facts_from(*given, **options)
+    prepared = choose(facts, backend)
+    return Explanation(
+        facts.pattern,
+        facts.n,
+        facts.m,
+        facts.pattern.count(facts.n, facts.m, None if facts.row_offsets else facts.offset),
+        prepared.computed,
+        facts.data_rows,
+        prepared.backend,
+        prepared.variant,
+        prepared.reason,
+        _passes(facts, prepared),
     )
-    choice = choose.choose(facts, backend)
-    needed = pattern.count(n, m, facts.stands)
-    if backend == "auto" and (cut := choose.short(facts, choice.backend)) is not None:
-        told = f"it is short: {cut.tiles} × {cut.rows} queries, each time over the {cut.keys} keys gathered for them"
-        return Explanation(pattern, n, m, needed, cut.pairs, choice.backend, told, ())
-    if (lay := choose.abreast(facts, choice.backend)) is not None:
-        told = f"{choice.reason}; tiles of {lay.rows} queries, all keys of a tile in one softmax"
-        return Explanation(pattern, n, m, needed, lay.computed, choice.backend, told, _passes(facts))
-    walks = choice.backend in ("progressions", "tiled")
-    computed = choose.computed(facts) if walks else _whole(facts, choice.backend)
-    return Explanation(pattern, n, m, needed, computed, *choice, _passes(facts))
 
 
-def _whole(facts: choose.Facts, backend: str) -> int:
-    """Square causal attention skips the future by blocks; packed and flex skip what the data hide, over all the
-    batch rows the data speak of; whatever else PyTorch runs computes every pair."""
-    pattern, n, m = facts.pattern, facts.n, facts.m
-    if backend == "packed":
-        return sum(way.computed for way in packed.programs(pattern, n, m, facts.at) or ())
-    if backend == "flex":
-        from . import flex
-
-        return flex.visited(pattern, n, m, *facts.stands)
-    if backend == "dense" and n == m and pattern.reads_query:
-        return pattern.count(n)
-    return n * m * _rows(pattern)
-
-
-def _rows(pattern: Pattern) -> int:
-    """The batch rows that the data of a pattern speak of; its pairs are counted over all of them."""
-    ids = [len(leaf.ids) for leaf in pattern.leaves() if isinstance(leaf, documents) and leaf.ids.dim() > 1]
-    return max([*ids, *(len(leaf.l) for leaf in pattern.leaves() if isinstance(leaf, lengths))], default=1)
+def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -> CallFacts:
+    """The facts of a call by its sizes."""
+    known = [field.name for field in fields(CallFacts)][3:]
+    for name in options:
+        if name not in known:
+            raise SpecError(f"explain() knows no {name!r}; {nearest(name, known)}")
+    options.setdefault("d_v", options.get("d_k", 64))
+    options.setdefault("kv_heads", options.get("heads", 8))
+    options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")
+    facts = CallFacts(pattern, n, n if m is None else m, **options)
+    if facts.n <= facts.m and facts.at is not None and facts.offset == (facts.m - facts.n, 1):
+        facts = CallFacts(pattern, facts.n, facts.m, **{**options, "at": None})
+    return facts
 
 
-def _passes(facts: choose.Facts) -> tuple[str, ...]:
-    if facts.pattern.has_data:
+def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:
+    if facts.pattern.has_data or prepared.backend not in ("tiles", "triton") or prepared.variant == GATHERED:
         return ()
     try:
-        plan = choose.plan_of(facts)
+        planned = plan(facts.pattern, facts.n, facts.m, *facts.offset)
     except NoPlan:
         return ()
-    told = []
-    for one in plan.passes:
-        tiles, parts = len(one.tiles), len(one.parts)
-        whole = int(one.parts[:, 3].sum())
-        steps = sorted({int(s) for s in one.parts[:, 1]})
-        hop = int(one.tiles[:, 1].max())
-        rows = "neighbours" if hop == 1 else f"every {hop}th query"
-        told.append(
+    lines = []
+    for each in planned.passes:
+        tiles, parts = len(each.tiles), len(each.parts)
+        unmasked = int(each.parts[:, 3].sum())
+        steps = sorted({int(s) for s in each.parts[:, 1]})
+        hop = int(each.tiles[:, 1].max())
+        rows = "neighboring queries" if hop == 1 else f"every {hop}th query"
+        lines.append(
             f"pass            {tiles:,} tiles of {rows}, {parts / tiles:.1f} progressions each "
-            f"(steps {', '.join(map(str, steps[:4]))}), {whole / parts:.0%} of them without a mask"
+            f"(steps {', '.join(map(str, steps[:4]))}), {unmasked / parts:.0%} of them without a mask"
         )
-    return tuple(told)
+    return tuple(lines)

@@ -1,47 +1,101 @@
-"""`where(fn)` and documents by compiled FlexAttention, which skips blocks of 128 × 128 pairs that hold none.
+"""The backend `flex`: `where(fn)` and documents by compiled FlexAttention, which skips blocks of 128 × 128 pairs
+without an allowed one.
 
-On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so there it is for those who ask for it.
+On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so there it runs only by name.
 """
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import inf
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from .. import compat
 from ..pattern import BlockGrid, Data, Pattern, positions, query_offset, where
 from ..pattern.algebra import RowMask
 from ..pattern.classification import BLOCK, both
-from .call import Call
+from .call import Call, CallFacts, Outputs, Prepared
 from .cpu import denormals
 
-NARROWEST = 16  # heads FlexAttention takes; narrower ones get zeros behind
+if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
+    from torch.nn.attention.flex_attention import BlockMask
+
+MIN_HEAD_DIM = 16  # heads FlexAttention takes; narrower ones get zeros behind
+MIN_PAIRS = 1 << 22  # pairs of a head from which on a compiled call is worth its start
+MIN_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
+PAIR = 5e-13  # seconds of a dense pair on an H200; fewer than all are computed
+
+
+class Flex:
+    name = "flex"
+    automatic = ("cuda",)
+
+    def refuses(self, f: CallFacts) -> str | None:
+        if f.hard:
+            return "scale=inf has no softmax"
+        if f.bias != "none":
+            return "a bias is added to the scores"
+        if f.dropout_p:
+            return "it has no dropout"
+        if f.table:
+            return "a bool tensor is n × m already"
+        if f.n == 0 or f.m == 0:
+            return "there are no pairs"
+        if f.device_type not in ("cpu", "cuda"):
+            return f"FlexAttention runs on CUDA and on the CPU, not on {f.device_type}"
+        if f.dtype == torch.float64:
+            return "FlexAttention takes float32, float16 or bfloat16, not float64"
+        if f.device_type == "cuda" and f.n < MIN_QUERIES:
+            return f"FlexAttention has no kernel for every n below {MIN_QUERIES}, here {f.n}"
+        if f.device_type == "cpu" and f.grad:
+            return "on the CPU FlexAttention has no backward, which torch.no_grad() avoids"
+        if f.device_type == "cpu" and f.return_lse:
+            return "on the CPU FlexAttention gives no log-sum-exp"
+        return None
+
+    def estimate(self, f: CallFacts) -> float:
+        """Only what data decide is worth a compilation: for the rest there are faster kernels."""
+        worth = f.device_type == "cuda" and f.pattern.has_data and f.n * f.m >= MIN_PAIRS
+        return f.pairs * PAIR if worth else inf
+
+    def prepare(self, f: CallFacts) -> Prepared:
+        def computed() -> int:
+            return visited(f.pattern, f.n, f.m, *f.offset)
+
+        return Prepared(self.name, "blocks of 128 × 128", computed, _prepared)
+
+
+def _prepared(call: Call) -> Outputs:
+    with torch.autocast(call.q.device.type, enabled=False):
+        return attend(call.hide())
 
 
 def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"] | None]:
-    """softmax(scale · q kᵀ) v over the pairs of the pattern; the log-sum-exp where it is asked for."""
+    """softmax(scale · q kᵀ) v over the pairs of the pattern; the log-sum-exp where it is requested."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     q, k, v = (_wide(x) for x in (call.q, call.k, call.v))
-    asked: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
+    options: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
     if call.return_lse:
-        asked["return_aux"] = AuxRequest(lse=True)
+        options["return_aux"] = AuxRequest(lse=True)
     mask = _block_mask(call)
     if torch.compiler.is_compiling():
-        got = flex_attention(q, k, v, block_mask=mask, **asked)
+        result = flex_attention(q, k, v, block_mask=mask, **options)
     else:
         with denormals.kept():  # on the CPU it is C++ that is compiled at the first call
-            got = _compiled(_kind(call))(q, k, v, block_mask=mask, **asked)
-    o, lse = (got[0], got[1].lse) if call.return_lse else (got, None)
+            result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
+    o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse
 
 
 def _wide(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h n w"]:
-    return x if x.shape[-1] >= NARROWEST else F.pad(x, (0, NARROWEST - x.shape[-1]))
+    return x if x.shape[-1] >= MIN_HEAD_DIM else F.pad(x, (0, MIN_HEAD_DIM - x.shape[-1]))
 
 
 def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
@@ -55,7 +109,7 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
 _made: WeakKeyDictionary[Data, dict] = WeakKeyDictionary()
 
 
-def _block_mask(call: Call) -> BlockMask:
+def _block_mask(call: Call) -> "BlockMask":
     """Made once for a pattern with one set of data, as long as they are there and unchanged."""
     data = list(dict.fromkeys(leaf for leaf in call.pattern.leaves() if isinstance(leaf, Data)))
     stamp = _stamp(data[0]) if len(data) == 1 and not torch.compiler.is_compiling() else None
@@ -68,7 +122,9 @@ def _block_mask(call: Call) -> BlockMask:
     return made[key][1]
 
 
-def _made_anew(call: Call) -> BlockMask:
+def _made_anew(call: Call) -> "BlockMask":
+    from torch.nn.attention.flex_attention import BlockMask
+
     i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
     step = 1 if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)[1]
     grid = BlockGrid(i if i.dim() == 2 else i[None], call.m, step)
@@ -136,8 +192,8 @@ def _stamp(data: Data) -> tuple | None:
         return None
     found: list[tuple] = []
     for x in seen:
-        if isinstance(x, Tensor) and not x.is_inference():
-            found.append((id(x), x._version))
+        if isinstance(x, Tensor) and (written := compat.version(x)) is not None:
+            found.append((id(x), written))
         elif isinstance(x, int | float | str | None | ModuleType):
             found.append((x, type(x)))
         else:
@@ -160,12 +216,16 @@ def _kind(call: Call) -> tuple:
 
 @lru_cache(maxsize=64)
 def _compiled(kind: tuple) -> Callable:
+    from torch.nn.attention.flex_attention import flex_attention
+
     code: CodeType = _run.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
-    own = FunctionType(code, _run.__globals__, argdefs=_run.__defaults__)
+    own = FunctionType(
+        code, {**_run.__globals__, "flex_attention": flex_attention}, argdefs=_run.__defaults__
+    )
     return torch.compile(own, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
 
 
 def _run(q, k, v, block_mask, scale, enable_gqa, return_aux=None):
-    return flex_attention(
+    return flex_attention(  # a global that _compiled gives it
         q, k, v, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_aux=return_aux
     )

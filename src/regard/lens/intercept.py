@@ -11,7 +11,6 @@ The dispatch mode belongs to one thread. The functions and the hooks are shared 
 ask for the interceptor of the calling thread: what other threads run is passed on and not recorded.
 """
 
-import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +24,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ..compat import DispatchMode, aten_operator, aten_operators, without_dispatch_modes
 from ..engine import attention as engine
-from ..engine.call import Call, as_pattern_and_table, check
 from ..errors import RegardError
 from .calls import Implementation, QueryKeyScores, Role, Source, StoredWeights
 from .operators import READERS, arguments_by_name, from_flex, from_sdpa
@@ -272,18 +270,11 @@ def _reporting_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
     def attention(*args, **kwargs):
         interceptor = _active()
         if interceptor is None or interceptor.paused:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        fields = dict(given.arguments)
-        fields.pop("backend")
-        fields["pattern"], fields["table"] = as_pattern_and_table(fields["pattern"])
-        call = check(Call(**fields))
+        call = engine.call_of(*args, **kwargs)
         scale = call.factor if call.scale is None else float(call.scale)
         source = QueryKeyScores(call.q, call.k, call.v, scale, (RegardArguments(call),), call.ties)
         interceptor.report("regard", source)

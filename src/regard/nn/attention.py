@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..engine import attention as engine
-from ..engine import joint
+from ..engine import fused_qkv
 from ..engine.call import Bias
 from ..errors import ShapeError
 from ..pattern import At, Pattern, causal
@@ -75,7 +75,7 @@ class MultiHeadAttention(nn.Module):
         """
         asked = pattern is not None or bias is not None or cache is not None or at is not None
         if x.is_cuda and not (asked or return_weights) and self._joins(x, context, lengths):
-            return self._jointly(x, context, lengths)
+            return self._from_fused_qkv(x, context, lengths)
         p = self._project(x, context, lengths, cache, at)
         q, bias, scale = self._score(p, bias)
         together: dict[str, Any] = {
@@ -109,16 +109,16 @@ class MultiHeadAttention(nn.Module):
         self._check_widths(x, source)
         if lengths is not None and (lengths.shape != x.shape[:1] or lengths.device != x.device):
             return False
-        return joint.fits(x, source, max(size.d_k, size.d_v), declared.pattern)
+        return fused_qkv.fits(x, source, max(size.d_k, size.d_v), declared.pattern)
 
-    def _jointly(
+    def _from_fused_qkv(
         self,
         x: Float[Tensor, "b n d_model"],
         context: Float[Tensor, "b m d_context"] | None,
         lengths: Int[Tensor, " b"] | None,
     ) -> Float[Tensor, "b n d_out"]:
         size, factor = self.spec.sizes, self.spec.factor
-        asked = joint.Asked(
+        asked = fused_qkv.Options(
             size.heads,
             size.kv_heads,
             size.d_k,
@@ -128,9 +128,9 @@ class MultiHeadAttention(nn.Module):
             float(self.spec.dropout) if self.training else 0.0,
         )
         if context is None:
-            o = joint.attend(_together(x, self.w_q, self.w_k, self.w_v), None, lengths, asked)
+            o = fused_qkv.attend(_together(x, self.w_q, self.w_k, self.w_v), None, lengths, asked)
         else:
-            o = joint.attend(self.w_q(x), _together(context, self.w_k, self.w_v), lengths, asked)
+            o = fused_qkv.attend(self.w_q(x), _together(context, self.w_k, self.w_v), lengths, asked)
         return o if self.w_o is None else self.w_o(o)
 
     def _project(self, x, context, lengths, cache, at) -> Projected:

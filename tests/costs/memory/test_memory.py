@@ -127,7 +127,7 @@ def test_stored_weights_are_kept_as_the_formula_in_three_steps_keeps_them():
     # contiguous copies stand for the projections, whose own storage the copies free; x is given from outside
     real = sum(s.nbytes() for s in saved(by_hand).values()) - x.numel() * 4
     loss = b * n * 20 * 4 + 4  # the stand-in loss keeps the output
-    result = memory_of(Request(declared, n, n, b, train=True, backend="plain"))
+    result = memory_of(Request(declared, n, n, b, train=True, backend="reference"))
     assert result.saved_total - loss == result.saved_by_method["attention weights stored"] - loss == real
     assert (
         result.saved_by_method["attention weights streamed"] - loss

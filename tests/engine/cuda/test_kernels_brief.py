@@ -116,7 +116,7 @@ def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
-    from regard.engine import choose
+    from regard.engine.cuda import backend
     from regard.engine.cuda.prepared import dense
     from regard.engine.cuda.triton.short_backward import config_of
 
@@ -124,7 +124,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
     assert config_of(task(), laid(), half) is not None
     assert config_of(task(128, 40), laid(d_k=128, d_v=40), half) is not None
     assert config_of(task(dtype=torch.float32), laid(), torch.float32) is not None
-    side, heads = int(choose.BRIEF**0.5), choose.BRIEF_ALL // choose.BRIEF
+    side, heads = int(backend.MAX_PAIRS**0.5), backend.MAX_ALL_PAIRS // backend.MAX_PAIRS
     assert config_of(task(), laid(side, side), half) is not None
     assert config_of(task(), laid(side, side, h=heads), half) is not None
     assert config_of(task(), laid(side, side, h=heads + 2), half) is None

@@ -14,7 +14,8 @@ import torch
 
 import regard as rg
 from kernel_cases import AT_LENGTH, ON_GPU, complaints, outcomes
-from regard.engine import quick
+from regard.engine.attention import _key
+from regard.engine.backends import PREPARED
 from regard.errors import BackendError
 from regard.pattern import causal, every, window
 from regard.position import ByDistance
@@ -88,9 +89,9 @@ def test_a_bias_by_distance_goes_through_the_kernels_and_equals_the_masked_way(p
     given = {name: {"table": table, "slopes": slopes}[name] for name in parts}
     bias = ByDistance(**given)
     told = rg.explain(SPARSE, 700, heads=4, dtype=torch.bfloat16, device="cuda", bias="distance")
-    assert told.backend == "progressions"
+    assert told.backend == "triton"
     inputs = [q, k, v, *given.values()]
-    o, masked = (rg.attention(q, k, v, SPARSE, bias=bias, backend=way) for way in ("auto", "masked"))
+    o, masked = (rg.attention(q, k, v, SPARSE, bias=bias, backend=way) for way in ("auto", "sdpa"))
     assert close([o], [masked]) and close(gradients(o, inputs), gradients(masked, inputs))
 
 
@@ -99,9 +100,9 @@ def test_dropout_drops_its_share_keeps_the_mean_and_is_drawn_anew():
     q, k, _ = heads(1500)
     v = torch.ones_like(q)
     torch.manual_seed(0)
-    first, second = (rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions") for _ in range(2))
+    first, second = (rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="triton") for _ in range(2))
     torch.manual_seed(0)
-    again = rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="progressions")
+    again = rg.attention(q, k, v, SPARSE, dropout_p=0.25, backend="triton")
     assert torch.equal(first, again) and not torch.equal(first, second)
     assert abs(float(first.detach().double().mean()) - 1.0) < 0.01
 
@@ -112,9 +113,9 @@ def test_a_query_that_is_not_a_number_reaches_no_other_row(d):
     """Nor the next tile that the same program runs through."""
     with torch.no_grad():
         q, k, v = heads(2100, d)
-        whole, at = rg.attention(q, k, v, SPARSE, backend="progressions"), [5, 700, 701, 2099]
+        whole, at = rg.attention(q, k, v, SPARSE, backend="triton"), [5, 700, 701, 2099]
         q[:, :, at] = float("nan")
-        o = rg.attention(q, k, v, SPARSE, backend="progressions")
+        o = rg.attention(q, k, v, SPARSE, backend="triton")
     others = [x for x in range(2100) if x not in at]
     assert o[:, :, at].isnan().all() and torch.equal(o[:, :, others], whole[:, :, others])
 
@@ -139,7 +140,7 @@ def test_a_captured_graph_replays_what_a_call_gives(n):
     q, k, v = heads(n)
 
     def both():
-        o = rg.attention(q, k, v, SPARSE, backend="progressions")
+        o = rg.attention(q, k, v, SPARSE, backend="triton")
         return [o.detach(), *gradients(o, (q, k, v))]
 
     aside = torch.cuda.Stream()
@@ -163,11 +164,10 @@ def test_a_captured_graph_replays_what_a_call_gives(n):
 @THEIRS
 @pytest.mark.parametrize("n", [700, 2100])
 def test_a_call_that_names_the_backend_is_looked_up_the_second_time(n):
-    quick.known.clear()
+    PREPARED.clear()
     q, k, v = heads(n)
-    first, second = (rg.attention(q, k, v, SPARSE, backend="progressions") for _ in range(2))
-    assert quick.key(q, k, v, SPARSE, None, "progressions") in quick.known
-    assert type(second.grad_fn) is not type(first.grad_fn)  # by another way
+    first, second = (rg.attention(q, k, v, SPARSE, backend="triton") for _ in range(2))
+    assert _key(q, k, v, SPARSE, None, "triton") in PREPARED.values
     assert torch.equal(first, second)
     assert all(map(torch.equal, gradients(first, (q, k, v)), gradients(second, (q, k, v))))
 

@@ -8,8 +8,9 @@ from math import inf
 import pytest
 import torch
 
-from regard.engine import choose
 from regard.engine.attention import attention
+from regard.engine.backends import choose
+from regard.engine.call import CallFacts
 from regard.errors import BackendError
 from regard.pattern import causal, documents, where, window
 
@@ -96,8 +97,8 @@ PATTERNS = {
 @pytest.mark.parametrize("make", PATTERNS.values(), ids=PATTERNS)
 def test_auto_takes_flex_and_it_is_right(make):
     pattern, inputs = make(), qkv()
-    call_facts = choose.Facts(pattern, N, N, D, D, B * H, torch.bfloat16, "cuda", grad=True, lse=True)
-    assert choose.choose(call_facts).backend == "flex"
+    call_facts = CallFacts(pattern, N, N, D, D, B, H, H, torch.bfloat16, "cuda", grad=True, return_lse=True)
+    assert choose(call_facts).backend == "flex"
     assert_within_twice_the_error_of_plain(run("auto", inputs, pattern), inputs, pattern)
 
 
@@ -171,7 +172,7 @@ def test_twenty_lengths_do_not_reach_a_limit():
         inputs = qkv(n)
         got = attention(*inputs, documents(ids(n)) & causal())
         assert torch.allclose(
-            got, attention(*inputs, documents(ids(n)) & causal(), backend="masked"), atol=2e-2
+            got, attention(*inputs, documents(ids(n)) & causal(), backend="sdpa"), atol=2e-2
         )
 
 

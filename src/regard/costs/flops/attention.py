@@ -76,7 +76,7 @@ def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
     moved = scope.itemsize * scope.b * width * (s.heads * scope.n + s.kv_heads * scope.m) + _score_table(
         scope, s, pairs, 1
     )
-    if pairs.backend == "masked":
+    if pairs.variant == "masked":
         moved += scope.n * scope.m  # the bool mask, one byte per pair
     if spec.score == "additive":
         moved += 2 * scope.itemsize * rows * scope.n * scope.m * s.d_k
@@ -104,7 +104,7 @@ def _backward_products(spec: Attention, pairs: AttentionPairs) -> int:
 
 def _is_outer_product(pairs: AttentionPairs, summed: int) -> bool:
     """Whether the einsum of the reference backend multiplies elementwise, because the summed axis has size 1."""
-    return pairs.backend == "plain" and summed == 1
+    return pairs.backend == "reference" and summed == 1
 
 
 def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
@@ -126,7 +126,7 @@ def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
         scope, s, pairs, 1
     )
     backward = 1 if weights_are_fixed(spec) else 2
-    twice = pairs.backend == "plain" and scope.request.train and spec.dropout > 0
+    twice = pairs.backend == "reference" and scope.request.train and spec.dropout > 0
     own = Amounts(
         0,
         needed,

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from ...engine import choose
+from ...engine.backends import choose
+from ...engine.call import CallFacts
 from ...pattern import Pattern, causal, full
 from ...position import Position, shaw
 from ...spec import Attention
@@ -10,7 +11,7 @@ from ..sizes import Request, Scope
 from ..tree import Amount, Pairs
 
 # Backends that never store the table of scores; their backward pass recomputes the scores.
-FUSED = ("dense", "progressions", "tiled", "masked")
+FUSED = ("sdpa", "tiles", "triton", "flex")
 
 
 class AttentionPairs(NamedTuple):
@@ -20,6 +21,7 @@ class AttentionPairs(NamedTuple):
     computed: Amount
     rows: Amount  # queries with at least one allowed key
     backend: str
+    variant: str
 
     @property
     def fused(self) -> bool:
@@ -31,9 +33,9 @@ def attention_pairs(spec: Attention, scope: Scope, shared: Position | None, cros
     n, m = scope.queries, scope.keys
     pattern = full() if scope.ignore_patterns else spec.pattern
     facts = call_facts(spec, scope.request, n.value, m.value, shared, cross, pattern)
-    choice = choose.choose(facts, scope.request.backend)
-    needed = pattern.count(n.value, m.value, facts.stands)
-    computed, rows = _computed(facts, choice.backend), _rows_with_keys(pattern, facts)
+    choice = choose(facts, scope.request.backend)
+    needed = pattern.count(n.value, m.value, facts.offset)
+    computed, rows = choice.computed, _rows_with_keys(pattern, facts)
     scope.attentions.append(
         Pairs(scope.path, repr(pattern), needed, computed, n.value * m.value, choice.backend, choice.reason)
     )
@@ -43,14 +45,15 @@ def attention_pairs(spec: Attention, scope: Scope, shared: Position | None, cros
         amount if computed == needed else scope.reader.pairs("pairs_computed", computed, full(), n, m),
         n.amount if rows == n.value else scope.size("rows", rows),
         choice.backend,
+        choice.variant,
     )
 
 
-def _rows_with_keys(pattern: Pattern, facts: choose.Facts) -> int:
+def _rows_with_keys(pattern: Pattern, facts: CallFacts) -> int:
     """The number of queries with at least one allowed key."""
     if isinstance(pattern, full | causal):
         return facts.n
-    return int((pattern.row_counts(facts.n, facts.m, facts.stands) > 0).sum())
+    return int((pattern.row_counts(facts.n, facts.m, facts.offset) > 0).sum())
 
 
 def call_facts(
@@ -61,27 +64,29 @@ def call_facts(
     shared: Position | None = None,
     cross: bool = False,
     pattern: Pattern | None = None,
-) -> choose.Facts:
+) -> CallFacts:
     """The call that the engine would receive. `shared`: a position encoding that belongs to the stack."""
     sizes, position, bias = spec.sizes, shared or spec.position, "none"
     if spec.score == "additive":
         bias = "tensor"
     elif position is not None and position.acts == "score":
         bias = "distance" if _depends_on_distance_only(position) else "tensor"
-    return choose.Facts(
+    return CallFacts(
         spec.pattern if pattern is None else pattern,
         n,
         m,
         1 if spec.score == "position" else sizes.d_k,
         sizes.d_v,
-        request.batch * sizes.heads,
+        request.batch,
+        sizes.heads,
+        sizes.kv_heads,
         request.compute_dtype,
         request.device,
         at=0 if cross and n > m else None,
         bias=bias,
         bias_grad=bool(request.train) and bias != "none",
-        hard=spec.factor == float("inf"),
-        dropout=bool(request.train) and spec.dropout > 0,
+        scale=spec.factor if spec.factor == float("inf") else None,
+        dropout_p=spec.dropout if request.train else 0.0,
         grad=bool(request.train),
     )
 
@@ -89,12 +94,3 @@ def call_facts(
 def _depends_on_distance_only(position: Position) -> bool:
     """Whether the bias is a function of i − j on a line."""
     return not isinstance(position, shaw) and getattr(position, "grid", None) is None
-
-
-def _computed(facts: choose.Facts, backend: str) -> int:
-    """Pairs evaluated per head: sparse backends skip tiles, a square causal call skips the future, others do all."""
-    if backend in ("progressions", "tiled"):
-        return choose.computed(facts)
-    if backend == "dense" and facts.n == facts.m and facts.pattern.reads_query:
-        return facts.pattern.count(facts.n)
-    return facts.n * facts.m

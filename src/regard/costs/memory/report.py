@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from ... import spec
-from ...engine import choose
+from ...engine.backends import choose
 from ...errors import SpecError
 from ...pattern import full
 from ..flops.pairs import call_facts
@@ -22,7 +22,7 @@ from .tape import Bytes, Peak, peak
 
 ALIGNMENT = {"cpu": 1, "cuda": 512}  # bytes to which the allocator rounds a storage up
 WORKSPACE = 33 << 20  # cuBLAS 32 MiB and cuBLASLt 1 MiB per thread that multiplies (H100, H200)
-STORED = ("plain",)  # backends that store the whole table of weights
+STORED = ("reference",)  # backends that store the whole table of weights
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,11 @@ def _kernel(request: Request) -> Callable[[spec.Attention, int, int, bool], str]
         if declared.score in ("additive", "position"):
             return "stored"
         facts = call_facts(declared, request, n, m, cross=cross, pattern=full() if cross else None)
-        backend = choose.choose(facts, request.backend).backend
-        if backend in STORED or (
-            backend in ("dense", "masked") and facts.dropout and request.device == "cpu"
-        ):
+        chosen = choose(facts, request.backend)
+        with_dropout = chosen.backend == "sdpa" and facts.dropout_p > 0 and request.device == "cpu"
+        if chosen.backend in STORED or with_dropout:
             return "stored"
-        return "masked" if backend == "masked" else "streaming"
+        return "masked" if chosen.variant == "masked" else "streaming"
 
     return kernel
 

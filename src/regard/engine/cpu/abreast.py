@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...pattern import Pattern
-from .. import twice
+from .. import double_backward
 from . import stretches
 from .batch import Batch, lanes
 from .pages import large
@@ -251,7 +251,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, *kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            return *twice.gradients(grad, None, q, k, v, *ctx.way.place), None
+            return *double_backward.gradients(
+                (grad, None), (q, k, v), double_backward.Weighting(*ctx.way.place)
+            ), None
         found = within(ctx.way.backward, q, k, v, kept, grad)
         _give_back(kept, ctx.blocks)
         return *found, None

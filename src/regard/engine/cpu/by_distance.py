@@ -25,7 +25,7 @@ from torch import Tensor
 from ...errors import BackendError
 from ...pattern import Pattern
 from ...position import ByDistance
-from .. import twice
+from .. import double_backward
 from ..merge import join
 from . import flash_op as flash_cpu
 from .batch import Batch, Program, lanes, working
@@ -182,14 +182,18 @@ def _twice(grad, grad_lse, q, k, v, e, job: Job) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and e by the formula, so that they have gradients themselves."""
     if job.dropout_p or job.pattern is None:
         raise BackendError(
-            "create_graph=True through dropout in tiles: its gradients have none of their own; use backend='masked'"
+            "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
         )
     place = job.pattern, job.way.start, job.way.step, job.scale, job.lengths
     if e is None:
-        return *twice.gradients(grad, grad_lse, q, k, v, *place), None
+        return *double_backward.gradients(
+            (grad, grad_lse), (q, k, v), double_backward.Weighting(*place)
+        ), None
     i = job.way.start + job.way.step * torch.arange(job.way.n)
     bias = e[:, torch.arange(job.way.m) - i[:, None] + job.far]
-    *grads, of_bias = twice.gradients(grad, grad_lse, q, k, v, *place, bias)
+    *grads, of_bias = double_backward.gradients(
+        (grad, grad_lse), (q, k, v), double_backward.Weighting(*place, bias)
+    )
     of_e = None if of_bias is None else torch.autograd.grad(bias, e, of_bias, create_graph=True)[0]
     return *grads, of_e
 

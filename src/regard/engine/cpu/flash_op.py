@@ -39,8 +39,8 @@ def op(name: str):
     schema = "nothing" if found is None else str(found._schema)
     if schema != SCHEMAS[name]:
         raise BackendError(
-            f"backend='progressions' runs aten::{name} on the CPU, and torch {torch.__version__} has another one: "
-            f"found {schema}, need {SCHEMAS[name]}; use backend='masked'"
+            f"backend='tiles' runs aten::{name} on the CPU, and torch {torch.__version__} has another one: "
+            f"found {schema}, need {SCHEMAS[name]}; use backend='sdpa'"
         )
     return found
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...pattern import Pattern
-from .. import twice
+from .. import double_backward
 from ..merge import join
 from . import flash_op as flash_cpu
 from . import products
@@ -60,7 +60,7 @@ class _Attend(torch.autograd.Function):
             return (None,) * 7
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
             place = pattern, ways[0].start, ways[0].step, scale, lengths
-            grads = twice.gradients(grad, grad_lse, q, k, v, *place)
+            grads = double_backward.gradients((grad, grad_lse), (q, k, v), double_backward.Weighting(*place))
         else:
             grad = torch.zeros_like(o) if grad is None else grad
             grads = backward(grad, grad_lse, q, k, v, o, lse, ways, scale, lengths)

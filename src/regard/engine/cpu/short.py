@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ...pattern import Pattern
-from .. import twice
+from .. import double_backward
 from . import flash_op as flash_cpu
 from . import gathered
 from .products import Room, within
@@ -203,5 +203,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, weights = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            return *twice.gradients(grad, None, q, k, v, *ctx.short.place), None
+            return *double_backward.gradients(
+                (grad, None), (q, k, v), double_backward.Weighting(*ctx.short.place)
+            ), None
         return *within(ctx.short.backward, q, k, v, weights, grad), None

@@ -123,11 +123,13 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, o, lse = ctx.saved_tensors
         if _learning():  # create_graph=True: these gradients will be differentiated again
-            from .. import twice
+            from .. import double_backward
 
             task = ctx.again.task
             place = task.pattern, task.start, task.step, task.scale
-            return *twice.gradients(grad, None, q, k, v, *place, None), None
+            return *double_backward.gradients(
+                (grad, None), (q, k, v), double_backward.Weighting(*place)
+            ), None
         return ctx.again.backward(ctx.lie, q, k, v, o, lse, grad)
 
 

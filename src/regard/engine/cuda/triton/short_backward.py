@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ....pattern import Pattern
 from ....progression import Ints
-from ... import choose
 from ...plan.tiles import row_steps
 from .. import configs
+from ..backend import one_launch
 from ..configs import Config, padded
 from ..mask import compiled
 from ..prepared import Launch, Layout, wide
@@ -175,7 +175,7 @@ def config_of(task: Any, given: tuple[Layout, ...], dtype: torch.dtype) -> Confi
     width = max(64, padded(d_k), padded(d_v))
     usual = any(task.configs is one for one in (*configs.HALF.values(), *configs.SINGLE.values()))
     heads = given[0].shape[0] * given[0].shape[1]
-    if not usual or task.adds or not choose.brief(n, m, heads, width) or wide(*given):
+    if not usual or task.adds or not one_launch(n, m, heads, width) or wide(*given):
         return None
     return (SINGLE if dtype == torch.float32 else HALF)[width]
 

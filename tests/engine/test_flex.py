@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from regard import pattern as words
-from regard.engine import choose, flex
+from regard.engine import flex
 from regard.engine.attention import attention
+from regard.engine.backends import TABLE, choose
+from regard.engine.call import CallFacts
 from regard.engine.explain import explain
 from regard.errors import BackendError
 from regard.pattern import (
@@ -107,10 +109,10 @@ def test_documents_that_follow_one_another_skip_what_lies_between():
 
 
 REFUSED = [
-    ({"bias": torch.zeros(3, 3)}, "a bias is added to the scores; use backend='masked'"),
-    ({"dropout_p": 0.5}, "it has no dropout; use backend='masked'"),
-    ({"return_lse": True}, "on the CPU FlexAttention gives no log-sum-exp; use backend='plain'"),
-    ({"scale": float("inf")}, "scale=inf has no softmax; use backend='plain'"),
+    ({"bias": torch.zeros(3, 3)}, "a bias is added to the scores; use backend='sdpa'"),
+    ({"dropout_p": 0.5}, "it has no dropout; use backend='sdpa'"),
+    ({"return_lse": True}, "on the CPU FlexAttention gives no log-sum-exp; use backend='reference'"),
+    ({"scale": float("inf")}, "scale=inf has no softmax; use backend='reference'"),
 ]
 
 
@@ -127,32 +129,32 @@ def test_flex_on_the_cpu_says_that_it_does_not_train_and_what_does():
     with pytest.raises(BackendError) as e:
         attention(q, q, q, where(torch.ge), backend="flex")
     assert str(e.value) == (
-        "backend='flex' cannot run this: on the CPU FlexAttention has no backward; "
-        "use backend='masked', or torch.no_grad()"
+        "backend='flex' cannot run this: on the CPU FlexAttention has no backward, "
+        "which torch.no_grad() avoids; use backend='sdpa'"
     )
 
 
 def facts(pattern, n=4096, device="cuda", dtype=torch.bfloat16, **more):
-    return choose.Facts(pattern, n, n, 64, 64, 16, dtype, device, **more)
+    return CallFacts(pattern, n, n, heads=16, kv_heads=16, dtype=dtype, device=device, **more)
 
 
 def test_auto_takes_flex_on_cuda_for_data_and_functions_that_are_long():
     fn, ids = where(torch.ge), documents(torch.arange(4096) // 512)
     for pattern in (fn, ids, ids & causal(), fn | window(3)):
-        choice = choose.choose(facts(pattern, grad=True))
-        assert choice == ("flex", "blocks of 128 × 128 pairs without an allowed one are skipped")
-    assert choose.choose(facts(fn, lse=True)).backend == "flex"
-    assert choose.choose(facts(fn, n=512)).backend == "masked"
-    assert choose.choose(facts(fn, device="cpu", dtype=torch.float32)).backend == "masked"
-    assert choose.choose(facts(fn, dtype=torch.float64)).backend == "masked"
-    assert choose.cannot(facts(fn, n=77), "flex") == (
-        "FlexAttention has no kernel for every n below 128, here 77; use backend='masked'"
+        choice = choose(facts(pattern, grad=True))
+        assert (choice.backend, choice.variant) == ("flex", "blocks of 128 × 128")
+    assert choose(facts(fn, return_lse=True)).backend == "flex"
+    assert choose(facts(fn, n=512)).backend == "sdpa"
+    assert choose(facts(fn, device="cpu", dtype=torch.float32)).backend == "sdpa"
+    assert choose(facts(fn, dtype=torch.float64)).backend == "sdpa"
+    assert TABLE["flex"].refuses(facts(fn, n=77)) == (
+        "FlexAttention has no kernel for every n below 128, here 77"
     )
-    assert choose.cannot(facts(fn, dtype=torch.float64), "flex") == (
-        "FlexAttention takes float32, float16 or bfloat16, not float64; use backend='masked'"
+    assert TABLE["flex"].refuses(facts(fn, dtype=torch.float64)) == (
+        "FlexAttention takes float32, float16 or bfloat16, not float64"
     )
     assert (
-        choose.cannot(facts(fn, device="mps"), "flex")
+        TABLE["flex"].refuses(facts(fn, device="mps"))
         == "FlexAttention runs on CUDA and on the CPU, not on mps"
     )
     told = explain(ids, 4096, device="cuda", dtype=torch.bfloat16)
@@ -191,7 +193,7 @@ def test_flex_on_the_cpu_gives_what_a_mask_gives():
     pattern = documents(ids) & where(lambda i, j: i != 140) & ~window(0)
     kept = torch.tensor([m, 150])
     k[1, :, 150:], v[1, :, 150:] = torch.nan, torch.nan
-    expected = attention(q, k, v, pattern, lengths=kept, backend="masked")
+    expected = attention(q, k, v, pattern, lengths=kept, backend="sdpa")
     for _ in range(2):
         got = attention(q, k, v, pattern, lengths=kept, backend="flex")
         assert torch.allclose(got, expected, atol=1e-5)
@@ -210,4 +212,4 @@ def test_flex_on_the_cpu_after_a_cache_and_from_an_offset_a_row(each):
     )
     at = torch.tensor([5, 90]) if each else None
     got = attention(q, k, v, pattern, at=at, backend="flex")
-    assert torch.allclose(got, attention(q, k, v, pattern, at=at, backend="masked"), atol=1e-5)
+    assert torch.allclose(got, attention(q, k, v, pattern, at=at, backend="sdpa"), atol=1e-5)

@@ -16,18 +16,17 @@ IDS = torch.tensor([0, 0, 1, 1, 1])
 TABLE = torch.randn(2, 5, generator=torch.Generator().manual_seed(5), dtype=f64)
 SHORT = {"lengths": torch.tensor([3])}
 WAYS = [  # backend, pattern, more
-    ("dense", None, {}),
-    ("dense", causal(), {}),
-    ("masked", window(1), {}),
-    ("masked", where(lambda i, j: (i + j) % 2 == 0) & documents(IDS), {}),
-    ("masked", causal(), {"lengths": torch.tensor([0])}),
-    ("progressions", causal() & (window(1) | every(3)), {}),
-    ("progressions", window(1), SHORT),
-    ("packed", documents(IDS) & causal(), {}),
-    ("packed", documents(IDS), SHORT),
-    ("plain", window(1), SHORT),
-    ("tiled", causal(), {"bias": ByDistance(table=TABLE)}),
-    ("tiled", window(2), SHORT),
+    ("sdpa", None, {}),
+    ("sdpa", causal(), {}),
+    ("sdpa", window(1), {}),
+    ("sdpa", where(lambda i, j: (i + j) % 2 == 0) & documents(IDS), {}),
+    ("sdpa", causal(), {"lengths": torch.tensor([0])}),
+    ("tiles", causal() & (window(1) | every(3)), {}),
+    ("tiles", window(1), SHORT),
+    ("tiles", documents(IDS) & causal(), {}),
+    ("tiles", documents(IDS), SHORT),
+    ("reference", window(1), SHORT),
+    ("tiles", causal(), {"bias": ByDistance(table=TABLE)}),
 ]
 
 
@@ -40,7 +39,7 @@ def qkv(h_kv=1):
 @pytest.mark.parametrize(("backend", "pattern", "more"), WAYS, ids=[f"{b} {p!r}" for b, p, _ in WAYS])
 @pytest.mark.parametrize("lse", [False, True])
 def test_every_way_can_be_differentiated_twice(backend, pattern, more, lse):
-    if lse and backend in ("dense", "masked"):
+    if lse and backend == "sdpa":
         pytest.skip("it gives no log-sum-exp")
 
     def f(q, k, v):
@@ -58,7 +57,7 @@ def test_what_auto_recalls_can_be_differentiated_twice(pattern):
 
 def test_a_learned_bias_can_be_differentiated_twice():
     def f(q, table, slopes):
-        return attention(q, q, q, causal(), bias=ByDistance(table, slopes), backend="tiled")
+        return attention(q, q, q, causal(), bias=ByDistance(table, slopes), backend="tiles")
 
     slopes = torch.tensor([0.5, 0.25], dtype=f64, requires_grad=True)
     assert gradgradcheck(f, (qkv()[0], TABLE.clone().requires_grad_(), slopes), fast_mode=True)
@@ -66,11 +65,11 @@ def test_a_learned_bias_can_be_differentiated_twice():
 
 def test_dropout_in_tiles_says_that_it_cannot():
     q, k, v = qkv()
-    o = attention(q, k, v, causal(), backend="tiled", dropout_p=0.25)
+    o = attention(q, k, v, causal(), backend="tiles", dropout_p=0.25)
     with pytest.raises(BackendError) as e:
         torch.autograd.grad(o.sum(), q, create_graph=True)
     assert str(e.value) == (
-        "create_graph=True through dropout in tiles: its gradients have none of their own; use backend='masked'"
+        "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Calls of shapes seen before: the same numbers, nothing skipped that could be wrong, nothing stale."""
+"""Prepared calls, looked up by shape: the same numbers, nothing skipped that could be wrong, nothing stale."""
 
 import weakref
 
@@ -8,8 +8,9 @@ from torch.autograd import gradgradcheck
 from torch.func import jacrev, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard.engine import quick, twice
-from regard.engine.attention import attention
+from regard.engine import double_backward
+from regard.engine.attention import _key, attention
+from regard.engine.backends import PREPARED
 from regard.errors import ShapeError, SpecError
 from regard.pattern import causal, documents, every, full, sinks, where, window
 
@@ -18,14 +19,14 @@ PATTERNS = [None, full(), causal(), window(2), causal() & (window(1) | every(3))
 
 @pytest.fixture(autouse=True)
 def nothing_known():
-    quick.known.clear()
+    PREPARED.clear()
     yield
-    quick.known.clear()
+    PREPARED.clear()
 
 
 def recalled(inputs, pattern):
     """Whether the next call of this kind is looked up."""
-    return quick.key(*inputs, pattern, None) in quick.known
+    return _key(*inputs, pattern, None, "auto") in PREPARED.values
 
 
 def qkv(n=7, m=7, dtype=torch.float64, grad=True, h_kv=2):
@@ -39,7 +40,7 @@ def qkv(n=7, m=7, dtype=torch.float64, grad=True, h_kv=2):
 def test_the_second_call_gives_what_the_formula_gives(pattern, scale):
     for n, m in ((7, 7), (3, 7), (1, 7)):
         inputs = qkv(n, m)
-        expected = attention(*inputs, pattern, scale=scale, backend="plain")
+        expected = attention(*inputs, pattern, scale=scale, backend="reference")
         wanted = torch.autograd.grad(expected.square().sum(), inputs)
         for _ in range(2):
             o = attention(*inputs, pattern, scale=scale)
@@ -49,10 +50,10 @@ def test_the_second_call_gives_what_the_formula_gives(pattern, scale):
 
 
 def test_it_is_recalled_and_few_are_kept(monkeypatch):
-    monkeypatch.setattr(quick, "MOST", 2)
+    monkeypatch.setattr(PREPARED, "limit", 4)  # two entries a call: by its facts, and by its arguments
     for n in (3, 4, 5):
         attention(*qkv(n, n), window(1))
-    assert [key[3][2] for key in quick.known] == [4, 5]
+    assert [key[3][2] for key in PREPARED.values if len(key) > 2] == [4, 5]
     inputs = qkv(5, 5)
     assert recalled(inputs, window(1)) and not recalled(inputs, window(2))
 
@@ -66,11 +67,14 @@ def test_another_dtype_or_gradient_is_another_call():
         assert not recalled(inputs, window(1))
 
 
-def test_what_data_decide_is_never_recalled():
+def test_what_data_decide_is_never_cached():
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    for pattern in (documents(ids), where(torch.ge), torch.ones(7, 7, dtype=torch.bool)):
+    for pattern in (documents(ids), where(torch.ge)):
         attention(*qkv(), pattern)
-        assert not quick.known
+        assert not PREPARED.values
+    for table in (torch.eye(7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).tril()):
+        wanted = attention(*qkv(), table, backend="reference")
+        assert torch.allclose(attention(*qkv(), table), wanted, atol=1e-12)
 
 
 def test_what_is_wrong_is_refused_however_often_it_is_asked():
@@ -130,7 +134,7 @@ def test_what_pytorch_takes_by_the_formula_is_differentiated_twice_by_pytorch():
     attention(*inputs, window(1))
     q = inputs[0].detach().mT.contiguous().mT.requires_grad_()
     assert recalled([q, *inputs[1:]], window(1))
-    wanted = attention(q, *inputs[1:], window(1), backend="plain")
+    wanted = attention(q, *inputs[1:], window(1), backend="reference")
     found = []
     for o in (attention(q, *inputs[1:], window(1)), wanted):
         (once,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
@@ -143,15 +147,15 @@ def test_the_gradient_of_one_input_alone_has_gradients():
     for _ in range(2):
         (once,) = torch.autograd.grad(attention(q, k, v, window(1)).square().sum(), k, create_graph=True)
         (plain,) = torch.autograd.grad(
-            attention(q, k, v, window(1), backend="plain").square().sum(), k, create_graph=True
+            attention(q, k, v, window(1), backend="reference").square().sum(), k, create_graph=True
         )
         for a, b in zip(*(torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (once, plain))):
             assert torch.allclose(a, b, atol=1e-10)
 
 
 def test_only_what_is_asked_to_be_differentiated_again_is_taken_by_the_formula(monkeypatch):
-    ran, real = [], twice.gradients
-    monkeypatch.setattr(twice, "gradients", lambda *x: ran.append(1) or real(*x))
+    ran, real = [], double_backward.gradients
+    monkeypatch.setattr(double_backward, "gradients", lambda *x: ran.append(1) or real(*x))
     inputs = qkv()
     for _ in range(2):
         torch.autograd.grad(attention(*inputs, window(1)).sum(), inputs)
@@ -187,6 +191,6 @@ def test_a_mode_that_looks_on_sees_every_operation():
     attention(*inputs, window(1))
     assert recalled(inputs, window(1))
     with Seen() as seen:
-        assert quick.key(*inputs, window(1), None) is None
+        assert _key(*inputs, window(1), None, "auto") is None
         attention(*inputs, window(1))
     assert any("flash" in name or "attention" in name or "softmax" in name for name in seen.names)

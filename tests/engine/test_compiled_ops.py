@@ -52,10 +52,10 @@ CALLS = {  # the arguments after q, k, v
     "strided": ((strided(3),), {"at": (1, 2)}),
     "a bool tensor": ((randn(N, M) > 0,), {}),
     "documents": ((causal() & documents(IDS),), {}),
-    "documents, packed": ((causal() & documents(IDS),), {"backend": "packed"}),
+    "documents, packed": ((causal() & documents(IDS),), {"backend": "tiles"}),
     "documents, packed, with lengths": (
         (documents(IDS) & window(2),),
-        {"backend": "packed", "lengths": torch.tensor([4, 11]), "return_lse": True},
+        {"backend": "tiles", "lengths": torch.tensor([4, 11]), "return_lse": True},
     ),
     "a pattern of lengths": ((causal() & lengths(torch.tensor([4, 11])),), {}),
     "a function": ((where(lambda i, j: (i + j) % 3 == 0),), {}),
@@ -95,14 +95,19 @@ def test_a_bias_by_distance_trains_inside_the_graph():
         assert_close(mine, other, rtol=0, atol=1e-12)
 
 
+def extras(*given):
+    """Table, slopes, lengths, seed and ids as the operation takes them: an empty tensor is none."""
+    return [torch.empty(0, dtype=f64) if x is None else x for x in (*given, *(None,) * (5 - len(given)))]
+
+
 def test_a_bias_by_distance_is_one_opaque_operation_without_a_table_of_pairs():
     """It holds nothing n × m, drops the same weights forward and backward, and passes PyTorch's own checks."""
     q, k, v = (x.requires_grad_() for x in qkv())
     table, slopes = randn(H, 7, seed=9).requires_grad_(), alibi_slopes(H).to(f64).requires_grad_()
     kept, seed = torch.tensor([4, 11]), torch.tensor(1 << 40)
     for added, p in (((table, slopes), 0.0), ((table, None), 0.25), ((None, None), 0.25)):
-        call = (q, k, v, *added, kept, seed, SPARSE.text, 4, 1, 0.3, p)
-        torch.library.opcheck(torch.ops.regard.walk.default, call)
+        call = (q, k, v, extras(*added, kept, seed), SPARSE.text, [4, 1], [0.3, p])
+        torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 
 
 def test_packed_documents_are_read_when_the_graph_runs():
@@ -110,7 +115,7 @@ def test_packed_documents_are_read_when_the_graph_runs():
     counter = CompileCounterWithBackend("aot_eager")
 
     def f(q, k, v, ids):
-        return attention(q, k, v, causal() & documents(ids), backend="packed")
+        return attention(q, k, v, causal() & documents(ids), backend="tiles")
 
     compiled = torch.compile(f, fullgraph=True, backend=counter)
     for first in (4, 9, 1):
@@ -120,7 +125,7 @@ def test_packed_documents_are_read_when_the_graph_runs():
     with pytest.raises(BackendError) as refused:
         compiled(*qkv(), torch.arange(M) % 2)
     assert str(refused.value) == (
-        "backend='packed' cannot run this: a document's ids do not follow one another; use backend='masked'"
+        "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
     )
 
 
@@ -128,7 +133,8 @@ def test_packed_documents_are_one_opaque_operation():
     q, k, v = (x.requires_grad_() for x in qkv())
     for kept in (None, torch.tensor([4, 11])):
         for rest in ("", causal().text, causal().text + "\n" + window(2).text):
-            torch.library.opcheck(torch.ops.regard.packed.default, (q, k, v, IDS, kept, rest, 4, 0.3))
+            call = (q, k, v, extras(None, None, kept, None, IDS), rest, [4, 1], [0.3, 0.0])
+            torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 
 
 def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():
@@ -143,7 +149,7 @@ def test_a_compiled_bias_by_distance_makes_no_table_of_pairs():
         lambda q, k, v, t: attention(q, k, v, SPARSE, bias=ByDistance(t)), fullgraph=True, backend=look
     )(*inputs)
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert any("regard.walk" in name or name == "walk" for name in called)
+    assert any("sparse_attention" in name or name == "sparse" for name in called)
     assert not any("scaled_dot_product" in name or "softmax" in name for name in called)
 
 
@@ -155,17 +161,17 @@ def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
 
     inputs = *qkv(n, m), randn(H, 2 * reach + 1, seed=9), alibi_slopes(H).to(f64)
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    by_mask = with_gradients(lambda *x: f(*x, backend="masked"), *inputs)
+    by_mask = with_gradients(lambda *x: f(*x, backend="sdpa"), *inputs)
     for mine, other in zip(with_gradients(compiled, *inputs), by_mask, strict=True):
         assert_close(mine, other, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", ["progressions", "tiled", "masked", "plain"])
+@pytest.mark.parametrize("backend", ["tiles", "sdpa", "reference"])
 def test_a_way_asked_for_by_name_is_one_graph_too(backend):
     compiled = torch.compile(
         lambda q, k, v: attention(q, k, v, SPARSE, backend=backend), fullgraph=True, backend="aot_eager"
     )
-    by_mask = with_gradients(lambda *x: attention(*x, SPARSE, backend="masked"), *qkv())
+    by_mask = with_gradients(lambda *x: attention(*x, SPARSE, backend="sdpa"), *qkv())
     for mine, other in zip(with_gradients(compiled, *qkv()), by_mask, strict=True):
         assert_close(mine, other, rtol=0, atol=1e-11)
 
@@ -190,7 +196,7 @@ def test_a_graph_with_dropout_needs_no_compiled_code_for_its_seed():
     """On CUDA a seed drawn by a kernel of the graph would ask for a C++ compiler, and a minute."""
     compiled = torch.compile(twice_dropped, fullgraph=True)
     _, (code,) = run_and_get_code(compiled, *qkv(m=N), alibi_slopes(H).to(f64))
-    assert code.count("regard.draw") >= 2 and "cpp_fused" not in code and "randint" not in code
+    assert code.count("regard.sample_seed") >= 2 and "cpp_fused" not in code and "randint" not in code
 
 
 @pytest.mark.skipif(

@@ -12,14 +12,14 @@ import torch
 
 import regard as rg
 from joint_cases import ATTENDS, LOSSES
-from regard.engine import joint
+from regard.engine import fused_qkv
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def told():
-    program = Path(__file__).parents[2] / "helpers" / "joint_cases.py"
+    program = Path(__file__).parents[1] / "helpers" / "joint_cases.py"
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -80,12 +80,12 @@ def there(*shape, dtype=torch.bfloat16):
     ],
 )
 def test_only_what_fits_goes_this_way(monkeypatch, n, m, d, dtype, pattern, fits):
-    monkeypatch.setattr(joint, "eager", lambda *tensors: True)
+    monkeypatch.setattr(fused_qkv, "eager", lambda *tensors: True)
     x = there(2, n, 8, dtype=dtype)
     source = x if m is None else there(2, m, 8, dtype=dtype)
-    assert joint.fits(x, source, d, pattern) == fits
+    assert fused_qkv.fits(x, source, d, pattern) == fits
 
 
 def test_on_a_cpu_nothing_does():
     x = torch.zeros(2, 7, 8, dtype=torch.bfloat16)
-    assert not joint.fits(x, x, 64, rg.full())
+    assert not fused_qkv.fits(x, x, 64, rg.full())

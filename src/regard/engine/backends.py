@@ -1,0 +1,142 @@
+"""The table of backends: which one runs a call, and why. `attention`, `explain` and `cost` read this table alone.
+
+reference  the formula, a chunk of queries at a time; every call
+sdpa       PyTorch's own attention, dense or with a mask
+tiles      on the CPU, only the keys of the pattern
+triton     on CUDA, only the keys of the pattern
+flex       compiled FlexAttention: what data or a function decide, on CUDA
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import isinf
+from threading import Lock
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ..errors import BackendError, SpecError, nearest
+from .call import CallFacts, Prepared
+from .cpu.backend import Tiles
+from .cuda.backend import Triton
+from .flex import Flex
+from .reference_backend import Reference
+from .sdpa import Sdpa
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to compute attention exactly."""
+
+    name: str
+    automatic: tuple[str, ...]  # device types on which it is considered without being named
+
+    def refuses(self, f: CallFacts) -> str | None:
+        """Why it cannot run this call; None: it can."""
+
+    def estimate(self, f: CallFacts) -> float:
+        """About how long it takes, in seconds; inf: it is never the fastest."""
+
+    def prepare(self, f: CallFacts) -> Prepared:
+        """All that depends on shapes alone, done or ready to be done at the first call."""
+
+
+TABLE: dict[str, Backend] = {b.name: b for b in (Reference(), Sdpa(), Tiles(), Triton(), Flex())}
+BACKENDS = ("auto", *TABLE)
+
+
+def choose(f: CallFacts, backend: str = "auto") -> Prepared:
+    """The call prepared by the backend of that name, or by the fastest that can run it."""
+    if backend not in BACKENDS:
+        raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
+    if torch.compiler.is_compiling():
+        return _prepare(f, backend)
+    if f.pattern.has_data:  # compared by identity, so it would be kept alive; its data may change
+        return _prepare(f, backend)
+    return PREPARED.get_or((f, backend), lambda: _prepare(f, backend))
+
+
+def _prepare(f: CallFacts, backend: str) -> Prepared:
+    if backend == "auto":
+        if torch.compiler.is_compiling():
+            return _without_sizes(f).prepare(f)
+        chosen, reason = _fastest(f)
+        return _explained(chosen.prepare(f), reason)
+    if why := TABLE[backend].refuses(f):
+        instead = (_without_sizes(f) if torch.compiler.is_compiling() else _fastest(f)[0]).name
+        raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={instead!r}")
+    prepared = TABLE[backend].prepare(f)
+    return prepared if torch.compiler.is_compiling() else _explained(prepared, "requested by name")
+
+
+def _explained(prepared: Prepared, reason: str) -> Prepared:
+    return replace(prepared, reason=f"{reason}; {prepared.note}" if prepared.note else reason)
+
+
+def _fastest(f: CallFacts) -> tuple[Backend, str]:
+    """The backend with the smallest estimate of those that do not refuse, and why."""
+    device = f.device_type if f.device_type in ("cpu", "cuda") else "other"
+    times: list[tuple[float, Backend]] = []
+    refusals = []
+    for each in TABLE.values():
+        if device not in each.automatic:
+            continue
+        if why := each.refuses(f):
+            refusals.append(f"{each.name} cannot: {why}")
+        else:
+            times.append((each.estimate(f), each))
+    times = sorted((pair for pair in times if not isinf(pair[0])), key=lambda pair: pair[0])
+    if not times:
+        return TABLE["reference"], "; ".join(refusals) or "no other backend is for this device"
+    best, chosen = times[0]
+    if len(times) > 1:
+        refusals.insert(0, f"about {times[1][0] / max(best, 1e-12):.1f} × faster than {times[1][1].name}")
+    return chosen, "; ".join(refusals) or "no other backend is for this device"
+
+
+def _without_sizes(f: CallFacts) -> Backend:
+    """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times."""
+    if f.hard:
+        return TABLE["reference"]
+    if f.unmasked and not f.return_lse:
+        return TABLE["sdpa"]
+    names = {"cpu": ("tiles",), "cuda": ("flex", "triton")}.get(f.device_type, ())
+    for name in names:
+        by_documents = name == "tiles" and f.pattern.has_data  # whose ids a graph does not know
+        by_blocks = name == "flex" and not f.pattern.has_data
+        dropped = name == "tiles" and f.dropout_p > 0 and f.bias != "distance"
+        if not (by_documents or by_blocks or dropped) and not TABLE[name].refuses(f):
+            return TABLE[name]
+    return TABLE["reference" if f.return_lse else "sdpa"]
+
+
+class Cache:
+    """At most `limit` values by key; the oldest goes first. Reading takes no lock: looking a key up is one operation
+    of a dict, which threads cannot divide."""
+
+    def __init__(self, limit: int):
+        self.limit, self.values, self.lock = limit, dict[Any, Any](), Lock()
+        self.get = self.values.get
+
+    def put(self, key: Any, value: Any) -> None:
+        with self.lock:
+            self.values[key] = value
+            while len(self.values) > self.limit:
+                del self.values[next(iter(self.values))]
+
+    def get_or(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Two threads may make the same value; the later one stays."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
+        return value
+
+    def clear(self) -> None:
+        with self.lock:
+            self.values.clear()
+
+
+# Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls that give nothing else, by what
+# `attention.key` reads of their arguments.
+PREPARED = Cache(256)

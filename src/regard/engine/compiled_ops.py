@@ -1,0 +1,255 @@
+"""Sparse attention as one opaque operation, for what must see PyTorch's operations: a compiler, a transform, a mode.
+
+A compiled graph holds the tensors and the pattern's text; the plan is looked up when the operation runs, so any
+number of lengths share a graph. The ids of packed documents are read then too.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import and_
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import BackendError
+from ..pattern import Pattern, full, query_offset
+from ..position import ByDistance
+from .call import Call
+from .cpu import by_distance, packed, progressions
+from .cpu.batches import Program, of_plans, program, working
+from .plan.planner import NoPlan, Pass, Plan
+
+TILE = 512  # queries at a time where every pair is visited
+SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
+NO_SEED = SEEDS[0]
+
+
+class Options(NamedTuple):
+    """What a call computes, beside its tensors."""
+
+    pattern: Pattern
+    start: int  # query r is at position start + step · r
+    step: int
+    scale: float
+    dropout_p: float = 0.0
+
+
+class Extras(NamedTuple):
+    """The tensors of a call beside q, k and v."""
+
+    table: Tensor | None  # of a bias by distance
+    slopes: Tensor | None
+    lengths: Tensor | None
+    seed: Tensor | None  # of dropout
+    ids: Tensor | None  # of packed documents
+
+    @property
+    def bias(self) -> ByDistance | None:
+        absent = self.table is None and self.slopes is None
+        return None if absent else ByDistance(self.table, self.slopes)
+
+
+def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
+    """o and lse over the pairs of a pattern, or of `documents(ids)` and words of i − j; both differentiable."""
+    bias = call.bias if isinstance(call.bias, ByDistance) else None
+    table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
+    seed = None
+    if call.dropout_p:
+        seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
+    ids, text = packed.written(call.pattern) if call.pattern.has_data else (None, call.pattern.text)
+    extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
+    assert text is not None and not isinstance(call.at, Tensor)
+    offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
+    return sparse(call.q, call.k, call.v, extras, text, offset, [call.factor, call.dropout_p])
+
+
+def _present(x: Tensor | None, like: Tensor) -> Tensor:
+    """A list of tensors has no None: an empty one means that there is none."""
+    return like.new_empty(0) if x is None else x
+
+
+def sample_seed() -> Tensor:
+    return torch.randint(*SEEDS, (), device="cpu")  # reading it waits for no GPU
+
+
+_samples = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("regard::sample_seed", mutates_args=("samples",))
+def sample_in_graph(samples: Tensor) -> Tensor:
+    """A seed from PyTorch's generator. As an operation of its own it needs no C++ compiler in a compiled graph; that
+    it counts keeps two samples from being taken for one."""
+    samples += 1
+    return sample_seed()
+
+
+@sample_in_graph.register_fake
+def _(samples):
+    return torch.empty_like(samples)
+
+
+@torch.library.custom_op("regard::sparse_attention", mutates_args=())
+def sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Sequence[Tensor],
+    pattern: str,
+    offset: Sequence[int],
+    factors: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """extras: as Extras has them; pattern: its text; offset: start and step; factors: scale and dropout_p."""
+    found, options = _read(extras, pattern, offset, factors)
+    if q.is_cuda:
+        from .cuda import backend as triton
+
+        seed = NO_SEED if found.seed is None else int(found.seed)
+        return triton.forward((q, k, v), found[:3], seed, options)
+    dtype = working(q.dtype)
+    qkv = q.to(dtype), k.to(dtype), v.to(dtype)
+    if found.bias is not None or options.dropout_p:
+        o, lse = by_distance.run(*qkv, found.bias, _job(q, k, found, options))
+    else:
+        o, lse = progressions.forward(*qkv, _programs(q, k, found, options), options.scale, found.lengths)
+    return o.to(q.dtype).contiguous(), lse.to(_lse_dtype(q)).contiguous()
+
+
+@sparse.register_fake
+def _(q, k, v, *options):
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+
+
+@torch.library.custom_op("regard::sparse_attention_backward", mutates_args=())
+def sparse_backward(
+    grads: Sequence[Tensor],
+    saved: Sequence[Tensor],
+    pattern: str,
+    offset: Sequence[int],
+    factors: Sequence[float],
+    of_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, table and slopes. grads: of o and lse; saved: q, k, v, o, lse, then the extras.
+
+    What has no gradient gets an empty tensor: an operation cannot return None.
+    """
+    found, options = _read(saved[5:], pattern, offset, factors)
+    q, k, v, o, lse = saved[:5]
+    grad, grad_lse = grads[0], grads[1] if grads[1].numel() else None
+    results: tuple[Tensor | None, ...]
+    if q.is_cuda:
+        from .cuda import backend as triton
+
+        seed = NO_SEED if found.seed is None else int(found.seed)
+        results = triton.backward((grad, grad_lse), saved[:5], found[:3], seed, options, of_bias)
+    elif found.bias is not None or options.dropout_p:
+        job = _job(q, k, found, options)
+        results = by_distance.run_backward(grad, grad_lse, (q, k, v, o, lse), found.bias, job, of_bias)
+    else:
+        dtype = working(q.dtype)
+        programs = _programs(q, k, found, options)
+        grad_lse = None if grad_lse is None else grad_lse.to(dtype)
+        q_, k_, v_, o, lse = (x.to(dtype) for x in (q, k, v, o, lse))
+        given = grad.to(dtype), grad_lse, q_, k_, v_, o, lse
+        results = *progressions.backward(*given, programs, options.scale, found.lengths), None, None
+    likes = q, k, v, found.table, found.slopes
+    return tuple(  # type: ignore[return-value]
+        grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()
+        for g, x in zip(results, likes)
+    )
+
+
+@sparse_backward.register_fake
+def _(grads, saved, pattern, offset, factors, of_bias):
+    likes = (*saved[:3], *(x if of_bias else x.new_empty(0) for x in saved[5:7]))
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in likes)
+
+
+def _setup(ctx, inputs, output):
+    q, k, v, extras, *ctx.options = inputs
+    ctx.of_bias = any(x.requires_grad for x in extras[:2])
+    ctx.save_for_backward(q, k, v, *output, *extras)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, grad_lse):
+    saved = ctx.saved_tensors
+    none: list[Tensor | None] = [None] * 5
+    if grad is None and grad_lse is None:
+        return None, None, None, none, None, None, None
+    grad = torch.zeros_like(saved[3]) if grad is None else grad
+    grads = [grad, _present(grad_lse, grad)]
+    dq, dk, dv, of_table, of_slopes = sparse_backward(grads, saved, *ctx.options, ctx.of_bias)
+    if ctx.of_bias:
+        none[:2] = (g if x.requires_grad else None for g, x in zip((of_table, of_slopes), saved[5:7]))
+    needed = ctx.needs_input_grad
+    of_qkv = (g if needs else None for g, needs in zip((dq, dk, dv), needed))
+    return *of_qkv, none, None, None, None
+
+
+sparse.register_autograd(_backward, setup_context=_setup)
+
+
+def _read(
+    extras: Sequence[Tensor], pattern: str, offset: Sequence[int], factors: Sequence[float]
+) -> tuple[Extras, Options]:
+    found = Extras(*(x if x.numel() else None for x in extras))
+    words = list(map(_pattern, pattern.split("\n"))) if pattern else [full()]  # one factor per line
+    (start, step), (scale, dropout_p) = offset, factors
+    return found, Options(reduce(and_, words), start, step, scale, dropout_p)
+
+
+@lru_cache(maxsize=512)
+def _pattern(text: str) -> Pattern:
+    return Pattern.from_json(text)
+
+
+def _job(q: Tensor, k: Tensor, extras: Extras, options: Options) -> by_distance.Job:
+    seed = 0 if extras.seed is None else int(extras.seed)
+    (tiles,) = _programs(q, k, extras, options)
+    return by_distance.Job(tiles, options.scale, extras.lengths, options.dropout_p, seed)
+
+
+def _programs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Program, ...]:
+    """One program for all batch rows, or one each."""
+    n, m = q.shape[2], k.shape[2]
+    if extras.ids is not None:
+        return _documents(extras.ids, options.pattern, n, options.start)
+    try:
+        return (program(options.pattern, n, m, options.start, options.step),)
+    except NoPlan:  # compiled graphs alone come here: they choose before the sizes are known
+        return (_every_pair(options.pattern, n, m, options.start, options.step),)
+
+
+@lru_cache(maxsize=64)
+def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Program:
+    """All keys for all queries, masked: what is left where no progressions describe a pattern."""
+    first = np.arange(0, n, TILE, dtype=np.int64)
+    tiles = np.stack([first, np.ones_like(first), np.minimum(TILE, n - first)], 1)
+    parts = np.tile(np.array([[0, 1, m, 0]], dtype=np.int64), (len(first), 1))
+    all_pairs = Pass(pattern, tiles, np.arange(len(first) + 1, dtype=np.int64), parts)
+    return of_plans(Plan(pattern, n, m, start, step, (all_pairs,) if n and m else ()))
+
+
+def _documents(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Program, ...]:
+    data = np.ascontiguousarray(ids.numpy())
+    programs = _documents_of(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
+    if programs is None:
+        raise BackendError(
+            "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
+        )
+    return programs
+
+
+@lru_cache(maxsize=32)
+def _documents_of(
+    data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern, n: int, start: int
+) -> tuple[Program, ...] | None:
+    """By the contents of the ids, which a graph learns anew at every call."""
+    ids = torch.from_numpy(np.frombuffer(data, dtype=dtype).reshape(shape).copy())
+    return packed.layouts(ids, rest, n, shape[-1], start)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)

@@ -1,0 +1,206 @@
+"""The backend `triton`: on CUDA, only the keys of the pattern, by our Triton kernels, with bias and dropout.
+
+Nothing here imports Triton before a call runs: the choice of a backend is the same on a machine without a GPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import BackendError
+from ...position import ByDistance
+from .. import double_backward
+from ..call import Call, CallFacts, Outputs, Prepared
+from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
+from ..plan.planner import NoPlan, plan
+
+MAX_PARTS = 8  # progressions per tile: past that a mask is faster
+MAX_HEAD_DIM = 256  # what the kernels hold
+# A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (bench/gpu_door.py,
+# short): forward; with backward by one launch, which is the least there is, and by several.
+PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
+CALL, CALL_ONE_LAUNCH, CALL_GRAD = 20e-6, 0.0, 130e-6
+# Pairs of a head up to which one launch is faster than three (16 heads, n to 4096 measured), and of all heads, by
+# estimate: its programs are slower, and many heads keep the GPU busy.
+MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 22, 1 << 28, 128
+
+
+class Triton:
+    name = "triton"
+    automatic = ("cuda",)
+
+    def refuses(self, f: CallFacts) -> str | None:
+        if f.hard:
+            return "scale=inf has no softmax"
+        if f.device_type != "cuda":
+            return f"it runs on CUDA, not on {f.device_type}"
+        if f.bias == "tensor":
+            return "a bias tensor is n × m already"
+        if f.table:
+            return "a bool tensor is no pattern; declare one"
+        if f.pattern.has_data:
+            return f"{f.pattern!r} carries data, which no progression describes"
+        if f.row_offsets:
+            return "per-row query offsets (`at` as a tensor) are not supported"
+        if f.dtype == torch.float64:
+            return "the Triton kernels take float32, float16 or bfloat16, not float64"
+        if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
+            return f"heads {max(f.d_k, f.d_v)} wide do not fit the Triton kernels, which hold {MAX_HEAD_DIM}"
+        if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
+            return None
+        return _no_plan(f)
+
+    def estimate(self, f: CallFacts) -> float:
+        if f.unmasked:  # no sparse kernel is faster than the dense one
+            return f.pairs * (PAIR_GRAD if f.grad else PAIR) + CALL
+        computed = f.flat_heads * _computed(f)
+        if not f.grad:
+            return computed * PAIR + f.flat_heads * f.n * QUERY + CALL
+        return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else CALL_GRAD)
+
+    def prepare(self, f: CallFacts) -> Prepared:
+        build = (lambda: _prepared_launches(f)) if f.only_pattern and not f.observed else None
+        return Prepared(self.name, variant(f), lambda: _computed(f), lambda call: _run(call, f), build)
+
+
+def _no_plan(f: CallFacts) -> str | None:
+    """Why there is no good plan at these sizes."""
+    if f.n == 0 or f.m == 0:
+        return "there are no pairs"
+    try:
+        parts = plan(f.pattern, f.n, f.m, *f.offset).max_parts
+    except NoPlan as why:
+        return str(why)
+    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if parts > MAX_PARTS else None
+
+
+def _computed(f: CallFacts) -> int:
+    return plan(f.pattern, f.n, f.m, *f.offset).computed
+
+
+def variant(f: CallFacts) -> str:
+    """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
+    if torch.compiler.is_compiling():
+        return "general kernels"
+    names = ["Hopper" if _on_hopper(f) else "general kernels"]
+    if f.grad and _backward_in_one_launch(f):
+        names.append("one-launch backward")
+    return ", ".join(names)
+
+
+def _backward_in_one_launch(f: CallFacts) -> bool:
+    extras = f.table or f.lengths or f.bias != "none" or f.dropout_p
+    return not extras and one_launch(f.n, f.m, f.flat_heads, max(f.d_k, f.d_v))
+
+
+def one_launch(n: int, m: int, heads: int, width: int) -> bool:
+    """Whether the backward pass is one launch: where the GPU would wait for the CPU."""
+    return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
+
+
+def _on_hopper(f: CallFacts) -> bool:
+    """Whether the forward pass is one of the kernels for Hopper."""
+    if (
+        f.device_type != "cuda"
+        or not torch.cuda.is_available()
+        or f.lengths
+        or f.bias != "none"
+        or f.dropout_p
+    ):
+        return False
+    from .hopper.launches import stream_route
+    from .host import task
+    from .prepared import dense
+
+    q, k, v = f.like()
+    what, layouts = task(q, v, f.pattern, *f.offset, f.factor), tuple(dense(*x.shape) for x in (q, k, v))
+    return (
+        stream_route(what, what.configs.stream, False, layouts, f.dtype, torch.device(f.device)) is not None
+    )
+
+
+def _prepared_launches(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from . import Again, task
+
+    q, _, v = f.like()
+    return Again(task(q, v, f.pattern, *f.offset, f.factor), f.grad)
+
+
+def _run(call: Call, f: CallFacts) -> Outputs:
+    if f.observed:
+        return sparse_attention(call)
+    bias = call.bias if isinstance(call.bias, ByDistance) else None
+    table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
+    seed = int(sample_seed()) if call.dropout_p else NO_SEED
+    options = Options(f.pattern, *f.offset, f.factor, call.dropout_p)
+    return _Attend.apply(call.q, call.k, call.v, table, slopes, call.lengths, seed, options)
+
+
+class _Attend(torch.autograd.Function):
+    """(q, k, v, table, slopes) → (o, lse)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, table, slopes, lengths, seed, options):
+        o, lse = forward((q, k, v), (table, slopes, lengths), seed, options)
+        ctx.save_for_backward(q, k, v, table, slopes, lengths, o, lse)
+        ctx.seed, ctx.options = seed, options
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, grad, grad_lse):
+        if grad is None and grad_lse is None:
+            return (None,) * 8
+        q, k, v, table, slopes, lengths, o, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
+            if table is not None or slopes is not None or ctx.options.dropout_p:
+                raise BackendError(
+                    "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
+                    "or dropout; use backend='sdpa'"
+                )
+            pattern, start, step, scale, _ = ctx.options
+            by = double_backward.Weighting(pattern, start, step, scale, lengths)
+            grad = torch.zeros_like(o) if grad is None else grad
+            return *double_backward.gradients((grad, grad_lse), (q, k, v), by), *(None,) * 5
+        of_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        saved = (q, k, v, o, lse), (table, slopes, lengths)
+        return *backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias), None, None, None
+
+
+def forward(qkv: Any, extras: Any, seed: int, options: Options) -> tuple[Tensor, Tensor]:
+    """o and lse. qkv: q, k, v; extras: table, slopes, lengths."""
+    from . import Added
+    from . import forward as run
+
+    added = Added(*extras[:2], seed)
+    o, lse = run(*qkv, _task(qkv[0], qkv[2], added, options), extras[2], added)
+    return o.contiguous(), lse.contiguous()
+
+
+def backward(
+    grads: tuple[Tensor | None, Tensor | None],
+    saved: Any,
+    extras: Any,
+    seed: int,
+    options: Options,
+    of_bias: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
+    from . import Added
+    from . import backward as run
+
+    q, k, v, o, lse = saved
+    added = Added(*extras[:2], seed)
+    task = _task(q, v, added, options)
+    grad = torch.zeros_like(o) if grads[0] is None else grads[0]
+    results = run(q, k, v, o, lse, grad, grads[1], task, extras[2], added, of_bias)
+    return tuple(None if g is None else g.contiguous() for g in results)
+
+
+def _task(q: Tensor, v: Tensor, added: Any, options: Options) -> Any:
+    from . import task
+
+    pattern, start, step, scale, dropout_p = options
+    return task(q, v, pattern, start, step, scale, added, dropout_p)

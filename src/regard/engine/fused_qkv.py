@@ -1,0 +1,119 @@
+"""Attention straight from a fused QKV projection, on a GPU: queries, keys and values of all heads in one tensor.
+
+For sequences so short that a head's scores are one tile, as sentences are. What moves is then only the projection
+and its gradient: heads are neither split nor concatenated. Everything else goes through `attention`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..pattern import Pattern, causal, full
+from .call import eager
+
+MAX_POSITIONS = 128  # of a tile
+MAX_ELEMENTS = 128 * 64  # positions × width: what the registers hold
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call computes, beside its tensors."""
+
+    heads: int
+    kv_heads: int
+    d_k: int
+    d_v: int
+    causal: bool
+    scale: float
+    dropout_p: float = 0.0
+
+
+def fits(
+    x: Float[Tensor, "b n d_model"], source: Float[Tensor, "b m d_context"], d: int, pattern: Pattern
+) -> bool:
+    """Whether these kernels run a call with heads of width d: on CUDA, in 16 bits, short, full or causal."""
+    if not x.is_cuda or _computed_in(x) not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch.compiler.is_compiling() and not eager(x, source):
+        return False
+    n, m = x.shape[1], source.shape[1]
+    if n > MAX_POSITIONS or m > MAX_POSITIONS or max(n, m, 64) * max(d, 16) > MAX_ELEMENTS:
+        return False
+    return isinstance(pattern, full) or (isinstance(pattern, causal) and source is x)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def attend(
+    x: Float[Tensor, "b n w"],
+    context: Float[Tensor, "b m w_context"] | None,
+    lengths: Int[Tensor, " b"] | None,
+    options: Options,
+) -> Float[Tensor, "b n w_out"]:
+    """softmax(scale · q kᵀ) v of every head, side by side: (b, n, heads · d_v).
+
+    A row of x holds the queries, then keys and values; where a context is given, that holds the last two.
+    """
+    seed = torch.randint(2**31 - 1, (1,), device=x.device) if options.dropout_p else None
+    sizes = [options.heads, options.kv_heads, options.d_k, options.d_v, int(options.causal)]
+    factors = [options.scale, options.dropout_p]
+    return torch.ops.regard.fused_qkv(x, context, lengths, seed, sizes, factors)
+
+
+# The operation. Defined by its schema: torch.library.custom_op would cost more time than a launch.
+
+_ARGUMENTS = "Tensor x, Tensor? context, Tensor? lengths, Tensor? seed, int[] sizes, float[] factors"
+torch.library.define("regard::fused_qkv", f"({_ARGUMENTS}) -> Tensor")
+torch.library.define("regard::fused_qkv_backward", f"(Tensor grad, {_ARGUMENTS}) -> (Tensor, Tensor)")
+
+
+def _options(sizes: list[int], factors: list[float]) -> Options:
+    heads, kv_heads, d_k, d_v, is_causal = sizes
+    return Options(heads, kv_heads, d_k, d_v, bool(is_causal), *factors)
+
+
+@torch.library.impl("regard::fused_qkv", ("cpu", "cuda"))
+def _run(x, context, lengths, seed, sizes, factors):
+    from .cuda.triton import fused_qkv as kernels
+
+    return kernels.forward(x, context, lengths, seed, _options(sizes, factors))
+
+
+@torch.library.register_fake("regard::fused_qkv")
+def _(x, context, lengths, seed, sizes, factors):
+    return x.new_empty(*x.shape[:2], sizes[0] * sizes[3])
+
+
+@torch.library.impl("regard::fused_qkv_backward", ("cpu", "cuda"))
+def _run_backward(grad, x, context, lengths, seed, sizes, factors):
+    """Where there is no context, its gradient is an empty tensor: an operation cannot return None."""
+    from .cuda.triton import fused_qkv as kernels
+
+    dx, dc = kernels.backward(grad, x, context, lengths, seed, _options(sizes, factors))
+    return dx, x.new_empty(0) if dc is None else dc
+
+
+@torch.library.register_fake("regard::fused_qkv_backward")
+def _(grad, x, context, lengths, seed, sizes, factors):
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    like = (0,) if context is None else context.shape
+    return dx, torch.empty(like, dtype=x.dtype, device=x.device)
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.rest = inputs[4:]
+
+
+def _backward(ctx, grad):
+    x, context, lengths, seed = ctx.saved_tensors
+    dx, dc = torch.ops.regard.fused_qkv_backward(grad, x, context, lengths, seed, *ctx.rest)
+    return dx, None if context is None else dc, *(None,) * 4
+
+
+torch.library.register_autograd("regard::fused_qkv", _backward, setup_context=_setup)

@@ -1,0 +1,184 @@
+"""The backend `sdpa`: PyTorch's scaled_dot_product_attention, without a mask or with one.
+
+On the CPU the backward of its fused operation cannot be differentiated again. Where gradients are needed there, that
+operation runs inside an autograd function of ours, whose backward is the fused one, or the formula under
+create_graph=True (double_backward.py).
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from .. import compat
+from ..pattern import causal, full
+from . import double_backward
+from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zeros_in
+
+# Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
+MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
+UNMASKED = 0.5  # of that per pair where no mask is read
+LARGE_BLOCKS = 192  # queries from which on the fused operation works in larger blocks, twice as fast
+# Seconds per pair to gather a bias by distance into a table (bench/cpu_bias.py), and its gradient into the bias.
+GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
+# On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
+# (bench/gpu_door.py, short).
+GPU_PAIR = 5e-13
+GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
+GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
+GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
+MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
+
+_sdpa = F.scaled_dot_product_attention
+
+
+class Sdpa:
+    name = "sdpa"
+    automatic = ("cpu", "cuda", "other")
+
+    def refuses(self, f: CallFacts) -> str | None:
+        if f.hard:
+            return "scale=inf has no softmax"
+        return "it gives no log-sum-exp" if f.return_lse else None
+
+    def estimate(self, f: CallFacts) -> float:
+        """The time of a call that computes every pair, or without a mask every past one."""
+        if f.device_type == "cpu":
+            pair = MASKED_GRAD if f.grad else MASKED
+            if f.unmasked:
+                return UNMASKED * f.pairs * pair
+            if f.bias == "distance":
+                return f.pairs * (pair + (GATHER_GRAD if f.bias_grad else GATHER))
+            return f.pairs * pair * (1 if f.n >= LARGE_BLOCKS else 2)
+        if f.unmasked:
+            return f.pairs * GPU_PAIR
+        pair, call = (GPU_MASKED_GRAD, GPU_CALL_GRAD) if f.grad else (GPU_MASKED, GPU_CALL)
+        if f.bias == "distance":
+            pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
+        return f.pairs * pair + call
+
+    def prepare(self, f: CallFacts) -> Prepared:
+        if f.unmasked:
+            square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
+            count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
+            build = (
+                (lambda: _function(f, None, isinstance(f.pattern, causal) and f.n > 1))
+                if _direct(f)
+                else None
+            )
+            return Prepared(self.name, "dense", count, _dense, build)
+        build = (lambda: _masked_function(f)) if _direct(f) and _cacheable(f) else None
+        return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
+
+
+def _direct(f: CallFacts) -> bool:
+    return f.only_pattern and not f.observed and f.device_type in MAX_CACHED_MASK
+
+
+def _cacheable(f: CallFacts) -> bool:
+    return f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
+
+
+def _function(
+    f: CallFacts, mask: Tensor | None, is_causal: bool
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """(q, k, v) → o with a mask that is added."""
+    scale, grouped = f.factor, f.heads != f.kv_heads
+    if f.grad and f.device_type == "cpu" and f.pairs and f.d_k:
+        return lambda q, k, v: _Fused.apply(q, k, v, mask, is_causal, scale)
+    return lambda q, k, v: _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+
+
+def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The same with the mask of a pattern, created once: made from a table of allowed pairs at every call, it would
+    take a tenth of the time."""
+    device = torch.device(f.device)
+    allowed = f.pattern.allowed(f.n, f.m, f.offset, device)
+    empty = ~allowed.any(-1, keepdim=True)
+    padding = -f.m % 8  # rows that begin at a multiple of 16 bytes: the CUDA kernels would copy others
+    mask = torch.zeros(1, 1, f.n, f.m + padding, dtype=f.dtype, device=device)
+    mask = mask[..., : f.m].masked_fill_(~(allowed | empty), -inf)
+    return zeros_in(_function(f, mask, False), empty)
+
+
+def _dense(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
+    """softmax(scale · q kᵀ) v over all keys, or over those up to the query where n = m."""
+    is_causal = isinstance(call.pattern, causal)
+    if call.n == 1:  # one query at the end sees every key; an `if`, as n may be a symbol
+        is_causal = False
+    return _attend(call, None, is_causal), None
+
+
+def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
+    """softmax(scale · q kᵀ + bias) v over the allowed pairs."""
+    call = call.hide()
+    allowed, bias = call.allowed(), call.dense_bias()
+    mask, empty = allowed, None
+    # What SDPA gives for a row of −∞ differs by kernel: let such a row attend to all keys, then clear it.
+    if bias is not None:
+        mask = bias if allowed is None else bias.masked_fill(~allowed, -inf)
+        empty = (mask == -inf).all(-1, keepdim=True)  # a bias may forbid by itself, as an additive mask
+        mask = mask.masked_fill(empty, 0.0)
+    elif allowed is not None and call.may_be_empty():
+        empty = ~allowed.any(-1, keepdim=True)
+        mask = allowed | empty
+    if empty is not None and readable(empty) and not bool(empty.any()):
+        empty = None
+    if mask is not None and mask.dim() < 2:
+        mask = mask.expand(1, call.m)  # SDPA reads the last two axes
+    o = _attend(call, mask, False)
+    return o if empty is None else o.masked_fill(empty, 0.0), None
+
+
+def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "b h n d_v"]:
+    """A mask is added, or bool with True = may attend. No row may be empty."""
+    q, k, v = call.q, call.k, call.v
+    formula = call.dropout_p > 0 or (mask is not None and mask.requires_grad)  # PyTorch takes the formula
+    if formula or not (q.is_cpu and needs_grad(q, k, v) and eager(q, k, v) and q.numel() and k.numel()):
+        more: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
+        return _sdpa(q, k, v, mask, call.dropout_p, **more)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
+    if mask is not None:
+        mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, call.n, call.m)
+    return _Fused.apply(q, k, v, mask, is_causal, call.factor)
+
+
+class _Fused(torch.autograd.Function):
+    """The fused CPU operation; its gradients can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, is_causal, scale):
+        d = max(q.shape[-1], v.shape[-1])
+        o, lse = compat.flash_forward_direct(
+            _padded(q, d), _padded(k, d), _padded(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, mask, o, lse)
+        ctx.options = is_causal, scale
+        return o if o.shape[-1] == v.shape[-1] else o[..., : v.shape[-1]]
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, mask, o, lse = ctx.saved_tensors
+        is_causal, scale = ctx.options
+        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
+            by = double_backward.Weighting(causal() if is_causal else full(), 0, 1, scale, None, mask)
+            return *double_backward.gradients((grad, None), (q, k, v), by)[:3], None, None, None
+        d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
+        dq, dk, dv = compat.flash_backward(
+            _padded(grad, d), _padded(q, d), _padded(k, d), _padded(v, d), o, lse, 0.0, is_causal,
+            attn_mask=mask, scale=scale,
+        )  # fmt: skip
+        if d_k != d_v:
+            dq, dk, dv = dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+        return dq, dk, dv, None, None, None
+
+
+def _padded(x: Tensor, d: int) -> Tensor:
+    """x with zeros up to width d, and the width as its innermost stride."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1]))

@@ -1,0 +1,234 @@
+"""Which backend runs a call, and why: by name it never falls back, `auto` chooses and can say why."""
+
+from functools import reduce
+from math import inf
+from operator import or_
+
+import pytest
+import torch
+
+import regard as rg
+from regard.engine.backends import TABLE, choose
+from regard.engine.call import CallFacts
+from regard.engine.cpu.batches import program
+from regard.engine.plan.planner import NoPlan
+from regard.errors import BackendError
+from regard.position import ByDistance
+
+SPARSE = rg.causal() & (rg.window(64) | rg.every(64))
+
+
+def facts(pattern, n=4096, m=None, **more):
+    return CallFacts(pattern, n, n if m is None else m, **more)
+
+
+def chosen(*given, **more):
+    return choose(facts(*given, **more)).backend
+
+
+def test_auto_takes_the_backend_that_fits():
+    assert chosen(rg.full()) == chosen(rg.causal()) == chosen(rg.causal(), 1, 4096) == "sdpa"
+    assert chosen(SPARSE) == chosen(SPARSE, grad=True) == chosen(rg.dilated(8, 16)) == "tiles"
+    assert chosen(rg.window(2) | rg.every(4), 16) == "sdpa"  # too small to gain
+    assert (
+        chosen(SPARSE, table=True)
+        == chosen(SPARSE, row_offsets=True)
+        == chosen(SPARSE, bias="tensor")
+        == "sdpa"
+    )
+    assert chosen(SPARSE, bias="distance", bias_grad=True) == "tiles"
+    for fixed in (
+        rg.full(),
+        rg.causal(),
+        SPARSE,
+    ):  # forward from 32,768 pairs per head, backward from 262,144
+        kinds = {"bias": "distance"}
+        assert [chosen(fixed, n, **kinds) for n in (181, 182)] == ["sdpa", "tiles"]
+        assert [chosen(fixed, n, grad=True, **kinds) for n in (511, 512)] == ["sdpa", "tiles"]
+        assert chosen(fixed, 16, return_lse=True, **kinds) == "tiles"
+    assert chosen(rg.causal(), 1, 4096, bias="distance") == "sdpa"  # one word after the other
+    assert chosen(SPARSE, dropout_p=0.1) == "tiles" and chosen(rg.full(), dropout_p=0.1) == "sdpa"
+    assert chosen(SPARSE, scale=inf) == "reference"
+    assert chosen(rg.causal(), return_lse=True) == chosen(SPARSE, return_lse=True) == "tiles"
+    assert chosen(SPARSE, return_lse=True, bias="tensor") == "reference"
+    assert chosen(SPARSE & rg.documents(torch.zeros(4096, dtype=torch.long))) == "sdpa"
+
+
+def test_a_variant_is_named():
+    def variant(*given, **more):
+        return choose(facts(*given, **more)).variant
+
+    assert variant(rg.causal()) == "dense" and variant(SPARSE, table=True) == "masked"
+    assert variant(SPARSE, 128, grad=True) == "short sequence: gathered keys"
+    assert variant(rg.window(64) | rg.every(64)) == "concatenated keys"
+    assert variant(SPARSE, return_lse=True) == "merged tiles"
+    assert (
+        variant(SPARSE, bias="distance") == "bias by distance" and variant(SPARSE, dropout_p=0.1) == "dropout"
+    )
+    ids = torch.arange(4096, device="cpu") // 64
+    assert variant(rg.documents(ids)) == "packed documents" and variant(SPARSE, scale=inf) == "formula"
+
+
+def test_too_many_progressions_are_masked_and_it_says_so():
+    combs = rg.every(64, 0)
+    for o in (3, 7, 12, 18, 25, 33, 42, 52, 63):
+        combs = combs | rg.every(64, o)
+    choice = choose(facts(combs))
+    assert choice.backend == "sdpa"
+    assert choice.reason == "tiles cannot: 10 progressions per tile; past 8 a mask is faster"
+
+
+REFUSED = [
+    ("sdpa", rg.full(), {"return_lse": True}, "it gives no log-sum-exp; use backend='tiles'"),
+    (
+        "sdpa",
+        rg.where(torch.ge),
+        {"return_lse": True},
+        "it gives no log-sum-exp; use backend='reference'",
+    ),
+    ("sdpa", rg.full(), {"scale": inf}, "scale=inf has no softmax; use backend='reference'"),
+    ("tiles", rg.full(), {"scale": inf}, "scale=inf has no softmax; use backend='reference'"),
+    (
+        "tiles",
+        rg.full(),
+        {"bias": torch.zeros(7, 7)},
+        "a bias tensor is n × m already; use backend='sdpa'",
+    ),
+    (
+        "tiles",
+        rg.where(torch.ge),
+        {},
+        "where(ge) is not documents(ids), or that and words that read i − j; use backend='sdpa'",
+    ),
+    (
+        "tiles",
+        torch.eye(7, dtype=torch.bool),
+        {},
+        "a bool tensor is no pattern; declare one; use backend='sdpa'",
+    ),
+    (
+        "tiles",
+        rg.causal(),
+        {"at": torch.tensor([0, 1])},
+        "per-row query offsets (`at` as a tensor) are not supported; use backend='sdpa'",
+    ),
+    ("triton", rg.causal(), {}, "it runs on CUDA, not on cpu; use backend='sdpa'"),
+]
+
+
+@pytest.mark.parametrize(
+    "backend, pattern, more, message", REFUSED, ids=[f"{b}-{m[:30]}" for b, _, _, m in REFUSED]
+)
+def test_a_backend_requested_by_name_refuses_what_it_cannot_and_names_one_that_can(
+    backend, pattern, more, message
+):
+    q, k, v = torch.randn(3, 2, 2, 7, 8).unbind()
+    with pytest.raises(BackendError) as e:
+        rg.attention(q, k, v, pattern, backend=backend, **more)
+    assert str(e.value) == f"backend={backend!r} cannot run this: {message}"
+    rg.attention(q, k, v, pattern, backend=message.split("'")[-2], **more)
+
+
+def test_what_a_gpu_cannot_hold_is_named():
+    def refusal(backend="triton", **more):
+        return TABLE[backend].refuses(facts(SPARSE, **{"device": "cuda", "dtype": torch.bfloat16} | more))
+
+    assert refusal(d_k=320) == "heads 320 wide do not fit the Triton kernels, which hold 256"
+    assert refusal(dtype=torch.float64) == (
+        "the Triton kernels take float32, float16 or bfloat16, not float64"
+    )
+    assert refusal(device="mps") == "it runs on CUDA, not on mps"
+    assert refusal("tiles", device="mps") == "it runs on the CPU, not on mps"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("n", [128, 509, 1024, 2048])
+def test_short_calls_on_a_gpu_are_sparse_unless_there_is_little_to_skip(n, grad):
+    def on_gpu(pattern, heads=16):
+        return chosen(pattern, n, heads=heads, dtype=torch.bfloat16, device="cuda", grad=grad)
+
+    assert on_gpu(SPARSE) == on_gpu(rg.dilated(8, 4)) == "triton"
+    assert on_gpu(~rg.every(64), 256) == ("sdpa" if n > 1000 and grad else "triton")
+
+
+@pytest.mark.parametrize("backend", ["tiles", "sdpa", "reference"])
+def test_every_backend_gives_the_same(backend):
+    p, n = rg.causal() & (rg.window(3) | rg.every(5)), 53
+    q, k, v = torch.randn(
+        3, 2, 4, n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).unbind()
+    k, v = k[:, :2], v[:, :2]
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    lengths = torch.tensor([n, 20])
+    expected = rg.attention(*inputs, p, lengths=lengths, backend="reference")
+    got = rg.attention(*inputs, p, lengths=lengths, backend=backend)
+    assert torch.allclose(got, expected, atol=1e-12)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs)
+    ):
+        assert torch.allclose(a, b, atol=1e-11)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_fixed_bias_by_distance_gives_the_same_in_tiles_as_in_a_mask(grad):
+    n, g = 520, torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 8, n, 4, dtype=torch.float64, generator=g, requires_grad=grad) for _ in range(3)]
+    slopes = ByDistance(slopes=torch.rand(8, dtype=torch.float64, generator=g))
+    ways = [
+        rg.attention(*inputs, SPARSE, bias=slopes, backend=backend) for backend in ("auto", "tiles", "sdpa")
+    ]
+    assert torch.equal(ways[0], ways[1]) and torch.allclose(ways[0], ways[2], atol=1e-12)
+    if grad:
+        found = [torch.autograd.grad(o.square().sum(), inputs) for o in ways]
+        assert all(map(torch.equal, *found[:2]))
+        assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(found[0], found[2]))
+
+
+def test_a_learned_bias_by_distance_runs_in_tiles_and_learns_the_same():
+    n = 29
+    q, k, v = torch.randn(
+        3, 2, 3, n, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).unbind()
+    table = torch.randn(
+        3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
+    grads = []
+    for backend in ("auto", "tiles", "sdpa"):
+        o = rg.attention(q, k, v, rg.causal(), bias=ByDistance(table=table), backend=backend)
+        grads.append(torch.autograd.grad(o.square().sum(), table)[0])
+    assert torch.allclose(grads[0], grads[2], atol=1e-12) and torch.equal(grads[0], grads[1])
+
+
+def test_explain_gives_pairs_and_reason():
+    result = rg.explain(rg.window(64) | rg.every(64), n=4096, grad=True)
+    assert result.backend == "tiles" and result.needed == (rg.window(64) | rg.every(64)).count(4096)
+    assert result.needed <= result.computed < 2 * result.needed
+    text = str(result)
+    assert "pairs needed" in text and f"{result.needed:,}" in text
+    assert f"tiles, {result.variant}: {result.reason}" in text and "× faster than sdpa" in result.reason
+    full = rg.explain(rg.full(), n=128)
+    assert (full.backend, full.variant, full.computed, full.waste) == ("sdpa", "dense", 128 * 128, 1.0)
+    masked = rg.explain(rg.window(1), n=16)
+    assert (masked.backend, masked.variant, masked.computed, masked.needed) == ("sdpa", "masked", 256, 46)
+    assert rg.explain(rg.causal(), n=100).computed == 5050
+    named = rg.explain(rg.window(1), n=16, backend="tiles")
+    assert named.backend == "tiles" and named.reason == "requested by name"
+
+
+def test_explain_refuses_what_it_does_not_know():
+    with pytest.raises(rg.SpecError, match=r"^explain\(\) knows no 'head'; did you mean heads\?$"):
+        rg.explain(rg.window(1), 16, head=3)
+
+
+@pytest.mark.compiled
+def test_a_compiled_graph_masks_what_no_progressions_describe():
+    """It chooses before it knows the sizes; where the planner gives up, every pair is computed and masked."""
+    p = reduce(
+        or_, map(rg.every, (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61)), rg.window(1)
+    )
+    with pytest.raises(NoPlan):
+        program(p, 70, 70, 0, 1)
+    q, k, v = torch.randn(3, 1, 2, 70, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    torch._dynamo.reset()
+    got = torch.compile(lambda *x: rg.attention(*x, p), fullgraph=True, backend="aot_eager")(q, k, v)
+    assert torch.allclose(got, rg.attention(q, k, v, p, backend="sdpa"), atol=1e-6)
