@@ -1,12 +1,12 @@
-"""What can go wrong, one small tree:
+"""The exceptions of regard:
 
 RegardError
-├── SpecError     a declaration that cannot be (also a ValueError)
-├── ShapeError    tensors that do not fit one another or the declaration (also a ValueError)
-├── FormatError   a file or JSON text that is not what it should be (also a ValueError)
-└── BackendError  a way to run, asked for by name, that cannot run this (also a RuntimeError)
+├── SpecError     an invalid declaration or option (also a ValueError)
+├── ShapeError    tensors that do not fit together or do not fit the declaration (also a ValueError)
+├── FormatError   a file or JSON text in the wrong format (also a ValueError)
+└── BackendError  a backend requested by name that cannot run this call (also a RuntimeError)
 
-A message says what was asked, which numbers clash and what would work.
+A message contains the value that was passed, the numbers that conflict, and what would work.
 """
 
 import difflib
@@ -14,27 +14,27 @@ from collections.abc import Iterable
 
 
 class RegardError(Exception):
-    """Any error regard raises on purpose."""
+    """The base class of all errors that regard raises."""
 
 
 class SpecError(RegardError, ValueError):
-    """A declaration that cannot be."""
+    """An invalid declaration or option."""
 
 
 class ShapeError(RegardError, ValueError):
-    """Tensors that do not fit one another or the declaration."""
+    """Tensors that do not fit together or do not fit the declaration."""
 
 
 class FormatError(RegardError, ValueError):
-    """A file or JSON text that is not what it should be."""
+    """A file or JSON text in the wrong format."""
 
 
 class BackendError(RegardError, RuntimeError):
-    """A way to run, asked for by name, that cannot run this."""
+    """A backend requested by name that cannot run this call."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The tail of an "unknown name" message: the nearest known name, or all of them.
+    """The end of an "unknown name" message: the closest known name, or all of them.
 
     >>> nearest("gtp2", ["gpt2", "bert-base"])
     'did you mean gpt2?'

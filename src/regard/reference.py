@@ -1,11 +1,11 @@
-"""The formula, in plain steps. Everything fast is measured against this file.
+"""The definition of attention, step by step. Every backend is compared with this file.
 
     scores  = scale · q·k + bias                  (n, m)
-    scores  = −∞ where the query may not look
+    scores  = −∞ where the key is not allowed
     weights = softmax over the keys               each row a distribution; an empty row is zeros
     o       = weights · v                         (n, d_v)
 
-Rows are positions. `layout="columns"` takes and gives features × positions, as some papers write.
+Rows are positions. `attend_columns` has features × positions instead, as some papers write.
 """
 
 from math import inf, isinf
@@ -22,7 +22,7 @@ Ties = Literal["share", "first"]
 
 
 class Attended(NamedTuple):
-    """o, and what led to it."""
+    """The output o, and the intermediate results."""
 
     o: Float[Tensor, "*b n d_v"]
     weights: Float[Tensor, "*b n m"]
@@ -45,7 +45,7 @@ def bilinear_scores(
 def tanh_scores(
     q: Float[Tensor, "*b n d_a"], k: Float[Tensor, "*b m d_a"], v: Float[Tensor, "*h d_a"]
 ) -> Float[Tensor, "*b n m"]:
-    """vᵀ tanh(q + k) for each pair; one v for all heads, or one each."""
+    """vᵀ tanh(q + k) for each pair; one v for all heads, or one per head."""
     pairs = rearrange(q, "... n a -> ... n 1 a") + rearrange(k, "... m a -> ... 1 m a")
     return (pairs.tanh() * rearrange(v, "... a -> ... 1 1 a")).sum(-1)
 
@@ -64,42 +64,42 @@ def additive_scores(
 def softmax(
     scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*b n m"]:
-    """exp(s_j) / Σ exp(s_j) over the allowed keys; a query that may look nowhere gets zeros (D1).
+    """exp(s_j) / Σ exp(s_j) over the allowed keys; zeros for a query with no allowed key.
 
-    A score of −∞ forbids its key as well: that is how an additive mask says it.
+    A score of −∞ excludes its key as well, as in an additive mask.
     """
-    scores, allowed = _forbid(scores, allowed)
+    scores, allowed = _exclude(scores, allowed)
     return scores.softmax(-1).masked_fill(~allowed, 0.0)
 
 
 def log_sum_exp(
     scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*b n"]:
-    """ln Σ exp(s_j) over the allowed keys; −∞ for a query that may look nowhere, with zero gradient."""
-    scores, allowed = _forbid(scores, allowed)
+    """ln Σ exp(s_j) over the allowed keys; −∞ for a query with no allowed key, with zero gradient."""
+    scores, allowed = _exclude(scores, allowed)
     return scores.logsumexp(-1).masked_fill(~allowed.any(-1), -inf)
 
 
-def _forbid(
+def _exclude(
     scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None
 ) -> tuple[Float[Tensor, "*b n m"], Bool[Tensor, "*b n m"]]:
-    """Scores with −∞ at each forbidden key, and which keys are left.
+    """Scores with −∞ at each excluded key, and which keys remain.
 
-    A row of −∞ alone would be 0/0: it gets zeros instead, for the caller to take away; no NaN, no gradient.
+    A row of only −∞ would be 0/0, so it is set to zeros, which the caller masks: no NaN, no gradient.
     """
-    left = scores != -inf if allowed is None else allowed & (scores != -inf)
-    somewhere = left.any(-1, keepdim=True)
-    return scores.masked_fill(~left, -inf).masked_fill(~somewhere, 0.0), left
+    remaining = scores != -inf if allowed is None else allowed & (scores != -inf)
+    not_empty = remaining.any(-1, keepdim=True)
+    return scores.masked_fill(~remaining, -inf).masked_fill(~not_empty, 0.0), remaining
 
 
 def hardmax(
     scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None, ties: Ties = "share"
 ) -> Float[Tensor, "*b n m"]:
-    """The limit of softmax(t·s), t → ∞: t tied keys get 1/t each, or the first of them all (D11)."""
+    """The limit of softmax(t·s), t → ∞: c tied keys get 1/c each, or the first of them gets 1."""
     if scores.shape[-1] == 0:
         return scores.detach()
-    scores, left = _forbid(scores.detach(), allowed)
-    best = (scores == scores.amax(-1, keepdim=True)) & left
+    scores, remaining = _exclude(scores.detach(), allowed)
+    best = (scores == scores.amax(-1, keepdim=True)) & remaining
     if ties == "first":
         best = best & (best.cumsum(-1) == 1)
     return best.to(scores.dtype) / best.sum(-1, keepdim=True).clamp(min=1)
@@ -117,12 +117,14 @@ def attend(
 ) -> Attended:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs; scale is 1/√d_k unless given.
 
-    scale=∞ is hard attention: the limit of softmax(t · (q·k/√d_k + bias)), t → ∞. Its gradient reaches v
-    alone, and it has no log-sum-exp.
+    scale=∞ is hard attention: the limit of softmax(t · (q·k/√d_k + bias)), t → ∞. Only v gets a
+    gradient, and the log-sum-exp is NaN.
     """
     hard = scale is not None and isinf(scale)
     if scale == -inf:
-        raise SpecError(f"scale={scale}: only +inf has a meaning, the hard limit; negate q for the least key")
+        raise SpecError(
+            f"scale={scale}: only +inf is defined, as hard attention; negate q to select the smallest score"
+        )
     factor = q.shape[-1] ** -0.5 if scale is None or hard else scale
     scores = factor * dot_scores(q, k)
     if bias is not None:
@@ -143,7 +145,7 @@ def attend_columns(
     *,
     scale: int | float | None = None,
 ) -> Float[Tensor, "*b d_v n"]:
-    """V softmax(scale · Kᵀ Q): columns are positions, the softmax runs down each column (D13)."""
+    """V softmax(scale · Kᵀ Q): columns are positions, and the softmax is over each column."""
     rows = (rearrange(x, "... d n -> ... n d") for x in (q, k, v))
     return rearrange(attend(*rows, allowed, scale=scale).o, "... n d -> ... d n")
 
@@ -157,25 +159,25 @@ def attend_streaming(
     scale: int | float | None = None,
     block: int = 64,
 ) -> tuple[Float[Tensor, "*b n d_v"], Float[Tensor, "*b n"]]:
-    """The same in one pass over blocks of keys: two running numbers a query instead of a row of weights.
+    """The same in one pass over blocks of keys: two running numbers per query instead of a row of weights.
 
-    With top = max so far and mass = Σ exp(s − top), a new block rescales what was gathered by exp(old − new).
+    With top = max so far and mass = Σ exp(s − top), a new block rescales the partial sum by exp(old − new).
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     top = torch.full_like(q[..., 0], -inf)
-    mass, gathered = torch.zeros_like(top), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    mass, partial = torch.zeros_like(top), q.new_zeros(*q.shape[:-1], v.shape[-1])
     for j in range(0, k.shape[-2], block):
         scores = factor * dot_scores(q, k[..., j : j + block, :])
         if allowed is not None:
             scores = scores.masked_fill(~allowed[:, j : j + block], -inf)
         higher = torch.maximum(top, scores.amax(-1))
         floor = higher.masked_fill(higher == -inf, 0.0)  # nothing allowed yet: exp(−∞ − 0) = 0, not NaN
-        kept, new = (top - floor).exp(), (scores - floor[..., None]).exp()
-        mass = mass * kept + new.sum(-1)
-        gathered = gathered * kept[..., None] + new @ v[..., j : j + block, :]
+        rescale, new = (top - floor).exp(), (scores - floor[..., None]).exp()
+        mass = mass * rescale + new.sum(-1)
+        partial = partial * rescale[..., None] + new @ v[..., j : j + block, :]
         top = higher
     mass = mass.where(mass > 0, 1.0)  # an empty row: o = 0/1, and a log-sum-exp of −∞ + ln 1
-    return gathered / mass[..., None], top + mass.log()
+    return partial / mass[..., None], top + mass.log()
 
 
 def multi_head(
@@ -191,8 +193,8 @@ def multi_head(
 ) -> Float[Tensor, "*b n d_out"]:
     """concat_h softmax(Q_h K_hᵀ/√d_k) V_h, times W_O; heads are consecutive column blocks.
 
-    `in_sequence` computes one head after the other, so that only one n × m table lives at a time. That
-    saves memory in inference alone: in training autograd keeps every table (D25).
+    `in_sequence` computes one head after the other, so that only one n × m table exists at a time. That saves memory
+    only in inference: in training autograd saves every table.
     """
     split = (rearrange(x @ w, "... n (h d) -> ... h n d", h=heads) for w in (w_q, w_k, w_v))
     q, k, v = split

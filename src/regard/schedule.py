@@ -1,10 +1,10 @@
-"""Learning rates: a schedule is a value, and a function of the step.
+"""Learning-rate schedules: values that are functions of the step.
 
     >>> rate = warmup_cosine(0.001, warmup=4000, total=100000)
     >>> [round(rate(step), 6) for step in (2000, 4000, 28000, 100000)]
     [0.0005, 0.001, 0.000854, 0.0]
 
-Steps count from 0, and a schedule that warms up gives 0 there: a trainer's first update is step 1.
+Steps count from 0, where a schedule with warm-up is 0: the first update of a trainer is step 1.
 """
 
 import math
@@ -18,7 +18,7 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         if step < 0:
-            raise SpecError(f"step={step}: steps count from 0, and the first update is step 1")
+            raise SpecError(f"step={step} is negative; steps count from 0, and the first update is step 1")
         return self._rate(step)
 
     def _rate(self, step: int) -> float:
@@ -29,8 +29,8 @@ class Schedule:
 class warmup_cosine(Schedule):
     """lr_max · step/warmup, then lr_max · (1 + cos(π (step − warmup)/(total − warmup)))/2, and 0 past total.
 
-    The steps 0 … total add up to lr_max · total/2 for any warm-up above 0; with 0 the fall starts at step 0.
-    Past the total the raw cosine would rise again.
+    The rates of steps 0 … total add up to lr_max · total/2 for any warm-up above 0; without warm-up the decay starts
+    at step 0. After `total` steps the rate stays 0.
     """
 
     lr_max: int | float
@@ -38,12 +38,12 @@ class warmup_cosine(Schedule):
     total: int
 
     def __post_init__(self):
-        _need_rate("lr_max", self.lr_max)
-        _need_steps("warmup", self.warmup, least=0)
-        _need_steps("total", self.total, least=1)
+        _require_rate("lr_max", self.lr_max)
+        _require_steps("warmup", self.warmup, minimum=0)
+        _require_steps("total", self.total, minimum=1)
         if self.warmup >= self.total:
             raise SpecError(
-                f"warmup={self.warmup} leaves no step of total={self.total} for the fall; "
+                f"warmup={self.warmup} leaves no step of total={self.total} for the decay; "
                 f"use a warmup below {self.total}, or a total above {self.warmup}"
             )
 
@@ -57,7 +57,7 @@ class warmup_cosine(Schedule):
 
 @dataclass(frozen=True)
 class inverse_sqrt(Schedule):
-    """d_model^(−1/2) · min(step^(−1/2), step · warmup^(−3/2)): the first Transformer's.
+    """d_model^(−1/2) · min(step^(−1/2), step · warmup^(−3/2)), as in the original Transformer.
 
     The peak is (d_model · warmup)^(−1/2), at step = warmup.
     """
@@ -66,8 +66,8 @@ class inverse_sqrt(Schedule):
     warmup: int
 
     def __post_init__(self):
-        _need_steps("d_model", self.d_model, least=1)
-        _need_steps("warmup", self.warmup, least=1)
+        _require_steps("d_model", self.d_model, minimum=1)
+        _require_steps("warmup", self.warmup, minimum=1)
 
     def _rate(self, step: int) -> float:
         rising = step * self.warmup**-1.5
@@ -76,14 +76,14 @@ class inverse_sqrt(Schedule):
 
 @dataclass(frozen=True)
 class constant(Schedule):
-    """lr · min(1, step/warmup); without warm-up lr at every step, also at 0."""
+    """lr · min(1, step/warmup); without warm-up lr at every step, including step 0."""
 
     lr: int | float
     warmup: int = 0
 
     def __post_init__(self):
-        _need_rate("lr", self.lr)
-        _need_steps("warmup", self.warmup, least=0)
+        _require_rate("lr", self.lr)
+        _require_steps("warmup", self.warmup, minimum=0)
 
     def _rate(self, step: int) -> float:
         return self.lr * step / self.warmup if step < self.warmup else self.lr
@@ -92,12 +92,12 @@ class constant(Schedule):
 KINDS = (warmup_cosine, inverse_sqrt, constant)
 
 
-def _need_rate(name: str, given: int | float) -> None:
+def _require_rate(name: str, given: int | float) -> None:
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if not (number and math.isfinite(given) and given > 0):
-        raise SpecError(f"{name}={given!r}: a learning rate is a finite number above 0")
+        raise SpecError(f"{name}={given!r} is not a positive finite learning rate")
 
 
-def _need_steps(name: str, given: int, least: int) -> None:
-    if not isinstance(given, int) or isinstance(given, bool) or given < least:
-        raise SpecError(f"{name}={given!r}: a whole number of at least {least} is needed")
+def _require_steps(name: str, given: int, minimum: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool) or given < minimum:
+        raise SpecError(f"{name}={given!r} is not a {'positive' if minimum else 'non-negative'} integer")

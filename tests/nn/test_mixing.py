@@ -107,5 +107,5 @@ def test_an_index_that_is_no_position_is_named(v, index, bad):
 
 
 def test_an_index_belongs_to_select_alone():
-    with pytest.raises(SpecError, match="an index belongs to 'select', and only there"):
+    with pytest.raises(SpecError, match="index is required for how='select' and for nothing else"):
         Mixing("average", index=(1,))

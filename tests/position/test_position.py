@@ -105,36 +105,36 @@ def test_every_kind_is_listed_and_says_where_it_acts():
 @pytest.mark.parametrize(
     "declare, message",
     [
-        (lambda: sinusoidal(base=1), "base=1 gives no falling rates: use a base above 1, as 10000"),
-        (lambda: sinusoidal(order="halfs"), "order='halfs' is unknown: did you mean halves?"),
+        (lambda: sinusoidal(base=1), "base=1 is not above 1; the usual base is 10000"),
+        (lambda: sinusoidal(order="halfs"), "order='halfs' is unknown; did you mean halves?"),
         (
             lambda: sinusoidal(grid=(0, 4)),
-            "sinusoidal(grid=(0, 4)): a grid is (height, width), both at least 1",
+            "sinusoidal(grid=(0, 4)): grid must be (height, width), both at least 1",
         ),
         (
             lambda: sinusoidal().check_width(7),
-            "sinusoidal(): columns come in pairs, and 7 is no multiple of 2; use 6 or 8",
+            "sinusoidal(): columns form pairs, and 7 is not a multiple of 2; use 6 or 8",
         ),
         (
             lambda: sinusoidal(grid=(3, 5)).check_width(6),
-            "sinusoidal(grid=(3, 5)): rows and columns each take pairs, and 6 is no multiple of 4;"
-            " use 4 or 8",
+            "sinusoidal(grid=(3, 5)): rows and columns need pairs of their own, and 6 is not "
+            "a multiple of 4; use 4 or 8",
         ),
-        (lambda: learned(0), "learned(0) holds no position: a table needs at least 1"),
-        (lambda: learned(512, beyond="wrap"), "beyond='wrap' is unknown: known: refuse, resample"),
-        (lambda: rope(pairing="interleave"), "pairing='interleave' is unknown: did you mean interleaved?"),
-        (lambda: rope(fraction=1.5), "fraction=1.5 is no share of the columns: use one in (0, 1]"),
+        (lambda: learned(0), "learned(0) is an empty table; use at least 1 position"),
+        (lambda: learned(512, beyond="wrap"), "beyond='wrap' is unknown; known: refuse, resample"),
+        (lambda: rope(pairing="interleave"), "pairing='interleave' is unknown; did you mean interleaved?"),
+        (lambda: rope(fraction=1.5), "fraction=1.5 is not in (0, 1]"),
         (
             lambda: rope(fraction=0.3).width(64),
-            "fraction=0.3 of d_k=64 is 19.2 columns, no whole number",
+            "fraction=0.3 of d_k=64 is 19.2 columns, which is not an integer",
         ),
         (
             lambda: rope().width(5),
-            "rope() on d_k=5: columns come in pairs, and 5 is no multiple of 2; use 4 or 6",
+            "rope() on d_k=5: columns form pairs, and 5 is not a multiple of 2; use 4 or 6",
         ),
         (
             lambda: t5_buckets(31),
-            "buckets=31 with bidirectional=True: use an even number from 4 up, half for each direction",
+            "buckets=31 with bidirectional=True: use an even number of at least 4, half for each direction",
         ),
         (
             lambda: t5_buckets(1, bidirectional=False),
@@ -142,22 +142,22 @@ def test_every_kind_is_listed_and_says_where_it_acts():
         ),
         (
             lambda: t5_buckets(32, 8),
-            "max_distance=8 lies within the 8 distances that have a bucket each: use more than 8, or fewer"
-            " buckets",
+            "max_distance=8 is not above the 8 distances with a bucket each; use more than "
+            "8, or fewer buckets",
         ),
         (
             lambda: relative_table(),
-            "relative_table(): give either a reach (a sequence) or a grid=(H, W) (an image)",
+            "relative_table(): set either reach (for a sequence) or grid=(H, W) (for an image)",
         ),
         (
             lambda: relative_table(3, grid=(3, 5)),
-            "relative_table(reach=3, grid=(3, 5)): give either a reach (a sequence) or a grid=(H, W)"
-            " (an image)",
+            "relative_table(reach=3, grid=(3, 5)): set either reach (for a sequence) or "
+            "grid=(H, W) (for an image)",
         ),
-        (lambda: shaw(-1), "shaw(-1) reaches less than nowhere: reach needs to be >= 0"),
+        (lambda: shaw(-1), "shaw(-1): reach is negative; use 0 or more"),
         (
             lambda: quadratic(grid=(3, 0)),
-            "quadratic(grid=(3, 0)): a grid is (height, width), both at least 1",
+            "quadratic(grid=(3, 0)): grid must be (height, width), both at least 1",
         ),
     ],
 )
@@ -251,7 +251,7 @@ def test_an_odd_width_is_refused():
         sinusoid(torch.arange(3), 7)
     assert (
         str(error.value)
-        == "a sinusoid of width 7: columns come in pairs, and 7 is no multiple of 2; use 6 or 8"
+        == "a sinusoid of width 7: columns form pairs, and 7 is not a multiple of 2; use 6 or 8"
     )
 
 
@@ -410,14 +410,14 @@ def test_slopes_stay_exact_under_autocast():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: ByDistance(), "ByDistance() is empty: give a table (h, 2R + 1), slopes (h), or both"),
+        (lambda: ByDistance(), "ByDistance() is empty; pass a table (h, 2R + 1), slopes (h), or both"),
         (
             lambda: ByDistance(randn(3, 4)),
-            "a table of 4 distances has no middle: use 2R + 1 of them, from −R to R",
+            "a table of 4 distances has no center; use 2R + 1 distances, from −R to R",
         ),
         (
             lambda: ByDistance(randn(3, 5), alibi_slopes(2)),
-            "a table for 3 heads and slopes for 2 do not fit",
+            "the table has 3 heads and the slopes have 2; use the same number",
         ),
     ],
 )
@@ -528,7 +528,7 @@ def test_positions_that_are_no_place_on_a_grid_are_refused():
     with pytest.raises(ShapeError) as error:
         coordinates(torch.zeros(3, 5, dtype=torch.long), (2, 3))
     assert str(error.value) == (
-        "positions (3, 5) of torch.int64 on a grid of 2×3: give whole cell numbers (n), or rows and columns"
+        "positions (3, 5) of torch.int64 on a grid of 2×3: pass integer cell indices (n), or rows and columns"
         " (…, n, 2)"
     )
     with pytest.raises(ShapeError, match=r"positions \(3,\) of torch.float32 on a grid of 2×3"):
@@ -567,4 +567,4 @@ def test_a_resampled_grid_keeps_its_corners_and_is_bilinear_between(old, new):
 def test_a_table_too_small_for_its_grid_is_refused():
     with pytest.raises(ShapeError) as error:
         resample_grid(randn(190, 3), (14, 14), (7, 7))
-    assert str(error.value) == "a table of 190 does not hold the 196 cells of a grid of 14×14"
+    assert str(error.value) == "a table of 190 vectors is too small for the 196 cells of a grid of 14×14"

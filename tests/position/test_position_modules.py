@@ -124,11 +124,11 @@ def test_first_values_are_small_vectors_zero_biases_and_scattered_centres():
         (alibi(), {"d_model": 512}, "alibi() needs heads to be built"),
         (rope(), {"d_model": 512}, "rope() needs d_k to be built"),
         (shaw(4, values=True), {"heads": 3}, "shaw(4, values=True) needs d_k and d_v to be built"),
-        (rope(), {"d_k": 5}, "rope() on d_k=5: columns come in pairs, and 5 is no multiple of 2; use 4 or 6"),
+        (rope(), {"d_k": 5}, "rope() on d_k=5: columns form pairs, and 5 is not a multiple of 2; use 4 or 6"),
         (
             sinusoidal(),
             {"d_model": 7},
-            "sinusoidal(): columns come in pairs, and 7 is no multiple of 2; use 6 or 8",
+            "sinusoidal(): columns form pairs, and 7 is not a multiple of 2; use 6 or 8",
         ),
     ],
 )

@@ -576,7 +576,7 @@ def test_the_gradient_of_hard_attention_reaches_the_values_alone():
 
 def test_a_scale_of_minus_infinity_is_refused():
     with pytest.raises(
-        SpecError, match=r"^scale=-inf: only \+inf has a meaning, the hard limit; negate q for the least key$"
+        SpecError, match=r"^scale=-inf: only \+inf is defined, as hard attention; negate q to select the smallest score$"
     ):
         attend(*qkv(), scale=-inf)
 

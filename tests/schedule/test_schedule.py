@@ -114,17 +114,20 @@ def test_the_repr_of_a_schedule_is_its_source(value):
     [
         (
             lambda: warmup_cosine(0.001, 10, 10),
-            "warmup=10 leaves no step of total=10 for the fall; use a warmup below 10, or a total above 10",
+            "warmup=10 leaves no step of total=10 for the decay; use a warmup below 10, or a total above 10",
         ),
-        (lambda: warmup_cosine(0.0, 1, 10), "lr_max=0.0: a learning rate is a finite number above 0"),
-        (lambda: warmup_cosine(math.inf, 1, 10), "lr_max=inf: a learning rate is a finite number above 0"),
-        (lambda: warmup_cosine(0.1, True, 10), "warmup=True: a whole number of at least 0 is needed"),
-        (lambda: warmup_cosine(0.1, 0, 0), "total=0: a whole number of at least 1 is needed"),
-        (lambda: inverse_sqrt(512, 0), "warmup=0: a whole number of at least 1 is needed"),
-        (lambda: inverse_sqrt(0, 4000), "d_model=0: a whole number of at least 1 is needed"),
-        (lambda: constant(math.nan), "lr=nan: a learning rate is a finite number above 0"),
-        (lambda: constant(0.1, warmup=-1), "warmup=-1: a whole number of at least 0 is needed"),
-        (lambda: constant(0.1)(-1), "step=-1: steps count from 0, and the first update is step 1"),
+        (lambda: warmup_cosine(0.0, 1, 10), "lr_max=0.0 is not a positive finite learning rate"),
+        (lambda: warmup_cosine(math.inf, 1, 10), "lr_max=inf is not a positive finite learning rate"),
+        (lambda: warmup_cosine(0.1, True, 10), "warmup=True is not a non-negative integer"),
+        (lambda: warmup_cosine(0.1, 0, 0), "total=0 is not a positive integer"),
+        (lambda: inverse_sqrt(512, 0), "warmup=0 is not a positive integer"),
+        (lambda: inverse_sqrt(0, 4000), "d_model=0 is not a positive integer"),
+        (lambda: constant(math.nan), "lr=nan is not a positive finite learning rate"),
+        (lambda: constant(0.1, warmup=-1), "warmup=-1 is not a non-negative integer"),
+        (
+            lambda: constant(0.1)(-1),
+            "step=-1 is negative; steps count from 0, and the first update is step 1",
+        ),
     ],
 )
 def test_a_schedule_that_cannot_be_says_what_would_work(declare, message):

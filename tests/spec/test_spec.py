@@ -72,7 +72,7 @@ def causal_block(**changed):
 WRONG = [
     (
         lambda: Attention(512, heads=7),
-        "heads=7 does not divide d_model=512; use 1, 2, 4 or 8 heads, or give d_k and d_v",
+        "heads=7 does not divide d_model=512; use 1, 2, 4 or 8 heads, or set d_k and d_v",
     ),
     (lambda: Attention(64, heads=8, kv_heads=3), "kv_heads=3 does not divide heads=8; use 1, 2, 4 or 8"),
     (lambda: Attention(64, heads=0), "heads=0 is not a positive integer"),
@@ -80,28 +80,37 @@ WRONG = [
     (lambda: Attention(64, dropout=1.0), "dropout=1.0 is not in [0, 1)"),
     (lambda: Attention(64, score="dott"), "score='dott' is unknown; did you mean dot?"),
     (lambda: Attention(64, biases="some"), "biases='some' is unknown; known: all, none, output"),
-    (lambda: Attention(64, scale=1.0, temperature=1.0), "scale and temperature are two names; give one"),
-    (lambda: Attention(64, temperature=-1.0), "temperature=-1.0: it cannot be below 0 (0 is hard)"),
-    (lambda: Attention(64, scale=-1.0), "scale=-1.0: it cannot be below 0 (inf is hard attention)"),
+    (
+        lambda: Attention(64, scale=1.0, temperature=1.0),
+        "scale and temperature (1/scale) exclude each other; set one of them",
+    ),
+    (
+        lambda: Attention(64, temperature=-1.0),
+        "temperature=-1.0 is negative; use 0 for hard attention, or a positive number",
+    ),
+    (
+        lambda: Attention(64, scale=-1.0),
+        "scale=-1.0 is negative; use a positive number, or inf for hard attention",
+    ),
     (
         lambda: Attention(64, d_out=32, output=False),
-        "d_out=32 without an output projection; leave it out",
+        "d_out=32 has no effect with output=False; leave it out",
     ),
     (
         lambda: Attention(64, position=rg.sinusoidal()),
-        "position=sinusoidal() is added to the input; give it to the embedding of a model",
+        "position=sinusoidal() is added to the input; pass it to the Embedding of a model",
     ),
     (
         lambda: Attention(64, score="position"),
-        "score='position' needs a position that scores, such as rg.quadratic() or rg.alibi()",
+        "score='position' needs a position that acts on scores, such as rg.quadratic() or rg.alibi()",
     ),
     (
         lambda: Attention(64, score="bilinear", d_k=8),
-        "d_k=8: a bilinear score q·W·k compares with the input itself, d_context wide; leave it out",
+        "d_k=8: in a bilinear score q·W·k the keys are the inputs, of width d_context; leave d_k out",
     ),
     (
         lambda: Attention(64, score="additive", position=rg.rope()),
-        "score='additive' does not take position=rope(); use the dot score",
+        "score='additive' cannot be combined with position=rope(); use score='dot'",
     ),
     (
         lambda: Attention(64, pattern=rg.where(max)),
@@ -114,44 +123,44 @@ WRONG = [
     (lambda: block(norm_at="middle"), "norm_at='middle' is unknown; known: post, pre"),
     (
         lambda: Block(Attention(8, heads=2, d_out=9), None),
-        "attention takes 8 and gives 9 wide vectors; a block of width 8 needs both to be 8",
+        "attention maps width 8 to 9; in a block of width 8 both must be 8",
     ),
     (
         lambda: block(cross=Attention(8, heads=2, pattern=rg.causal())),
-        "cross-attention compares positions of two sequences; its pattern needs to be full()",
+        "cross-attention relates positions of two sequences; its pattern must be full()",
     ),
     (
         lambda: Embedding(10, 8, position=rg.rope()),
-        "position=rope() acts inside attention; give it to the stack or to its attention",
+        "position=rope() acts inside attention; pass it to the stack or to its attention",
     ),
-    (lambda: Embedding(10, 8, types=-1), "types=-1: it cannot be below 0"),
+    (lambda: Embedding(10, 8, types=-1), "types=-1 is negative; use 0 for no segment types"),
     (
         lambda: Encoder(block(cross=Attention(8, heads=2)), 2),
-        "an Encoder has no context to look at; use a Decoder for a block with cross",
+        "an Encoder has no context for cross-attention; use a Decoder for a block with cross",
     ),
     (
         lambda: Encoder(block(), 2, embedding=Embedding(10, 9)),
-        "an embedding 9 wide and blocks 8 wide; give both one d_model",
+        "the embedding has width 9 and the blocks 8; use the same d_model",
     ),
     (
         lambda: Encoder(block(), 2, head=rg.LanguageHead()),
-        "LanguageHead() gives logits over the vocabulary, and there is no embedding to say how many; give one",
+        "LanguageHead() needs the vocabulary of an embedding; set embedding=Embedding(vocab, d_model)",
     ),
     (
         lambda: Encoder(block(), 2, position=rg.sinusoidal()),
-        "position=sinusoidal() is added to the input; give it to the embedding",
+        "position=sinusoidal() is added to the input; pass it to the embedding",
     ),
     (
         lambda: Encoder(Block(Attention(8, heads=2, position=rg.rope()), None), 2, position=rg.alibi()),
-        "position=alibi() for all layers and rope() in each; give one",
+        "position=alibi() in the stack and rope() in its block; use one",
     ),
     (
         lambda: Encoder(block(), 2, position=rg.shaw(3)),
-        "position=shaw(3) scores each layer's own queries; give it to the attention of the block",
+        "position=shaw(3) depends on the queries of each layer; pass it to the block's attention",
     ),
     (
         lambda: Decoder(block(), 2),
-        "a Decoder must not see what comes next, and pattern=full() does; use rg.causal() & it",
+        "a Decoder must be causal, and pattern=full() allows later keys; use rg.causal() & full()",
     ),
     (
         lambda: EncoderDecoder(Encoder(block(), 1), Decoder(causal_block(), 1)),
@@ -161,27 +170,28 @@ WRONG = [
         lambda: EncoderDecoder(
             Encoder(block(), 1), Decoder(causal_block(cross=Attention(8, heads=2, d_context=9)), 1)
         ),
-        "the encoder gives 8 wide states and cross-attention takes 9; set d_context=8 there",
+        "the encoder has width 8 and cross-attention expects 9; set d_context=8 in the "
+        "decoder's cross-attention",
     ),
     (
         lambda: EncoderDecoder(
             Encoder(block(), 1), Decoder(causal_block(cross=Attention(8, heads=2)), 1), share_embedding=True
         ),
-        "share_embedding needs two embeddings of one size, not None and None",
+        "share_embedding=True needs two embeddings of the same size, not None and None",
     ),
     (
         lambda: EncoderDecoder(
             Encoder(block(), 1, head=rg.Pooler()), Decoder(causal_block(cross=Attention(8, heads=2)), 1)
         ),
-        "the encoder of an EncoderDecoder gives states; put the head on the decoder",
+        "the encoder of an EncoderDecoder takes no head; put the head on the decoder",
     ),
     (
         lambda: Vision(Encoder(block(), 1), image=(9, 8), patch=(2, 2)),
-        "patches of 2 × 2 do not tile an image of 9 × 8; both sides need to divide",
+        "patches of 2 × 2 do not divide an image of 9 × 8; choose sides that do",
     ),
     (
         lambda: Vision(Encoder(block(), 1, embedding=Embedding(9, 8)), image=(8, 8), patch=(2, 2)),
-        "the encoder of a Vision is given patches; leave out its embedding and its head",
+        "the encoder of a Vision receives patches; leave out its embedding and its head",
     ),
     (
         lambda: Vision(
@@ -191,25 +201,29 @@ WRONG = [
             image=(8, 8),
             patch=(2, 2),
         ),
-        "pool='first' reads the class token, and class_token is False; use pool='mean'",
+        "pool='first' reads the class token, but class_token=False; use pool='mean'",
     ),
     (
         lambda: Vision(Encoder(block(), 1), image=(8, 8), patch=(2, 2), position=rg.learned(16)),
-        "learned(16) is shorter than the 17 tokens of an image",
+        "learned(16) has fewer vectors than the image has tokens; use learned(17)",
     ),
     (
         lambda: Vision(Encoder(block(), 1, position=rg.quadratic(grid=(4, 4))), image=(8, 8), patch=(2, 2)),
-        "position=quadratic(grid=(4, 4)) is of a grid, where the class token has no place; use class_token=False",
+        "position=quadratic(grid=(4, 4)) is on a grid, where the class token has no "
+        "position; use class_token=False",
     ),
     (lambda: rg.Recurrent(10, 8, cell="gur"), "cell='gur' is unknown; did you mean gru?"),
     (
         lambda: rg.Recurrent(10, 7, bidirectional=True),
-        "d_model=7: a bidirectional encoder splits it in two; give an even width",
+        "d_model=7 is odd; a bidirectional encoder needs an even width",
     ),
-    (lambda: rg.Convolutional(8, kernel=4), "kernel=4 has no middle; use an odd kernel, or causal=True"),
+    (
+        lambda: rg.Convolutional(8, kernel=4),
+        "kernel=4 is even and has no center; use an odd kernel, or causal=True",
+    ),
     (
         lambda: rg.Mixing("average", index=(0,)),
-        "how='average' and index=(0,): an index belongs to 'select', and only there",
+        "how='average' with index=(0,): index is required for how='select' and for nothing else",
     ),
     (
         lambda: rg.preset("transformer-bas"),
@@ -241,7 +255,10 @@ def test_a_json_spec_with_a_wrong_field_names_it():
 def test_a_pattern_that_leaves_queries_nothing_warns_at_declaration():
     with pytest.warns(rg.EmptyRowWarning) as w:
         Attention(8, heads=2, pattern=rg.causal() - rg.window(0))
-    assert str(w[0].message) == "causal() & ~window(0): of 64 queries, 0 may look nowhere and get zeros"
+    assert (
+        str(w[0].message)
+        == "causal() & ~window(0): of 64 queries, 0 have no allowed key; their output is zero"
+    )
 
 
 def test_a_part_is_not_built_alone():

@@ -1,4 +1,4 @@
-"""What a position adds: the declared values, and the formulas they stand for.
+"""Position encodings: the declared values, and their formulas.
 
 acts        value                                    adds
 "input"     sinusoidal, learned                      a vector to each input
@@ -6,8 +6,8 @@ acts        value                                    adds
 "score"     alibi, t5_buckets, relative_table,       a number to each score, by the distance j − i
             shaw, quadratic                          from query i to key j
 
-Positions count from 0. On a grid (H, W) a position is a cell number, row by row, or a pair (row, column).
-Angles are products in float64: in float32 the angle of position 100,000 is off by up to 0.006.
+Positions count from 0. On a grid (H, W) a position is a cell index in row-major order, or a pair (row, column).
+Angles are computed in float64: in float32 the angle of position 100,000 is off by up to 0.006.
 """
 
 from .angles import cos_sin, rates, rotate, rotate_grid, sinusoid, sinusoid_grid

@@ -1,4 +1,4 @@
-"""Scores by distance: from query i to key j the distance is j − i."""
+"""Scores by distance, which is j − i from query i to key j."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .words import t5_buckets
 
 @dataclass(frozen=True, eq=False)
 class ByDistance:
-    """table_h[clip(j − i, ±R)] − slope_h · |j − i|: a bias of the scores by distance alone.
+    """table_h[clip(j − i, ±R)] − slope_h · |j − i|: a bias on the scores that depends only on the distance.
 
     Entry R of the table (r = 2R + 1) is distance 0. Both parts are differentiable; either may be absent.
     """
@@ -25,14 +25,14 @@ class ByDistance:
 
     def __post_init__(self):
         if self.table is None and self.slopes is None:
-            raise ShapeError("ByDistance() is empty: give a table (h, 2R + 1), slopes (h), or both")
+            raise ShapeError("ByDistance() is empty; pass a table (h, 2R + 1), slopes (h), or both")
         if self.table is not None and self.table.shape[-1] % 2 == 0:
             raise ShapeError(
-                f"a table of {self.table.shape[-1]} distances has no middle: use 2R + 1 of them, from −R to R"
+                f"a table of {self.table.shape[-1]} distances has no center; use 2R + 1 distances, from −R to R"
             )
         if self.table is not None and self.slopes is not None and len(self.table) != len(self.slopes):
             raise ShapeError(
-                f"a table for {len(self.table)} heads and slopes for {len(self.slopes)} do not fit"
+                f"the table has {len(self.table)} heads and the slopes have {len(self.slopes)}; use the same number"
             )
 
     @property
@@ -41,7 +41,7 @@ class ByDistance:
 
     @property
     def reach(self) -> int:
-        """R, from which on the table is constant; 0 without a table."""
+        """R, beyond which the bias of the table is constant; 0 without a table."""
         return 0 if self.table is None else self.table.shape[-1] // 2
 
     def at(self, distances: Int[Tensor, "*o"]) -> Float[Tensor, "h *o"]:
@@ -59,7 +59,7 @@ class ByDistance:
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Float[Tensor, "{heads}"]:
-    """2^(−8(t + 1)/p) for t = 0 … p − 1, p the power of two up to `heads`; the rest fall half-way between.
+    """2^(−8(t + 1)/p) for t = 0 … p − 1, p the largest power of two up to `heads`; the others lie half-way between.
 
     >>> alibi_slopes(6)
     tensor([0.2500, 0.0625, 0.0156, 0.0039, 0.5000, 0.1250])
@@ -75,8 +75,8 @@ def t5_bucket(
 ) -> Int[Tensor, "*o"]:
     """|j − i| below e = ⌊B/2⌋, then e + ⌊(B − e) log(|j − i|/e) / log(max_distance/e)⌋, at most B − 1.
 
-    B is the number of buckets a direction; future keys (j > i) come B later. The edges are found in whole
-    numbers, so the rounding of a logarithm decides nothing.
+    B is the number of buckets per direction; future keys (j > i) use the next B. The edges are computed in integers,
+    so no result depends on the rounding of a logarithm.
     """
     declared = t5_buckets(buckets, max_distance, bidirectional)
     exact, log_steps = declared.exact, declared.one_way - declared.exact
@@ -93,12 +93,12 @@ def t5_bucket(
 
 
 def quadratic_scores(
-    centre: Float[Tensor, "h c"], alpha: Float[Tensor, " h"], offsets: Real[Tensor, "*o c"]
+    center: Float[Tensor, "h c"], alpha: Float[Tensor, " h"], offsets: Real[Tensor, "*o c"]
 ) -> Float[Tensor, "h *o"]:
     """−α(‖δ‖² − 2 δ·Δ) = −α‖δ − Δ‖² + α‖Δ‖² at each offset δ = k − q; softmax drops the constant."""
-    precise = torch.promote_types(centre.dtype, torch.float32)  # a square of 17 already needs 9 bits
-    delta, centre = offsets.to(precise), centre.to(precise)
-    inner = sum(_outer(middle, along) for middle, along in zip(centre.T, delta.unbind(-1)))
+    precise = torch.promote_types(center.dtype, torch.float32)  # bfloat16 has 8 bits, and 17² already needs 9
+    delta, center = offsets.to(precise), center.to(precise)
+    inner = sum(_outer(middle, along) for middle, along in zip(center.T, delta.unbind(-1)))
     return -_outer(alpha.to(precise), torch.ones_like(delta[..., 0])) * ((delta**2).sum(-1) - 2 * inner)
 
 
@@ -108,9 +108,9 @@ def offsets(q_positions: Real[Tensor, "*b n"], k_positions: Real[Tensor, " m"]) 
 
 
 def skew(logits: Float[Tensor, "*b n r"]) -> Float[Tensor, "*b n m"]:
-    """out[i, j] = logits[i, j − i + n − 1], r = n + m − 1: from an entry a distance to one a key.
+    """out[i, j] = logits[i, j − i + n − 1], r = n + m − 1: from one entry per distance to one per key.
 
-    One pad and one reshape: with a spare column each row starts one entry later than the row above it.
+    One pad and one reshape: with one more column each row starts one entry later than the row above it.
     """
     n, r = logits.shape[-2:]
     flat = rearrange(F.pad(logits, (0, 1)), "... n r -> ... (n r)")
@@ -119,5 +119,5 @@ def skew(logits: Float[Tensor, "*b n r"]) -> Float[Tensor, "*b n m"]:
 
 
 def _outer(per_head: Float[Tensor, " h"], each: Real[Tensor, "*o"]) -> Float[Tensor, "h *o"]:
-    """The product of every head with every entry, without a matrix product that autocast would round."""
+    """The outer product, computed elementwise: autocast would round a matrix product."""
     return per_head.reshape(-1, *(1,) * each.ndim) * each

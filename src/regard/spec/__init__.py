@@ -1,4 +1,4 @@
-"""Declarations: frozen values, checked once, of everything that can be built."""
+"""Declarations of everything that can be built: frozen values, checked when they are created."""
 
 from collections import ChainMap
 

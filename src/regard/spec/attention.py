@@ -23,7 +23,7 @@ BIASES = ("none", "output", "all")
 
 
 class EmptyRowWarning(UserWarning):
-    """A declared pattern leaves queries that may look nowhere; they get zeros."""
+    """A declared pattern has queries with no allowed key; their output is zero."""
 
 
 class Sizes(NamedTuple):
@@ -42,22 +42,22 @@ class Sizes(NamedTuple):
 class Attention(Spec):
     """Multi-head attention: concat_h softmax(scale · Q_h K_hᵀ) V_h, times W_O.
 
-    All five sizes are free: heads (N_h), d_model (D_i), d_k (D_hid), d_v (D_o), d_out (D_out).
+    All five sizes can be chosen independently: heads, d_model, d_k, d_v, d_out.
     """
 
     d_model: int
     _: KW_ONLY
     heads: int = 8
-    kv_heads: int | None = None  # None: as many as heads; 1 is multi-query attention
+    kv_heads: int | None = None  # None: heads; 1 is multi-query attention
     d_k: int | None = None  # None: d_model / heads
     d_v: int | None = None  # None: d_model / heads
     d_out: int | None = None  # None: d_model
-    d_context: int | None = None  # width of what is looked at; None: d_model
+    d_context: int | None = None  # width of the keys' and values' input; None: d_model
     pattern: Pattern = full()
-    position: Position | None = None  # a position that acts inside attention
-    score: str = "dot"  # dot, bilinear, additive, or position: the position alone decides
+    position: Position | None = None  # a position encoding that acts inside attention
+    score: str = "dot"  # dot, bilinear, additive, or position (scores from the position encoding only)
     scale: Number | None = None  # None: 1/√d_k; inf is hard attention
-    temperature: Number | None = None  # 1/scale, by its other name
+    temperature: Number | None = None  # 1/scale; give one of the two
     ties: str = "share"
     biases: str = "all"  # none, output or all
     output: bool = True  # W_O
@@ -70,16 +70,16 @@ class Attention(Spec):
         require_known("biases", self.biases, BIASES)
         require_known("ties", self.ties, ("share", "first"))
         if self.d_model % self.heads and (self.d_k is None or self.d_v is None):
-            near = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
-            near = sorted(sorted(near, key=lambda h: abs(h - self.heads))[:4])
+            divisors = [h for h in range(1, self.d_model + 1) if self.d_model % h == 0]
+            nearest_divisors = sorted(sorted(divisors, key=lambda h: abs(h - self.heads))[:4])
             raise SpecError(
-                f"heads={self.heads} does not divide d_model={self.d_model}; use {_either(near)} heads, "
-                f"or give d_k and d_v"
+                f"heads={self.heads} does not divide d_model={self.d_model}; use {_either(nearest_divisors)} heads, "
+                f"or set d_k and d_v"
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
-            fit = [h for h in range(1, self.heads + 1) if self.heads % h == 0]
+            divisors = [h for h in range(1, self.heads + 1) if self.heads % h == 0]
             raise SpecError(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use {_either(fit)}"
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; use {_either(divisors)}"
             )
         self._check_score()
         require_no_data("pattern", self.pattern)
@@ -87,35 +87,40 @@ class Attention(Spec):
 
     def _check_score(self):
         require(
-            self.scale is None or self.temperature is None, "scale and temperature are two names; give one"
+            self.scale is None or self.temperature is None,
+            "scale and temperature (1/scale) exclude each other; set one of them",
         )
         if self.temperature is not None:
             require(
-                self.temperature >= 0, f"temperature={self.temperature}: it cannot be below 0 (0 is hard)"
+                self.temperature >= 0,
+                f"temperature={self.temperature} is negative; use 0 for hard attention, or a positive number",
             )
         if self.scale is not None:
-            require(self.scale >= 0, f"scale={self.scale}: it cannot be below 0 (inf is hard attention)")
+            require(
+                self.scale >= 0,
+                f"scale={self.scale} is negative; use a positive number, or inf for hard attention",
+            )
         if not self.output:
-            require(self.d_out is None, f"d_out={self.d_out} without an output projection; leave it out")
+            require(self.d_out is None, f"d_out={self.d_out} has no effect with output=False; leave it out")
         if self.position is not None:
             require(
                 self.position.acts != "input",
-                f"position={self.position!r} is added to the input; give it to the embedding of a model",
+                f"position={self.position!r} is added to the input; pass it to the Embedding of a model",
             )
         if self.score == "position":
             require(
                 self.position is not None and self.position.acts == "score",
-                "score='position' needs a position that scores, such as rg.quadratic() or rg.alibi()",
+                "score='position' needs a position that acts on scores, such as rg.quadratic() or rg.alibi()",
             )
         if self.score == "bilinear":
             require(
                 self.d_k is None,
-                f"d_k={self.d_k}: a bilinear score q·W·k compares with the input itself, d_context wide; "
-                f"leave it out",
+                f"d_k={self.d_k}: in a bilinear score q·W·k the keys are the inputs, of width d_context; "
+                f"leave d_k out",
             )
         require(
             self.score in ("dot", "position") or self.position is None,
-            f"score={self.score!r} does not take position={self.position!r}; use the dot score",
+            f"score={self.score!r} cannot be combined with position={self.position!r}; use score='dot'",
         )
 
     def _warn_of_empty_rows(self):
@@ -124,9 +129,9 @@ class Attention(Spec):
         except RegardError:
             return
         if empty:
-            some = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
+            queries = ", ".join(map(str, empty[:3])) + (", …" if len(empty) > 3 else "")
             warnings.warn(
-                f"{self.pattern!r}: of 64 queries, {some} may look nowhere and get zeros",
+                f"{self.pattern!r}: of 64 queries, {queries} have no allowed key; their output is zero",
                 EmptyRowWarning,
                 stacklevel=4,
             )
@@ -143,12 +148,12 @@ class Attention(Spec):
 
     @property
     def factor(self) -> Number | None:
-        """The scale, by whichever name it was given; None for the usual 1/√d_k."""
+        """The scale, or 1/temperature; None for the default 1/√d_k."""
         if self.temperature is None:
             return self.scale
         return 1.0 / self.temperature if self.temperature else inf
 
 
 def _either(numbers: list[int]) -> str:
-    *most, last = map(str, numbers)
-    return f"{', '.join(most)} or {last}" if most else last
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

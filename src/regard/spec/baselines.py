@@ -1,4 +1,4 @@
-"""The declarations of what attention is compared with: recurrent and convolutional models, fixed mixing."""
+"""The declarations of baselines: recurrent and convolutional models, fixed mixing."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -10,7 +10,7 @@ ATTENTIONS = ("none", "additive", "multiplicative")
 
 @dataclass(frozen=True, repr=False)
 class Recurrent(Spec):
-    """A recurrent encoder-decoder: without attention its decoder sees one vector, with it all source states."""
+    """A recurrent encoder-decoder: without attention its decoder gets one vector, with it all source states."""
 
     vocab: int
     d_model: int
@@ -29,13 +29,13 @@ class Recurrent(Spec):
         require_known("attention", self.attention, ATTENTIONS)
         require(
             not self.bidirectional or self.d_model % 2 == 0,
-            f"d_model={self.d_model}: a bidirectional encoder splits it in two; give an even width",
+            f"d_model={self.d_model} is odd; a bidirectional encoder needs an even width",
         )
 
 
 @dataclass(frozen=True, repr=False)
 class Convolutional(Spec):
-    """A stack of convolutions over a sequence: residual, each position-wise mixing kernel neighbours."""
+    """A residual stack of convolutions over a sequence; each position mixes `kernel` neighbours."""
 
     d_model: int
     _: KW_ONLY
@@ -43,8 +43,8 @@ class Convolutional(Spec):
     kernel: int = 3
     dilation: int = 1  # of layer l: dilation^l
     causal: bool = False
-    separable: bool = False  # one kernel a channel, then mixing of channels: k·n·d + n·d² instead of k·n·d²
-    vocab: int | None = None  # None: it is given vectors and gives vectors
+    separable: bool = False  # depthwise, then pointwise: k·n·d + n·d² instead of k·n·d²
+    vocab: int | None = None  # None: inputs and outputs are vectors
     dropout: Number = 0.0
 
     def __post_init__(self):
@@ -52,7 +52,7 @@ class Convolutional(Spec):
         require_probability(self, "dropout")
         require(
             self.causal or self.kernel % 2 == 1,
-            f"kernel={self.kernel} has no middle; use an odd kernel, or causal=True",
+            f"kernel={self.kernel} is even and has no center; use an odd kernel, or causal=True",
         )
 
 
@@ -68,5 +68,5 @@ class Mixing(Spec):
         require_known("how", self.how, ("identity", "average", "select"))
         require(
             (self.how == "select") == (self.index is not None),
-            f"how={self.how!r} and index={self.index!r}: an index belongs to 'select', and only there",
+            f"how={self.how!r} with index={self.index!r}: index is required for how='select' and for nothing else",
         )

@@ -1,4 +1,4 @@
-"""Declarations by name: the public models with their public sizes, and small ones that train on a CPU."""
+"""Presets: well-known models with their published sizes, and small ones that train on a CPU."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ from .model import (
 def transformer(
     d_model: int, heads: int, d_ff: int, layers: int, vocab: int, dropout: float = 0.1
 ) -> EncoderDecoder:
-    """The encoder-decoder of "Attention Is All You Need": post-norm, ReLU, sinusoids, one table for all words."""
+    """The encoder-decoder of "Attention Is All You Need": post-norm, ReLU, sinusoids, one shared embedding."""
     embedding = Embedding(vocab, d_model, position=sinusoidal(), scaled=True, dropout=dropout)
     mlp = FeedForward(d_ff)
     attention = Attention(d_model, heads=heads)
@@ -74,7 +74,7 @@ def gpt2() -> Encoder:
 
 
 def t5_small() -> EncoderDecoder:
-    """T5 small: no biases, unscaled scores, RMS norms before each part, one bias table a stack: 60,506,624."""
+    """T5 small: no biases, unscaled scores, RMS pre-norms, one position table per stack: 60,506,624 parameters."""
     embedding, mlp = Embedding(32128, 512), FeedForward(2048, bias=False)
 
     def attention(pattern):
@@ -103,7 +103,7 @@ def vit_b16() -> Vision:
 
 
 def tiny() -> EncoderDecoder:
-    """A translator that trains in minutes on two cores."""
+    """A translation model that trains in minutes on two cores."""
     return transformer(128, 4, 512, 2, vocab=8000)
 
 
@@ -166,5 +166,5 @@ def preset(name: str) -> Spec:
 
 
 def presets() -> list[str]:
-    """The names `preset` knows."""
+    """The names of all presets."""
     return list(PRESETS)

@@ -1,4 +1,4 @@
-"""The declarations of blocks, stacks and whole models."""
+"""The declarations of blocks, stacks and models."""
 
 from dataclasses import KW_ONLY, dataclass
 from math import prod
@@ -16,7 +16,7 @@ POOLS = ("first", "last", "mean", "max")
 
 @dataclass(frozen=True, repr=False)
 class FeedForward(Spec):
-    """max(0, x W₁ + b₁) W₂ + b₂, at each position alike; the gated kinds are (f(x W) ∘ x V) W₂."""
+    """f(x W₁ + b₁) W₂ + b₂ at each position; the gated activations are (f(x W) ∘ x V) W₂."""
 
     d_ff: int
     _: KW_ONLY
@@ -36,9 +36,9 @@ class FeedForward(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Block(Spec):
-    """Attention, then (where declared) attention to a context, then feed-forward, each in a residual branch.
+    """Attention, then (if declared) cross-attention, then feed-forward, each in a residual branch.
 
-    post: LN(x + F(x)), as in the paper. pre: x + F(LN(x)), steadier in depth.
+    norm_at="post": LN(x + F(x)), as in the original paper. norm_at="pre": x + F(LN(x)), more stable in deep models.
     """
 
     attention: Attention
@@ -61,12 +61,12 @@ class Block(Spec):
             if part is not None:
                 require(
                     part.sizes.d_out == self.d_model == part.d_model,
-                    f"{name} takes {part.d_model} and gives {part.sizes.d_out} wide vectors; "
-                    f"a block of width {self.d_model} needs both to be {self.d_model}",
+                    f"{name} maps width {part.d_model} to {part.sizes.d_out}; "
+                    f"in a block of width {self.d_model} both must be {self.d_model}",
                 )
         require(
             self.cross is None or isinstance(self.cross.pattern, full),
-            "cross-attention compares positions of two sequences; its pattern needs to be full()",
+            "cross-attention relates positions of two sequences; its pattern must be full()",
         )
 
     @property
@@ -76,14 +76,14 @@ class Block(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Embedding(Spec):
-    """A learned vector a token, plus its position; times √d_model where scaled."""
+    """A learned vector per token, plus its position encoding; multiplied by √d_model if scaled."""
 
     vocab: int
     d_model: int
     _: KW_ONLY
     position: Position | None = None
     scaled: bool = False
-    types: int = 0  # segment kinds, as in BERT; 0 for none
+    types: int = 0  # number of segment types, as in BERT; 0 for none
     norm: bool = False
     eps: Number = 1e-5
     dropout: Number = 0.0
@@ -91,27 +91,27 @@ class Embedding(Spec):
     def __post_init__(self):
         require_positive_fields(self, "vocab", "d_model")
         require_probability(self, "dropout")
-        require(self.types >= 0, f"types={self.types}: it cannot be below 0")
+        require(self.types >= 0, f"types={self.types} is negative; use 0 for no segment types")
         if self.position is not None:
             require(
                 self.position.acts == "input",
-                f"position={self.position!r} acts inside attention; give it to the stack or to its attention",
+                f"position={self.position!r} acts inside attention; pass it to the stack or to its attention",
             )
 
 
 @dataclass(frozen=True, repr=False)
 class LanguageHead(Spec):
-    """Logits over the vocabulary; tied: the embedding's own vectors, as rows."""
+    """Logits over the vocabulary; tied: with the weights of the embedding."""
 
     _: KW_ONLY
     tied: bool = True
     bias: bool = False
-    scaled: bool = False  # states times d_model^−½ first, as T5 does
+    scaled: bool = False  # multiplies the states by d_model^−½, as T5 does
 
 
 @dataclass(frozen=True, repr=False)
 class ClassifierHead(Spec):
-    """Class scores from one pooled state: linear, or an MLP with one hidden layer of tanh."""
+    """Class logits from one pooled state: linear, or with one hidden tanh layer."""
 
     classes: int
     _: KW_ONLY
@@ -125,7 +125,7 @@ class ClassifierHead(Spec):
 
 @dataclass(frozen=True, repr=False)
 class MaskedHead(Spec):
-    """Logits for hidden tokens: linear, activation, norm, then the embedding's vectors and a bias, as BERT's."""
+    """Logits for masked tokens: linear, activation, norm, then the tied embedding and a bias, as in BERT."""
 
     _: KW_ONLY
     activation: str = "gelu"
@@ -137,7 +137,7 @@ class MaskedHead(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Pooler(Spec):
-    """tanh(W x₀ + b): the first state, made ready for a sentence task, as BERT's."""
+    """tanh(W x₀ + b) of the first state, as in BERT."""
 
 
 Head = LanguageHead | ClassifierHead | MaskedHead | Pooler
@@ -145,24 +145,24 @@ Head = LanguageHead | ClassifierHead | MaskedHead | Pooler
 
 @dataclass(frozen=True, repr=False)
 class Encoder(Spec):
-    """A stack of blocks that looks at one sequence. With a causal pattern and a LanguageHead it is a GPT."""
+    """A stack of blocks over one sequence. With a causal pattern and a LanguageHead it is a GPT."""
 
     block: Block
     layers: int
     _: KW_ONLY
-    embedding: Embedding | None = None  # None: it is given vectors
-    position: Position | None = None  # a position inside attention that all layers share, as T5's
-    final_norm: bool | None = None  # None: where the blocks are pre-norm
+    embedding: Embedding | None = None  # None: the inputs are vectors
+    position: Position | None = None  # a position encoding inside attention that all layers share, as in T5
+    final_norm: bool | None = None  # None: if the blocks are pre-norm
     head: Head | None = None
     init: str = "xavier"
-    checkpoint: bool = False  # recompute each block in the backward pass instead of keeping its insides
+    checkpoint: bool = False  # recompute each block in the backward pass instead of saving its activations
 
     def __post_init__(self):
         require_positive_fields(self, "layers")
         require_known("init", self.init, INITS)
         require(
             self.block.cross is None,
-            "an Encoder has no context to look at; use a Decoder for a block with cross",
+            "an Encoder has no context for cross-attention; use a Decoder for a block with cross",
         )
         check_stack(self)
 
@@ -177,7 +177,7 @@ class Encoder(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Decoder(Spec):
-    """A stack of blocks that looks at its own past and, where its block has cross, at a context."""
+    """A stack of causal blocks; if its block has cross, it also attends to a context."""
 
     block: Block
     layers: int
@@ -196,7 +196,7 @@ class Decoder(Spec):
         pattern = self.block.attention.pattern
         require(
             (pattern - causal()).count(64) == 0,
-            f"a Decoder must not see what comes next, and pattern={pattern!r} does; use rg.causal() & it",
+            f"a Decoder must be causal, and pattern={pattern!r} allows later keys; use rg.causal() & {pattern!r}",
         )
 
     @property
@@ -213,35 +213,35 @@ def final_norm(stack: Encoder | Decoder) -> bool:
 
 
 def check_stack(stack: Encoder | Decoder) -> None:
-    """The embedding is as wide as the block; a tied head has an embedding to tie to; positions act inside."""
+    """Embedding and blocks have one width; a head over the vocabulary has an embedding; positions act inside."""
     if stack.embedding is not None:
         require(
             stack.embedding.d_model == stack.d_model,
-            f"an embedding {stack.embedding.d_model} wide and blocks {stack.d_model} wide; give both one d_model",
+            f"the embedding has width {stack.embedding.d_model} and the blocks {stack.d_model}; use the same d_model",
         )
     if isinstance(stack.head, LanguageHead | MaskedHead):
         require(
             stack.embedding is not None,
-            f"{stack.head!r} gives logits over the vocabulary, and there is no embedding to say how many; give one",
+            f"{stack.head!r} needs the vocabulary of an embedding; set embedding=Embedding(vocab, d_model)",
         )
     if stack.position is not None:
         require(
             stack.position.acts != "input",
-            f"position={stack.position!r} is added to the input; give it to the embedding",
+            f"position={stack.position!r} is added to the input; pass it to the embedding",
         )
         require(
             not isinstance(stack.position, shaw),
-            f"position={stack.position!r} scores each layer's own queries; give it to the attention of the block",
+            f"position={stack.position!r} depends on the queries of each layer; pass it to the block's attention",
         )
         require(
             stack.block.attention.position is None,
-            f"position={stack.position!r} for all layers and {stack.block.attention.position!r} in each; give one",
+            f"position={stack.position!r} in the stack and {stack.block.attention.position!r} in its block; use one",
         )
 
 
 @dataclass(frozen=True, repr=False)
 class EncoderDecoder(Spec):
-    """The Transformer: an encoder reads the source, a decoder writes the target looking at it."""
+    """The Transformer: an encoder reads the source; a decoder writes the target and attends to it."""
 
     encoder: Encoder
     decoder: Decoder
@@ -251,7 +251,7 @@ class EncoderDecoder(Spec):
     def __post_init__(self):
         require(
             self.encoder.head is None,
-            "the encoder of an EncoderDecoder gives states; put the head on the decoder",
+            "the encoder of an EncoderDecoder takes no head; put the head on the decoder",
         )
         cross = self.decoder.block.cross
         require(
@@ -261,14 +261,14 @@ class EncoderDecoder(Spec):
         width = cross.sizes.d_context if cross else 0
         require(
             width == self.encoder.d_model,
-            f"the encoder gives {self.encoder.d_model} wide states and cross-attention takes {width}; "
-            f"set d_context={self.encoder.d_model} there",
+            f"the encoder has width {self.encoder.d_model} and cross-attention expects {width}; "
+            f"set d_context={self.encoder.d_model} in the decoder's cross-attention",
         )
         if self.share_embedding:
             a, b = self.encoder.embedding, self.decoder.embedding
             require(
                 a is not None and b is not None and (a.vocab, a.d_model) == (b.vocab, b.d_model),
-                f"share_embedding needs two embeddings of one size, not {a!r} and {b!r}",
+                f"share_embedding=True needs two embeddings of the same size, not {a!r} and {b!r}",
             )
 
     @property
@@ -278,7 +278,7 @@ class EncoderDecoder(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Vision(Spec):
-    """An encoder over image patches, read at the class token (or pooled)."""
+    """An encoder over image patches, with a classifier on the class token or on pooled states."""
 
     encoder: Encoder
     _: KW_ONLY
@@ -286,7 +286,7 @@ class Vision(Spec):
     patch: tuple[int, int] = (16, 16)
     channels: int = 3
     class_token: bool = True
-    position: Position | None = None  # None: learned, one vector a token, the class token too
+    position: Position | None = None  # None: learned, one vector per token, including the class token
     head: ClassifierHead | None = None
     dropout: Number = 0.0
 
@@ -296,30 +296,30 @@ class Vision(Spec):
         (height, width), (p, q) = self.image, self.patch
         require(
             min(self.image + self.patch) > 0 and height % p == 0 and width % q == 0,
-            f"patches of {p} × {q} do not tile an image of {height} × {width}; both sides need to divide",
+            f"patches of {p} × {q} do not divide an image of {height} × {width}; choose sides that do",
         )
         require(
             self.encoder.embedding is None and self.encoder.head is None,
-            "the encoder of a Vision is given patches; leave out its embedding and its head",
+            "the encoder of a Vision receives patches; leave out its embedding and its head",
         )
         require(
             self.head is None or self.head.pool != "first" or self.class_token,
-            "pool='first' reads the class token, and class_token is False; use pool='mean'",
+            "pool='first' reads the class token, but class_token=False; use pool='mean'",
         )
         inside = self.encoder.position or self.encoder.block.attention.position
         require(
             not self.class_token or getattr(inside, "grid", None) is None,
-            f"position={inside!r} is of a grid, where the class token has no place; use class_token=False",
+            f"position={inside!r} is on a grid, where the class token has no position; use class_token=False",
         )
         if self.position is not None:
             require(
                 self.position.acts == "input",
-                f"position={self.position!r} acts inside attention; give it to the encoder",
+                f"position={self.position!r} acts inside attention; pass it to the encoder",
             )
             if isinstance(self.position, learned) and isinstance(self.position.table, int):
                 require(
                     self.position.table >= self.tokens,
-                    f"{self.position!r} is shorter than the {self.tokens} tokens of an image",
+                    f"{self.position!r} has fewer vectors than the image has tokens; use learned({self.tokens})",
                 )
 
     @property
