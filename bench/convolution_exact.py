@@ -71,12 +71,12 @@ def main() -> None:
     given = ask.parse_args()
     warnings.simplefilter("ignore")  # an even kernel with padding="same"
     torch.set_num_threads(1)
-    found = {"date": str(date.today()), "torch": torch.__version__, "convolutions": COUNT}
+    results = {"date": str(date.today()), "torch": torch.__version__, "convolutions": COUNT}
     for name, dtype in {"float32": torch.float32, "float64": torch.float64}.items():
-        found[name] = {"hard": hard(dtype), **soft(dtype)}
-        print(name, found[name], file=sys.stderr, flush=True)
-    found["round trip"] = round_trip()
-    text = json.dumps(found, indent=1)
+        results[name] = {"hard": hard(dtype), **soft(dtype)}
+        print(name, results[name], file=sys.stderr, flush=True)
+    results["round trip"] = round_trip()
+    text = json.dumps(results, indent=1)
     print(text)
     if given.write:
         (ROOT / "bench" / "results" / f"convolution_exact-{date.today()}.json").write_text(text + "\n")

@@ -3,7 +3,7 @@
     PYTHONPATH=src python bench/convolution_heads.py --score position dot --write
 
 For each fold: attention layers with quadratic heads started at shifts are trained (examples/digits_heads.py),
-lowered at tolerance 0.05, and tested before and after. With --rivals also a CNN, a vision Transformer, and the CNN
+lowered at tolerance 0.05, and tested before and after. With --baselines also a CNN, a vision Transformer, and the CNN
 lifted to attention, which trains on. About a minute a fold and score on an idle core; --folds 1 for one of them.
 """
 
@@ -28,44 +28,44 @@ from regard.convolution import lower_all  # noqa: E402
 TOLERANCE = 0.05
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def attention_fold(images, labels, fold: int, score: str, epochs: int, window: int | None) -> dict:
-    """One fold: accuracy before and after lowering, and what became of the heads."""
+    """One fold: accuracy before and after lowering, and the kind of each head."""
     learn, test = split(labels, fold)
     torch.manual_seed(fold)
     model = PixelAttention(score, "shifts", window)
     heads = Heads(model, images[learn][:64])
     seconds = train(model, images[learn], labels[learn], epochs, seed=fold, watch=heads)
-    lowered, told = lower_all(model, images[learn][:128], tolerance=TOLERANCE)
+    lowered, certificates = lower_all(model, images[learn][:128], tolerance=TOLERANCE)
     return {
         "fold": fold,
         "parameters": parameters(model),
         "seconds": seconds,
         "before": accuracy(model, images[test], labels[test]),
         "after": accuracy(lowered, images[test], labels[test]),
-        "lowered": [len(certificate.lowered) for certificate in told.values()],
-        "became": [[head.became for head in certificate.heads] for certificate in told.values()],
-        "worst": [[head.worst for head in certificate.heads] for certificate in told.values()],
-        "certified": [certificate.certified for certificate in told.values()],
-        "measured": [certificate.measured for certificate in told.values()],
-        "speed up": [certificate.speed_up for certificate in told.values()],
+        "lowered": [len(certificate.lowered) for certificate in certificates.values()],
+        "kind": [[head.kind for head in certificate.heads] for certificate in certificates.values()],
+        "worst": [[head.worst for head in certificate.heads] for certificate in certificates.values()],
+        "certified": [certificate.certified for certificate in certificates.values()],
+        "measured": [certificate.measured for certificate in certificates.values()],
+        "speed up": [certificate.speed_up for certificate in certificates.values()],
         "kinds": heads.kinds(),
         "near whole": heads.near_whole(),
     }
 
 
-def rivals_fold(images, labels, fold: int, epochs: int) -> dict:
-    """The CNN, the vision Transformer, and the lifted CNN before and after it trains on as attention."""
+def baselines_fold(images, labels, fold: int, epochs: int) -> dict:
+    """The CNN, the vision Transformer, and the lifted CNN before and after training as attention."""
     learn, test = split(labels, fold)
-    found: dict = {"fold": fold}
+    results: dict = {"fold": fold}
     for name, make in {"cnn": digits_heads.cnn, "vit": digits_heads.vit}.items():
         torch.manual_seed(fold)
         model = make()
         seconds = train(model, images[learn], labels[learn], epochs, seed=fold)
-        found[name] = {
+        results[name] = {
             "accuracy": accuracy(model, images[test], labels[test]),
             "seconds": seconds,
             "parameters": parameters(model),
@@ -75,15 +75,16 @@ def rivals_fold(images, labels, fold: int, epochs: int) -> dict:
             start = accuracy(lifted, images[test], labels[test])
             seconds = train(lifted, images[learn], labels[learn], max(1, epochs // 3), lr=1e-3, seed=fold)
             moved = max(
-                (part.centre - torch.tensor(part.frame.offsets)).abs().max().item() for part in lifted[0:5:2]
+                (part.center - torch.tensor(part.geometry.offsets)).abs().max().item()
+                for part in lifted[0:5:2]
             )
-            found["lifted"] = {
-                "at once": start,
-                "trained on": accuracy(lifted, images[test], labels[test]),
+            results["lifted"] = {
+                "before training": start,
+                "after training": accuracy(lifted, images[test], labels[test]),
                 "seconds": seconds,
-                "centres moved by": moved,
+                "centers moved by": moved,
             }
-    return found
+    return results
 
 
 def summary(score: str, folds: list[dict]) -> str:
@@ -97,41 +98,41 @@ def summary(score: str, folds: list[dict]) -> str:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    ask.add_argument("--score", nargs="*", choices=("dot", "position"), default=["position"])
-    ask.add_argument("--epochs", type=int, default=10)
-    ask.add_argument("--folds", type=int, default=5)
-    ask.add_argument("--window", type=int)
-    ask.add_argument("--rivals", action="store_true", help="the CNN, the ViT and the lifted CNN too")
-    ask.add_argument("--write", action="store_true")
-    given = ask.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--score", nargs="*", choices=("dot", "position"), default=["position"])
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--baselines", action="store_true", help="also the CNN, the ViT and the lifted CNN")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # weights of far keys are no normal floats, which are slow
+    torch.set_flush_denormal(True)  # weights of distant keys are denormal numbers, which are slow
     images, labels = digits_heads.digits()
     machine = {
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "threads": 1,
     }
-    found: dict = {"date": str(date.today()), **machine, "epochs": given.epochs, "window": given.window}
-    name = "_".join(["convolution_heads", *given.score, *(["rivals"] if given.rivals else [])])
-    for score in given.score:
-        found[score] = []
-        for fold in range(given.folds):
-            found[score].append(attention_fold(images, labels, fold, score, given.epochs, given.window))
-            say(json.dumps(found[score][-1]))
-        say(summary(score, found[score]))
-    if given.rivals:
-        found["rivals"] = []
-        for fold in range(given.folds):
-            found["rivals"].append(rivals_fold(images, labels, fold, given.epochs))
-            say(json.dumps(found["rivals"][-1]))
-    text = json.dumps(found, indent=1)
+    results: dict = {"date": str(date.today()), **machine, "epochs": options.epochs, "window": options.window}
+    name = "_".join(["convolution_heads", *options.score, *(["baselines"] if options.baselines else [])])
+    for score in options.score:
+        results[score] = []
+        for fold in range(options.folds):
+            results[score].append(attention_fold(images, labels, fold, score, options.epochs, options.window))
+            log(json.dumps(results[score][-1]))
+        log(summary(score, results[score]))
+    if options.baselines:
+        results["baselines"] = []
+        for fold in range(options.folds):
+            results["baselines"].append(baselines_fold(images, labels, fold, options.epochs))
+            log(json.dumps(results["baselines"][-1]))
+    text = json.dumps(results, indent=1)
     print(text)
-    if given.write:
+    if options.write:
         path = ROOT / "bench" / "results" / f"{name}-{date.today()}.json"
         path.write_text(text + "\n")
-        say(f"written to {path}")
+        log(f"written to {path}")
 
 
 if __name__ == "__main__":

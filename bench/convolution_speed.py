@@ -58,7 +58,7 @@ def main() -> None:
     attention = layer()
     lowered = rg.lower(attention)
     assert lowered.rest is None and lowered.kernels is None
-    found: dict = {
+    results: dict = {
         "date": str(date.today()),
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
@@ -82,10 +82,10 @@ def main() -> None:
         }
         times = timed(ways, x, given.rounds)
         ratio = times["attention"]["median"] / times["lowered"]["median"]
-        found["cases"].append({"batch": batch, "difference": difference, "ms": times, "ratio": ratio})
+        results["cases"].append({"batch": batch, "difference": difference, "ms": times, "ratio": ratio})
         shown = ", ".join(f"{name} {t['median']:.1f} ms" for name, t in times.items())
         print(f"batch {batch}: {shown}; attention / lowered = {ratio:.1f} ×", file=sys.stderr)
-    text = json.dumps(found, indent=1)
+    text = json.dumps(results, indent=1)
     print(text)
     if given.write:
         path = Path(__file__).parent / "results" / f"convolution_speed-{date.today()}.json"

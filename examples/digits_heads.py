@@ -160,7 +160,7 @@ class Heads:
         lines = ["layer head  centre          spread  entropy  content  became"]
         for layer, found in enumerate(self.layers[-1]):
             for head in range(HEADS):
-                row, column = found.centre[head].tolist()
+                row, column = found.center[head].tolist()
                 wide, content = found.spread[head].item(), found.content[head].item()
                 lines.append(
                     f"{layer:5} {head:4}  ({row:+5.2f}, {column:+5.2f})  {wide:6.2f}  {found.entropy[head]:7.2f}  "
@@ -201,7 +201,7 @@ def picture(heads: Heads, path: str) -> None:
     for layer, at in product(range(layers), range(len(shown))):
         found, ax = heads.layers[shown[at]][layer], axes[layer][at]
         for head in range(HEADS):
-            row, column = found.centre[head].tolist()
+            row, column = found.center[head].tolist()
             colour = f"C{head}"
             wide, content = found.spread[head].item(), found.content[head].item()
             dashes = "--" if kind(wide, content) == "content" else "-"

@@ -37,8 +37,8 @@ def test_heads_are_recorded_at_every_epoch_and_drawn(digits_heads, data, tmp_pat
     heads = digits_heads.Heads(model, images[:8])
     digits_heads.train(model, images[:64], labels[:64], epochs=2, watch=heads)
     assert heads.epochs == [0, 1, 2] and len(heads.layers[0]) == digits_heads.LAYERS
-    assert heads.layers[2][1].centre.shape == (9, 2)
-    assert not torch.equal(heads.layers[0][0].centre, heads.layers[2][0].centre)
+    assert heads.layers[2][1].center.shape == (9, 2)
+    assert not torch.equal(heads.layers[0][0].center, heads.layers[2][0].center)
     assert len(heads.table().splitlines()) == 1 + 18
     assert all(sum(kinds.values()) == 9 for kinds in heads.kinds())
     assert 0 <= heads.near_whole() <= 1
@@ -53,9 +53,9 @@ def test_heads_started_at_shifts_lower_to_them_and_the_scores_stay(digits_heads,
     images, _ = data
     torch.manual_seed(0)
     model = digits_heads.PixelAttention("position", window=window).eval()
-    lowered, told = lower_all(model, images[:16], tolerance=0.05)
-    for certificate in told.values():
-        assert [head.became for head in certificate.heads] == ["shift"] * 9
+    lowered, certificates = lower_all(model, images[:16], tolerance=0.05)
+    for certificate in certificates.values():
+        assert [head.kind for head in certificate.heads] == ["shift"] * 9
         assert [head.offset for head in certificate.heads][:3] == [(-1, -1), (-1, 0), (-1, 1)]
     with torch.no_grad():
         assert torch.allclose(lowered(images[:16]), model(images[:16]), atol=0.05)
@@ -69,9 +69,9 @@ def test_a_cnn_lifted_softly_gives_nearly_its_scores_and_trains(digits_heads, da
     assert sum(isinstance(part, Lifted) for part in lifted) == 3
     with torch.no_grad():
         assert torch.allclose(lifted(images[:8]), cnn(images[:8]), atol=1e-3)
-    before = lifted[0].centre.detach().clone()
+    before = lifted[0].center.detach().clone()
     digits_heads.train(lifted, images[:64], labels[:64], epochs=1)
-    assert not torch.equal(lifted[0].centre, before)
+    assert not torch.equal(lifted[0].center, before)
 
 
 def test_the_three_networks_are_of_one_size(digits_heads):
@@ -96,9 +96,9 @@ def test_a_trained_classifier_loses_nothing_when_its_heads_are_lowered(digits_he
         heads = digits_heads.Heads(model, images[learn][:64])
         digits_heads.train(model, images[learn], labels[learn], epochs=10, watch=heads)
         before.append(digits_heads.accuracy(model, images[test], labels[test]))
-        lowered, told = lower_all(model, images[learn][:128], tolerance=0.05)
+        lowered, certificates = lower_all(model, images[learn][:128], tolerance=0.05)
         after.append(digits_heads.accuracy(lowered, images[test], labels[test]))
         assert before[-1] >= 90
-        assert len(next(iter(told.values())).lowered) >= 5
+        assert len(next(iter(certificates.values())).lowered) >= 5
         near.append(heads.near_whole())
     assert abs(mean(after) - mean(before)) <= 0.5 and mean(near) >= 0.9

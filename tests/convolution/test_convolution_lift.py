@@ -31,11 +31,14 @@ def test_the_layout_is_the_convolution_s_also_without_a_batch():
     conv = nn.Conv2d(3, 5, (3, 2), stride=(2, 1), padding=1, dtype=f64)
     x = torch.randn(3, 7, 11, dtype=f64)
     assert torch.allclose(lift(conv)(x), conv(x), atol=1e-12)
-    with pytest.raises(rg.ShapeError, match=r"shape \(2, 4, 7, 11\); \(batch, 3, height, width\) is needed"):
+    with pytest.raises(rg.ShapeError, match=r"shape \(2, 4, 7, 11\); expected \(batch, 3, height, width\)"):
         lift(conv)(torch.randn(2, 4, 7, 11, dtype=f64))
-    with pytest.raises(rg.ShapeError, match=r"shape \(7,\); \(batch, 3, length\) is needed"):
+    with pytest.raises(rg.ShapeError, match=r"shape \(7,\); expected \(batch, 3, length\)"):
         lift(nn.Conv1d(3, 5, 3))(torch.randn(7))
-    with pytest.raises(rg.ShapeError, match=r"of 3 along axis 0 .* holds no window of 5; give at least 5"):
+    with pytest.raises(
+        rg.ShapeError,
+        match=r"of size 3 along axis 0, .* is smaller than a window of 5; use a size of at least 5",
+    ):
         lift(nn.Conv1d(3, 5, 5))(torch.randn(1, 3, 3))
 
 
@@ -51,7 +54,7 @@ def test_an_even_kernel_with_padding_same_stands_as_the_framework_s():
 def test_a_long_sequence_is_read_window_by_window():
     """More queries than the hard form takes at a time, with a stride across the seams."""
     conv = nn.Conv1d(2, 3, 3, stride=2, dilation=5, padding=7, dtype=f64)
-    x = torch.randn(1, 2, 5 * lifting.QUERIES + 13, dtype=f64)
+    x = torch.randn(1, 2, 5 * lifting.QUERY_CHUNK + 13, dtype=f64)
     assert torch.allclose(lift(conv)(x), conv(x), atol=1e-12)
 
 
@@ -98,8 +101,8 @@ def test_the_leak_bounds_the_ledger_s_heads_whatever_the_size(c):
 
 
 def test_the_leak_of_a_head_between_two_keys_is_half_and_of_a_flat_one_all():
-    centre = torch.tensor([[0.5], [3.0], [2.0]])
-    assert leak(centre, torch.tensor([50.0, 0.0, -1.0])).tolist() == pytest.approx([0.5, 1.0, 1.0])
+    center = torch.tensor([[0.5], [3.0], [2.0]])
+    assert leak(center, torch.tensor([50.0, 0.0, -1.0])).tolist() == pytest.approx([0.5, 1.0, 1.0])
 
 
 def test_the_sharpness_for_an_error_is_the_least_that_keeps_it():
@@ -123,7 +126,7 @@ def test_any_map_of_heads_to_shifts_gives_the_ledger_s_numbers(c):
     x, taps = torch.tensor(given["x"], dtype=f64), torch.tensor(given["W"], dtype=f64)
     bias = torch.tensor(given["bias"], dtype=f64) if "bias" in given else None
     layer = shift_heads(given["shifts"], taps, bias, stride=given.get("stride", 1))
-    assert layer.frame.shifts == tuple((s,) for s in given["shifts"])
+    assert layer.geometry.shifts == tuple((s,) for s in given["shifts"])
     assert agrees(layer(x.mT[None])[0].mT.tolist(), c["expected"], c["compare"])
 
 
@@ -133,7 +136,7 @@ def test_shifts_are_the_flipped_kernel_and_unflipped_is_off_by_the_size_of_the_n
     conv = nn.Conv2d(3, 5, 3, padding=1, bias=False, dtype=f64)
     x = torch.randn(2, 3, 7, 11, dtype=f64)
     taps = conv.weight.detach().flatten(2).permute(2, 1, 0)
-    offsets = lift(conv).frame.offsets
+    offsets = lift(conv).geometry.offsets
     flipped = shift_heads([tuple(-o for o in offset) for offset in offsets], taps)
     assert torch.allclose(flipped(x), conv(x), atol=1e-12)
     assert (shift_heads(offsets, taps)(x) - conv(x)).abs().max() > 0.1
@@ -174,7 +177,7 @@ def as_attention(lifted: Lifted, size: tuple[int, ...]) -> nn.Module:
     with torch.no_grad():
         layer.w_v.weight.copy_(lifted.w_v.weight)
         layer.w_o.load_state_dict(lifted.w_o.state_dict())
-        layer.position.centre.copy_(lifted.centre)
+        layer.position.centre.copy_(lifted.center)
         layer.position.alpha.copy_(lifted.alpha)
     return layer
 
@@ -204,8 +207,8 @@ def test_the_soft_form_trains_its_offsets_and_the_hard_form_its_values_alone():
     for layer in (soft, hard):
         layer(x).square().sum().backward()
         assert layer.w_v.weight.grad.abs().sum() > 0 and layer.w_o.weight.grad.abs().sum() > 0
-    assert soft.centre.grad.abs().min() > 0 and soft.alpha.grad.abs().min() > 0
-    assert hard.centre.grad is None and not hard.centre.requires_grad
+    assert soft.center.grad.abs().min() > 0 and soft.alpha.grad.abs().min() > 0
+    assert hard.center.grad is None and not hard.center.requires_grad
     assert "hard, 9 heads" in repr(hard) and "soft" in repr(soft) and "border of zeros" in repr(hard)
 
 
@@ -225,7 +228,7 @@ def test_a_tap_of_higher_rank_than_a_head_holds_is_refused_by_its_name():
     with pytest.raises(rg.SpecError) as e:
         lift(conv, d_v=2)
     assert str(e.value) == (
-        "the tap at offset (1, 2) (head 5) has rank 5, and a head of d_v=2 holds at most 2; use d_v=5"
+        "the tap at offset (1, 2) (head 5) has rank 5, which does not fit d_v=2; use d_v=5"
     )
     for d_v in (5, 6, 8):  # as wide as it needs, and wider
         assert torch.allclose(lift(conv, d_v=d_v)(x), conv(x), atol=1e-12)
@@ -236,12 +239,11 @@ def test_fewer_heads_than_offsets_are_refused_and_spare_ones_add_nothing():
     with pytest.raises(rg.SpecError) as e:
         lift(conv, heads=4)
     assert (
-        str(e.value)
-        == "9 offsets need a head each, and heads=4; use heads=9 or leave it out for a kernel of 3 × 3"
+        str(e.value) == "heads=4 is less than the 9 taps of a kernel of 3 × 3; use heads=9, or leave it out"
     )
-    with pytest.raises(rg.SpecError, match="3 offsets need a head each, and heads=2; use heads=3"):
+    with pytest.raises(rg.SpecError, match="heads=2 is less than the number of shifts; use heads=3"):
         shift_heads([-1, 0, 1], torch.randn(3, 2, 2), heads=2)
-    with pytest.raises(rg.SpecError, match="3 shifts and 2 taps; one tap a shift is needed"):
+    with pytest.raises(rg.SpecError, match="3 shifts and 2 taps; pass one tap per shift"):
         shift_heads([-1, 0, 1], torch.randn(2, 2, 2))
     far = nn.Conv1d(2, 3, 1, padding=2, dtype=f64)  # no offset 0 at all
     for one, x in ((conv, torch.randn(1, 2, 5, 7, dtype=f64)), (far, torch.randn(1, 2, 7, dtype=f64))):
@@ -255,19 +257,23 @@ def test_fewer_heads_than_offsets_are_refused_and_spare_ones_add_nothing():
         (
             nn.Conv3d(1, 1, 3),
             {},
-            "Conv3d is no convolution that attention can take over; give an nn.Conv1d or nn.Conv2d",
+            "Conv3d cannot be lifted; use an nn.Conv1d, nn.Conv2d, nn.AvgPool1d or nn.AvgPool2d",
         ),
-        (nn.ConvTranspose1d(1, 1, 3), {}, "ConvTranspose1d is no convolution"),
-        (nn.LazyConv1d(3, 3), {}, "LazyConv1d has no weights yet; call it once, then lift it"),
+        (nn.ConvTranspose1d(1, 1, 3), {}, "ConvTranspose1d cannot be lifted; use an nn.Conv1d"),
+        (nn.LazyConv1d(3, 3), {}, "LazyConv1d has no weights yet; call it once before lifting it"),
         (
             nn.Conv1d(1, 1, 3, dtype=torch.complex64),
             {},
-            "a kernel of torch.complex64: attention mixes real values",
+            "the kernel has dtype torch.complex64; lift its real and imaginary parts separately",
         ),
-        (nn.Conv1d(1, 1, 3), {"sharpness": 0}, "sharpness=0: use a finite one above 0, or leave it out"),
-        (nn.Conv1d(1, 1, 3), {"sharpness": math.inf}, "sharpness=inf: use a finite one above 0"),
-        (nn.AvgPool1d(3, ceil_mode=True), {}, "ceil_mode=True lets a window hang over the end"),
-        (nn.AvgPool2d(3, divisor_override=2), {}, "divisor_override=2: weights of attention sum to one"),
+        (nn.Conv1d(1, 1, 3), {"sharpness": 0}, "sharpness=0 is not a positive finite number; leave it out"),
+        (nn.Conv1d(1, 1, 3), {"sharpness": math.inf}, "sharpness=inf is not a positive finite number"),
+        (nn.AvgPool1d(3, ceil_mode=True), {}, "ceil_mode=True allows windows that extend past the end"),
+        (
+            nn.AvgPool2d(3, divisor_override=2),
+            {},
+            "divisor_override=2: attention weights sum to 1; scale the result",
+        ),
     ],
 )
 def test_what_cannot_be_lifted_is_refused_with_the_reason(conv, named, text):
@@ -300,7 +306,7 @@ def test_average_pooling_is_a_band_of_equal_scores(counted):
     assert torch.allclose(lift(grid)(x[0]), grid(x[0]), atol=1e-14)
     other = nn.AvgPool2d((3, 2), stride=(1, 2), padding=(1, 1), count_include_pad=not counted)
     assert (lift(grid)(x) - other(x)).abs().max() > 1e-2
-    assert ("zeros" if counted else "renormalised") in repr(lift(grid))
+    assert ("zeros" if counted else "renormalized") in repr(lift(grid))
 
 
 @pytest.mark.ledger("S4.1.3e.1")

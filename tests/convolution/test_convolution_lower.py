@@ -21,18 +21,18 @@ from regard.convolution import (
     spread,
     total_variation,
 )
-from regard.convolution.parts import Parts
+from regard.convolution.split_heads import SplitHeads
 
 f64 = torch.float64
 GRID = (5, 7)
 
 
-def quadratic_layer(centre, alpha, *, grid=GRID, **named) -> nn.Module:
+def quadratic_layer(center, alpha, *, grid=GRID, **named) -> nn.Module:
     """An attention whose heads look at these offsets, this sharply."""
     given = {"score": "position", "d_k": 3, "d_v": 5, **named}
     layer = rg.Attention(6, heads=len(alpha), position=rg.quadratic(grid=grid), **given).build().double()
     with torch.no_grad():
-        layer.position.centre.copy_(torch.tensor(centre, dtype=f64))
+        layer.position.centre.copy_(torch.tensor(center, dtype=f64))
         layer.position.alpha.copy_(torch.tensor(alpha, dtype=f64))
     return layer.eval()
 
@@ -66,7 +66,7 @@ def test_hard_heads_lower_exactly_with_the_nearest_key_past_the_border():
     found = lower(layer, tolerance=0.0)
     assert [h.offset for h in found.certificate.heads] == [(0, 1), (-1, 2), (2, -1)]
     assert found.certificate.heads[1].shift == (1, -2)
-    assert [h.became for h in found.certificate.heads] == ["shift"] * 3
+    assert [h.kind for h in found.certificate.heads] == ["shift"] * 3
     assert found.rest is None and found.kernels is None and found.certificate.certified == 0
     x = tokens()
     assert torch.allclose(found(x), layer(x), atol=1e-12)
@@ -75,7 +75,7 @@ def test_hard_heads_lower_exactly_with_the_nearest_key_past_the_border():
 def test_a_hard_head_between_two_keys_is_a_kernel_of_both():
     layer = quadratic_layer([[0.0, 0.5]], [1.0], scale=inf)
     found = lower(layer, tolerance=0.0)
-    assert found.certificate.heads[0].became == "kernel"
+    assert found.certificate.heads[0].kind == "kernel"
     assert torch.allclose(found(tokens()), layer(tokens()), atol=1e-12)
 
 
@@ -90,7 +90,7 @@ def test_windowed_heads_of_position_alone_lower_exactly(position):
         for p in layer.position.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)).abs())
     found = lower(layer, size=13, tolerance=0.0)
-    assert found.rest is None and {h.became for h in found.certificate.heads} <= {"shift", "kernel"}
+    assert found.rest is None and {h.kind for h in found.certificate.heads} <= {"shift", "kernel"}
     x = tokens(13)
     assert torch.allclose(found(x), layer(x), atol=1e-12)
     assert found.certificate.certified < 1e-10
@@ -103,22 +103,22 @@ def test_windowed_heads_of_position_alone_lower_exactly(position):
 def test_the_error_of_soft_heads_is_within_what_is_certified_for_all_inputs(tolerance):
     layer = quadratic_layer([[0, 1], [-2, 0], [0.3, -0.4], [1, 1]], [6.0, 4.0, 0.8, 0.05])
     found = lower(layer, tolerance=tolerance, kernel=5)
-    told = found.certificate
-    assert all(h.worst <= tolerance + 1e-12 for h in told.heads if h.became != "attention")
-    assert told.heads[3].became == "attention"  # wider than 5
+    certificate = found.certificate
+    assert all(h.worst <= tolerance + 1e-12 for h in certificate.heads if h.kind != "attention")
+    assert certificate.heads[3].kind == "attention"  # wider than 5
     for seed in range(20):
         x = tokens(seed=seed) * 10 ** (seed % 3)
         span = (x.amax(1) - x.amin(1)).max().item()
-        assert (found(x) - layer(x)).abs().max().item() <= told.certified * span
+        assert (found(x) - layer(x)).abs().max().item() <= certificate.certified * span
     extreme = tokens(seed=1).sign()
-    assert (found(extreme) - layer(extreme)).abs().max().item() <= told.certified * 2
+    assert (found(extreme) - layer(extreme)).abs().max().item() <= certificate.certified * 2
 
 
 def test_a_shift_is_preferred_where_it_is_near_enough_and_a_kernel_where_not():
     layer = quadratic_layer([[0, 1], [0, 1]], [6.0, 2.0])
-    assert [h.became for h in lower(layer, tolerance=0.05).certificate.heads] == ["shift", "kernel"]
+    assert [h.kind for h in lower(layer, tolerance=0.05).certificate.heads] == ["shift", "kernel"]
     loose = lower(layer, tolerance=0.5).certificate
-    assert [h.became for h in loose.heads] == ["shift", "shift"]
+    assert [h.kind for h in loose.heads] == ["shift", "shift"]
     missed = leak(layer.position.centre, layer.position.alpha)
     assert [h.worst for h in loose.heads] == pytest.approx(
         missed.tolist(), rel=1e-6
@@ -156,10 +156,10 @@ def test_heads_of_other_positions_that_stay_keep_their_own_rows(position):
     layer = rg.Attention(6, heads=3, d_k=4, d_v=5, position=position).build().double().eval()
     x = tokens(11)
     _, weights = layer(x, return_weights=True)
-    parts = Parts(layer)
-    rest = parts.keep([0, 2], (11,), keep_bias=True)
+    split = SplitHeads(layer)
+    rest = split.keep([0, 2], (11,), keep_bias=True)
     assert torch.allclose(rest(x, return_weights=True)[1], weights[:, [0, 2]], atol=1e-12)
-    gone = parts.keep([1], (11,), keep_bias=False)
+    gone = split.keep([1], (11,), keep_bias=False)
     assert torch.allclose(rest(x) + gone(x), layer(x), atol=1e-12)
 
 
@@ -202,15 +202,15 @@ def test_fewer_alibi_heads_keep_their_slopes():
 def test_a_head_of_content_is_measured_on_the_data_and_one_far_off_stays():
     layer = quadratic_layer([[0, 1], [0, 0]], [30.0, 0.0], score="dot")
     x = tokens()
-    told = lower(layer, x, tolerance=0.05).certificate
-    assert [h.became for h in told.heads] == ["shift", "attention"]
-    assert told.certified is None and told.measured_on == "the data"
+    certificate = lower(layer, x, tolerance=0.05).certificate
+    assert [h.kind for h in certificate.heads] == ["shift", "attention"]
+    assert certificate.certified is None and certificate.measured_on == "the data"
     weights = layer(x, return_weights=True)[1]
     keys = torch.arange(35).reshape(GRID)
     keys = torch.cat([keys[:, 1:], keys[:, -1:]], 1).flatten()
     apart = 1 - weights[:, 0, torch.arange(35), keys]
-    assert told.heads[0].worst == pytest.approx(apart.max().item(), abs=1e-12)
-    assert told.heads[0].mean == pytest.approx(apart.mean().item(), abs=1e-12)
+    assert certificate.heads[0].worst == pytest.approx(apart.max().item(), abs=1e-12)
+    assert certificate.heads[0].mean == pytest.approx(apart.mean().item(), abs=1e-12)
 
 
 def no_positions():
@@ -228,20 +228,21 @@ def cross():
 @pytest.mark.parametrize(
     ("layer", "named", "text"),
     [
-        (no_positions, {}, "an attention without positions looks at content alone, and no head of it is a shift; "
-         "declare one, as position=rg.quadratic(), or give data= if positions are added to its input"),
+        (no_positions, {}, "the scores of an attention without a position encoding depend only on content; declare "
+         "one, for example position=rg.quadratic(), or pass data= if positions are added to its input"),
         (lambda: quadratic_layer([[0, 1]], [9.0], score="dot"), {}, "score='dot' depends on content, so no distance "
-         "holds for all inputs; give data= to measure it, or declare score='position'"),
+         "holds for all inputs; pass data= to measure it, or declare score='position'"),
         (lambda: quadratic_layer([[0, 1]], [9.0], score="dot"), {"data": tokens(), "tolerance": 0.0},
-         "tolerance=0 is exact, and score='dot' depends on content; give a tolerance above 0, or declare "
-         "score='position'"),
+         "tolerance=0 is not possible with score='dot', which depends on content; use a positive tolerance, or "
+         "declare score='position'"),
         (lambda: rg.Attention(6, heads=2, position=rg.alibi(), score="position").build(), {},
-         "alibi() does not tell how long the sequence is; give size=n"),
-        (shaw_values, {}, "shaw(2, values=True) adds to the values what no convolution of the input does"),
-        (cross, {}, "d_context=4 and d_model=6: an attention to something else has no offsets; give self-attention"),
-        (lambda: nn.Linear(2, 2), {}, "Linear is no attention that can be lowered; give a layer that rg.Attention "
-         "built, or what rg.lift gave (lower_all does every layer of a model)"),
-        (no_positions, {"tolerance": 1.0}, "tolerance=1.0 is a distance of distributions: use one in [0, 1)"),
+         "the length of the sequence does not follow from position=alibi(); pass size=n"),
+        (shaw_values, {}, "shaw(2, values=True) adds vectors to the values, which a convolution cannot express; "
+         "use values=False"),
+        (cross, {}, "d_context=4 differs from d_model=6; only self-attention can be lowered"),
+        (lambda: nn.Linear(2, 2), {}, "Linear cannot be lowered; pass a layer built by rg.Attention or returned "
+         "by rg.lift, or use lower_all for all layers of a model"),
+        (no_positions, {"tolerance": 1.0}, "tolerance=1.0 is not a total variation distance in [0, 1)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_lowered_is_refused_with_what_is_missing(layer, named, text):
@@ -258,8 +259,8 @@ def test_an_attention_without_positions_may_be_measured_where_the_input_has_them
         layer.w_q.weight.copy_(torch.cat([torch.eye(n).roll(1, 1), torch.zeros(n, n)], 1) * 99)
         layer.w_k.weight.copy_(torch.cat([torch.eye(n), torch.zeros(n, n)], 1))
     x = torch.cat([torch.eye(n, dtype=f64).expand(2, n, n), torch.randn(2, n, n, dtype=f64)], -1)
-    told = lower(layer, x, tolerance=0.01).certificate
-    assert told.heads[0].became == "shift" and told.heads[0].offset == (-1,)
+    certificate = lower(layer, x, tolerance=0.01).certificate
+    assert certificate.heads[0].kind == "shift" and certificate.heads[0].offset == (-1,)
 
 
 def test_a_lowered_layer_refuses_calls_that_it_was_not_lowered_for():
@@ -270,18 +271,19 @@ def test_a_lowered_layer_refuses_calls_that_it_was_not_lowered_for():
     assert torch.allclose(windowed(x, pattern=near.clone()), layer(x, pattern=near), atol=1e-9)
     assert torch.allclose(plain(x, lengths=None, return_weights=False), layer(x), atol=1e-9)
     with pytest.raises(
-        rg.ShapeError, match="another pattern than the one that this attention was lowered with"
+        rg.ShapeError, match="this attention was lowered with another pattern; lower it again"
     ):
         plain(x, pattern=near)
     with pytest.raises(rg.ShapeError, match="another pattern"):
         windowed(x)
     with pytest.raises(
-        rg.ShapeError, match="lengths given to a lowered attention, whose heads are fixed to a grid of"
+        rg.ShapeError,
+        match="a lowered attention is fixed to a grid of 5 × 7 and does not support lengths; call",
     ):
         plain(x, lengths=torch.tensor([3, 3, 3]))
-    with pytest.raises(rg.ShapeError, match="34 positions on a grid of 5 × 7; 35 are needed"):
+    with pytest.raises(rg.ShapeError, match="34 positions on a grid of 5 × 7; expected 35"):
         plain(x[:, 1:])
-    with pytest.raises(rg.ShapeError, match=r"data of 34 positions on a grid of \(5, 7\); 35 are needed"):
+    with pytest.raises(rg.ShapeError, match=r"data has 34 positions on a grid of \(5, 7\); expected 35"):
         lower(layer, x[:, 1:])
 
 
@@ -290,18 +292,18 @@ def test_a_lifted_layer_that_learned_is_lowered_head_by_head():
     conv = nn.Conv1d(2, 3, 3, padding=1, groups=1, dtype=f64)
     lifted = lift(conv, sharpness=9.0)
     with torch.no_grad():
-        lifted.centre[0] += 0.1  # (−0.9): still nearest to −1
-        lifted.centre[2] -= 0.5  # between 0 and 1
+        lifted.center[0] += 0.1  # (−0.9): still nearest to −1
+        lifted.center[2] -= 0.5  # between 0 and 1
     x = torch.randn(4, 2, 11, dtype=f64)
     found = lower(lifted, x, tolerance=0.05)
-    told = found.certificate
-    assert told.lowered == (0, 1) and told.size is None and told.heads[0].offset == (-1,)
+    certificate = found.certificate
+    assert certificate.lowered == (0, 1) and certificate.size is None and certificate.heads[0].offset == (-1,)
     span = (x.amax(-1).clamp(min=0) - x.amin(-1).clamp(max=0)).max().item()
-    assert (found(x) - lifted(x)).abs().max().item() <= told.certified * span
-    assert told.heads[0].worst == pytest.approx(lifted.leak()[0].item())
+    assert (found(x) - lifted(x)).abs().max().item() <= certificate.certified * span
+    assert certificate.heads[0].worst == pytest.approx(lifted.leak()[0].item())
     assert lower(lifted, x, tolerance=0.0).certificate.lowered == ()
     with torch.no_grad():
-        lifted.centre[1] = 2.0  # past the window: there is no such tap
+        lifted.center[1] = 2.0  # past the window: there is no such tap
     assert 1 not in lower(lifted, x).certificate.lowered
 
 
@@ -328,7 +330,7 @@ def test_the_nearest_shift_of_known_weights():
     near = nearest_shifts(weights, (6,))
     assert near.worst[0].item() == pytest.approx(5 / 6) and near.mean[0].item() == pytest.approx(5 / 12)
     with pytest.raises(
-        rg.ShapeError, match="weights of 6 queries over 6 keys on a grid of 2 × 4; both need 8"
+        rg.ShapeError, match="weights of 6 queries over 6 keys do not fit a grid of 2 × 4; both must be 8"
     ):
         nearest_shifts(weights, (2, 4))
 
@@ -348,7 +350,7 @@ def test_weights_by_offset_sum_to_a_row_and_tell_centre_and_spread():
     assert share.sum((1, 2)).tolist() == pytest.approx([1.0, 1.0])
     assert share[0, 8, 11].item() == pytest.approx(10 / 11)  # the last column looks at itself
     found = spread(weights, (9, 11))
-    assert found.centre[0].tolist() == pytest.approx([0.0, 10 / 11])
+    assert found.center[0].tolist() == pytest.approx([0.0, 10 / 11])
     assert found.entropy[0].item() == pytest.approx(0.0, abs=1e-9)
     assert found.spread[1] > 0.9 and found.content.tolist() == pytest.approx([0.0, 0.0], abs=1e-9)
     one, other = torch.eye(99, dtype=f64), torch.full((99, 99), 1 / 99, dtype=f64)
@@ -364,16 +366,16 @@ def test_total_variation_counts_what_a_row_lacks_as_weight_on_a_zero_key():
 
 def test_a_certificate_prints_as_a_table_and_writes_json():
     heads = (Head(0, "shift", (0, 1), 1, 0.002, 0.001), Head(1, "attention", (-1, 2), 0, 0.7, 0.5))
-    told = Certificate(heads, 0.05, (8, 8), "replicate", 0.0125, 0.01, "the data", 11.96)
-    assert str(told).splitlines() == [
-        "head  nearest shift s  became     taps  worst TV  mean TV",
+    certificate = Certificate(heads, 0.05, (8, 8), "replicate", 0.0125, 0.01, "the data", 11.96)
+    assert str(certificate).splitlines() == [
+        "head  nearest shift s  kind       taps  worst TV  mean TV",
         "   0  (0, -1)          shift         1     0.002    0.001",
         "   1  (+1, -2)         attention     0       0.7      0.5",
         "1 of 2 heads lowered at tolerance 0.05; 8 × 8, border of replicate",
         "error: certified 0.013 · range; measured 0.01 on the data; 12.0 × as fast",
     ]
-    assert json.loads(told.json())["heads"][1]["offset"] == [-1, 2]
-    assert told.lowered == (0,)
+    assert json.loads(certificate.json())["heads"][1]["offset"] == [-1, 2]
+    assert certificate.lowered == (0,)
 
 
 def test_every_attention_of_a_model_is_lowered_on_what_reaches_it():
@@ -390,9 +392,11 @@ def test_every_attention_of_a_model_is_lowered_on_what_reaches_it():
             block.attention.position.alpha.fill_(60.0)
         model.blocks[1].attention.position.alpha[1] = 0.0
     x = tokens()
-    lowered, told = lower_all(model, x)
-    assert list(told) == ["blocks.0.attention", "blocks.1.attention"]
-    assert told["blocks.0.attention"].lowered == (0, 1) and told["blocks.1.attention"].lowered == (0,)
+    lowered, certificates = lower_all(model, x)
+    assert list(certificates) == ["blocks.0.attention", "blocks.1.attention"]
+    assert certificates["blocks.0.attention"].lowered == (0, 1) and certificates[
+        "blocks.1.attention"
+    ].lowered == (0,)
     assert torch.allclose(lowered(x), model(x), atol=1e-8)
     assert "heads [0] of 2 lowered" in repr(lowered)
 
@@ -412,7 +416,7 @@ class OwnThenCross(nn.Module):
 
 def test_attention_to_a_context_or_with_a_shared_bias_stays_in_a_lowered_model():
     x = tokens(11, dtype=torch.float32)
-    lowered, told = lower_all(OwnThenCross(), x)
-    assert list(told) == ["own", "stack.blocks.0.attention"] and lowered(x).shape == x.shape
+    lowered, certificates = lower_all(OwnThenCross(), x)
+    assert list(certificates) == ["own", "stack.blocks.0.attention"] and lowered(x).shape == x.shape
     shared = rg.Encoder(rg.Block(rg.Attention(6, heads=2), None), 1, position=rg.alibi()).build()
     assert lower_all(shared, x)[1] == {}

@@ -1,32 +1,32 @@
-"""Attention that is a convolution, both ways.
+"""Convolutions as attention, and attention heads as convolutions.
 
-lift     a convolution → attention: a head a tap, scores of position alone; exact when hard, bounded when soft
+lift     a convolution → attention: one head per tap, scores from positions only; exact if hard, bounded if soft
 lower    attention → a convolution: heads that are shifts or short kernels, with a certificate of the error
 
-The word offset is key − query; the documents' shift s is its negative: y_q = Σ_h x[q − s_h] W_h (D10).
+An offset is key − query; a shift s is its negative: y_q = Σ_h x[q − s_h] W_h.
 """
 
-from .bands import Band
+from .average_pooling import AveragePooling
 from .bounds import leak, sharpness
 from .certificate import Certificate, Head
-from .frame import Frame, Offset, frame, tap_of
+from .geometry import Geometry, Offset, geometry_of, tap_of
 from .lifting import Lifted, lift, sharpness_for, shift_heads
 from .lowered import Lowered
 from .lowering import lower, lower_all
-from .shifts import Nearest, Spread, by_offset, nearest_shifts, spread, total_variation
+from .shifts import NearestShifts, Spread, by_offset, nearest_shifts, spread, total_variation
 
 __all__ = [
-    "Band",
+    "AveragePooling",
     "Certificate",
-    "Frame",
+    "Geometry",
     "Head",
     "Lifted",
     "Lowered",
-    "Nearest",
+    "NearestShifts",
     "Offset",
     "Spread",
     "by_offset",
-    "frame",
+    "geometry_of",
     "leak",
     "lift",
     "lower",

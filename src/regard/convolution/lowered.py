@@ -1,4 +1,4 @@
-"""The module that lowering gives: a convolution, and what stayed attention."""
+"""The result of lowering: a convolution, and the heads that are still attention."""
 
 from collections.abc import Sequence
 from functools import reduce as fold
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
 from .certificate import Certificate
-from .frame import MODES, Frame, Offset
+from .geometry import MODES, Geometry, Offset
 
 _CONV = {1: F.conv1d, 2: F.conv2d}
 _MODULE: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d}
@@ -22,8 +22,8 @@ _MODULE: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d}
 class Lowered(nn.Module):
     """convolution(x) + kernels(x) + rest(x): the heads that are shifts, those that are short kernels, the others.
 
-    Called as what it was lowered from: (b, n, d_model) of a grid, row by row, or channels first where `grid` is
-    None. Each of the three may be absent.
+    Called like the attention it was lowered from: (b, n, d_model), on a grid in row-major order, or channels first if
+    `grid` is None. Each of the three parts may be absent.
     """
 
     certificate: Certificate
@@ -40,34 +40,32 @@ class Lowered(nn.Module):
         self.convolution, self.kernels, self.rest = convolution, kernels, rest
         self.grid, self.pattern = grid, pattern
 
-    def forward(self, x: Float[Tensor, "..."], context: None = None, **given: Any) -> Float[Tensor, "..."]:
+    def forward(self, x: Float[Tensor, "..."], context: None = None, **options: Any) -> Float[Tensor, "..."]:
         if self.grid is None:
             return fold(torch.add, (part(x) for part in (self.convolution, self.rest) if part is not None))
-        pattern = given.pop("pattern", None)
-        asked = {"context": context, **given}
-        if others := [name for name, value in asked.items() if value is not None and value is not False]:
+        pattern = options.pop("pattern", None)
+        options["context"] = context
+        if others := [name for name, value in options.items() if value is not None and value is not False]:
             raise ShapeError(
-                f"{' and '.join(others)} given to a lowered attention, whose heads are fixed to {self._where()}; "
+                f"a lowered attention is fixed to {self._domain()} and does not support {' or '.join(others)}; "
                 f"call the attention it was lowered from"
             )
         if not _same(pattern, self.pattern):
-            raise ShapeError(
-                "another pattern than the one that this attention was lowered with; lower it again"
-            )
-        found = [] if self.rest is None else [self.rest(x, pattern=pattern)]
+            raise ShapeError("this attention was lowered with another pattern; lower it again with this one")
+        outputs = [] if self.rest is None else [self.rest(x, pattern=pattern)]
         if self.convolution is not None or self.kernels is not None:
             cells = rearrange(x, "b n c -> b c n") if len(self.grid) == 1 else self._on_grid(x)
             fixed = [part(cells) for part in (self.convolution, self.kernels) if part is not None]
-            found.append(rearrange(fold(torch.add, fixed), "b c ... -> b (...) c"))
-        return fold(torch.add, found)
+            outputs.append(rearrange(fold(torch.add, fixed), "b c ... -> b (...) c"))
+        return fold(torch.add, outputs)
 
     def _on_grid(self, x: Float[Tensor, "b n c"]) -> Float[Tensor, "b c height width"]:
         assert self.grid is not None
         if x.shape[1] != prod(self.grid):
-            raise ShapeError(f"{x.shape[1]} positions on {self._where()}; {prod(self.grid)} are needed")
+            raise ShapeError(f"{x.shape[1]} positions on {self._domain()}; expected {prod(self.grid)}")
         return rearrange(x, "b (height width) c -> b c height width", height=self.grid[0])
 
-    def _where(self) -> str:
+    def _domain(self) -> str:
         return (
             "a grid of " + " × ".join(map(str, self.grid or ())) if len(self.grid or ()) > 1 else "a sequence"
         )
@@ -77,7 +75,7 @@ class Lowered(nn.Module):
 
 
 class Padded(nn.Module):
-    """A convolution after a border that it cannot declare itself: one that differs before and after."""
+    """A convolution after padding that nn.Conv cannot express, because it differs before and after."""
 
     def __init__(self, convolution: nn.Module, border: tuple[tuple[int, int], ...], mode: str):
         super().__init__()
@@ -89,9 +87,9 @@ class Padded(nn.Module):
 
 
 class Kernels(nn.Module):
-    """Heads that are short kernels: values, one kernel a head over them, divided by its mass on the grid, W_O.
+    """Heads that are short kernels: values, one kernel per head, division by its mass inside the grid, W_O.
 
-    The division is the softmax's own at the border, where a part of the kernel finds no keys.
+    The division reproduces the softmax at the border, where part of the kernel has no keys.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class Kernels(nn.Module):
         return conv(mixed, self.w_o.reshape(*self.w_o.shape, *shape), self.bias)
 
     def _sides(self) -> list[int]:
-        """As many keys as queries, the first query's kernel starting at `low`; below zero means cut."""
+        """The padding with which the kernel of the first query starts at `low`; negative padding crops."""
         sides = [(-low, low + taps - 1) for low, taps in zip(self.low, self.kernel.shape[1:])]
         return [p for both in reversed(sides) for p in both]
 
@@ -132,32 +130,35 @@ class Kernels(nn.Module):
 
 
 def convolution(
-    place: Frame, taps: Float[Tensor, "h c_out c_in"], bias: Float[Tensor, " c_out"] | None, groups: int = 1
+    geometry: Geometry,
+    taps: Float[Tensor, "h c_out c_in"],
+    bias: Float[Tensor, " c_out"] | None,
+    groups: int = 1,
 ) -> nn.Module:
-    """One nn.Conv1d or nn.Conv2d with a tap at each offset of the frame; heads at one offset add up.
+    """One nn.Conv1d or nn.Conv2d with a tap at each offset of the geometry; taps at the same offset are added.
 
-    Dilated where the offsets allow it. Groups are kept where all taps are made of that many diagonal blocks.
+    Dilated if the offsets allow it. Grouped if all taps consist of that many diagonal blocks.
     """
-    spans = [place.span(axis) for axis in range(place.axes)]
+    spans = [geometry.span(axis) for axis in range(geometry.axes)]
     dilation = [
-        max(1, gcd(*(offset[axis] - low for offset in place.offsets), high - low))
+        max(1, gcd(*(offset[axis] - low for offset in geometry.offsets), high - low))
         for axis, (low, high) in enumerate(spans)
     ]
     kernel = [(high - low) // d + 1 for (low, high), d in zip(spans, dilation)]
     weight = taps.new_zeros(*taps.shape[1:], *kernel)
-    for offset, tap in zip(place.offsets, taps):
+    for offset, tap in zip(geometry.offsets, taps):
         at: Any = tuple((o - low) // d for o, (low, _), d in zip(offset, spans, dilation))
         weight[(..., *at)] += tap
     weight, groups = _grouped(weight, groups)
-    padding, outside = _padding(place, kernel, dilation)
-    conv = _MODULE[place.axes](
+    padding, outside = _padding(geometry, kernel, dilation)
+    conv = _MODULE[geometry.axes](
         weight.shape[1] * groups,
         len(weight),
         tuple(kernel),
-        stride=place.stride,
+        stride=geometry.stride,
         dilation=tuple(dilation),
         padding=padding,
-        padding_mode=place.mode if not outside else "zeros",
+        padding_mode=geometry.mode if not outside else "zeros",
         groups=groups,
         bias=bias is not None,
         dtype=weight.dtype,
@@ -167,17 +168,17 @@ def convolution(
         conv.weight.copy_(weight)
         if bias is not None:
             conv.bias.copy_(bias)
-    return Padded(conv, place.border, place.mode) if outside else conv
+    return Padded(conv, geometry.border, geometry.mode) if outside else conv
 
 
-def _padding(place: Frame, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[Any, bool]:
-    """The padding that nn.Conv can declare, and whether it has to be done before it instead."""
-    if any(before != -place.span(axis)[0] for axis, (before, _) in enumerate(place.border)):
-        raise SpecError(f"the first query of {place} does not stand where a convolution's does")
-    if all(before == after for before, after in place.border):
-        return tuple(before for before, _ in place.border), False
+def _padding(geometry: Geometry, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[Any, bool]:
+    """The padding argument of nn.Conv, and whether the padding has to be a step before it instead."""
+    if any(before != -geometry.span(axis)[0] for axis, (before, _) in enumerate(geometry.border)):
+        raise SpecError(f"the first query of {geometry} is not at the first window of a convolution")
+    if all(before == after for before, after in geometry.border):
+        return tuple(before for before, _ in geometry.border), False
     reach = [d * (k - 1) for k, d in zip(kernel, dilation)]
-    if set(place.stride) == {1} and place.border == tuple((r // 2, r - r // 2) for r in reach):
+    if set(geometry.stride) == {1} and geometry.border == tuple((r // 2, r - r // 2) for r in reach):
         return "same", False
     return 0, True
 
@@ -187,12 +188,12 @@ def _grouped(weight: Float[Tensor, "o c *k"], groups: int) -> tuple[Float[Tensor
         return weight, 1
     blocks = rearrange(weight, "(g o) (f i) ... -> g f o i ...", g=groups, f=groups)
     own = torch.eye(groups, dtype=torch.bool, device=weight.device)
-    if blocks[~own].any():  # training filled in what the groups kept apart
+    if blocks[~own].any():  # training has made entries outside the groups nonzero
         return weight, 1
     return rearrange(blocks[own], "g o i ... -> (g o) i ..."), groups
 
 
-def _same(given: Any, declared: Any) -> bool:
-    if isinstance(given, Tensor) and isinstance(declared, Tensor):
-        return given is declared or torch.equal(given, declared)
-    return (given is None) == (declared is None) and not isinstance(given, Tensor) and given == declared
+def _same(pattern: Any, declared: Any) -> bool:
+    if isinstance(pattern, Tensor) and isinstance(declared, Tensor):
+        return pattern is declared or torch.equal(pattern, declared)
+    return (pattern is None) == (declared is None) and not isinstance(pattern, Tensor) and pattern == declared

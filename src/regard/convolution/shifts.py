@@ -1,8 +1,8 @@
-"""Which shift, or which short kernel, a head's weights are nearest to.
+"""The shift, or the short kernel, that is nearest to the weights of a head.
 
-Two distributions over keys are ½ Σ ∣a − c∣ apart (total variation). What a row lacks to one counts as weight on a
-zero key, so a query that looks nowhere agrees with a shift past a border of zeros. Past the edge of a grid a softmax
-head looks at the nearest key there is, which is the same shift with a "replicate" border.
+The distance of two distributions over keys is ½ Σ ∣a − c∣ (total variation). What a row lacks to a sum of 1 counts
+as weight on a zero key, so a query with no allowed key agrees with a shift into zero padding. Beyond the edge
+of a grid a softmax head attends to the nearest key, which is the same shift with a "replicate" border.
 """
 
 from itertools import product
@@ -15,13 +15,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ShapeError
-from .frame import Offset
+from .geometry import Offset
 
-MOST = 1024  # offsets tried for each head; more are narrowed down by the weight on their diagonals
+MAX_CANDIDATES = 1024  # offsets compared exactly; of more, those with the most weight are chosen
 BORDERS = ("replicate", "zeros")
 
 
-class Nearest(NamedTuple):
+class NearestShifts(NamedTuple):
     """The shift nearest to each head: key = query + offset."""
 
     offset: tuple[Offset, ...]
@@ -31,17 +31,17 @@ class Nearest(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Where each head looks, relative to the query."""
+    """The distribution of the offsets that each head attends to."""
 
-    centre: Float[Tensor, "h axes"]  # the mean offset
+    center: Float[Tensor, "h axes"]  # the mean offset
     spread: Float[Tensor, " h"]  # √ of the mean squared distance from it
     entropy: Float[Tensor, " h"]  # of a row, in nats
     content: Float[Tensor, " h"]  # mean total variation between a row and its mean over the data
 
 
-def nearest_shifts(weights: Float[Tensor, "b h n n"], grid: Offset) -> Nearest:
-    """For each head the shift with the least mean total variation, 1 − the weight on its key."""
-    _fits(weights, grid)
+def nearest_shifts(weights: Float[Tensor, "b h n n"], grid: Offset) -> NearestShifts:
+    """For each head the shift with the smallest mean total variation, 1 − the weight on its key."""
+    _check_grid(weights, grid)
     mean = reduce(weights.detach().double(), "b h n m -> h n m", "mean")
     missing = 1 - mean.sum(-1)
     candidates = _candidates(mean, grid)
@@ -52,20 +52,20 @@ def nearest_shifts(weights: Float[Tensor, "b h n n"], grid: Offset) -> Nearest:
         there = mean[:, queries, keys]
         shares.append(torch.stack([there.mean(-1), there.where(inside, missing).mean(-1)]))
     best = rearrange(torch.stack(shares), "o border h -> h (o border)").argmax(-1).tolist()
-    found = [(candidates[i // 2], BORDERS[i % 2]) for i in best]
-    apart = [shift_distance(weights[:, h], grid, *pair) for h, pair in enumerate(found)]
-    return Nearest(
-        tuple(offset for offset, _ in found),
-        tuple(border for _, border in found),
-        torch.stack([a.mean() for a in apart]),
-        torch.stack([a.max() for a in apart]),
+    shifts = [(candidates[i // 2], BORDERS[i % 2]) for i in best]
+    distances = [shift_distance(weights[:, h], grid, *shift) for h, shift in enumerate(shifts)]
+    return NearestShifts(
+        tuple(offset for offset, _ in shifts),
+        tuple(border for _, border in shifts),
+        torch.stack([d.mean() for d in distances]),
+        torch.stack([d.max() for d in distances]),
     )
 
 
 def shift_distance(
     weights: Float[Tensor, "b n n"], grid: Offset, offset: Offset, border: str
 ) -> Float[Tensor, "b n"]:
-    """1 − the weight on the shift's key, a row each; past a border of zeros that key is the zero key."""
+    """1 − the weight on the key of the shift, for each row; in zero padding that key is the zero key."""
     weights = weights.detach().double()
     keys, inside = targets(grid, offset, weights.device)
     there = weights[:, torch.arange(len(keys), device=weights.device), keys]
@@ -77,13 +77,13 @@ def shift_distance(
 def nearest_kernel(
     weights: Float[Tensor, "b n n"], grid: Offset, offset: Offset, side: int
 ) -> tuple[tuple[Offset, ...], Float[Tensor, " taps"]]:
-    """The box of `side` offsets along each axis that holds the most weight, and the share of each offset in it.
+    """The box of `side` offsets along each axis with the most weight, and the share of each offset in it.
 
-    Shares are ratios to the weight at `offset`, over the queries that have both keys: exact where the scores are
-    of the distance alone, since a row's normaliser drops out.
+    Shares are ratios to the weight at `offset`, over the queries that have both keys: exact if the scores depend only
+    on the distance, since the normalization of each row cancels.
     """
     mean = reduce(weights.detach().double(), "b n m -> n m", "mean")
-    offsets = _box(by_offset(mean[None, None], grid)[0], grid, side)
+    offsets = _heaviest_box(by_offset(mean[None, None], grid)[0], grid, side)
     queries = torch.arange(len(mean), device=weights.device)
     middle, inside = targets(grid, offset, weights.device)
     taps = []
@@ -92,11 +92,11 @@ def nearest_kernel(
         both = inside & also
         below = (mean[queries, middle] * both).sum()
         taps.append((mean[queries, keys] * both).sum() / below.where(below > 0, torch.inf))
-    found = torch.stack(taps)
-    return offsets, found / found.sum()
+    shares = torch.stack(taps)
+    return offsets, shares / shares.sum()
 
 
-def _box(share: Float[Tensor, "*sides"], grid: Offset, side: int) -> tuple[Offset, ...]:
+def _heaviest_box(share: Float[Tensor, "*sides"], grid: Offset, side: int) -> tuple[Offset, ...]:
     """The offsets of the box with the largest share."""
     for axis in range(share.ndim):
         share = share.unfold(axis, min(side, share.shape[axis]), 1).sum(-1)
@@ -108,7 +108,7 @@ def _box(share: Float[Tensor, "*sides"], grid: Offset, side: int) -> tuple[Offse
 def kernel_table(
     grid: Offset, offsets: tuple[Offset, ...], taps: Float[Tensor, " taps"]
 ) -> Float[Tensor, "n n"]:
-    """The weights of a kernel on a grid, each row divided by what the border leaves of it."""
+    """The weights of a kernel on a grid, each row divided by its mass inside the grid."""
     n = prod(grid)
     table = taps.new_zeros(n, n)
     queries = torch.arange(n, device=taps.device)
@@ -122,7 +122,7 @@ def kernel_table(
 def total_variation(
     weights: Float[Tensor, "*b n m"], others: Float[Tensor, "*c n m"]
 ) -> Float[Tensor, "*d n"]:
-    """½ Σ ∣a − c∣ of each row, the zero key among the keys."""
+    """½ Σ ∣a − c∣ of each row, including the zero key."""
     gap = weights.detach().double() - others
     return (gap.abs().sum(-1) + gap.sum(-1).abs()) / 2
 
@@ -130,51 +130,51 @@ def total_variation(
 def targets(
     grid: Offset, offset: Offset, device: torch.device | None = None
 ) -> tuple[Int[Tensor, " n"], Bool[Tensor, " n"]]:
-    """The cell at each cell + offset, moved to the nearest one of the grid, and whether it was on the grid."""
+    """For each cell the cell at + offset, clamped to the grid, and whether it is inside the grid."""
     index = torch.zeros((), dtype=torch.long, device=device)
     inside = torch.ones((), dtype=torch.bool, device=device)
     for side, along in zip(grid, offset):
         wanted = torch.arange(side, device=device) + along
-        held = wanted.clamp(0, side - 1)
-        index = (index[..., None] * side + held).flatten()
-        inside = (inside[..., None] & (held == wanted)).flatten()
+        clamped = wanted.clamp(0, side - 1)
+        index = (index[..., None] * side + clamped).flatten()
+        inside = (inside[..., None] & (clamped == wanted)).flatten()
     return index, inside
 
 
 def by_offset(weights: Float[Tensor, "b h n n"], grid: Offset) -> Float[Tensor, "h *sides"]:
-    """The weight a head gives to each offset, −(side − 1) … side − 1 along each axis; its sum is a row's."""
-    _fits(weights, grid)
+    """The weight of each head at each offset, −(side − 1) … side − 1 along each axis, averaged over the queries."""
+    _check_grid(weights, grid)
     mean = reduce(weights.detach().double(), "b h n m -> h (n m)", "mean")
     sides = [2 * side - 1 for side in grid]
-    found = mean.new_zeros(len(mean), prod(sides)).index_add(1, _cells(grid, weights.device), mean)
-    return found.reshape(len(mean), *sides) / prod(grid)
+    total = mean.new_zeros(len(mean), prod(sides)).index_add(1, _offset_index(grid, weights.device), mean)
+    return total.reshape(len(mean), *sides) / prod(grid)
 
 
 def spread(weights: Float[Tensor, "b h n n"], grid: Offset) -> Spread:
-    """Centre, spread and entropy of each head, and how much of it depends on the data."""
+    """Center, spread and entropy of each head, and how much it depends on the data."""
     share = by_offset(weights, grid)
     each = torch.stack(torch.meshgrid(*(torch.arange(1 - s, s) for s in grid), indexing="ij"), -1)
     each = rearrange(each, "... axes -> (...) axes").to(share)
     share = rearrange(share, "h ... -> h (...)")
-    centre = share @ each
-    square = share @ (each**2).sum(-1) - (centre**2).sum(-1)
+    center = share @ each
+    square = share @ (each**2).sum(-1) - (center**2).sum(-1)
     w = weights.detach().double()
     entropy = reduce(-torch.special.xlogy(w, w).sum(-1), "b h n -> h", "mean")
     content = reduce(total_variation(w, w.mean(0, keepdim=True)), "b h n -> h", "mean")
-    return Spread(centre, square.clamp(min=0.0).sqrt(), entropy, content)
+    return Spread(center, square.clamp(min=0.0).sqrt(), entropy, content)
 
 
 def _candidates(mean: Float[Tensor, "h n n"], grid: Offset) -> list[Offset]:
-    everywhere = list(product(*(range(1 - side, side) for side in grid)))
-    if len(everywhere) <= MOST:
-        return everywhere
+    all_offsets = list(product(*(range(1 - side, side) for side in grid)))
+    if len(all_offsets) <= MAX_CANDIDATES:
+        return all_offsets
     shares = by_offset(mean[None], grid).flatten(1)
-    top = shares.topk(max(1, MOST // len(mean)), dim=-1).indices.unique().tolist()
-    return [everywhere[i] for i in top]
+    top = shares.topk(max(1, MAX_CANDIDATES // len(mean)), dim=-1).indices.unique().tolist()
+    return [all_offsets[i] for i in top]
 
 
-def _cells(grid: Offset, device: torch.device) -> Int[Tensor, " pairs"]:
-    """For each pair (query, key) the number of its offset among all offsets."""
+def _offset_index(grid: Offset, device: torch.device) -> Int[Tensor, " pairs"]:
+    """For each pair (query, key) the index of its offset among all offsets."""
     index = torch.zeros(1, 1, dtype=torch.long, device=device)
     for side in grid:
         along = torch.arange(side, device=device)
@@ -184,8 +184,10 @@ def _cells(grid: Offset, device: torch.device) -> Int[Tensor, " pairs"]:
     return index.flatten()
 
 
-def _fits(weights: Float[Tensor, "b h n m"], grid: Offset) -> None:
+def _check_grid(weights: Float[Tensor, "b h n m"], grid: Offset) -> None:
     n, m = weights.shape[-2:]
     if not n == m == prod(grid):
         cells = " × ".join(map(str, grid))
-        raise ShapeError(f"weights of {n} queries over {m} keys on a grid of {cells}; both need {prod(grid)}")
+        raise ShapeError(
+            f"weights of {n} queries over {m} keys do not fit a grid of {cells}; both must be {prod(grid)}"
+        )

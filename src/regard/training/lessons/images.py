@@ -48,14 +48,14 @@ def shifts(seed: int = 0, steps: int = 160, marks: int = 4) -> Lesson:
         told["heads near a whole shift"][name] = model.near_whole()
         told["centre and spread, head 0"][name] = {
             step: "({:+.2f}, {:+.2f}) {:.2f}".format(
-                *layers[0].centre[0].tolist(), float(layers[0].spread[0])
+                *layers[0].center[0].tolist(), float(layers[0].spread[0])
             )
             for step, layers in kept.items()
         }
         found = [s for layers in kept.values() for s in layers]
         whole = whole and len(kept) == marks + 1 and len(found) == 2 * len(kept)
         whole = whole and all(
-            bool(torch.isfinite(s.centre).all() & torch.isfinite(s.spread).all()) for s in found
+            bool(torch.isfinite(s.center).all() & torch.isfinite(s.spread).all()) for s in found
         )
     return Lesson(
         "T4",

@@ -1,4 +1,4 @@
-"""An attention taken apart, head by head."""
+"""The weights of an attention, head by head."""
 
 import copy
 import warnings
@@ -12,11 +12,11 @@ from torch import Tensor
 from .. import spec
 from ..nn.attention import MultiHeadAttention
 from ..position import alibi, quadratic, relative_table, shaw, t5_buckets
-from .frame import Offset
+from .geometry import Offset
 
 
-class Parts:
-    """An attention, head by head."""
+class SplitHeads:
+    """An attention, head by head: values `into`, outputs `out`, and their products `taps`."""
 
     def __init__(self, attention: MultiHeadAttention):
         self.attention, self.spec, self.size = attention, attention.spec, attention.spec.sizes
@@ -40,7 +40,7 @@ class Parts:
         return self.value_bias is not None and bool(self.value_bias.any())
 
     def bias(self, shifts: list[int]) -> Float[Tensor, " d_out"] | None:
-        """W_O's bias, and what W_V's bias becomes behind heads whose weights sum to one."""
+        """The bias of W_O, plus that of W_V passed through these heads, whose weights sum to 1."""
         own = None if self.attention.w_o is None else self.attention.w_o.bias
         total = None if own is None else own.detach().clone()
         if self.value_bias is not None and shifts:
@@ -49,7 +49,7 @@ class Parts:
         return total
 
     def keep(self, heads: list[int], grid: Offset, keep_bias: bool) -> MultiHeadAttention:
-        """The attention of some of the heads."""
+        """The attention of these heads."""
         if len(heads) == self.size.heads:
             return copy.deepcopy(self.attention)
         rest = self._declare(len(heads), grid)
@@ -57,14 +57,14 @@ class Parts:
         old, size = self.attention, self.size
         with torch.no_grad():
             for name, count in (("w_q", size.heads), ("w_k", size.kv_heads), ("w_v", size.kv_heads)):
-                mine, theirs = getattr(rest, name), getattr(old, name)
-                if theirs is None:
+                new_linear, old_linear = getattr(rest, name), getattr(old, name)
+                if old_linear is None:
                     continue
                 chosen = heads if name == "w_q" else [self.group[h] for h in heads]
                 for kind in ("weight", "bias"):
-                    if (whole := getattr(theirs, kind)) is not None:
-                        cut = rearrange(whole, "(h d) ... -> h d ...", h=count)[chosen]
-                        getattr(mine, kind).copy_(rearrange(cut, "h d ... -> (h d) ..."))
+                    if (tensor := getattr(old_linear, kind)) is not None:
+                        selected = rearrange(tensor, "(h d) ... -> h d ...", h=count)[chosen]
+                        getattr(new_linear, kind).copy_(rearrange(selected, "h d ... -> (h d) ..."))
             rest.w_o.weight.copy_(rearrange(self.out[heads], "h o d -> o (h d)"))
             if rest.w_o.bias is not None:
                 own = None if old.w_o is None or not keep_bias else old.w_o.bias
@@ -78,7 +78,7 @@ class Parts:
         size, own = self.size, self.spec
         position = relative_table(grid[0] - 1) if isinstance(own.position, alibi) else own.position
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", spec.EmptyRowWarning)  # said when the whole was declared
+            warnings.simplefilter("ignore", spec.EmptyRowWarning)  # warned when the original was declared
             declared = replace(
                 own,
                 heads=heads,
@@ -100,7 +100,7 @@ def _copy_position(old: MultiHeadAttention, rest: MultiHeadAttention, heads: lis
             rest.position.alpha.copy_(old.position.alpha[heads])
         case relative_table() | t5_buckets():
             rest.position.table.copy_(old.position.table[heads])
-        case alibi():  # slopes follow from the number of heads, so fewer heads hold theirs as a table
+        case alibi():  # slopes depend on the number of heads, so fewer heads store theirs as a table
             distances = torch.arange(1 - grid[0], grid[0], device=rest.position.table.device)
             rest.position.table.copy_(old.position.by_distance().at(distances)[heads])
         case shaw():
