@@ -1,14 +1,21 @@
-# Two commands: `make demo` shows it, `make test` proves it. Both make .venv first.
+# `make demo` shows it, `make test` proves it, `make quick` is the inner loop. All create .venv first.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Two workers, one thread each; a file stays with one, so that what its tests share is made once. Shapes are checked
-# by the test run only, and not where code is compiled.
+# Two workers, one thread each. A file stays with one worker, so that its fixtures are created once. Shapes are checked
+# in the test run only, and not in compiled code.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
 HOOK := --jaxtyping-packages=regard,beartype.beartype
 
-.PHONY: demo test check long laws ledger clean
+# Under a minute on two cores: two cases per test and five examples per law, on the CPU, without what starts other
+# processes (training runs, browsers, the kernels' interpreter). No shape checker: it costs 10 s of imports.
+QUICK := tests/pattern tests/position tests/reference tests/schedule tests/spec tests/engine tests/nn tests/generation \
+	tests/costs tests/laws tests/lens tests/cli tests/project/test_house.py --ignore=tests/engine/cuda \
+	--ignore=tests/engine/gpu --ignore=tests/costs/test_exact.py --ignore=tests/nn/test_models.py \
+	--ignore=tests/lens/test_html_report.py --ignore=tests/lens/test_figures.py
+
+.PHONY: demo test quick check long laws ledger clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,12 +31,15 @@ test: $(VENV)/.ready
 	$(PYTEST) $(HOOK) -m "not compiled and not long"
 	$(PYTEST) -m "compiled and not long" $(COMPILED)
 
-# What `make test` has no time for, and its laws over more examples: about a quarter of an hour on two cores.
+quick: $(VENV)/.ready
+	REGARD_EXAMPLES=5 $(PYTEST) --quick -m "not compiled and not long" $(QUICK)
+
+# What `make test` has no time for, and its laws over more examples: about 15 minutes on two cores.
 long: $(VENV)/.ready
 	REGARD_EXAMPLES=500 $(PYTEST) $(HOOK) -m "(long or hypothesis) and not compiled"
 	$(PYTEST) -m "compiled and long" $(COMPILED)
 
-# 10,000 cases a law, the better part of an hour; stores each as it comes, and goes on where it was.
+# 10,000 cases per law, about an hour; each result is stored at once, and an interrupted run continues.
 laws: $(VENV)/.ready
 	$(PY) bench/laws_long.py
 

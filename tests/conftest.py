@@ -5,6 +5,7 @@ import os
 # Before torch is imported: on some CPUs oneDNN's bfloat16 products end in an illegal instruction otherwise.
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no bug
 )
 settings.load_profile("regard")
+
+
+QUICK_CASES = 2  # of each parametrized test
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help=f"{QUICK_CASES} cases per test, none marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    """`make quick`: the first cases of each parametrized test, without the tests marked slow."""
+    if not config.getoption("--quick"):
+        return
+    seen, selected, deselected = Counter(), [], []
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        seen[name] += 1
+        slow = item.get_closest_marker("slow") is not None
+        (deselected if slow or seen[name] > QUICK_CASES else selected).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
 
 
 @pytest.fixture(autouse=True)

@@ -145,6 +145,7 @@ def test_what_cannot_be_read_says_why(source, tmp_path, monkeypatch):
     assert str(refused.value) == UNREAD[source].format(here=Path.cwd())
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_on_stderr_and_exit_code_2():
     done = subprocess.run(
         [sys.executable, "-m", "regard", "show", "gtp2"], capture_output=True, text=True, timeout=120

@@ -231,12 +231,14 @@ def run(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
 
 
+@pytest.mark.slow
 def test_regard_needs_no_extra_no_triton_and_nothing_that_only_posix_has():
     done = run(BLOCKED.format(extras=set(EXTRAS.split())))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == f"(1, 2, 7, 5) {regard.__version__}"
 
 
+@pytest.mark.slow
 def test_the_block_on_imports_blocks():
     program = BLOCKED.format(extras={*EXTRAS.split(), "einops"})  # regard imports einops, so this must fail
     done = run(program)
