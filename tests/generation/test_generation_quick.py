@@ -26,7 +26,9 @@ def translator(place=None, pattern=None, inside=None, embedding=None, head=None,
     around = {k: kind.pop(k) for k in ("norm", "norm_at") if k in kind} | {"residual": residual}
     mlp = rg.FeedForward(20, activation=kind.pop("activation", "relu"))
     own = rg.Attention(12, **{"heads": 3, **kind})
-    past = rg.Attention(12, pattern=pattern or rg.causal(), position=inside, **{"heads": 3, **kind})
+    past = rg.Attention(
+        12, pattern=rg.causal() if pattern is None else pattern, position=inside, **{"heads": 3, **kind}
+    )
     words = rg.Embedding(VOCAB, 12, position=place or rg.sinusoidal(), **(embedding or {}))
     spec = rg.EncoderDecoder(
         rg.Encoder(rg.Block(own, mlp, **around), 2, embedding=words),
