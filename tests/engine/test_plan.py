@@ -15,6 +15,8 @@ from regard.engine.plan.cells import ALL, NONE, SOME, cover
 from regard.engine.plan.planner import NoPlan, clauses, plan, transposed
 from regard.pattern import (
     Pattern,
+    Related,
+    Relation,
     blocks,
     causal,
     dilated,
@@ -137,6 +139,30 @@ def sizes(draw):
     at = st.tuples(st.integers(-20, 60), st.integers(1, 7))
     start, step = draw(st.sampled_from([(m - n, 1), (0, 1)]) | at)
     return n, m, start, step, draw(st.sampled_from([8, 11, 16, 32]))
+
+
+residues = st.integers(1, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k - 1)))
+asked = st.fixed_dictionaries(
+    {},
+    optional={
+        "near": st.integers(-20, 20),
+        "far": st.integers(-20, 40),
+        "divisor": st.integers(1, 6),
+        "query_below": st.integers(-5, 90),
+        "key_below": st.integers(-5, 90),
+        "query_class": residues,
+        "key_class": residues,
+        "blocks": st.sampled_from([(5,), (16,), (7, 24)]),
+    },
+)
+
+
+@given(asked, _leaf(), sizes(), st.booleans(), st.sampled_from("&|-~"))
+def test_any_relation_is_planned_pair_by_pair(fields, other, size, swap, sign):
+    """Words that no one has written yet: several conditions in one."""
+    word = Related(Relation(**fields))
+    pattern = {"&": word & other, "|": word | other, "-": other - word, "~": ~word}[sign]
+    checked(pattern, *size, swap)
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["plan", "transposed"])

@@ -123,7 +123,8 @@ class Request:
         for word, relation in self.relations(layout.pattern).items():
             k, residue = relation.query_class
             known = k > 1 and self.xs.step * layout.row_step % k == 0
-            values[word] = np.where(known, np.where(x % k == residue, ALL, NONE), SOME).astype(np.int8)
+            right = ALL if _is_row_class(relation) else SOME
+            values[word] = np.where(known, np.where(x % k == residue, right, NONE), SOME).astype(np.int8)
         return c[kleene(layout.pattern, values) > NONE]
 
     def make_pass(self, layout: Layout) -> Pass:
@@ -266,7 +267,7 @@ def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Layout, ...]:
 def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
     """The pattern without `~rows(k)` (by keys: `~every(k)`): to leave out whole rows of a tile costs nothing."""
     match pattern:
-        case Both(left, Not(Word() as word)) if _is_row_class(word.relation, by_keys):
+        case Both(left, Not(Word() as word)) if _is_row_class(relations(word, by_keys)[word]):
             return _without_row_classes(left, by_keys)
         case Both(left, right):
             return _without_row_classes(left, by_keys) & _without_row_classes(right, by_keys)
@@ -276,8 +277,7 @@ def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
             return pattern
 
 
-def _is_row_class(relation: Relation, by_keys: bool) -> bool:
+def _is_row_class(relation: Relation) -> bool:
     """Whether it asks for a residue of the tile's rows and nothing else."""
-    relation = relation.transposed() if by_keys else relation
     k, _ = relation.query_class
     return k > 1 and relation == Relation(query_class=relation.query_class)
