@@ -34,6 +34,7 @@ GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
 _sdpa = F.scaled_dot_product_attention
+_flash_forward, _flash_backward = compat.flash_forward_direct, compat.flash_backward
 
 
 class Sdpa:
@@ -154,7 +155,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, is_causal, scale):
         d = max(q.shape[-1], v.shape[-1])
-        o, lse = compat.flash_forward_direct(
+        o, lse = _flash_forward(
             _padded(q, d), _padded(k, d), _padded(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
         )
         ctx.save_for_backward(q, k, v, mask, o, lse)
@@ -169,7 +170,7 @@ class _Fused(torch.autograd.Function):
             by = double_backward.Weighting(causal() if is_causal else full(), 0, 1, scale, None, mask)
             return *double_backward.gradients((grad, None), (q, k, v), by)[:3], None, None, None
         d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
-        dq, dk, dv = compat.flash_backward(
+        dq, dk, dv = _flash_backward(
             _padded(grad, d), _padded(q, d), _padded(k, d), _padded(v, d), o, lse, 0.0, is_causal,
             attn_mask=mask, scale=scale,
         )  # fmt: skip

@@ -1,0 +1,162 @@
+"""What `explain` names is what runs; arguments that change nothing change neither the bits nor the backend."""
+
+import random
+
+import pytest
+import torch
+
+import regard as rg
+from random_calls import WORDS, observed, random_call
+from regard.engine.attention import attention
+from regard.engine.backends import PREPARED
+from regard.engine.explain import explain
+from regard.errors import ShapeError
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    PREPARED.clear()
+    yield
+    PREPARED.clear()
+
+
+@pytest.mark.parametrize("block", range(6))
+def test_what_is_explained_is_what_runs(block):
+    """300 random calls, each twice: the first prepares, the second finds it prepared."""
+    seen = set()
+    for seed in range(50 * block, 50 * block + 50):
+        given, options = random_call(seed)
+        try:
+            result = explain(*given, **options)
+        except ShapeError:  # n > m without an offset
+            continue
+        for _ in range(2):
+            with observed() as ran:
+                attention(*given, **options)
+            assert set(ran) == {f"{result.backend}, {result.variant}"}, (seed, given[3], options)
+        seen.add(ran[0])
+    assert len(seen) >= 4
+
+
+def test_every_variant_on_the_cpu_is_met_by_these_calls():
+    met = set()
+    for seed in range(300):
+        given, options = random_call(seed)
+        result = explain(*given, **options)
+        met.add((result.backend, result.variant))
+    assert {backend for backend, _ in met} == {"reference", "sdpa", "tiles"}
+    variants = {"short sequence: gathered keys", "merged tiles", "packed documents", "bias by distance"}
+    assert variants <= {variant for _, variant in met}
+
+
+def test_sizes_explain_what_tensors_explain():
+    for seed in range(100):
+        (q, k, v, pattern), options = random_call(seed)
+        if isinstance(pattern, torch.Tensor) or isinstance(options.get("at"), torch.Tensor):
+            continue
+        by_tensors = explain(q, k, v, pattern, **options)
+        bias = options.pop("bias", None)
+        if "lengths" in options:
+            options["lengths"] = min(options["lengths"].tolist()) < k.shape[2]
+        by_sizes = explain(
+            rg.full() if pattern is None else pattern,
+            q.shape[2],
+            k.shape[2],
+            d_k=q.shape[3],
+            d_v=v.shape[3],
+            batch=q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            dtype=q.dtype,
+            grad=q.requires_grad,
+            bias="none" if bias is None else "tensor" if isinstance(bias, torch.Tensor) else "distance",
+            bias_grad=getattr(bias, "table", None) is not None and q.requires_grad,
+            **options,
+        )
+        assert by_tensors == by_sizes, seed
+
+
+# Arguments that change nothing.
+
+
+def same_call(rng, q, k, options):
+    """Options that say what is so without them."""
+    b, n, m, d = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
+    every = {
+        "at": [m - n, (m - n, 1), torch.full((b,), m - n)],
+        "lengths": [torch.full((b,), m), torch.full((b,), m + 3)],
+        "scale": [d**-0.5, 1 / d**0.5],
+        "dropout_p": [0.0, 0],
+        "ties": ["first"],
+    }
+    names = [name for name in every if name not in options and rng.random() < 0.5]
+    return {name: rng.choice(every[name]) for name in names}
+
+
+def results(given, options):
+    torch.manual_seed(0)
+    out = attention(*given, **options)
+    outs = out if isinstance(out, tuple) else (out,)
+    inputs = [x for x in given[:3] if x.requires_grad]
+    return *outs, *(torch.autograd.grad(sum(o.float().sum() for o in outs), inputs) if inputs else ())
+
+
+def test_arguments_that_change_nothing_change_no_bit():
+    rng = random.Random(0)
+    for seed in range(120):
+        given, options = random_call(seed)
+        options.pop("lengths", None)
+        q, k = given[:2]
+        if options.get("scale") == float("inf") or "at" in options or given[3] is None:
+            continue
+        more = same_call(rng, q, k, options)
+        assert explain(*given, **options) == explain(*given, **options, **more)
+        plain, said = results(given, options), results(given, {**options, **more})
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, said, strict=True)), (
+            seed,
+            more,
+        )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_full_and_a_table_of_ones_are_no_pattern(grad):
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, n, 16, generator=g, requires_grad=grad) for n in (37, 61, 61))
+    plain = results((q, k, v), {})
+    for every in (rg.full(), torch.ones(37, 61, dtype=torch.bool), torch.ones(2, 1, 1, 61, dtype=torch.bool)):
+        assert explain(q, k, v, every).variant == "dense"
+        assert all(map(torch.equal, plain, results((q, k, v, every), {})))
+    holed = torch.ones(37, 61, dtype=torch.bool)
+    holed[20, 30] = False
+    assert explain(q, k, v, holed).variant == "masked"
+
+
+def test_an_offset_that_nothing_reads_is_none():
+    q = torch.randn(1, 2, 9, 8)
+    for pattern in (None, rg.full(), rg.every(3), rg.sinks(2)):
+        assert torch.equal(attention(q, q, q, pattern, at=5), attention(q, q, q, pattern))
+    assert not torch.equal(attention(q, q, q, rg.window(1), at=5), attention(q, q, q, rg.window(1)))
+
+
+def test_an_offset_at_its_default_is_looked_up_as_if_it_were_not_there():
+    q = torch.randn(1, 2, 40, 8)
+    for word in WORDS:
+        attention(q, q, q, word)
+        known = len(PREPARED.values)
+        attention(q, q, q, word, at=0)
+        assert len(PREPARED.values) == known
+
+
+def test_arguments_of_other_libraries_name_what_to_write():
+    q = torch.randn(1, 1, 3, 4)
+    with pytest.raises(rg.SpecError) as e:
+        rg.attention(q, q, q, is_causal=True)
+    assert str(e.value) == (
+        "is_causal is no argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
+    )
+    with pytest.raises(
+        rg.SpecError, match=r"^attn_mask is no argument here; give a bool tensor .* as pattern=,"
+    ):
+        rg.attention(q, q, q, attn_mask=None)
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'mask'$"):
+        rg.attention(q, q, q, mask=None)
