@@ -31,6 +31,8 @@ from torch import Tensor
 from regard import reference
 from regard.pattern import (
     Pattern,
+    Related,
+    Relation,
     blocks,
     causal,
     dilated,
@@ -88,6 +90,7 @@ def _words() -> Iterator[Case]:
 
 
 BOTH = causal() & (window(5) | every(8))
+LATTICE = Related(Relation(near=3, far=27, divisor=2, query_below=24, key_class=(4, 1)))
 SMALL = [
     *_words(),
     # Compositions
@@ -98,6 +101,7 @@ SMALL = [
     Case("window | strided", window(3) | strided(8)),
     Case("causal | prefix", causal() | prefix(13)),
     Case("sinks | window | every", sinks(2) | window(3) | every(13, 5), n=53, m=53),
+    Case("a relation of several conditions", LATTICE | causal() & window(4), n=41, m=41),
     # Several passes, and tiles that are split
     Case("window, then rows", window(2) | rows(16), n=67, m=67),
     Case("split rows", full(), n=5, m=283),

@@ -160,6 +160,7 @@ def test_a_new_word_runs_by_every_backend_of_the_cpu(toy, backend):
 
 
 @pytest.mark.compiled
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="FlexAttention on the CPU is compiled by g++")
 def test_a_new_word_runs_by_flex_attention():
     pattern = declared("lattice(3, k=4)") | declared("local(5)")
@@ -169,6 +170,7 @@ def test_a_new_word_runs_by_flex_attention():
     assert_close(found, rg.attention(q, k, v, pattern, backend="reference"), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long  # "make test" runs a relation of several conditions with the other kernel cases
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
 def test_a_new_word_runs_by_triton_under_its_interpreter():
     program = """

@@ -75,27 +75,27 @@ def negated(a: Classes) -> Classes:
 def of_relation(r: Relation, i: Run, j: Run) -> Classes:
     """All of what the relation asks, condition by condition."""
     everywhere = (i.first == i.first) & (j.first == j.first)
-    found = Classes(everywhere, everywhere ^ everywhere)
+    classes = Classes(everywhere, everywhere ^ everywhere)
     if r.compares:
         low, high = i.first - j.last, i.last - j.first  # of i − j
     if r.near > -FAR:
-        found = both(found, Classes(low >= r.near, high < r.near))
+        classes = both(classes, Classes(low >= r.near, high < r.near))
     if r.far < FAR:
-        found = both(found, Classes(high <= r.far, low > r.far))
+        classes = both(classes, Classes(high <= r.far, low > r.far))
     if r.divisor > 1:
         # i − j is first + a multiple of g; the largest multiple of the divisor up to `high` may be below `low`.
         g, first = _gcd(_gcd(i.stride, j.stride), r.divisor), i.first - j.first
         none = (first % g != 0) | (high // r.divisor * r.divisor < low)
-        found = both(found, Classes((g == r.divisor) & (first % r.divisor == 0), none))
+        classes = both(classes, Classes((g == r.divisor) & (first % r.divisor == 0), none))
     for run, below, residue in ((i, r.query_below, r.query_class), (j, r.key_below, r.key_class)):
         if below < FAR:
-            found = both(found, Classes(run.last < below, run.first >= below))
+            classes = both(classes, Classes(run.last < below, run.first >= below))
         if residue[0] > 1:
-            found = both(found, _of_class(residue, run))
+            classes = both(classes, _of_class(residue, run))
     for size in r.blocks:
         (a, b), (c, d) = ((x.first // size, x.last // size) for x in (i, j))
-        found = both(found, Classes((a == b) & (c == d) & (a == c), (b < c) | (d < a)))
-    return found
+        classes = both(classes, Classes((a == b) & (c == d) & (a == c), (b < c) | (d < a)))
+    return classes
 
 
 def _of_class(residue: Residue, x: Run) -> Classes:
@@ -138,8 +138,8 @@ class BlockGrid:
         def of_word(word: Any) -> Classes:
             return word.classify(self) if word.has_data else of_relation(word.relation, i, j)
 
-        found = pattern.fold(of_word, both, either, negated)
-        return Classes(found.all & (i.count == BLOCK) & (j.count == BLOCK), found.none)
+        every, none = pattern.fold(of_word, both, either, negated)
+        return Classes(every & (i.count == BLOCK) & (j.count == BLOCK), none)
 
     def keys_below(self, lengths: Int[Tensor, " b"]) -> Classes:
         """j < length of the batch row."""
@@ -155,22 +155,23 @@ class BlockGrid:
 
     def of_queries(self, holds: Bool[Tensor, "b n"]) -> Classes:
         """What depends on the query alone."""
-        least, largest = _extremes(holds.int())
-        return Classes(least[..., None] > 0, largest[..., None] == 0)
+        low, high = _extremes(holds.int())
+        return Classes(low[..., None] > 0, high[..., None] == 0)
 
     def enumerate(self, allows: Callable[[Any, Any], Any]) -> Classes:
         """Any pattern without a batch, pair by pair, a chunk of rows at a time."""
         j = torch.arange(self.m, device=self.positions.device)
         missing = -self.m % BLOCK
         step = max(CHUNK_PAIRS // (self.m + missing) // BLOCK, 1) * BLOCK
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        every: list[Tensor] = []
+        none: list[Tensor] = []
         for i in self.positions.split(step, dim=1):
             table = torch.broadcast_to(torch.as_tensor(allows(i[..., None], j)), (*i.shape, self.m))
-            for into, fill in zip(found, (True, False)):
+            for into, fill in ((every, True), (none, False)):
                 padded = F.pad(table, (0, missing, 0, -i.shape[-1] % BLOCK), value=fill)
                 cells = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
                 into.append(cells.all(-1).all(2) if fill else ~cells.any(-1).any(2))
-        return Classes(torch.cat(found[0], 1), torch.cat(found[1], 1))
+        return Classes(torch.cat(every, 1), torch.cat(none, 1))
 
 
 def _extremes(x: Int[Tensor, "b n"]) -> tuple[Int[Tensor, "b x"], Int[Tensor, "b x"]]:

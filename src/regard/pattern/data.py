@@ -71,9 +71,9 @@ class documents(Data):
         ids = self.ids.reshape(-1, self.ids.shape[-1])
         last = ids.shape[-1] - 1
         i = grid.positions.clamp(0, last).expand(max(len(ids), len(grid.positions)), -1)
-        found = grid.equal(ids.expand(len(i), -1).gather(1, i), ids)
+        equal = grid.equal(ids.expand(len(i), -1).gather(1, i), ids)
         inside = grid.of_queries((grid.positions >= 0) & (grid.positions <= last))
-        return Classes(found.all & inside.all, found.none | inside.none)
+        return Classes(equal.all & inside.all, equal.none | inside.none)
 
     def fits(self, m: int) -> None:
         if self.ids.shape[-1] != m:

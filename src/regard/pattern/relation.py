@@ -154,19 +154,19 @@ class Relation:
         if self.query_class[0] > 1:
             hi = np.where(_remainder(i, self.query_class[0]) == self.query_class[1], hi, -1)
         k, residue = self.key_class
-        found = Progression(lo, hi, residue if k < FAR else np.asarray(residue, dtype=object), k)
+        keys = Progression(lo, hi, residue if k < FAR else np.asarray(residue, dtype=object), k)
         if self.divisor == 1:
-            return found
-        return Progression(-FAR, FAR, _remainder(i, self.divisor), self.divisor) & found
+            return keys
+        return Progression(-FAR, FAR, _remainder(i, self.divisor), self.divisor) & keys
 
     def queries(self, d: NDArray[np.integer]) -> Progression:
         """For each difference d = i − j that the bounds and the divisor allow: the positions i, blocks left aside."""
         k, residue = self.key_class
         hi: PerQuery = self.key_below - 1 + d if self.key_below < FAR else FAR
         hi = sooner(hi, self.query_below - 1 if self.query_below < FAR else FAR)
-        found = Progression(-FAR, hi, _remainder(residue + d, k) if k > 1 else 0, k)
+        queries = Progression(-FAR, hi, _remainder(residue + d, k) if k > 1 else 0, k)
         k, residue = self.query_class
-        return found if k == 1 else found & Progression(-FAR, FAR, residue, k)
+        return queries if k == 1 else queries & Progression(-FAR, FAR, residue, k)
 
 
 def _remainder(x: NDArray[np.integer], k: int) -> PerQuery:

@@ -106,7 +106,7 @@ class Related(Word, abstract=True):
 
 
 class Shorthand(Declared, abstract=True):
-    """A word for a pattern that is composed of others: what it stands for is the only thing it states."""
+    """A word for a pattern that is composed of others: its meaning is the only thing it states."""
 
     @property
     def meaning(self) -> Pattern:

@@ -1,8 +1,8 @@
 """The other axis of a tile, cut into cells in which every word of the pattern is all, some or none.
 
-The ends of all outer and inner intervals (relations.py) cut the axis into cells. In each cell the pattern's
-own expression is evaluated in three values, once for every way the residues can come out; what is not none
-becomes progressions: full where all, ragged where some. Neighbouring cells join where that is cheaper.
+The ends of all outer and inner intervals (tiles.py) cut the axis into cells. In each cell the pattern's
+own expression is evaluated in three values, once for every outcome of the residue tests; what is not
+none becomes progressions: full where all, partial where some. Neighbouring cells are merged where that is cheaper.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def kleene(pattern: Pattern, values: dict[Pattern, NDArray[np.int8]]) -> NDArray
 
 @dataclass(frozen=True, eq=False)
 class Residues:
-    """Which residues of y make which words true: `kinds` of tiles, alike up to a shift."""
+    """Which residues of y make which words true: `kinds` of tiles, equal up to a shift."""
 
     shift: Ints  # (t,): what to add to a residue of the tile's kind
     kind: Ints  # (t,)
@@ -78,15 +78,15 @@ def cut(words: dict[Pattern, Bounds], m: int) -> tuple[Ints, Ints]:
 
 @lru_cache(maxsize=256)
 def cover(values: bytes) -> Cover:
-    """As few disjoint progressions as greed finds that hold exactly the residues whose value is not NONE."""
+    """A greedy choice of few disjoint progressions that hold exactly the residues whose value is not NONE."""
     left = np.frombuffer(values, dtype=np.int8).copy()
-    period, found = len(left), []
+    period, chosen = len(left), []
     for step in _divisors(period):
         table = left.reshape(-1, step)
         for residue in np.flatnonzero(table.min(axis=0) > NONE):
-            found.append((int(residue), step, bool(table[:, residue].min() == ALL)))
+            chosen.append((int(residue), step, bool(table[:, residue].min() == ALL)))
             table[:, residue] = NONE
-    return tuple(sorted(found))
+    return tuple(sorted(chosen))
 
 
 def _divisors(k: int) -> list[int]:
@@ -108,7 +108,7 @@ class CoverTable:
     def of(cls, covers: list[Cover]) -> "CoverTable":
         step = [gcd(*(k for _, k, _ in c), *(r - c[0][0] for r, _, _ in c)) for c in covers]
         residue = [c[0][0] % k for c, k in zip(covers, step)]
-        slope = [sum((1 if whole else MASKED_PAIR_COST) / k for _, k, whole in c) for c in covers]
+        slope = [sum((1 if full else MASKED_PAIR_COST) / k for _, k, full in c) for c in covers]
         penalty = np.array([1 if len(c) <= MAX_PARTS else 2 for c in covers])
         base = PART_COST * np.array([len(c) for c in covers])
         return cls(covers, np.array(step), np.array(residue), penalty * slope, penalty * base)
@@ -116,7 +116,7 @@ class CoverTable:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """One run of cells in each tile: a cover of the table, or (HULL) one ragged progression."""
+    """One run of cells in each tile: a cover of the table, or (HULL) one partial progression."""
 
     lo: Ints
     hi: Ints
@@ -144,7 +144,7 @@ def spans(table: CoverTable, cover: Ints, lo: Ints, hi: Ints, shift: Ints) -> Sp
     return Spans(lo, hi, cover, step, residue, np.minimum(exact, hull))
 
 
-def joined(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
+def merged(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Spans]:
     """Where one span from the start of a to the end of b is cheaper than both; and that span."""
     step = np.gcd(np.gcd(a.step, b.step), a.residue - b.residue)
     hull = MASKED_PAIR_COST * (b.hi - a.lo) / step + PART_COST
@@ -157,13 +157,13 @@ def joined(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Sp
 
 
 def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
-    """Join neighbouring spans, left to right, wherever that is cheaper."""
+    """Merge neighbouring spans, left to right, wherever that is cheaper."""
     open_ = next(columns)
     for cell in columns:
         if (cell.cover == NOTHING).all():
             continue
         there, idle = cell.cover != NOTHING, open_.cover == NOTHING
-        take, union = joined(table, open_, cell)
+        take, union = merged(table, open_, cell)
         take &= there & ~idle
         closed = there & ~take & ~idle
         if closed.any():
@@ -176,20 +176,20 @@ def emit(table: CoverTable, columns: list[Spans], shift: Ints) -> tuple[Ints, In
     """offsets and parts: every progression of every span, tile by tile, from left to right."""
     owner, parts = [], []
 
-    def add(s: Spans, at: Ints, step: Ints | int, residue: Ints, whole: bool) -> None:
+    def add(s: Spans, at: Ints, step: Ints | int, residue: Ints, full: bool) -> None:
         first = s.lo[at] + (residue - s.lo[at]) % step
         count = -((first - s.hi[at]) // step)
         real = count > 0
         owner.append(at[real])
-        parts.append(np.stack(np.broadcast_arrays(first, step, count, int(whole)), axis=1)[real])
+        parts.append(np.stack(np.broadcast_arrays(first, step, count, int(full)), axis=1)[real])
 
     for s in columns:
         at = np.flatnonzero(s.cover == HULL)
         add(s, at, s.step[at], s.residue[at], False)
         for cover, progressions in enumerate(table.covers):
             at = np.flatnonzero(s.cover == cover)
-            for residue, step, whole in progressions if len(at) else ():
-                add(s, at, step, (residue + shift[at]) % step, whole)
+            for residue, step, full in progressions if len(at) else ():
+                add(s, at, step, (residue + shift[at]) % step, full)
     tile = np.concatenate(owner)
     order = np.argsort(tile, kind="stable")
     count = np.bincount(tile, minlength=len(shift))
@@ -197,7 +197,7 @@ def emit(table: CoverTable, columns: list[Spans], shift: Ints) -> tuple[Ints, In
 
 
 def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Ints, Ints]:
-    """offsets and parts of every tile: where the pattern is ALL a full part, where SOME a ragged one."""
+    """offsets and parts of every tile: where the pattern is ALL a full part, where SOME a partial one."""
     words = _bounded({w: bounds(r, tiles, ys) for w, r in relations(pattern, by_keys).items()})
     residues = Residues.of(words, len(tiles.first))
     lo, hi = cut(words, ys.count)

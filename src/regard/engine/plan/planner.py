@@ -28,10 +28,10 @@ MAX_CLAUSES = 8  # clauses that a union is split into
 class Pass:
     """Tiles of queries, each with progressions of keys; in a transposed plan tiles of keys, parts of rows."""
 
-    pattern: Pattern  # exactly the pairs of this pass: a ragged part is masked by pattern.allows(i, j)
+    pattern: Pattern  # exactly the pairs of this pass: a partial part is masked by pattern.allows(i, j)
     tiles: Ints  # (t, 3): first row, row step, number of rows
     offsets: Ints  # (t + 1,): the parts of tile t are parts[offsets[t] : offsets[t + 1]]
-    parts: Ints  # (p, 4): first key, key step, number of keys, 1 = full (every pair allowed) or 0 = ragged
+    parts: Ints  # (p, 4): first key, key step, number of keys, 1 = full (every pair allowed) or 0 = partial
 
     @cached_property
     def computed(self) -> int:
@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to cut a pattern into tiles: the step between rows, and no tile across a multiple of `grid`."""
+    """How to cut a pattern into tiles: the step between rows, and no tile across a multiple of `grid`."""
 
     pattern: Pattern
     row_step: int = 1
@@ -214,9 +214,8 @@ def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Layout, ..
             (step, [c for key in groups for c in groups[key] if key[0] == step]) for step in sorted(steps)
         ]
         yield from (_split(by_step), _split(by_step[::-1]))
-    if (
-        len({key_step for _, key_step in groups} - {1}) > 1
-    ):  # two classes of keys share few keys, found by masking
+    if len({key_step for _, key_step in groups} - {1}) > 1:
+        # Two residue classes of keys have few keys in common; those are masked in the later pass.
         yield _split([(key[0], groups[key]) for key in sorted(groups, reverse=True)])
 
 
@@ -224,25 +223,25 @@ Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
 
 
 def clauses(pattern: Pattern) -> list[Clause]:
-    """The pattern as an `|` of clauses, as long as they are at most MAX_CLAUSES."""
+    """The pattern as a union of clauses, if they are at most MAX_CLAUSES."""
 
     def both(a: list[Clause], b: list[Clause]) -> list[Clause]:
         return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
 
     match pattern:
         case Either():
-            found = clauses(pattern.left) + clauses(pattern.right)
+            union = clauses(pattern.left) + clauses(pattern.right)
         case Both():
-            found = both(clauses(pattern.left), clauses(pattern.right))
+            union = both(clauses(pattern.left), clauses(pattern.right))
         case Not(Not() as inner):
-            found = clauses(inner.inner)
+            union = clauses(inner.inner)
         case Not(Either() as inner):
-            found = both(clauses(~inner.left), clauses(~inner.right))
+            union = both(clauses(~inner.left), clauses(~inner.right))
         case Not(Both() as inner):
-            found = clauses(~inner.left) + clauses(~inner.right)
+            union = clauses(~inner.left) + clauses(~inner.right)
         case _:
-            found = [(pattern,)]
-    return found if len(found) <= MAX_CLAUSES else [(pattern,)]
+            union = [(pattern,)]
+    return union if len(union) <= MAX_CLAUSES else [(pattern,)]
 
 
 def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Layout, ...]:

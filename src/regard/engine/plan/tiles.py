@@ -36,14 +36,14 @@ def limit(what: str, got: int, why: str) -> None:
 
 def relations(pattern: Pattern, by_keys: bool) -> dict[Pattern, Relation]:
     """The relation of each word of the pattern, in reading order; transposed in a plan by keys."""
-    found: dict[Pattern, Relation] = {}
+    out: dict[Pattern, Relation] = {}
     for word in dict.fromkeys(pattern.leaves()):
         if not isinstance(word, Word):
             raise NoPlan(f"{word!r} carries data, so its keys are known only when it runs")
         relation = word.relation
         limit("positions", relation.largest, f"{word!r} reaches beyond any sequence")
-        found[word] = relation.transposed() if by_keys else relation
-    return found
+        out[word] = relation.transposed() if by_keys else relation
+    return out
 
 
 def residue_period(relation: Relation) -> int:
