@@ -31,24 +31,33 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_equals_the_reference_for_every_option_it_claims(name):
-    target = FUNCTIONS[name]()
-    q, k, v = tensors()
-    if target.declares("float64") is None:
-        q, k, v = q.float(), k.float(), v.float()
-    i, j = torch.arange(5)[:, None], torch.arange(5)
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]])
-    table = (torch.rand(2, 2, 5, 5, generator=torch.Generator().manual_seed(1)) < 0.5) | (i == j)
-    options_of = {
+def masks(n=5, share=0.5, lengths=LENGTHS, ids=((0, 0, 1, 1, 1), (0, 1, 1, 1, 2))):
+    """option → its keyword arguments and the same as a table."""
+    i, j, ids = torch.arange(n)[:, None], torch.arange(n), torch.tensor(ids)
+    table = (torch.rand(2, 2, n, n, generator=torch.Generator().manual_seed(1)) < share) | (i == j)
+    return {
         "mask": ({"allowed": table}, table),
         "causal": ({"causal": True}, j <= i),
-        "lengths": ({"lengths": LENGTHS}, (j < LENGTHS[:, None, None, None]).expand(2, 1, 5, 5)),
+        "lengths": ({"lengths": lengths}, (j < lengths[:, None, None, None]).expand(2, 1, n, n)),
         "documents": ({"documents": ids}, ids[:, None, :, None] == ids[:, None, None, :]),
         "window": ({"window": (2, 1)}, (i - j <= 2) & (j - i <= 1)),
     }
+
+
+def inputs_for(target, n=5):
+    dtype = torch.float64 if target.declares("float64") else torch.float32
+    return tuple(x.to(dtype) for x in tensors(n, n))
+
+
+# Each call of FlexAttention without torch.compile takes most of a second.
+@pytest.mark.parametrize(
+    "name", ["sdpa", pytest.param("flex", marks=pytest.mark.long), "finfo.min", "regard"]
+)
+def test_a_function_equals_the_reference_for_every_option_it_claims(name):
+    target = FUNCTIONS[name]()
+    q, k, v = inputs_for(target)
     tried = 0
-    for word, (options, allowed) in options_of.items():
+    for word, (options, allowed) in masks().items():
         if word in target.claims:
             want = rg.reference.attend(q, k, v, allowed).o
             torch.testing.assert_close(target.call(q, k, v, **options), want, msg=word)
@@ -57,6 +66,22 @@ def test_a_function_equals_the_reference_for_every_option_it_claims(name):
     if "lse" in target.claims:
         _, lse = target.call(q, k, v, lse=True)
         torch.testing.assert_close(lse, rg.reference.attend(q, k, v).lse)
+
+
+def test_flex_combines_all_masks_with_bias_scale_and_log_sum_exp():
+    target = adapters.flex()
+    q, k, v = inputs_for(target, 7)
+    options, allowed = {"scale": 0.3, "bias": torch.randn(7, 7)}, torch.ones(2, 2, 7, 7, dtype=torch.bool)
+    documents = ((0, 0, 0, 0, 0, 1, 1), (0, 1, 1, 1, 1, 1, 1))
+    for keywords, table in masks(7, 0.9, torch.tensor([6, 5]), documents).values():
+        assert not (allowed <= table).all()  # each mask excludes a pair that those before it allow
+        options, allowed = options | keywords, allowed & table
+    o, lse = target.call(q, k, v, **options, lse=True)
+    right = rg.reference.attend(q, k, v, allowed, bias=options["bias"], scale=0.3)
+    rows = allowed.any(-1)
+    assert rows.sum() > 10
+    torch.testing.assert_close(o[rows], right.o[rows])
+    torch.testing.assert_close(lse[rows], right.lse[rows])
 
 
 def test_a_bias_with_a_mask_reaches_sdpa_as_one():

@@ -4,13 +4,19 @@ import pytest
 
 from faults.fault import FUNCTIONS, MODELS, MODULES, correct, load
 from faults.faults import FAULTS
-from regard.laws import LAWS, Budget, law, try_law
+from regard.laws import LAWS, Budget, law, search, try_law
 
 CORRECT = (*FUNCTIONS, *MODULES, *MODELS)
 
 
+@pytest.fixture
+def no_shrinking(monkeypatch):
+    """Skip the search for a smaller case, which takes most of the time; test_checker.py and `make long` test it."""
+    monkeypatch.setattr(search, "MAX_SHRINK_RUNS", 0)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_the_fault_is_caught_by_its_law(fault):
+def test_the_fault_is_caught_by_its_law(fault, no_shrinking):
     outcome = try_law(law(fault.law), fault.target())
     assert outcome.failed, f"{outcome.law.number} {outcome.law.name} {outcome.status}: {outcome.message}"
     assert outcome.message and outcome.snippet
@@ -21,7 +27,7 @@ def test_the_fault_is_caught_by_its_law(fault):
 def test_the_laws_that_catch_faults_hold_for_correct_sources(source):
     target = correct(source)
     used = {fault.law for fault in FAULTS if fault.source == source}
-    outcomes = [try_law(law(number), target, Budget(cases=10)) for number in sorted(used)]
+    outcomes = [try_law(law(number), target, Budget(cases=5)) for number in sorted(used)]
     assert [o for o in outcomes if o.status != "holds"] == []
 
 
