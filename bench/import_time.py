@@ -1,4 +1,4 @@
-"""How long does `import regard` take beyond `import torch`? The rule is one second; the least of three runs.
+"""How long does `import regard` take beyond `import torch`? The limit is one second; the best of three runs.
 
 python bench/import_time.py
 """
@@ -23,7 +23,7 @@ def main() -> None:
         for _ in range(3)
     ]
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print(f"import regard after torch: least {min(runs):.3f} s, all " + ", ".join(f"{r:.3f}" for r in runs))
+    print(f"import regard after torch: minimum {min(runs):.3f} s, all " + ", ".join(f"{r:.3f}" for r in runs))
     print("under 1 s" if min(runs) < 1 else "NOT under 1 s")
 
 

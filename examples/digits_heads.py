@@ -1,10 +1,10 @@
-"""What heads become: a classifier of attention layers on scikit-learn's digits, its heads watched while it trains.
+"""What heads learn: a classifier of attention layers on scikit-learn's digits, its heads recorded during training.
 
     python examples/digits_heads.py [--epochs 15] [--picture heads.png]
 
 Each pixel of an 8 × 8 image is a token; a head scores keys by a learned offset and sharpness (rg.quadratic), and by
-content where score="dot". Trained, it is lowered to convolutions; beside it a CNN, a vision Transformer, and the CNN
-lifted to attention, which goes on training. Needs scikit-learn, and matplotlib for the picture.
+content if score="dot". After training it is lowered to convolutions. Baselines: a CNN, a vision Transformer, and the
+CNN lifted to attention and trained further. Needs scikit-learn, and matplotlib for the picture.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def digits() -> tuple[Tensor, Tensor]:
 class PixelAttention(nn.Module):
     """Pixels → vectors → attention layers with quadratic heads → the largest of each feature → class scores.
 
-    window: how far a head may look along rows and columns; None is everywhere.
+    window: how far a head may attend along rows and columns; None means everywhere.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PixelAttention(nn.Module):
 
     @torch.no_grad()
     def start_at_shifts(self, alpha: float = 6.0) -> None:
-        """One head for each neighbour, as the taps of a 3 × 3 kernel."""
+        """One head for each neighbor, as the taps of a 3 × 3 kernel."""
         for block in self.encoder.blocks:
             position = block.attention.position
             position.centre.copy_(torch.tensor(list(product((-1.0, 0.0, 1.0), repeat=2))))
@@ -156,8 +156,8 @@ class Heads:
         self.model.train()
 
     def table(self) -> str:
-        """What each head became: content where its rows change with the image, else wide or local."""
-        lines = ["layer head  centre          spread  entropy  content  became"]
+        """The kind of each head: content if its rows depend on the image, else wide or local."""
+        lines = ["layer head  center          spread  entropy  content  became"]
         for layer, found in enumerate(self.layers[-1]):
             for head in range(HEADS):
                 row, column = found.center[head].tolist()
@@ -169,7 +169,7 @@ class Heads:
         return "\n".join(lines)
 
     def kinds(self) -> list[dict[str, int]]:
-        """How many heads of each layer are of each kind at the end."""
+        """The number of heads of each kind, by layer, at the end."""
         found = []
         for layer in self.layers[-1]:
             names = [kind(layer.spread[h].item(), layer.content[h].item()) for h in range(HEADS)]
@@ -178,7 +178,7 @@ class Heads:
 
     @torch.no_grad()
     def near_whole(self) -> float:
-        """The share of heads whose learned offset is within 0.5 of a whole shift along both axes (T4)."""
+        """The share of heads whose learned offset is within 0.5 of an integer shift along both axes (lesson T4)."""
         centres = torch.cat([block.attention.position.centre for block in self.model.encoder.blocks])
         return ((centres - centres.round()).norm(dim=-1) <= 0.5).double().mean().item()
 
@@ -189,7 +189,7 @@ def kind(wide: float, content: float) -> str:
 
 
 def picture(heads: Heads, path: str) -> None:
-    """Where the heads of each layer look from the pixel in the middle, from the first epoch to the last."""
+    """The center and spread of the heads of each layer around the query, from the first epoch to the last."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,11 +202,11 @@ def picture(heads: Heads, path: str) -> None:
         found, ax = heads.layers[shown[at]][layer], axes[layer][at]
         for head in range(HEADS):
             row, column = found.center[head].tolist()
-            colour = f"C{head}"
+            color = f"C{head}"
             wide, content = found.spread[head].item(), found.content[head].item()
             dashes = "--" if kind(wide, content) == "content" else "-"
-            ax.add_patch(plt.Circle((column, row), max(wide, 0.1), fill=False, color=colour, ls=dashes))
-            ax.plot(column, row, "o", color=colour, ms=4)
+            ax.add_patch(plt.Circle((column, row), max(wide, 0.1), fill=False, color=color, ls=dashes))
+            ax.plot(column, row, "o", color=color, ms=4)
         ax.plot(0, 0, "k+", ms=10)
         ax.set(
             xlim=(-4, 4),
@@ -217,7 +217,7 @@ def picture(heads: Heads, path: str) -> None:
         ax.set_xticks(range(-4, 5))
         ax.set_yticks(range(-4, 5))
         ax.grid(alpha=0.3)
-    figure.suptitle("centre and spread of each head around its query (+); dashed: depends on content")
+    figure.suptitle("center and spread of each head around its query (+); dashed: depends on content")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -238,7 +238,7 @@ def main() -> None:
     ask.add_argument("--window", type=int)
     ask.add_argument("--picture")
     given = ask.parse_args()
-    torch.set_flush_denormal(True)  # weights of far keys are no normal floats, which are slow
+    torch.set_flush_denormal(True)  # weights of distant keys are denormal numbers, which are slow
     torch.manual_seed(0)
     images, labels = digits()
     learn, test = split(labels, 0)
@@ -247,7 +247,7 @@ def main() -> None:
     heads = Heads(model, images[learn][:64])
     took = train(model, images[learn], labels[learn], given.epochs, watch=heads)
     print(heads.table())
-    print(f"within half a pixel of a whole shift: {heads.near_whole():.0%} of the heads")
+    print(f"within half a pixel of an integer shift: {heads.near_whole():.0%} of the heads")
     show("attention", model, took, images[test], labels[test])
 
     lowered, certificates = lower_all(model, images[learn][:128])
@@ -265,7 +265,7 @@ def main() -> None:
             show("  trained on", lifted, took, images[test], labels[test])
     if given.picture:
         picture(heads, given.picture)
-        print(f"centres and spreads: {given.picture}")
+        print(f"centers and spreads: {given.picture}")
 
 
 def show(name: str, model: nn.Module, seconds: float, images: Tensor, labels: Tensor) -> None:

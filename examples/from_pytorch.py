@@ -1,4 +1,4 @@
-"""Take a Transformer that PyTorch built, run it as ours, change what it may look at, and give it back.
+"""Convert a PyTorch Transformer to regard, run it, change its pattern, and convert it back.
 
 python examples/from_pytorch.py
 """
@@ -11,14 +11,14 @@ from regard.interop import from_torch, to_torch
 
 torch.manual_seed(0)
 
-# A model as people have it: PyTorch's own, in evaluation mode.
+# A model of PyTorch's own, in evaluation mode.
 theirs = nn.Transformer(64, nhead=4, num_encoder_layers=2, num_decoder_layers=2, batch_first=True).eval()
 
 ours = from_torch(theirs)
 print(ours.spec, "\n")
 
-# The same numbers. PyTorch is told at each call whom the target may look at, and which keys are padding
-# (True = leave out); ours declares the one and takes lengths for the other.
+# The same outputs. PyTorch takes masks at each call (True = not allowed), for the causal target and for padded keys;
+# regard declares the causal pattern and takes lengths for the padding.
 source, target = torch.randn(2, 11, 64), torch.randn(2, 7, 64)
 lengths = torch.tensor([11, 5])
 hidden = torch.arange(11) >= lengths[:, None]
@@ -32,17 +32,17 @@ print(f"largest difference of the outputs   {(out - expected).abs().max():.1e}")
 (e,) = torch.autograd.grad(expected[..., 0].sum(), theirs.decoder.layers[0].multihead_attn.out_proj.weight)
 print(f"largest difference of the gradients {(g - e).abs().max() / e.abs().max():.1e} (relative)")
 
-# The same weights under another pattern: the target sees its last four tokens only.
+# The same weights under another pattern: the target attends to its last four tokens only.
 near = from_torch(theirs, pattern=rg.causal() & rg.window(3))
 pairs = [m.spec.decoder.block.attention.pattern.count(1000) for m in (ours, near)]
 print("pairs of 1000 target tokens         {:,} → {:,}".format(*pairs))
 
-# And back: not one bit has changed.
+# And back, with the same bits.
 back = to_torch(ours)
 assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), back.parameters(), strict=True))
-print(f"{type(back).__name__} again, {sum(p.numel() for p in back.parameters()):,} parameters, bit for bit")
+print(f"{type(back).__name__} with {sum(p.numel() for p in back.parameters()):,} parameters, bit for bit")
 
-# What PyTorch has no word for is refused by name.
+# What PyTorch cannot express is refused with a reason.
 try:
     to_torch(rg.Attention(64, heads=8, kv_heads=2).build())
 except rg.SpecError as error:

@@ -1,4 +1,4 @@
-"""Draws the pictures of the README and of docs/pictures.md into docs/pictures/."""
+"""Draws the pictures of README.md and docs/pictures.md into docs/pictures/."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from regard.schedule import inverse_sqrt, warmup_cosine
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 
 
-def drawn() -> dict[str, object]:
-    """Every picture that needs no trained model, by the name of its file."""
+def pictures() -> dict[str, object]:
+    """Every picture that needs no trained model, by file name."""
     torch.manual_seed(0)
     pattern = rg.causal() & (rg.window(2) | rg.every(4))
     words = ["The", "cat", "sat", "on", "the", "mat", "because", "it", "was", "tired"]
@@ -28,7 +28,7 @@ def drawn() -> dict[str, object]:
         "map": figures.attention_map(view, 0, 1),
         "positions": figures.positional_encoding(),
         "rates": figures.learning_rates(warmup_cosine(1e-3, 4000, 100_000), inverse_sqrt(512, 4000)),
-        "saturation": figures.saturation(draws=500),
+        "saturation": figures.saturation(samples=500),
         "sharpness": figures.sharpness([2.0, 2.0, 1.0, 0.0], q, k, v),
         "costs": figures.layer_costs(),
     }
@@ -36,6 +36,6 @@ def drawn() -> dict[str, object]:
 
 if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn().items():
+    for name, figure in pictures().items():
         figure.savefig(FOLDER / f"{name}.png", dpi=80)
         print(FOLDER / f"{name}.png")

@@ -40,28 +40,28 @@ def hello_world() -> None:
     source = torch.tensor([[words.index("Hello"), words.index("world")]])
     target = torch.tensor([[words.index(w) for w in ("<start>", "Hola", "mundo")]])
     with torch.no_grad():
-        logits, seen = model(source, target, return_weights=True)
+        logits, maps = model(source, target, return_weights=True)
     print('\n"Hello world" → "Hola mundo", untrained:')
     for name, weights in (
-        ("encoder self-attention", seen["encoder"][0]["self"]),
-        ("decoder self-attention", seen["decoder"][0]["self"]),
-        ("decoder cross-attention", seen["decoder"][0]["cross"]),
+        ("encoder self-attention", maps["encoder"][0]["self"]),
+        ("decoder self-attention", maps["decoder"][0]["self"]),
+        ("decoder cross-attention", maps["decoder"][0]["cross"]),
     ):
         print(f"  {name:24} {tuple(weights.shape[1:])} (heads, queries, keys)")
     print(f"  logits                   {tuple(logits.shape[1:])} (positions, vocabulary)")
     rows, columns = ["<start>", "Hola", "mundo"], ["Hello", "world"]
     print("\n  cross-attention of the first head:   " + "  ".join(f"{c:>5}" for c in columns))
-    for word, row in zip(rows, seen["decoder"][0]["cross"][0, 0].tolist()):
+    for word, row in zip(rows, maps["decoder"][0]["cross"][0, 0].tolist()):
         print(f"    {word:>36} " + "  ".join(f"{w:.3f}" for w in row))
 
 
 def price() -> None:
-    print("\nWhat one of its encoder layers costs at 1,000 tokens, before anything runs:\n")
+    print("\nThe cost of one of its encoder layers at 1,000 tokens, before anything runs:\n")
     print(rg.preset("transformer-base").encoder.block.cost(n=1000))
 
 
 def prove() -> None:
-    print("\nThree laws, tried on PyTorch's own attention:\n")
+    print("\nThree laws, tested on PyTorch's own attention:\n")
     function = torch.nn.functional.scaled_dot_product_attention
     print(rg.check(function, laws=["L01", "L20", "L29"], budget=20))
 
@@ -74,7 +74,7 @@ def learn() -> None:
 def see(folder: Path) -> None:
     words = ["The", "cat", "sat", "on", "the", "mat", "because", "it", "was", "tired"]
     view = rg.look(rg.preset("tiny-gpt").build().eval(), torch.arange(len(words))[None], tokens=words)
-    print(f"\n{view}\nEvery head in one page: {view.save(folder / 'heads.html')}")
+    print(f"\n{view}\nAll heads in one page: {view.save(folder / 'heads.html')}")
 
 
 if __name__ == "__main__":

@@ -58,9 +58,12 @@ def test_the_mask_matrix_shows_the_pattern_its_count_and_its_depth():
     figure = figures.mask_matrix(pattern, 16)
     assert torch.equal(image(figure) == 1, pattern.allowed(16))
     title = figure.axes[0].get_title()
-    assert f"{pattern.count(16)} of 256 pairs" in title and title.endswith("3 layers connect all")
+    assert f"{pattern.count(16)} of 256 pairs" in title and title.endswith("3 layers connect all positions")
     assert (
-        figures.mask_matrix(rg.causal(), 6).axes[0].get_title().endswith("1 layer connects all that ever are")
+        figures.mask_matrix(rg.causal(), 6)
+        .axes[0]
+        .get_title()
+        .endswith("1 layer connects all reachable positions")
     )
     assert "connect" not in figures.mask_matrix(rg.full(), 4, 6).axes[0].get_title()
 
@@ -169,7 +172,7 @@ def test_the_diagram_is_complete_and_no_box_overlaps_another(name):
 
 def test_what_has_no_diagram_is_refused():
     with pytest.raises(
-        rg.SpecError, match=r"^Attention has no diagram; an Encoder, a Decoder, an EncoderDecoder or"
+        rg.SpecError, match=r"^Attention has no diagram; use an Encoder, a Decoder, an EncoderDecoder or"
     ):
         figures.architecture(rg.Attention(8, heads=2))
 
@@ -187,7 +190,7 @@ def test_positions_are_shown_with_their_products():
 
 @pytest.mark.ledger("S3.Q1a.7", "S1.Q1b.2")
 def test_saturation_shows_the_collapse_without_the_scale():
-    figure = figures.saturation((16, 512), draws=400)
+    figure = figures.saturation((16, 512), samples=400)
     lines = {line.get_label(): list(line.get_ydata()) for ax in figure.axes for line in ax.lines}
     assert lines["q·k"][1] > 0.8 and abs(lines["q·k / √d"][0] - lines["q·k / √d"][1]) < 0.02
     assert lines["q·k, median"][1] < 1e-3 < lines["q·k, mean"][1]
@@ -218,7 +221,7 @@ def test_what_was_recorded_is_drawn(view):
     assert {"step 1, before clipping", "step 2, after clipping"} <= set(texts(flow))
     course = figures.head_evolution(recorder)
     assert len(course.axes) == 4 and len(course.axes[0].lines) == 2
-    with pytest.raises(rg.ShapeError, match=r"^nothing is recorded of any head; call recorder.view"):
+    with pytest.raises(rg.ShapeError, match=r"^no head is recorded; call recorder.view"):
         figures.head_evolution(rg.Recorder())
 
 
@@ -235,7 +238,7 @@ def test_costs_taps_traces_and_dependence_are_drawn():
     table = torch.ones(3, 3).tril()
     depends = figures.dependence({"causal": table})
     assert torch.equal(image(depends).isnan(), table == 0)
-    with pytest.raises(rg.ShapeError, match=r"^no table of dependence to draw$"):
+    with pytest.raises(rg.ShapeError, match=r"^no table to draw$"):
         figures.dependence({})
 
 
@@ -257,5 +260,5 @@ def test_an_attention_is_traced_step_by_step():
     first = "  ".join(f"{v:+.3f}" for v in layer(x)[0].flatten()[:4].tolist())
     assert first in said
     assert f"{layer.spec.cost(n=7)['scores'].total.flops:,} FLOPs" in said
-    with pytest.raises(rg.SpecError, match=r"^Linear is not an attention that a spec built; rg.Attention"):
+    with pytest.raises(rg.SpecError, match=r"^Linear is not an attention module of regard; build one"):
         figures.attention_trace(torch.nn.Linear(2, 2), x)

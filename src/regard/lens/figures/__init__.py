@@ -1,4 +1,4 @@
-"""The pictures: each a function that gives a matplotlib figure; `figure.savefig("x.svg")` writes it."""
+"""The pictures: each function returns a matplotlib figure; `figure.savefig("x.svg")` writes it."""
 
 from .architecture import architecture
 from .costs_and_trace import attention_trace, layer_costs

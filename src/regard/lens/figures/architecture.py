@@ -1,4 +1,4 @@
-"""P05: a model as boxes, drawn from its declaration: every part it has, and none that it has not."""
+"""A model as boxes, drawn from its declaration: exactly the parts that it has."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ COLUMN = 5.2  # from one column's middle to the next
 
 @dataclass(frozen=True)
 class Box:
-    """One part: what it says, its kind, and whether a residual runs around it."""
+    """One part: its label, its kind, and whether a residual connection runs around it."""
 
     label: str
     kind: str  # table, attention, norm, layer, sum, word
@@ -34,32 +34,32 @@ FILLS = {
 
 @dataclass(frozen=True)
 class Column:
-    """Boxes from the bottom up; those from `first` to `last` are one block, there `times` times."""
+    """Boxes from the bottom up; those from `first` to `last` are one block, repeated `times` times."""
 
     name: str
     boxes: tuple[Box, ...]
     first: int
     last: int
     times: int
-    cross: int | None = None  # the box that also looks at the column to the left
+    cross: int | None = None  # the box that also attends to the column on the left
 
 
 def architecture(declared: spec.Spec, *, source: str = "", target: str = "", dark: bool = False) -> Any:
-    """P05: the diagram of an encoder, a decoder, an encoder-decoder or a vision Transformer."""
+    """The diagram of an encoder, a decoder, an encoder-decoder or a vision Transformer."""
     columns = columns_of(declared, source, target)
     tallest = max(len(c.boxes) for c in columns)
     figure = style.canvas(1.2 + 3.9 * len(columns), 1.0 + 0.52 * tallest, dark)
     ax = figure.add_subplot(111)
     ax.set_axis_off()
-    look = style.theme(dark)
+    theme = style.theme(dark)
     for number, column in enumerate(columns):
-        _draw(ax, column, COLUMN * number, look)
+        _draw(ax, column, COLUMN * number, theme)
     if len(columns) == 2 and columns[1].cross is not None:
         top, cross = _middle(len(columns[0].boxes) - 1), _middle(columns[1].cross)
         left, right = WIDTH / 2, COLUMN - WIDTH / 2
         between = COLUMN / 2 - 0.55
-        ax.plot([left, between, between], [top, top, cross], color=look.ink, linewidth=1.2)
-        ax.annotate("", (right, cross), (between, cross), arrowprops=_arrow(look))
+        ax.plot([left, between, between], [top, top, cross], color=theme.ink, linewidth=1.2)
+        ax.annotate("", (right, cross), (between, cross), arrowprops=_arrow(theme))
     ax.set_xlim(-WIDTH / 2 - 1.3, COLUMN * (len(columns) - 1) + WIDTH / 2 + 1.3)
     ax.set_ylim(-0.3, _middle(tallest) + 0.5)
     return figure
@@ -82,11 +82,11 @@ def columns_of(declared: spec.Spec, source: str = "", target: str = "") -> list[
             head = [] if declared.head is None else _head(declared.head)
             return [_column("vision Transformer", start, declared.encoder, [*head, Box("class", "word")])]
         case spec.Encoder() | spec.Decoder():
-            name = "decoder" if _looks_back(declared) else "encoder"
+            name = "decoder" if _is_decoder(declared) else "encoder"
             ends = "next token" if isinstance(declared.head, spec.LanguageHead) else "out"
             return [_stack(name, declared, source or "tokens", ends)]
     raise SpecError(
-        f"{type(declared).__name__} has no diagram; an Encoder, a Decoder, an EncoderDecoder or a Vision has"
+        f"{type(declared).__name__} has no diagram; use an Encoder, a Decoder, an EncoderDecoder or a Vision"
     )
 
 
@@ -94,8 +94,8 @@ def _stack(name: str, declared: spec.Encoder | spec.Decoder, given: str, ends: s
     start = [Box(given, "word")]
     if declared.embedding is not None:
         start.append(Box(f"embedding, {declared.embedding.vocab:,} × {declared.d_model}", "table"))
-        if said := _position(declared.embedding.position):
-            start.append(Box(f"+ {said}", "sum"))
+        if position := _position(declared.embedding.position):
+            start.append(Box(f"+ {position}", "sum"))
         if declared.embedding.norm:
             start.append(Box("layer norm", "norm"))
     end = [] if declared.head is None else _head(declared.head)
@@ -116,8 +116,8 @@ def _column(name: str, start: list[Box], declared: spec.Encoder | spec.Decoder, 
             cross = len(start) + len(boxes) + (block.norm_at == "pre" and block.norm != "none")
         boxes += _branch(block, label, kind)
     after = [Box(f"{block.norm} norm", "norm")] if declared.has_final_norm and block.norm != "none" else []
-    all_of_them = (*start, *boxes, *after, *end)
-    return Column(name, all_of_them, len(start), len(start) + len(boxes) - 1, declared.layers, cross)
+    all_boxes = (*start, *boxes, *after, *end)
+    return Column(name, all_boxes, len(start), len(start) + len(boxes) - 1, declared.layers, cross)
 
 
 def _branch(block: spec.Block, label: str, kind: str) -> list[Box]:
@@ -131,9 +131,9 @@ def _branch(block: spec.Block, label: str, kind: str) -> list[Box]:
 
 
 def _attention(a: spec.Attention, shared: Any) -> str:
-    seen = "" if isinstance(a.pattern, full) else "masked "
+    masked = "" if isinstance(a.pattern, full) else "masked "
     where = _position(a.position) or _position(shared)
-    return f"{seen}self-attention, {a.heads} heads" + (f", {where}" if where else "")
+    return f"{masked}self-attention, {a.heads} heads" + (f", {where}" if where else "")
 
 
 def _head(head: Any) -> list[Box]:
@@ -145,14 +145,14 @@ def _head(head: Any) -> list[Box]:
             return [Box(f"pool: {head.pool}", "layer"), *hidden, Box(f"linear to {head.classes}", "layer")]
         case spec.MaskedHead():
             return [Box(f"linear, {head.activation}, norm", "layer"), Box("linear (tied)", "layer")]
-    return [Box("linear of the first, tanh", "layer")]
+    return [Box("linear of the first token, tanh", "layer")]
 
 
 def _position(position: Any) -> str:
     return "" if position is None else f"{type(position).__name__} positions".replace("_", " ")
 
 
-def _looks_back(declared: spec.Encoder | spec.Decoder) -> bool:
+def _is_decoder(declared: spec.Encoder | spec.Decoder) -> bool:
     return isinstance(declared, spec.Decoder) or isinstance(declared.head, spec.LanguageHead)
 
 
@@ -160,17 +160,17 @@ def _middle(number: int) -> float:
     return number * (HEIGHT + GAP) + HEIGHT / 2
 
 
-def _arrow(look: style.Theme) -> dict[str, Any]:
-    return {"arrowstyle": "-|>", "color": look.ink, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
+def _arrow(theme: style.Theme) -> dict[str, Any]:
+    return {"arrowstyle": "-|>", "color": theme.ink, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
 
 
-def _draw(ax: Any, column: Column, x: float, look: style.Theme) -> None:
+def _draw(ax: Any, column: Column, x: float, theme: style.Theme) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     for number, box in enumerate(column.boxes):
         y = _middle(number)
         fill = FILLS[box.kind]
-        ink = look.ink if fill == "none" else "#1c1c1c"
+        ink = theme.ink if fill == "none" else "#1c1c1c"
         ax.add_patch(
             FancyBboxPatch(
                 (x - WIDTH / 2, y - HEIGHT / 2),
@@ -178,15 +178,15 @@ def _draw(ax: Any, column: Column, x: float, look: style.Theme) -> None:
                 HEIGHT,
                 boxstyle="round,pad=0,rounding_size=0.08",
                 facecolor=fill,
-                edgecolor="none" if fill == "none" else look.ink,
+                edgecolor="none" if fill == "none" else theme.ink,
                 linewidth=0.8,
             )
         )
         size = 8 if len(box.label) < 34 else 6.5
         ax.text(x, y, box.label, ha="center", va="center", fontsize=size, color=ink)
         if number:
-            ax.annotate("", (x, y - HEIGHT / 2), (x, y - HEIGHT / 2 - GAP), arrowprops=_arrow(look))
-    _residuals(ax, column, x, look)
+            ax.annotate("", (x, y - HEIGHT / 2), (x, y - HEIGHT / 2 - GAP), arrowprops=_arrow(theme))
+    _residuals(ax, column, x, theme)
     low = _middle(column.first) - HEIGHT / 2 - 0.17
     high = _middle(column.last) + HEIGHT / 2 + 0.09
     ax.add_patch(
@@ -196,16 +196,16 @@ def _draw(ax: Any, column: Column, x: float, look: style.Theme) -> None:
             high - low,
             boxstyle="round,pad=0,rounding_size=0.15",
             facecolor="none",
-            edgecolor=look.faint,
+            edgecolor=theme.faint,
             linewidth=1.2,
         )
     )
-    ax.text(x + WIDTH / 2 + 0.35, high - 0.05, f"× {column.times}", fontsize=10, color=look.ink, va="top")
+    ax.text(x + WIDTH / 2 + 0.35, high - 0.05, f"× {column.times}", fontsize=10, color=theme.ink, va="top")
     top = _middle(len(column.boxes) - 1) + HEIGHT / 2 + 0.16
-    ax.text(x, top, column.name, ha="center", va="bottom", fontsize=10, weight="bold", color=look.ink)
+    ax.text(x, top, column.name, ha="center", va="bottom", fontsize=10, weight="bold", color=theme.ink)
 
 
-def _residuals(ax: Any, column: Column, x: float, look: style.Theme) -> None:
+def _residuals(ax: Any, column: Column, x: float, theme: style.Theme) -> None:
     """From below a branch's first box, around its left side, into the sum."""
     begins = None
     for number, box in enumerate(column.boxes):
@@ -213,5 +213,5 @@ def _residuals(ax: Any, column: Column, x: float, look: style.Theme) -> None:
             begins = _middle(number) - HEIGHT / 2 - 0.6 * GAP
         if box.joins and begins is not None:
             side, end = x - WIDTH / 2 - 0.4, _middle(number)
-            ax.plot([x, side, side], [begins, begins, end], color=look.ink, linewidth=1.0)
-            ax.annotate("", (x - WIDTH / 2, end), (side, end), arrowprops=_arrow(look))
+            ax.plot([x, side, side], [begins, begins, end], color=theme.ink, linewidth=1.0)
+            ax.annotate("", (x - WIDTH / 2, end), (side, end), arrowprops=_arrow(theme))

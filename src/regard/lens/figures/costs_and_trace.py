@@ -1,4 +1,4 @@
-"""Pictures that compute what they show: P09 from the comparison of layers, P12 from an attention and its input."""
+"""Costs of layer types against length, and a trace of one attention on one input."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def layer_costs(
     measured: bool = False,
     dark: bool = False,
 ) -> Any:
-    """P09: the FLOPs (or the seconds measured here) of each layer type against n, with the crossings marked."""
+    """The FLOPs (or the seconds measured here) of each layer type against n, with the crossings marked."""
     if measured:
         seconds = {
             g.name: dict(zip(g.lengths, g.seconds, strict=True)) for g in compare(d=d, measure=lengths).growth
@@ -36,10 +36,10 @@ def layer_costs(
 
 
 def attention_trace(layer: nn.Module, x: Float[Tensor, "1 n d_model"], *, dark: bool = False) -> Any:
-    """P12: every intermediate of one attention on one sequence: name, formula, shape, cost, first values."""
+    """Every intermediate of one attention on one sequence: name, formula, shape, cost, first values."""
     if not isinstance(layer, MultiHeadAttention):
         raise SpecError(
-            f"{type(layer).__name__} is not an attention that a spec built; rg.Attention(...).build() is"
+            f"{type(layer).__name__} is not an attention module of regard; build one with rg.Attention(...).build()"
         )
     with torch.no_grad():
         call = look(layer, x).calls[0]
@@ -58,10 +58,10 @@ def attention_trace(layer: nn.Module, x: Float[Tensor, "1 n d_model"], *, dark: 
         ),
     ]
     if values is not None:
-        mixed = weights.to(values.dtype) @ values
+        heads = weights.to(values.dtype) @ values
         steps += [
-            ("V", "x W_V, a head", values, _flops(price, "v")),
-            ("heads", "weights · V", mixed, _flops(price, "mixing")),
+            ("V", "x W_V, per head", values, _flops(price, "v")),
+            ("heads", "weights · V", heads, _flops(price, "mixing")),
         ]
     steps.append(("output", "concat(heads) W_O", out[0], _flops(price, "output")))
     return shape_trace(steps, dark=dark)

@@ -1,4 +1,4 @@
-"""Curves: P03 learning rates, P06 gradient flow, P09 cost against length, P18 training."""
+"""Curves: learning rates, gradient flow, cost against length, training losses, saturation of softmax."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from . import style
 
 
 def learning_rates(*schedules: Schedule, steps: int | None = None, dark: bool = False) -> Any:
-    """P03: the rate of each step; for warm-up and cosine the peak, the middle of the fall and the end are marked."""
+    """The rate of each step; for warm-up and cosine the peak, the middle of the decay and the end are marked."""
     last = steps or max([getattr(s, "total", 0) or 3 * getattr(s, "warmup", 100) for s in schedules])
     figure = style.canvas(6.5, 3.6, dark)
     ax = style.axes(figure, dark=dark, title="learning rate", x="step", y="rate")
@@ -22,9 +22,9 @@ def learning_rates(*schedules: Schedule, steps: int | None = None, dark: bool = 
             middle = (schedule.warmup + schedule.total) // 2
             for step in (schedule.warmup, middle, schedule.total):
                 ax.plot([step], [schedule(step)], "o", color=style.COLORS[number % 6], markersize=4)
-                said = f"{schedule(step):.3g} at {step:,}"
+                text = f"{schedule(step):.3g} at {step:,}"
                 ax.annotate(
-                    said,
+                    text,
                     (step, schedule(step)),
                     xytext=(4, 6),
                     textcoords="offset points",
@@ -38,7 +38,7 @@ def learning_rates(*schedules: Schedule, steps: int | None = None, dark: bool = 
 
 
 def gradient_flow(norms: Mapping[str, Sequence[int | float]], *, dark: bool = False) -> Any:
-    """P06: the norm of each layer's gradient, bottom first, for each named stack; or a Recorder's first and last."""
+    """The gradient norm of each layer, bottom first, one line per named stack."""
     figure = style.canvas(6.0, 3.6, dark)
     ax = style.axes(figure, dark=dark, title="gradient norm by layer", x="layer (0 is the bottom)", y="norm")
     for number, (name, values) in enumerate(norms.items()):
@@ -50,24 +50,24 @@ def gradient_flow(norms: Mapping[str, Sequence[int | float]], *, dark: bool = Fa
 
 
 def recorded_gradients(recorder: Recorder, *, dark: bool = False) -> Any:
-    """P06 over training: each layer's gradient at the first and the last recorded step, before and after clipping."""
+    """The gradient norm of each layer at the first and the last recorded step, before and after clipping."""
     chosen: dict[str, list[float]] = {}
-    for name, kept in (("before clipping", recorder.gradients), ("after clipping", recorder.clipped)):
-        for step, norms in [kept[0], kept[-1]] if kept else []:
+    for name, recorded in (("before clipping", recorder.gradients), ("after clipping", recorder.clipped)):
+        for step, norms in [recorded[0], recorded[-1]] if recorded else []:
             chosen[f"step {step}, {name}"] = list(norms.values())
     return gradient_flow(chosen, dark=dark)
 
 
 def training_curves(recorder: Recorder, *, dark: bool = False) -> Any:
-    """P18: each series of losses with the floor that it cannot pass."""
+    """Each series of losses, and the smallest loss it can reach."""
     figure = style.canvas(6.5, 3.8, dark)
     ax = style.axes(figure, dark=dark, title="loss", x="step", y="loss")
     for number, (name, losses) in enumerate(recorder.losses.items()):
         style.line(ax, number, [s for s, _ in losses], [v for _, v in losses], name)
         if name in recorder.floors:
             floor = recorder.floors[name]
-            colour = style.COLORS[number % 6]
-            ax.axhline(floor, color=colour, linewidth=0.9, linestyle=(0, (1, 2)))
+            color = style.COLORS[number % 6]
+            ax.axhline(floor, color=color, linewidth=0.9, linestyle=(0, (1, 2)))
             ax.annotate(
                 f"floor {floor:.4g}", (1, floor), xycoords=("axes fraction", "data"), fontsize=7, ha="right",
                 va="bottom", color=style.theme(dark).ink,
@@ -85,17 +85,17 @@ def cost_curves(
     crossings: Mapping[str, int | float] | None = None,
     dark: bool = False,
 ) -> Any:
-    """P09: what each layer type costs against n (or d), on two logarithmic axes, with the crossings marked."""
+    """The cost of each layer type against n (or d), on two logarithmic axes, with the crossings marked."""
     figure = style.canvas(6.5, 4.2, dark)
     ax = style.axes(figure, dark=dark, title=f"{y} against {x}", x=x, y=y)
     for number, (name, values) in enumerate(work.items()):
         style.line(ax, number, list(values), list(values.values()), name, marker=".")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    for name, place in (crossings or {}).items():
-        ax.axvline(place, color=style.theme(dark).faint, linewidth=0.8)
+    for name, position in (crossings or {}).items():
+        ax.axvline(position, color=style.theme(dark).faint, linewidth=0.8)
         ax.annotate(
-            name, (place, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
+            name, (position, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
             color=style.theme(dark).ink, ha="right",
         )  # fmt: skip
     style.legend(ax, dark)
@@ -105,29 +105,29 @@ def cost_curves(
 def saturation(
     widths: Sequence[int] = (16, 64, 256, 512),
     keys: int = 64,
-    draws: int = 2000,
+    samples: int = 2000,
     seed: int = 0,
     *,
     dark: bool = False,
 ) -> Any:
-    """P07: standard normal queries and keys: the largest weight, and the median and mean of the squared norm of
+    """For standard normal queries and keys: the largest weight, and the median and mean of the squared norm of
     softmax's Jacobian, against d, scaled and not."""
     noise = torch.Generator().manual_seed(seed)
-    told: dict[str, dict[str, list[float]]] = {"q·k / √d": {}, "q·k": {}}
+    results: dict[str, dict[str, list[float]]] = {"q·k / √d": {}, "q·k": {}}
     for d in widths:
-        scores = torch.randn(draws, 1, d, generator=noise) @ torch.randn(draws, d, keys, generator=noise)
+        scores = torch.randn(samples, 1, d, generator=noise) @ torch.randn(samples, d, keys, generator=noise)
         for name, factor in (("q·k / √d", d**-0.5), ("q·k", 1.0)):
             a = (factor * scores[:, 0]).softmax(-1)
             p2, p3 = a.pow(2).sum(-1), a.pow(3).sum(-1)
             norm = p2 - 2 * p3 + p2**2
             for kind, value in (("top", a.amax(-1).mean()), ("median", norm.median()), ("mean", norm.mean())):
-                told[name].setdefault(kind, []).append(float(value))
+                results[name].setdefault(kind, []).append(float(value))
     figure = style.canvas(8.5, 3.8, dark)
     cells = style.grid(figure, 1, 2)
     title = f"largest of {keys} weights"
-    left = style.axes(figure, cells[0], dark=dark, title=title, x="width d", y="mean over draws")
+    left = style.axes(figure, cells[0], dark=dark, title=title, x="width d", y="mean over samples")
     right = style.axes(figure, cells[1], dark=dark, title="‖J‖² of softmax", x="width d")
-    for number, (name, values) in enumerate(told.items()):
+    for number, (name, values) in enumerate(results.items()):
         style.line(left, number, widths, values["top"], name, marker="o")
         style.line(right, 2 * number, widths, values["median"], f"{name}, median", marker="o")
         style.line(right, 2 * number + 1, widths, values["mean"], f"{name}, mean", marker="s")

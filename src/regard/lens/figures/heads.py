@@ -1,4 +1,4 @@
-"""Heads: P08 their course through training, P10 as taps of a convolution, P16 a gallery, P12 a trace of shapes."""
+"""Heads: their statistics over training, as taps of a convolution, a gallery of one layer, a table of shapes."""
 
 import textwrap
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from . import style
 def head_evolution(
     recorder: Recorder, numbers: Sequence[str] = ("entropy", "distance"), *, dark: bool = False
 ) -> Any:
-    """P08: numbers of every head over the recorded steps, a row a layer; and on a grid the path of each center."""
+    """Statistics of every head over the recorded steps, one row per layer; on a grid also the path of each center."""
     if not recorder.heads:
-        raise ShapeError("nothing is recorded of any head; call recorder.view(step, view) while training")
+        raise ShapeError("no head is recorded; call recorder.view(step, view) during training")
     _, last = recorder.heads[-1]
     layers = sorted({r["layer"] for r in last})
     on_grid = any(r["center"] is not None for r in last)
@@ -37,12 +37,12 @@ def head_evolution(
             ax = style.axes(
                 figure, cells[row, -1], dark=dark, title=f"layer {layer}: centers", x="Δ column", y="Δ row"
             )
-            _centres(ax, recorder, layer, heads, dark)
+            _centers(ax, recorder, layer, heads, dark)
     style.legend(figure.axes[0], dark, loc="best")
     return figure
 
 
-def _centres(ax: Any, recorder: Recorder, layer: int, heads: Sequence[int], dark: bool) -> None:
+def _centers(ax: Any, recorder: Recorder, layer: int, heads: Sequence[int], dark: bool) -> None:
     """From a small dot at the first step to a large one at the last."""
     for head in heads:
         path: list[Any] = [c for _, c in recorder.series(layer, head, "center") if c is not None]
@@ -63,7 +63,7 @@ def convolution_map(
     *,
     dark: bool = False,
 ) -> Any:
-    """P10: the mean weight of each head by offset, and the tap it stands for: the nearest shift, ringed."""
+    """The mean weight of each head by offset; a ring marks the nearest shift, the tap that it corresponds to."""
     heads, rows, columns = by_offset.shape
     across = min(heads, 6)
     down = -(-heads // across)
@@ -72,8 +72,8 @@ def convolution_map(
     for head in range(heads):
         dy, dx = (float(s) for s in shifts[head])
         weight = float(by_offset[head, round(dy) + rows // 2, round(dx) + columns // 2])
-        said = names[head] if names else f"head {head}"
-        title = f"{said}\n({dy:+.0f}, {dx:+.0f}), weight {weight:.2f}"
+        name = names[head] if names else f"head {head}"
+        title = f"{name}\n({dy:+.0f}, {dx:+.0f}), weight {weight:.2f}"
         ax = style.axes(figure, cells[head // across, head % across], dark=dark, title=title)
         ax.title.set_fontsize(7)
         half = (rows / 2, columns / 2)
@@ -86,30 +86,30 @@ def convolution_map(
 
 
 def head_gallery(view: View, layer: int | str = 0, batch: int = 0, *, dark: bool = False) -> Any:
-    """P16: the heads of one layer with their kind, how alike their maps are, the least angle between their query
-    spaces, and (after view.remove_heads()) what removing each does."""
+    """The heads of one layer with their kinds, the similarity of their maps, the smallest angle between their query
+    subspaces, and (after view.remove_heads()) the effect of removing each."""
     call = view.call(layer)
     figure = style.canvas(max(1.7 * call.heads, 8.0), 5.6, dark)
     cells = figure.add_gridspec(2, 6 * call.heads, height_ratios=(1, 1.3))
     for head in range(call.heads):
         kind = view.kinds[call.layer][head]
-        title = f"{head}: {kind.name}\n{kind.confidence:.0%} sure"
+        title = f"{head}: {kind.name}\n{kind.confidence:.0%}"
         ax = style.axes(figure, cells[0, 6 * head : 6 * head + 6], dark=dark, title=title)
         ax.title.set_fontsize(7)
         style.heat(ax, view.map(call.layer, head, batch), dark)
         ax.set_xticks([])
         ax.set_yticks([])
     third = 2 * call.heads
-    alike = style.axes(figure, cells[1, :third], dark=dark, title="agreement of maps", x="head", y="head")
-    image = style.heat(alike, view.agreement(call.layer), dark, top=1.0)
-    style.scale(figure, image, alike, "cosine", dark)
-    title = "least angle of query spaces"
+    similar = style.axes(figure, cells[1, :third], dark=dark, title="similarity of maps", x="head", y="head")
+    image = style.heat(similar, view.agreement(call.layer), dark, top=1.0)
+    style.scale(figure, image, similar, "cosine", dark)
+    title = "smallest angle of query subspaces"
     apart = style.axes(figure, cells[1, third : 2 * third], dark=dark, title=title, x="head", y="head")
     try:
         angles = torch.rad2deg(view.angles(call.layer).amin(-1))
-    except ShapeError as e:  # too few tokens to tell: the picture says so
-        said = textwrap.fill(str(e), 30)
-        apart.text(0.5, 0.5, said, ha="center", va="center", fontsize=7, color=style.theme(dark).ink)
+    except ShapeError as e:  # too few tokens: the picture shows the message
+        text = textwrap.fill(str(e), 30)
+        apart.text(0.5, 0.5, text, ha="center", va="center", fontsize=7, color=style.theme(dark).ink)
         apart.set_xticks([])
         apart.set_yticks([])
     else:
@@ -124,7 +124,7 @@ def head_gallery(view: View, layer: int | str = 0, batch: int = 0, *, dark: bool
 
 
 def shape_trace(steps: Sequence[tuple[str, str, Tensor, str]], *, dark: bool = False) -> Any:
-    """P12: every intermediate: its name, its formula, its shape, its cost and its first values, a row each.
+    """Every intermediate in one row: its name, formula, shape, cost and first values.
 
     steps: (name, formula, tensor, cost) in the order in which they are computed.
     """
@@ -132,13 +132,13 @@ def shape_trace(steps: Sequence[tuple[str, str, Tensor, str]], *, dark: bool = F
     ax = figure.add_subplot(111)
     ax.set_axis_off()
     look = style.theme(dark)
-    places = (0.0, 0.15, 0.45, 0.6, 0.76)
-    for x, word in zip(places, ("name", "formula", "shape", "cost", "first values"), strict=True):
+    columns = (0.0, 0.15, 0.45, 0.6, 0.76)
+    for x, word in zip(columns, ("name", "formula", "shape", "cost", "first values"), strict=True):
         ax.text(x, 0.0, word, fontsize=9, weight="bold", color=look.ink)
     for row, (name, formula, tensor, cost) in enumerate(steps, 1):
         first = "  ".join(f"{v:+.3f}" for v in tensor.detach().flatten()[:4].tolist())
-        told = (name, formula, " × ".join(map(str, tensor.shape)), cost, first)
-        for x, word in zip(places, told, strict=True):
+        cells = (name, formula, " × ".join(map(str, tensor.shape)), cost, first)
+        for x, word in zip(columns, cells, strict=True):
             ax.text(
                 x,
                 -row,

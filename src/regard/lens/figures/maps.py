@@ -1,4 +1,4 @@
-"""Maps: P01 one head, the overview of all, P14 who depends on whom."""
+"""Maps: one head, an overview of all heads, the dependence of outputs on inputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from . import style
 
 
 def attention_map(view: View, layer: int | str, head: int, batch: int = 0, *, dark: bool = False) -> Any:
-    """P01: the scores and the weights of one head, tokens on both axes, the entropy of each row beside them."""
+    """The scores and the weights of one head, tokens on both axes, the entropy of each row beside them."""
     scores, weights = view.scores(layer, head, batch), view.map(layer, head, batch)
     queries, keys = view.queries(layer, batch), view.keys(layer, batch)
     height = min(3.2 + 0.13 * len(queries), 11.0)
@@ -29,7 +29,7 @@ def attention_map(view: View, layer: int | str, head: int, batch: int = 0, *, da
     shown = (
         finite - finite.nan_to_num(0.0).mean() if bool(finite.isfinite().any()) else finite.nan_to_num(0.0)
     )
-    style.scale(figure, style.heat(left, shown, dark, signed=True), left, "score, mean taken off", dark)
+    style.scale(figure, style.heat(left, shown, dark, signed=True), left, "score minus mean", dark)
     middle = style.axes(figure, cells[1], dark=dark, title="weights", x="key")
     style.scale(figure, style.heat(middle, weights, dark), middle, "weight", dark)
     for ax in (left, middle):
@@ -46,7 +46,7 @@ def entropy(weights: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
 
 
 def overview(view: View, batch: int = 0, *, dark: bool = False) -> Any:
-    """Every head of every layer, small, named by its kind."""
+    """A small map of every head of every layer, with its kind."""
     heads = max(c.heads for c in view.calls)
     figure = style.canvas(min(1.2 + 1.15 * heads, 20), min(0.6 + 1.25 * len(view.calls), 40), dark)
     cells = style.grid(figure, len(view.calls), heads)
@@ -65,9 +65,9 @@ def overview(view: View, batch: int = 0, *, dark: bool = False) -> Any:
 def dependence(
     tables: Mapping[str, Float[Tensor, "n m"] | Sequence[Sequence[int | float]]], *, dark: bool = False
 ) -> Any:
-    """P14: |∂ output i / ∂ input j| for each named table; what is exactly zero is left blank."""
+    """|∂ output i / ∂ input j| for each named table; exact zeros are blank."""
     if not tables:
-        raise ShapeError("no table of dependence to draw")
+        raise ShapeError("no table to draw")
     figure = style.canvas(min(3.2 * len(tables), 16), 3.4, dark)
     cells = style.grid(figure, 1, len(tables))
     for number, (name, given) in enumerate(tables.items()):

@@ -1,4 +1,4 @@
-"""Who may look where: P02 the mask matrix, P11 the receptive field, P17 which mask on which attention."""
+"""Patterns: the mask matrix, the receptive field, and which attention of a model has which mask."""
 
 from typing import Any
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from ...pattern import Pattern, causal, full
 from . import style
 
-MOST = 512  # a cell should be a pixel at least
+MAX_DRAWN = 512  # so that a cell is at least a pixel
 
 
 def mask_matrix(pattern: Pattern, n: int = 16, m: int | None = None, *, dark: bool = False) -> Any:
-    """P02: the pairs of a pattern, how many they are, what that saves and after how many layers all are connected."""
+    """The pairs of a pattern, their number, the saving, and the number of layers that connect all positions."""
     m = n if m is None else m
-    allowed = pattern.allowed(min(n, MOST), min(m, MOST))
+    allowed = pattern.allowed(min(n, MAX_DRAWN), min(m, MAX_DRAWN))
     count = pattern.count(n, m)
-    layers = f", {_connects(allowed)}" if n == m <= MOST else ""
+    layers = f", {_connects(allowed)}" if n == m <= MAX_DRAWN else ""
     figure = style.canvas(5.2, 5.4, dark)
     title = f"{_short(repr(pattern))}\n{count:,} of {n * m:,} pairs, {1 - count / (n * m):.1%} saved{layers}"
     ax = style.axes(figure, dark=dark, title=title, x="key", y="query")
@@ -28,7 +28,7 @@ def mask_matrix(pattern: Pattern, n: int = 16, m: int | None = None, *, dark: bo
 def receptive_field(
     pattern: Pattern, n: int, layers: int, at: int | None = None, *, dark: bool = False
 ) -> Any:
-    """P11: the inputs that reach one position, layer by layer, beside the bound (keys a query + 1)^layer."""
+    """The inputs that reach one position, layer by layer, and the bound (keys per query + 1)^layer."""
     at = n - 1 if at is None else at
     step = pattern.allowed(n) | torch.eye(n, dtype=torch.bool)
     reached = [torch.eye(n, dtype=torch.bool)[at]]
@@ -36,19 +36,19 @@ def receptive_field(
         reached.append((reached[-1].float() @ step.float()) > 0)
     keys = int(pattern.allowed(n).sum(1).max())
     figure = style.canvas(7.0, 1.6 + 0.34 * (layers + 1), dark)
-    title = f"what reaches position {at} through {_short(repr(pattern))}"
+    title = f"inputs that reach position {at} through {_short(repr(pattern))}"
     ax = style.axes(figure, dark=dark, title=title, x="input position", y="layers below")
     _cells(ax, torch.stack(reached), dark)
     ax.set_yticks(range(layers + 1))
     for layer, row in enumerate(reached):
         bound = min(n, (keys + 1) ** layer)
-        said = f" {int(row.sum())} (≤ {bound})"
-        ax.text(n - 0.4, layer, said, va="center", fontsize=8, color=style.theme(dark).ink)
+        text = f" {int(row.sum())} (≤ {bound})"
+        ax.text(n - 0.4, layer, text, va="center", fontsize=8, color=style.theme(dark).ink)
     return figure
 
 
 def mask_table(source: int = 6, target: int = 5, padding: int = 2, *, dark: bool = False) -> Any:
-    """P17: which mask stands on which attention of an encoder, a decoder and an encoder-decoder."""
+    """Which mask each attention of an encoder, a decoder and an encoder-decoder has."""
     real_source, real_target = torch.arange(source) < source - padding, torch.arange(target) < target - 1
     key_padding = real_source.expand(source, source)
     past = causal().allowed(target)
@@ -87,16 +87,16 @@ def _cells(ax: Any, allowed: Bool[Tensor, "n m"], dark: bool) -> None:
 
 
 def _connects(allowed: Bool[Tensor, "n n"]) -> str:
-    """After how many layers every position depends on all that it ever will."""
+    """The number of layers after which the set of inputs of every position stays the same."""
     step = (allowed | torch.eye(len(allowed), dtype=torch.bool)).float()
     reached, layers = step, 1
     while True:
         further = ((reached @ step) > 0).float()
         if torch.equal(further, reached):
-            whom = "all" if bool((reached > 0).all()) else "all that ever are"
-            return f"{layers} layer{'s' * (layers > 1)} connect{'s' * (layers == 1)} {whom}"
+            all_pairs = "all positions" if bool((reached > 0).all()) else "all reachable positions"
+            return f"{layers} layer{'s' * (layers > 1)} connect{'s' * (layers == 1)} {all_pairs}"
         reached, layers = further, layers + 1
 
 
-def _short(text: str, most: int = 70) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _short(text: str, length: int = 70) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

@@ -1,4 +1,4 @@
-"""P04 positional encodings, P15 patches and their positions."""
+"""Positional encodings, and the positions of patches."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ def positional_encoding(
     table: Float[Tensor, "entries d"] | None = None,
     dark: bool = False,
 ) -> Any:
-    """P04: the encoding as a heat map, its wavelengths, and the product of two positions against their distance.
+    """The encoding as a heat map, its wavelengths, and the product of two positions against their distance.
 
-    table: a learned one instead of sinusoids; it has no wavelengths, and its products need not depend on the
-    distance alone: their spread is shown.
+    table: a learned table in place of sinusoids; it has no wavelengths, and its products may depend on more than the
+    distance: their range is shown.
     """
     p = sinusoid(torch.arange(n), d, base, dtype=torch.float64) if table is None else table.detach().double()
     n, d = p.shape
@@ -41,10 +41,10 @@ def positional_encoding(
     right.fill_between(range(n), low, high, color=style.COLORS[0], alpha=0.25, linewidth=0)
     if table is None:
         waves = style.axes(
-            figure, cells[2], dark=dark, title="wavelengths", x="pair of columns", y="positions a turn"
+            figure, cells[2], dark=dark, title="wavelengths", x="pair of columns", y="positions per period"
         )
-        turn = 2 * torch.pi * base ** (torch.arange(0, d, 2) / d)
-        style.line(waves, 1, range(d // 2), turn.tolist(), marker=".")
+        wavelength = 2 * torch.pi * base ** (torch.arange(0, d, 2) / d)
+        style.line(waves, 1, range(d // 2), wavelength.tolist(), marker=".")
         waves.axhline(n, color=style.theme(dark).faint, linewidth=0.9)
         waves.set_yscale("log")
     return figure
@@ -53,17 +53,17 @@ def positional_encoding(
 def patch_positions(
     table: Float[Tensor, "tokens d"], grid: tuple[int, int], skip: int = 0, *, dark: bool = False
 ) -> Any:
-    """P15: how alike each patch's position is to all others, one small map a patch, laid out as the patches are."""
+    """The cosine of each patch's position with all others, one small map per patch, arranged as the patches are."""
     rows, columns = grid
     vectors = F.normalize(table.detach().float()[skip : skip + rows * columns], dim=-1)
-    alike = (vectors @ vectors.T).reshape(rows, columns, rows, columns)
+    similarity = (vectors @ vectors.T).reshape(rows, columns, rows, columns)
     figure = style.canvas(0.9 * columns + 0.8, 0.9 * rows + 0.6, dark)
     figure.suptitle("cosine of position vectors", color=style.theme(dark).ink, fontsize=10)
     cells = style.grid(figure, rows, columns)
     for r in range(rows):
         for c in range(columns):
             ax = style.axes(figure, cells[r, c], dark=dark)
-            ax.imshow(alike[r, c].numpy(), cmap=style.theme(dark).signed, vmin=-1, vmax=1)
+            ax.imshow(similarity[r, c].numpy(), cmap=style.theme(dark).signed, vmin=-1, vmax=1)
             ax.set_xticks([])
             ax.set_yticks([])
             ax.plot([c], [r], ".", color=style.theme(dark).ink, markersize=3)

@@ -1,4 +1,4 @@
-"""P13: from uniform to one-hot; what a changed key does to the output, exactly and to first order."""
+"""Sharpness: softmax from uniform to one-hot, and the effect of a changed key, exactly and to first order."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def sharpness(
     *,
     dark: bool = False,
 ) -> Any:
-    """P13: the weights of these scores against b; the change of the output against a key's length and noise on it."""
+    """The weights of these scores against a factor b; the change of the output against a key's length and noise."""
     s = torch.as_tensor(scores, dtype=torch.float64)
     figure = style.canvas(11.5, 3.7, dark)
     cells = style.grid(figure, 1, 3)
@@ -39,7 +39,7 @@ def sharpness(
         cells[1],
         dark=dark,
         title=f"key {key} made longer",
-        x="length, times",
+        x="factor of its length",
         y="‖change of the output‖",
     )
     for number, (name, change) in enumerate((("exact", longer.exact), ("first order", longer.first_order))):

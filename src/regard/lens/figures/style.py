@@ -1,4 +1,4 @@
-"""How all pictures look: colours that the colour-blind tell apart, light or dark, sizes that can be read."""
+"""The style of all pictures: colors that are distinct for color-blind readers, light or dark, readable sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ import numpy as np
 
 from ...errors import RegardError
 
-# Okabe and Ito's eight colours, without black and yellow.
+# Okabe and Ito's eight colors, without black and yellow.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Ink on paper."""
+    """Foreground, background and color maps."""
 
     paper: str
     ink: str
     faint: str
-    weights: str  # the colour map of weights, from nothing to all
-    signed: str  # of what can be above and below zero
+    weights: str  # the color map of weights, from 0 to the maximum
+    signed: str  # the color map of signed values
 
 
 LIGHT = Theme("#ffffff", "#1c1c1c", "#b8b8b8", "cividis", "PuOr")
@@ -33,11 +33,11 @@ def theme(dark: bool) -> Theme:
 
 
 def canvas(width: float, height: float, dark: bool = False) -> Any:
-    """An empty figure, laid out so that nothing overlaps. It belongs to nobody: no pyplot, no global state."""
+    """An empty figure with a layout without overlaps. It is not registered with pyplot: no global state."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as e:
-        raise RegardError("pictures are drawn by matplotlib: pip install 'regard[figures]'") from e
+        raise RegardError("pictures need matplotlib: pip install 'regard[figures]'") from e
     return Figure(figsize=(width, height), layout="constrained", facecolor=theme(dark).paper)
 
 
@@ -60,41 +60,46 @@ def grid(figure: Any, rows: int, columns: int) -> Any:
 
 
 def line(
-    ax: Any, number: int, x: Sequence[int | float], y: Sequence[int | float], label: str | None = None, **how
+    ax: Any,
+    number: int,
+    x: Sequence[int | float],
+    y: Sequence[int | float],
+    label: str | None = None,
+    **options,
 ) -> Any:
-    """The number-th line of a picture: told apart by colour and by dash."""
+    """The number-th line of a picture, distinct by color and by dashes."""
     given = {
         "color": COLORS[number % 6],
         "linestyle": DASHES[(number + number // 6) % 6],
         "linewidth": 1.6,
-        **how,
+        **options,
     }
     return ax.plot(list(x), list(y), label=label, **given)[0]
 
 
-def legend(ax: Any, dark: bool = False, **how) -> None:
+def legend(ax: Any, dark: bool = False, **options) -> None:
     look = theme(dark)
-    ax.legend(fontsize=8, facecolor=look.paper, edgecolor=look.faint, labelcolor=look.ink, **how)
+    ax.legend(fontsize=8, facecolor=look.paper, edgecolor=look.faint, labelcolor=look.ink, **options)
 
 
-def tokens(ax: Any, queries: Sequence[str], keys: Sequence[str], most: int = 64) -> None:
-    """Words along both axes; past `most` only every k-th, so that they never run into one another."""
+def tokens(ax: Any, queries: Sequence[str], keys: Sequence[str], max_labels: int = 64) -> None:
+    """Words along both axes; of more than `max_labels` only every k-th, so that they do not overlap."""
     for names, axis, turn in ((keys, ax.xaxis, 90), (queries, ax.yaxis, 0)):
-        step = -(-len(names) // most)
-        places = range(0, len(names), step)
+        step = -(-len(names) // max_labels)
+        positions = range(0, len(names), step)
         size = 8 if len(names) <= 32 else 6
-        axis.set_ticks(list(places), [shown(names[p]) for p in places], rotation=turn, fontsize=size)
+        axis.set_ticks(list(positions), [shown(names[p]) for p in positions], rotation=turn, fontsize=size)
 
 
-def shown(word: str, most: int = 14) -> str:
-    """A token as a label: blanks visible, nothing that matplotlib would read as mathematics, not too long."""
+def shown(word: str, max_length: int = 14) -> str:
+    """A token as a label: visible blanks, no markup that matplotlib would interpret, limited length."""
     word = word.replace("\n", "↵").replace("\t", "⇥").replace("$", r"\$") or "∅"
     word = "␣" + word[1:] if word.startswith(" ") else word
-    return word if len(word) <= most else word[: most - 1] + "…"
+    return word if len(word) <= max_length else word[: max_length - 1] + "…"
 
 
 def heat(ax: Any, table: Any, dark: bool = False, *, top: float | None = None, signed: bool = False) -> Any:
-    """A table as colours. signed: zero is the middle colour; otherwise zero is the darkest, `top` the lightest."""
+    """A table as colors. signed: zero is the middle color; otherwise zero is the darkest, `top` the lightest."""
     look = theme(dark)
     values = table.detach().float().cpu().numpy() if hasattr(table, "detach") else table
     if signed:
@@ -106,7 +111,7 @@ def heat(ax: Any, table: Any, dark: bool = False, *, top: float | None = None, s
 
 
 def scale(figure: Any, image: Any, ax: Any, label: str, dark: bool = False) -> None:
-    """What the colours mean."""
+    """A color bar."""
     look = theme(dark)
     bar = figure.colorbar(image, ax=ax, shrink=0.8)
     bar.set_label(label, color=look.ink, fontsize=8)
