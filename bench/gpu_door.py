@@ -202,10 +202,10 @@ def _short(n: int, d: int, pattern, backward: bool) -> tuple[dict[str, float], d
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     mask = torch.zeros(n, n, dtype=q.dtype, device="cuda")
     mask.masked_fill_(~pattern.allowed(n, device="cuda"), -torch.inf)
-    again = kernels.Again(kernels.task(q, v, pattern, 0, 1, d**-0.5), backward)
+    prepared = kernels.PreparedAttention(kernels.task(q, v, (pattern, 0, 1, d**-0.5)), backward)
     ways = {
         "auto": lambda q, k, v: rg.attention(q, k, v, pattern),
-        "kernels": again,
+        "kernels": prepared,
         "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask),
         "full": lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
     }

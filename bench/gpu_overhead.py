@@ -48,7 +48,7 @@ def kernels_of(fn) -> list[tuple[float, int, str]]:
 def stations(fn) -> dict[str, float]:
     """Median microseconds between the stations of fn(), a call of autograd.grad over one remembered call."""
     marks: dict[str, float] = {}
-    inner = kernels.Again.backward
+    inner = kernels.PreparedAttention.backward
 
     def timed(*args):
         marks["enter"] = time.perf_counter()
@@ -57,7 +57,7 @@ def stations(fn) -> dict[str, float]:
         return out
 
     found = defaultdict(list)
-    kernels.Again.backward = timed
+    kernels.PreparedAttention.backward = timed
     try:
         for _ in range(CALLS):
             torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def stations(fn) -> dict[str, float]:
             found["backward itself"].append(marks["leave"] - marks["enter"])
             found["back"].append(end - marks["leave"])
     finally:
-        kernels.Again.backward = inner
+        kernels.PreparedAttention.backward = inner
     return {name: 1e6 * float(torch.tensor(times).median()) for name, times in found.items()}
 
 
@@ -80,20 +80,20 @@ def one(pattern, n: int, d: int) -> None:
     def apart(attend):
         return lambda: torch.autograd.grad(attend(*inputs), inputs, do)
 
-    task = kernels.task(q, v, pattern, 0, 1, d**-0.5)
-    direct = kernels.Again(task, True)
-    door = partial(rg.attention, pattern=pattern)
+    task = kernels.task(q, v, (pattern, 0, 1, d**-0.5))
+    direct = kernels.PreparedAttention(task, True)
+    public = partial(rg.attention, pattern=pattern)
     o, lse = kernels.forward(q, k, v, task)
     print(f"\n{pattern!r} n={n} d={d}; microseconds")
     for took, count, name in kernels_of(apart(direct)):
         print(f"  GPU {took:8.1f} in {count} launches of {name[:70]}")
     times = {
         "forward, called directly": lambda: kernels.forward(q, k, v, task),
-        "backward, called directly": lambda: kernels.backward(q, k, v, o, lse, do, None, task),
+        "backward, called directly": lambda: kernels.backward((q, k, v, o, lse), (do, None), task),
         "forward under autograd": lambda: direct(*inputs),
         "both under autograd": apart(direct),
-        "both through the door": apart(door),
-        "forward through the door": lambda: door(q, k, v),
+        "both by rg.attention": apart(public),
+        "forward by rg.attention": lambda: public(q, k, v),
     }
     for name, fn in times.items():
         print(f"  CPU {microseconds(fn):8.1f} {name}")

@@ -25,10 +25,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
+from regard.engine.cuda.call import CallLayout, Task, layout
 from regard.engine.cuda.configs import Config, Configs, default
-from regard.engine.cuda.host import Task, forward
-from regard.engine.cuda.prepared import dkv_call, dq_call, layout
-from regard.engine.cuda.triton.bias_and_dropout import NOTHING
+from regard.engine.cuda.host import forward
+from regard.engine.cuda.prepared import Program
+from regard.engine.cuda.triton import launches
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
 HEADS = 16
@@ -193,14 +194,20 @@ def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
     if kind in ("forward", "stream"):
         return lambda: forward(q, k, v, task)
     o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, default(d, d, q.dtype)))
-    stats = lse.new_zeros((1, HEADS, n, 4))
-    given = tuple(map(layout, (q, k, v, o, do)))
-    rest = stats, stats, stats, NOTHING.seed
-    if kind == "dq":
-        call = dq_call(task, given, q.dtype, q.device, False, False, False)
-        return lambda: call(q, k, v, o, do, lse, None, stats, rest)[0]
-    keys_call = dkv_call(task, given, q.dtype, q.device, False)
-    return lambda: keys_call(q, k, v, do, stats, rest)
+    call = CallLayout(task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
+    by_queries, by_keys = launches.passes(call, config, False), launches.passes(call, config, True)
+    made = launches.dq(call, by_queries) if kind == "dq" else launches.dkv(call, by_keys)
+    workspace = {"part": max(1, launches.part_size(call, by_queries, by_keys))}
+    names = "q", "k", "v", "o", "do", "lse", "stats", "dq", "dk", "dv"
+    program = Program(names, made, workspace, q.device)
+    grads = [torch.empty_like(q) for _ in range(3)]
+    given = q, k, v, o, do, lse, lse.new_zeros((1, HEADS, n, 4)), *grads
+
+    def run():
+        program.run(given, 1 << 33)
+        return grads[0] if kind == "dq" else grads[1:]
+
+    return run
 
 
 def compile_one(job) -> str:

@@ -21,7 +21,7 @@ import torch
 from gpu_patterns import MAIN, OTHER, dense, tensors
 from torch.profiler import ProfilerActivity, profile
 
-from regard.engine.cuda import attend
+from regard.engine import cuda as kernels
 from regard.engine.cuda.configs import HALF
 from regard.pattern import Pattern, causal, every, window
 
@@ -38,14 +38,19 @@ VARIANTS = {
 }
 TIMED = MAIN[2], MAIN[0], MAIN[3], MAIN[1]
 SHORT_NAMES = (
-    "stream_kernel",
-    "dq_stream",
-    "dkv_stream",
+    "hopper_forward",
+    "hopper_dq",
+    "hopper_dkv",
     "forward_kernel",
     "dq_kernel",
     "dkv_kernel",
     "sum_kernel",
 )
+
+
+def attend(q, k, v, pattern, configs):
+    where = pattern, 0, 1, q.shape[-1] ** -0.5
+    return kernels.attend(q, k, v, kernels.task(q, v, where, configs=configs))[0]
 
 
 def off(job) -> str:
@@ -65,7 +70,7 @@ def _off(pattern, n, d, configs, h_kv, dtype) -> str:
     results = []
     for kind, fast in ((torch.float64, False), (dtype, False), (dtype, True), (dtype, True)):
         x = [t.to(kind).requires_grad_() for t in (q, k, v)]
-        o = attend(*x, pattern, 0, 1, configs=configs)[0] if fast else dense(*x, allowed)
+        o = attend(*x, pattern, configs) if fast else dense(*x, allowed)
         results.append([o, *torch.autograd.grad(o, x, do.to(kind))])
     told = ""
     for name, ref, plain, fast, again in zip(("o", "dq", "dk", "dv"), *results):
@@ -98,7 +103,7 @@ def kernels_of(pattern: Pattern, n: int, d: int, configs) -> dict[str, float]:
     inputs = [x.requires_grad_() for x in (q, k, v)]
 
     def call():
-        torch.autograd.grad(attend(*inputs, pattern, 0, 1, configs=configs)[0], inputs, do)
+        torch.autograd.grad(attend(*inputs, pattern, configs), inputs, do)
 
     clear = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     for _ in range(3):

@@ -220,3 +220,78 @@ def storage_id(x: Tensor) -> int:
     """A number that two tensors share if they share a storage."""
     storage = x.untyped_storage()
     return getattr(storage, "_cdata", None) or storage.data_ptr()
+
+
+# CUDA and Triton. Triton itself is imported by the functions below, when a kernel first runs.
+
+# () → index of the current CUDA device.
+current_device: Callable[[], int] = _first(
+    lambda: torch._C._cuda_getDevice, lambda: torch.cuda.current_device
+)
+# (device) → handle of its current stream.
+raw_stream: Callable[[int], int] = _first(
+    lambda: torch._C._cuda_getCurrentRawStream,
+    lambda: lambda device: torch.cuda.current_stream(device).cuda_stream,
+)
+# () → bool: whether the current stream is being captured into a CUDA graph.
+stream_is_capturing: Callable[[], bool] = _first(
+    lambda: torch._C._cuda_isCurrentStreamCapturing, lambda: torch.cuda.is_current_stream_capturing
+)
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its check for transforms of torch.func, which takes 5 µs; for calls without any."""
+    inner = getattr(super(torch.autograd.Function, function), "apply", None)
+    return function.apply if inner is None else inner
+
+
+def triton_hooks() -> Callable[[], bool]:
+    """() → bool: whether a profiler has set a hook on Triton's launches. Unknown: it has, so all goes by Triton."""
+    try:
+        from triton import knobs
+
+        runtime = knobs.runtime
+        runtime.launch_enter_hook, runtime.launch_exit_hook  # noqa: B018 (the probe)
+    except (ImportError, AttributeError):
+        return _always
+
+    def hooks_set() -> bool:
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        try:
+            return bool(enter.calls or leave.calls)
+        except AttributeError:  # a function or None, in other versions
+            return bool(enter) or bool(leave)
+
+    return hooks_set
+
+
+def triton_launcher(run: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What launches a compiled kernel, and its arguments before the metadata.
+
+    In Triton 3.6 a Python launcher wraps a C function and only adds these four for kernels without scratch memory;
+    calling the C function saves a quarter of a launch. Elsewhere the Python launcher runs.
+    """
+    inner = getattr(run, "launch", None)
+    known = hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
+    if inner is None or not known or run.global_scratch_size or run.profile_scratch_size:
+        return run, ()
+    return inner, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+
+def has_gluon() -> bool:
+    """Whether this Triton has Gluon with the parts for Hopper, in which the streaming kernels are written."""
+    try:
+        gluon()
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def gluon() -> tuple[Any, Any, Any]:
+    """Gluon, its language, and its module for Hopper."""
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia import hopper
+
+    assert hopper.warpgroup_mma and hopper.async_copy
+    return gluon, language, hopper

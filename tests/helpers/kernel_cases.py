@@ -367,9 +367,10 @@ def fast(case: Case, device: str, configs: Any) -> Any:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (written(x, case.order) for x in (q, k, v))
-        added = ByDistance(**parts) if parts else None
-        more: dict[str, Any] = {"bias": added, "dropout_p": case.dropout_p, "seed": SEED, "configs": configs}
-        return kernels.attend(q, k, v, case.pattern, start, step, scale=case.scale, lengths=lengths, **more)
+        extras = kernels.BiasAndDropout(**parts, seed=SEED)
+        scale = case.d_k**-0.5 if case.scale is None else case.scale
+        task = kernels.task(q, v, (case.pattern, start, step, scale), extras, case.dropout_p, configs)
+        return kernels.attend(q, k, v, task, lengths, extras)
 
     return attend
 
@@ -384,35 +385,38 @@ def remembered(case: Case, device: str, configs: Any, dtype: torch.dtype) -> boo
     q, k, v, do, _ = (x.to(dtype) for x in tensors(case, device))
     inputs = [written(x, case.order).requires_grad_() for x in (q, k, v)]
     scale = case.d_k**-0.5 if case.scale is None else case.scale
-    o, _ = kernels.attend(*inputs, case.pattern, start, step, scale=scale, configs=configs)
+    task = kernels.task(q, v, (case.pattern, start, step, scale), configs=configs)
+    o, _ = kernels.attend(*inputs, task)
     found = [o, *torch.autograd.grad(o, inputs, do)]
-    again = kernels.Again(kernels.task(q, v, case.pattern, start, step, scale, configs=configs), True)
+    again = kernels.PreparedAttention(task, True)
     for _ in range(3):
         o = again(*inputs)
         if not all(map(torch.equal, found, [o, *torch.autograd.grad(o, inputs, do)])):
             return False
-    plain = kernels.Again(again.task, False)
+    plain = kernels.PreparedAttention(again.task, False)
     return all(torch.equal(found[0], plain(q, k, v)) for _ in range(3)) and replayable(plain, q, k, v)
 
 
 def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a call inside a CUDA graph is given no memory that is kept, and keeps none."""
-    from regard.engine.cuda import Again, again
+    """Whether a call inside a CUDA graph reuses no spare memory, and leaves none."""
+    from regard.engine.cuda import PreparedAttention, host
+    from regard.engine.cuda.prepared import PREPARED
 
     given: list[Tensor | None] = []
 
-    def watched(launch: Any) -> Any:
-        return lambda *x: given.append(x[-1]) or launch(*x)
+    def watched(run: Any) -> Any:
+        return lambda *x: given.append(x[-1]) or run(*x)
 
-    for lie in plain.known.values():
-        lie.forward = watched(lie.forward)
-    before, again._in_graph = again._in_graph, lambda x: True
+    for key, found in list(PREPARED.entries.items()):
+        if key[0] is plain.token:
+            PREPARED.put(key, (watched(found[0]), found[1]))
+    before, host._in_graph = host._in_graph, lambda x: True
     try:
-        fresh = Again(plain.task, False)
-        for way in (plain, fresh, fresh):
-            way(q, k, v)
+        fresh = PreparedAttention(plain.task, False)
+        for attention in (plain, fresh, fresh):
+            attention(q, k, v)
     finally:
-        again._in_graph = before
+        host._in_graph = before
     return fresh.spare is None and all(x is None for x in given)
 
 
@@ -451,13 +455,13 @@ def errors(
 
 def branches(case: Case, configs: Any) -> list[str]:
     """Which ways through the kernels a case takes, forward and for dk and dv ("by keys")."""
-    from regard.engine.cuda.host import route
+    from regard.engine.cuda.schedule import route
 
     start, step = query_offset(case.pattern, case.n, case.m, case.at)
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"
-        way = route(case.pattern, case.n, case.m, start, step, config, by_keys, torch.device("cpu"))
+        way = route((case.pattern, start, step), (case.n, case.m), config, by_keys, torch.device("cpu"))
         for one in way.steps:
             split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.goes_on else "first"
             out.append(f"{direction}, {split}, {goes_on}")
@@ -498,26 +502,32 @@ def cancelled(case: Case, device: str) -> float:
     return float(terms.square().sum((0, 2, 3)).max().sqrt())
 
 
-def counted(calls: Any, fn: Any) -> tuple[Any, int]:
+def counted(module: Any, fn: Any) -> tuple[Any, int]:
     """What fn gives, and how many backward passes by one launch were prepared for it."""
     made: list[Any] = []
-    inner, calls.brief_call = calls.brief_call, lambda *x: made.append(x) or inner(*x)
+
+    def watched(call: Any) -> Any:
+        prepared = inner(call)
+        made.extend([] if prepared is None else [call])
+        return prepared
+
+    inner, module.backward = module.backward, watched
     try:
         return fn(), len(made)
     finally:
-        calls.brief_call = inner
+        module.backward = inner
 
 
 def outcome(case: Case, device: str) -> dict[str, Any]:
     """What the rule says of a case, whether a second run gives the same bits, which branches it took."""
-    from regard.engine.cuda import launches as calls
     from regard.engine.cuda.configs import Config, Configs
+    from regard.engine.cuda.triton import short_backward
 
     small = Configs(Config(16, 16, 1, 1), Config(32, 16, 1, 1), Config(32, 16, 1, 1))
     configs = small if device == "cpu" and not case.stored else None
     dtype = getattr(torch, case.dtype)
     exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
-    found, brief = counted(calls, lambda: run(case, fast(case, device, configs), device, dtype))
+    found, brief = counted(short_backward, lambda: run(case, fast(case, device, configs), device, dtype))
     names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
     told = errors(names, found, plain, exact)
     if case.one_key:

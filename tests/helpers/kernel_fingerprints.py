@@ -143,7 +143,14 @@ def calls():
                 learn += parts.values()
             if "lengths" in more:
                 given["lengths"] = torch.tensor(more["lengths"])
-            o, logs = kernels.attend(*x, pattern, 0, 1, **given)
+            if hasattr(kernels, "BiasAndDropout"):
+                parts = {name: getattr(given.get("bias"), name, None) for name in ("table", "slopes")}
+                extras = kernels.BiasAndDropout(**parts, seed=given.get("seed", 1 << 33))
+                where = pattern, 0, 1, d**-0.5
+                task = kernels.task(x[0], x[2], where, extras, given.get("dropout_p", 0.0))
+                o, logs = kernels.attend(*x, task, given.get("lengths"), extras)
+            else:  # version 0.1
+                o, logs = kernels.attend(*x, pattern, 0, 1, **given)
             outs = (o, logs) if lse else (o,)
             torch.autograd.grad(outs, learn, [torch.zeros_like(y) for y in outs], materialize_grads=True)
 
@@ -176,6 +183,7 @@ def calls():
 
 def fused(torch):
     """The kernels that read a fused projection."""
+    import regard.nn  # noqa: F401 (defines the operation)
 
     def run(heads, kv_heads, d, n, m, causal, dropout_p, lengths, dtype):
         def call():
@@ -201,17 +209,6 @@ def fused(torch):
     for n, m, dtype in ((60, 20, bf16), (20, 60, bf16), (33, 100, half)):
         yield f"fused context of unequal length {n} x {m}", run(2, 2, 64, n, m, False, 0.1, [m, 5], dtype)
     yield "fused single", run(2, 1, 16, 17, 19, False, 0.0, [17, 5], single)
-
-
-def operations(torch):
-    """Forward and backward of the fused operation, by the names of this tree or of version 0.1."""
-    import regard.nn  # noqa: F401 (defines the operation)
-
-    names = ("fused_qkv", "joint")
-    for name in names:
-        if hasattr(torch.ops.regard, name):
-            return getattr(torch.ops.regard, name), getattr(torch.ops.regard, f"{name}_backward")
-    raise AssertionError(names)
 
 
 def losses(torch):

@@ -102,23 +102,27 @@ def test_a_block_that_all_members_meet_needs_no_mask_though_the_tile_is_not_full
 
 
 def laid(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
-    from regard.engine.cuda.prepared import dense
+    from regard.engine.cuda.call import contiguous as dense
 
     q, k, v = dense(1, h, n, d_k), dense(1, h_kv, m, d_k), dense(1, h_kv, m, d_v)
     return q, k, v, dense(1, h, n, d_v), dense(1, h, n, d_v)
 
 
 def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
+    from regard.engine.cuda.call import Task
     from regard.engine.cuda.configs import default
-    from regard.engine.cuda.host import Task
 
     return Task(causal() & window(9), 0, 1, 0.1, **{"configs": default(d_k, d_v, dtype)} | more)
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
     from regard.engine.cuda import backend
-    from regard.engine.cuda.prepared import dense
-    from regard.engine.cuda.triton.short_backward import config_of
+    from regard.engine.cuda.call import CallLayout
+    from regard.engine.cuda.call import contiguous as dense
+    from regard.engine.cuda.triton import short_backward
+
+    def config_of(task, layouts, dtype):
+        return short_backward.config_of(CallLayout(task, layouts, dtype, torch.device("cpu")))
 
     half = torch.bfloat16
     assert config_of(task(), laid(), half) is not None
@@ -141,7 +145,7 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
     from regard.engine.cuda.triton.short_backward import tables
 
-    asked = causal() & window(9), 97, 101, (4, 1), 64, 64, torch.device("cpu")
+    asked = causal() & window(9), (97, 101), (4, 1), (64, 64), torch.device("cpu")
     (items, members, blocks), for_keys = tables(*asked)
     assert tables(*asked)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)
@@ -155,22 +159,27 @@ PATTERN = causal() & window(2)
 @pytest.fixture
 def remembered(monkeypatch):
     """A call that is remembered, with the formula in the place of the kernels: what is left is autograd's."""
-    from regard.engine.cuda import again
+    from regard.engine.cuda import host
 
     def formula(q, k, v, *rest):
         found = reference.attend(q, k, v, PATTERN.allowed(q.shape[2]), scale=0.3)
         return found.o, torch.zeros(q.shape[:3])
 
-    def gradients(q, k, v, o, do, lse, *rest):
+    def gradients(tensors, *rest):
+        q, k, v, _, do, _ = tensors
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            return *torch.autograd.grad(formula(*inputs)[0], inputs, do), None, None
+            return torch.autograd.grad(formula(*inputs)[0], inputs, do)
 
-    monkeypatch.setattr(again, "forward", formula)
-    monkeypatch.setattr(again, "forward_call", lambda *given: formula)
-    monkeypatch.setattr(again, "backward", lambda q, k, v, o, lse, do, *rest: gradients(q, k, v, o, do, lse))
-    monkeypatch.setattr(again, "backward_call", lambda *given: gradients)
-    return again.Again(replace(task(), pattern=PATTERN, scale=0.3), True)
+    def from_saved(saved, grads, task):
+        q, k, v, o, lse = saved
+        return gradients((q, k, v, o, grads[0], lse))
+
+    monkeypatch.setattr(host, "forward", formula)
+    monkeypatch.setattr(host, "prepared_forward", lambda call: formula)
+    monkeypatch.setattr(host, "backward", from_saved)
+    monkeypatch.setattr(host, "prepared_backward", lambda call: gradients)
+    return host.PreparedAttention(replace(task(), pattern=PATTERN, scale=0.3), True)
 
 
 def qkv(n=5, d=2):

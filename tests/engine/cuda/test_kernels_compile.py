@@ -19,58 +19,52 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 SPARSE = causal() & (window(128) | every(64))
 CASES = [
-    ("stream_kernel", SPARSE, 64),
-    ("stream_kernel", window(128) | every(64), 128),  # blocks of two progressions
-    ("stream_kernel", window(40) - dilated(3, 5), 64),  # not two bounds: every pair is tested
-    ("dq_stream", SPARSE, 64),
-    ("dkv_stream", SPARSE, 64),  # the keys that all see, in parts
-    ("dkv_stream", SPARSE, 128, 1),  # the others, and then the parts are added up
+    ("hopper_forward", SPARSE, 64),
+    ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
+    ("hopper_forward", window(40) - dilated(3, 5), 64),  # not two bounds: every pair is tested
+    ("hopper_dq", SPARSE, 64),
+    ("hopper_dkv", SPARSE, 64),  # the keys that every query may attend to, in parts
+    ("hopper_dkv", SPARSE, 128, 1),  # the other keys, and then the parts are added up
 ]
-GIVEN = {  # what comes before the tables: h 16 bits, f 32
-    "stream_kernel": "hhhhf",  # q k v o lse
-    "dq_stream": "hhhhhffffh",  # q k v o do lse dlse lse2 delta dq
-    "dkv_stream": "hhhhffhhf",  # q k v do lse2 delta dk dv part
-}
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
 
-def launch_of(which, pattern, d, nth=0, n=8192):
+def launches_of(which, pattern, d, n=8192):
     """What would be launched, and the configuration it is made for."""
+    from regard.engine.cuda.call import CallLayout, Task, contiguous
     from regard.engine.cuda.configs import default
-    from regard.engine.cuda.hopper import launches as streams
-    from regard.engine.cuda.host import Task
-    from regard.engine.cuda.prepared import Launch, dense
-    from regard.engine.cuda.schedule import route
+    from regard.engine.cuda.hopper import launches as hopper
 
-    made = []
-    streams.Launch = lambda *a, **k: made.append(Launch(*a, **k)) or made[-1]
-    streams.at_a_time = lambda config, device: 8
-    cpu, kind, lie = torch.device("cpu"), torch.bfloat16, dense(1, 2, n, d)
-    configs = default(d, d, kind)
+    hopper.is_hopper, hopper.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
+    like, configs = contiguous(1, 2, n, d), default(d, d, torch.bfloat16)
     task = Task(pattern, 0, 1, d**-0.5, configs)
-    config = {
-        "stream_kernel": configs.stream, "dq_stream": configs.stream_dq, "dkv_stream": configs.stream_dkv
-    }[which]  # fmt: skip
-    by_keys, forward = which == "dkv_stream", which == "stream_kernel"
-    way = route(pattern, n, n, 0, 1, config, by_keys, cpu)
-    if forward:
-        streams.forward_stream(task, way, lie, lie, lie, kind, cpu)
-    elif by_keys:
-        streams.dkv_call(task, way, (lie,) * 5, kind, cpu)
-    else:
-        streams.dq_call(task, way, (lie,) * 5, kind, cpu, False)
-    return made[nth], config
+    call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
+    if which == "hopper_forward":
+        _, program = hopper.forward(call._replace(tensors=(like,) * 3))
+        return [launch for launch, *_ in program.launches], configs.stream
+    if which == "hopper_dq":
+        made = hopper.dq(call, hopper.passes(call, configs.stream_dq, False))
+        return [launch for launch, _ in made], configs.stream_dq
+    made, _ = hopper.dkv(call, hopper.passes(call, configs.stream_dkv, True))
+    return [launch for launch, _ in made], configs.stream_dkv
+
+
+POINTERS = {  # of 16-bit numbers (h), float32 (f) and int32 (i)
+    "hopper_forward": "hhhhfii",  # q k v o lse, chunks blocks
+    "hopper_dq": "hhhhhffffhii",  # q k v o do lse dlse lse2 delta dq, chunks blocks
+    "hopper_dkv": "hhhhffhhfiii",  # q k v do lse2 delta dk dv part, chunks blocks slots
+}
 
 
 def compiled(launch):
-    """The kernel as Triton specialises it at its first launch."""
+    """The kernel as Triton specializes it at its first launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names, left = launch.kernel.arg_names, {p.name for p in launch.kernel.params if p.do_not_specialize}
-    kinds = {"h": "*bf16", "f": "*fp32"}
-    given = [kinds[x] for x in GIVEN[launch.kernel.__name__]] + ["*i32"] * len(launch.tables)
+    kinds = {"h": "*bf16", "f": "*fp32", "i": "*i32"}
+    given = [kinds[x] for x in POINTERS[launch.kernel.__name__]]
     numbers = dict(zip(names[len(given) :], launch.numbers))
     assert len(names) == len(given) + len(numbers) + len(launch.sizes)
     signature, constants, known = {}, {}, {}
@@ -91,16 +85,17 @@ def compiled(launch):
 
 def main():
     """One line a case, as JSON."""
-    from regard.engine.cuda.hopper.launches import side_by_side
+    from regard.engine.cuda.hopper.launches import programs_per_multiprocessor
 
-    for case in CASES:
-        launch, config = launch_of(*case)
+    for which, pattern, d, *nth in CASES:
+        launches, config = launches_of(which, pattern, d)
+        launch = launches[nth[0] if nth else 0]
         made = compiled(launch)
         found = {
             "kernel": launch.kernel.__name__,
             "every_pair": launch.sizes["allowed"] is not None,
             "segments": launch.sizes["SEGMENTS"],
-            "shared": made.metadata.shared * side_by_side(config),
+            "shared": made.metadata.shared * programs_per_multiprocessor(config),
             "bytes": len(made.asm["cubin"]),
             "early": launch.options.get("launch_pdl", False),
         }
@@ -170,22 +165,22 @@ def test_the_fused_kernels_compile_for_contexts_of_any_length(tmp_path):
     ],
     ids=repr,
 )
-def test_parts_come_first_and_who_comes_next_adds_them_up(monkeypatch, pattern, launches):
-    from regard.engine.cuda.hopper import launches as streams
+def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern, launches):
+    from regard.engine.cuda.hopper import launches as hopper
 
-    monkeypatch.setattr(streams, "Launch", streams.Launch)  # put back what launch_of puts in their place
-    monkeypatch.setattr(streams, "at_a_time", streams.at_a_time)
-    made = [launch_of("dkv_stream", pattern, 64, nth)[0] for nth in range(len(launches))]
-    with pytest.raises(IndexError):
-        launch_of("dkv_stream", pattern, 64, len(launches))
+    for name in ("is_hopper", "programs_at_a_time"):  # put back what launches_of replaces
+        monkeypatch.setattr(hopper, name, getattr(hopper, name))
+    made, _ = launches_of("hopper_dkv", pattern, 64)
     kinds = {(True, False): "parts", (False, True): "adds", (False, False): "whole"}
     assert launches == [
         kinds.get((x.sizes.get("SPLIT"), x.sizes.get("ADDS")), x.kernel.__name__) for x in made
     ]
-    if "adds" in launches:  # of each of two heads of 8192 keys, 128 in two tiles that all see
+    if (
+        "adds" in launches
+    ):  # for each of two heads of 8192 keys, 128 in two tiles that every query may attend to
         numbers = dict(zip(made[1].kernel.arg_names[12:], made[1].numbers))
         assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
-        assert made[1].tables[2].shape == (2, 8) and made[1].sizes["adds"] is None
+        assert made[1].sizes["adds"] is None
 
 
 if __name__ == "__main__":

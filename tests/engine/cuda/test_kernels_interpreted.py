@@ -53,22 +53,22 @@ def heads(n, m, d_k=4, d_v=3, dtype=torch.float32):
     return (torch.zeros(1, 2, *s, dtype=dtype) for s in ((n, d_k), (m, d_k), (m, d_v)))
 
 
-def attend(*args):
+def attend(q, k, v):
     from regard.engine import cuda as kernels
 
-    return kernels.attend(*args)
+    return kernels.attend(q, k, v, kernels.task(q, v, (causal(), 0, 1, 0.5)))
 
 
 @pytest.mark.parametrize("n, m", [(0, 5), (5, 0), (0, 0)])
 def test_no_query_or_no_key_gives_zeros_and_minus_infinity(n, m):
-    o, lse = attend(*heads(n, m), causal(), 0)
+    o, lse = attend(*heads(n, m))
     assert torch.equal(o, torch.zeros(1, 2, n, 3))
     assert torch.equal(lse, torch.full((1, 2, n), -torch.inf))
 
 
 def test_a_head_too_wide_is_refused_by_name():
     with pytest.raises(BackendError) as caught:
-        attend(*heads(5, 5, d_v=257), causal(), 0)
+        attend(*heads(5, 5, d_v=257))
     assert str(caught.value) == ("a head of width 257 does not fit the Triton kernels, which hold up to 256")
 
 
@@ -79,7 +79,7 @@ def test_a_head_too_wide_is_refused_by_name():
 def test_a_dtype_the_kernels_do_not_hold_is_refused_by_name(dtypes):
     q, k, v = (x.to(dtype) for x, dtype in zip(heads(5, 5), dtypes))
     with pytest.raises(BackendError) as caught:
-        attend(q, k, v, causal(), 0)
+        attend(q, k, v)
     assert str(caught.value) == (
         "the Triton kernels take float32, float16 or bfloat16, one for all; q, k, v are "
         + ", ".join(map(str, dtypes))

@@ -26,7 +26,7 @@ def steps(pattern, n, by_keys):
     from regard.engine.cuda.configs import Config
     from regard.engine.cuda.schedule import route
 
-    return route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
+    return route((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
 def dealt(work, programs, group=1, multiple=1, **how):
@@ -97,7 +97,7 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
     from regard.engine.cuda.configs import Config
     from regard.engine.cuda.schedule import route
 
-    (step,) = route(pattern, 704, 704, 0, 1, Config(16, 8, 1, 1), False, CPU).steps
+    (step,) = route((pattern, 0, 1), (704, 704), Config(16, 8, 1, 1), False, CPU).steps
     assert step.work.segments == 1
     blocks = step.work.blocks.numpy()
     tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighbouring keys, those a bound cuts
@@ -105,12 +105,13 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
 
 
 def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
+    from regard.engine.cuda.call import Layout
+    from regard.engine.cuda.call import contiguous as dense
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.prepared import Layout, dense
     from regard.engine.cuda.schedule import route
     from regard.engine.cuda.work_split import end_to_end
 
-    way = route(pattern, n, n, 0, 1, Config(32, 16, 1, 1, lines=True), by_keys, CPU)
+    way = route((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
     lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
     return end_to_end(way, step, (lie, lie))
 
@@ -276,7 +277,7 @@ def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
     from regard.engine.cuda.configs import Config
     from regard.engine.cuda.schedule import route
 
-    (step,) = route(pattern, 352, 352, 0, 1, Config(16, 16, 1, 1, lines=True), False, CPU).steps
+    (step,) = route((pattern, 0, 1), (352, 352), Config(16, 16, 1, 1, lines=True), False, CPU).steps
     marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
     assert step.work.free == free
     assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines

@@ -177,5 +177,5 @@ def test_tensors_on_two_devices_are_refused_by_name():
 
     q, k, v = (torch.zeros(1, 1, 5, 4, device=device) for device in ("cuda", "cpu", "cuda"))
     with pytest.raises(BackendError) as caught:
-        kernels.attend(q, k, v, causal(), 0)
-    assert str(caught.value) == f"q, k, v lie on {q.device}, cpu, {q.device}: move them to one device"
+        kernels.attend(q, k, v, kernels.task(q, v, (causal(), 0, 1, 0.5)))
+    assert str(caught.value) == f"q, k, v are on {q.device}, cpu, {q.device}: move them to one device"

@@ -1,20 +1,28 @@
 """CUDA: Triton kernels that visit the blocks of a plan, forward and backward.
 
+backend.py      the backend `triton`: what it refuses, estimates and prepares
+host.py         from tensors to launches; repeated calls
+call.py         what a call computes, and the layout of its tensors
+prepared.py     launches, programs of launches, and the one cache that holds them
+schedule.py     the passes of a plan as tables that kernels read; work_split.py deals them to programs
+mask.py         a pattern as a Triton function; block_tests.py says which test a block needs
+triton/         the general kernels; hopper/ those for Hopper GPUs
+
 Triton is imported by these modules and no others, when a call first runs: the names below are looked up on use.
 """
 
 from typing import Any
 
 _MODULES = {
-    "Added": "triton.bias_and_dropout",
-    "Again": "again",
+    "BiasAndDropout": "call",
+    "PreparedAttention": "host",
     "attend": "host",
     "backward": "host",
     "forward": "host",
-    "task": "host",
+    "task": "call",
 }
 
-__all__ = ["Added", "Again", "attend", "backward", "forward", "task"]
+__all__ = ["BiasAndDropout", "PreparedAttention", "attend", "backward", "forward", "task"]
 
 
 def __getattr__(name: str) -> Any:

@@ -110,22 +110,22 @@ def _on_hopper(f: CallFacts) -> bool:
         or f.dropout_p
     ):
         return False
-    from .hopper.launches import stream_route
-    from .host import task
-    from .prepared import dense
+    from . import task
+    from .call import CallLayout, contiguous
+    from .hopper.launches import passes
 
     q, k, v = f.like()
-    what, layouts = task(q, v, f.pattern, *f.offset, f.factor), tuple(dense(*x.shape) for x in (q, k, v))
-    return (
-        stream_route(what, what.configs.stream, False, layouts, f.dtype, torch.device(f.device)) is not None
-    )
+    made = task(q, v, (f.pattern, *f.offset, f.factor))
+    layouts = tuple(contiguous(*x.shape) for x in (q, k, v))
+    call = CallLayout(made, layouts, f.dtype, torch.device(f.device))
+    return passes(call, made.configs.stream, False) is not None
 
 
 def _prepared_launches(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    from . import Again, task
+    from . import PreparedAttention, task
 
     q, _, v = f.like()
-    return Again(task(q, v, f.pattern, *f.offset, f.factor), f.grad)
+    return PreparedAttention(task(q, v, (f.pattern, *f.offset, f.factor)), f.grad)
 
 
 def _run(call: Call, f: CallFacts) -> Outputs:
@@ -171,11 +171,11 @@ class _Attend(torch.autograd.Function):
 
 def forward(qkv: Any, extras: Any, seed: int, options: Options) -> tuple[Tensor, Tensor]:
     """o and lse. qkv: q, k, v; extras: table, slopes, lengths."""
-    from . import Added
+    from . import BiasAndDropout
     from . import forward as run
 
-    added = Added(*extras[:2], seed)
-    o, lse = run(*qkv, _task(qkv[0], qkv[2], added, options), extras[2], added)
+    more = BiasAndDropout(*extras[:2], seed)
+    o, lse = run(*qkv, _task(qkv[0], qkv[2], more, options), extras[2], more)
     return o.contiguous(), lse.contiguous()
 
 
@@ -188,19 +188,19 @@ def backward(
     of_bias: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
-    from . import Added
+    from . import BiasAndDropout
     from . import backward as run
 
-    q, k, v, o, lse = saved
-    added = Added(*extras[:2], seed)
-    task = _task(q, v, added, options)
+    q, _, v, o, _ = saved
+    more = BiasAndDropout(*extras[:2], seed)
+    task = _task(q, v, more, options)
     grad = torch.zeros_like(o) if grads[0] is None else grads[0]
-    results = run(q, k, v, o, lse, grad, grads[1], task, extras[2], added, of_bias)
+    results = run(saved, (grad, grads[1]), task, extras[2], more, of_bias)
     return tuple(None if g is None else g.contiguous() for g in results)
 
 
-def _task(q: Tensor, v: Tensor, added: Any, options: Options) -> Any:
+def _task(q: Tensor, v: Tensor, more: Any, options: Options) -> Any:
     from . import task
 
-    pattern, start, step, scale, dropout_p = options
-    return task(q, v, pattern, start, step, scale, added, dropout_p)
+    *where, dropout_p = options
+    return task(q, v, tuple(where), more, dropout_p)

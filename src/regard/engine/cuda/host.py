@@ -1,8 +1,7 @@
-"""From tensors to launches: what a pattern needs on a device is prepared once, then kept."""
+"""From tensors to launches: forward, backward, and calls that are repeated with the same shapes and strides."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,76 +10,95 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ... import compat
 from ...errors import BackendError
-from ...pattern import Pattern
-from ...position import ByDistance
-from .configs import Configs, default, padded
-from .launches import backward_call, forward_call
-from .prepared import layout
-from .schedule import route
-from .triton import bias_and_dropout as added
-from .triton.bias_and_dropout import NOTHING, Added
+from .call import PLAIN, BiasAndDropout, CallLayout, Task, contiguous, layout, negated
+from .configs import padded
+from .hopper import launches as hopper
+from .prepared import PREPARED, current_device, raw_stream
+from .triton import launches as triton
+from .triton import short_backward
 
-__all__ = ["Task", "attend", "backward", "forward", "route", "task"]
-
-WIDEST = 256
+MAX_HEAD_DIM = 256
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """What one call computes, apart from its tensors. One object for all calls alike: they are known by it."""
-
-    pattern: Pattern
-    start: int  # query r stands at start + step · r
-    step: int
-    scale: float
-    configs: Configs
-    reach: int | None = None  # of the table of a bias by distance; None: no table
-    sloped: bool = False  # the bias has slopes
-    dropout_p: float = 0.0
-
-    @property
-    def adds(self) -> bool:
-        return self.reach is not None or self.sloped or self.dropout_p > 0
+_find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
+ForwardCall = Callable[..., tuple[Tensor, Tensor]]
+BackwardCall = Callable[..., tuple[Tensor | None, ...]]
 
 
-@lru_cache(maxsize=256)
-def _task(
-    d_k: int,
-    d_v: int,
-    dtype: torch.dtype,
-    pattern: Pattern,
-    place: tuple[int, int],
-    scale: float,
-    more: tuple[int | None, bool, float],
-    configs: Configs | None,
-) -> Task:
-    (start, step), (reach, sloped, dropout_p) = place, more
-    task = Task(pattern, start, step, scale, configs or default(d_k, d_v, dtype), reach, sloped, dropout_p)
-    return replace(task, configs=task.configs.without_caps()) if task.adds and configs is None else task
+# Prepared calls: for one layout of the tensors, what is allocated and launched.
 
 
-def task(
-    q: Float[Tensor, "b h n d_k"],
-    v: Float[Tensor, "b h_kv m d_v"],
-    pattern: Pattern,
-    start: int,
-    step: int,
-    scale: float,
-    given: Added = NOTHING,
-    dropout_p: float = 0.0,
-    configs: Configs | None = None,
-) -> Task:
-    """The task, with the stored configuration of these widths unless one is given."""
-    more = None if given.table is None else given.table.shape[-1] // 2, given.slopes is not None, dropout_p
-    return _task(q.shape[-1], v.shape[-1], q.dtype, pattern, (start, step), scale, more, configs)
+def prepared_forward(call: CallLayout) -> ForwardCall:
+    """(q, k, v, lengths, extras, spare_lse) → (o, lse)."""
+    found = _find(("forward", call))
+    return PREPARED.put(("forward", call), _forward_call(call)) if found is None else found
 
 
-@lru_cache(maxsize=64)
-def _turned(task: Task) -> Task:
-    """The same with the scale's sign changed: the running maximum is taken before scaling."""
-    return replace(task, scale=-task.scale)
+def prepared_backward(call: CallLayout) -> BackwardCall:
+    """((q, k, v, o, do, lse), dlse, lengths, extras) → dq, dk, dv; of table and slopes if the bias learns."""
+    found = _find(("backward", call))
+    return PREPARED.put(("backward", call), _backward_call(call)) if found is None else found
+
+
+def _forward_call(call: CallLayout) -> ForwardCall:
+    way, program = hopper.forward(call) or triton.forward(call)
+    b, h, _, n, _, _, d_v = call.sizes
+    shape, dtype, device = (b, h, n, d_v), torch.float32 if way.joins else call.dtype, call.device
+    like, run, plain = torch.empty_like, program.run, not call.optional_inputs
+    covers, o_is_like_q = way.covers, call.tensors[0] == contiguous(*shape) and dtype == call.dtype
+    rows = torch.empty(shape[:3], device=device)
+    rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
+    # A kernel that goes on from an earlier pass reads lse, so a spare tensor would not do.
+    accumulates = way.joins
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, extras: BiasAndDropout,
+        spare_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if covers:
+            o = like(q) if o_is_like_q else torch.empty(shape, dtype=dtype, device=device)
+            lse = like(rows) if spare_lse is None or accumulates else spare_lse
+        else:
+            o = torch.zeros(shape, dtype=dtype, device=device)
+            lse = torch.full(shape[:3], -torch.inf, device=device)
+        if plain:
+            run((q, k, v, o, lse), extras.seed)
+        else:
+            run((q, k, v, o, lse, *_present(lengths, extras.table, extras.slopes)), extras.seed)
+        return o.to(call.dtype) if accumulates else o, lse
+
+    return forward
+
+
+def _backward_call(call: CallLayout) -> BackwardCall:
+    outputs, program, final = short_backward.backward(call) or hopper.backward(call) or triton.backward(call)
+    run, dtype = program.run, call.dtype
+    if final and not call.optional_inputs:
+
+        def backward(tensors, dlse, lengths, extras):
+            grads = outputs(tensors)
+            run((*tensors, *grads), extras.seed)
+            return grads
+
+    else:
+
+        def backward(tensors, dlse, lengths, extras):
+            out = outputs(tensors)
+            more = _present(dlse, lengths, extras.table, extras.slopes)
+            run((*tensors, *more, *out), extras.seed)
+            of_bias = triton.bias_gradients(call, out[3:]) if call.bias_gradient else ()
+            return *(x.to(dtype) for x in out[:3]), *of_bias
+
+    return backward
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(x for x in tensors if x is not None)
+
+
+# One call
 
 
 def forward(
@@ -89,106 +107,106 @@ def forward(
     v: Float[Tensor, "b h_kv m d_v"],
     task: Task,
     lengths: Int[Tensor, " b"] | None = None,
-    given: Added = NOTHING,
+    extras: BiasAndDropout = PLAIN,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """o and ln Σ exp(scores); zeros and −∞ for a query that may look nowhere."""
+    """o and ln Σ exp(scores); zeros and −∞ for a query that has no allowed key."""
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         return q.new_zeros((*q.shape[:3], v.shape[-1])), lse
     if task.scale < 0:
-        return forward(-q, k, v, _turned(task), lengths, given)
+        return forward(-q, k, v, negated(task), lengths, extras)
     d_v = v.shape[-1]
-    q, k, v = rows(q), rows(k), rows(v, _least(q))
-    call = forward_call(task, layout(q), layout(k), layout(v), q.dtype, q.device, lengths is not None)
-    with _on(q):
-        o, lse = call(q, k, v, _limits(lengths, q), given.ready())
-    return o if v.shape[-1] == d_v else o[..., :d_v], lse
+    q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
+    call = CallLayout(task, (layout(q), layout(k), layout(v)), q.dtype, q.device, lengths is not None)
+    with _device_of(q):
+        o, lse = prepared_forward(call)(q, k, v, _int32(lengths, q), extras.in_base2())
+    return _narrowed(o, d_v), lse
 
 
 def backward(
-    q: Float[Tensor, "b h n d_k"],
-    k: Float[Tensor, "b h_kv m d_k"],
-    v: Float[Tensor, "b h_kv m d_v"],
-    o: Float[Tensor, "b h n d_v"],
-    lse: Float[Tensor, "b h n"],
-    do: Float[Tensor, "b h n d_v"],
-    dlse: Float[Tensor, "b h n"] | None,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, Tensor | None],
     task: Task,
     lengths: Int[Tensor, " b"] | None = None,
-    given: Added = NOTHING,
-    of_bias: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of q, k, v and, if `of_bias`, of table and slopes, from those of both outputs."""
+    extras: BiasAndDropout = PLAIN,
+    bias_gradient: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and, if `bias_gradient`, of table and slopes.
+
+    saved: q, k, v, o, lse. grads: of o, and of lse or None.
+    """
+    (q, k, v, o, lse), (do, dlse) = saved, grads
     if not q.numel() or not k.numel():
-        zeros = (None if x is None else torch.zeros_like(x) for x in (q, k, v, given.table, given.slopes))
-        return tuple(zeros)  # type: ignore[return-value]
+        return tuple(
+            None if x is None else torch.zeros_like(x) for x in (q, k, v, extras.table, extras.slopes)
+        )
     if task.scale < 0:
-        grads = backward(-q, k, v, o, lse, do, dlse, _turned(task), lengths, given, of_bias)
-        return -grads[0], *grads[1:]
-    d_k, d_v, least = q.shape[-1], v.shape[-1], _least(q)
-    q, k, v, o, do = rows(q), rows(k), rows(v, least), rows(o, least), rows(do, least)
+        dq, *others = backward((-q, k, v, o, lse), grads, negated(task), lengths, extras, bias_gradient)
+        assert dq is not None
+        return -dq, *others
+    d_k, d_v, least = q.shape[-1], v.shape[-1], _min_value_width(q)
+    q, k = aligned_rows(q), aligned_rows(k)
+    v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    lie = layout(q), layout(k), layout(v), layout(o), layout(do)
-    call = backward_call(task, lie, q.dtype, q.device, dlse is not None, lengths is not None, of_bias)
-    with _on(q):
-        dq, dk, dv, near, far = call(q, k, v, o, do, lse, dlse, _limits(lengths, q), given.ready())
-        of_table, of_slopes = _of_bias(given, near, far) if of_bias else (None, None)
-    if q.shape[-1] != d_k:
-        dq, dk = dq[..., :d_k], dk[..., :d_k]
-    return dq, dk, dv if v.shape[-1] == d_v else dv[..., :d_v], of_table, of_slopes
+    layouts = layout(q), layout(k), layout(v), layout(o), layout(do)
+    there = lengths is not None, dlse is not None, bias_gradient
+    run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *there))
+    with _device_of(q):
+        made = run((q, k, v, o, do, lse), dlse, _int32(lengths, q), extras.in_base2())
+    dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
+    if not bias_gradient:
+        return dq, dk, dv, None, None
+    return dq, dk, dv, *map(_like_parameter, made[3:], (extras.table, extras.slopes))
 
 
-def _of_bias(
-    given: Added, near: Float[Tensor, "h r"] | None, far: Float[Tensor, "h 3"] | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of table and slopes: what lies past the reach belongs to the table's ends."""
-    if far is None:  # no pair at all
-        none = tuple(None if x is None else torch.zeros_like(x) for x in (given.table, given.slopes))
-        return none[0], none[1]
-    if near is not None:
-        near[:, 0] += far[:, 0]
-        near[:, -1] += far[:, 1]
-    of_table = None if near is None or given.table is None else near.to(given.table.dtype)
-    return of_table, None if given.slopes is None else -far[:, 2].to(given.slopes.dtype)
+def _narrowed(x: Tensor | None, d: int) -> Tensor:
+    assert x is not None
+    return x if x.shape[-1] == d else x[..., :d]
 
 
-def rows(x: Tensor, least: int = 1) -> Tensor:
-    """Rows of adjacent numbers that begin and end at multiples of 16 bytes: what the kernels load in whole."""
+def _like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    if parameter is None:
+        return None
+    return torch.zeros_like(parameter) if gradient is None else gradient.to(parameter.dtype)
+
+
+def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
+    """x, or a copy, whose rows are adjacent numbers that begin and end at multiples of 16 bytes."""
     whole = 16 // x.element_size()
-    if short := max(-x.shape[-1] % whole, least - x.shape[-1]):
+    if short := max(-x.shape[-1] % whole, min_width - x.shape[-1]):
         return F.pad(x, (0, short))
     a, b, c, last = x.stride()
     aligned = min(a, b, c) >= 0 and not (a % whole or b % whole or c % whole or x.storage_offset() % whole)
     return x if last == 1 and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _least(q: Tensor) -> int:
+def _min_value_width(q: Tensor) -> int:
     """How wide values must be beside these queries.
 
     Triton 3.6 reads past shared memory in the product of 128 rows of weights with values 16 wide, where keys are
-    wider (seen by compute-sanitizer on an H200).
+    wider (found by compute-sanitizer on an H200).
     """
     return 24 if padded(q.shape[-1]) > 16 else 1
 
 
-def _on(q: Tensor) -> AbstractContextManager[Any]:
-    """The device of q as the current one; nothing to do where it is."""
+def _device_of(q: Tensor) -> AbstractContextManager[Any]:
+    """Makes the device of q the current one, if it is not."""
     if not q.is_cuda or q.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(q.device)
 
 
-def _limits(lengths: Tensor | None, q: Tensor) -> Tensor | None:
+def _int32(lengths: Tensor | None, q: Tensor) -> Tensor | None:
     return None if lengths is None else lengths.to(q.device, torch.int32).contiguous()
 
 
-class Attend(torch.autograd.Function):
+class _Attend(torch.autograd.Function):
     """(q, k, v, table, slopes) → (o, lse), both differentiable."""
 
     @staticmethod
     def forward(ctx, q, k, v, table, slopes, lengths, seed, task):
-        o, lse = forward(q, k, v, task, lengths, Added(table, slopes, seed))
-        ctx.save_for_backward(q, k, v, table, slopes, o, lse, lengths)
+        o, lse = forward(q, k, v, task, lengths, BiasAndDropout(table, slopes, seed))
+        ctx.save_for_backward(q, k, v, o, lse, table, slopes, lengths)
         ctx.task, ctx.seed = task, seed
         ctx.set_materialize_grads(False)
         return o, lse
@@ -196,49 +214,36 @@ class Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dlse):
-        q, k, v, table, slopes, o, lse, lengths = ctx.saved_tensors
+        *saved, table, slopes, lengths = ctx.saved_tensors
         if do is None and dlse is None:
             return (None,) * 8
-        do = torch.zeros_like(o) if do is None else do
-        of_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        given = Added(table, slopes, ctx.seed)
-        grads = backward(q, k, v, o, lse, do, dlse, ctx.task, lengths, given, of_bias)
-        return *grads, None, None, None
+        do = torch.zeros_like(saved[3]) if do is None else do
+        bias_gradient = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+        extras = BiasAndDropout(table, slopes, ctx.seed)
+        return *backward(saved, (do, dlse), ctx.task, lengths, extras, bias_gradient), None, None, None
 
 
 def attend(
     q: Float[Tensor, "b h n d_k"],
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
-    pattern: Pattern,
-    start: int,
-    step: int = 1,
-    *,
-    scale: float | None = None,
+    task: Task,
     lengths: Int[Tensor, " b"] | None = None,
-    bias: ByDistance | None = None,
-    dropout_p: float = 0.0,
-    seed: int | None = None,
-    configs: Configs | None = None,
+    extras: BiasAndDropout = PLAIN,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, and ln Σ exp(scores): (o, lse).
 
-    Query r stands at start + step · r. Keys at and past lengths[b] are hidden, whatever they hold. Dropout takes
-    weights away after the softmax, by a seed that is drawn from PyTorch's generator unless it is given.
+    Keys at and past lengths[b] are hidden, whatever they hold. Dropout applies to the weights after the softmax.
     """
     _check(q, k, v)
-    drawn = int(added.seed()) if dropout_p and seed is None else seed or NOTHING.seed
-    given = NOTHING if bias is None else Added(bias.table, bias.slopes)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    what = task(q, v, pattern, start, step, scale, given, dropout_p, configs)
-    return Attend.apply(q, k, v, given.table, given.slopes, lengths, drawn, what)
+    return _Attend.apply(q, k, v, extras.table, extras.slopes, lengths, extras.seed, task)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    widest = max(q.shape[-1], v.shape[-1])
-    if widest > WIDEST:
+    width = max(q.shape[-1], v.shape[-1])
+    if width > MAX_HEAD_DIM:
         raise BackendError(
-            f"a head of width {widest} does not fit the Triton kernels, which hold up to {WIDEST}"
+            f"a head of width {width} does not fit the Triton kernels, which hold up to {MAX_HEAD_DIM}"
         )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise BackendError(
@@ -246,4 +251,107 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if not q.device == k.device == v.device:
-        raise BackendError(f"q, k, v lie on {q.device}, {k.device}, {v.device}: move them to one device")
+        raise BackendError(f"q, k, v are on {q.device}, {k.device}, {v.device}: move them to one device")
+
+
+# Repeated calls without bias, dropout, lengths and log-sum-exp: on a short call the GPU waits for Python, and here
+# nothing is left to decide but the strides, which is one lookup, forward and backward.
+
+MAX_SPARE = 1 << 18  # numbers of an lse that is reused between calls: 1 MiB
+
+_UNKNOWN = None, None
+_grad_enabled, _is_capturing = torch.is_grad_enabled, compat.stream_is_capturing
+
+
+class PreparedAttention:
+    """(q, k, v) → o for one task and one shape of each; differentiable if `learns`."""
+
+    def __init__(self, task: Task, learns: bool):
+        self.task, self.learns, self.token = task, learns, object()
+        # Receives the lse of calls without gradient, which is never read. Only on the stream it was made on, and not
+        # in a CUDA graph: a kernel might still write to it when its memory has been given to other tensors.
+        self.spare: Tensor | None = None
+        self.stream = -1
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """o, lse, and what the backward pass finds its launches by."""
+        key = self.token, q.stride(), k.stride(), v.stride()
+        run, token = _find(key, _UNKNOWN)
+        if (
+            run is not None
+            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+            and _on_current_device(q)
+        ):
+            spare = self.spare
+            if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
+                spare = None
+            o, lse = run(q, k, v, None, PLAIN, spare)
+            return o, lse, token
+        token = None
+        if _readable(q, k, v):
+            call = CallLayout(self.task, (layout(q), layout(k), layout(v)), q.dtype, q.device)
+            _, token = PREPARED.put(key, (prepared_forward(call), object()))
+        o, lse = forward(q, k, v, self.task)
+        if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):
+            self.spare, self.stream = lse, _stream(q)
+        return o, lse, token
+
+    def backward(self, token: Any, saved: tuple[Tensor, ...], do: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k and v. saved: q, k, v, o, lse, with the strides they had forward."""
+        q, k, v, o, lse = saved
+        run = None if token is None else _find((token, do.stride()))
+        if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
+            return run((q, k, v, o, do, lse), None, None, PLAIN)
+        if token is not None and _readable(q, k, v, o, do):
+            layouts = layout(q), layout(k), layout(v), layout(o), layout(do)
+            PREPARED.put(
+                (token, do.stride()), prepared_backward(CallLayout(self.task, layouts, q.dtype, q.device))
+            )
+        return backward((q, k, v, o, lse), (do, None), self.task)[:3]
+
+
+def _stream(x: Tensor) -> int:
+    return raw_stream(x.get_device()) if x.is_cuda else 0
+
+
+def _in_graph(x: Tensor) -> bool:
+    """Whether a launch now is recorded, to be replayed later."""
+    return x.is_cuda and _is_capturing()
+
+
+def _on_current_device(x: Tensor) -> bool:
+    index = x.get_device()
+    return index < 0 or index == current_device()
+
+
+def _readable(*tensors: Tensor) -> bool:
+    """Whether the kernels can read all of them without a copy: on the current device, rows aligned to 16 bytes."""
+    width = tensors[0].shape[-1]
+    fit = all(x.shape[-1] == width and not x.data_ptr() & 15 and aligned_rows(x) is x for x in tensors)
+    return fit and _on_current_device(tensors[0])
+
+
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, attention):
+        o, lse, ctx.token = attention.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.attention = attention
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        saved = ctx.saved_tensors
+        if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
+            from ..double_backward import Weighting, gradients
+
+            task = ctx.attention.task
+            by = Weighting(task.pattern, task.start, task.step, task.scale)
+            return *gradients((grad, None), saved[:3], by), None
+        return *ctx.attention.backward(ctx.token, saved, grad), None
+
+
+_apply = compat.apply_of(_Repeated)

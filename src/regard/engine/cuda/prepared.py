@@ -1,123 +1,188 @@
-"""One kernel and all that is known before its tensors; how those tensors lie in memory."""
+"""Prepared launches: what shapes, strides and pattern decide is decided once; a repeated call only launches.
 
-from typing import Any, NamedTuple
+One bounded cache, shared by all threads, holds every prepared call.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import itemgetter
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from triton import knobs
 
+from ... import compat
 from .configs import Config
 
-# Looked up once: on the way to a launch every name behind a dot counts. PyTorch without CUDA lacks the last two.
+# Bound to names of this module: on the path of a launch every attribute lookup counts.
 _address = Tensor.data_ptr
-_device = getattr(torch._C, "_cuda_getDevice", None)
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+current_device, raw_stream = compat.current_device, compat.raw_stream
+hooks_set = compat.triton_hooks()
+
+T = TypeVar("T")
 
 
-class Layout(NamedTuple):
-    """How a tensor lies in memory; aligned: to 16 bytes."""
+class BoundedCache:
+    """At most `size` entries; the oldest is evicted first. Only writing takes the lock."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    aligned: bool
+    def __init__(self, size: int):
+        self.size, self.lock = size, Lock()
+        self.entries: dict[Any, Any] = {}
+        self.get = self.entries.get
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """Strides of batch, head and row."""
-        return self.stride[:3]
+    def put(self, key: Any, value: T) -> T:
+        with self.lock:
+            while len(self.entries) >= self.size:
+                del self.entries[next(iter(self.entries))]
+            self.entries[key] = value
+        return value
 
-
-def layout(x: Tensor) -> Layout:
-    return Layout(x.shape, x.stride(), x.data_ptr() % 16 == 0)
-
-
-def dense(*shape: int) -> Layout:
-    _, h, n, d = shape
-    return Layout(shape, (h * n * d, n * d, d, 1), True)
+    def clear(self) -> None:
+        with self.lock:
+            self.entries.clear()
 
 
-def wide(*tensors: Layout) -> bool:
-    """Whether an offset within one head can pass 2³¹."""
-    return any(x.shape[2] * x.stride[2] >= 2**31 for x in tensors)
+PREPARED = BoundedCache(1024)
 
 
 class Launch:
-    """A kernel with all its arguments but the first: the tensors, and the seed of dropout where it takes one.
+    """A kernel and its arguments after the first, which are tensors and the seed of dropout.
 
-    Tables are tensors that are the same in every call, and come after those that are not. early: its programs may
-    begin as soon as there is room for them, and wait themselves for what was launched before (Hopper).
+    early: its programs may start before the previous kernel has ended, and wait for it themselves (Hopper).
     """
 
     def __init__(
-        self, kernel: Any, programs: int, config: Config, *numbers: Any, tables: tuple[Tensor, ...] = (),
-        early: bool = False, **sizes: Any
-    ):  # fmt: skip
-        self.kernel, self.grid = kernel, (programs, 1, 1)
-        self.tables, self.numbers, self.sizes = tables, numbers, sizes
-        # Fused: a product and a sum as one operation. Triton 3.9 warns where it is not said, 3.10 will not fuse.
+        self, kernel: Any, programs: int, config: Config, *numbers: Any, early: bool = False, **sizes: Any
+    ):
+        self.kernel, self.grid, self.numbers, self.sizes = kernel, (programs, 1, 1), numbers, sizes
+        # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         if early:
             self.options["launch_pdl"] = True
         if config.registers is not None:
             self.options["maxnreg"] = config.registers
-        self.ready: Any = None  # the compiled kernel, after the first call: from then on nothing is looked up
-        self.rest: tuple[Any, ...] = ()
-        self.handles: tuple[Any, ...] = ()
+        self.compiled: Any = None  # the kernel, after the first launch
         self.run: Any = None
+        self.handles: tuple[Any, ...] = ()
+        self.rest: tuple[Any, ...] = ()
 
     def __call__(self, *given: Tensor | int) -> None:
-        if self.ready is not None:
-            self._again(*given)
-        elif self.grid[0]:
-            known = *self.tables, *self.numbers
-            self.ready = self.kernel[self.grid](*given, *known, **self.sizes, **self.options)
-            if self.ready is not None:  # not under the interpreter
-                names = self.kernel.arg_names[len(given) + len(known) :]
-                sizes = {**self.sizes, **self.options}
-                self.rest = (
-                    *(x.data_ptr() for x in self.tables),
-                    *self.numbers,
-                    *(sizes[name] for name in names),
-                )
-                self.run, more = _launcher(self.ready.run)
-                self.handles = (self.ready.function, *more, self.ready.packed_metadata, None, None, None)
+        """Launch through Triton; the first time, compile for these tensors."""
+        if not self.grid[0]:
+            return
+        if self.compiled is not None:
+            self.compiled[self.grid](*given, *self.rest)
+            return
+        compiled = self.kernel[self.grid](*given, *self.numbers, **self.sizes, **self.options)
+        if compiled is not None:  # the interpreter compiles nothing
+            names = self.kernel.arg_names[len(given) + len(self.numbers) :]
+            sizes = {**self.sizes, **self.options}
+            self.rest = *self.numbers, *(sizes[name] for name in names)
+            self.run, more = compat.triton_launcher(compiled.run)
+            self.handles = compiled.function, *more, compiled.packed_metadata, None, None, None
+            self.compiled = compiled
 
-    def _again(self, *given: Tensor | int) -> None:
-        """As Triton launches a compiled kernel, without its hooks where nobody has set one.
+    def direct(self, *given: Tensor) -> None:
+        """The same with as little Python as possible, once it is compiled.
 
-        It is given addresses: of a tensor, Triton would ask the driver for the address, one call each.
+        Kernels are given addresses: for a tensor, Triton would ask the driver for its address, one call each.
         """
-        if _hooked():
-            self.ready[self.grid](*given, *self.rest)
-        else:
-            at = [x if type(x) is int else x.data_ptr() for x in given]  # type: ignore[union-attr]
-            self.run(*self.grid, _stream(_device()), *self.handles, *at, *self.rest)
-
-    def tensors(self, *given: Tensor) -> None:
-        """The same for tensors alone: none of them has to be looked at."""
-        if self.ready is None or _hooked():
+        if self.compiled is None or hooks_set():
             self(*given)
         else:
-            self.run(*self.grid, _stream(_device()), *self.handles, *map(_address, given), *self.rest)
+            at = map(_address, given)
+            self.run(*self.grid, raw_stream(current_device()), *self.handles, *at, *self.rest)
 
 
-def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What launches, and what it is given before the metadata.
+# Of a launch: names of inputs, outputs and pieces of the workspace, and tables (tensors) of its own.
+Arguments = tuple[Any, ...]
 
-    In Triton 3.6 that is a function in C under a Python one, which only adds these four for kernels without scratch
-    memory: a quarter of the time of a launch. In others, the Python one.
+
+class Program:
+    """The launches of one call, in order, and the workspace that they share.
+
+    inputs: names of the tensors that `run` is given; "seed" names its number. workspace: float32 numbers of each
+    piece. Once compiled, launches are given addresses, each looked up once: tensors for pieces would take longer.
     """
-    inner = getattr(run, "launch", None)
-    plain = hasattr(run, "launch_pdl") and not hasattr(run, "arg_annotations")
-    if inner is None or not plain or run.global_scratch_size or run.profile_scratch_size:
-        return run, ()
-    return inner, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+
+    def __init__(
+        self, inputs: Sequence[str], launches: Sequence[tuple[Launch, Arguments]],
+        workspace: dict[str, int], device: torch.device, zeroed: bool = False,
+    ):  # fmt: skip
+        launches = [(launch, names) for launch, names in launches if launch.grid[0]]
+        ends = [
+            _tables_from(names) for _, names in launches
+        ]  # tables at the end are fixed arguments of a launch
+        self.tables = [
+            x for (_, names), end in zip(launches, ends) for x in names[:end] if isinstance(x, Tensor)
+        ]
+        self.uses_seed = any("seed" in names for _, names in launches)
+        fixed = ["seed", *map(id, self.tables)] if self.uses_seed else []
+        index = {name: at for at, name in enumerate([*inputs, *fixed, *workspace])}
+        self.launches = [
+            (
+                launch,
+                itemgetter(*(index[id(x) if isinstance(x, Tensor) else x] for x in names[:end])),
+                names[end:],
+            )
+            for (launch, names), end in zip(launches, ends)
+        ]
+        self.pieces = [
+            -(-size // 4) * 4 for size in workspace.values()
+        ]  # each begins at a multiple of 16 bytes
+        self.size, self.device = sum(self.pieces), device
+        self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
+        self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
+        self.table_addresses = [x.data_ptr() for x in self.tables]
+        self.direct: list[tuple[Any, ...]] = []  # what to launch with addresses, once all is compiled
+
+    def run(self, tensors: Sequence[Tensor], seed: int) -> None:
+        if not self.direct or hooks_set():
+            self._through_triton(tensors, seed)
+            return
+        at = [*map(_address, tensors)]
+        if self.uses_seed:
+            at += seed, *self.table_addresses
+        if self.size:
+            workspace = self.make(self.size, device=self.device)
+            first = workspace.data_ptr()
+            at += [first + x for x in self.offsets]
+        stream = raw_stream(current_device())
+        for run, grid, handles, pick, rest in self.direct:
+            run(*grid, stream, *handles, *pick(at), *rest)
+
+    def _through_triton(self, tensors: Sequence[Tensor], seed: int) -> None:
+        pieces = self.make(self.size, device=self.device).split(self.pieces) if self.size else ()
+        buffers = [*tensors, *((seed, *self.tables) if self.uses_seed else ()), *pieces]
+        for launch, pick, tables in self.launches:
+            launch(*pick(buffers), *tables)
+        if all(launch.compiled is not None for launch, _, _ in self.launches):
+            self.direct = [
+                (x.run, x.grid, x.handles, pick, (*(y.data_ptr() for y in tables), *x.rest))
+                for x, pick, tables in self.launches
+            ]
 
 
-def _hooked() -> bool:
-    runtime = knobs.runtime
-    return _set(runtime.launch_enter_hook) or _set(runtime.launch_exit_hook)
+def _tables_from(names: Arguments) -> int:
+    """Where the tables at the end of a launch's arguments begin."""
+    end = len(names)
+    while end and isinstance(names[end - 1], Tensor):
+        end -= 1
+    return end
 
 
-def _set(hook: Any) -> bool:
-    return bool(getattr(hook, "calls", hook))
+def launch_cached(
+    kernel: Any, programs: int, warps: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...],
+    sizes: tuple[tuple[str, Any], ...],
+) -> None:  # fmt: skip
+    """Run a kernel over tensors, then numbers, then sizes that are known when it is compiled.
+
+    Triton compiles for the dtypes and for addresses that 16 divides, so those are part of the key.
+    """
+    kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+    key = kernel, programs, warps, numbers, sizes, kinds, tensors[0].device
+    launch = PREPARED.get(key)
+    if launch is None:
+        launch = PREPARED.put(key, Launch(kernel, programs, Config(0, 0, warps, 1), *numbers, **dict(sizes)))
+    launch.direct(*tensors)

@@ -72,7 +72,7 @@ def schedule(
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
     pattern = lean(one.pattern, one, start, step, by_keys)
-    blocks[:, 9], free = _marks(one, pattern, segs, block, start, step, by_keys, lined)
+    blocks[:, 9], free = _marks(one, pattern, segs, block, (start, step), by_keys, lined)
     blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
     items, joins = _items(one.tiles, owner, kind, max(SHORT, -(-len(blocks) // ENOUGH)))
@@ -122,7 +122,7 @@ def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bo
 
 
 def _marks(
-    one: Pass, pattern: Pattern, segs: Ints, block: int, start: int, step: int, by_keys: bool, lined: bool
+    one: Pass, pattern: Pattern, segs: Ints, block: int, at: tuple[int, int], by_keys: bool, lined: bool
 ) -> tuple[Ints, tuple[Free, Free]]:
     """What is to be tested in each block, 0 in full ones; and the places that are free of a bound."""
     nowhere = NO_KEY_FREE, NO_KEY_FREE
@@ -131,6 +131,7 @@ def _marks(
     tile = Run(*one.tiles[segs[:, 0]].T)
     part = Run(*segs[:, 4:].T)
     i, j = (part, tile) if by_keys else (tile, part)
+    start, step = at
     i, found = Run(start + step * i.first, step * i.step, i.count), band(pattern)
     first = np.flatnonzero(_changes(segs, 3))
     cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
@@ -288,16 +289,17 @@ class Route:
 
 @lru_cache(maxsize=256)
 def route(
-    pattern: Pattern,
-    n: int,
-    m: int,
-    start: int,
-    step: int,
+    where: tuple[Pattern, int, int],
+    size: tuple[int, int],
     config: Config,
     by_keys: bool,
     device: torch.device,
 ) -> Route:
-    """The passes of the plan (of the transposed plan: by_keys) on a device."""
+    """The passes of the plan, or of the transposed plan (by_keys), on a device.
+
+    where: pattern, start, step. size: n, m.
+    """
+    (pattern, start, step), (n, m) = where, size
     written = np.zeros(m if by_keys else n, dtype=bool)
     steps: list[Step] = []
     covers = False

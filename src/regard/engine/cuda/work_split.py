@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ...progression import Ints
-from .prepared import Layout, wide
+from .call import Layout, exceeds_int32
 from .schedule import BEGINS, ITEM, Route, Schedule, repeated
 
 MOST = 1 << 18  # blocks in one table: 12 MiB
@@ -165,7 +165,7 @@ def end_to_end(way: Route, step: int, given: tuple[Layout, ...]) -> tuple[Route,
     words = [p for one in way.steps for p in (one.work.pattern, one.kept) if p is not None]
     long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in given)
     alike = all(x.shape == given[0].shape and _behind(x) for x in given)
-    if not alike or wide(*long) or not all(moves(p, n) for p in words):
+    if not alike or exceeds_int32(*long) or not all(moves(p, n) for p in words):
         return way, given
     return replace(
         way, steps=tuple(replace(one, work=repeated(one.work, times, n)) for one in way.steps)

@@ -6,11 +6,23 @@ A program runs through the blocks of many tiles. While a block is multiplied and
 the other half of a ring; the rows of the next tile are copied as soon as the last scores of this one are made.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
-
-from .forward import BEGINS, FAR, _copy, _copy_block, _keys, _mine, _row, _spot, barrier, fetch
+from .forward import (
+    BEGINS,
+    FAR,
+    _copy,
+    _copy_block,
+    _keys,
+    _mine,
+    _row,
+    _spot,
+    async_copy,
+    barrier,
+    fetch,
+    gl,
+    gluon,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)  # fmt: skip
 from .merge_parts import add_parts, put_part
 
 
@@ -207,7 +219,7 @@ def _visit_keys(
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
-def dq_stream(
+def hopper_dq(
     Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, CHUNKS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     heads, all_heads, group, n, start, step, scale, scale2, lowest: gl.constexpr, highest: gl.constexpr,
@@ -391,7 +403,7 @@ def _visit_rows(
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m", "start"])
-def dkv_stream(
+def hopper_dkv(
     Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
     heads, all_heads, n, joins, of_heads, m, start, step, scale, scale2, lowest: gl.constexpr, highest: gl.constexpr,

@@ -12,15 +12,16 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
 
+from .... import compat
 from ....pattern import Pattern
 from ..block_tests import band
 from ..mask import expression, function
 from .ptx import fading, weighing
 
+gluon, gl, _hopper = compat.gluon()
+async_copy, warpgroup_mma = _hopper.async_copy, _hopper.warpgroup_mma
+warpgroup_mma_wait = _hopper.warpgroup_mma_wait
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -412,7 +413,7 @@ def _first_copies(
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
-def stream_kernel(
+def hopper_forward(
     Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, lowest: gl.constexpr, highest: gl.constexpr,
     low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, below: gl.constexpr,

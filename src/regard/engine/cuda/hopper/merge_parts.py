@@ -3,8 +3,7 @@
 No atomics, the same bits every time. The next launch of dk and dv adds them up, if there is one.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
+from .forward import gl, gluon
 
 FEW = gl.constexpr(16)  # rows that a program adds up at a time
 AHEAD = gl.constexpr(4)  # parts whose loads do not wait for one another

@@ -9,8 +9,7 @@ transposed plan; the first also writes the two numbers a row that the others rea
 import triton
 import triton.language as tl
 
-from .bias_and_dropout import head_of, stays, with_bias
-from .common import VARYING, ends, item_of, members, rows_of, store_rows
+from .common import VARYING, ends, head_of, item_of, members, rows_of, stays, store_rows, with_bias
 
 
 @triton.jit

@@ -1,17 +1,15 @@
-"""What the kernels share: reading items and blocks, loading and storing rows."""
+"""What the Triton kernels share: items and blocks of a schedule, rows of tensors, bias by distance, dropout."""
+
+import os
 
 import triton
 import triton.language as tl
 
-VARYING = [
-    "heads",
-    "all_heads",
-    "n",
-    "start",
-    "reach",
-    "seed",
-    "below",
-]  # numbers that must not make Triton compile again
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known statistical test
+TABLE, SLOPES = 1, 2  # the parts of a bias, added up to BIAS
+# Numbers that must not make Triton compile again.
+VARYING = ["heads", "all_heads", "n", "start", "reach", "seed", "below"]
 
 
 @triton.jit
@@ -86,3 +84,71 @@ def store_rows(X, x, stride, value, seen, d: tl.constexpr, D: tl.constexpr, WIDE
         tl.store(at, value.to(X.dtype.element_ty), mask=seen[:, None] & (tl.arange(0, D) < d)[None, :])
     else:
         tl.store(at, value.to(X.dtype.element_ty), mask=seen[:, None])
+
+
+@triton.jit
+def _read(at):
+    """Numbers of the table, each read by the thread that has the score.
+
+    A load of so many would be given a layout of its own, and the softmax after it with it.
+    """
+    if INTERPRETED:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def with_bias(scores, TABLE, slope, reach, i, j, least, most, BIAS: tl.constexpr):
+    """scores + bias of pairs (i, j), which broadcast; no distance is under `least` or over `most`.
+
+    TABLE points to distance 0 of the head. A block that lies past its reach needs one entry.
+    """
+    x = j - i
+    if BIAS >= 2:
+        scores -= slope * tl.abs(x).to(tl.float32)
+    if BIAS != 2:
+        if (most > -reach) & (least < reach):
+            scores += _read(TABLE + tl.minimum(tl.maximum(x, -reach), reach))
+        else:
+            scores += tl.load(TABLE + tl.minimum(tl.maximum(least, -reach), reach))
+    return scores
+
+
+@triton.jit
+def stays(seed, bh, r, j, below):
+    """Whether the weight of query row r on key j of head bh stays; r and j broadcast."""
+    r, j = tl.broadcast(r, j)
+    none = j * 0
+    drawn, _, _, _ = tl.philox(seed, j, r, none + bh, none, ROUNDS)
+    return drawn >= below.to(tl.uint32)
+
+
+@triton.jit
+def head_of(TABLE, SLOPES, h, reach, BIAS: tl.constexpr):
+    """Where distance 0 of head h stands in the table, and its slope."""
+    slope = 0.0
+    if BIAS >= 2:
+        slope = tl.load(SLOPES + h)
+    if BIAS != 2:
+        TABLE += h * (2 * reach + 1) + reach
+    return TABLE, slope
+
+
+def share(dropout_p: float) -> tuple[int, float]:
+    """Numbers of 16 bits below the first are dropped; what stays is multiplied by the second."""
+    below = min(round(dropout_p * 2**16), 2**16 - 1)
+    return below, 1.0 / (1.0 - below / 2**16)
+
+
+@triton.jit
+def stay(SEED, rows, where, below, R: tl.constexpr, C: tl.constexpr):
+    """Which of C numbers in each of R rows stay; a Philox number of 128 bits decides for eight neighbours."""
+    r = rows[:, None] + tl.zeros((1, C // 8), tl.int32)
+    c = tl.arange(0, C // 8)[None, :] + tl.zeros((R, 1), tl.int32)
+    x, y, z, w = tl.philox(tl.load(SEED), c, r, c * 0 + where, c * 0, ROUNDS)
+    words = tl.join(tl.join(x, y), tl.join(z, w))
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(halves, (R, C)) >= below.to(tl.uint32)

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from .bias_and_dropout import head_of, stays, with_bias
-from .common import VARYING, ends, item_of, members, rows_of, store_rows
+from .common import VARYING, ends, head_of, item_of, members, rows_of, stays, store_rows, with_bias
 
 
 @triton.jit
@@ -115,7 +114,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def join_kernel(
+def merge_kernel(
     O, LSE, PART_O, PART_LSE, SPLITS, o_b, o_h, o_n, heads, all_heads, n, start, step,
     keep: tl.constexpr, R: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
     GOES_ON: tl.constexpr, WIDE: tl.constexpr,

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..call import LOG2E
 from ..configs import padded
-from ..once import launch, share, stay
-from .bias_and_dropout import LOG2E
+from ..prepared import launch_cached
+from .common import share, stay
 
 
 @triton.jit
@@ -130,7 +131,7 @@ def forward(x: Tensor, context: Tensor | None, lengths: Tensor | None, seed: Ten
         return o.zero_()
     numbers, sizes, warps = _settled(x, c, context is None, lengths, asked)
     tensors = x, c, o, x if lengths is None else lengths, x if seed is None else seed
-    launch(forward_kernel, len(x) * asked.heads, warps, tensors, numbers, sizes)
+    launch_cached(forward_kernel, len(x) * asked.heads, warps, tensors, numbers, sizes)
     return o
 
 
@@ -146,7 +147,7 @@ def backward(
         return dx.zero_(), None if context is None else dc.zero_()
     numbers, sizes, warps = _settled(x, c, context is None, lengths, asked)
     tensors = x, c, grad, dx, dc, x if lengths is None else lengths, x if seed is None else seed
-    launch(backward_kernel, len(x) * asked.kv_heads, warps, tensors, (*numbers, asked.scale), sizes)
+    launch_cached(backward_kernel, len(x) * asked.kv_heads, warps, tensors, (*numbers, asked.scale), sizes)
     return dx, None if context is None else dc
 
 

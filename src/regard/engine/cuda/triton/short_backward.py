@@ -6,10 +6,9 @@ Where the GPU waits for the CPU, launches count, not sums: every program makes t
 itself, so that nothing waits for anything. No atomics: each gradient is written once, by the program that adds it up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +22,12 @@ from ....progression import Ints
 from ...plan.tiles import row_steps
 from .. import configs
 from ..backend import one_launch
+from ..call import CallLayout, Layout, base2, exceeds_int32
 from ..configs import Config, padded
 from ..mask import compiled
-from ..prepared import Launch, Layout, wide
-from .bias_and_dropout import base2
+from ..prepared import Launch, Program
 from .common import rows_of, store_rows
+from .launches import Backward, matmul_precision
 
 # By the larger of the two padded widths: a tile and a block of as many members.
 HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
@@ -125,7 +125,7 @@ def _for_keys(
 
 
 @triton.jit(do_not_specialize=["heads", "for_keys", "all_heads", "n", "start"])
-def brief_kernel(
+def short_backward_kernel(
     Q, K, V, O, DO, LSE, DLSE, DQ, DK_OUT, DV_OUT, ITEMS, MEMBERS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
@@ -166,43 +166,45 @@ def brief_kernel(
         )  # fmt: skip
 
 
-def config_of(task: Any, given: tuple[Layout, ...], dtype: torch.dtype) -> Config | None:
-    """How the one launch runs a call without lengths; None where it is too long or too wide, or more is added.
+def config_of(call: CallLayout) -> Config | None:
+    """The configuration of the one launch; None where the call is too long or too wide, or has extras.
 
-    Nor where a configuration of its kernels was given: then those are wanted.
+    Also None where the task has a configuration of its own: it is for the general kernels.
     """
-    (n, d_k), (m, d_v) = given[0].shape[2:], given[2].shape[2:]
+    b, h, _, n, m, d_k, d_v = call.sizes
     width = max(64, padded(d_k), padded(d_v))
-    usual = any(task.configs is one for one in (*configs.HALF.values(), *configs.SINGLE.values()))
-    heads = given[0].shape[0] * given[0].shape[1]
-    if not usual or task.adds or not one_launch(n, m, heads, width) or wide(*given):
+    stored = any(call.task.configs is one for one in (*configs.HALF.values(), *configs.SINGLE.values()))
+    if not stored or call.has_lengths or not call.task.plain or not one_launch(n, m, b * h, width):
         return None
-    return (SINGLE if dtype == torch.float32 else HALF)[width]
+    return None if exceeds_int32(*call.tensors) else (SINGLE if call.dtype == torch.float32 else HALF)[width]
 
 
-def brief_call(
-    task: Any, config: Config, given: tuple[Layout, ...], precision: str, device: torch.device, has_dlse: bool
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, None, None]]:  # fmt: skip
-    """(q, k, v, o, do, lse, dlse, limits, added) → dq, dk, dv, None, None."""
-    q, k, v, o, do = given
-    (b, h, n, d_k), (h_kv, m), d_v = q.shape, k.shape[1:3], v.shape[-1]
-    what, for_keys = tables(task.pattern, n, m, (task.start, task.step), config.tile, config.block, device)
-    for_queries = len(what[0]) - for_keys
+def backward(call: CallLayout) -> Backward | None:
+    """Fills dq, dk and dv by one launch, where the call is short enough."""
+    config = config_of(call)
+    if config is None:
+        return None
+    q, k, v, o, do = call.tensors
+    b, h, h_kv, n, m, d_k, d_v = call.sizes
+    task = call.task
+    tables_, for_keys = tables(
+        task.pattern, (n, m), (task.start, task.step), (config.tile, config.block), call.device
+    )
+    for_queries = len(tables_[0]) - for_keys
     launch = Launch(
-        brief_kernel, for_keys * b * h_kv + for_queries * b * h, config,
-        *q.steps, *k.steps, *v.steps, *o.steps, *do.steps, *(x for like in (q, k, v) for x in _like(like)),
-        h, b * h, for_keys, n, task.start, task.step, task.scale, base2(task.scale), tables=what,
+        short_backward_kernel, for_keys * b * h_kv + for_queries * b * h, config,
+        *q.strides, *k.strides, *v.strides, *o.strides, *do.strides,
+        *(x for like in (q, k, v) for x in _like(like)),
+        h, b * h, for_keys, n, task.start, task.step, task.scale, base2(task.scale),
         allowed=compiled(task.pattern), GROUP=h // h_kv, R=config.tile, B=config.block, d_k=d_k, d_v=d_v,
-        DK=padded(d_k), DV=padded(d_v), HAS_DLSE=has_dlse, PRECISION=precision,
+        DK=padded(d_k), DV=padded(d_v), HAS_DLSE=call.has_dlse, PRECISION=matmul_precision(call.dtype),
     )  # fmt: skip
-
-    def call(q, k, v, o, do, lse, dlse, limits, added):
-        dq, dk, dv = like(q), like(k), like(v)
-        launch.tensors(q, k, v, o, do, lse, lse if dlse is None else dlse, dq, dk, dv)
-        return dq, dk, dv, None, None
-
-    like = torch.empty_like  # three: quicker than one and its parts, and none keeps the others in memory
-    return call
+    dlse = "dlse" if call.has_dlse else "lse"
+    names = "q", "k", "v", "o", "do", "lse", dlse, "dq", "dk", "dv", *tables_
+    inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
+    like = torch.empty_like  # three calls: faster than one and its parts, and none keeps the others in memory
+    program = Program(inputs, [(launch, names)], {}, call.device)
+    return Backward(lambda x: (like(x[0]), like(x[1]), like(x[2])), program)
 
 
 def _like(x: Layout) -> tuple[int, ...]:
@@ -212,12 +214,16 @@ def _like(x: Layout) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def tables(
-    pattern: Pattern, n: int, m: int, place: tuple[int, int], tile: int, block: int, device: torch.device
-) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Items, members and blocks of the tiles of keys, then of those of queries; and how many are of keys."""
+    pattern: Pattern, size: tuple[int, int], place: tuple[int, int], tile: tuple[int, int], device: torch.device
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:  # fmt: skip
+    """Items, members and blocks of the tiles of keys, then of those of queries; and how many are of keys.
+
+    size: n, m. place: start, step of the queries. tile: members of a tile, of a block.
+    """
+    n, m = size
     allowed = pattern.allowed(n, m, place, torch.device("cpu")).numpy()
-    by_keys = lists(np.ascontiguousarray(allowed.T), row_steps(pattern, place[1], True), tile, block)
-    both = joined(by_keys, lists(allowed, row_steps(pattern, place[1], False), tile, block))
+    by_keys = lists(np.ascontiguousarray(allowed.T), row_steps(pattern, place[1], True), *tile)
+    both = joined(by_keys, lists(allowed, row_steps(pattern, place[1], False), *tile))
 
     def move(x: Ints) -> Tensor:
         return torch.from_numpy(x.astype(np.int32)).to(device)
