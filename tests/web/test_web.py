@@ -158,7 +158,7 @@ def test_a_browser_cannot_name_files_or_objects_and_is_told_what_is_wrong(bare, 
 def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
     for port, text in ((texts, "a bb ccc"), (ids, "1, 2, 3")):
         status, page = ask(port, "/api/look", {"text": text})
-        assert status == 200 and "attention of its heads" in page
+        assert status == 200 and "Attention heads of" in page
     assert '"xxx"' in ask(texts, "/api/look", {"text": "a bb ccc"})[1]
 
 

@@ -31,7 +31,7 @@ COLUMNS = (
     ("on_first", "first"),
     ("induction", "induction"),
     ("shift", "shift"),
-    ("shift_weight", "weight there"),
+    ("shift_weight", "shift weight"),
     ("effect", "effect"),
 )
 
@@ -39,7 +39,7 @@ COLUMNS = (
 def page(view: View, *, title: str | None = None) -> str:
     """The HTML document."""
     parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    title = html.escape(title or f"{view.title}: attention of its heads")
+    title = html.escape(title or f"Attention heads of {view.title}")
     data = json.dumps(contents(view)).replace("<", "\\u003c")  # so that no text can end its script element
     return (
         parts["html"]

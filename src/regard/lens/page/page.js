@@ -9,7 +9,7 @@ for (let i = 0; i < 256; i++) {
 }
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const state = { layer: 0, head: 0, query: 0, key: 0, side: "query", sort: "layer", down: false };
+const state = { layer: -1, head: 0, query: 0, key: 0, side: "query", sort: "layer", down: false };
 const rowOf = new Map(data.rows.map((r) => [r.layer + "/" + r.head, r]));
 
 function bytes(layer, head) {
@@ -75,7 +75,7 @@ function choose(layer, head) {
   if (!same || state.key >= keys.length) state.key = 0;
   const row = rowOf.get(layer + "/" + head);
   byId("detail-title").textContent = name + ", head " + head + ": " + row.kind;
-  byId("evidence").textContent = row.evidence + " (" + Math.round(100 * row.confidence) + " % confidence; " + implementation + ")";
+  byId("evidence").textContent = row.evidence + " (" + Math.round(100 * row.confidence) + " % confidence; implementation: " + implementation + ")";
   document.querySelectorAll(".head").forEach((b) => b.setAttribute("aria-pressed", +b.dataset.layer === layer && +b.dataset.head === head));
   document.querySelectorAll("tbody tr").forEach((tr) => tr.classList.toggle("chosen", tr.dataset.at === layer + "/" + head));
   paint(byId("map"), layer, head);
