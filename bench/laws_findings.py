@@ -91,8 +91,8 @@ import torch
 import torch.nn.functional as F
 
 q, k, v = torch.randn(3, 1, 4, 8)
-least = torch.full((4, 4), torch.finfo(q.dtype).min)
-o = F.scaled_dot_product_attention(q, k, v, least)
+smallest = torch.full((4, 4), torch.finfo(q.dtype).min)
+o = F.scaled_dot_product_attention(q, k, v, smallest)
 torch.testing.assert_close(o, v.mean(-2, keepdim=True).expand_as(o))
 assert (F.scaled_dot_product_attention(q, k, v, torch.zeros(4, 4, dtype=torch.bool)) == 0).all()
 """,

@@ -35,7 +35,7 @@ def check(
 
 
 def select(laws: Iterable[str | Law] | str | Law) -> tuple[Law, ...]:
-    """Laws from their numbers or names; a single one stands for itself."""
+    """Laws from their numbers or names; a single number or name selects one law."""
     names = [laws] if isinstance(laws, str | Law) else laws
     return tuple(x if isinstance(x, Law) else find_law(x) for x in names)
 

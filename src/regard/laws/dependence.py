@@ -12,11 +12,11 @@ from torch import Tensor
 from .harness import Harness
 from .target import Function, Model, Part, Target
 
-LENGTH = 8  # positions in a picture
+LENGTH = 8  # positions in a map
 
 
 class Dependence(NamedTuple):
-    """strength[i, j] = ‖∂ output i / ∂ input j‖, require 0 where output i does not depend on input j."""
+    """strength[i, j] = ‖∂ output i / ∂ input j‖, exactly 0 where output i does not depend on input j."""
 
     name: str
     outputs: tuple[str, ...]

@@ -43,10 +43,10 @@ OPTIONS: dict[str, tuple[str, str]] = {
 
 # Properties of a target that no keyword switches on.
 ABILITIES: dict[str, str] = {
-    "float64": "takes float64",
-    "float32": "takes float32",
-    "float16": "takes float16",
-    "bfloat16": "takes bfloat16",
+    "float64": "supports float64",
+    "float32": "supports float32",
+    "float16": "supports float16",
+    "bfloat16": "supports bfloat16",
     "grad": "gradients reach q, k and v (a model: its parameters)",
     "double backward": "its gradient is differentiable",
     "deterministic": "equal calls return equal bits",
@@ -183,24 +183,20 @@ class Model(_Claims):
     d_model: int | None = None
     vocab: int | None = None
     image: tuple[int, int, int] | None = None  # channels, height, width
-    d_context: int | None = (
-        None  # width of the context vectors; None: the context is like x, tokens or vectors
-    )
-    max_length: int = 64  # the longest sequence it takes
+    # Width of the context vectors; None: the context is like x, tokens or vectors.
+    d_context: int | None = None
+    max_length: int = 64  # the longest sequence it accepts
     layers: int | None = None
     window: tuple[int, int] | None = None  # (before, after), if every layer has this window
     heads: int | None = None
     projections: Callable[[nn.Module], Projections] | None = None  # of an attention module
-    make_cache: Callable[..., Any] | None = None  # make_cache(module, b, context=None) → an empty cache
-    decode: Callable[..., Any] | None = (
-        None  # decode(module, x_new, cache) → outputs of x_new; extends the cache
-    )
-    zero_branches: Callable[[nn.Module], None] | None = (
-        None  # set the output of every residual branch to 0, in place
-    )
-    parts: Callable[[nn.Module], "tuple[Part, ...]"] | None = (
-        None  # parts to check besides the norms found in the module
-    )
+    # A cache: make_cache(module, b, context=None) → an empty one; decode(module, x_new, cache) → outputs of x_new.
+    make_cache: Callable[..., Any] | None = None
+    decode: Callable[..., Any] | None = None
+    # Sets the output of every residual branch to 0, in place.
+    zero_branches: Callable[[nn.Module], None] | None = None
+    # Parts to check in addition to the norms found inside the module.
+    parts: Callable[[nn.Module], "tuple[Part, ...]"] | None = None
 
     def __post_init__(self):
         super().__post_init__()

@@ -94,15 +94,17 @@ def module_from_signature(module: nn.Module) -> Model:
         claims |= {"always causal"}
 
     def call(module, x, other=None, *, lengths=None, **options):
-        given = {names[w]: options[k] for w, (k, _) in OPTIONS.items() if w in names and k in options}
+        arguments = {names[w]: options[k] for w, (k, _) in OPTIONS.items() if w in names and k in options}
         if lengths is not None and other is None:
-            given |= (
+            arguments |= (
                 {padding: key_padding_mask(x.shape[1], lengths)} if padding else {names["lengths"]: lengths}
             )
         source = x if other is None else other
         if three:
-            return _tensor(module(x, source, source, **given))
-        return _tensor(module(x, **given) if other is None else module(x, **{str(context): other}, **given))
+            return _tensor(module(x, source, source, **arguments))
+        return _tensor(
+            module(x, **arguments) if other is None else module(x, **{str(context): other}, **arguments)
+        )
 
     return Model(
         _name(module),

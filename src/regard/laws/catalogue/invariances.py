@@ -123,12 +123,12 @@ def model_stateless(harness: Harness, c: Case) -> Measurement:
         options.append({"lengths": harness.randint(c.n + 1, c.b, low=1)})
     measurements = []
     with torch.no_grad():
-        first = [harness.run(x, context, used, **given).clone() for given in options]
+        first = [harness.run(x, context, used, **arguments).clone() for arguments in options]
         for y, b in others:
             other = harness.context(b, 4)
             after, fresh = harness.run(y, other, used), harness.run(y, other, harness.module_copy())
             measurements.append(compare("an input of another size after other calls", after, fresh))
-        repeated = [harness.run(x, context, used, **given) for given in options]
+        repeated = [harness.run(x, context, used, **arguments) for arguments in options]
     return worst(
         *measurements,
         *(compare("the first call, repeated", after, before_) for after, before_ in zip(repeated, first)),

@@ -384,7 +384,7 @@ LAWS = (
         "L45",
         "mask arithmetic",
         "bool mask = additive mask (0, −inf); bias and mask commute; no output is NaN",
-        "takes a bool mask and a bias; each query has an allowed key",
+        "supports a bool mask and a bias; each query has an allowed key",
         {
             "function": Trial(
                 mask_arithmetic,

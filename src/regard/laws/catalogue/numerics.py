@@ -33,10 +33,10 @@ def model_compiled(harness: Harness, c: Case) -> Measurement:
     x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
     module = harness.module()
     with torch.no_grad(), denormals.kept():
-        given = (x,) if context is None else (x, context)
+        inputs = (x,) if context is None else (x, context)
         return compare(
             "compiled outputs against eager ones",
-            torch.compile(harness.model.call)(module, *given),
+            torch.compile(harness.model.call)(module, *inputs),
             harness.run(x, context),
         )
 
@@ -93,7 +93,7 @@ def model_same_in_every_mode(harness: Harness, c: Case) -> Measurement:
 
 def _disable_dropout(module: torch.nn.Module) -> bool:
     """Set every dropout probability of a module to 0; whether there was one."""
-    found = False
+    had_dropout = False
     for m in module.modules():
         for name in (
             "p",
@@ -106,10 +106,10 @@ def _disable_dropout(module: torch.nn.Module) -> bool:
         ):
             if isinstance(getattr(m, name, None), float) and (name != "p" or "Dropout" in type(m).__name__):
                 setattr(m, name, 0.0)
-                found = True
+                had_dropout = True
         if declared := getattr(m, "spec", None):
             object.__setattr__(m, "spec", _spec_without_dropout(declared))
-    return found
+    return had_dropout
 
 
 def _spec_without_dropout(declared):
