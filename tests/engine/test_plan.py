@@ -217,7 +217,7 @@ def _parts(one, tile):
     return one.parts[one.offsets[tile] : one.offsets[tile + 1]].tolist()
 
 
-def test_a_window_with_a_comb_is_one_pass_of_neighbours():
+def test_a_window_with_a_comb_is_one_pass_of_neighbors():
     (one,) = plan(causal() & (window(128) | every(64)), 4096, 4096, 0, 1, 128).passes
     assert one.tiles[20].tolist() == [2560, 1, 128]
     assert _parts(one, 20) == [

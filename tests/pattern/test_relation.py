@@ -107,8 +107,8 @@ def test_a_block_is_classified_as_its_pairs_are(r, blocks):
 
 
 @given(words, st.integers(1, 40), st.integers(0, 20))
-def test_blocks_of_neighbours_are_classified_exactly(word, n, start):
-    """Where rows and keys are neighbours, one word leaves no block undecided that its pairs decide."""
+def test_blocks_of_neighbors_are_classified_exactly(word, n, start):
+    """Where rows and keys are neighbors, one word leaves no block undecided that its pairs decide."""
     found = classify(
         word, *(Run(np.array([x]), np.array([1]), np.array([c])) for x, c in ((start, n), (3, 9)))
     )

@@ -112,7 +112,7 @@ def _gcd(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class BlockGrid:
-    """Neighbouring queries and keys in blocks of 128, in each batch row or in all: (1 or b, x, y) blocks."""
+    """Neighboring queries and keys in blocks of 128, in each batch row or in all: (1 or b, x, y) blocks."""
 
     positions: Int[Tensor, "#b n"]  # of the queries
     m: int  # keys
@@ -175,7 +175,7 @@ class BlockGrid:
 
 
 def _extremes(x: Int[Tensor, "b n"]) -> tuple[Int[Tensor, "b x"], Int[Tensor, "b x"]]:
-    """The smallest and the largest of each BLOCK neighbours."""
+    """The smallest and the largest of each BLOCK neighbors."""
     missing = -x.shape[-1] % BLOCK
     if missing:
         x = torch.cat([x, x[:, -1:].expand(-1, missing)], -1)

@@ -246,7 +246,7 @@ class prefix(Word):
 
 
 class blocks(Word):
-    """⌊i/size⌋ = ⌊j/size⌋: each block of neighbours attends to itself."""
+    """⌊i/size⌋ = ⌊j/size⌋: each block of neighbors attends to itself."""
 
     size: int
 

@@ -2,7 +2,7 @@
 
 The ends of all outer and inner intervals (tiles.py) cut the axis into cells. In each cell the pattern's
 own expression is evaluated in three values, once for every outcome of the residue tests; what is not
-none becomes progressions: full where all, partial where some. Neighbouring cells are merged where that is cheaper.
+none becomes progressions: full where all, partial where some. Neighboring cells are merged where that is cheaper.
 """
 
 from collections.abc import Iterator
@@ -157,7 +157,7 @@ def merged(table: CoverTable, a: Spans, b: Spans) -> tuple[NDArray[np.bool_], Sp
 
 
 def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
-    """Merge neighbouring spans, left to right, wherever that is cheaper."""
+    """Merge neighboring spans, left to right, wherever that is cheaper."""
     open_ = next(columns)
     for cell in columns:
         if (cell.cover == NOTHING).all():

@@ -196,7 +196,7 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
 
 
 def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Layout, ...]]:
-    """Neighbouring rows; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
+    """Neighboring rows; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
     groups: dict[tuple[int, int], list[Clause]] = {}  # by row step and key step
     for clause in clauses(pattern):
         positive = reduce(and_, (factor for factor in clause if not isinstance(factor, Not)), full())
