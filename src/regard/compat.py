@@ -193,6 +193,7 @@ def _from_python_dispatch(name: str) -> Callable[[], Any]:
 
 
 DispatchMode: Any = _first(_from_python_dispatch("TorchDispatchMode"), lambda: _NoDispatchMode)
+CAN_DISPATCH = DispatchMode is not _NoDispatchMode
 # () → context manager in which no dispatch mode is active. Without it, the interceptor's own pause suffices.
 without_dispatch_modes: Callable[[], Any] = _first(
     _from_python_dispatch("_disable_current_modes"), lambda: nullcontext
@@ -219,7 +220,7 @@ def operator_arguments(func: Any) -> list[tuple[str, Any]]:
 def storage_id(x: Tensor) -> int:
     """A number that two tensors share if they share a storage."""
     storage = x.untyped_storage()
-    return getattr(storage, "_cdata", None) or storage.data_ptr()
+    return getattr(storage, "_cdata", None) or storage.data_ptr() or id(storage)
 
 
 # CUDA and Triton. Triton itself is imported by the functions below, when a kernel first runs.

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ..compat import CAN_DISPATCH
 from ..errors import ShapeError, SpecError
 from ..spec import Spec
+from .flops.nested import leaves, map_leaves, tensors_in
 from .flops.trace import DataDependent, Trace, tracing
 from .memory.report import WORKSPACE, Memory, training_of
 from .memory.step import TrainingStep
@@ -29,7 +30,11 @@ class TraceOptions(NamedTuple):
 
 
 def cost_of_module(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> Cost:
-    """The cost found by running the model on meta tensors: no weight is allocated, no product computed."""
+    """The cost of running the model on meta tensors: no weight is allocated, no product is computed."""
+    if not CAN_DISPATCH:
+        raise SpecError(
+            "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
+        )
     if not isinstance(model, nn.Module) and not _is_config(model) and callable(model) and not inputs:
         model = _call(model)
         if isinstance(model, Spec):
@@ -75,7 +80,7 @@ def _traced_cost(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> 
     memory = _memory(trace, module, training, saved, dtype, before)
     sizes: dict[str, Any] = {
         f"input {k}": "×".join(map(str, x.shape))
-        for k, x in enumerate(tree_flatten((args, kwargs))[0])
+        for k, x in enumerate(leaves((args, kwargs)))
         if isinstance(x, Tensor)
     }
     return Cost(
@@ -118,7 +123,7 @@ def _to_meta(trace: Trace, module: nn.Module, args: Any, kwargs: Any, dtype: tor
         trace.storages.track(twin)
         return twin
 
-    args, kwargs = tree_map(input_to_meta, (args, kwargs))
+    args, kwargs = map_leaves(input_to_meta, (args, kwargs))
     return params, args, kwargs
 
 
@@ -151,7 +156,7 @@ def _forward(trace: Trace, module: nn.Module, params: dict, args: tuple, kwargs:
 
 def _backward(trace: Trace, out: list[Any]) -> None:
     """The backward pass of the mean square of the outputs; `out` is emptied so that nothing keeps them alive."""
-    flat = [x for x in _tensors(out.pop()) if x.requires_grad and x.is_floating_point()]
+    flat = [x for x in tensors_in(out.pop()) if x.requires_grad and x.is_floating_point()]
     if not flat:
         raise ShapeError("no output requires a gradient: a training step needs trainable weights")
     trace.in_backward = True
@@ -159,15 +164,6 @@ def _backward(trace: Trace, out: list[Any]) -> None:
         loss = torch.stack([x.square().mean() for x in flat]).sum()
         flat.clear()
         loss.backward()
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    """All tensors of an output: in tuples, dictionaries, or a Hugging Face output class."""
-    if isinstance(out, Tensor):
-        return [out]
-    if isinstance(out, dict):
-        out = list(out.values())
-    return [x for part in out for x in _tensors(part)] if isinstance(out, tuple | list) else []
 
 
 def _memory(

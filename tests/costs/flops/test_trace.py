@@ -297,3 +297,13 @@ def test_nothing_is_left_changed():
     assert F.scaled_dot_product_attention is true
     assert not module._forward_hooks and not module._forward_pre_hooks
     assert module.in_proj_weight.device.type == "cpu" and module(x, x, x)[0].shape == x.shape
+
+
+def test_without_dispatch_modes_a_module_is_refused_and_a_declaration_is_not(monkeypatch):
+    monkeypatch.setattr("regard.costs.module.CAN_DISPATCH", False)
+    with pytest.raises(rg.SpecError) as error:
+        cost(nn.Linear(D, D), x)
+    assert str(error.value) == (
+        "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
+    )
+    assert cost(rg.Attention(D, heads=H), n=N).flops > 0

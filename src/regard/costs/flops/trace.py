@@ -15,20 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...compat import DispatchMode, aten_operator, storage_id, without_dispatch_modes
 from ..tree import Amounts, Pairs
+from .nested import map_leaves, tensors_in
 from .trace_attention import encoder_layer, flex, fused_attention, sdpa
 from .trace_ops import has_no_product, product_flops
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
-COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-SDPA = torch._C._nn.scaled_dot_product_attention
+COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
+READ_SCALAR = aten_operator("_local_scalar_dense")
+SDPA = F.scaled_dot_product_attention
 
 
-class Trace(TorchDispatchMode):
+class Trace(DispatchMode):
     """Amounts by module and operation, pairs of each attention, operations that were not counted, live storages."""
 
     def __init__(self, device: str = "cpu"):
@@ -115,12 +116,11 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        flat, _ = tree_flatten((args, kwargs))
-        tensors = [x for x in flat if isinstance(x, Tensor)]
-        if func is torch.ops.aten._local_scalar_dense.default:
+        tensors = tensors_in((args, kwargs))
+        if func.overloadpacket is READ_SCALAR:
             return self._item(func, tensors[0])
         if any(x.is_meta for x in tensors) and not all(x.is_meta for x in tensors):
-            args, kwargs = tree_map(self.to_meta, (args, kwargs))
+            args, kwargs = map_leaves(self.to_meta, (args, kwargs))
             tensors = [self.to_meta(x) for x in tensors]
         out = func(*args, **kwargs)
         outs = [x for x in (out if isinstance(out, tuple | list) else (out,)) if isinstance(x, Tensor)]
@@ -151,10 +151,10 @@ class Trace(TorchDispatchMode):
             return
         if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__:
             return
-        real_args, real_kwargs = tree_map(self._real, (args, kwargs))
+        real_args, real_kwargs = map_leaves(self._real, (args, kwargs))
         if "device" in real_kwargs:
             real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
-        with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+        with torch.no_grad(), without_dispatch_modes():
             real = func(*real_args, **real_kwargs)
         reals = [x for x in (real if isinstance(real, tuple | list) else (real,)) if isinstance(x, Tensor)]
         for x, value in zip(outs, reals):
@@ -175,12 +175,12 @@ class Trace(TorchDispatchMode):
             ):
                 self._masks[out] = known[0].expand(out.shape)
         elif (
-            (func.is_view or func in COPIES)
+            (func.is_view or func.overloadpacket in COPIES)
             and args
             and isinstance(args[0], Tensor)
             and args[0] in self._masks
         ):
-            with torch.no_grad(), torch.utils._python_dispatch._disable_current_modes():
+            with torch.no_grad(), without_dispatch_modes():
                 options = {k: v for k, v in kwargs.items() if k != "device"}
                 self._masks[out] = func(self._masks[args[0]], *args[1:], **options)
 
@@ -214,7 +214,7 @@ class Storages:
 
     def track(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        key = storage._cdata
+        key = storage_id(x)
         if key in self.alive:
             return
         self.alive[key] = storage.nbytes()
@@ -258,8 +258,7 @@ def _excludes(mask: Tensor) -> bool:
 
 
 def _bytes(args: tuple, out: Any) -> int:
-    flat, _ = tree_flatten((args, out))
-    return sum(x.numel() * x.element_size() for x in flat if isinstance(x, Tensor))
+    return sum(x.numel() * x.element_size() for x in tensors_in((args, out)))
 
 
 @contextmanager
