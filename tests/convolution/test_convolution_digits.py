@@ -34,8 +34,8 @@ def test_heads_are_recorded_at_every_epoch_and_drawn(digits_heads, data, tmp_pat
     images, labels = data
     torch.manual_seed(0)
     model = digits_heads.PixelAttention(start="random")
-    heads = digits_heads.Heads(model, images[:8])
-    digits_heads.train(model, images[:64], labels[:64], epochs=2, watch=heads)
+    heads = digits_heads.Heads(model, images[:2])
+    digits_heads.train(model, images[:8], labels[:8], epochs=2, watch=heads)
     assert heads.epochs == [0, 1, 2] and len(heads.layers[0]) == digits_heads.LAYERS
     assert heads.layers[2][1].center.shape == (9, 2)
     assert not torch.equal(heads.layers[0][0].center, heads.layers[2][0].center)
@@ -70,7 +70,7 @@ def test_a_cnn_lifted_softly_gives_nearly_its_scores_and_trains(digits_heads, da
     with torch.no_grad():
         assert torch.allclose(lifted(images[:8]), cnn(images[:8]), atol=1e-3)
     before = lifted[0].center.detach().clone()
-    digits_heads.train(lifted, images[:64], labels[:64], epochs=1)
+    digits_heads.train(lifted, images[:16], labels[:16], epochs=1)
     assert not torch.equal(lifted[0].center, before)
 
 

@@ -42,7 +42,7 @@ def test_the_layout_is_the_convolution_s_also_without_a_batch():
         lift(nn.Conv1d(3, 5, 5))(torch.randn(1, 3, 3))
 
 
-def test_an_even_kernel_with_padding_same_stands_as_the_framework_s():
+def test_an_even_kernel_with_padding_same_is_aligned_like_in_pytorch():
     for conv in (
         nn.Conv1d(2, 3, 4, padding="same", dtype=f64),
         nn.Conv2d(2, 3, (2, 4), padding="same", dtype=f64),
@@ -200,7 +200,7 @@ def test_it_is_the_library_s_own_attention_over_the_padded_input(alpha):
     assert torch.allclose(inner, lifted(x), atol=1e-12)
 
 
-def test_the_soft_form_trains_its_offsets_and_the_hard_form_its_values_alone():
+def test_soft_attention_trains_its_offsets_and_hard_attention_only_its_values():
     conv = nn.Conv2d(2, 3, 3, padding=1)
     x = torch.randn(2, 2, 5, 7)
     soft, hard = lift(conv, sharpness=1.0), lift(conv)
@@ -213,7 +213,7 @@ def test_the_soft_form_trains_its_offsets_and_the_hard_form_its_values_alone():
 
 
 @pytest.mark.ledger("S2.3.2.2")
-def test_a_tap_of_higher_rank_than_a_head_holds_is_refused_by_its_name():
+def test_a_tap_with_a_rank_above_d_v_is_an_error_that_names_it():
     """L28."""
     conv = nn.Conv2d(5, 7, 3, dtype=f64)
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_a_tap_of_higher_rank_than_a_head_holds_is_refused_by_its_name():
         assert torch.allclose(lift(conv, d_v=d_v)(x), conv(x), atol=1e-12)
 
 
-def test_fewer_heads_than_offsets_are_refused_and_spare_ones_add_nothing():
+def test_fewer_heads_than_offsets_are_an_error_and_more_heads_add_nothing():
     conv = nn.Conv2d(2, 3, 3, padding=1, dtype=f64)
     with pytest.raises(rg.SpecError) as e:
         lift(conv, heads=4)
@@ -295,7 +295,7 @@ def test_a_pointwise_convolution_is_the_diagonal():
 
 @pytest.mark.ledger("S4.1.3e.1")
 @pytest.mark.parametrize("counted", [True, False])
-def test_average_pooling_is_a_band_of_equal_scores(counted):
+def test_average_pooling_is_attention_with_equal_scores(counted):
     """L18, 1-D and 2-D: a border of zero keys where they count, none where they do not."""
     line = nn.AvgPool1d(5, stride=2, padding=2, count_include_pad=counted)
     x = torch.randn(2, 3, 11, dtype=f64)

@@ -1,4 +1,4 @@
-"""Attention as a convolution: which heads are one, how far they are from it, and what stays."""
+"""Attention as a convolution: which heads are replaced, the error, and what stays attention."""
 
 import json
 from math import inf
@@ -82,7 +82,7 @@ def test_a_hard_head_between_two_keys_is_a_kernel_of_both():
 @pytest.mark.parametrize(
     "position", [rg.relative_table(3), rg.t5_buckets(8, 12), rg.quadratic(), rg.alibi()], ids=repr
 )
-def test_windowed_heads_of_position_alone_lower_exactly(position):
+def test_windowed_heads_with_position_only_scores_are_lowered_exactly(position):
     """The kernel is as long as the window; the border is divided as softmax does."""
     spec = rg.Attention(6, heads=3, d_k=3, d_v=5, position=position, score="position", pattern=rg.window(2))
     layer = spec.build().double()
@@ -189,7 +189,7 @@ def test_fewer_alibi_heads_keep_their_slopes():
     )
     x = tokens(11)
     with torch.no_grad():
-        layer.w_q.weight[:3] = 0.0  # the first head looks at distance alone, slope 1/16
+        layer.w_q.weight[:3] = 0.0  # the first head depends only on distance, slope 1/16
         layer.w_q.bias[:3] = 0.0
         layer.w_q.weight[3:] *= 5.0
     found = lower(layer, x, tolerance=0.02, kernel=11)
@@ -199,7 +199,7 @@ def test_fewer_alibi_heads_keep_their_slopes():
 
 
 @pytest.mark.ledger("S2.4.2.6")
-def test_a_head_of_content_is_measured_on_the_data_and_one_far_off_stays():
+def test_a_content_dependent_head_is_measured_on_the_data():
     layer = quadratic_layer([[0, 1], [0, 0]], [30.0, 0.0], score="dot")
     x = tokens()
     certificate = lower(layer, x, tolerance=0.05).certificate
@@ -252,7 +252,7 @@ def test_what_cannot_be_lowered_is_refused_with_what_is_missing(layer, named, te
 
 
 def test_an_attention_without_positions_may_be_measured_where_the_input_has_them():
-    """Position vectors in the input, one-hot: a head that looks at the one before."""
+    """Position vectors in the input, one-hot: a head that attends to the previous position."""
     n = 7
     layer = rg.Attention(2 * n, heads=1, d_k=n, d_v=3, biases="none", pattern=rg.causal()).build().double()
     with torch.no_grad():
@@ -322,7 +322,7 @@ def test_the_nearest_shift_of_known_weights():
     weights = torch.zeros(2, 2, 6, 6, dtype=f64)
     weights[:, 0] = torch.eye(6).roll(1, 1)
     weights[:, 0, 5] = torch.eye(6)[5]  # past the end: the last key
-    weights[:, 1, 1:, :-1] = torch.eye(5)  # the key before; query 0 looks nowhere
+    weights[:, 1, 1:, :-1] = torch.eye(5)  # the previous key; query 0 has no allowed key
     near = nearest_shifts(weights, (6,))
     assert near.offset == ((1,), (-1,)) and near.border == ("replicate", "zeros")
     assert near.worst.tolist() == [0.0, 0.0]
@@ -342,13 +342,13 @@ def test_offsets_of_a_long_sequence_are_narrowed_down_by_their_diagonals():
 
 
 @pytest.mark.ledger("S2.4.2.5")
-def test_weights_by_offset_sum_to_a_row_and_tell_centre_and_spread():
+def test_weights_by_offset_sum_to_one_and_give_center_and_spread():
     layer = quadratic_layer([[0, 1], [-1, -2]], [500.0, 0.5], grid=(9, 11))
     weights = layer(tokens(99), return_weights=True)[1]
     share = by_offset(weights, (9, 11))
     assert share.shape == (2, 17, 21)
     assert share.sum((1, 2)).tolist() == pytest.approx([1.0, 1.0])
-    assert share[0, 8, 11].item() == pytest.approx(10 / 11)  # the last column looks at itself
+    assert share[0, 8, 11].item() == pytest.approx(10 / 11)  # the last column attends to itself
     found = spread(weights, (9, 11))
     assert found.center[0].tolist() == pytest.approx([0.0, 10 / 11])
     assert found.entropy[0].item() == pytest.approx(0.0, abs=1e-9)
@@ -378,7 +378,7 @@ def test_a_certificate_prints_as_a_table_and_writes_json():
     assert certificate.lowered == (0,)
 
 
-def test_every_attention_of_a_model_is_lowered_on_what_reaches_it():
+def test_every_attention_of_a_model_is_lowered_on_its_inputs():
     attention = rg.Attention(6, heads=2, d_k=3, d_v=3, position=rg.quadratic(grid=GRID))
     model = (
         rg.Encoder(rg.Block(attention, rg.FeedForward(12)), 2, head=rg.ClassifierHead(4))
@@ -402,7 +402,7 @@ def test_every_attention_of_a_model_is_lowered_on_what_reaches_it():
 
 
 class OwnThenCross(nn.Module):
-    """An attention, then a decoder that looks at the input beside its own past."""
+    """An attention, then a decoder with cross-attention to the input."""
 
     def __init__(self):
         super().__init__()

@@ -185,7 +185,7 @@ def test_the_parameters_of_a_vision_transformer(c):
 @each("flops.attention")
 @pytest.mark.ledger("S0.Q1c.2", "S0.Q1c.3", "S0.Q2a.8", "S0.Q2a.9", "S0.Q2a.10", "S1.Q2b.3", "S1.Q6b.2")
 @pytest.mark.ledger("S3.Q2c.1", "S3.Q2c.3", "S3.Q2c.5", "S3.Q2c.6", "S2.2.1.3")
-def test_the_operations_of_an_attention_term_by_term(c):
+def test_the_flops_of_an_attention_term_by_term(c):
     i = c["inputs"]
     spec = rg.Attention(i["heads"] * i["d_head"], heads=i["heads"], output=i.get("out_proj", True))
     tree = cost(spec, n=i["n_t"], m=i["n_s"]).tree
@@ -233,7 +233,7 @@ def test_the_bottleneck_is_named_with_its_reason(id, part, reason):
 
 
 @pytest.mark.ledger("S3.Q2d.1")
-def test_the_bottleneck_changes_sides_at_twice_the_width():
+def test_the_bottleneck_moves_to_the_core_at_n_equal_to_twice_the_width():
     spec = rg.Attention(64, heads=4)
     assert [cost(spec, n=n).bottleneck.part for n in (127, 129)] == ["projections", "core"]
     even = cost(spec, n=128)
@@ -260,7 +260,7 @@ def test_the_lengths_at_which_two_costs_are_equal(c):
 
 @each("flops.scores_absolute")
 @pytest.mark.ledger("S2.2.1.2", "S2.2.1.4", "S2.2.0.1")
-def test_scores_projected_for_every_pair_once_or_merged(c):
+def test_flops_of_scores_in_three_orders_of_the_products(c):
     n, d = c["inputs"]["n"], c["inputs"]["d"]
     orders = cost(rg.Attention(d, heads=1), n=n).score_orders
     assert orders == score_orders(n, n, d)
@@ -283,7 +283,7 @@ def test_scores_projected_once_are_the_terms_q_k_and_scores():
 
 @each("flops.scores_relative")
 @pytest.mark.ledger("S2.2.2.2", "S2.2.2.3", "S2.2.2.4")
-def test_scores_of_relative_positions_for_every_pair_or_each_offset_once(c):
+def test_flops_of_relative_position_scores_per_pair_and_per_offset(c):
     i = c["inputs"]
     orders = relative_orders(i["n"], i["n"], i["d_p"], i["d"])
     result = {
@@ -299,7 +299,7 @@ def test_scores_of_relative_positions_for_every_pair_or_each_offset_once(c):
 
 
 @pytest.mark.ledger("S2.2.2.2")
-def test_a_declared_relative_position_is_counted_for_every_pair_and_for_each_offset_once():
+def test_a_declared_relative_position_is_counted_per_pair_and_per_offset():
     line = cost(rg.Attention(60, heads=4, position=rg.quadratic()), n=100)
     assert line.position_orders == relative_orders(100, 100, 2, 60, heads=4)
     assert (line.position_orders.per_pair, line.position_orders.per_offset) == (160_000, 2 * 4 * 199 * 2)
@@ -314,7 +314,7 @@ def test_a_declared_relative_position_is_counted_for_every_pair_and_for_each_off
 
 
 @pytest.mark.ledger("S2.2.2.3")
-def test_a_score_of_position_alone_still_projects_its_values():
+def test_position_only_scores_still_project_the_values():
     result = cost(rg.Attention(512, heads=8, score="position", position=rg.quadratic()), n=100)
     assert result["v"].total.flops == 2 * 100 * 512**2 and of(result.tree, "scores") == 0
 
@@ -369,7 +369,7 @@ READINGS = {
 
 @each("cost.sparse_layer")
 @pytest.mark.ledger("S1.Q6a.1", "S1.Q6a.2", "S1.Q6a.3", "S1.Q6a.4", "S1.Q6a.6")
-def test_what_a_pattern_saves_of_the_core_and_of_the_whole_layer(c):
+def test_what_a_pattern_saves_in_the_core_and_in_the_layer(c):
     i, pattern = c["inputs"], READINGS[c["id"].removeprefix("cost.sparse16.")]
     result = cost(rg.Attention(i["d_model"], pattern=pattern), n=i["n"])
     dense = cost(rg.Attention(i["d_model"]), n=i["n"])
@@ -443,7 +443,7 @@ def test_a_stride_divides_what_the_queries_cost():
 
 
 @pytest.mark.ledger("S1.Q6b.3")
-def test_an_additive_score_works_on_four_values_where_a_dot_multiplies_two():
+def test_an_additive_score_has_elementwise_flops_where_a_dot_product_has_matrix_flops():
     result = cost(rg.Attention(512, heads=1, score="additive"), n=1000)
     assert (
         result["scores"].total.elementwise_flops == 1000 * 1000 * (4 * 512 - 1)

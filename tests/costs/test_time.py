@@ -27,7 +27,7 @@ STORED = json.loads((ROOT / "bench/results/2026-11-15-h200-cost.json").read_text
 ONE = Roofline("a machine", {"float32": 1e9, "bfloat16": 4e9}, 1e8, 1e-6)
 
 
-def test_a_part_takes_the_longer_of_its_operations_and_its_bytes():
+def test_a_part_takes_the_longer_of_compute_and_memory_time():
     result = cost(rg.Block(rg.Attention(8, heads=2), rg.FeedForward(32)), n=16, batch=2)
     parts = {p.path: p for p in estimate(result, ONE).parts}
     w_in = result["feed_forward/w_in"].total
@@ -48,7 +48,7 @@ def test_a_fused_core_is_one_kernel_whose_softmax_runs_at_the_rate_of_float32():
     assert [p.path for p in estimate(result, fast).parts].count("core") == 1
 
 
-def test_as_many_layers_take_as_many_times_as_long_and_a_backward_pass_twice_more():
+def test_time_is_proportional_to_layers_and_a_backward_pass_takes_about_twice_as_long():
     def block(layers):
         inner = rg.Block(rg.Attention(64, heads=4), rg.FeedForward(128))
         return estimate(cost(rg.Encoder(inner, layers), n=64), ONE)
@@ -73,7 +73,7 @@ def test_the_times_measured_on_the_h200_are_estimated_within_25_percent_in_the_m
         assert statistics.median(of_kind) < 0.25
 
 
-def test_ceilings_are_measured_stored_and_read_back(tmp_path):
+def test_a_roofline_is_measured_saved_and_loaded(tmp_path):
     roofline = measure("cpu", size=64)
     assert set(roofline.flops_per_s) == {"float32", "bfloat16"}
     where = save_roofline(roofline, tmp_path / "deep" / "machine.json")
@@ -82,7 +82,7 @@ def test_ceilings_are_measured_stored_and_read_back(tmp_path):
     assert "GFLOP/s  float32" in str(roofline) and "GB/s" in str(roofline)
 
 
-def test_the_place_is_the_users_cache_unless_named(monkeypatch, tmp_path):
+def test_the_roofline_is_stored_in_the_users_cache_unless_a_path_is_set(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("REGARD_MACHINE", raising=False)
     assert roofline_path() == tmp_path / "regard" / "machine.json"
@@ -91,13 +91,13 @@ def test_the_place_is_the_users_cache_unless_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name, n", [("tiny-gpt", 16), ("tiny", 8), ("tiny-vit", 17)])
-def test_a_declaration_is_timed_here(name, n):
+def test_a_declaration_is_built_and_timed(name, n):
     spent = measure_time(Request(rg.preset(name), n, n))
     assert 0 < spent < 60
     assert measure_time(Request(rg.Attention(8, heads=2), 4, 4, train=True)) > 0
 
 
-def test_a_call_is_warm_before_it_is_timed():
+def test_a_call_is_warmed_up_before_it_is_timed():
     calls = []
     time_call(lambda: calls.append(1), "cpu", repeats=4)
     assert len(calls) == 3 + 4
@@ -128,7 +128,7 @@ def test_a_bad_request_says_what_would_work(wrong, message, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there_is_not_measured():
+def test_a_missing_gpu_is_an_error():
     with pytest.raises(rg.SpecError) as error:
         measure("cuda")
     assert "PyTorch finds no GPU on this machine; use device='cpu'" in str(error.value)

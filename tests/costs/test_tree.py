@@ -1,4 +1,4 @@
-"""The value a cost is: one arithmetic for numbers and formulas, a tree that adds up, tables, and clear refusals."""
+"""A cost as a value: one arithmetic for numbers and formulas, a tree that adds up, tables, and error messages."""
 
 import io
 import json
@@ -25,7 +25,7 @@ n, d_model, h, b = sympy.symbols("n d_model h b", integer=True, positive=True)
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(specs)
-def test_every_formula_with_its_values_is_the_number(spec):
+def test_every_formula_evaluates_to_its_number(spec):
     symbols = Symbols()
     written = dict(witness.priced(spec, train=True, by=symbols).terms())
     for path, amounts in witness.priced(spec, train=True).terms():
@@ -61,7 +61,7 @@ def test_a_closed_form_holds_at_other_lengths(pattern):
     assert {s.name for s in here.formula.free_symbols} <= {"b", "n", "d_model"}
 
 
-def test_pairs_without_a_closed_form_are_a_symbol_of_their_own():
+def test_pairs_without_a_closed_form_become_a_symbol():
     result = cost(rg.Attention(64, pattern=rg.window(2) | rg.every(4)), n=40)
     assert "pairs" in {s.name for s in result.formula.free_symbols}
     assert result.formula.subs(result.values) == result.flops
@@ -86,12 +86,12 @@ def test_the_tree_adds_up_and_layers_multiply():
     assert whole["q"] == 12 * 2 * 3 * 64 * 768 * 768
 
 
-def test_a_batch_multiplies_operations_and_leaves_parameters():
+def test_the_batch_size_multiplies_flops_and_not_parameters():
     one, five = (cost("tiny-gpt", n=32, batch=size) for size in (1, 5))
     assert five.flops == 5 * one.flops and five.parameters == one.parameters
 
 
-def test_the_table_shows_terms_masks_savings_bottleneck_and_convention():
+def test_the_table_has_terms_pairs_savings_bottleneck_and_convention():
     result = str(cost(rg.Attention(512, pattern=rg.window(2) | rg.every(4)), n=16))
     assert "scores                  122,880     262,144                 0.4%" in result
     assert "pairs in attention: window(2) | every(4) allows 120 of 256; backend sdpa computes 256" in result
@@ -119,7 +119,7 @@ def test_backward_and_recomputation_get_columns_when_training():
     assert "backward" not in str(cost(rg.Encoder(block, 2), n=32)).split("\n\n")[1]
 
 
-def test_json_says_it_all_and_reads_back():
+def test_json_contains_the_whole_cost():
     result = cost("tiny", n=8, m=6)
     data = json.loads(result.json())
     assert data["total"]["parameters"] == result.parameters == data["tree"]["parameters"]
@@ -153,7 +153,7 @@ def test_latex_writes_each_term_and_the_total():
     )
 
 
-def test_spec_cost_is_the_door():
+def test_spec_cost_is_the_same_function():
     spec = rg.preset("vit-b16")
     assert spec.cost() == cost(spec) and spec.cost(batch=2, dtype="bfloat16").sizes["dtype"] == "bfloat16"
     assert cost("gpt2", n=10) == rg.preset("gpt2").cost(10)
@@ -164,12 +164,12 @@ def test_a_module_that_was_declared_is_priced_by_its_declaration():
     assert cost(spec.build(), n=32) == cost(spec, n=32)
 
 
-def test_16_bits_halve_the_bytes_and_leave_operations():
+def test_16_bit_dtypes_halve_the_bytes_and_not_the_flops():
     wide, half = (cost(rg.Attention(64), n=32, dtype=t) for t in (torch.float32, torch.bfloat16))
     assert wide.total.bytes == 2 * half.total.bytes and wide.flops == half.flops
 
 
-def test_progressions_compute_little_more_than_the_pattern_needs():
+def test_a_sparse_backend_computes_little_more_than_the_pattern_allows():
     result = cost(rg.Attention(512, pattern=rg.causal() & (rg.window(128) | rg.every(64))), n=4096)
     (pairs,) = result.pairs
     assert pairs.backend == "tiles" and 1.0 <= pairs.waste < 4.0
@@ -177,20 +177,20 @@ def test_progressions_compute_little_more_than_the_pattern_needs():
     assert 0 < result.saving.core_executed < result.saving.core < 1
 
 
-def test_a_fused_way_moves_no_table_of_scores():
+def test_a_fused_backend_does_not_move_the_table_of_scores():
     spec = rg.Attention(64, heads=4)
-    fused, plain = (cost(spec, n=256, backend=way) for way in ("sdpa", "reference"))
+    fused, plain = (cost(spec, n=256, backend=name) for name in ("sdpa", "reference"))
     table = 4 * 4 * 256 * 256
     assert plain["softmax"].total.bytes == 2 * table and fused["softmax"].total.bytes == 0
     assert plain["scores"].total.bytes - fused["scores"].total.bytes == table
 
 
-def test_a_query_that_looks_nowhere_has_no_softmax():
+def test_a_query_with_no_allowed_key_has_no_softmax():
     result = cost(rg.Attention(64, pattern=rg.causal() - rg.window(2)), n=10)
     assert result["softmax"].total.elementwise_flops == 8 * (5 * result.pairs[0].needed - 2 * 7)
 
 
-def test_more_queries_than_keys_of_another_sequence_stand_from_0_on():
+def test_cross_attention_with_more_queries_than_keys_has_query_offset_0():
     spec = rg.Attention(60, heads=4, d_context=22, pattern=rg.causal())
     result = cost(spec, n=13, m=11)
     assert result.pairs[0].needed == rg.causal().count(13, 11, 0) == 11 * 12 // 2 + 2 * 11
@@ -244,14 +244,14 @@ def test_mixing_without_weights_has_neither_parameters_nor_products():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_cannot_be_priced_says_why(given, message):
+def test_a_wrong_request_is_an_error_that_says_why(given, message):
     model = given.pop("model")
     with pytest.raises(SpecError) as e:
         cost(model, **given)
     assert str(e.value) == message
 
 
-def test_inputs_for_a_declaration_are_refused():
+def test_example_inputs_for_a_declaration_are_an_error():
     with pytest.raises(SpecError) as e:
         cost(rg.Attention(64), torch.zeros(1, 5, 64))
     assert str(e.value) == (
@@ -259,7 +259,7 @@ def test_inputs_for_a_declaration_are_refused():
     )
 
 
-def test_a_backend_that_cannot_run_the_pattern_and_queries_without_a_place_are_refused():
+def test_a_backend_that_cannot_run_the_pattern_and_missing_query_offsets_are_errors():
     with pytest.raises(BackendError, match=r"it runs on CUDA, not on cpu; use backend=.sdpa."):
         cost(rg.Attention(64, pattern=rg.window(2)), n=16, backend="triton")
     with pytest.raises(ShapeError, match="9 queries over 7 keys: causal"):
@@ -283,7 +283,7 @@ def test_the_bottleneck_of_a_traced_module_is_a_kind_of_module():
     assert found.why == "more than any other module"
 
 
-def test_what_was_counted_by_running_has_no_formula():
+def test_a_traced_cost_has_no_formula():
     traced = Cost("Linear", {}, Part("model", Amounts(parameters=6)))
     with pytest.raises(SpecError) as e:
         traced.formula  # noqa: B018

@@ -1,4 +1,4 @@
-"""What PyTorch itself says a declaration costs: its tensors, and its FLOP counter over the decomposed path.
+"""The cost of a declaration according to PyTorch: its tensors, and its FLOP counter on the decomposed path.
 
 The decomposed path: modules and inputs live on the meta device, where attention runs as plain matrix products
 (PyTorch's SDPA there is its math form); `plainly` makes regard's own formula run instead.
@@ -29,7 +29,7 @@ def sizes(spec):
 
 
 def priced(spec, train=False, by=None) -> Part:
-    """The tree of the decomposed path, without memory and remarks: what hundreds of examples can afford."""
+    """The tree of the decomposed path, without memory and analysis, which hundreds of examples could not afford."""
     lengths = sizes(spec)
     n = lengths.get("n") or spec.tokens
     return build_tree(
@@ -83,7 +83,7 @@ def reference_backend():
 
 
 def flops(spec, model=None) -> tuple[int, int]:
-    """(forward, backward) as the counter saw them."""
+    """(forward, backward) according to the counter."""
     model = (model or built(spec)).train()
     with FlopCounterMode(display=False) as forward:
         out = model(*inputs(spec))

@@ -1,6 +1,6 @@
-"""What PyTorch's own allocator counts while a real model trains on the CPU. It knows nothing of the predictor.
+"""What PyTorch's allocator counts while a real model trains on the CPU, independently of the prediction.
 
-The profiler reports every making and giving back of memory by the CPU allocator, temporaries inside kernels too.
+The profiler reports every allocation and release by the CPU allocator, including temporaries inside kernels.
 """
 
 import dataclasses
@@ -79,7 +79,7 @@ def targets(declared, b):
 
 
 class Trained:
-    """A real model with its optimiser, after one step."""
+    """A real model with its optimizer, after one step."""
 
     def __init__(self, declared, b, low=None, optimizer=torch.optim.AdamW, **options):
         torch.manual_seed(0)
@@ -101,8 +101,8 @@ class Trained:
         self.optimizer.zero_grad()
 
     @property
-    def held(self):
-        """Bytes of weights, optimiser state and inputs, which are there before a step begins."""
+    def allocated(self):
+        """Bytes of weights, optimizer state and inputs, which exist before a step begins."""
         states = [x for s in self.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
         states = [x for x in states if x.dim()]  # not the number of steps
         given = [*self.given, *([] if self.targets is None else [self.targets])]
@@ -110,19 +110,19 @@ class Trained:
 
 
 def counted(call):
-    """(most, at the end): bytes that the allocator held while `call` ran, beside what was there before."""
+    """(peak, at the end): bytes that the allocator added while `call` ran."""
     activity = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
-        kept = call()
+        result = call()
     events = [
         (e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
     ]
-    now = most = 0
+    now = peak = 0
     for _, size in sorted(events, key=lambda e: e[0]):
         now += size
-        most = max(most, now)
-    del kept
-    return most, now
+        peak = max(peak, now)
+    del result
+    return peak, now
 
 
 def saved(call):

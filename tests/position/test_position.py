@@ -161,7 +161,7 @@ def test_every_kind_is_listed_and_says_where_it_acts():
         ),
     ],
 )
-def test_a_declaration_that_cannot_be_says_what_would_work(declare, message):
+def test_a_wrong_declaration_says_what_would_work(declare, message):
     with pytest.raises(SpecError) as error:
         declare()
     assert str(error.value) == message
@@ -427,7 +427,7 @@ def test_a_bias_by_distance_that_does_not_fit_is_refused(make, message, without_
     assert str(error.value) == message
 
 
-# Relative scores three ways: law L23
+# Relative scores by three formulas: law L23
 
 
 @pytest.mark.ledger("S2.2.2.1", "S2.2.2.2")
@@ -524,7 +524,7 @@ def test_quadratic_scores_of_a_half_precision_head_are_computed_in_float32():
 # Grids and resampling
 
 
-def test_positions_that_are_no_place_on_a_grid_are_refused():
+def test_positions_that_do_not_fit_a_grid_are_an_error():
     with pytest.raises(ShapeError) as error:
         coordinates(torch.zeros(3, 5, dtype=torch.long), (2, 3))
     assert str(error.value) == (

@@ -251,7 +251,7 @@ def test_a_table_that_may_be_resampled_stretches_as_a_whole():
     module, x = made(learned(5, beyond="resample")), torch.zeros(1, 9, 8, dtype=f64)
     longer = module(x, torch.arange(9), 9)[0]
     assert torch.equal(longer, resample(module.table, 9))
-    assert torch.equal(longer[[0, 8]], module.table[[0, 4]])  # end points kept
+    assert torch.equal(longer[[0, 8]], module.table[[0, 4]])  # the end points are unchanged
     assert torch.equal(longer[0::2], module.table)  # 5 → 9 halves each step
     assert torch.equal(module(x, torch.arange(9)), longer[None])  # the length read off the positions
     assert torch.equal(module(x[:, :1], torch.tensor([3]), 9)[0], longer[3:4])  # one step of a cache
@@ -418,8 +418,8 @@ def test_a_sharp_quadratic_head_looks_at_its_centre():
     module = made(quadratic(grid=(7, 7)), heads=2)
     module.centre.data = torch.tensor([[-1.0, 0.0], [2.0, -3.0]], dtype=f64)
     module.alpha.data.fill_(20.0)
-    looks = module(torch.arange(49), torch.arange(49)).softmax(-1)[:, 24].argmax(-1)  # from cell (3, 3)
-    assert [divmod(int(cell), 7) for cell in looks] == [(2, 3), (5, 0)]
+    targets = module(torch.arange(49), torch.arange(49)).softmax(-1)[:, 24].argmax(-1)  # from cell (3, 3)
+    assert [divmod(int(cell), 7) for cell in targets] == [(2, 3), (5, 0)]
     halfway = (
         module(torch.tensor([[3.5, 3.0]]), coordinates(torch.arange(49), (7, 7))).detach()[0, 0].softmax(-1)
     )

@@ -1,6 +1,6 @@
 """The formula: against sums written out by hand, against the ledger's numbers, and by its laws L01-L08, L45.
 
-Each law has a control: a wrong way that the same comparison must refuse.
+Each law has a control: a wrong implementation that the same comparison must reject.
 """
 
 from math import exp, inf, log, sqrt, tanh
@@ -236,8 +236,8 @@ def test_rows_sum_to_one_over_the_allowed_keys(n, dtype, bound):
         "padding": (torch.arange(n) < max(1, n - 3)).expand(n, n),
         "band and columns": (window(2) | every(4)).allowed(n),
     }
-    kept = torch.promote_types(dtype, torch.float32)  # bfloat16: computed in float32, stored in bfloat16
-    scores = randn(8 if n < 100 else 1, n, n, spread=3e3, dtype=kept).clamp(-1e4, 1e4)
+    wide = torch.promote_types(dtype, torch.float32)  # bfloat16: computed in float32, stored in bfloat16
+    scores = randn(8 if n < 100 else 1, n, n, spread=3e3, dtype=wide).clamp(-1e4, 1e4)
     for allowed in masks.values():
         weights = softmax(scores, allowed).to(dtype)
         assert (weights >= 0).all()
@@ -260,7 +260,7 @@ def test_control_exponentials_alone_do_not_sum_to_one():
     assert (scores.exp().sum(-1) - 1).abs().min() > 0.1
 
 
-def test_control_a_plain_softmax_of_a_forbidden_row_is_nan_and_minus_1e9_looks_at_forbidden_keys():
+def test_control_a_plain_softmax_of_an_empty_row_is_nan_and_minus_1e9_attends_to_masked_keys():
     forbidden = torch.zeros(N, M, dtype=torch.bool)
     assert randn(N, M).masked_fill(~forbidden, -inf).softmax(-1).isnan().all()
     same(
@@ -270,7 +270,7 @@ def test_control_a_plain_softmax_of_a_forbidden_row_is_nan_and_minus_1e9_looks_a
 
 
 @pytest.mark.ledger("S0.Q1b.1", "S0.Q2b.11")
-def test_a_query_that_may_look_nowhere_gets_zeros_and_no_gradient():
+def test_a_query_with_no_allowed_key_gets_zeros_and_no_gradient():
     q, k, v = qkv()
     allowed = some_allowed()
     for scale in (None, inf):
@@ -380,7 +380,7 @@ def test_control_keys_times_queries_with_rows_as_positions_compares_features():
     assert attend(q, k, k).weights.shape == (N, N)
 
 
-# L06: one result, many ways
+# L06: one result from many implementations
 
 X, HEADS, D_MODEL = (2, N, 12), 3, 12  # head widths 4 (q, k) and 5 (v)
 
@@ -435,11 +435,11 @@ def in_sequence(*args, allowed=None):
     "S4.1.4c.1",
 )
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("way", [head_loop, in_sequence, folded, streamed, fused])
-def test_every_way_gives_the_same_outputs_and_gradients(way, masked):
+@pytest.mark.parametrize("implementation", [head_loop, in_sequence, folded, streamed, fused])
+def test_every_implementation_gives_the_same_outputs_and_gradients(implementation, masked):
     allowed = causal().allowed(N) if masked else None
     expected, wanted = with_gradients(lambda *a: multi_head(*a, HEADS, allowed), *projections())
-    got, gradients = with_gradients(lambda *a: way(*a, allowed=allowed), *projections())
+    got, gradients = with_gradients(lambda *a: implementation(*a, allowed=allowed), *projections())
     assert got.shape == (2, N, 7)
     same(got, expected)
     for mine, other in zip(gradients, wanted):
@@ -566,7 +566,7 @@ def test_an_infinite_scale_keeps_the_value_of_the_best_finished_score(ties):
     assert not torch.equal(best, unbiased)  # the bias has a say
 
 
-def test_the_gradient_of_hard_attention_reaches_the_values_alone():
+def test_hard_attention_has_gradients_only_in_the_values():
     q, k, v = (x.requires_grad_() for x in qkv())
     got = attend(q, k, v, scale=inf)
     g_q, g_k, g_v = torch.autograd.grad(got.o.sum(), (q, k, v), allow_unused=True)
@@ -576,7 +576,8 @@ def test_the_gradient_of_hard_attention_reaches_the_values_alone():
 
 def test_a_scale_of_minus_infinity_is_refused():
     with pytest.raises(
-        SpecError, match=r"^scale=-inf: only \+inf is defined, as hard attention; negate q to select the smallest score$"
+        SpecError,
+        match=r"^scale=-inf: only \+inf is defined, as hard attention; negate q to select the smallest score$",
     ):
         attend(*qkv(), scale=-inf)
 
@@ -594,7 +595,7 @@ def test_no_keys_at_all_give_zeros_and_no_queries_give_nothing(scale):
 
 @pytest.mark.ledger("S0.Q2b.5", "S0.Q2b.8")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_boolean_additive_and_zero_one_masks_say_the_same(dtype):
+def test_boolean_additive_and_zero_one_masks_are_equivalent(dtype):
     (q, k, v), allowed = qkv(dtype=dtype), some_allowed()
     additive = torch.zeros(N, M, dtype=dtype).masked_fill(~allowed, -inf)
     lowest = torch.zeros(N, M, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)
@@ -648,7 +649,7 @@ def test_masking_and_adding_a_bias_commute():
 def test_control_scores_plus_mask_times_minus_infinity_is_wrong_with_either_mask():
     scores, allowed = randn(N, M), causal().allowed(N, M, 0)
     forbidden = (~allowed).double()
-    assert (scores + forbidden * -inf).softmax(-1).isnan().all()  # 0 · (−∞) = NaN poisons every kept score
+    assert (scores + forbidden * -inf).softmax(-1).isnan().all()  # 0 · (−∞) = NaN poisons every allowed score
     additive = torch.zeros(N, M).double().masked_fill(~allowed, -inf)
     product = scores + additive * -inf  # (−∞) · (−∞) = +∞ selects what was forbidden
     assert (product[~allowed] == inf).all() and product[allowed].isnan().all()

@@ -203,9 +203,9 @@ def weights_of_draws(n, d, scaled, draws, seed, by_length):
 
 def check_saturation(c, a):
     """Both sides are draws: each mean within 5 standard errors of the difference, and the rounding printed."""
-    expected, told = c["expected"], c["compare"]["samples"]
+    expected, samples = c["expected"], c["compare"]["samples"]
     for name, got in (("mean_max_weight", a.amax(-1)), ("mean_fro2", jacobian_norm2(a))):
-        error = got.std() * (1 / len(got) + 1 / told) ** 0.5
+        error = got.std() * (1 / len(got) + 1 / samples) ** 0.5
         assert 5 * error < 0.005  # well under the values
         assert abs(got.mean() - expected[name]) < 5 * error + 5e-5
     if "median_fro2" in expected:
@@ -222,7 +222,7 @@ def test_saturation_is_the_ledgers(c):
 
 @pytest.mark.ledger("S3.Q1a.4")
 @pytest.mark.parametrize("scaled", [True, False])
-def test_saturation_is_the_same_with_every_key_drawn_in_full(scaled):
+def test_saturation_is_the_same_with_fully_sampled_keys(scaled):
     c = case(f"saturation.n16.d16.{'scaled' if scaled else 'unscaled'}")
     check_saturation(c, weights_of_draws(16, 16, scaled, 100_000, 1, by_length=False))
 

@@ -130,7 +130,7 @@ def test_the_repr_of_a_schedule_is_its_source(value):
         ),
     ],
 )
-def test_a_schedule_that_cannot_be_says_what_would_work(declare, message):
+def test_a_wrong_schedule_says_what_would_work(declare, message):
     with pytest.raises(SpecError) as e:
         declare()
     assert str(e.value) == message

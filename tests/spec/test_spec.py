@@ -233,7 +233,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong, message", WRONG, ids=[m[:40] for _, m in WRONG])
-def test_a_wrong_declaration_says_what_clashes_and_what_would_work(wrong, message):
+def test_a_wrong_declaration_says_what_conflicts_and_what_would_work(wrong, message):
     with pytest.raises(SpecError) as e:
         wrong()
     assert str(e.value) == message
@@ -252,7 +252,7 @@ def test_a_json_spec_with_a_wrong_field_names_it():
     assert str(e.value) == "unknown kind 'Attentoin'; did you mean Attention?"
 
 
-def test_a_pattern_that_leaves_queries_nothing_warns_at_declaration():
+def test_a_pattern_with_empty_rows_warns_at_declaration():
     with pytest.warns(rg.EmptyRowWarning) as w:
         Attention(8, heads=2, pattern=rg.causal() - rg.window(0))
     assert (

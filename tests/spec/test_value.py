@@ -1,4 +1,4 @@
-"""Declared values and JSON, both ways, and the text of everything that is refused."""
+"""Declared values to JSON and back, and the text of every error."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""Anyone's modules, counted: every number against PyTorch's FLOP counter over a path it sees in full."""
+"""Costs of traced modules, compared with PyTorch's FLOP counter on a path that it counts completely."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_the_fused_calls_behind_the_fast_path_are_counted_where_they_are_called_
     assert cost(fast, x).flops == cost(layer, x).flops
 
 
-def test_sdpa_is_charged_for_the_pairs_of_its_mask():
+def test_sdpa_counts_the_pairs_of_its_mask():
     def causal(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -87,7 +87,7 @@ def test_sdpa_is_charged_for_the_pairs_of_its_mask():
         )
 
 
-def test_a_mask_made_inside_the_module_is_charged_too():
+def test_a_mask_built_inside_the_module_is_counted():
     class Masked(nn.Module):
         def forward(self, x):
             allowed = torch.ones(x.shape[-2], x.shape[-2], device=x.device).tril(2).bool()
@@ -183,10 +183,10 @@ def test_a_hugging_face_configuration_is_counted_as_its_eager_model_is(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_causal_models_hide_the_future_of_every_layer():
-    for name, looks in (("gpt2", 2), ("llama", 2), ("t5", 2)):
+def test_causal_models_count_causal_pairs_in_every_layer():
+    for name, layers in (("gpt2", 2), ("llama", 2), ("t5", 2)):
         result = cost(configurations()[name], n=11, m=7)
-        assert sum(p.needed == 66 and p.full == 121 for p in result.pairs) == looks
+        assert sum(p.needed == 66 and p.full == 121 for p in result.pairs) == layers
 
 
 # -- memory, names, errors ----------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_the_memory_of_a_foreign_layer_is_within_one_activation_of_the_allocator
     real = 3 * size + given.numel() * 4 + counted(step)[0]
     assert (
         abs(result.training_peak - real) <= given.numel() * 4
-    )  # meta tensors do not tell every copy a kernel makes
+    )  # tracing does not include every copy inside a kernel
     assert result.weights == result.gradients == size and result.optimizer_state == 2 * size
 
 
@@ -244,7 +244,7 @@ def test_tied_weights_are_counted_once():
     assert cost(model, x).parameters == D * D + 2 * D
 
 
-def test_a_module_may_look_at_numbers_that_follow_from_its_inputs():
+def test_a_module_may_branch_on_values_that_follow_from_its_inputs():
     class Looks(nn.Module):
         def forward(self, ids, x):
             return x @ x.mT if (ids > 0).all() else x
@@ -290,7 +290,7 @@ def test_a_bad_request_says_what_is_missing(ask, message):
     assert message in str(error.value)
 
 
-def test_nothing_is_left_changed():
+def test_tracing_restores_the_module_and_torch():
     true = F.scaled_dot_product_attention
     module = nn.MultiheadAttention(D, H, batch_first=True)
     cost(module, x, x, x)

@@ -1,4 +1,4 @@
-"""Predicted memory against allocators: the CPU's here, the H200's in rows stored by bench/cost_memory.py."""
+"""Predicted memory against that of the CPU allocator, and of the H200 in rows stored by bench/cost_memory.py."""
 
 import dataclasses
 import json
@@ -23,9 +23,11 @@ from regard.costs.sizes import Request
 
 MODELS = ("transformer-base", "gpt2", "vit-b16", "bert-base")
 ROWS = json.loads((Path(__file__).parents[3] / "bench/results/2026-11-15-h200-cost.json").read_text())
-unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than what it looks at here
+unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
 native = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
-emulated = pytest.mark.skipif(native, reason="oneDNN's scratch space was read off a CPU without 16-bit units")
+emulated = pytest.mark.skipif(
+    native, reason="oneDNN's scratch memory was measured on a CPU without 16-bit units"
+)
 
 
 def given(declared, b, train=False, **more):
@@ -42,19 +44,19 @@ def compare(name, b, low, checkpoint, **how):
     real = Trained(declared, b, low, foreach=how.get("implementation") == "foreach")
     training = TrainingStep(autocast=low and "bfloat16", **how)
     predicted = memory_of(given(declared, b, training))
-    assert off(predicted.training_peak, real.held + counted(real.step)[0]) < 0.01
-    kept = counted(real.loss)[1]
-    assert off(predicted.saved_total, kept) < 0.01
+    assert off(predicted.training_peak, real.allocated + counted(real.step)[0]) < 0.01
+    saved_bytes = counted(real.loss)[1]
+    assert off(predicted.saved_total, saved_bytes) < 0.01
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_on_the_cpu_peaks_where_the_allocator_says(name):
+def test_the_peak_of_a_training_step_on_the_cpu_is_that_of_the_allocator(name):
     compare(name, 5, None, checkpoint=False)
 
 
 @emulated
 @pytest.mark.parametrize("name", MODELS)
-def test_a_checkpointed_step_under_autocast_peaks_where_the_allocator_says(name):
+def test_the_peak_of_a_checkpointed_step_under_autocast_is_that_of_the_allocator(name):
     compare(name, 16, torch.bfloat16, checkpoint=True)
 
 
@@ -63,32 +65,32 @@ def test_a_checkpointed_step_under_autocast_peaks_where_the_allocator_says(name)
 @pytest.mark.parametrize("b", [5, 16])
 @pytest.mark.parametrize("low", [None, pytest.param(torch.bfloat16, marks=emulated)])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_every_step_on_the_cpu_peaks_where_the_allocator_says(name, b, low, checkpoint):
+def test_the_peak_of_every_kind_of_step_on_the_cpu_is_that_of_the_allocator(name, b, low, checkpoint):
     compare(name, b, low, checkpoint)
 
 
-def test_the_foreach_optimiser_holds_a_copy_of_its_state_more():
+def test_the_foreach_optimizer_needs_one_more_copy_of_its_state():
     compare("bert-base", 1, None, checkpoint=True, implementation="foreach")
     declared = small("bert-base")
     plain, foreach = (
-        peak_memory(given(declared, 1, TrainingStep(implementation=way))) for way in ("for_loop", "foreach")
+        peak_memory(given(declared, 1, TrainingStep(implementation=name))) for name in ("for_loop", "foreach")
     )
     assert foreach > plain
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_forward_pass_without_gradients_peaks_where_the_allocator_says(name):
+def test_the_peak_of_a_forward_pass_without_gradients_is_that_of_the_allocator(name):
     declared = small(name)
     real = Trained(declared, 5)
     real.model.eval()
-    held = sum(p.numel() * 4 for p in real.model.parameters())
-    held += sum(x.numel() * x.element_size() for x in real.given)
+    allocated = sum(p.numel() * 4 for p in real.model.parameters())
+    allocated += sum(x.numel() * x.element_size() for x in real.given)
 
     def forward():
         with torch.no_grad():
             return real.model(*real.given)
 
-    assert off(memory_of(given(declared, 5)).inference_peak, held + counted(forward)[0]) < 0.001
+    assert off(memory_of(given(declared, 5)).inference_peak, allocated + counted(forward)[0]) < 0.001
 
 
 @unchecked
@@ -102,18 +104,18 @@ def test_weights_take_the_bytes_of_the_tensors_built(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_kept_is_what_autograd_saves(name):
+def test_saved_bytes_are_those_that_autograd_saves(name):
     declared = small(name)
     real = Trained(declared, 5)
     storages = saved(real.loss)
     there = [*real.model.parameters(), *real.given, *([] if real.targets is None else [real.targets])]
     outside = {x.untyped_storage().data_ptr() for x in there}
-    kept = sum(s.nbytes() for at, s in storages.items() if at not in outside)
+    real_bytes = sum(s.nbytes() for at, s in storages.items() if at not in outside)
     predicted = memory_of(given(declared, 5, True)).saved_total
-    assert abs(predicted - kept) <= 4096  # the loss itself, numbers of a few bytes
+    assert abs(predicted - real_bytes) <= 4096  # the loss itself, numbers of a few bytes
 
 
-def test_stored_weights_are_kept_as_the_formula_in_three_steps_keeps_them():
+def test_stored_attention_weights_are_saved_like_in_an_unfused_implementation():
     declared = rg.Attention(20, heads=4, biases="none", output=False)
     b, n = 3, 7
     weights = [torch.randn(20, 20, requires_grad=True) for _ in range(3)]
@@ -144,7 +146,7 @@ def test_stored_weights_are_kept_as_the_formula_in_three_steps_keeps_them():
         ("adamw", torch.optim.AdamW),
     ],
 )
-def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimizer, build):
+def test_the_optimizer_state_has_the_bytes_of_torch(optimizer, build):
     declared = small("gpt2")
     model = declared.build()
     real = build(model.parameters())
@@ -157,7 +159,7 @@ def test_an_optimiser_keeps_the_bytes_that_torch_keeps(optimizer, build):
     assert result.gradients == sum(p.grad.numel() * 4 for p in model.parameters())
 
 
-def test_master_copies_are_float32_and_so_are_the_states_beside_them():
+def test_master_weights_and_their_optimizer_state_are_float32():
     declared = small("gpt2")
     entries = sum(p.numel() for p in declared.build().parameters())
     result = memory_of(given(declared, 1, TrainingStep(master_weights=True), dtype=torch.bfloat16))
@@ -166,7 +168,7 @@ def test_master_copies_are_float32_and_so_are_the_states_beside_them():
 
 
 @pytest.mark.ledger("S0.Q2a.6", "S0.Q2a.7")
-def test_the_scope_of_the_documents_is_its_own_line():
+def test_the_memory_of_one_attention_is_that_of_the_ledger():
     for c in cases("memory.attention"):
         i = c["inputs"]
         asked = Request(rg.Attention(i["d_model"], heads=i["heads"]), i["n"], i["n"])
@@ -176,7 +178,7 @@ def test_the_scope_of_the_documents_is_its_own_line():
 
 
 @pytest.mark.parametrize("name, context", [("tiny-gpt", None), ("tiny", 9)])
-def test_the_key_value_cache_is_as_large_as_the_one_that_is_filled(name, context):
+def test_the_kv_cache_has_the_size_of_a_filled_cache(name, context):
     declared = rg.preset(name)
     stack = declared if context is None else declared.decoder
     model = stack.build().eval()
@@ -217,19 +219,19 @@ def test_peaks_measured_on_the_h200_are_predicted_within_5_percent_and_the_media
 
 
 @unchecked
-def test_what_tensors_asked_of_the_h200_is_predicted_within_a_thousandth():
+def test_bytes_requested_on_the_h200_are_predicted_within_a_thousandth():
     assert max(off(predicted, requested) for predicted, _, requested in peaks()) < 0.001
 
 
 @pytest.mark.parametrize(
     "rows, columns, measured", [(8192, 3072, 138412032), (32768, 3072, 138412032), (100, 3072, 0)]
 )
-def test_a_sum_over_rows_holds_what_it_was_seen_to_hold_on_the_h200(rows, columns, measured):
+def test_the_scratch_memory_of_a_sum_over_rows_is_that_measured_on_the_h200(rows, columns, measured):
     assert sum_needs(rows, columns, 132) == measured
 
 
 @pytest.mark.parametrize("rows, measured", [(8192, 28882432), (32768, 113127424)])
-def test_the_gradient_of_an_embedding_sorts_in_what_it_was_seen_to_hold(rows, measured):
+def test_the_scratch_memory_of_an_embedding_gradient_is_that_measured(rows, measured):
     assert off(sort_needs(rows, 50257, 768), measured) < 0.005
 
 
@@ -238,7 +240,7 @@ def test_the_gradient_of_an_embedding_sorts_in_what_it_was_seen_to_hold(rows, me
 
 @unchecked
 @pytest.mark.parametrize("name", ["gpt2", "transformer-base", "vit-b16", "bert-base", "t5-small", "tiny-gpt"])
-def test_a_formula_gives_the_number(name):
+def test_a_memory_formula_evaluates_to_its_number(name):
     declared = rg.preset(name)
     n = declared.tokens if isinstance(declared, rg.Vision) else 96
     asked = Request(declared, n, n, 3, train=True, device="cuda")
@@ -257,13 +259,13 @@ def test_a_formula_gives_the_number(name):
         "d_ff": block.feed_forward.d_ff,
     }
     sizes |= {"vocab": getattr(stack.embedding, "vocab", 0), "positions": 1024, "classes": 1000}
-    for way, formula in formulas(asked).items():
+    for method, formula in formulas(asked).items():
         value = formula.subs({x: sizes[x.name] for x in formula.free_symbols})
-        assert int(value) == memory_of(asked).saved_by_method[way]
+        assert int(value) == memory_of(asked).saved_by_method[method]
 
 
 @unchecked
-def test_the_weights_of_a_stored_table_grow_with_the_square_of_n_and_streaming_does_not():
+def test_stored_weights_grow_quadratically_in_n_and_streamed_weights_linearly():
     result = formulas(Request(rg.Attention(64, heads=8), 128, 128, train=True))
     n = next(x for x in result["attention weights stored"].free_symbols if x.name == "n")
     assert result["attention weights stored"].as_poly(n).degree() == 2
@@ -286,7 +288,7 @@ def test_the_largest_that_fits_does_and_one_more_does_not(vary):
 
 
 @unchecked
-def test_nothing_fits_where_the_weights_do_not_and_no_length_is_past_a_learned_table():
+def test_nothing_fits_if_the_weights_do_not_and_a_learned_table_limits_n():
     asked = Request(small("gpt2", layers=1), 64, 64)
     assert fits(asked, 1000) == 0
     assert fits(asked, 10**12, "n") == 128
@@ -302,14 +304,14 @@ def test_any_preset_is_priced_in_under_half_a_second_of_this_process(name):
     assert time.process_time() - start < 0.5
 
 
-def test_the_tape_gives_back_what_nobody_holds():
+def test_the_tape_frees_a_storage_with_its_last_reference():
     tape = Tape()
     x = tape.value(10, 4)
     y = tape.step((x,), 10, 4)
     del x
-    assert sum(size for size, _ in tape.log.held.values()) == 40
+    assert sum(size for size, _ in tape.log.allocated.values()) == 40
     del y
-    assert not tape.log.held
+    assert not tape.log.allocated
     assert peak(tape.log.events).bytes == 80 and peak(tape.log.events, 512).bytes == 1024
 
 
@@ -344,7 +346,7 @@ def test_a_bad_request_says_what_is_wrong(wrong, message):
     assert message in str(error.value)
 
 
-def test_hard_attention_and_additive_scores_hold_their_tables():
+def test_hard_attention_and_additive_scores_store_their_weights():
     for declared in (rg.Attention(64, scale=inf), rg.Attention(64, score="additive")):
         result = memory_of(Request(declared, 64, 64, train=True))
         assert (
@@ -358,7 +360,7 @@ def test_hard_attention_and_additive_scores_hold_their_tables():
 @pytest.mark.parametrize("dtype, size", [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2)])
 def test_eight_heads_at_a_thousand_tokens_store_eight_million_weights(dtype, size):
     asked = Request(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=TrainingStep())
-    ways = memory_of(asked).saved_by_method
-    apart = ways["attention weights stored"] - ways["attention weights streamed"]
-    log_sum_exp = 8 * 1000 * max(size, 4)  # what streaming keeps instead, one number a row
-    assert apart + log_sum_exp == 8 * 1000**2 * size
+    saved_bytes = memory_of(asked).saved_by_method
+    difference = saved_bytes["attention weights stored"] - saved_bytes["attention weights streamed"]
+    log_sum_exp = 8 * 1000 * max(size, 4)  # saved by the streaming kernel instead, one number per row
+    assert difference + log_sum_exp == 8 * 1000**2 * size

@@ -22,10 +22,10 @@ class Storage:
 
     def __init__(self, log: "Log", size: Bytes, part: str):
         self.log, self.bytes, self.part = log, size, part
-        self.key = log.made(self)
+        self.key = log.add(self)
 
     def __del__(self) -> None:
-        self.log.gone(self)
+        self.log.remove(self)
 
 
 @dataclass
@@ -33,23 +33,23 @@ class Log:
     """Every allocation and release in order, and what is allocated now."""
 
     events: list[tuple[int, Bytes, str]] = field(default_factory=list)  # key, bytes (−1: freed), part
-    held: dict[int, tuple[Bytes, str]] = field(default_factory=dict)
+    allocated: dict[int, tuple[Bytes, str]] = field(default_factory=dict)
     keys: int = 0
 
-    def made(self, storage: Storage) -> int:
+    def add(self, storage: Storage) -> int:
         self.keys += 1
         self.events.append((self.keys, storage.bytes, storage.part))
-        self.held[self.keys] = (storage.bytes, storage.part)
+        self.allocated[self.keys] = (storage.bytes, storage.part)
         return self.keys
 
-    def gone(self, storage: Storage) -> None:
+    def remove(self, storage: Storage) -> None:
         self.events.append((storage.key, -1, storage.part))
-        del self.held[storage.key]
+        del self.allocated[storage.key]
 
     def by_part(self) -> dict[str, Bytes]:
         """Bytes allocated now, by the part that allocated them."""
         parts: dict[str, Bytes] = {}
-        for size, part in self.held.values():
+        for size, part in self.allocated.values():
             parts[part] = parts.get(part, 0) + size
         return parts
 
@@ -63,17 +63,17 @@ class Peak(NamedTuple):
 
 def peak(events: list[tuple[int, Bytes, str]], rounded_to: int = 1) -> Peak:
     """The peak of these events, each storage rounded up as the allocator does."""
-    held, most, where = 0, 0, ""
+    current, highest, part_of_peak = 0, 0, ""
     sizes: dict[int, int] = {}
     for key, size, part in events:
         if size == -1:
-            held -= sizes.pop(key)
+            current -= sizes.pop(key)
             continue
         sizes[key] = -(-size // rounded_to) * rounded_to
-        held += sizes[key]
-        if held > most:
-            most, where = held, part
-    return Peak(most, where)
+        current += sizes[key]
+        if current > highest:
+            highest, part_of_peak = current, part
+    return Peak(highest, part_of_peak)
 
 
 class Value:
@@ -110,11 +110,11 @@ class Node:
     """A step of the backward pass: what it saved, where its gradients go, and what it allocates."""
 
     __slots__ = ("apply", "order", "saved", "to")
-    made = 0
+    count = 0
 
     def __init__(self, saved: list[Any], to: tuple["Node | None", ...], apply: Backward):
-        Node.made += 1
-        self.order = Node.made
+        Node.count += 1
+        self.order = Node.count
         self.saved, self.to, self.apply = saved, to, apply
 
 
@@ -126,7 +126,7 @@ class StopRecomputing(Exception):
 class Frame:
     """One checkpointed call: its saved tensors are dropped, and recomputed at their first use."""
 
-    again: Callable[[], None]
+    recompute: Callable[[], None]
     state: Storage | None  # of the random generator, to repeat the same samples
     count: int = 0
     computed: dict[int, Storage] | None = None
@@ -199,7 +199,7 @@ class Tape:
             return call(*given)
         path = list(self._path)
 
-        def again() -> None:
+        def recompute() -> None:
             before, self._path, casts = self._path, list(path), self.casts
             if casts is not None or cast:
                 self.casts = {}  # the recomputation has an autocast region of its own
@@ -209,7 +209,7 @@ class Tape:
                 self._path, self.casts = before, casts
 
         cast = self.casts is not None
-        frame = Frame(again, self.new(self.random_state) if self.random_state else None)
+        frame = Frame(recompute, self.new(self.random_state) if self.random_state else None)
         outer, self._packing = self._packing, frame
         try:
             return call(*given)
@@ -237,21 +237,21 @@ class Tape:
             frame.computed = {}
             self._filling = frame
             try:
-                frame.again()
+                frame.recompute()
             except StopRecomputing:
                 pass
             finally:
                 self._filling = None
         storage = frame.computed[index]
-        frame.computed[index] = None  # given out once
+        frame.computed[index] = None  # handed out once
         return storage
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
     def backward(self, loss: Value, weights: dict[Node, Weight]) -> None:
-        """From the loss to the weights, the newest ready step first; what a step saved goes when it is done."""
+        """From the loss to the weights, the newest ready step first; a step frees what it saved when it is done."""
         assert loss.node is not None
-        waits = _waits(loss.node)
+        pending = _pending_gradients(loss.node)
         arrived: dict[Node, Storage] = {loss.node: self.new(loss.bytes)}
         ready: list[tuple[float, int, Node]] = [(-loss.node.order, 0, loss.node)]
         loss.node = None
@@ -272,8 +272,8 @@ class Tape:
                     continue
                 if g is not None and to not in arrived:
                     arrived[to] = g  # a second one is added in place
-                waits[to] -= 1
-                if waits[to] == 0:
+                pending[to] -= 1
+                if pending[to] == 0:
                     first = float("-inf") if to in weights else -to.order
                     heapq.heappush(ready, (first, to.order, to))
                 del g
@@ -285,15 +285,15 @@ def _accumulate(weight: Weight, grad: Storage) -> None:
         weight.grad = grad
 
 
-def _waits(root: Node) -> dict[Node, int]:
-    """How many gradients each step waits for."""
-    waits: dict[Node, int] = {}
+def _pending_gradients(root: Node) -> dict[Node, int]:
+    """The number of gradients that each step needs."""
+    pending: dict[Node, int] = {}
     seen, stack = {root}, [root]
     while stack:
         for to in stack.pop().to:
             if to is not None:
-                waits[to] = waits.get(to, 0) + 1
+                pending[to] = pending.get(to, 0) + 1
                 if to not in seen:
                     seen.add(to)
                     stack.append(to)
-    return waits
+    return pending
