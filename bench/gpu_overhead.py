@@ -1,4 +1,4 @@
-"""Where the time of one call under autograd goes: each kernel on the GPU, and the CPU's way to its launch.
+"""Where the time of one call under autograd goes: each kernel on the GPU, and the CPU time to launch it.
 
     PYTHONPATH=src python3 bench/gpu_overhead.py
 

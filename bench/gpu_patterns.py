@@ -1,4 +1,4 @@
-"""How much of a pattern's saving is realised on a GPU, beside SDPA and compiled FlexAttention.
+"""How much of a pattern's saving is realised on a GPU, against SDPA and compiled FlexAttention.
 
     realised = max(time of full SDPA by its best backend × count / (n·m), bytes of q, k, v, o / copy rate) / our time
 
@@ -91,8 +91,8 @@ def tensors(n: int, d: int, count: int = 3, heads: int = HEADS, dtype=torch.bflo
 def in_rounds(calls: dict, rounds: int = 20, row: int = 6, lead: int = 2) -> dict[str, float]:
     """Median milliseconds of each call, in rounds of random order: what disturbs the machine disturbs all of them.
 
-    As `do_bench` does: the cache is cleared before each call, and nobody waits in between. A way has `row` calls in a
-    row, of which the first `lead` are not counted: autograd's thread still holds what the way before left to it.
+    As `do_bench` does: the cache is cleared before each call, and nothing synchronizes in between. Each is called `row` times in
+    a row, of which the first `lead` are not counted: autograd's thread still holds tensors of the previous one.
     """
     for fn in calls.values():
         for _ in range(5):
@@ -114,7 +114,7 @@ def in_rounds(calls: dict, rounds: int = 20, row: int = 6, lead: int = 2) -> dic
     return {k: sorted(a.elapsed_time(b) for a, b in pairs)[len(pairs) // 2] for k, pairs in events.items()}
 
 
-def both_ways(fn, q, k, v, do):
+def forward_backward(fn, q, k, v, do):
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def run():
@@ -124,7 +124,7 @@ def both_ways(fn, q, k, v, do):
 
 
 def ours(pattern: Pattern):
-    """Through the door, by the engine's own choice."""
+    """Through `rg.attention`, by the engine's own choice."""
     return lambda q, k, v: rg.attention(q, k, v, pattern)
 
 
@@ -257,7 +257,7 @@ def sdpa(n: int, d: int, backward: bool, is_causal: bool = False) -> tuple[float
     for name, backend in BACKENDS.items():
         try:
             with sdpa_kernel(backend):
-                fn = both_ways(attend, q, k, v, do)
+                fn = forward_backward(attend, q, k, v, do)
                 took = bench(fn if backward else lambda: attend(q, k, v))
         except RuntimeError:
             continue
@@ -288,7 +288,7 @@ def in_turn(one, other, times: int = 5) -> tuple[float, float]:
     return tuple(sorted(x)[times // 2] for x in zip(*found))  # type: ignore[return-value]
 
 
-def beside_full(
+def against_full(
     pattern: Pattern, backend: str, q, k, v, do, backward: bool, threads: bool = True
 ) -> tuple[float, float]:
     """Milliseconds of ours and of SDPA over all pairs, in turn: under load the clock falls, and rises between.
@@ -299,7 +299,7 @@ def beside_full(
 
     def timed(fn) -> float:
         with torch.set_grad_enabled(backward), torch.autograd.set_multithreading_enabled(threads):
-            return bench(both_ways(fn, *inputs) if backward else partial(fn, *inputs[:3]))
+            return bench(forward_backward(fn, *inputs) if backward else partial(fn, *inputs[:3]))
 
     def full() -> float:
         with sdpa_kernel(BACKENDS[backend]):
@@ -317,13 +317,13 @@ def table(cases, widths, backward: bool, rate: float, out) -> None:
                 best[n, d] = sdpa(n, d, backward)[1]
             backend = best[n, d]
             q, k, v, do = tensors(n, d, 4)
-            took, full = beside_full(pattern, backend, q, k, v, do, backward)
+            took, full = against_full(pattern, backend, q, k, v, do, backward)
             part = pattern.count(n) / n**2
             by_count = full * part
             by_bytes = (3 if backward else 1) * 4 * q.numel() * q.element_size() / rate
             realised, alone = max(by_count, by_bytes) / took, {}
             if backward:
-                mine, theirs = beside_full(pattern, backend, q, k, v, do, backward, threads=False)
+                mine, theirs = against_full(pattern, backend, q, k, v, do, backward, threads=False)
                 alone = {
                     "ours_one_thread_ms": mine,
                     "sdpa_one_thread_ms": theirs,
@@ -349,9 +349,9 @@ def time_of(fn, q, k, v, times: int = 5) -> float:
         return sorted(bench(partial(fn, q, k, v)) for _ in range(times))[times // 2]
 
 
-def beside_flex(cases, widths, out) -> None:
+def against_flex(cases, widths, out) -> None:
     print(
-        f"\nforward beside compiled FlexAttention of torch {torch.__version__}, compiled afresh for each shape"
+        f"\nforward against compiled FlexAttention of torch {torch.__version__}, compiled afresh for each shape"
     )
     for d in widths:
         for pattern, n in cases:
@@ -373,26 +373,26 @@ def beside_flex(cases, widths, out) -> None:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser()
     groups = ["check", "sweep", "forward", "backward", "other", "flex"]
-    ask.add_argument("--group", nargs="+", choices=groups, default=["check", "forward", "backward"])
-    ask.add_argument("--width", nargs="+", type=int, default=[128, 64])
-    ask.add_argument("--kind", nargs="+", choices=["stream", "dq", "dkv"], default=["stream", "dq", "dkv"])
-    asked = ask.parse_args()
+    parser.add_argument("--group", nargs="+", choices=groups, default=["check", "forward", "backward"])
+    parser.add_argument("--width", nargs="+", type=int, default=[128, 64])
+    parser.add_argument("--kind", nargs="+", choices=["stream", "dq", "dkv"], default=["stream", "dq", "dkv"])
+    options = parser.parse_args()
     torch.manual_seed(0)
     out: list[dict] = []
     versions = f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name(0)}"
     rate = copy_rate()
     print(f"{versions}; copy {rate / 1e9:.2f} TB/s")
     runs = {
-        "check": lambda: check(asked.width),
-        "sweep": lambda: sweep(asked.width, asked.kind, out),
-        "forward": lambda: table(MAIN + OTHER, asked.width, False, rate, out),
-        "backward": lambda: table(MAIN, asked.width, True, rate, out),
-        "other": lambda: table(OTHER, asked.width, True, rate, out),
-        "flex": lambda: beside_flex(FLEX, asked.width[:1], out),
+        "check": lambda: check(options.width),
+        "sweep": lambda: sweep(options.width, options.kind, out),
+        "forward": lambda: table(MAIN + OTHER, options.width, False, rate, out),
+        "backward": lambda: table(MAIN, options.width, True, rate, out),
+        "other": lambda: table(OTHER, options.width, True, rate, out),
+        "flex": lambda: against_flex(FLEX, options.width[:1], out),
     }
-    for group in asked.group:
+    for group in options.group:
         runs[group]()
         if folder := os.environ.get("OUT"):
             kept = {"versions": versions, "copy_bytes_per_ms": rate, "rows": out}

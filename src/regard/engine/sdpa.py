@@ -26,7 +26,7 @@ LARGE_BLOCKS = 192  # queries from which on the fused operation works in larger 
 # Seconds per pair to gather a bias by distance into a table (bench/cpu_bias.py), and its gradient into the bias.
 GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
 # On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
-# (bench/gpu_door.py, short).
+# (bench/gpu_entry_point.py, short).
 GPU_PAIR = 5e-13
 GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
 GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6

@@ -1,15 +1,15 @@
-"""`rg.attention` on a GPU beside SDPA and compiled FlexAttention: what a user gets, by the engine's own choice.
+"""`rg.attention` on a GPU against SDPA and compiled FlexAttention: what a user gets, by the engine's own choice.
 
-    PYTHONPATH=src python3 bench/gpu_door.py --group dense table data short growth
+    PYTHONPATH=src python3 bench/gpu_entry_point.py --group dense table data short growth
 
-dense   full and causal beside the best backend of SDPA, forward and forward+backward
-table   a learned table of distances, clipped at ±512, beside FlexAttention with the same table: forward+backward
-data    window(256), causal and packed documents beside FlexAttention
-short   n = 128 … 2048 beside full SDPA and SDPA with the mask, and the CPU time of each
+dense   full and causal against the best backend of SDPA, forward and forward+backward
+table   a learned table of distances, clipped at ±512, against FlexAttention with the same table: forward+backward
+data    window(256), causal and packed documents against FlexAttention
+short   n = 128 … 2048 against full SDPA and SDPA with the mask, and the CPU time of each
 growth  time with n at a fixed density, and with density at a fixed n
 
-Every comparison is held against float64 first, where that is small enough to make. Times are medians of
-`triton.testing.do_bench`, warm, the cache cleared before each call; or of rounds of random order, where it is said.
+Every comparison is checked against float64 first, where that is small enough to make. Times are medians of
+`triton.testing.do_bench`, warm, the cache cleared before each call; or of rounds of random order, where stated.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 import triton
-from gpu_patterns import BACKENDS, HEADS, bench, both_ways, copy_rate, in_rounds, sdpa, tensors
+from gpu_patterns import BACKENDS, HEADS, bench, copy_rate, forward_backward, in_rounds, sdpa, tensors
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -31,7 +31,7 @@ from regard.engine import cuda as kernels
 from regard.position import ByDistance
 
 REACH = 512
-CLOSE = 2e-2  # of bf16 beside float64, for numbers about 1
+CLOSE = 2e-2  # of bf16 against float64, for numbers about 1
 
 
 def flex(block_mask=None, score_mod=None, options=None):
@@ -47,29 +47,29 @@ def forward(fn, *x) -> float:
 
 
 def both(fn, q, k, v, do, *more) -> float:
-    """Forward and backward; `more` are tensors that learn beside q, k and v."""
+    """Forward and backward; `more` are tensors that learn against q, k and v."""
     inputs = [*(x.detach().requires_grad_() for x in (q, k, v)), *more]
     return bench(lambda: torch.autograd.grad(fn(*inputs[:3]), inputs, do))
 
 
-def beside(ours, theirs, backward: bool, q, k, v, do) -> tuple[float, float]:
+def against(ours, theirs, backward: bool, q, k, v, do) -> tuple[float, float]:
     """Milliseconds of both, in rounds of random order: one after the other, the clock differs by some per cent."""
-    ways = {"ours": ours, "theirs": theirs}
+    calls_by_name = {"ours": ours, "theirs": theirs}
     if backward:
-        found = in_rounds({name: both_ways(fn, q, k, v, do) for name, fn in ways.items()})
+        found = in_rounds({name: forward_backward(fn, q, k, v, do) for name, fn in calls_by_name.items()})
     else:
         with torch.no_grad():
-            found = in_rounds({name: partial(fn, q, k, v) for name, fn in ways.items()})
+            found = in_rounds({name: partial(fn, q, k, v) for name, fn in calls_by_name.items()})
     return found["ours"], found["theirs"]
 
 
-def tell(out: list, **row) -> None:
+def add_row(out: list, **row) -> None:
     out.append(row)
     print("  ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
 
 
 def dense(out) -> None:
-    print("\nfull and causal beside the best backend of SDPA, in rounds, ms")
+    print("\nfull and causal against the best backend of SDPA, in rounds, ms")
     for d in (128, 64):
         for n in (4096, 16384):
             q, k, v, do = tensors(n, d, 4)
@@ -88,9 +88,9 @@ def _dense_row(out, n, d, pattern, causal, backward, tensors) -> None:
     def ours(q, k, v):
         return rg.attention(q, k, v, pattern)
 
-    a, b = beside(ours, theirs, backward, *tensors)
-    way = "forward+backward" if backward else "forward"
-    tell(out, group="dense", pattern="causal" if causal else "full", way=way, n=n, d=d, ours=a, sdpa=b,
+    a, b = against(ours, theirs, backward, *tensors)
+    run = "forward+backward" if backward else "forward"
+    add_row(out, group="dense", pattern="causal" if causal else "full", run=run, n=n, d=d, ours=a, sdpa=b,
          backend=backend, ratio=a / b)  # fmt: skip
 
 
@@ -125,11 +125,11 @@ def table(out) -> None:
                 break
             except Exception as error:
                 print(f"  FlexAttention with {options}: {repr(error)[:200]}", flush=True)
-        tell(out, group="table", n=8192, d=d, **row)
+        add_row(out, group="table", n=8192, d=d, **row)
 
 
 def _same_table(name, fn, weights, q, k, v, do) -> None:
-    """o and all gradients beside float64."""
+    """o and all gradients against float64."""
     n = q.shape[2]
     at = torch.arange(n, device="cuda")
     wide = weights.detach().double().requires_grad_()
@@ -146,7 +146,7 @@ def _same_table(name, fn, weights, q, k, v, do) -> None:
 
 
 def data(out) -> None:
-    print("\nwindow, causal and documents beside compiled FlexAttention, in rounds, ms")
+    print("\nwindow, causal and documents against compiled FlexAttention, in rounds, ms")
     for d, cases in ((128, ("window(256)", "causal()", "documents")), (64, ("documents",))):
         for name in cases:
             n = 32768 if name == "window(256)" else 16384
@@ -164,9 +164,9 @@ def data(out) -> None:
                 off = float((ours(q, k, v) - theirs(q, k, v)).abs().max())
             assert off < 0.1, off
             for backward in (False, True):
-                a, b = beside(ours, theirs, backward, q, k, v, do)
-                way = "forward+backward" if backward else "forward"
-                tell(out, group="data", pattern=name, way=way, n=n, d=d, ours=a, flex=b, ratio=b / a)
+                a, b = against(ours, theirs, backward, q, k, v, do)
+                run = "forward+backward" if backward else "forward"
+                add_row(out, group="data", pattern=name, run=run, n=n, d=d, ours=a, flex=b, ratio=b / a)
 
 
 def _cpu(fn) -> float:
@@ -183,27 +183,29 @@ def _cpu(fn) -> float:
 
 
 def short(out) -> None:
-    print("\nshort calls beside full and masked SDPA, in rounds, ms; CPU in microseconds")
+    print("\nshort calls against full and masked SDPA, in rounds, ms; CPU in microseconds")
     for n in (128, 256, 512, 1024, 2048):
         for pattern in (rg.causal() & (rg.window(32) | rg.every(16)), rg.dilated(8, 4)):
             for backward in (False, True):
                 found, cpu = _short(n, 64, pattern, backward)
                 best = min(found["full"], found["mask"])
-                way = "forward+backward" if backward else "forward"
-                told = rg.explain(pattern, n, heads=HEADS, dtype=torch.bfloat16, device="cuda", grad=backward)
-                tell(out, group="short", pattern=repr(pattern), way=way, n=n, d=64, chosen=told.backend, **found,
+                run = "forward+backward" if backward else "forward"
+                choice = rg.explain(
+                    pattern, n, heads=HEADS, dtype=torch.bfloat16, device="cuda", grad=backward
+                )
+                add_row(out, group="short", pattern=repr(pattern), run=run, n=n, d=64, chosen=choice.backend, **found,
                      ratio=found["auto"] / best, **{f"cpu_{k}": us for k, us in cpu.items()})  # fmt: skip
 
 
 def _short(n: int, d: int, pattern, backward: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds and the CPU's microseconds of the door, of our kernels whatever it would choose, of SDPA with a
+    """Milliseconds and the CPU's microseconds of `rg.attention`, of our kernels whatever it would choose, of SDPA with a
     mask that is there already, and of SDPA over every pair, both as PyTorch runs them by itself."""
     q, k, v, do = tensors(n, d, 4)
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     mask = torch.zeros(n, n, dtype=q.dtype, device="cuda")
     mask.masked_fill_(~pattern.allowed(n, device="cuda"), -torch.inf)
     prepared = kernels.PreparedAttention(kernels.task(q, v, (pattern, 0, 1, d**-0.5)), backward)
-    ways = {
+    calls_by_name = {
         "auto": lambda q, k, v: rg.attention(q, k, v, pattern),
         "kernels": prepared,
         "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask),
@@ -211,10 +213,11 @@ def _short(n: int, d: int, pattern, backward: bool) -> tuple[dict[str, float], d
     }
     if backward:
         calls = {
-            name: lambda fn=fn: torch.autograd.grad(fn(*inputs), inputs, do) for name, fn in ways.items()
+            name: lambda fn=fn: torch.autograd.grad(fn(*inputs), inputs, do)
+            for name, fn in calls_by_name.items()
         }
     else:
-        calls = {name: lambda fn=fn: fn(q, k, v) for name, fn in ways.items()}
+        calls = {name: lambda fn=fn: fn(q, k, v) for name, fn in calls_by_name.items()}
     wanted = calls["mask"]()
     for name in ("auto", "kernels"):
         assert all(torch.allclose(a, b, atol=0.05, rtol=0.05) for a, b in zip(calls[name](), wanted)), name
@@ -230,9 +233,9 @@ def growth(out) -> None:
         q, k, v, do = tensors(n, 64, 4)
         ours = lambda q, k, v, p=pattern: rg.attention(q, k, v, p, backend="triton")  # noqa: E731
         count = pattern.count(n)
-        a, b = forward(ours, q, k, v), bench(both_ways(ours, q, k, v, do))
+        a, b = forward(ours, q, k, v), bench(forward_backward(ours, q, k, v, do))
         gigapairs = HEADS * count / 1e9
-        tell(out, group="growth", along=along, pattern=repr(pattern), n=n, density=count / n**2, forward=a, both=b,
+        add_row(out, group="growth", along=along, pattern=repr(pattern), n=n, density=count / n**2, forward=a, both=b,
              forward_a_gigapair=a / gigapairs, both_a_gigapair=b / gigapairs)  # fmt: skip
 
 
@@ -240,21 +243,21 @@ GROUPS = {"dense": dense, "table": table, "data": data, "short": short, "growth"
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--group", nargs="+", choices=list(GROUPS), default=list(GROUPS))
-    asked = ask.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    options = parser.parse_args()
     torch.manual_seed(0)
     out: list[dict] = []
     versions = f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name(0)}"
     print(f"{versions}; copy {copy_rate() / 1e9:.2f} TB/s")
-    for group in asked.group:
+    for group in options.group:
         try:
             GROUPS[group](out)
         except Exception as error:  # the other groups still have their say
             print(f"{group} FAILED: {error!r}"[:600], flush=True)
             out.append({"group": group, "failed": repr(error)[:600]})
         if folder := os.environ.get("OUT"):
-            Path(folder, "gpu_door.json").write_text(
+            Path(folder, "gpu_entry_point.json").write_text(
                 json.dumps({"versions": versions, "rows": out}, indent=1)
             )
 

@@ -1,8 +1,8 @@
-"""Each kernel of a call on Hopper: streams (Gluon) beside the plain Triton kernels, microseconds on the GPU.
+"""Each kernel of a call on Hopper: in Gluon, against the general Triton kernels, microseconds on the GPU.
 
-    PYTHONPATH=src python3 bench/gpu_streams.py [--check] [--stored] [--width 128 64]
+    PYTHONPATH=src python3 bench/gpu_hopper.py [--check] [--stored] [--width 128 64]
 
-First every configuration is compiled, side by side in processes of their own, and held against float64 (o, lse, dq,
+First every configuration is compiled, side by side in processes of their own, and checked against float64 (o, lse, dq,
 dk, dv at n = 1280, batch 2, with the error rule of bench/gpu_patterns.py); then each is timed by itself. A row is a
 pattern, a width and a configuration; the columns are the kernels of forward and backward, by the profiler.
 """
@@ -72,17 +72,17 @@ def _off(pattern, n, d, configs, h_kv, dtype) -> str:
         x = [t.to(kind).requires_grad_() for t in (q, k, v)]
         o = attend(*x, pattern, configs) if fast else dense(*x, allowed)
         results.append([o, *torch.autograd.grad(o, x, do.to(kind))])
-    told = ""
+    report = ""
     for name, ref, plain, fast, again in zip(("o", "dq", "dk", "dv"), *results):
         error = (fast - ref).abs().max().item()
         budget = 2 * (plain - ref).abs().max().item() + 4 * torch.finfo(dtype).eps * ref.abs().max().item()
         if not error <= budget:
-            told += (
+            report += (
                 f"{pattern} n={n} d={d} h_kv={h_kv} {dtype}: {name} is off by {error:.2e} > {budget:.2e}\n"
             )
         if not torch.equal(fast, again):
-            told += f"{pattern} n={n} d={d}: {name} differs in a second run\n"
-    return told
+            report += f"{pattern} n={n} d={d}: {name} differs in a second run\n"
+    return report
 
 
 def jobs(widths) -> list:
@@ -120,21 +120,21 @@ def kernels_of(pattern: Pattern, n: int, d: int, configs) -> dict[str, float]:
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--width", nargs="+", type=int, default=[128, 64])
-    ask.add_argument("--check", action="store_true", help="only hold against float64")
-    ask.add_argument("--stored", action="store_true", help="only the stored configurations")
-    asked = ask.parse_args()
-    begin, work = time.time(), jobs(asked.width)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", nargs="+", type=int, default=[128, 64])
+    parser.add_argument("--check", action="store_true", help="only check against float64")
+    parser.add_argument("--stored", action="store_true", help="only the stored configurations")
+    options = parser.parse_args()
+    begin, work = time.time(), jobs(options.width)
     with concurrent.futures.ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
-        wrong = [told for told in pool.map(off, work) if told]
+        wrong = [report for report in pool.map(off, work) if report]
     print(
         f"{len(work)} cases in {time.time() - begin:.0f} s, {len(wrong)} wrong", *wrong, sep="\n", flush=True
     )
     rows = []
-    for d in () if asked.check else asked.width:
+    for d in () if options.check else options.width:
         for name, configs in VARIANTS[d].items():
-            if asked.stored and name == PLAIN:
+            if options.stored and name == PLAIN:
                 continue
             for pattern, n in TIMED:
                 try:
@@ -143,13 +143,13 @@ def main() -> None:
                     print(f"{pattern!r} d={d} {name}: {error!r}"[:300], flush=True)
                     continue
                 rows.append({"pattern": repr(pattern), "n": n, "d": d, "configs": name, **times})
-                told = "  ".join(f"{k} {us:.0f}" for k, us in times.items() if us)
+                report = "  ".join(f"{k} {us:.0f}" for k, us in times.items() if us)
                 print(
-                    f"{pattern!r:40} n={n} d={d:<4} {name:16} all {sum(times.values()):.0f}: {told}",
+                    f"{pattern!r:40} n={n} d={d:<4} {name:16} all {sum(times.values()):.0f}: {report}",
                     flush=True,
                 )
     if folder := os.environ.get("OUT"):
-        Path(folder, "gpu_streams.json").write_text(json.dumps({"wrong": wrong, "rows": rows}, indent=1))
+        Path(folder, "gpu_hopper.json").write_text(json.dumps({"wrong": wrong, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":
