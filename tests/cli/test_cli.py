@@ -103,7 +103,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)
-def test_what_is_no_pattern_is_refused(text, message):
+def test_an_invalid_pattern_is_refused(text, message):
     with pytest.raises(rg.RegardError) as refused:
         parse_pattern(text)
     assert str(refused.value).startswith(message)
@@ -133,7 +133,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("source", UNREAD)
-def test_what_cannot_be_read_says_why(source, tmp_path, monkeypatch):
+def test_a_target_that_cannot_be_read_gets_a_reason(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("broken.json").write_text('{"a": x}')
     Path("list.yaml").write_text("- 1\n")

@@ -33,7 +33,7 @@ def test_a_preset_is_priced_as_a_table():
 
 
 @unchecked
-def test_json_is_all_there_is_on_stdout():
+def test_stdout_is_only_json():
     options = (
         "--n",
         64,
@@ -53,7 +53,7 @@ def test_json_is_all_there_is_on_stdout():
     assert found["fits"]["batch"] > 1 and found["fits"]["n"] > 64
 
 
-def test_options_may_stand_before_the_source():
+def test_options_are_allowed_before_the_model():
     assert json.loads(run("cost", "--json", "tiny-gpt", "--n", 8).stdout)["sizes"]["n"] == 8
 
 
@@ -106,7 +106,7 @@ def test_layer_types_are_compared():
     assert json.loads(run("cost", "compare", "--n", 16, "--d", 8, "--json").stdout)
 
 
-def test_times_stand_beside_what_was_measured(tmp_path, monkeypatch):
+def test_estimated_and_measured_times_are_printed(tmp_path, monkeypatch):
     monkeypatch.setenv("REGARD_MACHINE", str(tmp_path / "m.json"))
     with pytest.raises(rg.SpecError) as error:
         run("cost", "tiny-gpt", "--n", 16, "--time")
@@ -122,7 +122,7 @@ def test_times_stand_beside_what_was_measured(tmp_path, monkeypatch):
 
 
 @unchecked
-def test_an_image_knows_its_length_and_asks_for_the_batch_alone():
+def test_a_vision_model_needs_no_length():
     result = run("cost", "tiny-vit", "--train", "--fits", "100MB").stdout
     assert "within 100,000,000 bytes: batch " in result and ", or n" not in result
 
@@ -139,7 +139,7 @@ def test_an_image_knows_its_length_and_asks_for_the_batch_alone():
         (("tiny-gpt", "--n", 8, "--fits", "much"), "'much' is not an amount of memory; use 80GB, 24GiB or"),
     ],
 )
-def test_a_bad_request_is_refused_in_words(words, result):
+def test_a_bad_request_is_refused_with_a_message(words, result):
     with pytest.raises(rg.RegardError) as error:
         run("cost", *words)
     assert result in str(error.value)

@@ -26,27 +26,27 @@ def folder(tmp_path):
     return rg.save(small(), tmp_path / "checkpoint")
 
 
-def test_a_checkpoint_of_ours_gives_a_table(folder):
+def test_a_regard_checkpoint_gives_a_table(folder):
     result = run(folder, "3,1,4,1,5")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].split()[:4] == ["layer", "head", "role", "kind"] and len(lines) == 7
 
 
-def test_json_is_data_and_talk_is_not_in_it(folder):
+def test_json_goes_to_stdout_and_messages_do_not(folder):
     result = run(folder, "random:7", "--json", "--effects")
     data = json.loads(result.stdout)
     assert data["title"] == "Stack" and data["layers"][0]["n"] == 7 and len(data["heads"]) == 6
     assert all(row["effect"] > 0 for row in data["heads"])
 
 
-def test_numbers_are_written_where_asked(folder, tmp_path):
+def test_numbers_are_written_to_the_given_file(folder, tmp_path):
     result = run(folder, "3,1,4", "--out", tmp_path / "heads.json")
     assert result.stdout == "" and "written: " in result.stderr
     assert len(json.loads((tmp_path / "heads.json").read_text())["heads"]) == 6
 
 
-def test_a_hugging_face_configuration_is_built_with_drawn_weights(tmp_path):
+def test_a_hugging_face_configuration_is_built_with_random_weights(tmp_path):
     tf = pytest.importorskip("transformers")
     config = tf.T5Config(d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=64, vocab_size=50)
     config.save_pretrained(tmp_path)
@@ -67,7 +67,7 @@ def test_a_hugging_face_folder_keeps_its_weights(tmp_path):
     assert torch.equal(asked.model.embeddings.word_embeddings.weight, model.embeddings.word_embeddings.weight)
 
 
-def test_a_function_that_makes_a_model_is_called(tmp_path, monkeypatch):
+def test_a_function_that_returns_a_model_is_called(tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text("from lens_models import small\nthree = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert run("my_models:small", "3,1,4").exit_code == 0
@@ -105,7 +105,7 @@ def test_a_text_with_its_tokenizer_has_its_tokens(folder):
     assert read_input(str(text), load(str(folder))).tolist() == [[1, 1]]
 
 
-def test_an_image_is_brought_to_the_size_of_the_model(tmp_path):
+def test_an_image_is_resized_to_the_input_of_the_model(tmp_path):
     pil = pytest.importorskip("PIL.Image")
     tf = pytest.importorskip("transformers")
     plain = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
@@ -135,7 +135,7 @@ def finished(tmp_path):
     return folder
 
 
-def test_the_folder_of_a_run_reads_texts_by_its_own_tokens(finished):
+def test_a_run_folder_tokenizes_texts_with_its_own_tokens(finished):
     result = run(finished, "fade", "--json")
     assert result.exit_code == 0, result.output
     layer = json.loads(result.stdout)["layers"][0]
@@ -145,7 +145,7 @@ def test_the_folder_of_a_run_reads_texts_by_its_own_tokens(finished):
     assert read_input("fade", asked).tolist() == [asked.tokenizer.encode(["fade"])[0]]
 
 
-def test_a_run_without_a_model_yet_says_what_to_do(tmp_path):
+def test_a_run_without_a_model_yet_gets_a_hint(tmp_path):
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(rg.FormatError, match=r"has no model yet; `regard train --out .*` continues the run"):
         load(str(tmp_path))

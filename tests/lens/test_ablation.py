@@ -1,4 +1,4 @@
-"""What changes when a head or a key is taken away or moved: against doing it, and against the ledger."""
+"""Effects of removing or changing heads and keys, against recomputing the model and against the ledger."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def moved(after, before):
 
 
 @pytest.mark.ledger("S0.Q1b.5", "S0.Q2c.3")
-def test_removing_a_head_does_what_zeroing_its_output_does():
+def test_removing_a_head_equals_zeroing_its_output():
     model = Heads()
     view = look(model, X).remove_heads()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_removing_a_head_does_what_zeroing_its_output_does():
 
 
 @pytest.mark.ledger("S0.Q1b.5")
-def test_removing_a_key_does_what_hiding_it_does():
+def test_removing_a_key_equals_masking_it():
     model = Heads()
     view = look(model, X)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_with_a_loss_the_effect_is_its_rise():
 
 
 @pytest.mark.parametrize("way", ["sdpa", "eager"])
-def test_both_ways_of_a_model_give_one_effect(way):
+def test_sdpa_and_eager_models_have_the_same_effects(way):
     pytest.importorskip("transformers")
     given = inputs("t5")
     view = look(huggingface("t5", way), given)
@@ -105,7 +105,7 @@ EFFECTS: dict[int, float] = {}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_pytorchs_own_encoder_lets_its_heads_be_removed():
+def test_heads_of_pytorchs_encoder_can_be_removed():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2).eval()
@@ -114,7 +114,7 @@ def test_pytorchs_own_encoder_lets_its_heads_be_removed():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_a_key_or_a_head_that_is_not_there_is_refused():
+def test_a_key_or_a_head_out_of_range_is_refused():
     view = look(Heads(), X)
     with pytest.raises(rg.ShapeError, match="key 7: this attention has 7 keys, 0 to 6"):
         view.remove_key(7)
@@ -132,7 +132,7 @@ def attend(q, k, v, scale=5**-0.5):
 
 
 @pytest.mark.ledger("S4.1.1f.1")
-def test_a_longer_key_moves_the_output_as_computed_anew():
+def test_a_longer_key_changes_the_output_as_recomputed():
     q, k, v = worked()
     alphas = (0.0, 0.5, 1.001, 3.0)
     got = perturbation.key_length(q, k, v, 4, alphas)
@@ -146,7 +146,7 @@ def test_a_longer_key_moves_the_output_as_computed_anew():
 
 
 @pytest.mark.ledger("S4.1.1e.1", "S4.1.1e.2")
-def test_noise_on_a_key_moves_the_mean_too():
+def test_noise_on_a_key_changes_the_mean_too():
     q, k, v = worked()
     got = perturbation.key_noise(q, k, v, 4, (0.05, 0.8))
     g = torch.Generator().manual_seed(0)
@@ -208,7 +208,7 @@ def test_rollout_is_the_product_of_the_layers():
     assert torch.allclose(view.rollout().sum(-1), torch.ones(7), atol=1e-5)
 
 
-def test_rollout_of_no_single_stack_is_refused():
+def test_rollout_of_more_than_one_stack_is_refused():
     view = look(
         nn.Transformer(16, 2, 1, 1, 32, batch_first=True), (torch.randn(1, 7, 16), torch.randn(1, 5, 16))
     )

@@ -110,14 +110,14 @@ def test_a_map_shows_scores_weights_and_entropies_with_readable_tokens(view):
     assert len(written(figure)) > 5000
 
 
-def test_sixty_tokens_do_not_run_into_one_another():
+def test_sixty_token_labels_do_not_overlap():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     torch.manual_seed(0)
     model = rg.Attention(8, heads=1).build().eval()
     names = [f"token{i}" for i in range(60)]
-    seen = rg.look(model, torch.randn(1, 60, 8), tokens=names)
-    figure = figures.attention_map(seen, 0, 0)
+    view_of_60 = rg.look(model, torch.randn(1, 60, 8), tokens=names)
+    figure = figures.attention_map(view_of_60, 0, 0)
     FigureCanvasAgg(figure).draw()
     boxes = [t.get_window_extent() for t in figure.axes[0].get_yticklabels()]
     assert len(boxes) == 60
@@ -125,17 +125,17 @@ def test_sixty_tokens_do_not_run_into_one_another():
     assert min(gaps) >= 0.75 * max(b.height for b in boxes)
 
 
-def test_the_overview_has_a_map_a_head(view):
+def test_the_overview_has_one_map_per_head(view):
     figure = figures.overview(view)
     assert len(figure.axes) == 4
     assert torch.allclose(image(figure, 3), view.map(1, 1).float())
 
 
-def test_the_gallery_shows_kinds_agreement_and_effects(view):
+def test_the_gallery_shows_kinds_similarity_and_effects(view):
     figure = figures.head_gallery(view, 1)
-    said = " ".join(texts(figure))
-    assert view.kinds[1][0].name in said and "effect of removal" in said
-    assert "use at least" in said.replace("\n", " ")  # too few tokens for an angle
+    text = " ".join(texts(figure))
+    assert view.kinds[1][0].name in text and "effect of removal" in text
+    assert "use at least" in text.replace("\n", " ")  # too few tokens for an angle
     bars = titled(figure, "effect of removal").patches
     assert [b.get_height() for b in bars] == pytest.approx([view.effects[1, h] for h in range(2)])
 
@@ -157,17 +157,17 @@ def test_the_diagram_is_complete_and_no_box_overlaps_another(name):
         apart_x = abs(a.get_x() - b.get_x()) >= a.get_width()
         apart_y = abs(a.get_y() - b.get_y()) >= a.get_height()
         assert apart_x or apart_y
-    said = " ".join(texts(figure))
+    text = " ".join(texts(figure))
     stacks = (
         [declared.encoder, declared.decoder]
         if hasattr(declared, "decoder")
         else [getattr(declared, "encoder", declared)]
     )
     for stack in stacks:
-        assert f"× {stack.layers}" in said and f"{stack.block.attention.heads} heads" in said
-    assert ("cross-attention" in said) == hasattr(declared, "decoder")
+        assert f"× {stack.layers}" in text and f"{stack.block.attention.heads} heads" in text
+    assert ("cross-attention" in text) == hasattr(declared, "decoder")
     if name == "transformer-base":
-        assert '"Hello world"' in said and "masked self-attention" in said and "sinusoidal positions" in said
+        assert '"Hello world"' in text and "masked self-attention" in text and "sinusoidal positions" in text
 
 
 def test_what_has_no_diagram_is_refused():
@@ -231,8 +231,10 @@ def test_costs_taps_traces_and_dependence_are_drawn():
     assert list(costs.axes[0].lines[0].get_ydata()) == [1e6, 4e6] and "n = d" in texts(costs)
     taps = torch.zeros(2, 3, 3)
     taps[0, 0, 1], taps[1, 2, 2] = 1.0, 0.5
-    drawn = figures.convolution_map(taps, torch.tensor([[-1.0, 0.0], [1.0, 1.0]]))
-    assert "head 0\n(-1, +0), weight 1.00" in texts(drawn) and "head 1\n(+1, +1), weight 0.50" in texts(drawn)
+    figure = figures.convolution_map(taps, torch.tensor([[-1.0, 0.0], [1.0, 1.0]]))
+    assert "head 0\n(-1, +0), weight 1.00" in texts(figure) and "head 1\n(+1, +1), weight 0.50" in texts(
+        figure
+    )
     trace = figures.shape_trace([("scores", "q kᵀ/√d", torch.ones(2, 3), "2·n·m·d")])
     assert {"scores", "2 × 3", "2·n·m·d"} <= set(texts(trace))
     table = torch.ones(3, 3).tril()
@@ -255,10 +257,10 @@ def test_an_attention_is_traced_step_by_step():
     torch.manual_seed(0)
     layer = rg.Attention(12, heads=3, pattern=rg.causal()).build()
     x = torch.randn(1, 7, 12)
-    said = texts(figures.attention_trace(layer, x))
-    assert {"scores", "weights", "V", "heads", "output", "3 × 7 × 7", "3 × 7 × 4", "7 × 12"} <= set(said)
+    text = texts(figures.attention_trace(layer, x))
+    assert {"scores", "weights", "V", "heads", "output", "3 × 7 × 7", "3 × 7 × 4", "7 × 12"} <= set(text)
     first = "  ".join(f"{v:+.3f}" for v in layer(x)[0].flatten()[:4].tolist())
-    assert first in said
-    assert f"{layer.spec.cost(n=7)['scores'].total.flops:,} FLOPs" in said
+    assert first in text
+    assert f"{layer.spec.cost(n=7)['scores'].total.flops:,} FLOPs" in text
     with pytest.raises(rg.SpecError, match=r"^Linear is not an attention module of regard; build one"):
         figures.attention_trace(torch.nn.Linear(2, 2), x)

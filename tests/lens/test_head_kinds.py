@@ -64,10 +64,10 @@ def stats(table, tokens=True, grid=None):
 
 @pytest.mark.ledger("S0.Q2c.5", "S2.4.2.6")
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_built_to_be_of_a_kind_is_of_that_kind(name):
-    found = classify_head(stats(HEADS[name]), 0)
-    assert found.name == name, found
-    assert 0.5 <= found.confidence <= 1 and found.evidence
+def test_a_head_constructed_for_a_kind_is_classified_as_it(name):
+    kind = classify_head(stats(HEADS[name]), 0)
+    assert kind.name == name, kind
+    assert 0.5 <= kind.confidence <= 1 and kind.evidence
 
 
 def test_every_kind_but_mixed_has_such_a_head():
@@ -75,14 +75,14 @@ def test_every_kind_but_mixed_has_such_a_head():
 
 
 @pytest.mark.parametrize("name", ["self", "previous", "first", "shift", "sink"])
-def test_confidence_falls_as_the_head_does_less_of_it(name):
+def test_confidence_falls_with_the_share_of_the_behavior(name):
     sure = [classify_head(stats(0.2 * k * HEADS[name] + (1 - 0.2 * k) / N), 0) for k in (5, 4, 3)]
     assert [f.name for f in sure] == [name] * 3
     assert sure[0].confidence > sure[1].confidence > sure[2].confidence
     assert classify_head(stats(0.1 * HEADS[name] + 0.9 / N), 0).name == "uniform"
 
 
-def test_a_causal_head_that_looks_everywhere_alike_is_uniform_and_not_first():
+def test_a_causal_head_with_equal_weights_is_uniform_and_not_first():
     table = spread(J <= I, rest=0.0)
     s = head_statistics(captured(StoredWeights(table[None, None])))
     assert s.uniform["one_key"] == pytest.approx(float((1 / (I + 1.0)).mean()))
@@ -92,15 +92,15 @@ def test_a_causal_head_that_looks_everywhere_alike_is_uniform_and_not_first():
 def test_on_a_grid_a_shift_up_is_named():
     y, x = torch.arange(N) // 6, torch.arange(N) % 6
     up = (y[:, None] - y == 1) & (x[:, None] == x - 1)
-    found = classify_head(stats(spread(up, 0.0), tokens=False, grid=Grid(4, 6)), 0)
-    assert found.name == "shift" and "-1 rows and +1 columns" in found.evidence
+    kind = classify_head(stats(spread(up, 0.0), tokens=False, grid=Grid(4, 6)), 0)
+    assert kind.name == "shift" and "-1 rows and +1 columns" in kind.evidence
 
 
 def test_what_reaches_no_threshold_is_mixed():
     g = torch.Generator().manual_seed(0)
     table = (torch.randn(N, N, generator=g) * 1.1).softmax(-1)
-    found = classify_head(stats(table), 0)
-    assert found.name == "mixed" and "no threshold is reached" in found.evidence
+    kind = classify_head(stats(table), 0)
+    assert kind.name == "mixed" and "no threshold is reached" in kind.evidence
 
 
 def test_thresholds_are_data():
@@ -110,15 +110,15 @@ def test_thresholds_are_data():
         "previous",
         "shift",
     )
-    mine = (Rule("looks back", "on_previous", 0.5, "{value:.0%} back"),)
-    assert classify_heads(s, mine)[0].name == "looks back"
+    mine = (Rule("mostly previous", "on_previous", 0.5, "{value:.0%} back"),)
+    assert classify_heads(s, mine)[0].name == "mostly previous"
     with pytest.raises(
         rg.RegardError, match="unknown measure 'color'; known: flat, induction, near, on_first"
     ):
         classify_head(s, 0, (Rule("red", "color", 0.5, ""),))
 
 
-def test_the_evidence_says_the_number():
+def test_the_evidence_contains_the_number():
     assert classify_head(stats(HEADS["previous"]), 0).evidence == "97% is on the token before"
     assert classify_head(stats(HEADS["shift"]), 0).evidence == "97% is at one offset, 4 back"
     assert (

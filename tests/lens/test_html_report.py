@@ -74,7 +74,7 @@ def test_the_bytes_of_a_map_are_its_weights(view):
     assert json.loads(json.dumps(told)) == json.loads(json.dumps(told, allow_nan=False))
 
 
-def test_long_maps_are_pooled_and_the_page_says_so():
+def test_long_maps_are_pooled_with_a_note_on_the_page():
     long = rg.look(model(1, 2), torch.zeros(1, 1600, dtype=torch.long))
     told = contents(long)
     assert told["pooled"] and told["layers"][0]["shape"] == [774, 774]
@@ -94,7 +94,7 @@ def test_a_click_enlarges_a_head_and_a_hover_shades_the_keys(view, open_page):
     assert at.inner_text("#reading").startswith("“w2” is attended to by ")
 
 
-def test_tokens_are_text_whatever_they_say(view, open_page):
+def test_tokens_are_inserted_as_text_and_never_as_markup(view, open_page):
     at = open_page(view)
     at.hover("#queries span:nth-child(63)")
     assert at.evaluate("window.hacked") is None
@@ -103,7 +103,7 @@ def test_tokens_are_text_whatever_they_say(view, open_page):
     assert at.evaluate("document.querySelectorAll('#words img, #words b').length") == 0
 
 
-def test_filters_and_the_slider_leave_what_was_asked_for(view, open_page):
+def test_filters_and_the_slider_select_heads(view, open_page):
     at = open_page(view)
     kind = view.kinds[0][0].name
     at.select_option("#kind", kind)
@@ -116,7 +116,7 @@ def test_filters_and_the_slider_leave_what_was_asked_for(view, open_page):
     assert at.locator(".row:visible").count() == 1 and at.locator("tbody tr").count() == 12
 
 
-def test_the_table_sorts_both_ways(view, open_page):
+def test_the_table_sorts_in_both_directions(view, open_page):
     at = open_page(view)
     at.click("th[data-field=entropy] button")
     column = at.evaluate(
@@ -154,7 +154,7 @@ def test_a_patch_shows_its_attention_over_the_image(vision, open_page):
     assert at.inner_text("#reading").startswith(f"“{vision.queries(0)[1 + 6]}” attends to ")
 
 
-def test_a_notebook_shows_the_page_in_a_frame_of_its_own(view):
+def test_a_notebook_shows_the_page_in_a_separate_frame(view):
     frame = inline(view)
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html') and 'sandbox="allow-scripts"' in frame
     assert view._repr_html_() == frame and "<script" not in frame

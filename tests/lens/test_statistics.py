@@ -16,10 +16,10 @@ from regard.lens.statistics import MULTIPLES, head_statistics
 from regard.lens.token_matches import numbered
 
 
-def drawn(seed, b=2, h=3, n=13, m=13, d=5, terms=(), scale=1.0, role="self", valid=None):
+def random_call(seed, b=2, h=3, n=13, m=13, d=5, score_mods=(), scale=1.0, role="self", valid=None):
     g = torch.Generator().manual_seed(seed)
     q, k = torch.randn(b, h, n, d, generator=g), torch.randn(b, h, m, d, generator=g)
-    return captured(QueryKeyScores(q, k, k, scale, tuple(terms)), role, valid)
+    return captured(QueryKeyScores(q, k, k, scale, tuple(score_mods)), role, valid)
 
 
 def dense(call):
@@ -32,11 +32,11 @@ def mean(x, counted):
 
 
 HIDDEN = torch.rand(2, 1, 13, 13, generator=torch.Generator().manual_seed(5)) > 0.3
-TERMS = {
+SCORE_MODS = {
     "all": (),
     "causal": (CausalMask(),),
     "hidden": (MaskOrBias(HIDDEN),),
-    "rows that look nowhere": (MaskOrBias(HIDDEN & (torch.arange(13) != 4)[:, None]),),
+    "rows without an allowed key": (MaskOrBias(HIDDEN & (torch.arange(13) != 4)[:, None]),),
     "a bias": (MaskOrBias(torch.randn(3, 13, 13, generator=torch.Generator().manual_seed(6))),),
     "float's lowest": (MaskOrBias(torch.where(HIDDEN, 0.0, torch.finfo(torch.float32).min)),),
 }
@@ -44,9 +44,9 @@ TERMS = {
 
 @pytest.mark.ledger("S0.Q1b.4")
 @pytest.mark.parametrize("scale", [0.4, 60.0])
-@pytest.mark.parametrize("terms", TERMS)
-def test_the_stream_counts_what_the_table_holds(terms, scale):
-    call = drawn(1, terms=TERMS[terms], scale=scale)
+@pytest.mark.parametrize("score_mods", SCORE_MODS)
+def test_statistics_by_blocks_equal_those_of_the_full_table(score_mods, scale):
+    call = random_call(1, score_mods=SCORE_MODS[score_mods], scale=scale)
     s = head_statistics(call, size=40)  # blocks of 3 queries
     w, i = dense(call), torch.arange(13)
     counted = w.sum(-1) > 0
@@ -74,18 +74,18 @@ def test_the_stream_counts_what_the_table_holds(terms, scale):
     assert torch.equal(s.span, (within >= 0.9).double().argmax(0).double())
 
 
-def test_previous_next_and_self_count_the_queries_that_have_such_a_key():
-    call = drawn(2)
+def test_previous_next_and_self_are_means_over_queries_that_have_such_a_key():
+    call = random_call(2)
     s, w = head_statistics(call, size=40), dense(call)
     for got, offset in ((s.on_self, 0), (s.on_previous, -1), (s.on_next, 1)):
         assert torch.allclose(got, w.diagonal(offset, -2, -1).mean((0, 2)), atol=1e-6)
-    assert torch.isnan(head_statistics(drawn(2, terms=(CausalMask(),))).on_next).all()
+    assert torch.isnan(head_statistics(random_call(2, score_mods=(CausalMask(),))).on_next).all()
 
 
 def test_padding_is_not_counted():
     valid = torch.ones(2, 13, dtype=torch.bool)
     valid[0, 9:] = False
-    call = drawn(3, valid=valid)
+    call = random_call(3, valid=valid)
     s, w = head_statistics(call, size=40), dense(call)
     assert torch.allclose(
         s.entropy, mean(torch.special.entr(w).sum(-1), valid[:, None].expand(-1, 3, -1)), atol=1e-6
@@ -96,15 +96,15 @@ def test_padding_is_not_counted():
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(1, 90))
 def test_the_size_of_a_block_changes_nothing(n, m, causal, size):
-    call = drawn(n, n=n, m=m, terms=(CausalMask(),) if causal else (), role="cross")
+    call = random_call(n, n=n, m=m, score_mods=(CausalMask(),) if causal else (), role="cross")
     whole, parts = head_statistics(call), head_statistics(call, size=size)
     for name in ("entropy", "distance", "by_key", "by_offset", "shift", "span", "top"):
         assert torch.allclose(getattr(whole, name), getattr(parts, name), atol=1e-6)
     assert torch.allclose(whole.by_offset.sum(-1), torch.ones(3, dtype=torch.float64), atol=1e-6)
 
 
-def test_weights_that_the_model_wrote_down_are_counted_alike():
-    call = drawn(4)
+def test_stored_weights_have_the_same_statistics():
+    call = random_call(4)
     s, t = head_statistics(call), head_statistics(captured(StoredWeights(dense(call).float())))
     for name in ("entropy", "entropy_share", "distance", "by_key", "by_offset", "shift_weight", "top"):
         assert torch.allclose(getattr(s, name), getattr(t, name), atol=1e-5)
@@ -115,7 +115,7 @@ WORDS = (("the", "cat", "the", "dog", "the", "cat", "a"), ("a", "a", "b", "the",
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_equal_tokens_and_what_followed_them(causal):
-    call = drawn(5, n=7, m=7, terms=(CausalMask(),) if causal else ())
+    call = random_call(5, n=7, m=7, score_mods=(CausalMask(),) if causal else ())
     s = head_statistics(call, numbered(WORDS, WORDS, ("the",)), size=20)
     w = dense(call)
     same, after = torch.zeros(2, 7, 7), torch.zeros(2, 7, 7)
@@ -134,9 +134,9 @@ def test_equal_tokens_and_what_followed_them(causal):
 
 
 @pytest.mark.ledger("S2.4.2.2", "S2.4.2.5")
-def test_on_a_grid_the_centre_the_spread_and_the_nearest_shift():
+def test_on_a_grid_the_center_the_spread_and_the_nearest_shift():
     grid = Grid(3, 4, skip=1)
-    call = drawn(6)
+    call = random_call(6)
     on = head_statistics(call, grid=grid, size=40).grid
     w = dense(call)[:, :, 1:, 1:]
     y, x = torch.arange(12) // 4, torch.arange(12) % 4
@@ -205,8 +205,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_table_is_held():
-    call = drawn(7, b=1, h=1, n=2048, m=2048, d=8)
+def test_no_full_table_is_allocated():
+    call = random_call(7, b=1, h=1, n=2048, m=2048, d=8)
     with Largest() as seen:
         s = head_statistics(call, size=1 << 15)
     assert seen.most < 2048**2 * 4 / 25 and s.queries == 2048
@@ -217,14 +217,14 @@ def test_no_table_is_held():
 
 
 def test_agreement_is_the_cosine_of_the_maps():
-    call = drawn(8)
+    call = random_call(8)
     flat = dense(call).permute(1, 0, 2, 3).flatten(1)
     truth = torch.nn.functional.cosine_similarity(flat[:, None], flat[None], -1)
     assert torch.allclose(agreement(call, call), truth, atol=1e-6)
     with pytest.raises(
         rg.ShapeError, match=r"maps of 13 × 13 \(layer\) and of 13 × 11 \(layer\) cannot be compared"
     ):
-        agreement(call, drawn(8, m=11))
+        agreement(call, random_call(8, m=11))
 
 
 @pytest.mark.ledger("S0.Q2c.2")
@@ -242,7 +242,7 @@ def test_principal_angles_of_known_spans():
     assert torch.allclose(principal_angles(a, b), principal_angles(b, a))
 
 
-def test_heads_that_project_alike_have_angle_0():
+def test_heads_with_the_same_projection_have_angle_0():
     g = torch.Generator().manual_seed(0)
     q = torch.randn(1, 3, 23, 5, generator=g)
     q[:, 1] = q[:, 0] @ torch.randn(5, 5, generator=g)
@@ -250,7 +250,7 @@ def test_heads_that_project_alike_have_angle_0():
     angles = head_angles(call, "query")
     assert angles[0, 1].max() < 1e-5 and angles[0, 2].max() > 0.5
     with pytest.raises(rg.ShapeError, match=r"13 tokens for heads of width 7: .* use at least 14 tokens"):
-        head_angles(drawn(1, b=1, d=7))
+        head_angles(random_call(1, b=1, d=7))
     with pytest.raises(
         rg.RegardError, match="is eager attention: only its weights were recorded, not q and k"
     ):
@@ -267,12 +267,12 @@ def test_heads_that_project_alike_have_angle_0():
         (23, 32, 48, None),
     ],
 )
-def test_the_grid_of_an_image_is_found(tokens, height, width, grid):
+def test_the_grid_of_an_image_is_inferred(tokens, height, width, grid):
     assert square_grid(tokens, height, width) == grid
 
 
-def test_a_call_where_no_query_may_look_is_refused():
-    call = drawn(1, terms=(MaskOrBias(torch.zeros(13, 13, dtype=torch.bool)),))
+def test_a_call_without_allowed_pairs_is_refused():
+    call = random_call(1, score_mods=(MaskOrBias(torch.zeros(13, 13, dtype=torch.bool)),))
     with pytest.raises(
         rg.ShapeError, match=r"layer 0 \(layer\): no query has an allowed key, so it has no statistics"
     ):

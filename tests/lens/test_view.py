@@ -17,7 +17,7 @@ IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
 
 
 @pytest.mark.ledger("S2.1.1.3")
-def test_scores_and_weights_are_told_apart():
+def test_weights_are_the_softmax_of_scores():
     view = look(small(), IDS)
     scores = view.scores(1, 2, batch=1)
     assert torch.allclose(scores.softmax(-1), view.map(1, 2, batch=1), atol=1e-6)
@@ -85,7 +85,7 @@ def test_both_sides_of_a_cross_attention_have_their_tokens():
     assert view.statistics[0].queries == 19  # padding is not counted
 
 
-def test_an_image_brings_its_grid_and_itself():
+def test_an_image_input_gives_a_grid_and_a_picture():
     pytest.importorskip("transformers")
     view = look(huggingface("vit", "sdpa"), inputs("vit"))
     assert view.grid == (4, 4) and view.skip == 1 and view.image.shape == (3, 32, 32)
@@ -95,7 +95,7 @@ def test_an_image_brings_its_grid_and_itself():
         look(huggingface("vit", "sdpa"), inputs("vit"), grid=5)
 
 
-def test_the_table_has_one_row_a_head_and_is_ready_for_json():
+def test_the_table_has_one_row_per_head_and_converts_to_json():
     view = look(small(), IDS)
     rows = view.rows()
     assert [(r["layer"], r["head"]) for r in rows] == [(i, h) for i in range(2) for h in range(3)]
@@ -108,7 +108,7 @@ def test_the_table_has_one_row_a_head_and_is_ready_for_json():
     )
 
 
-def test_the_table_is_pandas_where_pandas_is(monkeypatch):
+def test_the_table_is_a_data_frame_if_pandas_is_installed(monkeypatch):
     import sys
 
     view = look(small(), IDS)
@@ -118,16 +118,16 @@ def test_the_table_is_pandas_where_pandas_is(monkeypatch):
     assert isinstance(view.heads, Table)
 
 
-def test_counting_while_it_runs_gives_the_same_numbers_and_no_maps():
-    whole, streamed = look(small(), IDS), look(small(), IDS, keep=False)
-    assert streamed.rows() == whole.rows()
+def test_statistics_during_the_run_are_the_same_without_maps():
+    stored, streamed = look(small(), IDS), look(small(), IDS, keep=False)
+    assert streamed.rows() == stored.rows()
     with pytest.raises(rg.RegardError, match=r"layer 0 \(blocks.0.attention\) was recorded with keep=False"):
         streamed.map(0, 0)
     with pytest.raises(rg.RegardError, match="keep='all'; use True, False or 'copy'"):
         look(small(), IDS, keep="all")
 
 
-def test_a_model_without_attention_is_said_to_have_none():
+def test_a_model_without_attention_is_refused():
     with pytest.raises(
         rg.RegardError, match=r"no attention call was found while Linear ran \(1 module calls\): it has none"
     ):
@@ -143,7 +143,7 @@ def test_an_input_that_does_not_fit_is_described():
         look(nn.Linear(3, 3), {"colour": "red"})
 
 
-def test_numbers_are_saved_and_other_endings_refused(tmp_path):
+def test_numbers_are_saved_and_unknown_formats_refused(tmp_path):
     view = look(small(), IDS)
     path = view.save(tmp_path / "heads.json")
     assert json.loads(path.read_text())["heads"] == view.rows()
@@ -164,11 +164,11 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
         view.save(closed / "heads.json")
 
 
-def test_the_view_says_what_it_saw():
+def test_the_view_prints_what_it_recorded():
     assert repr(look(small(), IDS)) == "<View of Stack: 2 layers, 6 heads (regard)>"
 
 
-def test_looking_runs_the_model_as_it_is():
+def test_look_runs_the_model_in_its_current_mode():
     model = small().train()
     outputs = []
     model.register_forward_hook(lambda _m, _a, out: outputs.append(out))
@@ -179,42 +179,47 @@ def test_looking_runs_the_model_as_it_is():
 
 
 @pytest.mark.ledger("S1.Q5c.1", "S2.4.2.1")
-def test_a_recorder_keeps_what_the_pictures_of_training_need(tmp_path):
-    model, kept = small().train(), Recorder()
+def test_a_recorder_has_what_the_pictures_of_training_need(tmp_path):
+    model, recorder = small().train(), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):
         loss = nn.functional.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        kept.loss(step, loss, floor=0.5)
-        kept.gradient(step, model)
+        recorder.loss(step, loss, floor=0.5)
+        recorder.gradient(step, model)
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        kept.gradient(step, model, clipped=True)
+        recorder.gradient(step, model, clipped=True)
         optimizer.step()
-        kept.view(step, look(model, IDS))
-        kept.table(step, "tokens", model.embedding.table)
-    assert len(kept.losses["train"]) == 3 and kept.floors == {"train": 0.5}
-    assert list(kept.gradients[0][1])[:2] == ["embedding", "blocks.0"]
-    total = sum(v**2 for v in kept.clipped[0][1].values()) ** 0.5
+        recorder.view(step, look(model, IDS))
+        recorder.table(step, "tokens", model.embedding.table)
+    assert len(recorder.losses["train"]) == 3 and recorder.floors == {"train": 0.5}
+    assert list(recorder.gradients[0][1])[:2] == ["embedding", "blocks.0"]
+    total = sum(v**2 for v in recorder.clipped[0][1].values()) ** 0.5
     assert total == pytest.approx(0.01, rel=1e-3)
-    entropies = [v for _, v in kept.series(1, 2, "entropy")]
+    entropies = [v for _, v in recorder.series(1, 2, "entropy")]
     assert len(set(entropies)) == 3
-    again = Recorder.load(kept.save(tmp_path / "record.json"))
-    assert again.losses == kept.losses and again.heads == kept.heads and again.gradients == kept.gradients
+    loaded = Recorder.load(recorder.save(tmp_path / "record.json"))
     assert (
-        torch.equal(again.tables[2][2], kept.tables[2][2]) and kept.tables[0][2].ne(kept.tables[2][2]).any()
+        loaded.losses == recorder.losses
+        and loaded.heads == recorder.heads
+        and loaded.gradients == recorder.gradients
+    )
+    assert (
+        torch.equal(loaded.tables[2][2], recorder.tables[2][2])
+        and recorder.tables[0][2].ne(recorder.tables[2][2]).any()
     )
 
 
-def test_a_recorder_says_what_it_does_not_have(tmp_path):
-    kept = Recorder()
+def test_a_recorder_names_what_it_does_not_have(tmp_path):
+    recorder = Recorder()
     with pytest.raises(rg.RegardError, match=r"no parameter has a gradient; record after loss.backward\(\)"):
-        kept.gradient(0, small())
-    kept.view(0, look(small(), IDS))
+        recorder.gradient(0, small())
+    recorder.view(0, look(small(), IDS))
     with pytest.raises(rg.ShapeError, match="step 0 has no layer 2, head 0; its last is layer 1, head 2"):
-        kept.series(2, 0, "entropy")
+        recorder.series(2, 0, "entropy")
     with pytest.raises(rg.ShapeError, match="step 0 has no 'color'; it has layer, name"):
-        kept.series(0, 0, "color")
+        recorder.series(0, 0, "color")
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(rg.FormatError, match=r"x.json is not a record in regard's format 1"):
         Recorder.load(tmp_path / "x.json")

@@ -277,7 +277,7 @@ def test_private_apis_are_reached_in_compat_only():
         ("import torch\ntorch.nn.functional.softmax(x, -1)\nself._origins.x", 0),
     ],
 )
-def test_a_private_api_is_seen(source, count):
+def test_a_private_api_is_found(source, count):
     assert len(private_apis(source)) == count
 
 
@@ -354,7 +354,7 @@ def test_the_block_on_imports_blocks():
     assert done.returncode != 0 and "einops is blocked" in done.stderr
 
 
-def test_the_package_says_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (SRC / "py.typed").exists()
     assert importlib.util.find_spec("regard").submodule_search_locations[0] == str(SRC)
 

@@ -9,7 +9,7 @@ ROWS = [20, 5, 13, 12, 24, 23, 13, 6, 33, 22, 13, 30, 7, 15]
 OFFERED = {"run": 113, "cost": 71, "check": 120, "train": 31, "look": 89}
 
 
-def test_there_are_236_rows_and_none_twice():
+def test_there_are_236_rows_without_duplicates():
     assert len(rows()) == 236 == len({r.id for r in rows()})
 
 
@@ -27,7 +27,7 @@ def test_every_marker_names_a_row_that_exists():
     assert not wrong, "\n".join(["no such row of the ledger:", *wrong])
 
 
-def test_markers_are_found_wherever_they_stand():
+def test_markers_are_found_in_every_position():
     source = """
 pytestmark = pytest.mark.ledger("A.1")
 

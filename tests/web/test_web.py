@@ -1,4 +1,4 @@
-"""The page: a real server on a free port, asked as a browser asks it, and by a browser where there is one."""
+"""The page: a real server on a free port, requested as a browser does, and by a browser if one is installed."""
 
 import json
 import re
@@ -78,13 +78,13 @@ def ask(port, path, given=None, host=None):
     return answer.status, json.loads(body) if "json" in answer.getheader("content-type") else body
 
 
-def test_the_page_needs_nothing_from_elsewhere(bare):
+def test_the_page_loads_no_external_resource(bare):
     status, page = ask(bare, "/")
     assert status == 200 and "<title>regard</title>" in page
     assert not re.search(r"https?://|src=|@import", page)
 
 
-def test_it_says_what_it_can_price_and_whether_it_can_look(bare, texts, ids):
+def test_the_api_lists_presets_and_the_kind_of_input(bare, texts, ids):
     assert [ask(port, "/api")[1]["reads"] for port in (bare, texts, ids)] == [None, "text", "ids"]
     assert ask(bare, "/api")[1]["presets"] == list(rg.presets())
 
@@ -95,8 +95,8 @@ def test_a_pattern_is_counted_drawn_and_explained_as_the_library_does(bare):
     status, result = ask(bare, "/api/pattern", {"pattern": text, "n": n})
     assert status == 200 and result["pattern"] == text
     assert int(result["count"]) == pattern.count(n) and result["share"] == pattern.count(n) / n**2
-    drawn = torch.tensor([[int(x) for x in row] for row in result["rows"]]).bool()
-    assert torch.equal(drawn, pattern.allowed(MAX_DRAWN))
+    picture = torch.tensor([[int(x) for x in row] for row in result["rows"]]).bool()
+    assert torch.equal(picture, pattern.allowed(MAX_DRAWN))
     assert result["explained"] == str(rg.explain(pattern, n=n))
     trained = ask(bare, "/api/pattern", {"pattern": text, "n": 16384, "device": "cuda", "train": True})[1]
     assert trained["explained"] == str(rg.explain(pattern, n=16384, device="cuda", grad=True))
@@ -109,7 +109,7 @@ def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"pattern": "causal() & widow(3)"}, "did you mean window"),
         ({"pattern": "__import__('os').getcwd()"}, "is not a pattern"),
@@ -123,9 +123,9 @@ def test_a_long_pattern_is_counted_exactly_and_not_planned(bare):
         ({"n": 3}, "pattern: "),
     ],
 )
-def test_what_is_wrong_with_a_pattern_is_said(bare, given, said):
+def test_an_invalid_pattern_gets_a_reason(bare, given, message):
     status, result = ask(bare, "/api/pattern", given)
-    assert status == 422 and said in result["error"]
+    assert status == 422 and message in result["error"]
 
 
 def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
@@ -140,7 +140,7 @@ def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [
         ("gpt3", "did you mean gpt2"),
         ("os:getcwd", "unknown preset"),
@@ -150,9 +150,9 @@ def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
         ({"d_model": 512}, "kind"),
     ],
 )
-def test_a_browser_cannot_name_files_or_objects_and_is_told_what_is_wrong(bare, model, said):
+def test_a_browser_cannot_name_files_or_objects_and_gets_a_reason(bare, model, message):
     status, result = ask(bare, "/api/cost", {"model": model})
-    assert status == 422 and said in result["error"]
+    assert status == 422 and message in result["error"]
 
 
 def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
@@ -163,7 +163,7 @@ def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a bb", "use token ids"),
         ("/etc/passwd", "use token ids"),
@@ -171,25 +171,25 @@ def test_heads_are_shown_for_texts_and_for_ids(texts, ids):
         (", ".join(600 * ["1"]), "too many"),
     ],
 )
-def test_what_cannot_be_looked_at_is_said(ids, text, said):
+def test_an_invalid_input_gets_a_reason(ids, text, message):
     status, result = ask(ids, "/api/look", {"text": text})
-    assert status == 422 and said in result["error"]
+    assert status == 422 and message in result["error"]
 
 
 def test_a_text_without_a_token_is_refused(texts):
     assert ask(texts, "/api/look", {"text": "  "}) == (422, {"error": "this text has no tokens"})
 
 
-def test_without_a_model_it_says_how_to_give_one(bare):
+def test_without_a_model_there_is_a_hint_how_to_start_one(bare):
     assert "regard serve MODEL" in ask(bare, "/api/look", {"text": "a"})[1]["error"]
 
 
-def test_another_sites_page_is_refused_in_its_visitors_name(bare):
+def test_requests_from_other_sites_are_refused(bare):
     assert ask(bare, "/", host="evil.example")[0] == 400
     assert ask(bare, "/", host="localhost")[0] == 200
 
 
-def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
+def test_a_port_in_use_is_refused_before_a_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SpecError, match=f"port {port} is in use on 127.0.0.1; use another --port"):
@@ -199,7 +199,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
         serve(host="::1")
 
 
-def test_a_model_of_images_is_refused_with_what_to_do():
+def test_a_vision_model_is_refused_with_a_hint():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(
@@ -208,15 +208,15 @@ def test_a_model_of_images_is_refused_with_what_to_do():
         serve("tiny-vit", port=port)
 
 
-def test_in_a_browser_it_answers_as_one_types(browser, texts):
+def test_the_page_updates_while_typing(browser, texts):
     page = browser.new_page()
     errors = []
     page.on("pageerror", lambda e: errors.append(str(e)))
     page.goto(f"http://127.0.0.1:{texts}/#pattern=causal()&n=64")
     shown = "id => document.getElementById(id).textContent"
 
-    def until(id, said):
-        page.wait_for_function(f"([id, said]) => ({shown})(id).includes(said)", arg=[id, said])
+    def until(id, message):
+        page.wait_for_function(f"([id, message]) => ({shown})(id).includes(message)", arg=[id, message])
 
     until("count", "2,080")
     page.fill("#pattern", "causal() & window(1)")
