@@ -373,6 +373,32 @@ def test_four_threads_look_at_different_models_at_the_same_time_and_each_gets_it
     assert rg.engine.attention.attention is attention
 
 
+def test_the_original_function_is_restored_if_the_first_look_ends_first():
+    """Enter one, enter two, leave one, leave two: each look must not restore what it found."""
+    original, q = F.scaled_dot_product_attention, torch.randn(1, 2, 7, 5)
+    inside, leave = {1: Event(), 2: Event()}, {1: Event(), 2: Event()}
+
+    def run(number):
+        def model(q):
+            out = F.scaled_dot_product_attention(q, q, q)
+            inside[number].set()
+            assert leave[number].wait(60)
+            return out
+
+        return len(look(model, q).calls)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, 1)
+        assert inside[1].wait(60)
+        second = pool.submit(run, 2)
+        assert inside[2].wait(60) and F.scaled_dot_product_attention is not original
+        leave[1].set()
+        assert first.result() == 1 and F.scaled_dot_product_attention is not original
+        leave[2].set()
+        assert second.result() == 1
+    assert F.scaled_dot_product_attention is original
+
+
 def test_what_another_thread_runs_meanwhile_is_not_recorded():
     x = torch.randn(2, 7, 12)
     inside, finished = Event(), Event()
