@@ -11,6 +11,7 @@ from regard.errors import SpecError
 from regard.laws import LAWS, Budget, Case, Function, Model, check, law, replay, search, try_law
 from regard.laws.controls import CLAIMS, reference_function, with_changed_call
 from regard.laws.law import Trial
+from regard.laws.measurement import compare
 from regard.reference import attend
 
 FEW = Budget(cases=6, seconds=20.0)
@@ -126,6 +127,21 @@ def test_the_counterexample_is_the_smallest():
     case = outcome.counterexample
     assert (case.b, case.h, case.n, case.m, case.d_k, case.d_v) == (1, 1, 2, 2, 1, 1)
     assert outcome.message.startswith("outputs up to 0 ")
+
+
+def test_numbers_that_differ_are_shown_with_enough_digits():
+    got, expected = torch.tensor([1.0, 2.0 + 1e-9]).double(), torch.tensor([1.0, 2.0]).double()
+    close = compare("x", got.double() + torch.tensor([0.0, 1e-9]).double(), expected)
+    assert close.message == "x: got 2.000000001, expected 2 at index [1]"
+    assert compare("x", torch.tensor(-2.9), torch.tensor(-0.87)).message == "x: got -2.9, expected -0.87"
+    assert compare("x", expected, expected).message == "x: got 1, expected 1 at index [0]"
+
+
+def test_a_target_that_returns_its_values_is_reported_and_no_law_fails_itself():
+    target = Function("returns v", lambda q, k, v: v, claims={"float64", "float32"}, lacks={"n≠m"})
+    verdict = check(target, budget=FEW)
+    assert verdict["L08"].status == "broken" and "unmasked key is not above 0" in verdict["L08"].message
+    assert not [o for o in verdict.outcomes if "the law itself failed" in o.message]
 
 
 def test_the_search_ends_at_the_first_values_that_still_break():

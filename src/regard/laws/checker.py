@@ -72,5 +72,5 @@ def replay(number: str, target: Any, **case: Any) -> str:
     status = "holds" if measurement.rank <= tolerance else "is broken"
     return (
         f"{law.number} {law.name} {status} on {adapted.name}: {measurement.message}\n"
-        f"  {law.formula}\n  error {measurement.error:.3g}, tolerance {tolerance:.0e}, {Case(case)}"
+        f"  {law.formula}\n  error {measurement.error:.3g}, tolerance {tolerance:g}, {Case(case)}"
     )

@@ -146,7 +146,9 @@ class _Run:
         case, measurement = self.case, self.worst
         if not self.trial.per_seed:
             case, measurement = self._shrink(case, measurement)
-        message = f"{measurement.message} (error {measurement.error:.2g}, tolerance {self.tolerance:.0e})"
+        message = measurement.message
+        if math.isfinite(measurement.error):  # a violated statement or a NaN has no size
+            message += f" (error {measurement.error:.2g}, tolerance {self.tolerance:g})"
         return self._result("broken", message, measurement.error, case)
 
     def _sample(self, wanted: int, until: float) -> None:

@@ -52,7 +52,7 @@ def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) ->
     size = expected[finite].abs().amax().item() if bool(finite.any()) else 0.0
     index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     at = f" at index {list(index)}" if index else ""
-    message = f"{quantity}: got {got[index].item():.6g}, expected {expected[index].item():.6g}{at}"
+    message = f"{quantity}: {_got_expected(got[index].item(), expected[index].item())}{at}"
     return Measurement(error.amax().item() / max(1.0, size) / slack, message)
 
 
@@ -73,6 +73,12 @@ def gradients(o: Tensor, inputs: tuple[Tensor, ...], grad_output: Tensor) -> tup
         return tuple(torch.zeros_like(x) for x in inputs)
     grads = torch.autograd.grad((o * grad_output.to(o.dtype)).sum(), inputs, allow_unused=True)
     return tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs))
+
+
+def _got_expected(got: float, expected: float) -> str:
+    """Both numbers with six digits, or with as many as it takes to tell them apart."""
+    digits = next((d for d in (6, 12) if f"{got:.{d}g}" != f"{expected:.{d}g}"), 6 if got == expected else 17)
+    return f"got {got:.{digits}g}, expected {expected:.{digits}g}"
 
 
 def _not_finite(x: Tensor) -> str:

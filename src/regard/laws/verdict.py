@@ -97,4 +97,4 @@ def _describe(o: Outcome) -> str:
         return f"{o.status}: {o.message}"
     cases = "1 case" if o.cases == 1 else f"{o.cases} cases"
     note = f"; {o.message}" if o.message else ""
-    return f"holds in {cases}, largest error {o.worst:.1e} (tolerance {o.tolerance:.0e}){note}"
+    return f"holds in {cases}, largest error {o.worst:.1e} (tolerance {o.tolerance:g}){note}"

@@ -44,7 +44,7 @@ WEIGHTS = (
         "scale ignored", "L13", FACTOR, FACTOR.replace("d**-0.5 if scale is None else scale", "d**-0.5")
     ),
     _attention(
-        "β on running_max of 1/√d", "L03", FACTOR, FACTOR.replace("else scale", "else scale * d**-0.5")
+        "scale applied on top of 1/√d", "L03", FACTOR, FACTOR.replace("else scale", "else scale * d**-0.5")
     ),
     _attention("not normalized", "L01", SOFTMAX, "weights = scores.exp().masked_fill(~visible, 0.0)"),
     _attention(

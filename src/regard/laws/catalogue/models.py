@@ -20,7 +20,7 @@ MAX_SEQUENCES = 4096  # whose likelihoods are summed
 
 
 def likelihood(harness: Harness, c: Case) -> Measurement:
-    """Σ over all vᵀ sequences of Π_t p(y_t | y_<t)."""
+    """Σ over all vocab^T sequences of Π_t p(y_t | y_<t)."""
     vocab = harness.model.vocab
     assert vocab is not None
     sequences = torch.tensor(list(itertools.product(range(vocab), repeat=c.T)), device=harness.device)
@@ -218,7 +218,7 @@ LAWS = (
     Law(
         "L30",
         "likelihoods sum to one",
-        "Σ over all vᵀ sequences of Π_t p(y_t | y_<t) = 1",
+        "Σ over all vocab^T sequences of Π_t p(y_t | y_<t) = 1",
         "a causal language model with a small vocabulary; inputs shifted by one",
         {
             "model": Trial(

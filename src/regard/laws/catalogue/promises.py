@@ -445,7 +445,7 @@ LAWS = (
         "float64 inputs are computed in float64",
         "float64",
         {"function": Trial(against_reference, call_space(masked=False, double=(True,)))},
-        lambda: _wrong_where("float64", _as_float32),
+        lambda: _wrong_where("the dtype is float64", _as_float32),
         Tolerance(1e-12, 1e-12, 1e-12),
     ),
     _promise(

@@ -30,7 +30,7 @@ def receptive_field(harness: Harness, c: Case) -> Measurement:
     keys = int(allowed.sum(-1).max())
     return worst(
         require(
-            f"after {c.layers} layers output {i} {_dependence(got[i, j])} on input {j}, expected the opposite",
+            f"after {_layers(c)}: {_dependence_error(got, i, j)}",
             not len(wrong),
         ),
         excess(
@@ -88,13 +88,19 @@ def function_window_reach(harness: Harness, c: Case) -> Measurement:
     wrong = ((got != 0) != want).nonzero()
     i, j = wrong[0].tolist() if len(wrong) else (0, 0)
     return require(
-        f"window {reach}, {c.layers} layers: output {i} {_dependence(got[i, j])} on input {j}, expected the opposite",
+        f"window {reach}, {_layers(c)}: {_dependence_error(got, i, j)}",
         not len(wrong),
     )
 
 
-def _dependence(gradient: Tensor) -> str:
-    return "depends" if bool(gradient != 0) else "does not depend"
+def _dependence_error(gradients: Tensor, i: int, j: int) -> str:
+    if bool(gradients[i, j] != 0):
+        return f"output {i} depends on input {j}, expected no dependence"
+    return f"output {i} does not depend on input {j}, expected a dependence"
+
+
+def _layers(c: Case) -> str:
+    return "1 layer" if c.layers == 1 else f"{c.layers} layers"
 
 
 def _off_by_one_window():

@@ -10,7 +10,7 @@ from ... import reference
 from ..controls import with_changed_call, with_weights
 from ..harness import Harness
 from ..law import Case, Law, Space, Tolerance, Trial
-from ..measurement import Measurement, compare, excess, gradients, worst
+from ..measurement import Measurement, compare, excess, gradients, require, worst
 from ..target import Function
 
 # (keys, d) → (mean largest weight, mean and median of the squared Jacobian norm), for unscaled and for scaled scores.
@@ -26,7 +26,10 @@ SATURATION = {
 def score_rank(harness: Harness, c: Case) -> Measurement:
     """ln A_ij − ln A_i0 = s_ij − s_i0: the weights determine the scores up to one constant per row."""
     q, k, _ = harness.qkv(c)
-    logs = harness.weights(0.7 * q, k).double().log()
+    a = harness.weights(0.7 * q, k).double()
+    if not bool((a > 0).all()):
+        return require("the weight of an unmasked key is not above 0", a > 0)
+    logs = a.log()
     sizes = torch.linalg.svdvals(logs - logs[..., :1])
     beyond = sizes[..., c.d_k] / sizes[..., 0]
     return excess(f"singular value {c.d_k + 1} of the scores, relative to the first, is not 0", beyond)
