@@ -18,8 +18,6 @@ from cpu_patterns import HEADS, WIDTH, interleaved, resident, say
 from torch import Tensor
 
 from regard.engine.attention import attention
-from regard.engine.cpu import by_distance
-from regard.engine.cpu.batches import program
 from regard.pattern import causal, full, window
 from regard.position import ByDistance
 
@@ -33,11 +31,10 @@ class Case:
         self.table = torch.randn(HEADS, 2 * n - 1, requires_grad=True)
         self.inputs = [torch.randn(1, HEADS, n, WIDTH, requires_grad=True) for _ in range(3)]
         self.out = torch.randn(1, HEADS, n, WIDTH)
-        self.way = program(self.pattern, n, n, 0, 1)
         self.at = torch.arange(n) - torch.arange(n)[:, None] + n - 1
 
     def ours(self) -> Tensor:
-        return by_distance.attend(*self.inputs, self.way, ByDistance(self.table), scale=WIDTH**-0.5)[0]
+        return attention(*self.inputs, self.pattern, bias=ByDistance(self.table), backend="tiles")
 
     def theirs(self) -> Tensor:
         """As a user would: gather, then let SDPA add. A bias that needs a gradient takes its math path."""

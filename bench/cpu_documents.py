@@ -10,7 +10,7 @@ from cpu_patterns import HEADS, WIDTH, Case, interleaved, run, say
 from torch import Tensor
 
 from regard.engine.attention import attention
-from regard.engine.cpu.packed import programs
+from regard.engine.cpu.documents import layouts
 from regard.pattern import Pattern, causal, documents
 
 DRAWN = torch.Generator().manual_seed(0)
@@ -59,16 +59,16 @@ def documents_group(rounds: int) -> list[dict]:
                 {way: case.run(getattr(case, way)) for way in ("ours", "masked", "full")}, rounds
             )
             t = {way: x["median"] for way, x in times.items()}
-            (program,) = programs(pattern, N, N) or ()
+            (layout,) = layouts(pattern, N, N) or ()
             row = {"documents": name + also, "n": N, "difference": worst, "ms": times}
-            row |= {"computed": program.computed, "calls": len(program.batches)}
+            row |= {"computed": layout.computed, "calls": len(layout.groups)}
             row |= {"vs masked": t["masked"] / t["ours"], "vs full": t["full"] / t["ours"]}
             found.append(row)
             say(
-                f"{name + also:24}  {len(program.batches):4} calls  ours {t['ours']:7.1f} ms  "
+                f"{name + also:24}  {len(layout.groups):4} calls  ours {t['ours']:7.1f} ms  "
                 f"masked {t['masked']:7.1f} ms = {row['vs masked']:5.1f} ×  "
                 f"full {t['full']:7.1f} ms = {row['vs full']:5.1f} ×  "
-                f"(all pairs / computed {N * N / program.computed:5.1f})"
+                f"(all pairs / computed {N * N / layout.computed:5.1f})"
             )
     return found
 

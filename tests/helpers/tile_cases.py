@@ -4,8 +4,8 @@ from math import inf
 
 import torch
 
-from regard.engine.cpu import progressions
-from regard.engine.cpu.batches import program
+from regard.engine.cpu import tiles
+from regard.engine.cpu.strided_layout import layout
 from regard.pattern import (
     blocks,
     causal,
@@ -49,9 +49,9 @@ MIXED = [
 
 
 def small(pattern, n, m=None, at=None, tile=8):
-    """A program whose tiles are small, so that n = 101 has many of them."""
+    """A layout whose tiles are small, so that n = 101 has many of them."""
     m = n if m is None else m
-    return program(pattern, n, m, *query_offset(pattern, n, m, at), narrow=tile, wide=tile)
+    return layout(pattern, n, m, *query_offset(pattern, n, m, at), narrow=tile, wide=tile)
 
 
 def tensors(b=2, h=2, h_kv=2, n=101, m=None, d_k=5, d_v=3, dtype=torch.float64, seed=0):
@@ -61,9 +61,9 @@ def tensors(b=2, h=2, h_kv=2, n=101, m=None, d_k=5, d_v=3, dtype=torch.float64, 
     return [torch.randn(s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
-def attend(q, k, v, way, **more):
-    """Over the pairs of a program; the pattern is read by second derivatives alone."""
-    return progressions.attend(q, k, v, full(), (way,), **more)
+def attend(q, k, v, laid, scale, lengths=None):
+    """Over the pairs of a layout."""
+    return tiles.attend(q, k, v, tiles.TileAttention((laid,), scale, lengths=lengths))
 
 
 def formula(q, k, v, allowed, scale):
@@ -101,8 +101,8 @@ def assert_as_exact(fast, plain, ref):
             assert (f - r).abs().max() <= 2 * (p - r).abs().max() + 4 * ulp + floor
 
 
-def check(way, allowed, q, k, v, scale=0.4, lengths=None):
-    fast = with_gradients(lambda *x: attend(*x, way, scale=scale, lengths=lengths), q, k, v)
+def check(laid, allowed, q, k, v, scale=0.4, lengths=None):
+    fast = with_gradients(lambda *x: attend(*x, laid, scale=scale, lengths=lengths), q, k, v)
     plain = with_gradients(lambda *x: formula(*x, allowed, scale), q, k, v)
     ref = with_gradients(lambda *x: formula(*x, allowed, scale), *(x.double() for x in (q, k, v)))
     assert fast[0].dtype == q.dtype

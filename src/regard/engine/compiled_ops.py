@@ -17,8 +17,9 @@ from ..errors import BackendError
 from ..pattern import Pattern, full, query_offset
 from ..position import ByDistance
 from .call import Call
-from .cpu import by_distance, packed, progressions
-from .cpu.batches import Program, of_plans, program, working
+from .cpu import documents, tiles
+from .cpu.layout import Layout
+from .cpu.strided_layout import from_plans, layout
 from .plan.planner import NoPlan, Pass, Plan
 
 TILE = 512  # queries at a time where every pair is visited
@@ -58,7 +59,7 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     seed = None
     if call.dropout_p:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
-    ids, text = packed.written(call.pattern) if call.pattern.has_data else (None, call.pattern.text)
+    ids, text = documents.as_text(call.pattern) if call.pattern.has_data else (None, call.pattern.text)
     extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
     assert text is not None and not isinstance(call.at, Tensor)
     offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
@@ -107,12 +108,7 @@ def sparse(
 
         seed = NO_SEED if found.seed is None else int(found.seed)
         return triton.forward((q, k, v), found[:3], seed, options)
-    dtype = working(q.dtype)
-    qkv = q.to(dtype), k.to(dtype), v.to(dtype)
-    if found.bias is not None or options.dropout_p:
-        o, lse = by_distance.run(*qkv, found.bias, _job(q, k, found, options))
-    else:
-        o, lse = progressions.forward(*qkv, _programs(q, k, found, options), options.scale, found.lengths)
+    o, lse = tiles.run(q, k, v, _tiles(q, k, found, options), found.bias)
     return o.to(q.dtype).contiguous(), lse.to(_lse_dtype(q)).contiguous()
 
 
@@ -143,16 +139,9 @@ def sparse_backward(
 
         seed = NO_SEED if found.seed is None else int(found.seed)
         results = triton.backward((grad, grad_lse), saved[:5], found[:3], seed, options, of_bias)
-    elif found.bias is not None or options.dropout_p:
-        job = _job(q, k, found, options)
-        results = by_distance.run_backward(grad, grad_lse, (q, k, v, o, lse), found.bias, job, of_bias)
     else:
-        dtype = working(q.dtype)
-        programs = _programs(q, k, found, options)
-        grad_lse = None if grad_lse is None else grad_lse.to(dtype)
-        q_, k_, v_, o, lse = (x.to(dtype) for x in (q, k, v, o, lse))
-        given = grad.to(dtype), grad_lse, q_, k_, v_, o, lse
-        results = *progressions.backward(*given, programs, options.scale, found.lengths), None, None
+        of = tiles.Saved(q, k, v, o=o, lse=lse, grad_lse=grad_lse)
+        results = tiles.run_backward(grad, of, _tiles(q, k, found, options), found.bias, of_bias)
     likes = q, k, v, found.table, found.slopes
     return tuple(  # type: ignore[return-value]
         grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()
@@ -205,50 +194,50 @@ def _pattern(text: str) -> Pattern:
     return Pattern.from_json(text)
 
 
-def _job(q: Tensor, k: Tensor, extras: Extras, options: Options) -> by_distance.Job:
+def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.TileAttention:
     seed = 0 if extras.seed is None else int(extras.seed)
-    (tiles,) = _programs(q, k, extras, options)
-    return by_distance.Job(tiles, options.scale, extras.lengths, options.dropout_p, seed)
+    some = _layouts(q, k, extras, options)
+    return tiles.TileAttention(some, options.scale, None, extras.lengths, options.dropout_p, seed)
 
 
-def _programs(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Program, ...]:
-    """One program for all batch rows, or one each."""
+def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Layout, ...]:
+    """One layout for all batch rows, or one each."""
     n, m = q.shape[2], k.shape[2]
     if extras.ids is not None:
         return _documents(extras.ids, options.pattern, n, options.start)
     try:
-        return (program(options.pattern, n, m, options.start, options.step),)
+        return (layout(options.pattern, n, m, options.start, options.step),)
     except NoPlan:  # compiled graphs alone come here: they choose before the sizes are known
         return (_every_pair(options.pattern, n, m, options.start, options.step),)
 
 
 @lru_cache(maxsize=64)
-def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Program:
+def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
     """All keys for all queries, masked: what is left where no progressions describe a pattern."""
     first = np.arange(0, n, TILE, dtype=np.int64)
-    tiles = np.stack([first, np.ones_like(first), np.minimum(TILE, n - first)], 1)
+    rows = np.stack([first, np.ones_like(first), np.minimum(TILE, n - first)], 1)
     parts = np.tile(np.array([[0, 1, m, 0]], dtype=np.int64), (len(first), 1))
-    all_pairs = Pass(pattern, tiles, np.arange(len(first) + 1, dtype=np.int64), parts)
-    return of_plans(Plan(pattern, n, m, start, step, (all_pairs,) if n and m else ()))
+    all_pairs = Pass(pattern, rows, np.arange(len(first) + 1, dtype=np.int64), parts)
+    return from_plans(Plan(pattern, n, m, start, step, (all_pairs,) if n and m else ()))
 
 
-def _documents(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Program, ...]:
+def _documents(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Layout, ...]:
     data = np.ascontiguousarray(ids.numpy())
-    programs = _documents_of(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
-    if programs is None:
+    some = _documents_of(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
+    if some is None:
         raise BackendError(
             "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
         )
-    return programs
+    return some
 
 
 @lru_cache(maxsize=32)
 def _documents_of(
     data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern, n: int, start: int
-) -> tuple[Program, ...] | None:
+) -> tuple[Layout, ...] | None:
     """By the contents of the ids, which a graph learns anew at every call."""
     ids = torch.from_numpy(np.frombuffer(data, dtype=dtype).reshape(shape).copy())
-    return packed.layouts(ids, rest, n, shape[-1], start)
+    return documents.layouts_of_ids(ids, rest, n, shape[-1], start)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

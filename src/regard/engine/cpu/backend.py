@@ -2,7 +2,7 @@
 
 Its variants, of which the fastest by estimate runs:
 
-short sequence: gathered keys   tiles of queries, the keys of each copied one behind the other
+short sequence: gathered keys   tiles of queries, the keys of each copied one after the other
 concatenated keys               the keys of a tile side by side, one softmax
 merged tiles                    parts of a tile merged by their log-sum-exps: any pattern, lengths, log-sum-exp
 packed documents                each document by itself
@@ -20,8 +20,11 @@ from ...position import ByDistance
 from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
 from ..compiled_ops import sparse_attention
 from ..plan.planner import NoPlan, plan
-from . import abreast, by_distance, gathered, packed, progressions, short, stretches
-from .batches import program
+from . import documents, gathered_layout
+from .layout import Layout
+from .memory import MAX_SAVED_WEIGHTS
+from .strided_layout import fastest_concatenated, layout
+from .tiles import TileAttention, attend
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
 MAX_PARTS = 8  # progressions per tile: past that a mask is faster
@@ -78,7 +81,7 @@ class Tiles:
         if f.bias == "distance" or f.dropout_p:
             return _by_distance(f)
         if torch.compiler.is_compiling():
-            return Variant(MERGED, inf, lambda: _merged(f))
+            return Variant(MERGED, inf, lambda: _merged(f, MERGED))
         best = min(variants(f), key=lambda v: v.seconds)
         return best if best.name == GATHERED else best._replace(seconds=best.seconds / SAFETY_MARGIN)
 
@@ -105,13 +108,13 @@ def _no_documents(f: CallFacts) -> str | None:
         return "a bias is added to the scores"
     if f.dropout_p:
         return "it has no dropout with documents"
-    if packed.parts(f.pattern) is None:
+    if documents.parts(f.pattern) is None:
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
     if torch.compiler.is_compiling():  # the ids are read when the graph runs
         return None
-    if packed.programs(f.pattern, f.n, f.m, f.at) is None:
+    if documents.layouts(f.pattern, f.n, f.m, f.at) is None:
         return "the ids of a document do not follow one another, or queries skip some"
     return None
 
@@ -120,45 +123,45 @@ def _no_documents(f: CallFacts) -> str | None:
 
 
 def _gathered(f: CallFacts) -> Variant | None:
-    if not _plain(f) or f.n * f.m > gathered.PAIRS:
+    if not _plain(f) or f.n * f.m > gathered_layout.MAX_PAIRS:
         return None
     width = (f.d_k + f.d_v) // 2
-    found = gathered.quickest(f.pattern, f.n, f.m, *f.offset, heads=f.flat_heads, d=width, grad=f.grad)
-    if found is None:
+    best = gathered_layout.fastest((f.pattern, f.n, f.m, *f.offset), f.flat_heads, width, f.grad)
+    if best is None:
         return None
-    layout, nanoseconds = found
+    shape, nanoseconds = best
 
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
-        place = f.pattern, *f.offset, f.factor
-        run = short.Short(allowed, layout, *f.like(), place, f.grad)
+        tables = gathered_layout.GatheredLayout(allowed, shape, *f.like(), f.grad)
+        run = TileAttention(tables, f.factor, (f.pattern, *f.offset), learns=f.grad)
         return zeros_in(run, ~allowed.any(-1, keepdim=True))
 
-    note = f"{layout.tiles} × {layout.rows} queries, each time over the {layout.keys} keys gathered for them"
+    note = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"
     return Variant(
         GATHERED,
         nanoseconds * 1e-9,
-        lambda: Prepared("tiles", GATHERED, lambda: layout.pairs, None, build, note),
+        lambda: Prepared("tiles", GATHERED, lambda: shape.pairs, None, build, note),
     )
 
 
 def _concatenated(f: CallFacts) -> Variant | None:
     if not _plain(f):
         return None
-    saved = min(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v), stretches.KEPT)
-    found = stretches.quickest(f.pattern, f.n, f.m, *f.offset, heads=f.flat_heads, grad=f.grad, kept=saved)
-    if found is None:
+    saved = min(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v), MAX_SAVED_WEIGHTS)
+    best = fastest_concatenated((f.pattern, f.n, f.m, *f.offset), f.flat_heads, f.grad, saved)
+    if best is None:
         return None
-    layout, nanoseconds = found
+    groups, nanoseconds = best
 
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return abreast.Abreast(layout, (f.pattern, *f.offset, f.factor), f.grad)
+        return TileAttention((groups,), f.factor, (f.pattern, *f.offset), learns=f.grad)
 
-    note = f"tiles of {layout.rows} queries, all keys of a tile in one softmax"
+    note = f"tiles of {groups.tile_rows} queries, all keys of a tile in one softmax"
     return Variant(
         CONCATENATED,
         nanoseconds * 1e-9,
-        lambda: Prepared("tiles", CONCATENATED, lambda: layout.computed, None, build, note),
+        lambda: Prepared("tiles", CONCATENATED, lambda: groups.computed, None, build, note),
     )
 
 
@@ -169,62 +172,54 @@ def _plain(f: CallFacts) -> bool:
 
 
 def _merged_variant(f: CallFacts) -> Variant:
-    seconds = program(f.pattern, f.n, f.m, *f.offset).nanoseconds(f.flat_heads, f.grad) * 1e-9
-    return Variant(MERGED, seconds, lambda: _merged(f))
+    seconds = _layout(f).nanoseconds(f.flat_heads, f.grad) * 1e-9
+    return Variant(MERGED, seconds, lambda: _merged(f, MERGED))
 
 
-def _merged(f: CallFacts) -> Prepared:
-    def run(call: Call) -> Outputs:
-        if f.observed:
-            return sparse_attention(call)
-        tiles = program(f.pattern, f.n, f.m, *f.offset)
-        return progressions.attend(
-            call.q, call.k, call.v, f.pattern, (tiles,), scale=f.factor, lengths=call.lengths
-        )
-
-    return Prepared("tiles", MERGED, lambda: program(f.pattern, f.n, f.m, *f.offset).computed, run)
+def _layout(f: CallFacts) -> Layout:
+    return layout(f.pattern, f.n, f.m, *f.offset)
 
 
-def _packed(f: CallFacts) -> Variant:
-    def run(call: Call) -> Outputs:
-        if f.observed:
-            return sparse_attention(call)
-        programs = packed.programs(f.pattern, f.n, f.m, f.at)
-        assert programs is not None
-        return progressions.attend(
-            call.q, call.k, call.v, f.pattern, programs, scale=f.factor, lengths=call.lengths
-        )
-
-    def computed() -> int:
-        return sum(each.computed for each in packed.programs(f.pattern, f.n, f.m, f.at) or ())
-
-    if torch.compiler.is_compiling():
-        return Variant(PACKED, inf, lambda: Prepared("tiles", PACKED, computed, run))
-    programs = packed.programs(f.pattern, f.n, f.m, f.at) or ()
-    seconds = sum(each.nanoseconds(f.flat_heads // len(programs), f.grad) for each in programs) * 1e-9
-    return Variant(PACKED, seconds / SAFETY_MARGIN, lambda: Prepared("tiles", PACKED, computed, run))
+def _merged(f: CallFacts, name: str) -> Prepared:
+    """A merged layout: with bias and dropout, lengths, the log-sum-exp."""
+    if name == PACKED:
+        some = _run(f, _packed_layouts)
+        return Prepared("tiles", name, lambda: sum(one.computed for one in _packed_layouts(f)), some)
+    return Prepared("tiles", name, lambda: _layout(f).computed, _run(f, lambda f: (_layout(f),)))
 
 
-def _by_distance(f: CallFacts) -> Variant:
+def _run(f: CallFacts, layouts: Callable[[CallFacts], tuple[Layout, ...]]) -> Callable[[Call], Outputs]:
     def run(call: Call) -> Outputs:
         if f.observed:
             return sparse_attention(call)
         assert call.bias is None or isinstance(call.bias, ByDistance)
-        tiles = program(f.pattern, f.n, f.m, *f.offset)
+        place = f.pattern, *f.offset
+        tiles = TileAttention(layouts(f), f.factor, place, call.lengths, call.dropout_p)
         with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
-            return by_distance.attend(
-                call.q, call.k, call.v, tiles, call.bias, scale=f.factor, lengths=call.lengths,
-                dropout_p=call.dropout_p, pattern=f.pattern,
-            )  # fmt: skip
+            return attend(call.q, call.k, call.v, tiles, call.bias)
 
-    name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT
+    return run
 
-    def prepared() -> Prepared:
-        return Prepared("tiles", name, lambda: program(f.pattern, f.n, f.m, *f.offset).computed, run)
 
+def _packed_layouts(f: CallFacts) -> tuple[Layout, ...]:
+    return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
+
+
+def _packed(f: CallFacts) -> Variant:
     if torch.compiler.is_compiling():
-        return Variant(name, inf, prepared)
+        return Variant(PACKED, inf, lambda: _merged(f, PACKED))
+    rows = _packed_layouts(f)
+    seconds = sum(each.nanoseconds(f.flat_heads // len(rows), f.grad) for each in rows) * 1e-9
+    return Variant(PACKED, seconds / SAFETY_MARGIN, lambda: _merged(f, PACKED))
+
+
+def _by_distance(f: CallFacts) -> Variant:
+    name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT
+    if torch.compiler.is_compiling():
+        return Variant(name, inf, lambda: _merged(f, name))
     if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
         call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
-        return Variant(name, f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call, prepared)
-    return Variant(name, DROPOUT * _merged_variant(f).seconds, prepared)
+        seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
+    else:
+        seconds = DROPOUT * _merged_variant(f).seconds
+    return Variant(name, seconds, lambda: _merged(f, name))

@@ -1,6 +1,5 @@
 """The keys of a tile side by side: the formula and its gradients, however the rows are cut and whatever is kept."""
 
-from functools import cache
 from math import inf, nan
 from threading import Thread
 
@@ -14,7 +13,7 @@ from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
-from regard.engine.cpu import abreast, pages, products, stretches
+from regard.engine.cpu import groups, memory, strided_layout, tiles
 from regard.engine.cpu.backend import CONCATENATED, MERGED, variants
 from regard.engine.explain import explain
 from regard.pattern import blocks, causal, dilated, every, full, query_offset, sinks, strided, window
@@ -42,22 +41,25 @@ ALL = 1 << 30
 @pytest.fixture(autouse=True)
 def nothing_known():
     PREPARED.clear()
-    abreast._spare.clear()
+    memory._free_blocks.clear()
     yield
     PREPARED.clear()
 
 
-def lays(pattern, n, m=None, at=None, tile=8):
+def layouts(pattern, n, m=None, at=None, tile=8):
     """Fresh ones, with tiles so small that n = 101 has many of them."""
     m = n if m is None else m
-    return stretches.lays.__wrapped__(pattern, n, m, *query_offset(pattern, n, m, at), tile, tile)
+    return strided_layout.concatenated_layouts.__wrapped__(
+        pattern, n, m, *query_offset(pattern, n, m, at), tile, tile
+    )
 
 
-def ways(pattern, inputs, learns=True, scale=0.4, tile=8):
+def calls(pattern, inputs, learns=True, scale=0.4, tile=8):
     q, k, _ = inputs
     n, m = q.shape[2], k.shape[2]
     return [
-        abreast.Abreast(lay, (pattern, m - n, 1, scale), learns) for lay in lays(pattern, n, m, None, tile)
+        tiles.TileAttention((one,), scale, (pattern, m - n, 1), learns=learns)
+        for one in layouts(pattern, n, m, None, tile)
     ]
 
 
@@ -72,12 +74,12 @@ def grown(f, inputs):
 def check(pattern, inputs, allowed):
     plain = grown(lambda *x: formula(*x, allowed, 0.4)[0], inputs)
     ref = grown(lambda *x: formula(*x, allowed, 0.4)[0], [x.double() for x in inputs])
-    found = ways(pattern, inputs)
-    for way in found:
-        assert_as_exact(grown(way, inputs), plain, ref)
-    for way in ways(pattern, inputs, learns=False):
+    found = calls(pattern, inputs)
+    for call in found:
+        assert_as_exact(grown(call, inputs), plain, ref)
+    for call in calls(pattern, inputs, learns=False):
         with torch.no_grad():
-            assert_as_exact([way(*inputs)], plain[:1], ref[:1])
+            assert_as_exact([call(*inputs)], plain[:1], ref[:1])
     return len(found)
 
 
@@ -89,11 +91,11 @@ def check(pattern, inputs, allowed):
 )
 def test_however_the_rows_are_cut_it_is_the_formula(pattern, near, fewest, given, monkeypatch):
     """One tile at a time and all of them, of one lane and of several."""
-    monkeypatch.setattr(stretches, "FEWEST", fewest)
+    monkeypatch.setattr(groups, "MIN_TILES", fewest)
     inputs = tensors(**given)
-    laid = lays(pattern, given["n"])
-    monkeypatch.setattr(stretches, "NEAR", near)  # a band of more scores than that would not be laid
-    monkeypatch.setattr(stretches.lays, "__wrapped__", lambda *x: laid)
+    laid = layouts(pattern, given["n"])
+    monkeypatch.setattr(groups, "MAX_CONCATENATED", near)  # a band of more scores than that would not be laid
+    monkeypatch.setattr(strided_layout.concatenated_layouts, "__wrapped__", lambda *x: laid)
     assert check(pattern, inputs, pattern.allowed(given["n"])) > 0
 
 
@@ -110,13 +112,14 @@ def test_a_pattern_it_can_lay_is_the_formula(pattern):
 def test_what_is_laid_holds_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile):
     if n > m and at is None:
         at = 0
-    for lay in lays(pattern, n, m, at, tile):
+    for one in layouts(pattern, n, m, at, tile):
         seen = torch.zeros(n, m, dtype=torch.int)
-        for piece in lay.pieces(1):
-            masks = piece.masks(f64)
-            row = torch.arange(n, dtype=f64).view(1, n, 1)
-            key, *shared = (x.long() for x in piece.keys_of(torch.arange(m, dtype=f64).view(1, m, 1)))
-            for t, rows in enumerate(piece.rows_of(row).long().squeeze(-1)):
+        for piece in one.pieces(1):
+            masks, group = piece.mask(f64), piece.step.group
+            row = group.cut_rows(torch.arange(n, dtype=f64).view(1, n, 1))[piece.index]
+            keys = group.cut_keys(torch.arange(m, dtype=f64).view(1, m, 1))[piece.index]
+            key, *shared = (x.long() for x in keys)
+            for t, rows in enumerate(row.long().squeeze(-1)):
                 mask = torch.zeros(1) if masks is None else masks[t % len(masks)]
                 seen[rows[:, None], key[t, :, 0]] += (mask == 0).int()
                 for part in shared:
@@ -125,97 +128,99 @@ def test_what_is_laid_holds_each_allowed_pair_once_and_no_other(pattern, n, m, a
             torch.equal(seen.bool(), pattern.allowed(n, m, query_offset(pattern, n, m, at)))
             and seen.max() <= 1
         )
-        assert lay.computed >= int(seen.sum())
+        assert one.computed >= int(seen.sum())
 
 
 @pytest.mark.parametrize("most", [0, 3000, ALL])
 @pytest.mark.parametrize("dtype", [f32, f64])
 def test_weights_that_are_not_kept_are_made_again(most, dtype, monkeypatch):
-    monkeypatch.setattr(abreast, "_most", lambda *x: most)
-    monkeypatch.setattr(stretches, "NEAR", 700)
-    monkeypatch.setattr(stretches, "FEWEST", 2)
+    monkeypatch.setattr(tiles, "max_saved", lambda *x: most)
+    monkeypatch.setattr(groups, "MAX_CONCATENATED", 700)
+    monkeypatch.setattr(groups, "MIN_TILES", 2)
     pattern, inputs, saved = window(8) | every(8), tensors(dtype=dtype), []
     check(pattern, inputs, pattern.allowed(101))
-    (way,) = ways(pattern, inputs)
+    (call,) = calls(pattern, inputs)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        way(*inputs)
+        call(*inputs)
     kept = sum(saved) - sum(x.numel() for x in inputs)
-    everything = 4 * way.lay.computed
+    everything = 4 * call.layouts[0].computed
     assert kept == {0: 0, ALL: everything}.get(most, kept) and (most != 3000 or 0 < kept <= 3000 < everything)
 
 
 def test_no_more_is_kept_than_q_k_v_and_o_hold_together_nor_than_64_mib():
     q, k, v = tensors(h=4, d_k=5, d_v=3)
-    assert abreast._most(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
+    assert tiles.max_saved(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
     long = torch.empty(1, 64, 1 << 16, 64, device="meta")
-    assert abreast._most(long, long, long) == stretches.KEPT
+    assert tiles.max_saved(long, long, long) == memory.MAX_SAVED_WEIGHTS
 
 
 def test_memory_that_a_hook_gave_in_place_of_the_weights_stays_its_own():
     pattern, inputs = window(8) | every(8), tensors(dtype=f32)
-    (way,) = ways(pattern, inputs)
-    wanted, shelf = torch.autograd.grad(way(*inputs).sum(), inputs), []
-    abreast._spare.clear()
+    (call,) = calls(pattern, inputs)
+    wanted, shelf = torch.autograd.grad(call(*inputs).sum(), inputs), []
+    memory._free_blocks.clear()
 
     def unpack(x):  # a view of memory that is not ours
         shelf.append(x.new_empty(x.numel() + 3))
         return shelf[-1][3:].view(x.shape).copy_(x)
 
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), unpack):
-        o = way(*inputs)
+        o = call(*inputs)
     assert all(map(torch.equal, torch.autograd.grad(o.sum(), inputs), wanted))
-    assert shelf and not abreast._spare
+    assert shelf and not memory._free_blocks
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     """Its weights are nobody else's until it is gone."""
     pattern, inputs = window(8) | every(8), tensors(dtype=f32)
-    (way,) = ways(pattern, inputs)
-    o, other = way(*inputs), [x.detach().clone().mul_(3).requires_grad_() for x in inputs]
+    (call,) = calls(pattern, inputs)
+    o, other = call(*inputs), [x.detach().clone().mul_(3).requires_grad_() for x in inputs]
     first = torch.autograd.grad(o.square().sum(), inputs, retain_graph=True)
-    assert not abreast._spare
-    torch.autograd.grad(way(*other).sum(), other)
-    assert abreast._spare
+    assert not memory._free_blocks
+    torch.autograd.grad(call(*other).sum(), other)
+    assert memory._free_blocks
     second = torch.autograd.grad(o.square().sum(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def test_memory_of_weights_is_used_again_and_little_of_it_stays(monkeypatch):
     pattern, inputs = window(8) | every(8), tensors(dtype=f32)
-    (way,) = ways(pattern, inputs)
-    torch.autograd.grad(way(*inputs).sum(), inputs)
-    (block,) = abreast._spare
-    o = way(*inputs)
-    assert not abreast._spare and any(x._base is block for x in o.grad_fn.saved_tensors)
-    monkeypatch.setattr(abreast, "SPARE", 0)
+    (call,) = calls(pattern, inputs)
+    torch.autograd.grad(call(*inputs).sum(), inputs)
+    (block,) = memory._free_blocks
+    o = call(*inputs)
+    assert not memory._free_blocks and any(
+        x is not None and x._base is block for x in o.grad_fn.saved_tensors
+    )
+    monkeypatch.setattr(memory, "MAX_FREE_BLOCKS", 0)
     torch.autograd.grad(o.sum(), inputs)
-    assert not abreast._spare
+    assert not memory._free_blocks
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    abreast._spare.append(block)  # of another dtype
-    assert way(*wide).dtype == f64 and not abreast._spare
+    memory._free_blocks.append(block)  # of another dtype
+    assert call(*wide).dtype == f64 and not memory._free_blocks
 
 
 def test_a_row_that_sees_nothing_is_left_to_others():
     nothing = window(1) - window(0) - every(2)  # for a query at an odd place
-    assert lays(nothing | window(0), 101) and not lays(nothing, 101)
+    assert layouts(nothing | window(0), 101) and not layouts(nothing, 101)
 
 
 def test_the_same_bits_twice():
     pattern, inputs = window(8) | every(16), tensors(dtype=f32, d_k=16, d_v=16)
-    (way,) = ways(pattern, inputs)
-    first, second = (grown(way, inputs) for _ in range(2))
+    (call,) = calls(pattern, inputs)
+    first, second = (grown(call, inputs) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def test_two_threads_do_not_meet():
     pattern = window(8) | every(8)
     both = [tensors(seed=seed, dtype=f32) for seed in (1, 2)]
-    (way,) = ways(pattern, both[0])
-    wanted, wrong = [grown(way, inputs) for inputs in both], []
+    (call,) = calls(pattern, both[0])
+    wanted, wrong = [grown(call, inputs) for inputs in both], []
 
     def run(which):
         for _ in range(20):
-            found = grown(way, both[which])
+            found = grown(call, both[which])
             if not all(torch.equal(a, b) for a, b in zip(found, wanted[which])):
                 wrong.append(which)
 
@@ -230,37 +235,37 @@ def test_two_threads_do_not_meet():
 @pytest.mark.parametrize("pattern", [window(2) | every(2), causal() & (window(3) | sinks(1))], ids=repr)
 def test_gradients_and_their_gradients(pattern):
     inputs = tensors(b=1, h=2, h_kv=1, n=5, d_k=3, d_v=2)
-    (way,) = ways(pattern, inputs, tile=2)
-    assert gradcheck(way, inputs) and gradgradcheck(way, inputs, atol=1e-6)
+    (call,) = calls(pattern, inputs, tile=2)
+    assert gradcheck(call, inputs) and gradgradcheck(call, inputs, atol=1e-6)
 
 
 def test_a_head_reads_no_other():
     """NaN in one, infinity in another: the first and last tiles of all heads are computed together."""
     pattern, (q, k, v) = window(8) | every(8), tensors(b=1, h=3, h_kv=3)
-    (way,) = ways(pattern, (q, k, v))
-    wanted = grown(way, (q, k, v))
+    (call,) = calls(pattern, (q, k, v))
+    wanted = grown(call, (q, k, v))
     with torch.no_grad():
         k[:, 0], v[:, 2] = nan, inf
-    found = grown(way, (q, k, v))
+    found = grown(call, (q, k, v))
     assert all(torch.equal(a[:, 1], b[:, 1]) for a, b in zip(found, wanted))
 
 
 def test_scores_of_any_size_have_a_softmax():
     pattern, (q, k, v) = window(8) | every(8), tensors(dtype=f32)
-    (way,) = ways(pattern, (q, k, v))
+    (call,) = calls(pattern, (q, k, v))
     with torch.no_grad():
         q.mul_(1e4)
-    assert all(x.isfinite().all() for x in grown(way, (q, k, v)))
+    assert all(x.isfinite().all() for x in grown(call, (q, k, v)))
 
 
 def test_what_ran_in_inference_trains_later():
-    products._rooms.clear()
+    memory._pool.clear()
     pattern, inputs = window(8) | every(8), tensors(dtype=f32)
-    (way,) = ways(pattern, inputs)
+    (call,) = calls(pattern, inputs)
     with torch.inference_mode():
-        products.within(way.forward, *inputs)
+        memory.with_buffers(call.forward, *inputs)
     wanted = grown(lambda *x: formula(*x, pattern.allowed(101), 0.4)[0], inputs)
-    for a, b in zip(grown(way, inputs), wanted):
+    for a, b in zip(grown(call, inputs), wanted):
         torch.testing.assert_close(a, b)
 
 
@@ -288,13 +293,15 @@ def test_it_is_taken_where_it_is_faster(pattern, grad):
 @pytest.mark.parametrize("backend", ["auto", "tiles"])
 @pytest.mark.parametrize("more", [{}, {"return_lse": True}, {"lengths": torch.tensor([1200])}], ids=str)
 def test_a_call_takes_it_from_the_first_on(backend, more, monkeypatch):
-    ran, real = [], abreast.Abreast.forward
-    monkeypatch.setattr(abreast.Abreast, "forward", lambda *x: ran.append(1) or real(*x))
+    ran, real = [], tiles.TileAttention.forward
+    monkeypatch.setattr(
+        tiles.TileAttention, "forward", lambda self, *x: ran.append(self.one_softmax) or real(self, *x)
+    )
     inputs = tensors(b=1, h=8, h_kv=8, n=1201, d_k=64, d_v=64, dtype=f32)
     pattern = window(64) | every(64)
     runs = [attention(*inputs, pattern, backend=backend, **more) for _ in range(2)]
     o, again = (x[0] if isinstance(x, tuple) else x for x in runs)
-    assert len(ran) == (0 if more else 2) and torch.equal(o, again)
+    assert sum(ran) == (0 if more else 2) and torch.equal(o, again)
     hidden = torch.arange(1201) < 1200 if "lengths" in more else torch.ones(1201, dtype=torch.bool)
     wanted = formula(*inputs, pattern.allowed(1201) & hidden, 0.125)[0]
     torch.testing.assert_close(o, wanted)
@@ -311,25 +318,8 @@ def test_it_says_that_it_is_taken_and_how_many_pairs_it_computes():
 
 def test_its_tables_lie_on_the_cpu_whatever_the_default_device():
     inputs = tensors(b=1, h=8, h_kv=8, n=1201, d_k=64, d_v=64, dtype=f32)
-    stretches.lays.cache_clear()
+    strided_layout.concatenated_layouts.cache_clear()
     with torch.device("meta"):
         o = attention(*inputs, window(64))
     assert explain(*inputs, window(64)).variant == CONCATENATED
     assert o.device.type == "cpu" and torch.equal(o, attention(*inputs, window(64)))
-
-
-def test_a_block_is_freed_once_so_that_later_ones_stay(monkeypatch):
-    """Before anything else is asked of the system, and where it is Linux alone."""
-    made, real = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *x, **more: made.append(x) or real(*x, **more))
-    monkeypatch.setattr(pages, "_advise", lambda: lambda *x: 0)
-    monkeypatch.setattr(pages, "_settle", cache(pages._settle.__wrapped__))
-    big = real(1 << 20)
-    for _ in range(2):
-        pages.large(big)
-        pages.large(big[:100])
-    assert made == [(pages.STAYS,)] and pages.STAYS < 32 << 20
-    monkeypatch.setattr(pages, "_advise", lambda: None)
-    monkeypatch.setattr(pages, "_settle", cache(pages._settle.__wrapped__))
-    pages.large(big)
-    assert len(made) == 1

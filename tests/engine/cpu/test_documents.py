@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.engine.attention import attention
-from regard.engine.cpu import packed
+from regard.engine.cpu import documents as packed
 from regard.engine.explain import explain
 from regard.errors import BackendError
 from regard.pattern import causal, dilated, documents, every, full, strided, where, window
@@ -64,10 +64,10 @@ def test_documents_of_any_lengths_give_the_formula_and_its_gradients(lengths, re
 
 @pytest.mark.parametrize("rest", [causal(), causal() & window(20)], ids=repr)
 def test_a_long_document_is_laid_out_as_if_it_stood_alone(rest, monkeypatch):
-    monkeypatch.setattr(packed, "ALONE", 64)
+    monkeypatch.setattr(packed, "MAX_TILE", 64)
     ids = ids_of(300, 3, 270)
     pattern, m = documents(ids) & rest, len(ids)
-    assert packed.programs(pattern, m, m)[0].computed < 300**2 + 270**2
+    assert packed.layouts(pattern, m, m)[0].computed < 300**2 + 270**2
     inputs = qkv(m, m)
     assert_same(
         outputs_and_gradients("tiles", inputs, pattern), outputs_and_gradients("reference", inputs, pattern)
@@ -79,10 +79,10 @@ def test_n_positions_cost_the_sum_of_squares_and_few_calls():
     told = explain(documents(ids), len(ids))
     assert (told.backend, told.computed, told.needed) == ("tiles", 12 * 128**2, 12 * 128**2)
     assert told.variant == "packed documents" and "× faster than sdpa" in told.reason
-    (program,) = packed.programs(documents(ids), len(ids), len(ids))
-    assert len(program.batches) == 1  # all of one length: one batch of tiles
-    (short,) = packed.programs(documents(ids_of(*[3, 5] * 16)), 128, 128)
-    assert len(short.batches) == 1  # 32 short ones share a tile
+    (laid,) = packed.layouts(documents(ids), len(ids), len(ids))
+    assert len(laid.groups) == 1  # all of one length: one batch of tiles
+    (short,) = packed.layouts(documents(ids_of(*[3, 5] * 16)), 128, 128)
+    assert len(short.groups) == 1  # 32 short ones share a tile
     rows = torch.stack([ids, ids.flip(0)])
     assert explain(documents(rows), len(ids)).needed == 2 * 12 * 128**2  # pairs of all batch rows
 
@@ -147,10 +147,10 @@ def test_ids_changed_in_place_are_read_again():
 def test_what_was_made_for_ids_is_forgotten_with_them():
     pattern = documents(ids_of(4, 4))
     attention(*qkv(8, 8), pattern & causal(), backend="tiles")
-    held = len(packed._made)
+    held = len(packed._cache)
     del pattern
     gc.collect()
-    assert len(packed._made) < held
+    assert len(packed._cache) < held
 
 
 @pytest.mark.parametrize("poison", [nan, inf])

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
-from regard.engine.cpu import by_distance
-from regard.engine.cpu.batches import program
+from regard.engine.cpu import distance_bias, groups, tiles
+from regard.engine.cpu.strided_layout import layout
 from regard.engine.plan.planner import NoPlan
 from regard.pattern import causal, dilated, every, full, query_offset, rows, window
 from regard.position import ByDistance
@@ -19,7 +19,18 @@ from tile_cases import MIXED, WORDS, assert_as_exact, small, tensors, with_gradi
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """Tiles of a few rows, so that n = 101 has several of each kind."""
-    monkeypatch.setattr(by_distance, "PAIRS", 300)
+    small_pieces(monkeypatch, 300)
+
+
+def small_pieces(monkeypatch, scores):
+    layout.cache_clear()  # a layout caches how it was cut
+    monkeypatch.setattr(groups, "MAX_SPLIT", (scores, scores))
+    monkeypatch.setattr(groups, "MIN_SPLIT_ROWS", 2)
+
+
+def attend(q, k, v, laid, bias=None, *, scale, lengths=None, dropout_p=0.0):
+    call = tiles.TileAttention((laid,), scale, lengths=lengths, dropout_p=dropout_p)
+    return tiles.attend(q, k, v, call, bias)
 
 
 def biases(h=2, reach=9, seed=3, dtype=torch.float64):
@@ -48,7 +59,7 @@ def formula(q, k, v, allowed, bias, at, scale, weigh=None):
     return (weights if weigh is None else weights * weigh) @ v, lse
 
 
-def check(way, allowed, bias, at, q, k, v, scale=0.4, lengths=None):
+def check(laid, allowed, bias, at, q, k, v, scale=0.4, lengths=None):
     parts = [x for x in (bias.table, bias.slopes) if x is not None]
 
     def of(x):
@@ -56,7 +67,7 @@ def check(way, allowed, bias, at, q, k, v, scale=0.4, lengths=None):
         return ByDistance(**dict(zip(names, x)))
 
     fast = with_gradients(
-        lambda q, k, v, *x: by_distance.attend(q, k, v, way, of(x), scale=scale, lengths=lengths),
+        lambda q, k, v, *x: attend(q, k, v, laid, of(x), scale=scale, lengths=lengths),
         q,
         k,
         v,
@@ -84,11 +95,11 @@ def test_any_composition_with_a_bias_gives_the_formula_and_its_gradients(pattern
     if at is None and n > m:
         n, m = m, n
     try:
-        way = small(pattern, n, m, at)
+        laid = small(pattern, n, m, at)
     except NoPlan:
         return
     q, k, v = tensors(b=1, n=n, m=m, seed=seed)
-    check(way, pattern.allowed(n, m, at), biases()["both"], query_offset(pattern, n, m, at), q, k, v)
+    check(laid, pattern.allowed(n, m, at), biases()["both"], query_offset(pattern, n, m, at), q, k, v)
 
 
 @pytest.mark.parametrize("pattern", [full(), causal(), window(30) | every(16), dilated(5, 8)], ids=repr)
@@ -127,9 +138,7 @@ def test_lengths_hide_keys_whatever_stands_in_them(pattern):
     poisoned = [x.detach().masked_fill(hidden.mT, float("nan")).requires_grad_() for x in (k, v)]
     both = [
         with_gradients(
-            lambda *x: by_distance.attend(
-                *x, small(pattern, n), biases()["both"], scale=1.0, lengths=lengths
-            ),
+            lambda *x: attend(*x, small(pattern, n), biases()["both"], scale=1.0, lengths=lengths),
             q,
             *kv,
         )
@@ -141,7 +150,7 @@ def test_lengths_hide_keys_whatever_stands_in_them(pattern):
 def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
     pattern = every(7) & ~(window(200) & rows(3))
     o, lse, *grads = with_gradients(
-        lambda *x: by_distance.attend(*x, small(pattern, 53), biases()["both"], scale=1.0), *tensors(n=53)
+        lambda *x: attend(*x, small(pattern, 53), biases()["both"], scale=1.0), *tensors(n=53)
     )
     assert not o[:, :, ::3].any() and (lse[:, :, ::3] == -inf).all() and o[:, :, 1].all()
     assert all(g.isfinite().all() for g in grads)
@@ -150,8 +159,8 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients():
 @pytest.mark.parametrize("n, m", [(0, 7), (7, 0), (1, 1), (1, 9)])
 def test_no_queries_no_keys_or_one(n, m):
     q, k, v = tensors(n=n, m=m)
-    way = program(full(), n, m, m - n, 1)
-    check(way, full().allowed(n, m, m - n), biases()["both"], (m - n, 1), q, k, v)
+    laid = layout(full(), n, m, m - n, 1)
+    check(laid, full().allowed(n, m, m - n), biases()["both"], (m - n, 1), q, k, v)
 
 
 def test_gradients_hold_to_second_differences():
@@ -159,16 +168,16 @@ def test_gradients_hold_to_second_differences():
     table = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
     for pattern in (full(), window(2) | every(6)):
-        way = small(pattern, 13)
+        laid = small(pattern, 13)
 
-        def both(q, k, v, table, slopes, way=way):
-            return by_distance.attend(q, k, v, way, ByDistance(table, slopes), scale=0.6)
+        def both(q, k, v, table, slopes, laid=laid):
+            return attend(q, k, v, laid, ByDistance(table, slopes), scale=0.6)
 
         assert torch.autograd.gradcheck(both, (q, k, v, table, slopes))
 
 
 def test_two_runs_agree_bit_for_bit(monkeypatch):
-    monkeypatch.setattr(by_distance, "PAIRS", 1 << 13)
+    small_pieces(monkeypatch, 1 << 13)
     n = 301
     q, k, v = tensors(n=n, d_k=16, d_v=16, dtype=torch.float32)
     table = biases(reach=300, dtype=torch.float32)["table"].table
@@ -177,7 +186,7 @@ def test_two_runs_agree_bit_for_bit(monkeypatch):
         torch.manual_seed(0)
         runs.append(
             with_gradients(
-                lambda q, k, v, t: by_distance.attend(
+                lambda q, k, v, t: attend(
                     q, k, v, small(full(), n), ByDistance(t), scale=0.25, dropout_p=0.2
                 ),
                 q, k, v, table,
@@ -190,41 +199,41 @@ def test_two_runs_agree_bit_for_bit(monkeypatch):
 def test_the_bias_along_a_line_is_the_bias_at_each_distance(reach, low, span):
     bias = biases(reach=reach)["both"]
     torch.testing.assert_close(
-        by_distance.along(bias, low, low + span), bias.at(torch.arange(low, low + span + 1))
+        distance_bias.along(bias, low, low + span), bias.at(torch.arange(low, low + span + 1))
     )
 
 
 # Dropout
 
 
-def weights_of(way, q, k, v, p, seed=5):
+def weights_of(laid, q, k, v, p, seed=5):
     """The weights after dropout, read off with one value a key."""
     torch.manual_seed(seed)
     eye = torch.eye(k.shape[2], dtype=v.dtype).expand(*v.shape[:2], -1, -1).contiguous()
-    return by_distance.attend(q, k, eye, way, scale=0.4, dropout_p=p)[0].detach()
+    return attend(q, k, eye, laid, scale=0.4, dropout_p=p)[0].detach()
 
 
 @pytest.mark.parametrize("pattern", [full(), window(9) | every(8), causal()], ids=repr)
 def test_dropout_keeps_or_takes_away_each_weight_and_scales_what_stays(pattern):
-    way, (q, k, v) = small(pattern, 53), tensors(n=53)
-    with_all = weights_of(way, q, k, v, 0.0)
-    dropped = weights_of(way, q, k, v, 0.25)
+    laid, (q, k, v) = small(pattern, 53), tensors(n=53)
+    with_all = weights_of(laid, q, k, v, 0.0)
+    dropped = weights_of(laid, q, k, v, 0.25)
     kept = dropped != 0
     torch.testing.assert_close(dropped, torch.where(kept, with_all / 0.75, 0.0))
     allowed = pattern.allowed(53).expand_as(kept)
     assert abs(kept[allowed].double().mean() - 0.75) < 0.02
-    assert not torch.equal(kept, weights_of(way, q, k, v, 0.25, seed=6) != 0)
+    assert not torch.equal(kept, weights_of(laid, q, k, v, 0.25, seed=6) != 0)
 
 
 def test_the_gradients_know_which_weights_were_dropped():
     pattern, at = window(9) | every(8), (0, 1)
-    way, (q, k, v) = small(pattern, 53), tensors(n=53)
-    kept = (weights_of(way, q, k, v, 0.25) != 0) / 0.75
+    laid, (q, k, v) = small(pattern, 53), tensors(n=53)
+    kept = (weights_of(laid, q, k, v, 0.25) != 0) / 0.75
     bias = ByDistance(slopes=torch.zeros(2, dtype=torch.float64))
 
     def dropped(*x):
         torch.manual_seed(5)
-        return by_distance.attend(*x, way, scale=0.4, dropout_p=0.25)
+        return attend(*x, laid, scale=0.4, dropout_p=0.25)
 
     fast = with_gradients(dropped, q, k, v)
     ref = with_gradients(lambda *x: formula(*x, pattern.allowed(53), bias, at, 0.4, kept), q, k, v)
@@ -236,11 +245,11 @@ def test_the_gradients_know_which_weights_were_dropped():
 
 def test_nothing_of_size_n_times_m_is_held(monkeypatch):
     """n = 8192: one head's table of scores would be 256 MiB in float32, its bias as much again."""
-    monkeypatch.setattr(by_distance, "PAIRS", 1 << 18)
+    small_pieces(monkeypatch, 1 << 18)
     n = 8192
     q, k, v = tensors(b=1, h=1, h_kv=1, n=n, d_k=16, d_v=16, dtype=torch.float32)
     table = torch.zeros(1, 2 * n - 1, requires_grad=True)
-    way = program(full(), n, n, 0, 1)
+    laid = layout(full(), n, n, 0, 1)
     largest = 0
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
@@ -253,6 +262,6 @@ def test_nothing_of_size_n_times_m_is_held(monkeypatch):
             return out
 
     with Largest():
-        o, _ = by_distance.attend(q, k, v, way, ByDistance(table), scale=0.25)
+        o, _ = attend(q, k, v, laid, ByDistance(table), scale=0.25)
         torch.autograd.grad(o.sum(), (q, k, v, table))
     assert largest <= 4 << 20

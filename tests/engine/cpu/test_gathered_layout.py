@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
-from regard.engine.cpu import gathered, products, short
+from regard.engine.cpu import gathered_layout, memory, tiles
 from regard.engine.cpu.backend import GATHERED
 from regard.engine.explain import explain
 from regard.pattern import causal, dilated, every, prefix, rows, strided, window
@@ -33,12 +33,13 @@ def nothing_known():
     PREPARED.clear()
 
 
-def ways(pattern, inputs, learns=True, scale=5**-0.5):
-    """One for each way to cut the queries."""
+def calls(pattern, inputs, learns=True, scale=5**-0.5):
+    """One for each call to cut the queries."""
     q, k, v = inputs
     n, m = q.shape[2], k.shape[2]
-    for lay in gathered.lays(pattern, n, m, m - n, 1):
-        yield short.Short(pattern.allowed(n, m), lay, q, k, v, (pattern, m - n, 1, scale), learns)
+    for shape in gathered_layout.shapes(pattern, n, m, m - n, 1):
+        laid = gathered_layout.GatheredLayout(pattern.allowed(n, m), shape, q, k, v, learns)
+        yield tiles.TileAttention(laid, scale, (pattern, m - n, 1), learns=learns)
 
 
 def close(fast, plain, ref, dtype):
@@ -56,29 +57,29 @@ def close(fast, plain, ref, dtype):
 )
 def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, given, monkeypatch):
     """Tiles that the last of a head fills up, of one residue, of all queries; one head at a time and all."""
-    monkeypatch.setattr(short, "NEAR", near)
-    monkeypatch.setattr(gathered, "KEPT", kept)
+    monkeypatch.setattr(gathered_layout, "MAX_SCORES", near)
+    monkeypatch.setattr(gathered_layout, "MAX_SAVED", kept)
     inputs = tensors(**given)
     allowed = pattern.allowed(inputs[0].shape[2])
     empty, dtype = ~allowed.any(-1, keepdim=True), inputs[0].dtype
     plain, ref = (formula(*(x.to(d) for x in inputs), allowed, 5**-0.5)[0] for d in (dtype, f64))
     c = torch.randn(ref.shape, generator=torch.Generator().manual_seed(4), dtype=f64)
     wanted = [[x, *torch.autograd.grad(x, inputs, c.to(x.dtype))] for x in (plain, ref)]
-    for way in ways(pattern, inputs):
-        o = way(*inputs).masked_fill(empty, 0.0)
+    for call in calls(pattern, inputs):
+        o = call(*inputs).masked_fill(empty, 0.0)
         close([o, *torch.autograd.grad(o, inputs, c.to(dtype))], *wanted, dtype)
-    for way in ways(pattern, inputs, learns=False):
+    for call in calls(pattern, inputs, learns=False):
         with torch.no_grad():
-            close([way(*inputs).masked_fill(empty, 0.0)], *(x[:1] for x in wanted), dtype)
+            close([call(*inputs).masked_fill(empty, 0.0)], *(x[:1] for x in wanted), dtype)
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 21])
 def test_many_weights_are_made_again_instead_of_kept(kept, monkeypatch):
-    monkeypatch.setattr(gathered, "KEPT", kept)
+    monkeypatch.setattr(gathered_layout, "MAX_SAVED", kept)
     inputs, saved = tensors(n=67), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        (way, *_) = ways(window(9), inputs)
-        way(*inputs)
+        (call, *_) = calls(window(9), inputs)
+        call(*inputs)
     assert sum(saved) == sum(x.numel() for x in inputs) + (4 * 67 * 67 if kept else 0)
 
 
@@ -86,21 +87,26 @@ def test_fewer_queries_than_keys_stand_at_the_end():
     q, k, v = tensors(n=67)
     q = q[:, :, :64].detach().requires_grad_()
     wanted = formula(q, k, v, window(3).allowed(64, 67), 5**-0.5)[0]
-    found = [way(q, k, v) for way in ways(window(3), (q, k, v))]
+    found = [call(q, k, v) for call in calls(window(3), (q, k, v))]
     assert len(found) == 2
     for o in found:
         torch.testing.assert_close(o, wanted)
 
 
 def test_queries_of_one_residue_share_a_tile():
-    assert {lay.hop for lay in gathered.lays(dilated(8, 8), 256, 256, 0, 1)} == {1, 8}
-    lay, _ = gathered.quickest(dilated(8, 8), 256, 256, 0, 1, heads=8, d=64, grad=True)
-    assert lay == (8, 8, 32, 32)
-    assert {lay.hop for lay in gathered.lays(strided(6), 64, 64, 0, 4)} == {1, 3}  # every fourth position
-    assert {lay.hop for lay in gathered.lays(strided(1 << 41), 64, 64, 0, 1)} == {1}
-    for lay in gathered.lays(window(8) | every(32), 500, 500, 0, 1):
+    assert {shape.hop for shape in gathered_layout.shapes(dilated(8, 8), 256, 256, 0, 1)} == {1, 8}
+    shape, _ = gathered_layout.fastest((dilated(8, 8), 256, 256, 0, 1), heads=8, d=64, grad=True)
+    assert shape == (8, 8, 32, 32)
+    assert {shape.hop for shape in gathered_layout.shapes(strided(6), 64, 64, 0, 4)} == {
+        1,
+        3,
+    }  # every fourth position
+    assert {shape.hop for shape in gathered_layout.shapes(strided(1 << 41), 64, 64, 0, 1)} == {1}
+    for shape in gathered_layout.shapes(window(8) | every(32), 500, 500, 0, 1):
         assert (
-            lay.tiles * lay.rows >= 500 and lay.rows >= gathered.LEAST and lay.keys % gathered.WHOLE in (0, 4)
+            shape.tiles * shape.rows >= 500
+            and shape.rows >= gathered_layout.MIN_ROWS
+            and shape.keys % gathered_layout.KEY_MULTIPLE in (0, 4)
         )
 
 
@@ -132,8 +138,8 @@ def test_it_is_taken_where_it_is_faster():
     ids=["short", "shared heads", "a half type", "very short"],
 )
 def test_a_call_takes_it_from_the_first_on(given, taken, monkeypatch):
-    ran, real = [], short.Short.forward
-    monkeypatch.setattr(short.Short, "forward", lambda *x: ran.append(1) or real(*x))
+    ran, real = [], gathered_layout.GatheredLayout.bind
+    monkeypatch.setattr(gathered_layout.GatheredLayout, "bind", lambda *x: ran.append(1) or real(*x))
     inputs = tensors(**{"n": 131, "d_k": 16, "d_v": 16, "dtype": f32, "h": 8, "h_kv": 8} | given)
     runs = [attention(*inputs, window(3)) for _ in range(3)]
     assert len(ran) == 3 * taken and all(torch.equal(runs[0], o) for o in runs)
@@ -141,7 +147,9 @@ def test_a_call_takes_it_from_the_first_on(given, taken, monkeypatch):
 
 def test_few_keys_and_nothing_that_learns_go_to_the_fused_op():
     def fused(learns, **given):
-        return [way.fused for way in ways(window(3), tensors(**{"n": 97, "d_v": 5} | given), learns)]
+        return [
+            call.layouts.fused for call in calls(window(3), tensors(**{"n": 97, "d_v": 5} | given), learns)
+        ]
 
     assert fused(False) == [False, True]  # 97 keys; 64
     assert not any(fused(True)) and not any(fused(False, d_v=3))
@@ -150,35 +158,35 @@ def test_few_keys_and_nothing_that_learns_go_to_the_fused_op():
 def test_it_says_how_it_is_cut_and_how_many_pairs_it_computes():
     result = explain(window(8) | every(32), 256)
     assert (result.backend, result.variant) == ("tiles", GATHERED)
-    lay, _ = gathered.quickest(window(8) | every(32), 256, 256, 0, 1, heads=8, d=64, grad=False)
-    assert result.computed == lay.pairs == lay.tiles * lay.rows * lay.keys < 256 * 256 / 2
-    shape = f"{lay.tiles} × {lay.rows} queries, each time over the {lay.keys} keys gathered for them"
-    assert result.reason.endswith(f"; {shape}") and result.passes == ()
+    shape, _ = gathered_layout.fastest((window(8) | every(32), 256, 256, 0, 1), heads=8, d=64, grad=False)
+    assert result.computed == shape.pairs == shape.tiles * shape.rows * shape.keys < 256 * 256 / 2
+    text = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"
+    assert result.reason.endswith(f"; {text}") and result.passes == ()
     assert explain(window(8) | every(32), 256, backend="sdpa").computed == 256 * 256
 
 
 def test_any_layout_of_inputs_and_gradient_is_taken():
     inputs = [x.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_() for x in tensors(n=67)]
     wanted = formula(*inputs, window(3).allowed(67), 5**-0.5)[0]
-    for way in ways(window(3), inputs):
-        got = torch.autograd.grad(way(*inputs).sum(), inputs)  # an expanded gradient
+    for call in calls(window(3), inputs):
+        got = torch.autograd.grad(call(*inputs).sum(), inputs)  # an expanded gradient
         for a, b in zip(got, torch.autograd.grad(wanted.sum(), inputs, retain_graph=True)):
             torch.testing.assert_close(a, b)
 
 
 def test_its_gradients_have_gradients():
     inputs = tensors(b=1, n=5, d_k=3, d_v=2)
-    (way,) = ways(window(1), inputs)
-    assert gradcheck(way, inputs) and gradgradcheck(way, inputs)
+    (call,) = calls(window(1), inputs)
+    assert gradcheck(call, inputs) and gradgradcheck(call, inputs)
 
 
 def test_the_same_bits_twice_whatever_ran_between():
     inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
-    way = list(ways(window(9), inputs))[-1]
-    other = list(ways(causal(), tensors(n=131)))[-1]
+    call = list(calls(window(9), inputs))[-1]
+    other = list(calls(causal(), tensors(n=131)))[-1]
     runs = []
     for _ in range(3):
-        o = way(*inputs)
+        o = call(*inputs)
         between = tensors(n=131)
         torch.autograd.grad(other(*between).sum(), between)
         runs.append([o, *torch.autograd.grad(o.square().sum(), inputs)])
@@ -188,13 +196,13 @@ def test_the_same_bits_twice_whatever_ran_between():
 def test_threads_do_not_write_to_the_same_room():
     inputs = [tensors(n=97, d_k=16, d_v=16, dtype=f32) for _ in range(2)]
     inputs[1] = tuple((2 * x).detach().requires_grad_() for x in inputs[1])
-    way = list(ways(window(9), inputs[0]))[-1]
-    wanted = [way(*x) for x in inputs]
+    call = list(calls(window(9), inputs[0]))[-1]
+    wanted = [call(*x) for x in inputs]
     wrong = []
 
     def run(which):
         for _ in range(50):
-            if not torch.equal(way(*inputs[which]), wanted[which]):
+            if not torch.equal(call(*inputs[which]), wanted[which]):
                 wrong.append(which)
 
     threads = [Thread(target=run, args=(which,)) for which in (0, 1)]
@@ -206,13 +214,13 @@ def test_threads_do_not_write_to_the_same_room():
 
 
 def test_what_ran_in_inference_trains_later():
-    products._rooms.clear()
+    memory._pool.clear()
     inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
-    way = list(ways(dilated(3, 2), inputs))[-1]
+    call = list(calls(dilated(3, 2), inputs))[-1]
     with torch.inference_mode():
-        list(ways(dilated(3, 2), inputs, learns=False))[-1](*inputs)
-        products.within(way.forward, *inputs)
-    o = way(*inputs)
+        list(calls(dilated(3, 2), inputs, learns=False))[-1](*inputs)
+        memory.with_buffers(call.forward, *inputs)
+    o = call(*inputs)
     wanted = formula(*inputs, dilated(3, 2).allowed(97), 5**-0.5)[0]
     grads = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, wanted))
     torch.testing.assert_close(o, wanted)

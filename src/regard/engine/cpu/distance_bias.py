@@ -1,0 +1,104 @@
+"""A bias by distance in tiles, read and differentiated along diagonals: nothing of size n × m.
+
+    s = scale · q kᵀ + e[j − i]        de[x] = Σ ds over the pairs with j − i = x
+
+With the rows of a tile in reverse order, the bias of a tile is e[x₀ + a·r + c·l], a and c positive: a view of e. Its
+gradient is a sum along the anti-diagonals of the tile, which are the columns of another view.
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+from einops import einsum, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from ...position import ByDistance
+from .groups import TileGroup
+from .memory import Buffers
+
+
+def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:
+    """The bias at distances low … high. Its gradient is summed in one order; that of indexing is not."""
+    parts, reach = [], bias.reach
+    if bias.table is not None:
+        near = bias.table[:, max(low + reach, 0) : max(high + reach + 1, 0)]
+        first = bias.table[:, :1].expand(-1, max(min(high + 1, -reach) - low, 0))
+        last = bias.table[:, -1:].expand(-1, max(high - max(low - 1, reach), 0))
+        parts.append(torch.cat([first, near, last], -1))
+    if bias.slopes is not None:
+        distances = torch.arange(low, high + 1, dtype=bias.slopes.dtype).abs()
+        parts.append(-einsum(bias.slopes, distances, "h, x -> h x"))
+    return reduce(add, parts)
+
+
+def along_backward(
+    de: Float[Tensor, "h x"], bias: ByDistance, low: int, high: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of table and slopes: those of far distances are summed into the ends of the table."""
+    table, slopes, reach = None, None, bias.reach
+    if bias.table is not None:
+        table = torch.zeros_like(bias.table, dtype=de.dtype)
+        first, last = max(low, -reach), min(high, reach)
+        if first <= last:
+            table[:, first + reach : last + reach + 1] = de[:, first - low : last - low + 1]
+        table[:, 0] += de[:, : max(min(high + 1, -reach) - low, 0)].sum(-1)
+        table[:, -1] += de[:, max(reach + 1 - low, 0) :].sum(-1)
+    if bias.slopes is not None:
+        slopes = -einsum(de, torch.arange(low, high + 1, dtype=de.dtype).abs(), "h x, x -> h")
+    return table, slopes
+
+
+def for_each_batch_row(e: Float[Tensor, "h x"], b: int) -> Float[Tensor, "b h x"]:
+    """e once per batch row, so that it is sliced as the heads are."""
+    return repeat(e, "h x -> b h x", b=b).contiguous()
+
+
+def padded(shape: tuple[int, int, int], buffers: Buffers) -> Float[Tensor, "t r l"]:
+    """Memory for ds in which each row is followed by as many zeros as there are rows."""
+    t, r, l = shape
+    buffer = buffers("padded", t, r, l + r)
+    buffer[..., l:].zero_()
+    return buffer[..., :l]
+
+
+@dataclass(frozen=True)
+class TileBias:
+    """Where the bias of a tile is in e: entry first + a·r + c·l for row r, counted from the last, and key l."""
+
+    first: int
+    a: int
+    c: int
+
+    @classmethod
+    def of(cls, tiles: TileGroup, far: int) -> "TileBias":
+        """far: the position of the last query; entry x of e is the bias at distance x − far."""
+        last = tiles.start + tiles.step * (tiles.row + tiles.row_step * (tiles.rows - 1))
+        return cls(tiles.key - last + far, tiles.step * tiles.row_step, tiles.key_step)
+
+    def view(self, e: Float[Tensor, "heads x"], rows: int, keys: int) -> Float[Tensor, "heads r l"]:
+        return e[:, self.first :].as_strided((len(e), rows, keys), (e.stride(0), self.a, self.c))
+
+    def add_gradient(self, de: Float[Tensor, "heads x"], ds: Float[Tensor, "t r l"]) -> None:
+        """de[first + a·r + c·l] += Σ_t ds[t, r, l]; the tiles are those of one head, or one of each head.
+
+        Where a = c: rows are followed by zeros (`padded`), so read with a pitch of one less, row r is shifted by r.
+        """
+        t, r, l = ds.shape
+        if self.a != self.c:
+            self._add_by_rows(de, ds.sum(0, keepdim=True) if len(de) == 1 else ds)
+            return
+        pitch = l + r - 1
+        shifted = ds.as_strided((t, r, pitch), (r * (l + r), pitch, 1))
+        columns = torch.bmm(ds.new_ones(1, 1, r).expand(t, 1, r), shifted)[:, 0]  # a sum, but faster
+        columns = columns.sum(0, keepdim=True) if len(de) == 1 else columns
+        de[:, self.first : self.first + self.c * (pitch - 1) + 1 : self.c] += columns
+
+    def _add_by_rows(self, de: Float[Tensor, "heads x"], ds: Float[Tensor, "heads r l"]) -> None:
+        a, c = self.a, self.c
+        some = c // a if c % a == 0 else 1  # so many rows reach no entry twice
+        for low in range(0, ds.shape[1], some):
+            rows, there = ds[:, low : low + some], de[:, self.first + a * low :]
+            there.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)

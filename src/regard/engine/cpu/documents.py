@@ -1,0 +1,170 @@
+"""Packed sequences: each document attends to itself alone, so n positions cost Σ length², not n².
+
+Contiguous ids divide the axis into spans. Neighbours of one length are a group of tiles; short ones of different
+lengths share a tile, masked by their ids; a long one has the layout that it would have alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from itertools import groupby
+from operator import and_
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import Tensor
+
+from ... import compat
+from ...pattern import At, Both, Pattern, causal, documents, full, query_offset
+from ..plan.tiles import NoPlan
+from .groups import TileGroup
+from .layout import Layout
+from .strided_layout import layout
+
+MAX_SHARED = (
+    128  # keys of documents that share a tile: so many are computed faster than one call for each takes
+)
+MAX_CACHED = 16  # layouts of one tensor of ids: one for each length and pattern beside it
+MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
+
+Span = tuple[int, int]  # the first key of a document, and the first past it
+
+
+def parts(pattern: Pattern) -> tuple[documents, Pattern] | None:
+    """`documents(ids) & rest`, where rest is the same wherever a document begins; else None."""
+    factors = list(_factors(pattern))
+    by_ids = [f for f in factors if isinstance(f, documents)]
+    rest = [f for f in factors if not isinstance(f, documents)]
+    if len(by_ids) != 1 or any(f.shift_period != 1 for f in rest):  # a document may begin anywhere
+        return None
+    return by_ids[0], reduce(and_, rest) if rest else full()
+
+
+def as_text(pattern: Pattern) -> tuple[Tensor, str]:
+    """The ids of `documents(ids) & rest`, and the factors of rest as text, one per line."""
+    factors = list(_factors(pattern))
+    ids = [f.ids for f in factors if isinstance(f, documents)]
+    return ids[0], "\n".join([f.text for f in factors if f.text is not None])
+
+
+def _factors(pattern: Pattern) -> Iterator[Pattern]:
+    if isinstance(pattern, Both):
+        yield from _factors(pattern.left)
+        yield from _factors(pattern.right)
+    else:
+        yield pattern
+
+
+_cache: WeakKeyDictionary[documents, dict] = WeakKeyDictionary()
+
+
+def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:
+    """One layout for all batch rows, or one each; None where the ids of a document do not follow one another.
+
+    Cached as long as the ids exist and are unchanged.
+    """
+    split = parts(pattern)
+    if split is None or split[0].ids.device.type != "cpu":
+        return None
+    by_ids, rest = split
+    by_ids.fits(m)
+    start, step = query_offset(pattern, n, m, at)
+    if step != 1:
+        return None
+    version = compat.version(by_ids.ids)
+    if version is None:
+        return layouts_of_ids(by_ids.ids, rest, n, m, start)
+    key = (rest, n, m, start)
+    cached = _cache.setdefault(by_ids, {})
+    found = cached.get(key)
+    if found is None or found[0] != version:
+        if len(cached) >= MAX_CACHED:
+            cached.clear()
+        cached[key] = found = version, layouts_of_ids(by_ids.ids, rest, n, m, start)
+    return found[1]
+
+
+def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, m: int, start: int) -> tuple[Layout, ...] | None:
+    rows = ids.reshape(-1, m)
+    all_spans = [spans(row) for row in rows.numpy()]
+    if not all(all_spans):
+        return None
+    return tuple(
+        Layout(n, m, start, 1, tuple(_groups(some, documents(row), rest, n, start)))
+        for row, some in zip(rows, all_spans)
+        if some is not None
+    )
+
+
+def spans(ids: np.ndarray) -> list[Span] | None:
+    """Where each document begins and ends; None where one is in two places, or there are no keys."""
+    if not len(ids):
+        return None
+    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    if len(np.unique(ids[first])) < len(first):
+        return None
+    return list(zip(first.tolist(), [*first[1:].tolist(), len(ids)]))
+
+
+class Document(NamedTuple):
+    """The queries and keys of one document."""
+
+    row: int
+    rows: int
+    key: int
+    keys: int
+
+
+def _documents(some: list[Span], n: int, start: int) -> Iterator[Document]:
+    """Documents without a query are left out; a query past the last document has no allowed key."""
+    for a, b in some:
+        row, end = max(a - start, 0), min(b - start, n)
+        if row < end:
+            yield Document(row, end - row, a, b - a)
+
+
+def _groups(some: list[Span], by_ids: documents, rest: Pattern, n: int, start: int) -> Iterator[TileGroup]:
+    waiting: list[Document] = []  # short ones, which will share a tile
+    for (_, keys), equal in groupby(_documents(some, n, start), key=lambda one: (one.rows, one.keys)):
+        group = list(equal)
+        if len(group) * keys > MAX_SHARED:
+            yield from _shared_tile(waiting, by_ids, rest, start)
+            yield from _own_tiles(group[0], len(group), rest, start)
+            waiting = []
+            continue
+        if sum(one.keys for one in waiting) + len(group) * keys > MAX_SHARED:
+            yield from _shared_tile(waiting, by_ids, rest, start)
+            waiting = []
+        waiting += group
+    yield from _shared_tile(waiting, by_ids, rest, start)
+
+
+def _shared_tile(some: list[Document], by_ids: documents, rest: Pattern, start: int) -> Iterator[TileGroup]:
+    if len(some) < 2:
+        yield from (group for one in some for group in _own_tiles(one, 1, rest, start))
+        return
+    first, last = some[0], some[-1]
+    rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
+    yield _tiles(Document(first.row, rows, first.key, keys), 1, by_ids & rest, start)
+
+
+def _own_tiles(one: Document, tiles: int, rest: Pattern, start: int) -> Iterator[TileGroup]:
+    """Documents of one length that follow one another."""
+    if isinstance(rest, full | causal) or one.rows * one.keys <= MAX_TILE**2:
+        yield _tiles(one, tiles, None if isinstance(rest, full) else rest, start)
+        return
+    try:
+        alone = layout(rest, one.rows, one.keys, start + one.row - one.key, 1)
+    except NoPlan:
+        yield _tiles(one, tiles, rest, start)
+        return
+    for t in range(tiles):
+        for group in alone.groups:
+            row, key = one.row + t * one.rows, one.key + t * one.keys
+            yield replace(group, row=group.row + row, key=group.key + key, start=start)
+
+
+def _tiles(one: Document, tiles: int, masked_by: Pattern | None, start: int) -> TileGroup:
+    of_rows, of_keys = (one.row, one.rows, 1, one.rows), (one.key, one.keys, 1, one.keys)
+    return TileGroup(tiles, *of_rows, *of_keys, masked_by, start, 1)

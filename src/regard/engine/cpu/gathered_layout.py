@@ -1,0 +1,244 @@
+"""Tiles of queries with the keys gathered that any of them attends to: index tables, made once per set of shapes.
+
+A tile of 64 queries under `window(16) | every(32)` has some hundred keys, wherever they are. Copied one after the
+other they make one batch of small dense products; only the masks differ from tile to tile. For short sequences this
+is the fastest layout: PyTorch's fused op works in blocks of 32 or 64 queries there, and visits every key.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from ...pattern import Pattern
+from ..plan.tiles import row_steps
+from .kernels import product
+from .layout import Named
+from .memory import Buffers
+
+MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
+KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
+MIN_ROWS = 32  # queries of a tile
+MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
+MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
+MAX_FUSED_KEYS = 80  # keys of a tile up to which the fused op is faster, where nothing is differentiated
+
+
+class Shape(NamedTuple):
+    """`tiles` tiles of `rows` queries, `hop` apart within a tile as far as that goes, over `keys` keys each."""
+
+    hop: int
+    tiles: int
+    rows: int
+    keys: int
+
+    @property
+    def pairs(self) -> int:
+        return self.tiles * self.rows * self.keys
+
+
+def fastest(
+    place: tuple[Pattern, int, int, int, int], heads: int, d: int, grad: bool
+) -> tuple[Shape, float] | None:
+    """The fastest shape for a call with heads d wide, and its nanoseconds. place: pattern, n, m, start, step.
+
+    None where there is one tile and nothing is differentiated: that is one call of the fused op.
+    """
+    some = [shape for shape in shapes(*place) if grad or shape.tiles > 1]
+    times = [(shape, nanoseconds(shape, place[1], heads, d, grad)) for shape in some]
+    return min(times, key=lambda pair: pair[1], default=None)
+
+
+def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
+    """An estimate on two cores: pairs, queries, tiles, the rows that are copied, the call itself."""
+    hop, tiles, rows, keys = shape
+    copied = (6 if grad else 2) * tiles * keys * (tiles > 1)
+    copied += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
+    pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
+    pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
+    pair *= 1.3 if grad and heads * shape.pairs > MAX_SAVED else 1.0  # weights are computed a second time
+    width = d / 64
+    per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * 25.0 * width
+    return heads * per_head + call
+
+
+@lru_cache(maxsize=256)
+def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Shape, ...]:
+    """Divisions of the queries into tiles: neighbours, or those of the same residues mod hop."""
+    allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
+    some = []
+    for hop in row_steps(pattern, step, by_keys=False):
+        if hop > 1 and hop >= n:
+            break
+        order, tiles = _order(n, hop), 1
+        while tiles == 1 or n >= MIN_ROWS * tiles:
+            rows = -(-n // tiles)
+            needed = allowed[_filled(order, tiles * rows)].view(tiles, rows, m).any(1)
+            keys = max(-(-int(needed.sum(1).max()) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
+            some.append(Shape(hop, tiles, rows, min(keys, m)))
+            tiles *= 2
+    return tuple(some)
+
+
+class GatheredLayout:
+    """The pieces of a call, some heads each: which rows of (heads · n, d) and of (heads · m, d) they copy."""
+
+    concatenated = True
+
+    def __init__(
+        self, allowed: Bool[Tensor, "n m"], shape: Shape, q: Tensor, k: Tensor, v: Tensor, learns: bool
+    ):
+        heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
+        some = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
+        self.shape, self.heads_per_piece, self.heads = shape, some, heads
+        self.saved = heads * shape.pairs if learns and heads * shape.pairs <= MAX_SAVED else 0
+        self.fused = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
+        tables = _tables(allowed, some, group, shape, q.dtype)
+        self.pieces = [
+            GatheredPiece(tables, shape, group, min(some, heads - h)) for h in range(0, heads, some)
+        ]
+
+    @property
+    def computed(self) -> int:
+        return self.shape.pairs
+
+    def bind(self, rows: Named, keys: Named, grads: dict[str, list]) -> Iterator[tuple["GatheredPiece", Any]]:
+        """Each piece with its heads of rows and keys; gradients of keys are lists, to which each piece appends."""
+        if len(self.pieces) == 1:
+            yield self.pieces[0], {**rows, **keys, **grads}
+            return
+        share = self.heads_per_piece / self.heads
+        flat = {name: x.reshape(-1, x.shape[-1]) for name, x in (rows | keys).items()}
+        parts = {name: x.split(round(len(x) * share)) for name, x in flat.items()}
+        for i, piece in enumerate(self.pieces):
+            yield piece, {name: some[i] for name, some in parts.items()} | grads
+
+
+class GatheredPiece:
+    """The tiles of some heads, whose queries and keys are copied into buffers unless they are in order already."""
+
+    fresh = alone = True
+    has_empty_row = False  # the mask lets an empty row attend to all keys; the caller clears it
+
+    def __init__(self, tables: "_Tables", shape: Shape, group: int, heads: int):
+        (_, tiles, r, l), n, m = shape, tables.n, tables.m
+        self.heads, self.scores, self.n = heads, (heads * tiles, r, l), n
+        self._mask = tables.mask[:1] if tiles == 1 else tables.mask[: heads * tiles]
+        self.mask4 = self._mask.view(-1, 1, r, l)
+        self.rows = None if tables.rows is None else tables.rows[: heads * tiles * r]
+        self.place = None if tables.place is None else tables.place[: heads * n]
+        self.filled = tiles * r > n
+        self.index = None if tables.keys is None else tables.keys[: heads * tiles * l]
+        self.copies, self.first = tables.copies[: heads * tables.real], tables.first[: heads // group * m]
+
+    def mask(self, dtype: torch.dtype) -> Float[Tensor, "t r l"]:
+        return self._mask
+
+    def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
+        """The queries of each tile. What only fills the last tile of a head has no gradient."""
+        x = _taken(x, self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
+        if name == "do" and self.filled:
+            x.view(self.heads, -1, x.shape[-1])[:, self.n :] = 0.0
+        return x
+
+    def load_keys(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> list[Tensor]:
+        return [_taken(x, self.index, (self.scores[0], self.scores[2], x.shape[-1]), name, buffers)]
+
+    def output(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
+        """Memory for what `store` brings to x: x itself where the queries are in order."""
+        shape = (*self.scores[:2], x.shape[-1])
+        return x.view(shape) if self.place is None else buffers(name, *shape)
+
+    def store(self, x: Float[Tensor, "... d"], value: Float[Tensor, "t r d"]) -> None:
+        """Each query's row to its place."""
+        if self.place is not None:
+            d = x.shape[-1]
+            torch.index_select(value.view(-1, d), 0, self.place, out=x.view(-1, d))
+
+    def add_to_keys(
+        self, into: list[Tensor], of_pairs: Tensor, of_rows: Tensor, alpha: float, buffers: Buffers
+    ) -> None:
+        """Append the gradient of the keys of these heads: the sum over all copies of each key, in one order."""
+        t, l, d = self.scores[0], self.scores[2], of_rows.shape[-1]
+        product(of_pairs.mT, of_rows, alpha, buffers("part", t, l, d))
+        part = buffers("part", t * l, d)  # the same memory
+        alone = self.index is None
+        into.append(part.clone() if alone else F.embedding_bag(self.copies, part, self.first, mode="sum"))
+
+
+def _taken(
+    x: Float[Tensor, "... d"],
+    index: Int[Tensor, " taken"] | None,
+    shape: tuple[int, int, int],
+    name: str,
+    buffers: Buffers,
+) -> Float[Tensor, "t size d"]:
+    """Rows in order, or copied by their indices."""
+    if index is None:
+        return x.reshape(shape)
+    d = shape[-1]
+    torch.index_select(x.reshape(-1, d), 0, index, out=buffers(name, len(index), d))
+    return buffers(name, *shape)  # the same memory
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """Which rows of (heads · n, d) the tiles hold, which of (heads · m, d), and the mask of each tile."""
+
+    n: int
+    m: int
+    mask: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
+    keys: Int[Tensor, " keys"] | None  # None: all, in order
+    copies: Int[Tensor, " copies"]  # of the keys of all tiles, those of key 0, of key 1, …
+    first: Int[Tensor, " m"]  # where in `copies` those of each key begin
+    real: int  # how many of the copies are those of one head
+    rows: Int[Tensor, " rows"] | None = None  # None: all, in order
+    place: Int[Tensor, " n"] | None = None  # of each query among these rows
+
+
+def _tables(
+    allowed: Bool[Tensor, "n m"], heads: int, group: int, shape: Shape, dtype: torch.dtype
+) -> _Tables:
+    """For so many heads, of which each `group` share their keys."""
+    n, m = allowed.shape
+    hop, count, r, l = shape
+    rows = _filled(_order(n, hop), count * r)
+    table = allowed[rows].view(count, r, m)
+    needed = table.any(1)
+    if l == m:
+        keys = torch.arange(m, device="cpu").expand(count, -1)
+    else:  # the needed ones, then others to fill up
+        keys = (~needed).to(torch.int8).sort(dim=1, stable=True).indices[:, :l]
+    table = table.gather(2, keys[:, None].expand(-1, r, -1))
+    table = table | ~table.any(-1, keepdim=True)
+    mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
+    mask = mask.repeat(heads, 1, 1)
+    head = torch.arange(heads, device="cpu")
+    own = (m * (head // group)[:, None] + keys.reshape(-1)).view(-1)
+    real = needed.gather(1, keys).view(-1).repeat(heads).nonzero().view(-1)
+    counts = torch.bincount(own[real], minlength=heads // group * m)
+    copies, first = real[own[real].argsort(stable=True)], counts.cumsum(0) - counts
+    index = None if count == 1 and l == m and group == 1 else own
+    of_head = len(real) // heads
+    if hop == 1 and count * r == n:
+        return _Tables(n, m, mask, index, copies, first, of_head)
+    place = torch.empty(n, dtype=torch.long, device="cpu")
+    place[rows[:n]] = torch.arange(n, device="cpu")
+    of, to = ((size * head[:, None] + x).view(-1) for size, x in ((n, rows), (count * r, place)))
+    return _Tables(n, m, mask, index, copies, first, of_head, of, to)
+
+
+def _order(n: int, hop: int) -> Int[Tensor, " n"]:
+    """All queries, those of one residue mod hop one after the other."""
+    return torch.cat([torch.arange(c, n, hop, device="cpu") for c in range(min(hop, n))])
+
+
+def _filled(order: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:
+    """So many: the last one repeated."""
+    return torch.cat([order, order[-1:].expand(count - len(order))])

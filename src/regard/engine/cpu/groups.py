@@ -1,0 +1,344 @@
+"""Groups of tiles with the same shape and the same mask, as strided views of q, k and v that may overlap.
+
+    row r of tile t is query   row + row_shift·t + row_step·r
+    key l of tile t is key     key + key_shift·t + key_step·l        key_shift = 0: all tiles have the same keys
+
+A group may have further keys that all its rows share. Its scores are then one row over all of them, with one softmax;
+otherwise the groups that have a row in common are merged by log-sum-exp.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd, inf
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ...pattern import Pattern, causal
+from ...progression import Ints
+
+NARROW, WIDE = (
+    64,
+    192,
+)  # rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair
+FUSED_BLOCK = (
+    256  # rows of the fused op's blocks; of a triangle it masks the last block and skips what follows
+)
+MAX_KV_GRAD = (
+    1 << 21
+)  # numbers in the gradients of keys of one fused call: 8 MiB in float32 stay in the cache
+MAX_SCORES = 1 << 19  # scores of one piece
+ONE_HEAD_SCORES = (
+    1 << 17
+)  # scores from which on a piece is of one head: its q, k and v then stay in the caches
+# Scores of one piece where all keys of a tile are concatenated: 4 MiB in float32. Smaller pieces would stay nearer to
+# the cores, but in each step one core waits for the other, and that costs more.
+MAX_CONCATENATED = 1 << 20
+MIN_TILES = 8  # concatenated tiles from which on a piece is of one head
+MAX_SPLIT = 1 << 18, 1 << 21  # with bias or dropout: scores of a tile that is split by rows, and of one piece
+MIN_SPLIT_ROWS = 64  # rows of such a tile: products of fewer rows are slow
+MAX_CACHED_MASK = 1 << 20  # pairs of a mask that is kept between calls
+
+
+@dataclass(frozen=True, eq=False)
+class TileGroup:
+    """`tiles` tiles of `rows` queries over `keys` keys each."""
+
+    tiles: int
+    row: int
+    row_shift: int
+    row_step: int
+    rows: int
+    key: int
+    key_shift: int
+    key_step: int
+    keys: int
+    masked_by: Pattern | None  # None: every pair of the group is allowed
+    start: int  # query r is at position start + step · r
+    step: int
+    cycle: int = 1  # tile t has the mask of tile t mod cycle
+    shared: tuple["TileGroup", ...] = ()  # further keys of all rows: one tile each, without a mask
+    concatenated: bool = False  # no other group has its rows, and its weights may be saved
+    by_products: bool = False  # never by the fused op, as with bias and dropout
+    split: bool = False  # a part of a tile that was too large
+
+    @property
+    def all_keys(self) -> int:
+        """The keys of one row: its own, then the shared ones."""
+        return self.keys + sum(part.keys for part in self.shared)
+
+    @property
+    def pairs(self) -> int:
+        keys = min(self.keys, (self.keys + FUSED_BLOCK) // 2) if self.triangle else self.all_keys
+        return self.tiles * self.rows * keys
+
+    # Masks.
+
+    @property
+    def allowed(self) -> Bool[Tensor, "r l"] | None:
+        """The allowed pairs of every tile, which are those of the first; None: all."""
+        if self.masked_by is None:
+            return None
+        if self.rows * self.keys > MAX_CACHED_MASK:
+            return self._evaluate(self.masked_by)
+        return self._allowed
+
+    @cached_property
+    def _allowed(self) -> Bool[Tensor, "r l"] | None:
+        return None if self.masked_by is None else self._evaluate(self.masked_by)
+
+    def mask(self, dtype: torch.dtype) -> Float[Tensor, "c r l"] | None:
+        """What is added to the scores of tile after tile in turn: 0 where a pair is allowed, else −∞."""
+        if self.masked_by is None:
+            return None
+        if self.split:
+            return self._mask(dtype)
+        if dtype not in self._masks:
+            self._masks[dtype] = self._mask(dtype)
+        return self._masks[dtype]
+
+    def _mask(self, dtype: torch.dtype) -> Float[Tensor, "c r l"]:
+        assert self.masked_by is not None
+        with torch.device("cpu"), torch.inference_mode(False):
+            cycle = [self if self.tiles == 1 else self.tile(t) for t in range(self.cycle)]
+            hidden = ~torch.stack([tile._evaluate(self.masked_by) for tile in cycle])
+            return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -inf)
+
+    @cached_property
+    def _masks(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    @cached_property
+    def has_empty_row(self) -> bool:
+        """Whether some row of its tiles has no allowed key in them."""
+        if self.masked_by is None or self.shared:
+            return False
+        cycle = [self if self.tiles == 1 else self.tile(t) for t in range(self.cycle)]
+        return not all(bool(tile._evaluate(self.masked_by).any(-1).all()) for tile in cycle)
+
+    def _evaluate(self, pattern: Pattern) -> Bool[Tensor, "r l"]:
+        i = self.start + self.step * (self.row + self.row_step * torch.arange(self.rows))
+        j = self.key + self.key_step * torch.arange(self.keys)
+        return torch.broadcast_to(pattern.allows(i[:, None], j), (self.rows, self.keys))
+
+    @property
+    def triangle(self) -> bool:
+        """Whether row r has keys 0 … r: the fused op knows that mask, and skips the pairs that it hides."""
+        first = self.start + self.step * self.row
+        steps = self.step * self.row_step == self.key_step
+        return isinstance(self.masked_by, causal) and steps and first == self.key and self.rows == self.keys
+
+    # How it runs.
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether the fused op runs it, which holds no scores and skips half of a triangle; else products."""
+        if self.concatenated or self.by_products:
+            return False
+        large = self.masked_by is not None and self.rows * self.keys > MAX_SCORES
+        half = self.triangle and self.rows > FUSED_BLOCK
+        return large or half or fused_nanoseconds(self, 8, True) < products_nanoseconds(self, 8, True)
+
+    @cached_property
+    def by_head(self) -> bool:
+        """Whether a piece is of one head, whose q, k and v then stay in the caches from group to group."""
+        if self.concatenated:
+            return self.tiles >= MIN_TILES
+        return not self.split and (self.tiles > 8 or self.tiles * self.rows * self.keys >= ONE_HEAD_SCORES)
+
+    @cached_property
+    def by_rows(self) -> bool:
+        """Whether a piece is some rows of the one tile of a head."""
+        return self.by_head and self.tiles == 1 and self.masked_by is None and not self.concatenated
+
+    @cached_property
+    def chunk(self) -> int:
+        """Tiles of a piece, or rows where there is one tile; heads where a piece has several."""
+        limit = MAX_CONCATENATED if self.concatenated else MAX_SPLIT[1] if self.split else MAX_SCORES
+        size = self.keys if self.by_rows else self.all_keys * self.rows
+        chunk = max(limit // size, 1)
+        if not self.by_head or self.by_rows:
+            return chunk
+        even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
+        return -(-even // self.cycle) * self.cycle
+
+    def pieces_of(self, heads: int) -> int:
+        """The pieces of one head, or of all heads if they are not by head."""
+        if not self.by_head:
+            return self.tiles * -(-heads // self.chunk)
+        return -(-(self.rows if self.by_rows else self.tiles) // self.chunk)
+
+    @cached_property
+    def row_numbers(self) -> Ints:
+        tiles = self.row + self.row_shift * np.arange(self.tiles)
+        return (tiles[:, None] + self.row_step * np.arange(self.rows)).ravel()
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether its tiles can be one tile: the same keys, no mask, and rows that follow one another."""
+        return self.tiles == 1 or (
+            self.masked_by is None and self.key_shift == 0 and self.row_shift == self.rows * self.row_step
+        )
+
+    @property
+    def phases(self) -> int:
+        """Tiles t, t + phases, t + 2·phases … have no key in common."""
+        apart = self.key_step // gcd(
+            self.key_step, self.key_shift
+        )  # tiles this far apart agree in the residue
+        if self.tiles <= apart:
+            return 1
+        shift = apart * self.key_shift // self.key_step
+        return 1 if shift >= self.keys else apart * -(-self.keys // shift)
+
+    # Parts of it, as groups.
+
+    def tile(self, first: int, count: int = 1, apart: int = 1) -> "TileGroup":
+        """Tiles first, first + apart, … of this group, as a group."""
+        return replace(
+            self,
+            tiles=count,
+            row=self.row + self.row_shift * first,
+            key=self.key + self.key_shift * first,
+            row_shift=self.row_shift * apart,
+            key_shift=self.key_shift * apart,
+        )
+
+    def some_rows(self, first: int, count: int) -> "TileGroup":
+        """Rows first, first + 1, … of each tile."""
+        return replace(self, row=self.row + self.row_step * first, rows=count)
+
+    def as_one(self) -> "TileGroup":
+        """A mergeable group as one tile."""
+        return self if self.tiles == 1 else replace(self, tiles=1, rows=self.tiles * self.rows)
+
+    def within(self, width: int) -> Iterator["TileGroup"]:
+        """The group, some tiles at a time, so that their keys, `width` numbers each, are at most MAX_KV_GRAD."""
+        some = max(MAX_KV_GRAD // max(self.keys * width, 1), 1)
+        for t in range(0, self.tiles, some):
+            yield self if some >= self.tiles else self.tile(t, min(some, self.tiles - t))
+
+    def small_tiles(self) -> Iterator["TileGroup"]:
+        """The group in tiles of at most MAX_SPLIT[0] scores, each group at one distance: for bias and dropout."""
+        group = replace(self, by_products=True)
+        if self.rows * self.keys > MAX_SPLIT[0]:
+            rows = max(MAX_SPLIT[0] // self.keys, MIN_SPLIT_ROWS)
+            for t in range(self.tiles):
+                for r in range(0, self.rows, rows):
+                    part = group.tile(t).some_rows(r, min(rows, self.rows - r))
+                    keys = min(self.keys, r + part.rows) if self.triangle else self.keys
+                    yield replace(part, keys=keys, split=True)
+        elif self.tiles > 1 and self.key_shift != self.step * self.row_shift:
+            yield from (group.tile(t) for t in range(self.tiles))
+        else:
+            yield group
+
+    def before(self, m: int) -> Iterator["TileGroup"]:
+        """What is left of this group if the keys from m on are hidden."""
+        last = self.key + self.key_step * (self.keys - 1)
+        if self.key_shift:
+            complete = min(max((m - 1 - last) // self.key_shift + 1, 0), self.tiles)
+        else:
+            complete = self.tiles if last < m else 0
+        if complete:
+            yield self.tile(0, complete)
+        for t in range(complete, self.tiles):
+            one = self.tile(t)
+            if one.key < m:
+                yield replace(one, keys=min(one.keys, -((one.key - m) // one.key_step)))
+
+    # Views.
+
+    def rows_of(self, x: Float[Tensor, "heads n *d"]) -> Float[Tensor, "heads t r *d"]:
+        """The rows of each tile."""
+        return _view(x, self.tiles, self.rows, self.row, self.row_shift, self.row_step)
+
+    def keys_of(self, x: Float[Tensor, "heads m *d"]) -> Float[Tensor, "heads t l *d"]:
+        """The keys of each tile, without the shared ones; tiles may overlap."""
+        return _view(x, self.tiles, self.keys, self.key, self.key_shift, self.key_step)
+
+    def add_to_keys(self, into: Float[Tensor, "heads m d"], part: Float[Tensor, "heads t l d"]) -> None:
+        """into[key l of tile t] += part[t, l], always in the same order: tiles without a common key at once."""
+        if self.key_shift == 0:
+            self.tile(0).keys_of(into).add_(part if self.tiles == 1 else part.sum(1, keepdim=True))
+            return
+        for phase in range(min(self.phases, self.tiles)):
+            some = part[:, phase :: self.phases]
+            self.tile(phase, some.shape[1], self.phases).keys_of(into).add_(some)
+
+    # Its pieces: tiles of one head, rows of one tile, or one tile of several heads. All pieces of a tensor are views
+    # of three axes that are made at once: one by one they take ten times as long.
+
+    def pieces(self, heads: int) -> list[tuple[int, "TileGroup", slice]]:
+        """(first tile, tiles, heads) of each piece, in the order of the views that the cut_… methods return."""
+        if not self.by_head:
+            chunks = [slice(h, min(h + self.chunk, heads)) for h in range(0, heads, self.chunk)]
+            tiles = [self] if self.tiles == 1 else [self.tile(t) for t in range(self.tiles)]
+            return [(t, tile, some) for t, tile in enumerate(tiles) for some in chunks]
+        if self.by_rows:
+            firsts = range(0, self.rows, self.chunk)
+            parts = [(0, self.some_rows(r, min(self.chunk, self.rows - r))) for r in firsts]
+        else:
+            firsts = range(0, self.tiles, self.chunk)
+            parts = [(t, self.tile(t, min(self.chunk, self.tiles - t))) for t in firsts]
+        return [(t, part, slice(h, h + 1)) for h in range(heads) for t, part in parts]
+
+    def cut_rows(self, x: Float[Tensor, "heads n *d"]) -> list[Float[Tensor, "t r *d"]]:
+        return self._cut(self.rows_of(x), self.by_rows)
+
+    def cut_keys(self, x: Float[Tensor, "heads m *d"]) -> list[list[Float[Tensor, "_ l *d"]]]:
+        """For each piece the keys of its tiles, then the shared keys of its heads."""
+        own = self._cut(self.keys_of(x), False)
+        if not self.shared:
+            return [[each] for each in own]
+        shared = [self.cut_heads(part.keys_of(x)[:, 0]) for part in self.shared]
+        return [list(parts) for parts in zip(own, *shared)]
+
+    def cut_heads(self, x: Float[Tensor, "heads m *d"]) -> list[Float[Tensor, "some m *d"]]:
+        """The heads of each piece as they are."""
+        if self.by_head:
+            return [head for head in x.split(1) for _ in range(self.pieces_of(1))]
+        some = [x] if len(x) <= self.chunk else x.split(self.chunk)
+        return [each for _ in range(self.tiles) for each in some]
+
+    def _cut(self, x: Float[Tensor, "heads t r *d"], rows: bool) -> list[Tensor]:
+        axis = 1 if rows else 0
+        each = x.unbind(0 if self.by_head else 1)
+        if self.by_rows and not rows:
+            return [head for head in each for _ in range(self.pieces_of(1))]
+        if each[0].shape[axis] <= self.chunk:  # split() takes as long as a product
+            return list(each)
+        return [piece for one in each for piece in one.split(self.chunk, axis)]
+
+
+def _view(x: Tensor, tiles: int, count: int, first: int, shift: int, step: int) -> Tensor:
+    head, s, *inner = x.stride()
+    shape, strides = (len(x), tiles, count, *x.shape[2:]), (head, s * shift, s * step, *inner)
+    return x.as_strided(shape, strides, x.storage_offset() + s * first)
+
+
+# Estimates, fitted to bench/cpu_patterns.py --group small.
+
+
+def products_nanoseconds(group: TileGroup, heads: int, grad: bool) -> float:
+    """A group by products: its pairs, which cost less in tiles that are not narrow; its rows and keys, more if they
+    are not neighbours, as a product writes to contiguous memory only; its pieces."""
+    rows, keys = group.tiles * group.rows, group.tiles * group.keys
+    slow, apart = (1.0 if group.rows >= 64 else 1.3), (1.0 if group.row_step == 1 else 2.0)
+    pieces = group.pieces_of(heads) * (heads if group.by_head else 1)
+    forward = slow * rows * group.keys * 2.8 + apart * rows * 60.0
+    backward = slow * rows * group.keys * 6.2 + apart * (rows * 120.0 + keys * 40.0)
+    return heads * (forward + grad * backward) + pieces * (400e3 if grad else 120e3)
+
+
+def fused_nanoseconds(group: TileGroup, heads: int, grad: bool) -> float:
+    """The same by the fused op, which takes less time per pair in its larger blocks."""
+    rows = group.tiles * group.rows
+    wide = (rows if group.mergeable else group.rows) >= 192
+    forward = rows * 210.0 + group.pairs * 2.1 if wide else rows * 255.0 + group.pairs * 3.4
+    backward = rows * 180.0 + group.pairs * 5.6 if wide else rows * 325.0 + group.pairs * 9.1
+    keys = group.keys if group.mergeable else group.tiles * group.keys
+    return heads * (forward + grad * (backward + keys * 110.0)) + (300e3 if grad else 120e3)

@@ -1,0 +1,165 @@
+"""The kernels of the CPU tiles: batched matrix products and what lies between them, on one piece of scores at a time.
+
+    s = scale · q kᵀ + mask      weights = exp(s − lse)      ds = weights ∘ (do vᵀ − δ)
+
+The keys of a piece are one part or several, and the columns of s are those of all parts side by side. The first part
+has keys for each tile, (t, l, d); the others are shared by all tiles of a head, (1 or heads, l, d).
+
+exp(x) is computed as 2^(x log₂ e): over −∞ MKL's exp takes eight times as long, exp2 no longer than elsewhere.
+"""
+
+from math import e, log2
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .groups import TileGroup
+from .memory import Buffers
+
+LOG2E = log2(e)
+
+
+def product(a: Tensor, b: Tensor, alpha: float, into: Tensor) -> Float[Tensor, "t r l"]:
+    """into = alpha · a b; without a factor there is a faster operation."""
+    if alpha == 1.0:
+        return torch.bmm(a, b, out=into)
+    return torch.baddbmm(into, a, b, beta=0, alpha=alpha, out=into)
+
+
+def scores(
+    rows: Float[Tensor, "t r d"],
+    parts: list[Tensor],
+    scale: float,
+    into: Float[Tensor, "t r keys"],
+    buffers: Buffers,
+    mask: Float[Tensor, "c r l"] | None = None,
+) -> Float[Tensor, "t r keys"]:
+    """into = scale · rows partᵀ for all parts side by side; the mask, 0 or −∞, is added in the first part."""
+    if len(parts) == 1:
+        if mask is None:
+            return product(rows, parts[0].mT, scale, into)
+        if len(mask) == 1 or len(mask) == len(rows):
+            return torch.baddbmm(mask, rows, parts[0].mT, alpha=scale, out=into)
+        torch.bmm(rows, parts[0].mT, out=into)
+        _scale_and_mask(into, scale, mask, into)
+        return into
+    for part, columns in _beside(parts, into):
+        if part is not parts[0] and len(part) == 1:
+            flat = columns.flatten(0, 1)
+            torch.addmm(flat, rows.flatten(0, 1), part[0].mT, beta=0, alpha=scale, out=flat)
+            continue
+        # A batched product writes to contiguous memory only, so the step that scales also puts it in its columns.
+        found = torch.bmm(rows, part.mT, out=buffers("part", *columns.shape))
+        if part is parts[0] and mask is not None:
+            _scale_and_mask(found, scale, mask, columns)
+        else:
+            torch.mul(found, scale, out=columns)
+    return into
+
+
+def _scale_and_mask(
+    product: Float[Tensor, "t r l"],
+    scale: float,
+    mask: Float[Tensor, "c r l"],
+    into: Float[Tensor, "t r l"],
+) -> None:
+    """into[t] = scale · product[t] + mask[t mod c]."""
+    cycle, tiles = len(mask), len(product)
+    if cycle == 1 or cycle == tiles:
+        torch.add(mask, product, alpha=scale, out=into)
+        return
+    even = tiles // cycle * cycle
+    some, to = (x[:even].unflatten(0, (-1, cycle)) for x in (product, into))
+    torch.add(mask, some, alpha=scale, out=to)
+    if even < tiles:
+        torch.add(mask[: tiles - even], product[even:], alpha=scale, out=into[even:])
+
+
+def exponentials_(s: Float[Tensor, "t r l"]) -> tuple[Float[Tensor, "t r 1"], Float[Tensor, "t r 1"]]:
+    """s becomes exp(s − largest); the largest score and the sum of each row. A row of −∞ has −∞ and 1."""
+    largest = s.amax(-1, keepdim=True)
+    exp_(s.sub_(largest.clamp_min(torch.finfo(s.dtype).min)))  # −∞ − (−∞) would be NaN
+    return largest, s.sum(-1, keepdim=True).clamp_min_(1.0)  # the largest alone gives 1, an empty row 0
+
+
+def exp_(x: Tensor) -> Tensor:
+    return x.mul_(LOG2E).exp2_()
+
+
+def mix(
+    weights: Float[Tensor, "t r keys"],
+    parts: list[Tensor],
+    into: Float[Tensor, "t r d"],
+    alpha: float = 1.0,
+    add: bool = False,
+) -> Float[Tensor, "t r d"]:
+    """into = alpha · Σ weights part over all parts, or that added to it; `into` is contiguous."""
+    if len(parts) == 1:
+        return (
+            into.baddbmm_(weights, parts[0], alpha=alpha) if add else product(weights, parts[0], alpha, into)
+        )
+    for part, columns in _beside(parts, weights):
+        if part is parts[0] and not add:
+            product(columns, part, alpha, into)
+        elif part is not parts[0] and len(part) == 1:
+            into.flatten(0, 1).addmm_(columns.flatten(0, 1), part[0], alpha=alpha)
+        else:
+            into.baddbmm_(columns, part, alpha=alpha)
+    return into
+
+
+def add_to_keys(
+    grad: Float[Tensor, "heads m d"],
+    group: TileGroup,
+    of_pairs: Float[Tensor, "t r keys"],
+    of_rows: Float[Tensor, "t r d"],
+    alpha: float,
+    buffers: Buffers,
+) -> None:
+    """grad[key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r], always in the same order."""
+    if not group.shared:
+        _add_to_moving(grad, group, of_pairs.mT, of_rows, alpha, buffers)
+        return
+    _add_to_moving(grad, group, of_pairs[..., : group.keys].mT, of_rows, alpha, buffers)
+    at = group.keys
+    for part in group.shared:
+        into, columns = part.keys_of(grad)[:, 0], of_pairs[..., at : at + part.keys]
+        if len(into) == 1:
+            into[0].addmm_(columns.flatten(0, 1).mT, of_rows.flatten(0, 1), alpha=alpha)
+        else:
+            into.add_(torch.bmm(columns.mT, of_rows, out=buffers("part", *into.shape)), alpha=alpha)
+        at += part.keys
+
+
+def _add_to_moving(
+    grad: Float[Tensor, "heads m d"],
+    group: TileGroup,
+    of_pairs: Float[Tensor, "t l r"],
+    of_rows: Float[Tensor, "t r d"],
+    alpha: float,
+    buffers: Buffers,
+) -> None:
+    """Where a tile's keys are a multiple of the shift, tiles that far apart fill contiguous memory without a gap."""
+    tiles, l, d = group.tiles, group.keys, grad.shape[-1]
+    if len(grad) == 1 and tiles == 1:
+        group.keys_of(grad)[0, 0].addmm_(of_pairs[0], of_rows[0], alpha=alpha)
+        return
+    if group.split:  # so large that products of one head after the other are as fast
+        group.keys_of(grad)[:, 0].baddbmm_(of_pairs, of_rows, alpha=alpha)
+        return
+    if len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
+        apart = l // group.key_shift
+        for phase in range(min(apart, tiles)):
+            some = of_rows[phase::apart]
+            first = group.key + phase * group.key_shift
+            into = grad[0, first : first + len(some) * l].view(-1, l, d)
+            into.baddbmm_(of_pairs[phase::apart], some, alpha=alpha)
+        return
+    part = product(of_pairs, of_rows, alpha, buffers("part", len(of_rows), l, d))
+    group.add_to_keys(grad, part.unflatten(0, (len(grad), tiles)))
+
+
+def _beside(parts: list[Tensor], of_all: Float[Tensor, "t r keys"]) -> list[tuple[Tensor, Tensor]]:
+    """Each part with its columns."""
+    return list(zip(parts, of_all.split([part.shape[1] for part in parts], -1)))

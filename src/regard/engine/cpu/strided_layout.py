@@ -1,0 +1,333 @@
+"""From a pattern to groups of tiles: the plan's tiles that have the same shape and mask, without comparing the masks.
+
+Tiles whose rows and keys advance by a constant are one group if their masks are the same; a shift that keeps every
+distance and residue of the pattern keeps the mask. Two kinds of layout come out of a plan: `merged_layouts`, whose
+groups are merged by log-sum-exp, and `concatenated_layouts`, where the keys of a tile are in one softmax.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from math import gcd, lcm
+
+import numpy as np
+
+from ...pattern import Pattern, Relation, every
+from ...progression import FAR, Ints
+from ..call import has_empty_row
+from ..plan.planner import Pass, Plan, plan
+from ..plan.tiles import NoPlan, relations
+from .groups import MAX_CONCATENATED, NARROW, WIDE, TileGroup
+from .layout import Layout
+
+MAX_GROUPS = (
+    1024  # more groups than that are not considered where a comb can be apart, which was always faster
+)
+MAX_CYCLE = 64  # masks that concatenated tiles may have in turn
+MAX_CONCATENATED_GROUPS = 64  # each is some twenty operations
+
+__all__ = ["concatenated_layouts", "fastest_concatenated", "from_plans", "layout", "merged_layouts"]
+
+
+@lru_cache(maxsize=64)
+def layout(
+    pattern: Pattern, n: int, m: int, start: int, step: int, narrow: int = NARROW, wide: int = WIDE
+) -> Layout:
+    """The fastest of the merged layouts of a pattern without data."""
+    layouts, reasons = [], []
+    for tile in (narrow, wide):
+        try:
+            layouts += [one for _, one in merged_layouts(pattern, n, m, start, step, tile, wide)]
+        except NoPlan as why:
+            reasons.append(why)
+    if not layouts:
+        raise reasons[0]
+    return min(layouts, key=lambda one: one.nanoseconds())
+
+
+@lru_cache(maxsize=8)  # read twice in one choice: by `layout` and by `concatenated_layouts`
+def merged_layouts(
+    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, wide: int
+) -> tuple[tuple[Plan, Layout], ...]:
+    """Tiles of the pattern as it is, or of what a comb leaves, beside that comb; each with the plan of its tiles."""
+    complete = plan(pattern, n, m, start, step, tile)
+    layouts = []
+    for comb in _combs(complete):
+        try:
+            teeth = plan(pattern & comb, n, m, start, step, wide)
+            rest = plan(pattern - comb, n, m, start, step, tile)
+        except NoPlan:
+            continue
+        layouts.append((rest, from_plans(teeth, rest)))
+    if not layouts or _min_groups(complete) <= MAX_GROUPS:
+        layouts.insert(0, (complete, from_plans(complete)))
+    return tuple(layouts)
+
+
+def _min_groups(complete: Plan) -> int:
+    """How many groups there are at least."""
+    return sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in complete.passes)
+
+
+def from_plans(*plans: Plan) -> Layout:
+    """Plans of disjoint sets of pairs as one layout."""
+    groups = [group for each in plans for one in each.passes for group in _groups(one, each.start, each.step)]
+    first = plans[0]
+    return Layout(first.n, first.m, first.start, first.step, tuple(_merged(groups)))
+
+
+def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
+    """Rows that have the same keys in full and follow one another, as one tile: the last tile may be shorter."""
+    same_keys: dict[tuple[int, ...], list[TileGroup]] = defaultdict(list)
+    for group in groups:
+        if group.masked_by is None and group.mergeable:
+            one = group.as_one()
+            same_keys[one.key, one.key_step, one.keys, one.row_step].append(one)
+        else:
+            yield group
+    for some in same_keys.values():
+        current, *others = sorted(some, key=lambda one: one.row)
+        for one in others:
+            if current.row + current.rows * current.row_step == one.row:
+                current = replace(current, rows=current.rows + one.rows)
+            else:
+                yield current
+                current = one
+        yield current
+
+
+def _combs(complete: Plan) -> list[every]:
+    """Every k-th key, where tiles of neighbours have those in full: apart from the rest they make one group."""
+    combs = set()
+    for one in complete.passes:
+        row_step = np.repeat(one.tiles[:, 1], np.diff(one.offsets))
+        teeth = one.parts[(one.parts[:, 3] == 1) & (one.parts[:, 1] > 1) & (row_step == 1)]
+        first, k = teeth[:, 0], teeth[:, 1]
+        combs |= set(map(tuple, np.unique(np.column_stack([k, first % k]), axis=0).tolist()))
+    return [every(k, offset) for k, offset in sorted(combs)] if len(combs) <= 2 else []
+
+
+# From the parts of a pass to groups.
+
+
+def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
+    by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+    repeated: dict[tuple[int, ...], int] = defaultdict(int)
+    for row, row_step, rows, key, key_step, keys, full in _segments(one):
+        shape = (row_step, rows, key_step, keys, full)
+        number = repeated[row, *shape]  # parts of one tile never share a group: it writes to each row once
+        repeated[row, *shape] += 1
+        by_shape[*shape, number].append((row, key))
+    for (row_step, rows, key_step, keys, full, _), corners in by_shape.items():
+        for row, key, row_shift, key_shift, tiles in _runs(sorted(corners)):
+            by, of_rows = None if full else one.pattern, (row, row_shift, row_step, rows)
+            group = TileGroup(tiles, *of_rows, key, key_shift, key_step, keys, by, start, step)
+            yield from [group] if full or tiles == 1 else _same_mask(group, one.pattern)
+
+
+def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
+    """(row, row step, rows, key, key step, keys, full) of each part; parts that touch are one where that pays."""
+    tile_of = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
+    shapes = defaultdict(set)  # where in each tile full parts of one shape begin
+    for t, (key, key_step, keys, full) in zip(tile_of.tolist(), one.parts.tolist()):
+        if full:
+            shapes[t, key_step, keys].add(key)
+
+    def moves(t: int, key: int, key_step: int, keys: int) -> bool:
+        """Whether a neighbouring tile has the same part further on: then one mask serves all tiles."""
+        return any(other != key for s in (t - 1, t + 1) for other in shapes.get((s, key_step, keys), ()))
+
+    tiles, parts = one.tiles.tolist(), one.parts.tolist()
+    for t, (low, high) in enumerate(zip(one.offsets[:-1].tolist(), one.offsets[1:].tolist())):
+        open_part: list[int] | None = None
+        for key, key_step, keys, full in parts[low:high]:
+            fixed = bool(full) and not moves(t, key, key_step, keys)
+            touches = open_part and open_part[1] == key_step and open_part[0] + key_step * open_part[2] == key
+            if open_part and touches and not fixed:
+                open_part[2] += keys
+                open_part[3] &= full
+                continue
+            if open_part:
+                yield *tiles[t], *open_part
+            open_part = None if fixed else [key, key_step, keys, full]
+            if fixed:
+                yield *tiles[t], key, key_step, keys, full
+        if open_part:
+            yield *tiles[t], *open_part
+
+
+def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
+    """(row, key, row shift, key shift, tiles): runs of first rows and keys that advance by constants."""
+    at: Ints = np.array(corners, dtype=np.int64)
+    shifts = np.diff(at, axis=0)
+    same = np.ones(len(shifts), dtype=bool)  # shift t equals shift t − 1
+    same[1:] = (shifts[1:] == shifts[:-1]).all(axis=1)
+    changes = np.append(np.flatnonzero(~same), len(shifts)).tolist()
+    low, c = 0, 0
+    while low < len(at):
+        row, key = at[low].tolist()
+        if low == len(at) - 1 or shifts[low, 1] < 0:  # a view has no negative stride
+            yield row, key, 0, 0, 1
+            low += 1
+            continue
+        while changes[c] <= low:
+            c += 1
+        high = changes[c] + 1
+        yield row, key, *shifts[low].tolist(), high - low
+        low = high
+
+
+# Tiles whose masks are the same.
+
+
+def _same_mask(group: TileGroup, pattern: Pattern) -> Iterator[TileGroup]:
+    """A group masked by a pattern, cut into groups whose tiles all have the mask of their first."""
+    for low, high, cycle in _cycles(group, pattern):
+        for phase in range(low, min(low + cycle, high)):
+            yield group.tile(phase, len(range(phase, high, cycle)), cycle)
+
+
+def _cycles(group: TileGroup, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
+    """(first, end, cycle): runs of tiles in which tile t has the mask of tile t + cycle."""
+    words = list(relations(pattern, by_keys=False).values())
+    di, dj = group.step * group.row_shift, group.key_shift
+    period = lcm(*(_period(word, di, dj) for word in words))  # 0: no two tiles have the same mask
+    cut = _cuts(group, words) if period else range(group.tiles)
+    edges = sorted({0, group.tiles, *cut, *(t + 1 for t in cut)})
+    for low, high in pairwise(edges):
+        yield low, high, min(max(period, 1), high - low)
+
+
+def _period(word: Relation, di: int, dj: int) -> int:
+    """The least p for which a shift by p·(di, dj) changes neither residue nor distance; 0: none does."""
+    band = word.near > -FAR or word.far < FAR or word.blocks
+    if band and di != dj:
+        return 0
+    steps = [
+        (word.query_class[0], di),
+        (word.key_class[0], dj),
+        (word.divisor, di - dj),
+        *((size, di) for size in word.blocks),
+    ]
+    return lcm(*(k // gcd(k, by) for k, by in steps))
+
+
+def _cuts(group: TileGroup, words: list[Relation]) -> Sequence[int]:
+    """The tiles in which a word with a fixed end has that end between two rows or two keys, or that start there."""
+    t = np.arange(group.tiles)
+    i = group.start + group.step * (group.row + group.row_shift * t)
+    j = group.key + group.key_shift * t
+    last_i = i + group.step * group.row_step * (group.rows - 1)
+    last_j = j + group.key_step * (group.keys - 1)
+    inside = np.zeros(group.tiles, dtype=bool)
+    turned = np.zeros(group.tiles, dtype=bool)
+    for word in words:
+        for end, first, last in ((word.query_below, i, last_i), (word.key_below, j, last_j)):
+            inside |= (first < end) & (end <= last)
+            turned[1:] |= (first[:-1] < end) != (first[1:] < end)
+    return np.flatnonzero(inside | turned).tolist()
+
+
+# Layouts in which the keys of a tile are concatenated. Under `window(64) | every(64)` a tile has the band that the
+# window gives it, which moves from tile to tile, and every 64th key, which all tiles share. Both are progressions, so
+# they are read as views.
+
+
+@lru_cache(maxsize=64)
+def concatenated_layouts(
+    pattern: Pattern, n: int, m: int, start: int, step: int, rows: int = NARROW, wide: int = WIDE
+) -> tuple[Layout, ...]:
+    """Of a pattern without data: as it is, or with a comb apart; often there are none."""
+    if has_empty_row(pattern, n, m, start, step):  # a softmax over no keys has no value
+        return ()
+    try:
+        merged = merged_layouts(pattern, n, m, start, step, rows, wide)
+    except NoPlan:
+        return ()
+    groups = [(one, _concatenated(one, moving, rows)) for moving, one in merged]
+    return tuple(replace(one, groups=some) for one, some in groups if some)
+
+
+def fastest_concatenated(
+    place: tuple[Pattern, int, int, int, int], heads: int, grad: bool, saved: int
+) -> tuple[Layout, float] | None:
+    """The fastest of these and its nanoseconds. place: pattern, n, m, start, step; saved: weights saved at most."""
+    times = [(one, one.nanoseconds(heads, grad, saved)) for one in concatenated_layouts(*place)]
+    return min(times, key=lambda pair: pair[1], default=None)
+
+
+def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, ...] | None:
+    """The tiles of one pass in the order of their rows, each with the keys that it shares; None where some parts are
+    neither. A tile's parts that are not shared make one band, with the keys between them."""
+    if len(moving.passes) != 1:
+        return None
+    shared = [group.as_one() for group in merged.groups if _is_shared(group, rows)]
+    bands = [group for group in merged.groups if not _is_shared(group, rows)]
+    tiles = _band_tiles(bands)
+    if not tiles or not all(b[0] == a[0] + a[1] for a, b in pairwise([(0, 0), *tiles, (merged.n, 0)])):
+        return None
+    by = None if all(group.masked_by is None for group in bands) else moving.passes[0].pattern
+    groups: list[TileGroup] = []
+    for run in _band_runs(tiles, bands[0].key_step, by, merged):
+        for low, high, cycle in [(0, run.tiles, 1)] if by is None else _cycles(run, by):
+            band = run.tile(low, high - low)
+            mine = _shared_by(band, shared)
+            if mine is None or cycle > MAX_CYCLE or band.rows * band.keys > MAX_CONCATENATED:
+                return None
+            groups.append(replace(band, cycle=cycle, shared=mine, concatenated=True))
+            if len(groups) > MAX_CONCATENATED_GROUPS:
+                return None
+    return tuple(groups)
+
+
+def _is_shared(group: TileGroup, rows: int) -> bool:
+    """Whether more rows than a tile has attend to the same keys, all of them."""
+    several = group.tiles * group.rows > rows
+    return group.masked_by is None and group.mergeable and group.row_step == 1 and several
+
+
+def _shared_by(band: TileGroup, shared: list[TileGroup]) -> tuple[TileGroup, ...] | None:
+    """The keys that all rows of a band share; None if some are shared by a part of its rows."""
+    last = band.row + band.tiles * band.rows
+    touching = [part for part in shared if part.row < last and band.row < part.row + part.rows]
+    by_all = all(part.row <= band.row and last <= part.row + part.rows for part in touching)
+    return tuple(touching) if by_all else None
+
+
+def _band_tiles(bands: list[TileGroup]) -> list[tuple[int, int, int, int]]:
+    """(row, rows, key, keys) of each tile; none where their rows are not neighbours or their keys differ in step."""
+    keys_of: dict[tuple[int, int], tuple[int, int]] = {}
+    steps = {group.key_step for group in bands}
+    if len(steps) != 1 or any(group.row_step != 1 for group in bands):
+        return []
+    (step,) = steps
+    for group in bands:
+        for t in range(group.tiles):
+            rows = group.row + group.row_shift * t, group.rows
+            first = group.key + group.key_shift * t
+            last = first + step * group.keys
+            low, high = keys_of.get(rows, (first, last))
+            if (low - first) % step:
+                return []
+            keys_of[rows] = min(low, first), max(high, last)
+    return [(*rows, low, (high - low) // step) for rows, (low, high) in sorted(keys_of.items())]
+
+
+def _band_runs(
+    tiles: list[tuple[int, int, int, int]], key_step: int, by: Pattern | None, merged: Layout
+) -> Iterator[TileGroup]:
+    """Tiles of one size that follow one another, whose keys advance by a constant."""
+    low = 0
+    while low < len(tiles):
+        row, rows, key, keys = tiles[low]
+        high, shift = low + 1, 0
+        while high < len(tiles) and tiles[high][1::2] == (rows, keys):
+            by_this = tiles[high][2] - tiles[high - 1][2]
+            if by_this <= 0 or by_this != (shift or by_this):
+                break
+            high, shift = high + 1, by_this
+        of_rows, of_keys = (row, rows, 1, rows), (key, shift, key_step, keys)
+        yield TileGroup(high - low, *of_rows, *of_keys, by, merged.start, merged.step)
+        low = high
