@@ -261,7 +261,7 @@ def test_keys_seen_by_all_are_full_parts_of_every_row_when_transposed():
     assert band.pattern == window(128) & ~every(64) and set(band.tiles[:, 1]) == {1}
 
 
-def test_what_a_pass_leaves_out_stands_once_and_outside():
+def test_what_a_pass_leaves_out_is_written_once_and_outside():
     comb, rest = plan(window(64) | every(64) | rows(64), 16384, 16384, 0, 1, 128).passes
     assert comb.pattern == rows(64)
     assert rest.pattern == (window(64) | every(64)) & ~rows(64)
@@ -344,7 +344,7 @@ def test_nothing_allowed_is_no_pass():
 def test_rows_that_see_nothing_are_in_no_tile():
     (one,) = plan(rows(5, 2), 23, 23, 0, 1, 8).passes
     assert one.tiles.tolist() == [[2, 5, 5]]
-    (one,) = plan(causal(), 50, 50, -30, 1, 8).passes  # rows 0 … 29 stand before the first key
+    (one,) = plan(causal(), 50, 50, -30, 1, 8).passes  # rows 0 … 29 are before the first key
     assert one.tiles[:, 0].tolist() == [24, 32, 40, 48]
 
 

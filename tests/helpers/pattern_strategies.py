@@ -1,4 +1,4 @@
-"""Random patterns for Hypothesis: words with small numbers, joined by `&`, `|`, `~` and `-`."""
+"""Random patterns for Hypothesis: words with small numbers, combined by `&`, `|`, `~` and `-`."""
 
 from hypothesis import strategies as st
 
@@ -45,5 +45,5 @@ def _joined(inner: st.SearchStrategy[Pattern]) -> st.SearchStrategy[Pattern]:
 
 patterns = st.recursive(words, _joined, max_leaves=5)
 
-# where the queries stand: after a cache, at an offset, or (start, step)
+# the query offset: after a cache, an integer, or (start, step)
 offsets = st.one_of(st.none(), st.integers(-5, 15), st.tuples(st.integers(-5, 15), st.integers(1, 5)))

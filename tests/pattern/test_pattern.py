@@ -35,7 +35,7 @@ from regard.pattern import (
 )
 from regard.progression import FAR
 
-# The ledger's sixteen tokens (section 15.6): the ways to read "every 4th token globally" (D4).
+# The ledger's sixteen tokens (section 15.6): the readings of "every 4th token globally".
 
 
 def reading(inputs: dict) -> Pattern:
@@ -120,7 +120,7 @@ def test_a_window_of_two_holds_4994_of_a_million_pairs_and_connects_in_500_layer
     assert layers == 500 == -(-(n - 1) // c["inputs"]["w"])
 
 
-def test_a_query_that_may_look_nowhere_has_an_empty_row():  # D1: its output is zero, so it must be known
+def test_a_query_without_an_allowed_key_has_an_empty_row():  # its output is zero, so it must be known
     p = causal() & every(4, 2)
     assert p.row_counts(7).tolist() == [0, 0, 1, 1, 1, 1, 2]
     assert not p.allowed(7)[:2].any()
@@ -228,14 +228,14 @@ def test_a_pattern_takes_no_other_operand():
             join(causal())
 
 
-def test_words_say_whether_they_read_where_the_query_stands():
+def test_words_know_whether_they_depend_on_the_position_of_the_query():
     assert {p for p, _ in INEQUALITIES if not p.reads_query} == {full(), every(4, 3), sinks(2)}
     assert (every(3) | causal()).reads_query and not (every(3) & ~sinks(2)).reads_query
     assert not any(p.has_data for p, _ in INEQUALITIES)
     assert (causal() & where(lambda i, j: i == j)).has_data
 
 
-# Where a query stands.
+# The query offset.
 
 
 def test_few_queries_follow_a_cache_of_keys():
@@ -246,7 +246,7 @@ def test_few_queries_follow_a_cache_of_keys():
     assert positions(causal(), 3, 11, at=torch.tensor([2, 0])).tolist() == [[2, 3, 4], [0, 1, 2]]
 
 
-def test_one_offset_a_batch_row_gives_one_table_a_row():
+def test_one_offset_per_batch_row_gives_one_table_per_row():
     at, p = torch.tensor([5, 0, 2]), causal() & (window(3) | every(4, 1))
     table = p.allowed(7, 11, at)
     assert table.shape == (3, 1, 7, 11)
@@ -259,7 +259,7 @@ def test_more_queries_than_keys_are_fine_where_no_position_is_compared():
     assert causal().allowed(11, 7, at=0).sum() == causal().count(11, 7, at=0) == 28 + 4 * 7
 
 
-def test_more_queries_than_keys_need_to_say_where_they_stand():
+def test_more_queries_than_keys_need_a_query_offset():
     message = (
         r"^11 queries over 7 keys: causal\(\) & every\(4\) compares positions, "
         r"and query 0 would be at -4; give the query offset with at=, for example at=0$"
@@ -280,7 +280,7 @@ IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 3]])
 
 
 @pytest.mark.ledger("S1.Q3a.5")
-def test_documents_do_not_see_one_another():
+def test_documents_do_not_attend_to_one_another():
     one, two = documents(IDS[0]), documents(IDS)
     expected = IDS[:, None, :, None] == IDS[:, None, None, :]
     assert torch.equal(two.allowed(7), expected) and two.allowed(7).shape == (2, 1, 7, 7)
@@ -291,7 +291,7 @@ def test_documents_do_not_see_one_another():
     assert two.count(7) == int(expected.sum()) and one.count(3, 7) == 6
 
 
-def test_documents_follow_one_offset_a_batch_row():
+def test_documents_follow_one_offset_per_batch_row():
     at = torch.tensor([4, 1])
     expected = torch.stack([documents(IDS[0]).allowed(3, 7, start) for start in at.tolist()])[:, None]
     assert torch.equal(documents(IDS[0]).allowed(3, 7, at), expected)
@@ -299,13 +299,13 @@ def test_documents_follow_one_offset_a_batch_row():
     assert torch.equal(documents(IDS).allowed(3, 7, at), rows_of_two)
 
 
-def test_a_query_past_the_documents_stands_in_none():
+def test_a_query_beyond_the_documents_is_in_none():
     assert documents(IDS[0]).allowed(3, 7, at=6).any(-1).tolist() == [True, False, False]
     assert documents(IDS).allowed(2, 7, at=-1).any(-1).tolist() == [[[False, True]], [[False, True]]]
     assert not documents(IDS).allows(-1, 6) and documents(IDS).allows(6, 6)
 
 
-def test_documents_need_one_id_a_key():
+def test_documents_need_one_id_per_key():
     message = r"^documents\(<2×7 ids>\) over 11 keys: one id per key is needed, \(11,\) or \(b, 11\)$"
     with pytest.raises(ShapeError, match=message):
         (causal() & documents(IDS)).allowed(7, 11)
@@ -365,7 +365,7 @@ def test_data_have_no_json_and_no_formula(p):
     assert str(e.value) == f"{p!r} carries data: there is no formula for it"
     assert (
         p.row_counts(7).tolist() == p.allowed(7).reshape(-1, 7, 7).sum((0, 2)).tolist()
-    )  # looked at instead
+    )  # enumerated instead
 
 
 def test_a_pattern_that_differs_along_the_batch_draws_one_row_at_a_time():
@@ -461,7 +461,7 @@ def test_a_pattern_is_a_value_that_does_not_change():
 
 @given(patterns)
 def test_a_pattern_carries_its_json_as_text(p):
-    """What a compiled graph carries: made by hand at declaration, and the same as `json()`."""
+    """What a compiled graph carries: composed at declaration, and the same as `json()`."""
     assert json.loads(p.text) == json.loads(p.json())
     assert Pattern.from_json(p.text) == p
 
@@ -471,7 +471,7 @@ def test_a_pattern_with_data_has_no_text():
     assert p.text is None and p.left.text is not None
 
 
-def test_many_words_are_counted_pair_by_pair():
+def test_many_words_of_a_small_table_are_counted_pair_by_pair():
     p = causal()
     for k in range(2, 19):
         p = p | every(k, k - 1)

@@ -1,6 +1,8 @@
 """Counting: exact at every length, against tables where they fit and formulas worked by hand where not."""
 
+from functools import reduce
 from itertools import combinations
+from operator import or_
 
 import numpy as np
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
 from regard.pattern import (
+    algebra,
     blocks,
     causal,
+    counting,
     dilated,
     every,
     full,
@@ -157,6 +161,32 @@ def test_steps_that_meet_past_64_bits_are_counted_exactly():
     p = strided(999_983) & strided(1_000_003) & strided(1_000_033) & strided(1_000_037)
     assert p.count(5000) == 5000  # the first common multiple is past 10^23, so j = i alone
     assert (p & every(1_000_039, 4)).row_counts(7).tolist() == [0, 0, 0, 0, 1, 0, 0]
+
+
+def test_many_words_are_counted_at_a_million_tokens():
+    """Thirteen words have 8191 terms; a key that several of them allow counts once per query."""
+    primes = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
+    p = reduce(or_, (every(k, k - 1) for k in primes))
+    keys = np.logical_or.reduce([I % k == k - 1 for k in primes])
+    assert p.count(N) == N * int(keys.sum())
+    assert (causal() & p).count(N) == int((N - I[keys]).sum())
+
+
+def test_a_class_of_few_keys_is_counted_without_a_list_of_rows():
+    n, k = 10**9, 250_000_001
+    keys = range(0, n, k)
+    assert every(k).count(n) == len(keys) * n
+    assert (causal() & every(k)).count(n) == sum(n - j for j in keys)
+    assert (causal() & every(k) & window(100)).count(n) == sum(min(101, n - j) for j in keys)
+
+
+def test_more_terms_than_are_counted_are_enumerated(monkeypatch):
+    p = reduce(or_, (every(k, k - 1) for k in range(2, 19)))
+    wanted = int(p.allowed(97).sum())
+    monkeypatch.setattr(algebra, "CHUNK_PAIRS", 1000)  # more pairs than are enumerated at once
+    assert p.count(97) == wanted
+    monkeypatch.setattr(counting, "MAX_TERMS", 64)
+    assert p.count(97) == wanted
 
 
 # The parts.

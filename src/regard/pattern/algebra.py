@@ -18,7 +18,7 @@ from .counting import Terms
 from .relation import EVERYTHING
 
 At = int | tuple[int, int] | None
-MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyond this, pairs are enumerated
+MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyond this, rows are enumerated
 CHUNK_PAIRS = 1 << 24  # pairs enumerated at a time
 KINDS: dict[str, type] = {}  # what JSON may name; `register` adds to it
 RowMask = Callable[[Any, Any, Any], Any]  # (batch row, query position, key position) ↦ allowed
@@ -144,9 +144,12 @@ class Pattern:
         start, step = query_offset(self, n, m, at)
         if n == 0 or m == 0:
             return 0
-        if self._enumerated:
+        if self.has_data or (self._enumerated and n * m <= CHUNK_PAIRS):
             return int(self.row_counts(n, m, at).sum())
-        return counting.count(self.terms(), n, m, start, step)
+        try:
+            return counting.count(self.terms(), n, m, start, step)
+        except counting.TooManyTerms:
+            return int(self.row_counts(n, m, at).sum())
 
     @property
     def _enumerated(self) -> bool:

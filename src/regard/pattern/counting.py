@@ -12,6 +12,8 @@ from .. import progression
 from ..progression import FAR, Ints, Progression, solve
 from .relation import Relation
 
+MAX_TERMS = 1 << 14  # counted in a second or two
+
 Terms = dict[Relation, int]  # an indicator as a polynomial: Σ coefficient · indicator of the relation
 
 
@@ -23,14 +25,20 @@ def plus(a: Terms, b: Terms, times: int = 1) -> Terms:
     return {relation: c for relation, c in out.items() if c}
 
 
+class TooManyTerms(Exception):
+    """Inclusion and exclusion has up to 2^words terms."""
+
+
 def product(a: Terms, b: Terms) -> Terms:
-    """The product of two indicators is that of the relations' conjunctions."""
+    """The product of two indicators, by the conjunctions of their relations."""
     out: Terms = {}
     for ra, ca in a.items():
         for rb, cb in b.items():
             both = ra & rb
             if not both.empty:
                 out[both] = out.get(both, 0) + ca * cb
+        if len(out) > MAX_TERMS:
+            raise TooManyTerms
     return {relation: c for relation, c in out.items() if c}
 
 
@@ -56,11 +64,15 @@ def count(terms: Terms, n: int, m: int, start: int, step: int) -> int:
 
 
 def _pairs(r: Relation, n: int, m: int, start: int, step: int) -> int:
-    """How many pairs satisfy one relation: by rows, or by diagonals where those are fewer."""
+    """How many pairs satisfy one relation: by keys, by rows, or by diagonals, whichever are fewest."""
+    if not r.reads_query:
+        return n * int(row_counter({r: 1}, m, start, step)(np.zeros(1, dtype=np.int64))[0])
     if r.query_class[0] > 1:  # count over the queries of that class alone
         t, by = solve(start, step, *r.query_class)
         left = len(range(t, n, by)) if by else 0
         return _pairs(replace(r, query_class=(1, 0)), left, m, start + step * t, step * by) if left else 0
+    if r.key_class[0] > 1 and step == 1 and all(start % k == 0 for k in (r.divisor, *r.blocks)):
+        return _pairs(_by_keys(r, start), m, n, 0, 1)  # over the keys of that class alone
     period = r.period
     differences = _differences(r, n, m, start, step)
     if len(differences) < min(n, 2 * period) and _diagonals_pay(r, len(differences), n, step, 2 * period):
@@ -74,6 +86,16 @@ def _pairs(r: Relation, n: int, m: int, start: int, step: int) -> int:
     slack = sum(r.blocks) // step + 1  # the bounds of a block are a staircase along j = i
     rows = row_counter({r: 1}, m, start, step, _dtype(r, fixed | moving | ends | {start, start + step * n}))
     return progression.total(rows, n, breaks, slack, period // gcd(period, step))
+
+
+def _by_keys(r: Relation, start: int) -> Relation:
+    """The relation of (j, i − start): keys as the rows, queries start, start + 1, … as the columns."""
+    return replace(
+        r.transposed(),
+        near=start - r.far if r.far < FAR else -FAR,
+        far=start - r.near if r.near > -FAR else FAR,
+        key_below=r.query_below - start if r.query_below < FAR else FAR,
+    )
 
 
 def _differences(r: Relation, n: int, m: int, start: int, step: int) -> range:
