@@ -8,16 +8,16 @@ from torch import Tensor
 
 from .. import compat, reference
 from ..errors import SpecError
-from ..pattern import At, Pattern
+from ..pattern import At, Pattern, full
 from ..reference import Ties
 from .backends import PREPARED, choose
 from .call import (
     Bias,
     Call,
-    as_pattern_and_table,
     check,
     facts_of,
     normalised,
+    simplified,
 )
 
 # Looked up once: a name behind three dots costs as much as what it reads.
@@ -56,15 +56,10 @@ def attention(
     """
     if foreign:
         raise _not_an_argument(foreign)
+    if lengths is not None or at is not None or type(pattern) is Tensor:
+        pattern, lengths, at = simplified(q, k, pattern, lengths, at)
     key = None
-    if (
-        lengths is None
-        and bias is None
-        and at is None
-        and not dropout_p
-        and not return_lse
-        and ties == "share"
-    ):
+    if lengths is at is bias is None and not dropout_p and not return_lse and ties == "share":
         key = _key(q, k, v, pattern, scale, backend)
         if key is not None and (direct := _prepared(key)) is not None:
             return direct(q, k, v)
@@ -105,10 +100,12 @@ def weights(
 
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None = None, **options: Any) -> Call:
-    """The arguments of `attention`, checked."""
+    """The arguments of `attention`, checked, without those that change nothing."""
     names = "lengths", "bias", "scale", "ties", "dropout_p", "at", "return_lse"
     defaults = {"ties": "share", "dropout_p": 0.0, "return_lse": False}
     options.pop("backend", None)
+    simple = simplified(q, k, pattern, options.get("lengths"), options.get("at"))
+    pattern, options["lengths"], options["at"] = simple
     rest = tuple(options.pop(name, defaults.get(name)) for name in names)
     if options:
         raise _not_an_argument(options)
@@ -119,9 +116,25 @@ def _call(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None, options: tuple[Any, ...]
 ) -> Call:
     """options: lengths, bias, scale, ties, dropout_p, at, return_lse."""
-    pattern, table = as_pattern_and_table(pattern)
+    pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
     return check(Call(q, k, v, pattern, table, *options))
+
+
+def _pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tensor | None]:
+    """A pattern, or a bool tensor with True = may attend. A float mask is refused: 1 may mean either."""
+    if given is None:
+        return full(), None
+    if isinstance(given, Pattern):
+        return given, None
+    if not isinstance(given, Tensor):
+        raise SpecError(f"{given!r} is no pattern; use rg.causal(), rg.window(2), … or a bool tensor")
+    if given.dtype != torch.bool:
+        raise SpecError(
+            f"a {given.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
+            f"rg.allowed_from(zero_one=mask), rg.allowed_from(additive=mask), or bias=mask"
+        )
+    return full(), given
 
 
 def _key(

@@ -323,59 +323,67 @@ def replaced(call: Call, **changes: Any) -> Call:
 
 # Arguments that change nothing.
 
+Sayable = tuple[Pattern | Tensor | None, Tensor | None, At | Tensor]
+
+
+def simplified(
+    q: Tensor, k: Tensor, pattern: Pattern | Tensor | None, lengths: Tensor | None, at: At | Tensor
+) -> Sayable:
+    """pattern, lengths and at; None in place of a table of ones, lengths of all keys, and the default query offset.
+
+    Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
+    """
+    if (
+        torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4
+    ):  # a compiler may have symbols for the sizes
+        return pattern, lengths, at
+    (b, h, n, _), m = q.shape, k.shape[2]
+    if at is not None and n <= m:
+        at = _common_offset(at, b)
+        if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
+            at = None
+    if (
+        lengths is not None
+        and lengths.shape == (b,)
+        and readable(lengths)
+        and b
+        and min(lengths.tolist()) >= m
+    ):
+        lengths = None
+    if type(pattern) is Tensor and pattern.dtype == torch.bool and _broadcasts(pattern.shape, (b, h, n, m)):
+        pattern = None if _allows_all(pattern) else pattern
+    return pattern, lengths, at
+
+
+def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
+    """The offset of all batch rows, where a tensor holds one and the same."""
+    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or at.is_floating_point():
+        return at
+    first, *others = at.tolist()
+    return at if any(other != first for other in others) else first
+
+
+def _allows_all(table: Tensor) -> bool:
+    """Whether a bool tensor is all ones. In a large one, the last key of the first query tells most masks apart."""
+    if not readable(table) or not table.numel():
+        return False
+    if table.numel() > 1 << 14 and not bool(table[(0,) * (table.dim() - 1) + (-1,)]):
+        return False
+    return bool(table.all())
+
 
 def normalised(call: Call) -> Call:
-    """The same call without the arguments that change nothing, and with a scale above 0.
-
-    A query offset at its default value, lengths of all keys, the default scale and a table of ones are removed where
-    they can be read without synchronisation. Removed, they give the same bits in the same time as if not given.
-    """
+    """The same call without the default scale, an offset that nothing reads or `ties` that cannot occur, and with a
+    scale above 0."""
     changes: dict[str, Any] = {}
     if not call.hard and call.ties != "share":
         changes["ties"] = "share"
-    if call.scale is not None and is_default_scale(call.scale, call.q.shape[-1]):
+    d_k = call.q.shape[-1]
+    if call.scale is not None and d_k and call.scale in (d_k**-0.5, 1 / sqrt(d_k)):
         changes["scale"] = None
-    if not torch.compiler.is_compiling():  # the sizes may be symbols
-        if call.at is not None:
-            changes["at"] = _offset_needed(call)
-        if call.lengths is not None and covers_all(call.lengths, call.m):
-            changes["lengths"] = None
-        if call.table is not None and allows_all(call.table):
-            changes["table"] = None
+    if call.at is not None and not call.pattern.reads_query and not isinstance(call.bias, ByDistance):
+        changes["at"] = None
     return _above_zero(replaced(call, **changes) if changes else call)
-
-
-def is_default_scale(scale: int | float, d_k: int) -> bool:
-    return scale == d_k**-0.5 or (d_k > 0 and scale == 1 / sqrt(d_k))
-
-
-def covers_all(lengths: Tensor, m: int) -> bool:
-    """Whether every batch row has all m keys, where that can be read without synchronisation."""
-    return readable(lengths) and lengths.numel() > 0 and min(lengths.tolist()) >= m
-
-
-def allows_all(table: Tensor) -> bool:
-    """The same of a bool tensor. One pair, the last key of the first query, tells most masks apart."""
-    if not readable(table) or not table.numel():
-        return False
-    return bool(table[(0,) * (table.dim() - 1) + (-1,)] if table.dim() else table) and bool(table.all())
-
-
-def _offset_needed(call: Call) -> At | Tensor:
-    """The query offset; None where it is the default one, or where nothing depends on it."""
-    at = call.at
-    if not call.pattern.reads_query and not isinstance(call.bias, ByDistance):
-        return None
-    if isinstance(at, Tensor):
-        if not readable(at) or not at.numel():
-            return at
-        first, *others = at.tolist()
-        if any(other != first for other in others):
-            return at
-        at = first
-    if call.n <= call.m and query_offset(call.pattern, call.n, call.m, at) == (call.m - call.n, 1):
-        return None
-    return at
 
 
 def _above_zero(call: Call) -> Call:
@@ -480,19 +488,3 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     # the sizes may be symbols, for which Dynamo has no `in`
     fits = [s == 1 or s == t for s, t in zip(reversed(shape), reversed(to))]
     return len(shape) <= len(to) and all(fits)
-
-
-def as_pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tensor | None]:
-    """A pattern, or a bool tensor with True = may attend. A float mask is refused: 1 may mean either."""
-    if given is None:
-        return full(), None
-    if isinstance(given, Pattern):
-        return given, None
-    if not isinstance(given, Tensor):
-        raise SpecError(f"{given!r} is no pattern; use rg.causal(), rg.window(2), … or a bool tensor")
-    if given.dtype != torch.bool:
-        raise SpecError(
-            f"a {given.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
-            f"rg.allowed_from(zero_one=mask), rg.allowed_from(additive=mask), or bias=mask"
-        )
-    return full(), given
