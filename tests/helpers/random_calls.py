@@ -29,7 +29,7 @@ WORDS = [
 ]
 
 
-def random_pattern(rng: random.Random, m: int) -> Any:
+def random_pattern(rng: random.Random, m: int, device: str) -> Any:
     """None, a pattern of one to three words, packed documents, a function, or a bool tensor."""
     kind = rng.random()
     if kind < 0.08:
@@ -43,7 +43,9 @@ def random_pattern(rng: random.Random, m: int) -> Any:
         other = rng.choice(WORDS)
         pattern = rng.choice([pattern & other, pattern | other, pattern - other])
     if kind < 0.24:
-        return rg.documents(torch.arange(m) // rng.choice([8, 40])) & rng.choice([rg.full(), rg.causal()])
+        return rg.documents(torch.arange(m, device=device) // rng.choice([8, 40])) & rng.choice(
+            [rg.full(), rg.causal()]
+        )
     return rg.where(torch.ge) & pattern if kind < 0.27 else pattern
 
 
@@ -62,7 +64,7 @@ def random_call(seed: int, device: str = "cpu") -> tuple[tuple, dict[str, Any]]:
     q, k, v = (torch.randn(s, generator=g).to(dtype).to(device).requires_grad_(grad) for s in shapes)
     options: dict[str, Any] = {}
     if rng.random() < 0.15:
-        options["lengths"] = torch.randint(1, m + 1, (batch,), generator=g)
+        options["lengths"] = torch.randint(1, m + 1, (batch,), generator=g).to(device)
     if rng.random() < 0.15:
         options["dropout_p"] = 0.25
     if rng.random() < 0.15:
@@ -70,7 +72,7 @@ def random_call(seed: int, device: str = "cpu") -> tuple[tuple, dict[str, Any]]:
     if rng.random() < 0.2 and options.get("scale") != float("inf"):
         options["return_lse"] = True
     if rng.random() < 0.2:
-        options["at"] = rng.choice([m - n, 0, 3, (0, 2), torch.arange(batch) + m - n])
+        options["at"] = rng.choice([m - n, 0, 3, (0, 2), (torch.arange(batch) + m - n).to(device)])
     if rng.random() < 0.25:
         table = torch.randn(heads, 9, generator=g).to(device)
         slopes = ByDistance(slopes=torch.rand(heads, generator=g).to(device))
@@ -81,7 +83,7 @@ def random_call(seed: int, device: str = "cpu") -> tuple[tuple, dict[str, Any]]:
                 torch.zeros(1, m, dtype=dtype, device=device),
             ]
         )
-    pattern = random_pattern(rng, m)
+    pattern = random_pattern(rng, m, device)
     if isinstance(pattern, torch.Tensor):
         pattern = pattern.to(device)
     return (q, k, v, pattern), options

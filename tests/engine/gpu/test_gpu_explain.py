@@ -1,0 +1,73 @@
+"""On a GPU, too, what `explain` names is what runs: backends by their entry points, variants by the kernels launched.
+
+PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu_explain.py -q
+PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu_explain.py -q -m long: 300 calls
+"""
+
+import importlib.util
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from random_calls import observed, random_call
+from regard.engine.attention import attention
+from regard.engine.explain import explain
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+
+@contextmanager
+def launched():
+    """The modules of the kernels that are launched inside."""
+    from regard.engine.cuda.prepared import Launch
+
+    modules = []
+
+    def noting(real):
+        def launch(self, *given):
+            modules.append(getattr(self.kernel, "fn", self.kernel).__module__)
+            return real(self, *given)
+
+        return launch
+
+    with ExitStack() as stack:
+        for name in ("__call__", "direct"):
+            stack.enter_context(mock.patch.object(Launch, name, noting(getattr(Launch, name))))
+        yield modules
+
+
+def variant(forward, backward, grad):
+    """The variant of triton that these kernels are."""
+    names = ["Hopper" if any(".hopper." in module for module in forward) else "general kernels"]
+    if grad and any("short_backward" in module for module in backward):
+        names.append("one-launch backward")
+    return ", ".join(names)
+
+
+@pytest.mark.parametrize("calls", [40, pytest.param(300, marks=pytest.mark.long)])
+def test_what_is_explained_is_what_runs(calls):
+    met = set()
+    for seed in range(calls):
+        given, options = random_call(seed, "cuda")
+        result = explain(*given, **options)
+        met.add(result.backend)
+        grad = given[0].requires_grad
+        for _ in range(2):
+            with observed() as ran, launched() as forward:
+                out = attention(*given, **options)
+            with launched() as backward:
+                if grad:
+                    o = out[0] if isinstance(out, tuple) else out
+                    torch.autograd.grad(o.float().sum(), given[:3], allow_unused=True)
+            if result.backend == "triton":
+                assert not ran and forward, (seed, given[3], options)
+                assert variant(forward, backward, grad) == result.variant, (seed, given[3], options)
+            else:
+                assert set(ran) == {f"{result.backend}, {result.variant}"}, (seed, given[3], options)
+                assert not forward
+    assert {"sdpa", "triton"} <= met
