@@ -141,10 +141,9 @@ def _flash_by_products(query, key, value, dropout_p=0.0, is_causal=False, *, att
     return o.to(query.dtype), lse
 
 
-def _flash_backward_by_products(
-    grad_out, query, key, value, out, logsumexp, *flags: Any, attn_mask=None, scale=None
-):
-    """flags: dropout_p, is_causal."""
+def _flash_backward_by_products(grad_out, query, key, value, out, logsumexp, *flags: Any, **options: Any):
+    """flags: dropout_p, is_causal; options: attn_mask, scale."""
+    attn_mask, scale = options["attn_mask"], options["scale"]
     wide = torch.promote_types(query.dtype, torch.float32)
     do, q, k, v, o = (x.to(wide) for x in (grad_out, query, key, value, out))
     group = q.shape[1] // k.shape[1]

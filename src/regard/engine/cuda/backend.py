@@ -142,9 +142,10 @@ class _Attend(torch.autograd.Function):
     """(q, k, v, table, slopes) → (o, lse)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, table, slopes, lengths, seed, options):
-        o, lse = forward((q, k, v), (table, slopes, lengths), seed, options)
-        ctx.save_for_backward(q, k, v, table, slopes, lengths, o, lse)
+    def forward(ctx, *given):
+        *tensors, seed, options = given  # q, k, v, table, slopes, lengths
+        o, lse = forward(tensors[:3], tensors[3:], seed, options)
+        ctx.save_for_backward(*tensors, o, lse)
         ctx.seed, ctx.options = seed, options
         ctx.set_materialize_grads(False)
         return o, lse
