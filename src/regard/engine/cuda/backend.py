@@ -18,8 +18,8 @@ from ..plan.planner import NoPlan, plan
 
 MAX_PARTS = 8  # progressions per tile: past that a mask is faster
 MAX_HEAD_DIM = 256  # what the kernels hold
-# A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (bench/gpu_entry_point.py,
-# short): forward; with backward by one launch, which is the least there is, and by several.
+# A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (the group `short` of
+# bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, and by several.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
 CALL, CALL_ONE_LAUNCH, CALL_GRAD = 20e-6, 0.0, 130e-6
 # Pairs of a head up to which one launch is faster than three (16 heads, n to 4096 measured), and of all heads, by
