@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src"
-MAX_FILES = 14
+MAX_FILES = 15
 PROGRAM = """
 import sys, torch, regard as rg
 from pathlib import Path

@@ -10,7 +10,8 @@ import torch
 
 import regard as rg
 from regard.engine import flex, reference_backend, sdpa
-from regard.engine.cpu import abreast, by_distance, progressions, short
+from regard.engine.cpu.gathered_layout import GatheredLayout
+from regard.engine.cpu.tiles import TileAttention
 from regard.position import ByDistance
 
 WORDS = [
@@ -100,25 +101,27 @@ def observed() -> Iterator[list[str]]:
         )
         return "sdpa, dense" if mask is None else "sdpa, masked"
 
-    def merged_variant(*args, **kwargs):
-        return "tiles, packed documents" if args[3].has_data else "tiles, merged tiles"
-
-    def biased_variant(*args, **kwargs):
-        return "tiles, dropout" if args[4] is None else "tiles, bias by distance"
-
     with ExitStack() as stack:
         for holder, name, variant in (
             (sdpa, "_sdpa", sdpa_variant),
             (sdpa, "_flash_forward", sdpa_variant),
             (reference_backend, "attend", "reference, formula"),
             (flex, "attend", "flex, blocks of 128 × 128"),
-            (short.Short, "forward", "tiles, short sequence: gathered keys"),
-            (abreast.Abreast, "forward", "tiles, concatenated keys"),
-            (progressions, "attend", merged_variant),
-            (by_distance, "attend", biased_variant),
+            (TileAttention, "forward", _tiles_variant),
         ):
             stack.enter_context(_noting(ran, holder, name, variant))
         yield ran
+
+
+def _tiles_variant(call: TileAttention, buffers: Any, q: Any, k: Any, v: Any, e: Any = None) -> str:
+    """By the layout that the executor is given."""
+    if isinstance(call.layouts, GatheredLayout):
+        return "tiles, short sequence: gathered keys"
+    if e is not None or call.dropout_p:
+        return "tiles, dropout" if e is None else "tiles, bias by distance"
+    if call.place is not None and call.place[0].has_data:
+        return "tiles, packed documents"
+    return "tiles, concatenated keys" if call.layouts[0].concatenated else "tiles, merged tiles"
 
 
 def _noting(ran: list[str], holder: Any, name: str, variant: Any) -> Any:
