@@ -26,7 +26,7 @@ from ..compat import DispatchMode, aten_operator, aten_operators, without_dispat
 from ..engine import attention as engine
 from ..errors import RegardError
 from .calls import Implementation, QueryKeyScores, Role, Source, StoredWeights
-from .operators import READERS, arguments_by_name, from_flex, from_sdpa
+from .operators import READERS, SdpaArguments, arguments_by_name, from_flex, from_sdpa
 from .process_wide import SharedChange, eager_compiled_functions, replaced_functions
 from .provenance import Provenance
 from .score_mods import RegardArguments
@@ -263,7 +263,7 @@ def _reporting_sdpa(original: Callable[..., Any]) -> Callable[..., Any]:
         if any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
             interceptor.miss(f"{interceptor.path()}: attention over nested tensors is not supported")
         else:
-            interceptor.report("sdpa", source := from_sdpa(*args, **kwargs))
+            interceptor.report("sdpa", source := from_sdpa(SdpaArguments(*args, **kwargs)))
         return interceptor.run(source, original, *args, **kwargs)
 
     return scaled_dot_product_attention

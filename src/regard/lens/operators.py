@@ -1,7 +1,7 @@
 """The arguments of PyTorch's attention operators → the scores that they compute."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,24 +14,28 @@ from .calls import Implementation, QueryKeyScores
 from .score_mods import CausalMask, FlexFunctions, MaskOrBias, ScoreMod
 
 
-def from_sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> QueryKeyScores:
+class SdpaArguments(NamedTuple):
+    """The arguments of F.scaled_dot_product_attention, with its defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def from_sdpa(given: SdpaArguments) -> QueryKeyScores:
     """A call of F.scaled_dot_product_attention; dropout acts after the weights and is left out."""
-    lead = query.shape[:-2]
-    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    score_mods: list[ScoreMod] = [CausalMask()] if is_causal else []
-    if attn_mask is not None:
-        score_mods.append(MaskOrBias(_as_heads(attn_mask, lead)))
-    q, k, v = (_as_heads(x, x.shape[:-2]) for x in (query, key, value))
-    return QueryKeyScores(q, k, v, factor, tuple(score_mods))
+    lead = given.query.shape[:-2]
+    scale = given.query.shape[-1] ** -0.5 if given.scale is None else float(given.scale)
+    score_mods: list[ScoreMod] = [CausalMask()] if given.is_causal else []
+    if given.attn_mask is not None:
+        score_mods.append(MaskOrBias(_as_heads(given.attn_mask, lead)))
+    q, k, v = (_as_heads(x, x.shape[:-2]) for x in given[:3])
+    return QueryKeyScores(q, k, v, scale, tuple(score_mods))
 
 
 def _as_heads(x: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "b h n d"] | Tensor:
@@ -47,14 +51,9 @@ def _as_heads(x: Tensor, lead: tuple[int, ...]) -> Float[Tensor, "b h n d"] | Te
 
 def from_aten_sdpa(given: dict[str, Any]) -> QueryKeyScores:
     mask = given.get("attn_mask", given.get("attn_bias"))
-    return from_sdpa(
-        given["query"],
-        given["key"],
-        given["value"],
-        mask,
-        is_causal=given["is_causal"],
-        scale=given.get("scale"),
-    )
+    causal, scale = given["is_causal"], given.get("scale")
+    qkv = (given["query"], given["key"], given["value"])
+    return from_sdpa(SdpaArguments(*qkv, attn_mask=mask, is_causal=causal, scale=scale))
 
 
 def from_native_mha(given: dict[str, Any]) -> QueryKeyScores | None:
