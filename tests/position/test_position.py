@@ -353,6 +353,7 @@ def test_t5_buckets_by_hand():
 @pytest.mark.ledger("S0.Q1d.8")
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("buckets, reach", [(32, 128), (32, 256), (8, 32), (320, 800), (20, 50), (12, 37)])
+@pytest.mark.slow  # imports transformers
 def test_t5_buckets_are_those_of_transformers(buckets, reach, bidirectional):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
     distances = torch.arange(-2000, 2001)

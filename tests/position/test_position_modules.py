@@ -315,6 +315,7 @@ def test_a_bfloat16_query_at_position_100000_is_right_to_its_rounding():
     ) <= 2**-8 * (1 + 1e-3)
 
 
+@pytest.mark.slow  # imports transformers
 def test_the_rotation_of_transformers_llama_is_rope_in_halves():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     x, where = randn(2, 3, 7, 8), torch.arange(7)
