@@ -142,7 +142,7 @@ def sizes(draw):
 
 
 residues = st.integers(1, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k - 1)))
-asked = st.fixed_dictionaries(
+relation_fields = st.fixed_dictionaries(
     {},
     optional={
         "near": st.integers(-20, 20),
@@ -157,7 +157,7 @@ asked = st.fixed_dictionaries(
 )
 
 
-@given(asked, _leaf(), sizes(), st.booleans(), st.sampled_from("&|-~"))
+@given(relation_fields, _leaf(), sizes(), st.booleans(), st.sampled_from("&|-~"))
 def test_any_relation_is_planned_pair_by_pair(fields, other, size, swap, sign):
     """Words that no one has written yet: several conditions in one."""
     word = Related(Relation(**fields))

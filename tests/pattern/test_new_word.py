@@ -192,8 +192,8 @@ def test_a_new_word_is_explained_in_python_and_on_the_command_line(toy):
     assert explained.needed == int((table(text_of(toy), 64, 64) & rg.causal().allowed(64)).sum())
     done = CliRunner().invoke(app, ["explain", repr(pattern), "--n", "64", "--json"])
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert (told["pattern"], told["needed"]) == (repr(pattern), explained.needed)
+    report = json.loads(done.stdout)
+    assert (report["pattern"], report["needed"]) == (repr(pattern), explained.needed)
 
 
 def test_the_name_of_a_word_is_taken_once():

@@ -22,7 +22,8 @@ from regard.pattern import (
 from regard.progression import FAR, Progression
 
 residues = st.integers(1, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k - 1)))
-asked = st.builds(  # the fields; the relation is made in the test, for the shape checker samples `blocks` at random
+# The relation itself is made in the test: the shape checker reads a random item of `blocks`, which a strategy may not.
+relation_fields = st.builds(
     dict,
     near=st.just(-FAR) | st.integers(-9, 9),
     far=st.just(FAR) | st.integers(-9, 12),
@@ -52,7 +53,7 @@ def table(r: Relation, i: range, m: int) -> np.ndarray:
     return np.array([[holds(r, x, j) for j in range(m)] for x in i], dtype=bool).reshape(len(i), m)
 
 
-@given(asked, asked)
+@given(relation_fields, relation_fields)
 def test_a_conjunction_of_relations_is_a_relation(a, b):
     a, b = Relation(**a), Relation(**b)
     i, m = range(-7, 25), 23
@@ -60,7 +61,7 @@ def test_a_conjunction_of_relations_is_a_relation(a, b):
     assert not (a & b).empty or not table(a & b, i, m).any()
 
 
-@given(asked)
+@given(relation_fields)
 def test_everything_derived_from_a_relation_is_its_set_of_pairs(r):
     r = Relation(**r)
     i, m = range(-7, 25), 23
@@ -84,7 +85,7 @@ def test_everything_derived_from_a_relation_is_its_set_of_pairs(r):
         assert moved == want.tolist()
 
 
-@given(asked, st.integers(1, 30), st.integers(1, 23), st.integers(-9, 15), st.integers(1, 4))
+@given(relation_fields, st.integers(1, 30), st.integers(1, 23), st.integers(-9, 15), st.integers(1, 4))
 def test_a_relation_is_counted_exactly(r, n, m, start, step):
     r = Relation(**r)
     want = table(r, range(start, start + step * n, step), m)
@@ -95,7 +96,7 @@ def test_a_relation_is_counted_exactly(r, n, m, start, step):
 runs = st.tuples(st.integers(-9, 30), st.integers(1, 7), st.integers(1, 9))
 
 
-@given(asked, st.lists(st.tuples(runs, runs), min_size=1, max_size=20))
+@given(relation_fields, st.lists(st.tuples(runs, runs), min_size=1, max_size=20))
 def test_a_block_is_classified_as_its_pairs_are(r, blocks):
     r = Relation(**r)
     i, j = (Run(*np.array([block[axis] for block in blocks]).T) for axis in (0, 1))
