@@ -32,7 +32,7 @@ def layer() -> nn.Module:
     )
     attention = spec.build().eval()
     with torch.no_grad():
-        attention.position.centre.copy_(torch.tensor(list(product((-1.0, 0.0, 1.0), repeat=2))))
+        attention.position.center.copy_(torch.tensor(list(product((-1.0, 0.0, 1.0), repeat=2))))
         attention.position.alpha.fill_(40.0)
     return attention
 

@@ -60,7 +60,7 @@ class PixelAttention(nn.Module):
         """One head for each neighbor, as the taps of a 3 × 3 kernel."""
         for block in self.encoder.blocks:
             position = block.attention.position
-            position.centre.copy_(torch.tensor(list(product((-1.0, 0.0, 1.0), repeat=2))))
+            position.center.copy_(torch.tensor(list(product((-1.0, 0.0, 1.0), repeat=2))))
             position.alpha.fill_(alpha)
 
     def forward(self, images: Tensor, return_weights: bool = False):
@@ -157,7 +157,7 @@ class Heads:
 
     def table(self) -> str:
         """The kind of each head: content if its rows depend on the image, else wide or local."""
-        lines = ["layer head  center          spread  entropy  content  became"]
+        lines = ["layer head  center          spread  entropy  content  kind"]
         for layer, found in enumerate(self.layers[-1]):
             for head in range(HEADS):
                 row, column = found.center[head].tolist()
@@ -179,8 +179,8 @@ class Heads:
     @torch.no_grad()
     def near_whole(self) -> float:
         """The share of heads whose learned offset is within 0.5 of an integer shift along both axes (lesson T4)."""
-        centres = torch.cat([block.attention.position.centre for block in self.model.encoder.blocks])
-        return ((centres - centres.round()).norm(dim=-1) <= 0.5).double().mean().item()
+        centers = torch.cat([block.attention.position.center for block in self.model.encoder.blocks])
+        return ((centers - centers.round()).norm(dim=-1) <= 0.5).double().mean().item()
 
 
 def kind(wide: float, content: float) -> str:

@@ -21,7 +21,7 @@ from .errors import ShapeError, SpecError
 Ties = Literal["share", "first"]
 
 
-class Attended(NamedTuple):
+class AttentionOutput(NamedTuple):
     """The output o, and the intermediate results."""
 
     o: Float[Tensor, "*b n d_v"]
@@ -114,7 +114,7 @@ def attend(
     bias: Float[Tensor, "..."] | None = None,
     scale: int | float | None = None,
     ties: Ties = "share",
-) -> Attended:
+) -> AttentionOutput:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs; scale is 1/√d_k unless given.
 
     scale=∞ is hard attention: the limit of softmax(t · (q·k/√d_k + bias)), t → ∞. Only v gets a
@@ -134,7 +134,7 @@ def attend(
         lse = scores.new_full(scores.shape[:-1], torch.nan)
     else:
         weights, lse = softmax(scores, allowed), log_sum_exp(scores, allowed)
-    return Attended(einsum(weights, v, "... n m, ... m d -> ... n d"), weights, lse, scores)
+    return AttentionOutput(einsum(weights, v, "... n m, ... m d -> ... n d"), weights, lse, scores)
 
 
 def attend_columns(

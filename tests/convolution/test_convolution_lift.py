@@ -177,7 +177,7 @@ def as_attention(lifted: Lifted, size: tuple[int, ...]) -> nn.Module:
     with torch.no_grad():
         layer.w_v.weight.copy_(lifted.w_v.weight)
         layer.w_o.load_state_dict(lifted.w_o.state_dict())
-        layer.position.centre.copy_(lifted.center)
+        layer.position.center.copy_(lifted.center)
         layer.position.alpha.copy_(lifted.alpha)
     return layer
 

@@ -32,7 +32,7 @@ def quadratic_layer(center, alpha, *, grid=GRID, **named) -> nn.Module:
     given = {"score": "position", "d_k": 3, "d_v": 5, **named}
     layer = rg.Attention(6, heads=len(alpha), position=rg.quadratic(grid=grid), **given).build().double()
     with torch.no_grad():
-        layer.position.centre.copy_(torch.tensor(center, dtype=f64))
+        layer.position.center.copy_(torch.tensor(center, dtype=f64))
         layer.position.alpha.copy_(torch.tensor(alpha, dtype=f64))
     return layer.eval()
 
@@ -119,7 +119,7 @@ def test_a_shift_is_preferred_where_it_is_near_enough_and_a_kernel_where_not():
     assert [h.kind for h in lower(layer, tolerance=0.05).certificate.heads] == ["shift", "kernel"]
     loose = lower(layer, tolerance=0.5).certificate
     assert [h.kind for h in loose.heads] == ["shift", "shift"]
-    missed = leak(layer.position.centre, layer.position.alpha)
+    missed = leak(layer.position.center, layer.position.alpha)
     assert [h.worst for h in loose.heads] == pytest.approx(
         missed.tolist(), rel=1e-6
     )  # the interior is the worst
@@ -164,7 +164,7 @@ def test_heads_of_other_positions_that_stay_keep_their_own_rows(position):
 
 
 @pytest.mark.parametrize("position", [rg.relative_table(4), rg.t5_buckets(8, 12), rg.alibi()], ids=repr)
-def test_a_causal_head_of_the_previous_token_goes_and_its_neighbours_stay(position):
+def test_a_causal_head_of_the_previous_token_goes_and_its_neighbors_stay(position):
     """One head's bias singles out a key; under a causal pattern the first query has itself alone."""
     layer = rg.Attention(6, heads=3, d_k=3, d_v=5, position=position, score="position", pattern=rg.causal())
     layer = layer.build().double().eval()
@@ -388,7 +388,7 @@ def test_every_attention_of_a_model_is_lowered_on_its_inputs():
     )
     with torch.no_grad():
         for block in model.blocks:
-            block.attention.position.centre.copy_(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
+            block.attention.position.center.copy_(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]))
             block.attention.position.alpha.fill_(60.0)
         model.blocks[1].attention.position.alpha[1] = 0.0
     x = tokens()

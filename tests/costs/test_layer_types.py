@@ -137,7 +137,7 @@ def test_the_exponent_of_a_power_is_found():
         ({"n": 0}, "n=0 is not a positive integer"),
         ({"d": -4}, "d=-4 is not a positive integer"),
         ({"kernel": 1}, "kernel=1: a kernel of size 1 does not connect positions; use 2 or more"),
-        ({"w": 0}, "w=0: the window needs at least one neighbour on each side"),
+        ({"w": 0}, "w=0: the window needs at least one neighbor on each side"),
         ({"measure": (64,)}, "measure=(64,): fitting an exponent needs at least two lengths"),
     ],
 )

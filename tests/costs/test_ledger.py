@@ -418,13 +418,13 @@ def test_a_window_of_two_over_a_thousand_tokens():
 def test_the_receptive_field_is_bounded_and_the_bound_is_reached(c):
     k, layers, length = (c["inputs"][x] for x in ("heads", "layers", "seq_len"))
     result = receptive_field(k, layers, length)
-    found = {"bound": result.bound, "clipped": result.clipped, "contiguous_shifts": result.neighbours}
+    found = {"bound": result.bound, "clipped": result.clipped, "contiguous_shifts": result.neighbors}
     assert found == c["expected"]
     spread = [[s * (k + 1) ** l for s in range(1, k + 1)] for l in range(layers)]
     near = [range(1, k + 1)] * layers
     last = result.bound if length is None else length - 1
     assert len(receptive_set(last, spread, length)) == result.clipped
-    assert len(receptive_set(last, near, length)) == result.neighbours
+    assert len(receptive_set(last, near, length)) == result.neighbors
     assert len(receptive_set(0, spread, length)) == 1  # nothing stands before the first token
 
 

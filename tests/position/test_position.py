@@ -516,10 +516,10 @@ def test_nine_sharp_quadratic_heads_are_a_3x3_convolution_inside(alpha, limit):
 
 def test_quadratic_scores_of_a_half_precision_head_are_computed_in_float32():
     delta = torch.arange(-200, 201)[:, None]
-    centre, alpha = torch.tensor([[1.0]]), torch.tensor([0.5])
+    center, alpha = torch.tensor([[1.0]]), torch.tensor([0.5])
     with torch.autocast("cpu", torch.bfloat16):
-        scores = quadratic_scores(centre.bfloat16(), alpha.bfloat16(), delta)
-    assert torch.equal(scores, quadratic_scores(centre, alpha, delta)) and scores.dtype == torch.float32
+        scores = quadratic_scores(center.bfloat16(), alpha.bfloat16(), delta)
+    assert torch.equal(scores, quadratic_scores(center, alpha, delta)) and scores.dtype == torch.float32
 
 
 # Grids and resampling

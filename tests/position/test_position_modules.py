@@ -94,8 +94,8 @@ def test_learned_positions_cost_a_table_and_sinusoids_nothing(c):
         (relative_table(grid=(7, 11)), {"table": (12, 13 * 21)}),
         (shaw(16), {"keys": (33, 64)}),
         (shaw(16, values=True), {"keys": (33, 64), "for_values": (33, 48)}),
-        (quadratic(), {"centre": (12, 1), "alpha": (12,)}),
-        (quadratic(grid=(7, 11)), {"centre": (12, 2), "alpha": (12,)}),
+        (quadratic(), {"center": (12, 1), "alpha": (12,)}),
+        (quadratic(grid=(7, 11)), {"center": (12, 2), "alpha": (12,)}),
     ],
     ids=repr,
 )
@@ -106,14 +106,14 @@ def test_a_module_holds_what_its_position_declares(position, shapes):
     assert repr(position) in repr(module)
 
 
-def test_first_values_are_small_vectors_zero_biases_and_scattered_centres():
+def test_first_values_are_small_vectors_zero_biases_and_scattered_centers():
     torch.manual_seed(0)
     for table in (build(learned(1000), d_model=64).table, build(shaw(500), d_k=64).keys):
         assert float(table.detach().std()) == pytest.approx(0.02, rel=0.02)
     for position in (t5_buckets(), relative_table(5), relative_table(grid=(3, 5))):
         assert not build(position, heads=3).table.any()
     head = build(quadratic(grid=(7, 7)), heads=1000)
-    assert float(head.centre.detach().std()) == pytest.approx(2.0, rel=0.05)
+    assert float(head.center.detach().std()) == pytest.approx(2.0, rel=0.05)
     assert torch.equal(head.alpha, torch.ones(1000))
 
 
@@ -415,9 +415,9 @@ def test_shaw_scores_and_values_are_those_of_each_pair():
 
 
 @pytest.mark.ledger("S2.3.2.1", "S2.4.1.1")
-def test_a_sharp_quadratic_head_looks_at_its_centre():
+def test_a_sharp_quadratic_head_attends_to_its_center():
     module = made(quadratic(grid=(7, 7)), heads=2)
-    module.centre.data = torch.tensor([[-1.0, 0.0], [2.0, -3.0]], dtype=f64)
+    module.center.data = torch.tensor([[-1.0, 0.0], [2.0, -3.0]], dtype=f64)
     module.alpha.data.fill_(20.0)
     targets = module(torch.arange(49), torch.arange(49)).softmax(-1)[:, 24].argmax(-1)  # from cell (3, 3)
     assert [divmod(int(cell), 7) for cell in targets] == [(2, 3), (5, 0)]

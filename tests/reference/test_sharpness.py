@@ -87,13 +87,13 @@ def test_a_quadratic_score_sharpens_onto_its_target(c):
     given, expected = c["inputs"], c["expected"]
     axes = torch.meshgrid(*(torch.arange(side) for side in given["grid"]), indexing="ij")
     cells = torch.stack([axis.flatten() for axis in axes], -1).double()
-    centre = torch.tensor(given["query"]) - torch.tensor(given["shift"])
-    weights = softmax(-given["alpha"] * (cells - centre).square().sum(-1)[None])[0]
+    center = torch.tensor(given["query"]) - torch.tensor(given["shift"])
+    weights = softmax(-given["alpha"] * (cells - center).square().sum(-1)[None])[0]
     top = weights.argmax()
     got = {"p_max": weights[top].item(), "one_minus_p_max": (weights.sum() - weights[top]).item()}
     assert agrees(got, {name: expected[name] for name in got}, c["compare"])
     if expected["target_inside"]:
-        assert cells[top].tolist() == expected["target"] == centre.tolist()
+        assert cells[top].tolist() == expected["target"] == center.tolist()
 
 
 @pytest.mark.ledger("S4.1.1d.1")

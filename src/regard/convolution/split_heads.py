@@ -96,7 +96,7 @@ class SplitHeads:
 def _copy_position(old: MultiHeadAttention, rest: MultiHeadAttention, heads: list[int], grid: Offset) -> None:
     match old.spec.position:
         case quadratic():
-            rest.position.centre.copy_(old.position.centre[heads])
+            rest.position.center.copy_(old.position.center[heads])
             rest.position.alpha.copy_(old.position.alpha[heads])
         case relative_table() | t5_buckets():
             rest.position.table.copy_(old.position.table[heads])

@@ -18,14 +18,14 @@ class ReceptiveField:
 
     bound: int  # (heads + 1)^layers
     clipped: int  # the bound, limited by the number of positions
-    neighbours: int  # if the heads attend 1, 2, …, heads positions back in every layer: heads · layers + 1
+    neighbors: int  # if the heads attend 1, 2, …, heads positions back in every layer: heads · layers + 1
 
 
 def receptive_field(heads: int, layers: int, length: int | None = None) -> ReceptiveField:
     """The bound counts the position itself; shifts of c · (heads + 1)^l, c = 1 … heads, in layer l reach it.
 
     >>> receptive_field(8, 3, length=512)
-    ReceptiveField(bound=729, clipped=512, neighbours=25)
+    ReceptiveField(bound=729, clipped=512, neighbors=25)
     """
     require_positive("heads", heads)
     require_positive("layers", layers)

@@ -216,7 +216,7 @@ def _aligned(lines: list[tuple[str, ...]]) -> str:
 
 
 def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
-    """The layer types of width d, with this kernel size and w neighbours on each side of the window."""
+    """The layer types of width d, with this kernel size and w neighbors on each side of the window."""
     one, steps = (lambda n: 1), (lambda n: n)
     reach = max(1, kernel - 1)
 
@@ -286,7 +286,7 @@ def compare(
 ) -> Comparison:
     """Layer types side by side at length n and width d.
 
-    kernel: size of the convolutions. w: neighbours on each side in restricted attention.
+    kernel: size of the convolutions. w: neighbors on each side in restricted attention.
     measure: True, or the lengths at which to time the layers on this machine, to fit the exponent of their growth.
 
     >>> compare(1000, 512)["GRU"].flops
@@ -295,7 +295,7 @@ def compare(
     for name, value in (("n", n), ("d", d), ("kernel", kernel)):
         require_positive(name, value)
     if w < 1:
-        raise SpecError(f"w={w}: the window needs at least one neighbour on each side")
+        raise SpecError(f"w={w}: the window needs at least one neighbor on each side")
     if kernel < 2:
         raise SpecError(f"kernel={kernel}: a kernel of size 1 does not connect positions; use 2 or more")
     kinds = layer_kinds(d, kernel, w)

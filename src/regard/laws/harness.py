@@ -150,7 +150,7 @@ class Harness:
             columns.append(o[..., : min(width, m - j)])
         return torch.cat(columns, -1)
 
-    def reference(self, q, k, v, allowed=None, *, bias=None, scale=None) -> reference.Attended:
+    def reference(self, q, k, v, allowed=None, *, bias=None, scale=None) -> reference.AttentionOutput:
         """The output of reference.py for the same inputs, in float64."""
         q, k, v = (x.double() for x in (q, k, v))
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))

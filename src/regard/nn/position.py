@@ -384,7 +384,7 @@ class Quadratic(Score):
 
     def __init__(self, position: quadratic, heads: int):
         super().__init__(position)
-        self.centre = nn.Parameter(torch.empty(heads, position.axes).normal_(std=2.0))
+        self.center = nn.Parameter(torch.empty(heads, position.axes).normal_(std=2.0))
         self.alpha = nn.Parameter(torch.ones(heads))
 
     def forward(
@@ -398,15 +398,15 @@ class Quadratic(Score):
             along = [offsets(q_positions, k_positions)]
         else:
             along = _grid_offsets(q_positions, k_positions, self.position.grid)
-        scores = quadratic_scores(self.centre, self.alpha, torch.stack(along, dim=-1))
+        scores = quadratic_scores(self.center, self.alpha, torch.stack(along, dim=-1))
         return rearrange(scores, "h ... n m -> ... h n m")
 
     def by_distance(self, reach: int | None = None) -> ByDistance | None:
         """On a line, with `reach` the largest distance in use, each of the 2·reach + 1 distances once."""
         if self.position.grid is not None or reach is None:
             return None
-        distances = torch.arange(-reach, reach + 1, device=self.centre.device)
-        return ByDistance(table=quadratic_scores(self.centre, self.alpha, distances[:, None]))
+        distances = torch.arange(-reach, reach + 1, device=self.center.device)
+        return ByDistance(table=quadratic_scores(self.center, self.alpha, distances[:, None]))
 
 
 def _grid_offsets(

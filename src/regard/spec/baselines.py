@@ -35,7 +35,7 @@ class Recurrent(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Convolutional(Spec):
-    """A residual stack of convolutions over a sequence; each position mixes `kernel` neighbours."""
+    """A residual stack of convolutions over a sequence; each position mixes `kernel` neighbors."""
 
     d_model: int
     _: KW_ONLY

@@ -336,7 +336,7 @@ def test_the_tape_frees_a_storage_with_its_last_reference():
         ),
         (
             lambda: peak_memory(Request(rg.Mixing("average"), 8, 8)),
-            "memory is not modelled for Mixing; use a model, a block or an attention",
+            "memory is not modeled for Mixing; use a model, a block or an attention",
         ),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 from ... import spec
 from ...errors import SpecError
 from ...position import learned
-from ..sizes import Numbers, Symbols
+from ..sizes import Length, Numbers, Symbols
 from .attention import Shape, stored, streaming
 from .rules import Linear, ModelTape
 from .tape import Bytes, Value, Weight
@@ -63,7 +63,7 @@ class Attention:
         if declared.position is not None:
             position_weights(env, declared.position, s.heads, s.d_k, s.d_v)
 
-    def __call__(self, x: Value, n: "Rows", context: Value | None = None, m: "Rows | None" = None) -> Value:
+    def __call__(self, x: Value, n: Length, context: Value | None = None, m: Length | None = None) -> Value:
         tape, s = self.env.tape, self.sizes
         source, keys = (x, n) if context is None or m is None else (context, m)
         q = tape.linear(x, self.w_q) if self.w_q else tape.value(self.env.batch * s.heads * n.amount, x.width)
@@ -74,7 +74,7 @@ class Attention:
         o = self._core(q, k, v, n, keys, context is not None)
         return tape.linear(o, self.w_o) if self.w_o else o
 
-    def _core(self, q: Value, k: Value, v: Value, n: "Rows", m: "Rows", cross: bool) -> Value:
+    def _core(self, q: Value, k: Value, v: Value, n: Length, m: Length, cross: bool) -> Value:
         s, tape = self.sizes, self.env.tape
         at = Shape(self.env.batch, s.heads, n.amount, m.amount, s.d_k, s.d_v)
         match self.env.kernel(self.engine_spec, n.value, m.value, cross):
@@ -97,14 +97,6 @@ class Attention:
         return tape.step(
             (low, high), x.entries, width, (), lambda g: (tape.new(width * half), tape.new(width * half))
         )
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A number of positions: its value, and the amount (number or symbol) that formulas contain."""
-
-    value: int
-    amount: Bytes
 
 
 class FeedForward:
@@ -143,7 +135,7 @@ class Block:
         if declared.feed_forward is not None:
             self.feed_forward, self.feed_forward_norm = FeedForward(env, declared.feed_forward, d), norm()
 
-    def __call__(self, x: Value, n: Rows, context: Value | None = None, m: Rows | None = None) -> Value:
+    def __call__(self, x: Value, n: Length, context: Value | None = None, m: Length | None = None) -> Value:
         part = self.env.tape.part
         with part("attention"):
             x = self._branch(x, n, lambda x: self.attention(x, n), self.attention_norm)
@@ -155,7 +147,7 @@ class Block:
                 x = self._branch(x, n, self.feed_forward, self.feed_forward_norm)
         return x
 
-    def _branch(self, x: Value, n: Rows, f: Callable[[Value], Value], norm: Norm) -> Value:
+    def _branch(self, x: Value, n: Length, f: Callable[[Value], Value], norm: Norm) -> Value:
         tape, rows = self.env.tape, self.env.batch * n.amount
         pre = self.spec.norm_at == "pre"
         y = tape.dropout(f(norm(x, rows) if pre else x), float(self.spec.dropout))
@@ -175,7 +167,7 @@ class Embedding:
             self.where = env.tape.new_weight(env.size("positions", declared.position.entries) * self.d)
         self.norm = Norm(env, "layer" if declared.norm else "none", self.d)
 
-    def __call__(self, ids: Value, n: Rows) -> Value:
+    def __call__(self, ids: Value, n: Length) -> Value:
         tape, rows = self.env.tape, self.env.batch * n.amount
         x = tape.embedding(rows, self.table, self.d, ids)
         if self.spec.scaled:
@@ -186,7 +178,7 @@ class Embedding:
             x = tape.add(x, tape.step((self.types,), self.d, x.width, (), lambda g: (self._types_grad(),)))
         return tape.dropout(self.norm(x, rows), float(self.spec.dropout))
 
-    def _positions(self, n: Rows) -> Value:
+    def _positions(self, n: Length) -> Value:
         tape = self.env.tape
         if self.where is not None:
             return tape.embedding(n.amount, self.where, self.d, tape.value(n.amount, 8))
@@ -217,7 +209,7 @@ class Stack:
         with tape.part("head"):
             self.head = Head(env, declared.head, self.d, self.embedding)
 
-    def __call__(self, x: Value, n: Rows, context: Value | None = None, m: Rows | None = None) -> Value:
+    def __call__(self, x: Value, n: Length, context: Value | None = None, m: Length | None = None) -> Value:
         tape = self.env.tape
         if self.embedding is not None:
             with tape.part("embedding"):
@@ -230,7 +222,7 @@ class Stack:
             return self.head(self.norm(x, self.env.batch * n.amount), n)
 
     def _run(
-        self, block: Block, x: Value, n: Rows, context: Value | None, m: Rows | None, recompute: bool
+        self, block: Block, x: Value, n: Length, context: Value | None, m: Length | None, recompute: bool
     ) -> Value:
         if not recompute:
             return block(x, n, context, m)
@@ -267,7 +259,7 @@ class Head:
             case spec.Pooler():
                 self.layers.append(tape.new_linear(d, d, True))
 
-    def __call__(self, x: Value, n: Rows) -> Value:
+    def __call__(self, x: Value, n: Length) -> Value:
         tape, rows = self.env.tape, self.env.batch * n.amount
         match self.spec:
             case spec.LanguageHead():
@@ -319,7 +311,7 @@ class EncoderDecoder:
                 self.decoder.head.table = ours.table
             theirs.table = ours.table
 
-    def __call__(self, source: Value, m: Rows, target: Value, n: Rows) -> Value:
+    def __call__(self, source: Value, m: Length, target: Value, n: Length) -> Value:
         with self.env.tape.part("encoder"):
             states = self.encoder(source, m)
         with self.env.tape.part("decoder"):
@@ -341,7 +333,7 @@ class Vision:
         with tape.part("head"):
             self.head = Head(env, declared.head, self.d)
 
-    def __call__(self, images: Value, n: Rows) -> Value:
+    def __call__(self, images: Value, n: Length) -> Value:
         tape = self.env.tape
         with tape.part("embedding"):
             x = self._embed(images, n)
@@ -350,7 +342,7 @@ class Vision:
         with tape.part("head"):
             return self.head(x, n)
 
-    def _embed(self, images: Value, n: Rows) -> Value:
+    def _embed(self, images: Value, n: Length) -> Value:
         tape, d, b = self.env.tape, self.d, self.env.batch
         x = tape.product(images, self.patches.weight, self.patches.bias, self.inside, d, convolves=True)
         if self.token is not None:
@@ -394,6 +386,6 @@ MODELS: dict[type, Any] = {
 def model_of(env: Environment, declared: spec.Spec) -> Any:
     if type(declared) not in MODELS:
         raise SpecError(
-            f"memory is not modelled for {type(declared).__name__}; pass the module that it builds"
+            f"memory is not modeled for {type(declared).__name__}; pass the module that it builds"
         )
     return MODELS[type(declared)](env, declared)

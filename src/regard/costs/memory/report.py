@@ -285,7 +285,7 @@ def peak_memory(request: Request) -> int:
     """Peak bytes: of a training step if `train` is set, else of inference."""
     if type(request.spec) not in MODELS:
         raise SpecError(
-            f"memory is not modelled for {type(request.spec).__name__}; use a model, a block or an attention"
+            f"memory is not modeled for {type(request.spec).__name__}; use a model, a block or an attention"
         )
     training = training_of(request.train)
     setting = setting_of(request, training)

@@ -6,8 +6,8 @@ from typing import Any
 
 from ... import spec
 from ...spec.base import require_known
-from ..sizes import Numbers, Symbols
-from .modules import Environment, Rows, model_of
+from ..sizes import Length, Numbers, Symbols
+from .modules import Environment, model_of
 from .rules import ModelTape, Rules
 from .tape import Bytes, Value, Weight
 
@@ -64,9 +64,9 @@ class Setting:
     def env(self, tape: ModelTape, reader: Numbers | Symbols) -> Environment:
         return Environment(tape, reader, reader.size("b", self.batch), self.kernel, self.checkpoint)
 
-    def rows(self, reader: Numbers | Symbols) -> tuple[Rows, Rows]:
-        n = Rows(self.n, reader.size("n", self.n))
-        return n, n if self.n == self.m else Rows(self.m, reader.size("m", self.m))
+    def rows(self, reader: Numbers | Symbols) -> tuple[Length, Length]:
+        n = Length(self.n, reader.size("n", self.n))
+        return n, n if self.n == self.m else Length(self.m, reader.size("m", self.m))
 
 
 class Simulation:
@@ -97,7 +97,7 @@ class Simulation:
             given.append(tape.value(b * self.m.amount * cross.sizes.d_context, width))
         return given
 
-    def _one(self, declared: Any, b: Bytes, n: Rows) -> Value:
+    def _one(self, declared: Any, b: Bytes, n: Length) -> Value:
         if getattr(declared, "embedding", None) is not None:
             return self.tape.value(b * n.amount, 8)
         return self.tape.value(b * n.amount * declared.d_model, self.setting.rules.width)

@@ -88,7 +88,7 @@ class Relative(nn.Module):
     @torch.no_grad()
     def near_whole(self) -> float:
         """The share of heads whose offset is within 0.5 of a whole shift."""
-        centres = torch.cat([block.attention.position.centre for block in self.encoder.blocks])
+        centres = torch.cat([block.attention.position.center for block in self.encoder.blocks])
         return float(((centres - centres.round()).norm(dim=-1) <= 0.5).float().mean())
 
 
