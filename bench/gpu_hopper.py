@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python3 bench/gpu_hopper.py [--check] [--stored] [--width 128 64]
 
-First every configuration is compiled, side by side in processes of their own, and checked against float64 (o, lse, dq,
-dk, dv at n = 1280, batch 2, with the error rule of bench/gpu_patterns.py); then each is timed by itself. A row is a
+First every configuration is compiled, many processes at a time, and checked against float64 (o, lse, dq, dk, dv
+at n = 1280, batch 2, with the error rule of bench/gpu_patterns.py); then each is timed by itself. A row is a
 pattern, a width and a configuration; the columns are the kernels of forward and backward, by the profiler.
 """
 
@@ -29,11 +29,11 @@ PLAIN = "plain Triton"
 VARIANTS = {
     128: {
         "stored": HALF[128],
-        PLAIN: replace(HALF[128], stream=None, stream_dq=None, stream_dkv=None),
+        PLAIN: replace(HALF[128], hopper_forward=None, hopper_dq=None, hopper_dkv=None),
     },
     64: {
         "stored": HALF[64],
-        PLAIN: replace(HALF[64], stream=None, stream_dq=None, stream_dkv=None),
+        PLAIN: replace(HALF[64], hopper_forward=None, hopper_dq=None, hopper_dkv=None),
     },
 }
 TIMED = MAIN[2], MAIN[0], MAIN[3], MAIN[1]

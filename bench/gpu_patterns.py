@@ -91,8 +91,8 @@ def tensors(n: int, d: int, count: int = 3, heads: int = HEADS, dtype=torch.bflo
 def in_rounds(calls: dict, rounds: int = 20, row: int = 6, lead: int = 2) -> dict[str, float]:
     """Median milliseconds of each call, in rounds of random order: what disturbs the machine disturbs all of them.
 
-    As `do_bench` does: the cache is cleared before each call, and nothing synchronizes in between. Each is called `row` times in
-    a row, of which the first `lead` are not counted: autograd's thread still holds tensors of the previous one.
+    As in `do_bench`, the cache is cleared before each call, and nothing synchronizes in between. Each is called `row`
+    times in a row, of which the first `lead` are not counted: autograd's thread still holds tensors of another.
     """
     for fn in calls.values():
         for _ in range(5):

@@ -455,15 +455,17 @@ def errors(
 
 def branches(case: Case, configs: Any) -> list[str]:
     """Which ways through the kernels a case takes, forward and for dk and dv ("by keys")."""
-    from regard.engine.cuda.schedule import route
+    from regard.engine.cuda.schedule import device_passes
 
     start, step = query_offset(case.pattern, case.n, case.m, case.at)
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"
-        way = route((case.pattern, start, step), (case.n, case.m), config, by_keys, torch.device("cpu"))
+        way = device_passes(
+            (case.pattern, start, step), (case.n, case.m), config, by_keys, torch.device("cpu")
+        )
         for one in way.steps:
-            split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.goes_on else "first"
+            split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.accumulates else "first"
             out.append(f"{direction}, {split}, {goes_on}")
             out.append(f"{direction}, {'keeps some' if one.keep else 'keeps all'}")
             out.append(f"{direction}, {one.work.segments} segments")

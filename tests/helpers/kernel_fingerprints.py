@@ -192,12 +192,12 @@ def fused(torch):
             c = torch.zeros(2, m, own, dtype=dtype) if m else None
             long = torch.tensor(lengths) if lengths else None
             seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-            forward, backward = operations(torch)
-            options: tuple = ([heads, kv_heads, d, d, int(causal)], [d**-0.5, dropout_p])
-            if "joint" in str(forward):  # version 0.1
-                options = ([heads, kv_heads, d, d], causal, d**-0.5, dropout_p)
-            o = forward(x, c, long, seed, *options)
-            backward(o, x, c, long, seed, *options)
+            if hasattr(torch.ops.regard, "fused_qkv"):
+                name, rest = "fused_qkv", ([heads, kv_heads, d, d, int(causal)], [d**-0.5, dropout_p])
+            else:  # version 0.1
+                name, rest = "joint", ([heads, kv_heads, d, d], causal, d**-0.5, dropout_p)
+            o = getattr(torch.ops.regard, name)(x, c, long, seed, *rest)
+            getattr(torch.ops.regard, f"{name}_backward")(o, x, c, long, seed, *rest)
 
         return call
 
@@ -241,8 +241,8 @@ def fingerprint(kernel, args, kwargs) -> str:
         return f"failed: {error!r}"[:600]
 
 
-def fingerprints(prefix: str = "") -> dict[str, str]:
-    """The hash of each launch of each call whose name begins with the prefix."""
+def fingerprints(path: str, prefix: str = "") -> None:
+    """Stores the hash of each launch of each call whose name begins with the prefix, after each call."""
     from triton.runtime.jit import JITFunction
 
     hopper_on_cpu()
@@ -263,7 +263,8 @@ def fingerprints(prefix: str = "") -> dict[str, str]:
                 known[key] = fingerprint(kernel, args, kwargs)
             out[f"{name} | {nth} {kernel.__name__} grid {grid[0]}"] = known[key]
         print(f"{name}: {len(made)} launches", flush=True)
-    return out
+        with open(path, "w") as file:
+            json.dump(out, file, indent=1)
 
 
 def compare(old: str, new: str) -> int:
@@ -281,5 +282,4 @@ def compare(old: str, new: str) -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "--compare":
         sys.exit(compare(*sys.argv[2:]))
-    with open(sys.argv[1], "w") as file:
-        json.dump(fingerprints(*sys.argv[2:]), file, indent=1)
+    fingerprints(*sys.argv[1:])

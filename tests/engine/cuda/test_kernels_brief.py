@@ -31,12 +31,12 @@ TILE, BLOCK = 16, 8
 
 
 def made(pattern, n, m, by_keys, place=(0, 1)):
-    from regard.engine.cuda.triton.short_backward import lists
+    from regard.engine.cuda.triton.short_backward import tile_lists
     from regard.engine.plan.tiles import row_steps
 
     allowed = pattern.allowed(n, m, place).numpy()
     allowed = np.ascontiguousarray(allowed.T) if by_keys else allowed
-    return allowed, lists(allowed, row_steps(pattern, place[1], by_keys), TILE, BLOCK)
+    return allowed, tile_lists(allowed, row_steps(pattern, place[1], by_keys), TILE, BLOCK)
 
 
 def visited(allowed, found):
@@ -63,11 +63,11 @@ def test_every_allowed_pair_is_visited_once_and_every_member_is_written_once(pat
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=3))
 def test_so_are_those_of_any_table_whatever_the_hops(data, n, m, hops):
-    from regard.engine.cuda.triton.short_backward import lists
+    from regard.engine.cuda.triton.short_backward import tile_lists
 
     bits = data.draw(st.integers(0, 2 ** (n * m) - 1))
     allowed = np.array([bits >> x & 1 for x in range(n * m)], dtype=bool).reshape(n, m)
-    assert (visited(allowed, lists(allowed, [1, *hops], TILE, BLOCK)) == allowed).all()
+    assert (visited(allowed, tile_lists(allowed, [1, *hops], TILE, BLOCK)) == allowed).all()
 
 
 def blocks_of(pattern, n, by_keys):

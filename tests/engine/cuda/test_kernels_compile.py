@@ -41,12 +41,12 @@ def launches_of(which, pattern, d, n=8192):
     call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
     if which == "hopper_forward":
         _, program = hopper.forward(call._replace(tensors=(like,) * 3))
-        return [launch for launch, *_ in program.launches], configs.stream
+        return [launch for launch, *_ in program.launches], configs.hopper_forward
     if which == "hopper_dq":
-        made = hopper.dq(call, hopper.passes(call, configs.stream_dq, False))
-        return [launch for launch, _ in made], configs.stream_dq
-    made, _ = hopper.dkv(call, hopper.passes(call, configs.stream_dkv, True))
-    return [launch for launch, _ in made], configs.stream_dkv
+        made = hopper.dq(call, hopper.passes(call, configs.hopper_dq, False))
+        return [launch for launch, _ in made], configs.hopper_dq
+    made, _ = hopper.dkv(call, hopper.passes(call, configs.hopper_dkv, True))
+    return [launch for launch, _ in made], configs.hopper_dkv
 
 
 POINTERS = {  # of 16-bit numbers (h), float32 (f) and int32 (i)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")  # the package of the kernels imports it
-from regard.engine.cuda.hopper.ptx import HELD, RISE, fading, weighing
+from regard.engine.cuda.hopper.ptx import MAX_SUM, SCORES, rescale_ptx, weights_ptx
 
 LANES = np.arange(32)
 COMPARE = {"ne": np.not_equal, "eq": np.equal, "gtu": lambda a, b: ~(a <= b)}
@@ -108,16 +108,16 @@ def laid(x):
 
 def weigh(scores, base, total, begins, kind="bf16", scale=0.5):
     """One block of 16 rows: its weights, and base, fading and sums as lanes hold them, (2, 32)."""
-    text, kinds = weighing(kind)
-    rows = np.arange(HELD) // 2 % 2
+    text, kinds = weights_ptx(kind)
+    rows = np.arange(SCORES) // 2 % 2
     given = [
-        *held(scores), *base[rows], *total[rows], *np.full((HELD, 32), int(begins)),
-        *np.full((HELD, 32), scale, np.float32),
+        *held(scores), *base[rows], *total[rows], *np.full((SCORES, 32), int(begins)),
+        *np.full((SCORES, 32), scale, np.float32),
     ]  # fmt: skip
     warp = Warp(text, kinds, given)
-    half = HELD // 2
+    half = SCORES // 2
     weights = np.concatenate([warp.of[f"${x}"] for x in range(half)])
-    made = [np.stack([warp.of[f"${half + at * HELD + x}"] for x in range(HELD)]) for at in range(3)]
+    made = [np.stack([warp.of[f"${half + at * SCORES + x}"] for x in range(SCORES)]) for at in range(3)]
     assert all((x == x[rows * 2]).all() or np.isnan(x).any() for x in made)
     return laid(weights), *(x[[0, 2]] for x in made), warp.count
 
@@ -171,7 +171,7 @@ def test_a_largest_score_is_looked_for_where_a_tile_begins_and_where_scores_rise
     assert attend(*drawn(slope=40.0))[2] == [1, 1, 1, 1, 1]
     blocks, values = drawn()
     blocks[3, 9, 17] = (
-        2 * np.log2(RISE) + blocks[:3, 9].max() + 1.0
+        2 * np.log2(MAX_SUM) + blocks[:3, 9].max() + 1.0
     )  # scaled by a half: just past what is allowed
     assert attend(blocks, values)[2] == [1, 0, 0, 1, 0]
 
@@ -200,7 +200,7 @@ def test_rows_that_see_nothing_at_first_or_at_all_give_what_they_see():
 def test_a_warp_fades_only_what_fades(d):
     rng = np.random.default_rng(d)
     acc = rng.standard_normal((16, d)).astype(np.float32)
-    text, kinds = fading(d // 2)
+    text, kinds = rescale_ptx(d // 2)
     for rows in ([], [7], [12], [3, 12]):
         by = np.ones((16, d), np.float32)
         by[rows] = 0.25

@@ -24,15 +24,15 @@ CPU = torch.device("cpu")
 def steps(pattern, n, by_keys):
     """As the streaming kernels run them: forward, by queries, they know of lines."""
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.schedule import route
+    from regard.engine.cuda.schedule import device_passes
 
-    return route((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
+    return device_passes((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
 def dealt(work, programs, group=1, multiple=1, **how):
-    from regard.engine.cuda.work_split import shares
+    from regard.engine.cuda.work_split import split_work
 
-    return shares(work, 2, programs, group, multiple, **how)
+    return split_work(work, 2, programs, group, multiple, **how)
 
 
 def members(row):
@@ -78,8 +78,8 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
     for step in steps(pattern, n, by_keys):
         for row in dealt(step.work, 10, group, 2).blocks.numpy():
             own = tile(row)
-            if step.kept is not None:
-                own = own[step.kept.allows(own, own)]
+            if step.keep_pattern is not None:
+                own = own[step.keep_pattern.allows(own, own)]
             there = members(row)
             assert len(there) <= 16
             seen[row[9] >> 16][np.ix_(own, there)] += kept(step.work, row, own, by_keys)
@@ -95,9 +95,9 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
 )
 def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(pattern, masked):
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.schedule import route
+    from regard.engine.cuda.schedule import device_passes
 
-    (step,) = route((pattern, 0, 1), (704, 704), Config(16, 8, 1, 1), False, CPU).steps
+    (step,) = device_passes((pattern, 0, 1), (704, 704), Config(16, 8, 1, 1), False, CPU).steps
     assert step.work.segments == 1
     blocks = step.work.blocks.numpy()
     tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighbouring keys, those a bound cuts
@@ -108,12 +108,12 @@ def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
     from regard.engine.cuda.call import Layout
     from regard.engine.cuda.call import contiguous as dense
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.schedule import route
-    from regard.engine.cuda.work_split import end_to_end
+    from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.work_split import flatten_heads
 
-    way = route((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
+    way = device_passes((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
     lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
-    return end_to_end(way, step, (lie, lie))
+    return flatten_heads(way, step, (lie, lie))
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -126,8 +126,8 @@ def test_heads_dealt_together_each_visit_every_allowed_pair_of_their_own(pattern
     for step in way.steps:
         for row in dealt(step.work, 20, multiple=2).blocks.numpy():
             own, there = tile(row), members(row)
-            if step.kept is not None:
-                own = own[step.kept.allows(own, own)]
+            if step.keep_pattern is not None:
+                own = own[step.keep_pattern.allows(own, own)]
             seen[np.ix_(own, there)] += kept(step.work, row, own, by_keys)
     allowed = pattern.allowed(n).numpy()
     assert (seen == np.kron(np.eye(heads, dtype=int), allowed.T if by_keys else allowed)).all()
@@ -192,7 +192,7 @@ def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_
 @pytest.mark.parametrize("late", [0.1, 0.5, 1.0])
 def test_the_last_tiles_are_left_for_programs_of_one_tile_each(late):
     (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
-    cut, whole = dealt(step.work, 10, late=late), dealt(step.work, 10)
+    cut, whole = dealt(step.work, 10, dynamic_share=late), dealt(step.work, 10)
     begin, end = cut.chunks.numpy()[:, :2].T
     blocks = cut.blocks.numpy()
     tiles = np.add.reduceat(blocks[:, 9] & 8 > 0, begin)
@@ -205,7 +205,7 @@ def test_the_last_tiles_are_left_for_programs_of_one_tile_each(late):
 
 def test_late_programs_of_runs_of_an_even_length_have_two_tiles_each():
     (step,) = steps(window(40), 2080, True)
-    cut = dealt(step.work, 10, multiple=2, late=0.3)
+    cut = dealt(step.work, 10, multiple=2, dynamic_share=0.3)
     tiles = np.add.reduceat(cut.blocks.numpy()[:, 9] & 8 > 0, cut.chunks.numpy()[:, 0])
     assert len(tiles) > 6 and (tiles[:5] > 2).all() and (tiles[5:-1] == 2).all() and 0 < tiles[-1] <= 2
 
@@ -275,9 +275,9 @@ def test_what_fills_a_run_holds_nobody_and_begins_nothing():
 )
 def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
     from regard.engine.cuda.configs import Config
-    from regard.engine.cuda.schedule import route
+    from regard.engine.cuda.schedule import device_passes
 
-    (step,) = route((pattern, 0, 1), (352, 352), Config(16, 16, 1, 1, lines=True), False, CPU).steps
+    (step,) = device_passes((pattern, 0, 1), (352, 352), Config(16, 16, 1, 1, lines=True), False, CPU).steps
     marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
     assert step.work.free == free
     assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines

@@ -118,7 +118,7 @@ def _on_hopper(f: CallFacts) -> bool:
     made = task(q, v, (f.pattern, *f.offset, f.factor))
     layouts = tuple(contiguous(*x.shape) for x in (q, k, v))
     call = CallLayout(made, layouts, f.dtype, torch.device(f.device))
-    return passes(call, made.configs.stream, False) is not None
+    return passes(call, made.configs.hopper_forward, False) is not None
 
 
 def _prepared_launches(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

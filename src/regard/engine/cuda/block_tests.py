@@ -114,7 +114,7 @@ def _all(pattern: Pattern | None, i: Run, j: Run) -> Any:
     return False if pattern is None else classify(pattern, i, j).all
 
 
-def lean(pattern: Pattern, one: Pass, start: int, step: int, by_keys: bool) -> Pattern:
+def without_certain_words(pattern: Pattern, one: Pass, start: int, step: int, by_keys: bool) -> Pattern:
     """The pattern without the words that hold for every pair of every part: no need to test them."""
     tile = Run(*np.repeat(one.tiles, np.diff(one.offsets), axis=0).T)
     part = Run(*one.parts[:, :3].T)

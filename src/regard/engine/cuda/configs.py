@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...errors import BackendError
+
+MAX_HEAD_DIM = 256
+
 
 @dataclass(frozen=True)
 class Config:
@@ -28,9 +32,9 @@ class Configs:
     forward: Config
     dq: Config
     dkv: Config
-    stream: Config | None = None  # of each on Hopper, where it can be one stream
-    stream_dq: Config | None = None
-    stream_dkv: Config | None = None
+    hopper_forward: Config | None = None  # of the kernels for Hopper; None: only the general ones
+    hopper_dq: Config | None = None
+    hopper_dkv: Config | None = None
 
     def without_caps(self) -> "Configs":
         """For calls with a bias or dropout, whose kernels hold more: a cap would make them spill."""
@@ -38,7 +42,7 @@ class Configs:
         def free(config: Config) -> Config:
             return replace(config, registers=None)
 
-        return Configs(free(self.forward), free(self.dq), free(self.dkv), self.stream)
+        return Configs(free(self.forward), free(self.dq), free(self.dkv), self.hopper_forward)
 
 
 HALF = {  # by the larger of the two padded widths
@@ -67,6 +71,10 @@ def padded(d: int) -> int:
 
 
 def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
-    """The stored configuration of this shape class."""
+    """The stored configuration of these widths."""
+    if max(d_k, d_v) > MAX_HEAD_DIM:
+        raise BackendError(
+            f"a head of width {max(d_k, d_v)} does not fit the Triton kernels, which hold up to {MAX_HEAD_DIM}"
+        )
     width = max(32, padded(d_k), padded(d_v))
     return (SINGLE if dtype == torch.float32 else HALF)[width]

@@ -19,7 +19,6 @@ from .prepared import PREPARED, current_device, raw_stream
 from .triton import launches as triton
 from .triton import short_backward
 
-MAX_HEAD_DIM = 256
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
 _find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
@@ -240,11 +239,6 @@ def attend(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    width = max(q.shape[-1], v.shape[-1])
-    if width > MAX_HEAD_DIM:
-        raise BackendError(
-            f"a head of width {width} does not fit the Triton kernels, which hold up to {MAX_HEAD_DIM}"
-        )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise BackendError(
             f"the Triton kernels take float32, float16 or bfloat16, one for all; "

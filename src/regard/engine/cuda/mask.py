@@ -84,16 +84,16 @@ def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, An
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class PlanPass:
     """A pass to run, and the tile members whose results count: `keep` reads members only, or is None."""
 
     one: Pass
     keep: Pattern | None = None
 
 
-def stretches(
+def plan_passes(
     pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
-) -> tuple[Stretch, ...]:
+) -> tuple[PlanPass, ...]:
     """The passes of a plan, freed of conditions on the tile's own members.
 
     `window(128) - every(64)` by tiles of keys is a window whose every 64th key is computed and thrown away:
@@ -107,9 +107,9 @@ def stretches(
         if own and others:
             core = make(_all(others), n, m, start, step, tile)
             if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
-                out.append(Stretch(core.passes[0], _all(own)))
+                out.append(PlanPass(core.passes[0], _all(own)))
                 continue
-        out.append(Stretch(one))
+        out.append(PlanPass(one))
     return tuple(out)
 
 

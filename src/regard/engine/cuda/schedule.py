@@ -21,17 +21,17 @@ from torch import Tensor
 from ...pattern import Pattern, Run, classify
 from ...progression import Ints
 from ..plan.planner import Pass
-from .block_tests import NO_KEY_FREE, Free, band, lean, lines, marks
+from .block_tests import NO_KEY_FREE, Free, band, lines, marks, without_certain_words
 from .configs import Config
-from .mask import Stretch, compiled, stretches
+from .mask import PlanPass, compiled, plan_passes
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words a block takes: those, then marks + 256 × count, first and step of its tile
 BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see band.marks, lines)
 ITEM = 8  # int32 words an item takes; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
-SHORT = 16  # blocks that are never worth splitting
-ENOUGH = 64  # items a head that keep a GPU busy: a tile with more than its share of the blocks is split
+MIN_SPLIT = 16  # blocks that are never worth splitting
+TARGET_ITEMS = 64  # items a head that keep a GPU busy: a tile with more than its share of the blocks is split
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +71,11 @@ def schedule(
     segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
-    pattern = lean(one.pattern, one, start, step, by_keys)
+    pattern = without_certain_words(one.pattern, one, start, step, by_keys)
     blocks[:, 9], free = _marks(one, pattern, segs, block, (start, step), by_keys, lined)
     blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
-    items, joins = _items(one.tiles, owner, kind, max(SHORT, -(-len(blocks) // ENOUGH)))
+    items, joins = _items(one.tiles, owner, kind, max(MIN_SPLIT, -(-len(blocks) // TARGET_ITEMS)))
 
     def move(array: Ints, width: int) -> Tensor:
         padded = np.zeros((max(len(array), 1), width), dtype=np.int32)
@@ -160,9 +160,9 @@ def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
         return tile, parts
     order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
     tile, (first, step, count) = tile[order], parts[order].T
-    goes_on = np.append(False, first[1:] == (first + step * count)[:-1])
-    goes_on &= ~_changes(np.column_stack([tile, step]), 2)
-    begin = np.flatnonzero(~goes_on)
+    accumulates = np.append(False, first[1:] == (first + step * count)[:-1])
+    accumulates &= ~_changes(np.column_stack([tile, step]), 2)
+    begin = np.flatnonzero(~accumulates)
     return tile[begin], np.column_stack([first[begin], step[begin], np.add.reduceat(count, begin)])
 
 
@@ -265,56 +265,58 @@ def _items(tiles: Ints, owner: Ints, kind: Ints, longest: int) -> tuple[Ints, In
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class DevicePass:
     """One pass, ready to launch."""
 
     work: Schedule
     allowed: Any
     keep: Any
-    goes_on: bool  # some of its results join those of an earlier step
-    kept: Pattern | None = None  # what `keep` was compiled from
+    accumulates: bool  # some of its results join those of an earlier step
+    keep_pattern: Pattern | None = None  # what `keep` was compiled from
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class DevicePasses:
     """The passes of one direction."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[DevicePass, ...]
     covers: bool  # every member is written before it is read, so outputs need no first value
 
     @property
     def joins(self) -> bool:
-        return any(step.goes_on for step in self.steps)
+        return any(step.accumulates for step in self.steps)
 
 
 @lru_cache(maxsize=256)
-def route(
+def device_passes(
     where: tuple[Pattern, int, int],
     size: tuple[int, int],
     config: Config,
     by_keys: bool,
     device: torch.device,
-) -> Route:
+) -> DevicePasses:
     """The passes of the plan, or of the transposed plan (by_keys), on a device.
 
     where: pattern, start, step. size: n, m.
     """
     (pattern, start, step), (n, m) = where, size
     written = np.zeros(m if by_keys else n, dtype=bool)
-    steps: list[Step] = []
+    steps: list[DevicePass] = []
     covers = False
-    for stretch in stretches(pattern, n, m, start, step, config.tile, by_keys):
+    for stretch in plan_passes(pattern, n, m, start, step, config.tile, by_keys):
         mine = _owned(stretch, *((0, 1) if by_keys else (start, step)))
-        goes_on = bool(written[mine].any())
-        covers = covers or (not goes_on and not steps and len(mine) == len(written))
+        accumulates = bool(written[mine].any())
+        covers = covers or (not accumulates and not steps and len(mine) == len(written))
         written[mine] = True
         work = schedule(stretch.one, config.block, start, step, by_keys, device, config.lines)
         keep = None if stretch.keep is None else compiled(stretch.keep)
-        steps.append(Step(work, compiled(work.pattern), keep, goes_on, stretch.keep))
-    return Route(tuple(steps), covers or (bool(written.all()) and not any(s.goes_on for s in steps)))
+        steps.append(DevicePass(work, compiled(work.pattern), keep, accumulates, stretch.keep))
+    return DevicePasses(
+        tuple(steps), covers or (bool(written.all()) and not any(s.accumulates for s in steps))
+    )
 
 
-def _owned(stretch: Stretch, start: int, step: int) -> Ints:
+def _owned(stretch: PlanPass, start: int, step: int) -> Ints:
     """The members whose results this stretch writes."""
     first, hop, count = stretch.one.tiles.T
     place = np.arange(int(count.max(initial=0)))

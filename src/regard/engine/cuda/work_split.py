@@ -17,14 +17,14 @@ from torch import Tensor
 from ...pattern import Pattern
 from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, Route, Schedule, repeated
+from .schedule import BEGINS, ITEM, DevicePasses, Schedule, repeated
 
 MOST = 1 << 18  # blocks in one table: 12 MiB
-FARTHEST = 1 << 28  # positions that the kernels tell apart from "no bound"
+MAX_POSITION = 1 << 28  # positions that the kernels tell apart from "no bound"
 
 
 @dataclass(frozen=True, eq=False)
-class Shares:
+class WorkSplit:
     """The blocks of a pass, dealt to programs. A tile that several programs share has a slot for each."""
 
     blocks: (
@@ -36,15 +36,15 @@ class Shares:
     slots: int
 
 
-def shares(
+def split_work(
     work: Schedule,
     heads: int,
     programs: int,
     group: int = 1,
     multiple: int = 1,
-    late: float = 0.0,
+    dynamic_share: float = 0.0,
     backwards: bool = False,
-) -> Shares:
+) -> WorkSplit:
     """Deal the blocks to the programs of a head: `programs` of all heads run at a time.
 
     A tile, or a piece of it where tiles are to be split, is run through without a pause, for each of a group.
@@ -57,9 +57,9 @@ def shares(
     k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
     if split:
         table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(once)), once)))]
-        tile, begin, end, whose = _in_step(table[:, 0].astype(np.int64), work.ends, once, k, group).T
+        tile, begin, end, whose = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, once, k, group).T
     else:
-        tile, begin, end, whose = _dealt(size, k, late, multiple, backwards).T
+        tile, begin, end, whose = _whole_tiles(size, k, dynamic_share, multiple, backwards).T
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
@@ -91,10 +91,10 @@ def shares(
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | 1
     begins = np.append(0, ends[:-1])
     runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
-    return Shares(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
+    return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
 
 
-def _dealt(size: Ints, programs: int, late: float, few: int, backwards: bool) -> Ints:
+def _whole_tiles(size: Ints, programs: int, dynamic_share: float, few: int, backwards: bool) -> Ints:
     """Whole tiles in the order they are run in, program by program: tile, 0, its size, whose it is.
 
     The longest are dealt first, each to the program with the least to do; of equal ones, program p of k takes
@@ -105,7 +105,7 @@ def _dealt(size: Ints, programs: int, late: float, few: int, backwards: bool) ->
     load = [(0, p) for p in range(programs)]
     whose = np.zeros(len(size), dtype=np.int64)
     by_length = np.argsort(-size, kind="stable")
-    dealt = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - late) * (size + 1).sum())
+    dealt = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - dynamic_share) * (size + 1).sum())
     dealt = min(max(int(dealt) + 1, programs), len(size))
     for tile in by_length[:dealt]:
         work, program = load[0]
@@ -117,7 +117,7 @@ def _dealt(size: Ints, programs: int, late: float, few: int, backwards: bool) ->
     return np.column_stack([order, np.zeros_like(order), size[order], whose[order]])
 
 
-def _in_step(row: Ints, ends: Ints, once: Ints, programs: int, group: int) -> Ints:
+def _aligned_pieces(row: Ints, ends: Ints, once: Ints, programs: int, group: int) -> Ints:
     """Pieces of tiles in the order they are run in, program by program: tile, first and end of its blocks, whose.
 
     Tiles are cut at the same rows, in pieces of one program's length, so that programs read the same rows at the same
@@ -152,7 +152,9 @@ def _pieces(keys: list[Ints], cuts: Ints, most: int) -> tuple[Ints, Ints, Ints]:
     return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
 
 
-def end_to_end(way: Route, step: int, given: tuple[Layout, ...]) -> tuple[Route, tuple[Layout, ...]]:
+def flatten_heads(
+    way: DevicePasses, step: int, given: tuple[Layout, ...]
+) -> tuple[DevicePasses, tuple[Layout, ...]]:
     """The route and the layouts of all heads as one, where that can be; else as they are.
 
     step: between the positions of two queries; those of two keys are 1 apart, so it must be 1.
@@ -160,23 +162,23 @@ def end_to_end(way: Route, step: int, given: tuple[Layout, ...]) -> tuple[Route,
     b, h, n, d = given[0].shape
     times = b * h
     size = times * sum(len(one.work.blocks) for one in way.steps)
-    if times == 1 or step != 1 or size > MOST or times * n > FARTHEST:
+    if times == 1 or step != 1 or size > MOST or times * n > MAX_POSITION:
         return way, given
-    words = [p for one in way.steps for p in (one.work.pattern, one.kept) if p is not None]
+    words = [p for one in way.steps for p in (one.work.pattern, one.keep_pattern) if p is not None]
     long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in given)
-    alike = all(x.shape == given[0].shape and _behind(x) for x in given)
-    if not alike or exceeds_int32(*long) or not all(moves(p, n) for p in words):
+    alike = all(x.shape == given[0].shape and _heads_are_contiguous(x) for x in given)
+    if not alike or exceeds_int32(*long) or not all(is_shift_invariant(p, n) for p in words):
         return way, given
     return replace(
         way, steps=tuple(replace(one, work=repeated(one.work, times, n)) for one in way.steps)
     ), long
 
 
-def _behind(x: Layout) -> bool:
+def _heads_are_contiguous(x: Layout) -> bool:
     b, h, n, _ = x.shape
     return (h == 1 or x.stride[1] == n * x.stride[2]) and (b == 1 or x.stride[0] == h * n * x.stride[2])
 
 
-def moves(pattern: Pattern, n: int) -> bool:
+def is_shift_invariant(pattern: Pattern, n: int) -> bool:
     """Whether the pattern allows the same pairs when i and j both move by n."""
     return pattern.shift_period > 0 and n % pattern.shift_period == 0

@@ -17,7 +17,7 @@ from .... import compat
 from ....pattern import Pattern
 from ..block_tests import band
 from ..mask import expression, function
-from .ptx import fading, weighing
+from .ptx import rescale_ptx, weights_ptx
 
 gluon, gl, _hopper = compat.gluon()
 async_copy, warpgroup_mma = _hopper.async_copy, _hopper.warpgroup_mma
@@ -207,10 +207,10 @@ def _hide_past_line(
     return scores
 
 
-FADE_64, OF_64 = (gl.constexpr(x) for x in fading(32))
-FADE_128, OF_128 = (gl.constexpr(x) for x in fading(64))
-WEIGH_BF16, FROM_BF16 = (gl.constexpr(x) for x in weighing("bf16"))
-WEIGH_F16, FROM_F16 = (gl.constexpr(x) for x in weighing("f16"))
+FADE_64, OF_64 = (gl.constexpr(x) for x in rescale_ptx(32))
+FADE_128, OF_128 = (gl.constexpr(x) for x in rescale_ptx(64))
+WEIGH_BF16, FROM_BF16 = (gl.constexpr(x) for x in weights_ptx("bf16"))
+WEIGH_F16, FROM_F16 = (gl.constexpr(x) for x in weights_ptx("f16"))
 
 
 @gluon.jit

@@ -10,11 +10,11 @@ from .... import compat
 from ..call import CallLayout, base2, contiguous, exceeds_int32
 from ..configs import Config
 from ..prepared import Launch, Program
-from ..schedule import Route, Step
+from ..schedule import DevicePass, DevicePasses
 from ..triton.backward import sum_kernel
 from ..triton.launches import SLICE, Backward, Launches
 from ..triton.launches import passes as general_passes
-from ..work_split import Shares, end_to_end, shares
+from ..work_split import WorkSplit, flatten_heads, split_work
 
 WIDTHS = (64, 128)  # head widths that the kernels take
 DYNAMIC_SHARE = (
@@ -28,7 +28,7 @@ def is_hopper(device: torch.device) -> bool:
     return hopper and compat.has_gluon()
 
 
-def passes(call: CallLayout, config: Config | None, by_keys: bool) -> Route | None:
+def passes(call: CallLayout, config: Config | None, by_keys: bool) -> DevicePasses | None:
     """The passes of the plan where the Hopper kernels can run them; else None.
 
     They need 16-bit types, one head width for all, no bias, dropout or lengths, and no pass that goes on from an
@@ -45,7 +45,7 @@ def passes(call: CallLayout, config: Config | None, by_keys: bool) -> Route | No
     if not is_hopper(call.device):
         return None
     way = general_passes(call, config, by_keys)
-    simple = all(not (s.goes_on or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
+    simple = all(not (s.accumulates or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
     return way if simple else None
 
 
@@ -60,14 +60,14 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
     )
 
 
-def _kept(step: Step) -> Any:
+def _kept(step: DevicePass) -> Any:
     """Which members' results a pass writes, as a function for the kernels; None: all."""
     from .forward import keep  # Gluon is imported only where there is a Hopper GPU
 
-    return None if step.kept is None else keep(step.kept)
+    return None if step.keep_pattern is None else keep(step.keep_pattern)
 
 
-def _sizes(step: Step, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
+def _sizes(step: DevicePass, config: Config, d: int, dtype: torch.dtype) -> dict[str, Any]:
     from .forward import layouts, tests
 
     return {
@@ -81,19 +81,21 @@ def _sizes(step: Step, config: Config, d: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def forward(call: CallLayout) -> tuple[Route, Program] | None:
+def forward(call: CallLayout) -> tuple[DevicePasses, Program] | None:
     """Fills o and lse; None where these kernels cannot run the call."""
-    way = passes(call, call.task.configs.stream, False)
+    way = passes(call, call.task.configs.hopper_forward, False)
     if way is None:
         return None
     from .forward import hopper_forward
 
-    flat, (q, k, v) = end_to_end(way, call.task.step, call.tensors)
+    flat, (q, k, v) = flatten_heads(way, call.task.step, call.tensors)
     task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
-    config: Any = task.configs.stream
+    config: Any = task.configs.hopper_forward
     launches: Launches = []
     for step in flat.steps:
-        cut = shares(step.work, b * h, programs_at_a_time(config, call.device), late=DYNAMIC_SHARE)
+        cut = split_work(
+            step.work, b * h, programs_at_a_time(config, call.device), dynamic_share=DYNAMIC_SHARE
+        )
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *contiguous(b, h, n, d).strides,
@@ -106,8 +108,8 @@ def forward(call: CallLayout) -> tuple[Route, Program] | None:
 
 def backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv; None where these kernels cannot run the call."""
-    by_queries = passes(call, call.task.configs.stream_dq, False)
-    by_keys = passes(call, call.task.configs.stream_dkv, True)
+    by_queries = passes(call, call.task.configs.hopper_dq, False)
+    by_keys = passes(call, call.task.configs.hopper_dkv, True)
     if by_queries is None or by_keys is None:
         return None
     q, k, dtype, device = call.tensors[0].shape, call.tensors[1].shape, call.dtype, call.device
@@ -127,17 +129,19 @@ def backward(call: CallLayout) -> Backward | None:
     return Backward(outputs, program)
 
 
-def dq(call: CallLayout, way: Route) -> Launches:
+def dq(call: CallLayout, way: DevicePasses) -> Launches:
     """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse)."""
     from .backward import hopper_dq
 
-    way, (q, k, v, o, do) = end_to_end(way, call.task.step, call.tensors)
+    way, (q, k, v, o, do) = flatten_heads(way, call.task.step, call.tensors)
     task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
-    config: Any = task.configs.stream_dq
+    config: Any = task.configs.hopper_dq
     dlse = "dlse" if call.has_dlse else "lse"
     launches: Launches = []
     for step in way.steps:
-        cut = shares(step.work, b * h, programs_at_a_time(config, call.device), multiple=2, backwards=True)
+        cut = split_work(
+            step.work, b * h, programs_at_a_time(config, call.device), multiple=2, backwards=True
+        )
         launch = Launch(
             hopper_dq, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
@@ -149,13 +153,13 @@ def dq(call: CallLayout, way: Route) -> Launches:
     return launches
 
 
-def dkv(call: CallLayout, way: Route) -> tuple[Launches, dict[str, int]]:
+def dkv(call: CallLayout, way: DevicePasses) -> tuple[Launches, dict[str, int]]:
     """Fills dk and dv; also the workspace for the parts of split tiles.
 
     Split tiles come first: the next launch adds up their parts if it can, else a launch at the end does.
     """
     b, h_kv, m, d = call.tensors[1].shape
-    config: Any = call.task.configs.stream_dkv
+    config: Any = call.task.configs.hopper_dkv
     both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
     steps = sorted(way.steps, key=lambda x: not x.work.slots)
     launches: Launches = []
@@ -175,14 +179,14 @@ def dkv(call: CallLayout, way: Route) -> tuple[Launches, dict[str, int]]:
             total = Launch(
                 sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
                 *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=step.keep, R=config.tile, SLICE=SLICE,
-                d=d, D=d, PART_WIDTH=d, GOES_ON=False, WIDE=exceeds_int32(both),
+                d=d, D=d, PART_WIDTH=d, ACCUMULATES=False, WIDE=exceeds_int32(both),
             )  # fmt: skip
             sums.append((total, ("dk", part, cut.joins)))
         before = step, cut.joins
     return launches + sums, workspace
 
 
-def _adds(steps: list[Step], at: int) -> bool:
+def _adds(steps: list[DevicePass], at: int) -> bool:
     """Whether step `at` adds up what the one before has left in parts: it has programs, and no parts of its own."""
     if not 0 < at < len(steps):
         return False
@@ -191,8 +195,8 @@ def _adds(steps: list[Step], at: int) -> bool:
 
 
 def _by_keys(
-    call: CallLayout, step: Step, left: tuple[Step, Tensor] | None, waits: bool
-) -> tuple[Shares, Launch]:
+    call: CallLayout, step: DevicePass, left: tuple[DevicePass, Tensor] | None, waits: bool
+) -> tuple[WorkSplit, Launch]:
     """The launch of one pass of dk and dv; left: the pass before and its joins, if this one adds up its parts.
 
     Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
@@ -202,15 +206,15 @@ def _by_keys(
 
     layouts, task = call.tensors, call.task
     h, (rows, h_kv, m) = layouts[0].shape[1], layouts[1].shape[:3]
-    config: Any = task.configs.stream_dkv
+    config: Any = task.configs.hopper_dkv
     whole = not step.work.slots
     if whole:
-        flat, layouts = end_to_end(Route((step,), True), task.step, layouts)
+        flat, layouts = flatten_heads(DevicePasses((step,), True), task.step, layouts)
         (step,) = flat.steps
     q, k, v, _, do = layouts
     (b, heads, _, d), group = k.shape, h // h_kv
     at_a_time = programs_at_a_time(config, call.device)
-    cut = shares(step.work, b * heads, at_a_time, group, 2, DYNAMIC_SHARE if whole else 0.0)
+    cut = split_work(step.work, b * heads, at_a_time, group, 2, DYNAMIC_SHARE if whole else 0.0)
     launch = Launch(
         hopper_dkv, len(cut.chunks) * b * heads, config,
         *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],

@@ -5,8 +5,10 @@ A thread holds numbers of two rows: 0 and 1 of the first, 2 and 3 of the second,
 
 import struct
 
-RISE = 4096.0  # what a thread's weights of one row and block may sum up to before the base of the row moves
-HELD = 32  # scores that a thread holds: 64 × 64, in four warps
+MAX_SUM = (
+    4096.0  # what a thread's weights of one row and block may sum up to before the base of the row moves
+)
+SCORES = 32  # scores that a thread holds: 64 × 64, in four warps
 
 
 def _hex(x: float) -> str:
@@ -16,7 +18,7 @@ def _hex(x: float) -> str:
 NOTHING, ONE = _hex(-float("inf")), _hex(1.0)
 
 
-def fading(count: int) -> tuple[str, str]:
+def rescale_ptx(count: int) -> tuple[str, str]:
     """(numbers, factors of their rows) → their products; nothing is done by a warp whose factors are all 1.
 
     As `inline_asm_elementwise` takes it: the text, and the kinds of registers, `count` for either and the products.
@@ -35,22 +37,22 @@ def fading(count: int) -> tuple[str, str]:
     return "\n".join(lines), ",".join(kinds)
 
 
-def weighing(kind: str) -> tuple[str, str]:
+def weights_ptx(kind: str) -> tuple[str, str]:
     """(scores, base, sum, whether a tile begins, scale) → (weights, base, fading, sum), all of the scores' shape.
 
         weights = 2 ** (scale · scores − base), rounded to `kind`;  sum ← fading · sum + Σ weights
 
     The base of a row is the largest score it had when it last moved. It moves where a tile begins and where the sum
-    that a thread has of a block passes RISE (or is not a number). A warp without such a row looks for no largest
+    that a thread has of a block passes MAX_SUM (or is not a number). A warp without such a row looks for no largest
     score, and nothing fades; the other rows of a warp keep their base: what a row gives depends on no other.
     """
-    half = HELD // 2
-    given = {x: half + (3 + at) * HELD for at, x in enumerate(("score", "base", "sum", "begins", "scale"))}
-    made = {x: half + at * HELD for at, x in enumerate(("base", "fade", "sum"))}
+    half = SCORES // 2
+    given = {x: half + (3 + at) * SCORES for at, x in enumerate(("score", "base", "sum", "begins", "scale"))}
+    made = {x: half + at * SCORES for at, x in enumerate(("base", "fade", "sum"))}
     lines = [
         "{ .reg .pred p, begins, moved, nothing;",
         ".reg .b32 lane, who;",
-        f".reg .f32 w<{HELD}>, base<2>, less<2>, fade<2>, had<2>, sum<2>, x;",
+        f".reg .f32 w<{SCORES}>, base<2>, less<2>, fade<2>, had<2>, sum<2>, x;",
         f"setp.ne.s32 begins, ${given['begins']}, 0;",
         "setp.ne.s32 moved, 0, 0;",
     ]
@@ -74,8 +76,8 @@ def weighing(kind: str) -> tuple[str, str]:
             f"add.f32 sum{r}, sum{r}, x;" if pair > 1 else f"mov.f32 sum{r}, x;",
         ]
     lines += [
-        f"setp.gtu.f32 p, sum0, {_hex(RISE)};",
-        f"setp.gtu.or.f32 p, sum1, {_hex(RISE)}, p;",
+        f"setp.gtu.f32 p, sum0, {_hex(MAX_SUM)};",
+        f"setp.gtu.or.f32 p, sum1, {_hex(MAX_SUM)}, p;",
         "vote.sync.any.pred p, p, 0xffffffff;",
         "@!p bra DONE;",
         "@moved bra DONE;",
@@ -84,11 +86,11 @@ def weighing(kind: str) -> tuple[str, str]:
         "and.b32 lane, lane, 28;",
     ]
     for r in (0, 1):
-        lines += _moved(r, [given["score"] + x for x in range(HELD) if x // 2 % 2 == r], given["scale"])
+        lines += _moved(r, [given["score"] + x for x in range(SCORES) if x // 2 % 2 == r], given["scale"])
     lines += ["setp.eq.s32 moved, 0, 0;", "bra WEIGH;", "DONE:"]
     lines += [f"fma.rn.f32 sum{r}, had{r}, fade{r}, sum{r};" for r in (0, 1)]
-    lines += [f"mov.f32 ${at + x}, {name}{x // 2 % 2};" for name, at in made.items() for x in range(HELD)]
-    kinds = ["=&r"] * half + ["=&f"] * 3 * HELD + ["f"] * 3 * HELD + ["r"] * HELD + ["f"] * HELD
+    lines += [f"mov.f32 ${at + x}, {name}{x // 2 % 2};" for name, at in made.items() for x in range(SCORES)]
+    kinds = ["=&r"] * half + ["=&f"] * 3 * SCORES + ["f"] * 3 * SCORES + ["r"] * SCORES + ["f"] * SCORES
     return "\n".join([*lines, "}"]), ",".join(kinds)
 
 
@@ -100,7 +102,7 @@ def _moved(r: int, scores: list[int], scale: int) -> list[str]:
         lines += [f"shfl.sync.bfly.b32 x, w0, {lane}, 31, 0xffffffff;", "max.f32 w0, w0, x;"]
     return [
         *lines,
-        f"setp.gtu.or.f32 p, sum{r}, {_hex(RISE)}, begins;",
+        f"setp.gtu.or.f32 p, sum{r}, {_hex(MAX_SUM)}, begins;",
         "vote.sync.ballot.b32 who, p, 0xffffffff;",
         "shr.b32 who, who, lane;",
         "and.b32 who, who, 15;",

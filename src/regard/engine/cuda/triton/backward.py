@@ -9,7 +9,7 @@ transposed plan; the first also writes the two numbers a row that the others rea
 import triton
 import triton.language as tl
 
-from .common import VARYING, ends, head_of, item_of, members, rows_of, stays, store_rows, with_bias
+from .common import VARYING, ends, head_of, is_kept, item_of, members, rows_of, store_rows, with_bias
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def dscores_of_keys(
         )
     weights = tl.exp2(scores - lse2[:, None])
     if DROPS:
-        dweights = tl.where(stays(seed, bh, r[:, None], j[None, :], below), dweights * boost, 0.0)
+        dweights = tl.where(is_kept(seed, bh, r[:, None], j[None, :], below), dweights * boost, 0.0)
     if LENGTHS:
         weights = tl.where(seen[None, :], weights, 0.0)
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
@@ -56,7 +56,7 @@ def dq_kernel(
     BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
+    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
     SPLIT: tl.constexpr, HAS_DLSE: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of R queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4).
@@ -133,7 +133,7 @@ def dq_kernel(
             at = (slot.to(tl.int64) * all_heads + bh) * R + a
             tl.store(PART + at[:, None] * DK + tl.arange(0, DK)[None, :], dq)
             stored = a < 0
-    if GOES_ON:
+    if ACCUMULATES:
         dq += rows_of(DQ, r, dq_n, stored, d_k, DK, True, WIDE).to(tl.float32)
     store_rows(DQ, r, dq_n, dq, stored, d_k, DK, WIDE)
 
@@ -183,7 +183,7 @@ def _visit_rows(
     do = rows_of(DO, r, do_n, seen, d_v, DV, RAGGED, WIDE)
     kept = weights
     if DROPS:
-        stay = stays(seed, bh, r[None, :], j[:, None], below)
+        stay = is_kept(seed, bh, r[None, :], j[:, None], below)
         kept = tl.where(stay, weights * boost, 0.0)
     dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
     dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
@@ -202,7 +202,7 @@ def dkv_kernel(
     BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
+    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of R keys of one key head, over the rows of each of its GROUP query heads in turn."""
@@ -247,7 +247,7 @@ def dkv_kernel(
             tl.store(PART + at[:, None] + tl.arange(0, DK)[None, :], dk)
             tl.store(PART + at[:, None] + DK + tl.arange(0, DV)[None, :], dv)
             stored = a < 0
-    if GOES_ON:
+    if ACCUMULATES:
         dk += rows_of(DK_OUT, j, dk_m, stored, d_k, DK, True, WIDE).to(tl.float32)
         dv += rows_of(DV_OUT, j, dv_m, stored, d_v, DV, True, WIDE).to(tl.float32)
     store_rows(DK_OUT, j, dk_m, dk, stored, d_k, DK, WIDE)
@@ -258,7 +258,7 @@ def dkv_kernel(
 def sum_kernel(
     OUT, PART, SPLITS, out_b, out_h, out_n, heads, all_heads, start, step, part_at,
     keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
-    PART_WIDTH: tl.constexpr, GOES_ON: tl.constexpr, WIDE: tl.constexpr,
+    PART_WIDTH: tl.constexpr, ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """SLICE members of a split tile: their partial gradients, added in order."""
     pid = tl.program_id(0)
@@ -272,7 +272,7 @@ def sum_kernel(
         stored = stored & keep(start + step * x, start + step * x)
     OUT += (bh // heads).to(tl.int64) * out_b + (bh % heads).to(tl.int64) * out_h
     total = tl.zeros((SLICE, D), tl.float32)
-    if GOES_ON:
+    if ACCUMULATES:
         total = rows_of(OUT, x, out_n, stored, d, D, True, WIDE).to(tl.float32)
     for u in range(pieces):
         t = slot + u

@@ -118,7 +118,7 @@ def with_bias(scores, TABLE, slope, reach, i, j, least, most, BIAS: tl.constexpr
 
 
 @triton.jit
-def stays(seed, bh, r, j, below):
+def is_kept(seed, bh, r, j, below):
     """Whether the weight of query row r on key j of head bh stays; r and j broadcast."""
     r, j = tl.broadcast(r, j)
     none = j * 0

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .common import VARYING, ends, head_of, item_of, members, rows_of, stays, store_rows, with_bias
+from .common import VARYING, ends, head_of, is_kept, item_of, members, rows_of, store_rows, with_bias
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _visit(
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weights, 1)
     if DROPS:
-        weights = tl.where(stays(seed, bh, r[:, None], j[None, :], below), weights * boost, 0.0)
+        weights = tl.where(is_kept(seed, bh, r[:, None], j[None, :], below), weights * boost, 0.0)
     v = rows_of(V, j, v_m, seen, d_v, DV, HIDES, WIDE)
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -55,7 +55,7 @@ def forward_kernel(
     heads, all_heads, group, n, start, step, scale2, reach, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
     allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
     d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, GOES_ON: tl.constexpr,
+    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Tiles of R queries, blocks of B keys. GOES_ON: this pass continues from the o and lse of an earlier one."""
@@ -86,7 +86,7 @@ def forward_kernel(
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
     acc = tl.zeros((R, DV), tl.float32)
-    if GOES_ON:  # as if the earlier pass had been one key of weight 1 and value o
+    if ACCUMULATES:  # as if the earlier pass had been one key of weight 1 and value o
         begun = a < tl.where(slot < 0, count, 0)
         top = tl.load(LSE + r, mask=begun, other=-float("inf")) * 1.4426950408889634
         total = tl.where(top == -float("inf"), 0.0, 1.0)
@@ -117,7 +117,7 @@ def forward_kernel(
 def merge_kernel(
     O, LSE, PART_O, PART_LSE, SPLITS, o_b, o_h, o_n, heads, all_heads, n, start, step,
     keep: tl.constexpr, R: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
-    GOES_ON: tl.constexpr, WIDE: tl.constexpr,
+    ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The partial results of one split tile, joined in order by their log-sum-exp."""
     pid = tl.program_id(0)
@@ -131,7 +131,7 @@ def merge_kernel(
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
     acc = tl.zeros((R, DV), tl.float32)
-    if GOES_ON:
+    if ACCUMULATES:
         top = tl.load(LSE + r, mask=mine, other=-float("inf"))
         total = tl.where(top == -float("inf"), 0.0, 1.0)
         acc = rows_of(O, r, o_n, mine, d_v, DV, True, WIDE).to(tl.float32)

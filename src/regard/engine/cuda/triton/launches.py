@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call import CallLayout, Layout, Task, base2, contiguous, dropout_threshold, exceeds_int32
 from ..configs import Config, padded
 from ..prepared import Arguments, Launch, Program
-from ..schedule import Route, Step, route
+from ..schedule import DevicePass, DevicePasses, device_passes
 from .backward import bias_kernel, dkv_kernel, dq_kernel, sum_kernel
 from .common import SLOPES, TABLE
 from .forward import forward_kernel, merge_kernel
@@ -27,13 +27,13 @@ class Backward(NamedTuple):
     final: bool = True  # dq, dk and dv are all there is, in the dtype of the call
 
 
-def passes(call: CallLayout, config: Config, by_keys: bool) -> Route:
+def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
     """The passes of the plan, by tiles of queries or of keys."""
     task, (_, _, _, n, m, _, _) = call.task, call.sizes
-    return route((task.pattern, task.start, task.step), (n, m), config, by_keys, call.device)
+    return device_passes((task.pattern, task.start, task.step), (n, m), config, by_keys, call.device)
 
 
-def forward(call: CallLayout) -> tuple[Route, Program]:
+def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
     task, (b, h, h_kv, n, _, d_k, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], contiguous(b, h, n, d_v)
@@ -47,14 +47,15 @@ def forward(call: CallLayout) -> tuple[Route, Program]:
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(task),
-            **_options(call), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            **_options(call), **_shape(step, config, d_k, d_v),
+            SPLIT=step.work.slots > 0, ACCUMULATES=step.accumulates,
             WIDE=wide,
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", part_o, part_lse, step.work.items, step.work.blocks, *_extras(call)
         launches.append((attend, names))
         merge = Launch(
             merge_kernel, len(step.work.joins) * b * h, config, *o.strides, h, b * h, n, task.start, task.step,
-            keep=step.keep, R=config.tile, d_v=d_v, DV=padded(d_v), GOES_ON=step.goes_on, WIDE=wide,
+            keep=step.keep, R=config.tile, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates, WIDE=wide,
         )  # fmt: skip
         launches.append((merge, ("o", "lse", part_o, part_lse, step.work.joins)))
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
@@ -97,7 +98,7 @@ def backward(call: CallLayout) -> Backward:
     return Backward(outputs, program, not (call.bias_gradient or by_queries.joins or by_keys.joins))
 
 
-def dq(call: CallLayout, way: Route) -> Launches:
+def dq(call: CallLayout, way: DevicePasses) -> Launches:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row."""
     (b, h, h_kv, n, _, d_k, d_v), task, (q, k, v, o, do) = call.sizes, call.task, call.tensors
     config, out = task.configs.dq, contiguous(b, h, n, d_k)
@@ -108,7 +109,8 @@ def dq(call: CallLayout, way: Route) -> Launches:
             dq_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *out.strides,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(task),
-            **_options(call), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            **_options(call), **_shape(step, config, d_k, d_v),
+            SPLIT=step.work.slots > 0, ACCUMULATES=step.accumulates,
             HAS_DLSE=call.has_dlse, LEARNS=call.bias_gradient, WIDE=wide,
         )  # fmt: skip
         far = f"far{nth}" if call.bias_gradient else "lse"
@@ -121,7 +123,7 @@ def dq(call: CallLayout, way: Route) -> Launches:
     return launches
 
 
-def dkv(call: CallLayout, way: Route) -> Launches:
+def dkv(call: CallLayout, way: DevicePasses) -> Launches:
     """Fills dk and dv from stats."""
     (b, h, h_kv, n, m, d_k, d_v), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
     config, dk, dv = task.configs.dkv, contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
@@ -132,7 +134,8 @@ def dkv(call: CallLayout, way: Route) -> Launches:
             dkv_kernel, len(step.work.items) * b * h_kv, config,
             *q.strides, *k.strides, *v.strides, *do.strides, *dk.strides, *dv.strides,
             h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(task),
-            **_options(call), **_shape(step, config, d_k, d_v), SPLIT=step.work.slots > 0, GOES_ON=step.goes_on,
+            **_options(call), **_shape(step, config, d_k, d_v),
+            SPLIT=step.work.slots > 0, ACCUMULATES=step.accumulates,
             GROUP=h // h_kv, WIDE=wide,
         )  # fmt: skip
         tables = step.work.items, step.work.blocks
@@ -144,7 +147,7 @@ def dkv(call: CallLayout, way: Route) -> Launches:
     return launches
 
 
-def table_gradient(call: CallLayout, way: Route, programs: int) -> Launches:
+def table_gradient(call: CallLayout, way: DevicePasses, programs: int) -> Launches:
     """Fills near, one row of sums per program: Σ ds by distance, short of ±reach."""
     (b, h, h_kv, n, _, d_k, d_v), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
     config, wide = task.configs.dq, exceeds_int32(q, k, v, do)
@@ -188,7 +191,7 @@ def _bias_programs(call: CallLayout, counts: list[int]) -> int:
     return min(max(at_a_time // (b * h), 1), max(counts, default=1))
 
 
-def part_size(call: CallLayout, by_queries: Route, by_keys: Route) -> int:
+def part_size(call: CallLayout, by_queries: DevicePasses, by_keys: DevicePasses) -> int:
     """Numbers in the parts of split tiles of one pass; passes run one after the other and share the room."""
     b, h, h_kv, _, _, d_k, d_v = call.sizes
     dq, dkv = call.task.configs.dq, call.task.configs.dkv
@@ -197,13 +200,13 @@ def part_size(call: CallLayout, by_queries: Route, by_keys: Route) -> int:
     return max(sizes + [step.work.slots * b * h_kv * dkv.tile * both for step in by_keys.steps], default=0)
 
 
-def _part(way: Route) -> str:
+def _part(way: DevicePasses) -> str:
     """The buffer for parts of split tiles; lse takes its place where there are none, and is not read."""
     return "part" if any(step.work.slots for step in way.steps) else "lse"
 
 
 def _sum(
-    out: Layout, part: tuple[int, int], step: Step, config: Config, at: tuple[int, int], wide: bool
+    out: Layout, part: tuple[int, int], step: DevicePass, config: Config, at: tuple[int, int], wide: bool
 ) -> Launch:
     """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
     b, h, _, d = out.shape
@@ -211,11 +214,11 @@ def _sum(
         sum_kernel, len(step.work.joins) * b * h * (config.tile // SLICE), config,
         *out.strides, h, b * h, *at, part[0],
         keep=step.keep, R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
-        GOES_ON=step.goes_on, WIDE=wide,
+        ACCUMULATES=step.accumulates, WIDE=wide,
     )  # fmt: skip
 
 
-def _shape(step: Step, config: Config, d_k: int, d_v: int) -> dict[str, Any]:
+def _shape(step: DevicePass, config: Config, d_k: int, d_v: int) -> dict[str, Any]:
     return {
         "allowed": step.allowed, "keep": step.keep, "R": config.tile, "B": config.block, "d_k": d_k, "d_v": d_v,
         "DK": padded(d_k), "DV": padded(d_v), "SEGMENTS": step.work.segments, "RAGGED": step.work.ragged,

@@ -32,7 +32,7 @@ from .launches import Backward, matmul_precision
 # By the larger of the two padded widths: a tile and a block of as many members.
 HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
 SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
-NOBODY = -1  # an empty place in a tile or a block
+EMPTY_PLACE = -1  # an empty place in a tile or a block
 HEAVY = 1.5  # a member that meets so many times the median may have its like for company
 ITEM = 4  # int32 words an item takes; 3 are used
 
@@ -222,8 +222,8 @@ def tables(
     """
     n, m = size
     allowed = pattern.allowed(n, m, place, torch.device("cpu")).numpy()
-    by_keys = lists(np.ascontiguousarray(allowed.T), row_steps(pattern, place[1], True), *tile)
-    both = joined(by_keys, lists(allowed, row_steps(pattern, place[1], False), *tile))
+    by_keys = tile_lists(np.ascontiguousarray(allowed.T), row_steps(pattern, place[1], True), *tile)
+    both = joined(by_keys, tile_lists(allowed, row_steps(pattern, place[1], False), *tile))
 
     def move(x: Ints) -> Tensor:
         return torch.from_numpy(x.astype(np.int32)).to(device)
@@ -232,7 +232,7 @@ def tables(
 
 
 @dataclass(frozen=True, eq=False)
-class Lists:
+class TileLists:
     """Tiles, the longest first. Of its blocks those that every member of the tile meets in full come first."""
 
     items: Ints  # (t, 4): first block, first masked block, end
@@ -240,7 +240,7 @@ class Lists:
     blocks: Ints  # (x, B)
 
 
-def lists(allowed: Table, hops: list[int], tile: int, block: int) -> Lists:
+def tile_lists(allowed: Table, hops: list[int], tile: int, block: int) -> TileLists:
     """The cheapest way to put the members, the rows of the table, into tiles: a tile counts as a block more."""
     bits = np.packbits(allowed, axis=1)  # eight pairs at a time
     ways = [_tiles(order, tile) for order in _orders(allowed, hops)]
@@ -264,7 +264,7 @@ def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
 def _tiles(groups: list[Ints], tile: int) -> Ints:
     out = []
     for group in groups:
-        full = np.full(-(-len(group) // tile) * tile, NOBODY, dtype=np.int64)
+        full = np.full(-(-len(group) // tile) * tile, EMPTY_PLACE, dtype=np.int64)
         full[: len(group)] = group
         out.append(full.reshape(-1, tile))
     return np.concatenate(out)
@@ -280,7 +280,7 @@ def _met(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Tab
     return np.unpackbits(found, axis=1, count=others).astype(bool)
 
 
-def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> Lists:
+def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
     """The blocks of each tile."""
     items, blocks, at = [], [], 0
     length = -(-by_some.sum(1) // block)
@@ -290,20 +290,20 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> Lists:
         whole = whole[: len(whole) // block * block]
         by_some[t, whole] = False
         met = np.concatenate([whole, np.flatnonzero(by_some[t])])
-        own = np.full(length[t] * block, NOBODY, dtype=np.int64)
+        own = np.full(length[t] * block, EMPTY_PLACE, dtype=np.int64)
         own[: len(met)] = met
         items.append((at, at + len(whole) // block, at + length[t], 0))
         blocks.append(own)
         at += length[t]
     shape = max(at, 1), block  # one block at least: a kernel is given a table
-    full = np.full(shape, NOBODY, dtype=np.int64)
+    full = np.full(shape, EMPTY_PLACE, dtype=np.int64)
     full[:at] = np.concatenate(blocks).reshape(-1, block)
-    return Lists(np.array(items), tiles[order], full)
+    return TileLists(np.array(items), tiles[order], full)
 
 
-def joined(first: Lists, second: Lists) -> Lists:
+def joined(first: TileLists, second: TileLists) -> TileLists:
     """Both in one table, the first before the second."""
     moved = second.items.copy()
     moved[:, :3] += len(first.blocks)
     parts = (first.items, moved), (first.members, second.members), (first.blocks, second.blocks)
-    return Lists(*(np.concatenate(pair) for pair in parts))
+    return TileLists(*(np.concatenate(pair) for pair in parts))
