@@ -198,8 +198,8 @@ def short(out) -> None:
 
 
 def _short(n: int, d: int, pattern, backward: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds and the CPU's microseconds of `rg.attention`, of our kernels whatever it would choose, of SDPA with
-    a mask that is there already, and of SDPA over every pair, both as PyTorch runs them by itself."""
+    """Milliseconds and the CPU's microseconds of `rg.attention`, of our kernels whatever it would choose, of SDPA
+    with a mask that is there already, and of SDPA over every pair, both as PyTorch runs them by itself."""
     q, k, v, do = tensors(n, d, 4)
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     mask = torch.zeros(n, n, dtype=q.dtype, device="cuda")

@@ -161,20 +161,20 @@ def test_auto_takes_flex_on_cuda_for_data_and_functions_that_are_long():
     assert (told.backend, told.computed) == ("flex", 8 * 512**2)
 
 
-def test_a_mask_is_made_anew_when_what_it_was_made_from_has_changed():
+def test_a_mask_is_created_anew_when_its_data_have_changed():
     reach = torch.tensor(2)
 
     def near(i, j):
         return abs(i - j) <= reach
 
     pattern = where(near)
-    before = flex._stamp(pattern)
-    assert before == flex._stamp(pattern)
+    before = flex._state(pattern)
+    assert before == flex._state(pattern)
     reach += 1
-    assert flex._stamp(pattern) != before
+    assert flex._state(pattern) != before
     held = {"reach": 3}
-    assert flex._stamp(where(lambda i, j: abs(i - j) <= held["reach"])) is None  # it cannot be told
-    assert flex._stamp(where(torch.ge)) is None
+    assert flex._state(where(lambda i, j: abs(i - j) <= held["reach"])) is None  # it cannot be told
+    assert flex._state(where(torch.ge)) is None
 
 
 compiled = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from .call import (
     Call,
     check,
     facts_of,
-    normalised,
+    normalized,
     simplified,
 )
 
@@ -64,7 +64,7 @@ def attention(
         if key is not None and (direct := _prepared(key)) is not None:
             return direct(q, k, v)
     given = _call(q, k, v, pattern, (lengths, bias, scale, ties, float(dropout_p), at, return_lse))
-    call = normalised(given)
+    call = normalized(given)
     prepared = choose(facts_of(call), backend)
     if _compiling():
         assert prepared.run is not None
@@ -92,7 +92,7 @@ def weights(
     scale, ties, at = options.pop("scale", None), options.pop("ties", "share"), options.pop("at", None)
     if options:
         raise TypeError(f"weights() got an unexpected keyword argument {next(iter(options))!r}")
-    call = normalised(_call(q, k, k, pattern, (lengths, bias, scale, ties, 0.0, at, False))).hide()
+    call = normalized(_call(q, k, k, pattern, (lengths, bias, scale, ties, 0.0, at, False))).hide()
     k = reference.repeat_heads(call.k, q.shape[1])
     return reference.attend(
         call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=call.ties

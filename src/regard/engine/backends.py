@@ -26,7 +26,7 @@ from .sdpa import Sdpa
 
 @runtime_checkable
 class Backend(Protocol):
-    """One way to compute attention exactly."""
+    """A method to compute attention exactly."""
 
     name: str
     automatic: tuple[str, ...]  # device types on which it is considered without being named

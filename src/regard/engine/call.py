@@ -219,7 +219,7 @@ class CallFacts:
 
 
 def facts_of(call: Call) -> CallFacts:
-    """The facts of a call whose arguments were checked and normalised."""
+    """The facts of a call whose arguments were checked and normalized."""
     by_distance = isinstance(call.bias, ByDistance)
     added = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     batch, heads, n, d_k = call.q.shape
@@ -306,7 +306,7 @@ def eager(*tensors: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether the numbers in x can be read without synchronisation: a CPU tensor, and nothing observes the call."""
+    """Whether the numbers in x can be read without synchronization: a CPU tensor, and nothing observes the call."""
     return x.is_cpu and eager(x)
 
 
@@ -372,7 +372,7 @@ def _allows_all(table: Tensor) -> bool:
     return bool(table.all())
 
 
-def normalised(call: Call) -> Call:
+def normalized(call: Call) -> Call:
     """The same call without the default scale, an offset that nothing reads or `ties` that cannot occur, and with a
     scale above 0."""
     changes: dict[str, Any] = {}

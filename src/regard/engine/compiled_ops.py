@@ -102,13 +102,13 @@ def sparse(
     factors: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """extras: as Extras has them; pattern: its text; offset: start and step; factors: scale and dropout_p."""
-    found, options = _read(extras, pattern, offset, factors)
+    tensors, options = _read(extras, pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
 
-        seed = NO_SEED if found.seed is None else int(found.seed)
-        return triton.forward((q, k, v), found[:3], seed, options)
-    o, lse = tiles.run(q, k, v, _tiles(q, k, found, options), found.bias)
+        seed = NO_SEED if tensors.seed is None else int(tensors.seed)
+        return triton.forward((q, k, v), tensors[:3], seed, options)
+    o, lse = tiles.run(q, k, v, _tiles(q, k, tensors, options), tensors.bias)
     return o.to(q.dtype).contiguous(), lse.to(_lse_dtype(q)).contiguous()
 
 
@@ -130,19 +130,19 @@ def sparse_backward(
 
     What has no gradient gets an empty tensor: an operation cannot return None.
     """
-    found, options = _read(saved[5:], pattern, offset, factors)
+    tensors, options = _read(saved[5:], pattern, offset, factors)
     q, k, v, o, lse = saved[:5]
     grad, grad_lse = grads[0], grads[1] if grads[1].numel() else None
     results: tuple[Tensor | None, ...]
     if q.is_cuda:
         from .cuda import backend as triton
 
-        seed = NO_SEED if found.seed is None else int(found.seed)
-        results = triton.backward((grad, grad_lse), saved[:5], found[:3], seed, options, of_bias)
+        seed = NO_SEED if tensors.seed is None else int(tensors.seed)
+        results = triton.backward((grad, grad_lse), saved[:5], tensors[:3], seed, options, of_bias)
     else:
         of = tiles.Saved(q, k, v, o=o, lse=lse, grad_lse=grad_lse)
-        results = tiles.run_backward(grad, of, _tiles(q, k, found, options), found.bias, of_bias)
-    likes = q, k, v, found.table, found.slopes
+        results = tiles.run_backward(grad, of, _tiles(q, k, tensors, options), tensors.bias, of_bias)
+    likes = q, k, v, tensors.table, tensors.slopes
     return tuple(  # type: ignore[return-value]
         grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()
         for g, x in zip(results, likes)
@@ -183,10 +183,10 @@ sparse.register_autograd(_backward, setup_context=_setup)
 def _read(
     extras: Sequence[Tensor], pattern: str, offset: Sequence[int], factors: Sequence[float]
 ) -> tuple[Extras, Options]:
-    found = Extras(*(x if x.numel() else None for x in extras))
+    tensors = Extras(*(x if x.numel() else None for x in extras))
     words = list(map(_pattern, pattern.split("\n"))) if pattern else [full()]  # one factor per line
     (start, step), (scale, dropout_p) = offset, factors
-    return found, Options(reduce(and_, words), start, step, scale, dropout_p)
+    return tensors, Options(reduce(and_, words), start, step, scale, dropout_p)
 
 
 @lru_cache(maxsize=512)
@@ -196,8 +196,8 @@ def _pattern(text: str) -> Pattern:
 
 def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.TileAttention:
     seed = 0 if extras.seed is None else int(extras.seed)
-    some = _layouts(q, k, extras, options)
-    return tiles.TileAttention(some, options.scale, None, extras.lengths, options.dropout_p, seed)
+    layouts = _layouts(q, k, extras, options)
+    return tiles.TileAttention(layouts, options.scale, None, extras.lengths, options.dropout_p, seed)
 
 
 def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Layout, ...]:
@@ -223,12 +223,12 @@ def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layo
 
 def _documents(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Layout, ...]:
     data = np.ascontiguousarray(ids.numpy())
-    some = _documents_of(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
-    if some is None:
+    layouts = _documents_of(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
+    if layouts is None:
         raise BackendError(
             "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
         )
-    return some
+    return layouts
 
 
 @lru_cache(maxsize=32)

@@ -9,7 +9,7 @@ from ..errors import SpecError, nearest
 from ..pattern import Pattern
 from .attention import call_of
 from .backends import choose
-from .call import CallFacts, Prepared, facts_of, normalised
+from .call import CallFacts, Prepared, facts_of, normalized
 from .cpu.backend import GATHERED
 from .plan.planner import NoPlan, plan
 
@@ -62,7 +62,7 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
       ...
     """
     if isinstance(given[0] if given else options.get("q"), Tensor):
-        facts = facts_of(normalised(call_of(*given, **options)))
+        facts = facts_of(normalized(call_of(*given, **options)))
     else:
         facts = facts_from(*given, **options)
     prepared = choose(facts, backend)

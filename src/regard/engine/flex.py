@@ -7,6 +7,7 @@ On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so 
 from collections.abc import Callable
 from functools import lru_cache
 from math import inf
+from threading import Lock
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -106,34 +107,43 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
 
 # The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
 
-_made: WeakKeyDictionary[Data, dict] = WeakKeyDictionary()
+MAX_MASKS = 8  # of one set of data that stay cached
+_masks: WeakKeyDictionary[Data, dict] = WeakKeyDictionary()
+_lock = Lock()  # of _masks: a WeakKeyDictionary is not made for several threads
 
 
 def _block_mask(call: Call) -> "BlockMask":
-    """Made once for a pattern with one set of data, as long as they are there and unchanged."""
+    """Created once for a pattern with one set of data, as long as the data exist and are unchanged."""
     data = list(dict.fromkeys(leaf for leaf in call.pattern.leaves() if isinstance(leaf, Data)))
-    stamp = _stamp(data[0]) if len(data) == 1 and not torch.compiler.is_compiling() else None
-    if stamp is None or call.lengths is not None or isinstance(call.at, Tensor):
-        return _made_anew(call)
+    state = _state(data[0]) if len(data) == 1 and not torch.compiler.is_compiling() else None
+    if state is None or call.lengths is not None or isinstance(call.at, Tensor):
+        return _new_block_mask(call)
     key = (_written(call.pattern), call.n, call.m, call.at, call.q.device)
-    made = _made.setdefault(data[0], {})
-    if key not in made or made[key][0] != stamp:
-        made[key] = stamp, _made_anew(call)
-    return made[key][1]
+    with _lock:
+        cached = _masks.setdefault(data[0], {}).get(key)
+    if cached is not None and cached[0] == state:
+        return cached[1]
+    mask = _new_block_mask(call)
+    with _lock:
+        masks = _masks.setdefault(data[0], {})
+        masks[key] = state, mask
+        while len(masks) > MAX_MASKS:
+            del masks[next(iter(masks))]
+    return mask
 
 
-def _made_anew(call: Call) -> "BlockMask":
+def _new_block_mask(call: Call) -> "BlockMask":
     from torch.nn.attention.flex_attention import BlockMask
 
     i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
     step = 1 if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)[1]
     grid = BlockGrid(i if i.dim() == 2 else i[None], call.m, step)
-    found = grid.classify(call.pattern)
+    blocks = grid.classify(call.pattern)
     if call.lengths is not None:
-        found = both(found, grid.keys_below(call.lengths))
+        blocks = both(blocks, grid.keys_below(call.lengths))
     return BlockMask.from_kv_blocks(
-        *_listed(~found.none & ~found.all),
-        *_listed(found.all),
+        *_listed(~blocks.none & ~blocks.all),
+        *_listed(blocks.all),
         BLOCK_SIZE=BLOCK,
         mask_mod=_mask_mod(call, i),
         seq_lengths=(call.n, call.m),
@@ -148,14 +158,14 @@ def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]
 
 
 def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
-    kept, position, each = call.lengths, i, isinstance(call.at, Tensor)
+    lengths, position, each = call.lengths, i, isinstance(call.at, Tensor)
     usual = not isinstance(call.at, Tensor) and query_offset(call.pattern, call.n, call.m, call.at) == (0, 1)
     inside = usual and call.n <= call.m
     allows = call.pattern.fold(lambda word: word.row_mask(inside), _and, _or, _not)
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         pair = allows(b, row if usual else position[b, row] if each else position[row], key)
-        return pair if kept is None else pair & (key < kept[b])
+        return pair if lengths is None else pair & (key < lengths[b])
 
     return mask_mod
 
@@ -179,29 +189,29 @@ def _written(pattern: Pattern) -> str:
     )
 
 
-def _stamp(data: Data) -> tuple | None:
-    """The state of the data; None if it cannot be told."""
+def _state(data: Data) -> tuple | None:
+    """What the mask was computed from; None if a change could not be noticed."""
     if not isinstance(data, where):
-        seen: list[Any] = [getattr(data, "ids", None), getattr(data, "l", None)]
+        values: list[Any] = [getattr(data, "ids", None), getattr(data, "l", None)]
     elif isinstance(data.fn, FunctionType):
         code, names = data.fn.__code__, data.fn.__globals__
-        seen = [cell.cell_contents for cell in data.fn.__closure__ or ()]
-        seen += [names[name] for name in code.co_names if name in names]
-        seen += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
+        values = [cell.cell_contents for cell in data.fn.__closure__ or ()]
+        values += [names[name] for name in code.co_names if name in names]
+        values += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
     else:
         return None
-    found: list[tuple] = []
-    for x in seen:
+    state: list[tuple] = []
+    for x in values:
         if isinstance(x, Tensor) and (written := compat.version(x)) is not None:
-            found.append((id(x), written))
+            state.append((id(x), written))
         elif isinstance(x, int | float | str | None | ModuleType):
-            found.append((x, type(x)))
+            state.append((x, type(x)))
         else:
             return None
-    return tuple(found)
+    return tuple(state)
 
 
-# One compiled function a kind of call: PyTorch counts recompilations by code, and past a limit would run the formula.
+# One compiled function per kind of call: PyTorch counts recompilations by code, and past a limit runs the formula.
 
 
 def _kind(call: Call) -> tuple:

@@ -32,13 +32,13 @@ def merge(parts: Sequence[Part]) -> Part:
             )
     logs = torch.stack([lse for _, lse in parts])
     # An empty row is −∞ in every part: shift it by 0, so that exp gives 0 and no gradient is ∞ − ∞.
-    most = logs.detach().amax(0)
-    most = most.masked_fill(most == -inf, 0.0)
-    weights = (logs - most).exp()
+    max_lse = logs.detach().amax(0)
+    max_lse = max_lse.masked_fill(max_lse == -inf, 0.0)
+    weights = (logs - max_lse).exp()
     total = weights.sum(0)
-    somewhere = total > 0
-    shares = weights / torch.where(somewhere, total, 1.0)
-    lse = torch.where(somewhere, torch.where(somewhere, total, 1.0).log() + most, -inf)
+    has_keys = total > 0
+    shares = weights / torch.where(has_keys, total, 1.0)
+    lse = torch.where(has_keys, torch.where(has_keys, total, 1.0).log() + max_lse, -inf)
     shares = rearrange(shares, "p ... -> p ... 1").to(parts[0][0].dtype)
     return sum(share * o for share, (o, _) in zip(shares, parts)), lse
 
