@@ -35,7 +35,7 @@ from regard.interop.ctranslate2 import to_ctranslate2
 from regard.nn.stack import EncoderDecoder, Stack
 from regard.position import sinusoid
 from regard.training.data.tokens import END, PAD, SPECIAL, START
-from regard.training.recipes.translation import limit
+from regard.training.recipes.translation import max_target_tokens as limit
 
 POSITIONS = 512
 
@@ -141,14 +141,14 @@ def ways(
     mask = (torch.arange(source.shape[1]) < lengths[:, None]).long()
     theirs = hugging_face(model)
     to_ctranslate2(model, words, folder, positions=POSITIONS)
-    opened = ctranslate2.Translator(
+    open_run = ctranslate2.Translator(
         str(folder), device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
     )
     said = [[words[i] for i in r] for r in rows]
 
     def ours() -> list[list[int]]:
-        given = {"source": source, "source_lengths": lengths, "most": most, "end": END}
-        return generate(model, [[START]] * len(rows), log_p=False, **given).rows()
+        given = {"source": source, "source_lengths": lengths, "max_new_tokens": most, "eos_id": END}
+        return generate(model, [[START]] * len(rows), return_log_probs=False, **given).rows()
 
     forced = {}
     if model.spec.encoder.block.feed_forward.gated:  # other weights: it writes as long as our longest
@@ -161,7 +161,7 @@ def ways(
         return [row[1 : row.index(END, 1) if END in row[1:] else None] for row in told.tolist()]
 
     def ct2() -> list[list[int]]:
-        told = opened.translate_batch(
+        told = open_run.translate_batch(
             said, beam_size=1, max_decoding_length=most, min_decoding_length=0, max_batch_size=len(rows)
         )
         return [[number[w] for w in t.hypotheses[0]] for t in told]
@@ -218,9 +218,9 @@ def cases(given: Any) -> list[tuple[str, EncoderDecoder, list[list[int]], int]]:
             for norm_at in ("pre", "post")
         ]
     from regard.training.data import corpora, text
-    from regard.training.recipes.run import opened
+    from regard.training.recipes.run import open_run
 
-    model, tokens, _ = opened(given.run)
+    model, tokens, _ = open_run(given.run)
     pairs = text.pairs(corpora.folder("en-es") / "test.tsv")
     chosen = torch.randperm(len(pairs), generator=noise)[: given.rows].tolist()
     rows = tokens.encode([pairs[i][0] for i in chosen])

@@ -31,7 +31,7 @@ def trained(fold: int, seed: int, steps: int | None) -> dict:
         begun = time.perf_counter()
         model = run.train(events.append)
         whole = time.perf_counter() - begun
-        right = accuracy(model, run.ready.test)
+        right = accuracy(model, run.data.test)
     seconds = next(e["seconds"] for e in events if e["event"] == "done")
     return {
         "fold": fold,
@@ -39,7 +39,7 @@ def trained(fold: int, seed: int, steps: int | None) -> dict:
         "accuracy": 100 * right,
         "train_s": seconds,
         "whole_s": whole,
-        "rows": len(run.ready.test),
+        "rows": len(run.data.test),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 

@@ -69,7 +69,7 @@ def child(updates: int, seed: int, folder: Path) -> None:
     run = Run(language_model(updates, seed=seed), folder)
     events: list[dict] = []
     model = run.train(events.append)
-    held = run.ready.valid.ids.long()
+    held = run.data.valid.ids.long()
     each = [CONTEXT * ROWS / e["tokens_per_second"] for e in events if e["event"] == "train"]
     told = {
         "loss": judged(lambda x: model(x), held),
@@ -97,7 +97,7 @@ def theirs(nanogpt: Path, updates: int, folder: Path) -> dict:
     model = GPT(GPTConfig(**kept["model_args"]))
     model.load_state_dict(kept["model"])
     model.eval()
-    ids = text.whole(corpora.folder("shakespeare") / "tiny.txt.gz")
+    ids = text.content(corpora.folder("shakespeare") / "tiny.txt.gz")
     number = {c: i for i, c in enumerate(sorted(set(ids)))}
     held = torch.tensor([number[c] for c in ids[int(0.9 * len(ids)) :]])
     return {
@@ -113,7 +113,7 @@ def theirs(nanogpt: Path, updates: int, folder: Path) -> dict:
 def prepare(nanogpt: Path) -> None:
     """Their own preparation, of the text that comes along with regard; it asks for `requests` to fetch it."""
     home = nanogpt / "data" / "shakespeare_char"
-    whole = text.whole(corpora.folder("shakespeare") / "tiny.txt.gz")
+    whole = text.content(corpora.folder("shakespeare") / "tiny.txt.gz")
     if not (home / "train.bin").is_file():
         (home / "input.txt").write_text(whole)
         without = "import sys, runpy, types; sys.modules['requests'] = types.ModuleType('requests'); "

@@ -37,7 +37,7 @@ class Peer:
     def __init__(self, model: nn.Module, rows: Pairs, order: list[int], size: int, rate: float = 1e-3):
         self.model, self.rows = model.train(), rows
         self.batches = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
-        self.optimiser = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), fused=True)
         self.index = 0
 
     def step(self) -> int:
@@ -47,12 +47,12 @@ class Peer:
         given, predicted = self.rows.batch(picked)
         logits = self.model(given["source"], given["target"])
         loss = nn.functional.cross_entropy(
-            logits.flatten(0, 1), given["wanted"].flatten(), label_smoothing=0.1
+            logits.flatten(0, 1), given["targets"].flatten(), label_smoothing=0.1
         )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return int(given["source_lengths"].sum()) + predicted
 
 
@@ -173,7 +173,7 @@ def alike(recipe: recipes.Recipe) -> recipes.Recipe:
 
 def sides(folder: Path) -> dict[str, "Ours | Peer"]:
     recipe = alike(recipes.translate(tokens=6000))
-    ready = recipe.data.ready(folder)
+    ready = recipe.data.load(folder)
     torch.manual_seed(0)
     model = recipe.model.build()
     trainer = Trainer(recipe.task(model), ready.train, ready.valid, recipe.settings, folder)
@@ -182,7 +182,9 @@ def sides(folder: Path) -> dict[str, "Ours | Peer"]:
     plan = trainer.stream.plan
     assert plan is not None and len(first)
     tokens = plan.padded / len(plan)
-    print(f"ours: {len(plan)} batches of {tokens:.0f} padded tokens, {100 * plan.waste:.1f} % padding")
+    print(
+        f"ours: {len(plan)} batches of {tokens:.0f} padded tokens, {100 * plan.padding_share:.1f} % padding"
+    )
     lengths = ready.train.source.lengths.tolist()
     vocab = recipe.data.vocab
     out: dict[str, Ours | Peer] = {"ours": Ours(trainer)}

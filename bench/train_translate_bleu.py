@@ -39,9 +39,9 @@ def ours(minutes: float, seed: int, dials: dict, folder: Path) -> dict:
 
     run = Run(recipes.translate(minutes, seed=seed, **dials), folder / f"ours-{seed}", "cpu")
     model = run.train()
-    texts = run.ready.texts
+    texts = run.data.texts
     began = time.perf_counter()
-    said = translate(model, run.ready.tokens, [source for source, _ in texts])
+    said = translate(model, run.data.tokens, [source for source, _ in texts])
     return {
         "said": said,
         "references": [target for _, target in texts],
@@ -59,7 +59,7 @@ def marian(minutes: float, seed: int, rate: float, dials: dict, folder: Path) ->
     from regard.training.data.batches import by_tokens
 
     recipe = recipes.translate(minutes, seed=seed, **dials)
-    ready = recipe.data.ready(folder / f"marian-{seed}-{rate}")
+    ready = recipe.data.load(folder / f"marian-{seed}-{rate}")
     plan = by_tokens(ready.train.sizes, recipe.settings.tokens)
     lengths = ready.train.source.lengths.tolist()
     order, size = speed.sized(
@@ -71,7 +71,7 @@ def marian(minutes: float, seed: int, rate: float, dials: dict, folder: Path) ->
     predicted = 0
     while (done := (time.perf_counter() - began) / budget) < 1:
         warm = min(done / 0.1, 1.0)
-        for group in side.optimiser.param_groups:
+        for group in side.optimizer.param_groups:
             group["lr"] = (
                 rate * max(warm, 1e-3)
                 if warm < 1

@@ -62,6 +62,7 @@ from .spec import (
     preset,
     presets,
 )
+from .training import TrainingResult, train
 
 __version__ = "0.1.0"
 
@@ -95,6 +96,7 @@ __all__ = [
     "ShapeError",
     "Spec",
     "SpecError",
+    "TrainingResult",
     "TrainingStep",
     "View",
     "Vision",
@@ -136,6 +138,7 @@ __all__ = [
     "sinusoidal",
     "strided",
     "t5_buckets",
+    "train",
     "where",
     "window",
 ]

@@ -295,3 +295,24 @@ def gluon() -> tuple[Any, Any, Any]:
 
     assert hopper.warpgroup_mma and hopper.async_copy
     return gluon, language, hopper
+
+
+# Modules and lists of tensors.
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(*modules: torch.nn.Module) -> bool:
+    """Whether a hook is registered on one of these modules. Where PyTorch does not tell, there may be one."""
+    return any(getattr(module, name, True) for module in modules for name in HOOKS)
+
+
+def _lerp_one_by_one(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    for tensor, end in zip(tensors, ends, strict=True):
+        tensor.lerp_(end, weight)
+
+
+# (tensors, ends, weight): tensors ← tensors + weight · (ends − tensors), in place, by one call for all of them.
+foreach_lerp_: Callable[[list[Tensor], list[Tensor], float], Any] = _first(
+    lambda: torch._foreach_lerp_, lambda: _lerp_one_by_one
+)

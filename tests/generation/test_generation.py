@@ -54,12 +54,12 @@ def sources(b=5, m=7, seed=0):
     return torch.randint(4, VOCAB, (b, m), generator=noise), torch.randint(1, m + 1, (b,), generator=noise)
 
 
-def greedily(logits_of, prompt, most, end=END):
+def greedily(logits_of, prompt, most, eos_id=END):
     """argmax of the whole pass, again for each token."""
     tokens = list(prompt)
     for _ in range(most):
         token = int(logits_of(torch.tensor([tokens]))[0, -1].argmax())
-        if token == end:
+        if token == eos_id:
             break
         tokens.append(token)
     return tokens[len(prompt) :]
@@ -77,7 +77,7 @@ PROMPTS = [[5], [4, 9, 2, 7], [6, 6, 1], [8, 5, 10, 2, 4], [9, 7]]
 def test_greedy_is_the_argmax_of_the_full_pass_at_every_step(given):
     position = given.pop("position", None)
     model = gpt(**given) if position is None else gpt(rg.sinusoidal(), inside=position)
-    written = generate(model, PROMPTS, most=9, end=END).rows()
+    written = generate(model, PROMPTS, max_new_tokens=9, eos_id=END).rows()
     assert written == [greedily(model, p, 9) for p in PROMPTS]
     assert len({len(w) for w in written}) > 1, "rows that end at different steps are the point"
 
@@ -85,7 +85,9 @@ def test_greedy_is_the_argmax_of_the_full_pass_at_every_step(given):
 @torch.no_grad()
 def test_a_translation_is_the_argmax_of_the_full_pass_at_every_step():
     model, (source, lengths) = translator(), sources(b=9)
-    written = generate(model, [[1]] * 9, source=source, source_lengths=lengths, most=8, end=END).rows()
+    written = generate(
+        model, [[1]] * 9, source=source, source_lengths=lengths, max_new_tokens=8, eos_id=END
+    ).rows()
     alone = [
         greedily(lambda t, s=s, n=n: model(s[None, :n], t), [1], 8)
         for s, n in zip(source, lengths, strict=True)
@@ -101,15 +103,17 @@ def test_recurrent_models_write_too(attention):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.8)
     source, lengths = sources(b=6)
-    written = generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=8, end=END).rows()
+    written = generate(
+        model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=8, eos_id=END
+    ).rows()
     assert written == [
         greedily(lambda t, s=s, n=n: model(s[None, :n], t), [1], 8)
         for s, n in zip(source, lengths, strict=True)
     ]
 
 
-@pytest.mark.parametrize("how", [greedy(), sample(0.9, top_k=7, top_p=0.95, seed=5), beam(3)], ids=repr)
-def test_padding_on_either_side_changes_nothing(how):
+@pytest.mark.parametrize("strategy", [greedy(), sample(0.9, top_k=7, top_p=0.95, seed=5), beam(3)], ids=repr)
+def test_padding_on_either_side_changes_nothing(strategy):
     model, longest = gpt(), max(map(len, PROMPTS))
     short = [longest - len(p) for p in PROMPTS]
     right = torch.tensor([p + [7] * s for p, s in zip(PROMPTS, short, strict=True)])
@@ -117,27 +121,27 @@ def test_padding_on_either_side_changes_nothing(how):
     along = torch.arange(longest)
     at_end = along >= torch.tensor([len(p) for p in PROMPTS])[:, None]
     at_start = along < torch.tensor(short)[:, None]
-    ragged = generate(model, PROMPTS, how, most=9, end=END)
+    ragged = generate(model, PROMPTS, strategy, max_new_tokens=9, eos_id=END)
     for told in (
-        generate(model, right, how, padding=at_end, most=9, end=END),
-        generate(model, left, how, padding=at_start, most=9, end=END),
+        generate(model, right, strategy, padding=at_end, max_new_tokens=9, eos_id=END),
+        generate(model, left, strategy, padding=at_start, max_new_tokens=9, eos_id=END),
     ):
-        assert told.rows() == ragged.rows() and torch.equal(told.log_p, ragged.log_p)
+        assert told.rows() == ragged.rows() and torch.equal(told.log_probs, ragged.log_probs)
 
 
-@pytest.mark.parametrize("how", [greedy(), sample(0.9, seed=5), beam(3)], ids=repr)
-def test_the_same_call_gives_the_same_and_leaves_the_model_as_it_was(how):
+@pytest.mark.parametrize("strategy", [greedy(), sample(0.9, seed=5), beam(3)], ids=repr)
+def test_the_same_call_gives_the_same_and_leaves_the_model_as_it_was(strategy):
     model = gpt().train()
-    once, again = (generate(model, PROMPTS, how, most=9, end=END) for _ in range(2))
-    assert once.rows() == again.rows() and torch.equal(once.log_p, again.log_p)
+    once, again = (generate(model, PROMPTS, strategy, max_new_tokens=9, eos_id=END) for _ in range(2))
+    assert once.rows() == again.rows() and torch.equal(once.log_probs, again.log_probs)
     assert model.training
 
 
 def test_a_row_draws_the_same_whoever_stands_beside_it():
     model = gpt()
-    how = sample(seed=5)
-    all_end = generate(model, PROMPTS, how, most=12, end=END)
-    nobody_ends = generate(model, PROMPTS, how, most=12)
+    strategy = sample(seed=5)
+    all_end = generate(model, PROMPTS, strategy, max_new_tokens=12, eos_id=END)
+    nobody_ends = generate(model, PROMPTS, strategy, max_new_tokens=12)
     for ended, went_on in zip(all_end.rows(), nobody_ends.rows(), strict=True):
         assert went_on[: len(ended)] == ended
 
@@ -145,9 +149,9 @@ def test_a_row_draws_the_same_whoever_stands_beside_it():
 @torch.no_grad()
 def test_the_log_probability_is_that_of_the_tokens_and_their_end():
     model = gpt()
-    for how in (greedy(), sample(seed=1), beam(3)):
-        told = generate(model, PROMPTS, how, most=9, end=END)
-        for prompt, row, log_p in zip(PROMPTS, told.rows(), told.log_p.tolist(), strict=True):
+    for strategy in (greedy(), sample(seed=1), beam(3)):
+        told = generate(model, PROMPTS, strategy, max_new_tokens=9, eos_id=END)
+        for prompt, row, log_p in zip(PROMPTS, told.rows(), told.log_probs.tolist(), strict=True):
             said = [*row, END] if len(row) < 9 else row
             logits = model(torch.tensor([prompt + said]))[0].log_softmax(-1)
             true = sum(float(logits[len(prompt) - 1 + i, t]) for i, t in enumerate(said))
@@ -159,34 +163,38 @@ def test_the_log_probability_is_that_of_the_tokens_and_their_end():
 def test_a_beam_as_wide_as_the_world_finds_the_best_sentence(length_penalty):
     vocab, most = 4, 4
     model = gpt(vocab=vocab)
-    how = beam(vocab**most, length_penalty=length_penalty)
+    strategy = beam(vocab**most, length_penalty=length_penalty)
     for prompt in ([1], [2, 0], [1, 2, 2]):
-        told = generate(model, [prompt], how, most=most, end=END)
+        told = generate(model, [prompt], strategy, max_new_tokens=most, eos_id=END)
         scored = {}
         for n in range(most + 1):
             texts = list(product([t for t in range(vocab) if t != END], repeat=n))
             ends = [[*said] if n == most else [*said, END] for said in texts]
             logits = model(torch.tensor([[*prompt, *full] for full in ends])).log_softmax(-1)
             for row, said, full in zip(logits[:, len(prompt) - 1 :], texts, ends, strict=True):
-                scored[said] = sum(float(row[i, t]) for i, t in enumerate(full)) / how.penalty(len(full))
+                scored[said] = sum(float(row[i, t]) for i, t in enumerate(full)) / strategy.penalty(len(full))
         best = max(scored, key=scored.get)
         assert tuple(told.rows()[0]) == best
-        assert abs(float(told.log_p[0]) / how.penalty(min(len(best) + 1, most)) - scored[best]) < 1e-5
+        assert (
+            abs(float(told.log_probs[0]) / strategy.penalty(min(len(best) + 1, most)) - scored[best]) < 1e-5
+        )
 
 
 def test_a_wider_beam_is_never_less_likely_here_and_often_more():
     model, (source, lengths) = translator(), sources(b=16)
-    together = {"source": source, "source_lengths": lengths, "most": 8, "end": END}
-    plain = generate(model, [[1]] * 16, beam(1, length_penalty=0.0), **together).log_p
-    wide = generate(model, [[1]] * 16, beam(8, length_penalty=0.0), **together).log_p
+    together = {"source": source, "source_lengths": lengths, "max_new_tokens": 8, "eos_id": END}
+    plain = generate(model, [[1]] * 16, beam(1, length_penalty=0.0), **together).log_probs
+    wide = generate(model, [[1]] * 16, beam(8, length_penalty=0.0), **together).log_probs
     assert bool((wide >= plain - 1e-6).all()) and bool((wide > plain + 1e-3).any())
 
 
 def test_beams_of_a_batch_are_those_of_each_row_alone():
     model, (source, lengths) = translator(), sources(b=6)
-    together = generate(model, [[1]] * 6, beam(3), source=source, source_lengths=lengths, most=8, end=END)
+    together = generate(
+        model, [[1]] * 6, beam(3), source=source, source_lengths=lengths, max_new_tokens=8, eos_id=END
+    )
     alone = [
-        generate(model, [[1]], beam(3), source=s[None, :n], most=8, end=END).rows()[0]
+        generate(model, [[1]], beam(3), source=s[None, :n], max_new_tokens=8, eos_id=END).rows()[0]
         for s, n in zip(source, lengths, strict=True)
     ]
     assert together.rows() == alone
@@ -217,9 +225,9 @@ def test_draws_follow_the_probabilities():
     assert int(pick(sample(top_k=2), LOGITS[:1], edge)) == 1  # never one that is left out
 
 
-@pytest.mark.parametrize("how", [greedy(), sample(seed=2), beam(2)], ids=repr)
-def test_no_row_outgrows_the_table_of_positions(how):
-    told = generate(gpt(), [[5], [4] * 20], how, most=100)
+@pytest.mark.parametrize("strategy", [greedy(), sample(seed=2), beam(2)], ids=repr)
+def test_no_row_outgrows_the_table_of_positions(strategy):
+    told = generate(gpt(), [[5], [4] * 20], strategy, max_new_tokens=100)
     assert told.tokens.shape[1] == 4 and told.lengths.tolist() == [4, 4]  # 24 positions, 20 taken
 
 
@@ -227,35 +235,41 @@ def test_no_row_outgrows_the_table_of_positions(how):
 def test_the_weights_are_those_of_the_full_pass():
     model, (source, lengths) = translator(), sources(b=3)
     told = generate(
-        model, [[1]] * 3, source=source, source_lengths=lengths, most=6, end=END, return_weights=True
+        model,
+        [[1]] * 3,
+        source=source,
+        source_lengths=lengths,
+        max_new_tokens=6,
+        eos_id=END,
+        return_weights=True,
     )
     cross = told.weights["decoder"][1]["cross"]
     assert cross.shape == (3, 3, 1 + told.tokens.shape[1], 7)
     assert torch.allclose(cross.sum(-1)[0, :, : 1 + int(told.lengths[0])], torch.ones(()).double())
     assert bool((cross[0, :, :, int(lengths[0]) :] == 0).all())
-    alone = generate(gpt(), PROMPTS, most=4, return_weights=True)
+    alone = generate(gpt(), PROMPTS, max_new_tokens=4, return_weights=True)
     assert alone.weights[0]["self"].shape == (5, 3, 9, 9)
 
 
 REFUSED = {
-    "most=0: at least one token needs to be asked for": lambda: generate(gpt(), [[1]], most=0),
-    "every row needs a token to go on from, its start token at least": lambda: generate(gpt(), [[1], []]),
+    "max_new_tokens=0: it needs to be at least 1": lambda: generate(gpt(), [[1]], max_new_tokens=0),
+    "every prompt needs at least one token, such as the start token": lambda: generate(gpt(), [[1], []]),
     "a prompt of 24 tokens fills a table of 24 positions; shorten it": lambda: generate(gpt(), [[1] * 24]),
-    "EncoderDecoder writes from a source; give source=": lambda: generate(translator(), [[1]]),
-    "a decoder on its own has no source to look at; give the tokens as prompt": lambda: generate(
+    "EncoderDecoder reads a source; give source=": lambda: generate(translator(), [[1]]),
+    "a decoder without cross-attention takes no source; give the tokens as prompt": lambda: generate(
         gpt(), [[1]], source=torch.ones(1, 2, dtype=torch.long)
     ),
-    "Linear gives no logits for a next token; a model with rg.LanguageHead() does": lambda: generate(
+    "Linear gives no logits for a next token; a model with rg.LanguageHead() is needed": lambda: generate(
         torch.nn.Linear(2, 2), [[1]]
     ),
-    "padding (1, 2) beside a prompt (1, 1)": lambda: generate(
+    "padding has shape (1, 2) and prompt (1, 1); they have to be equal": lambda: generate(
         gpt(), torch.ones(1, 1, dtype=torch.long), padding=torch.zeros(1, 2, dtype=torch.bool)
     ),
-    "temperature=0: it needs to be above 0 and finite; 0 is greedy()": lambda: sample(0),
-    "top_k=0: at least one token needs to be left": lambda: sample(top_k=0),
+    "temperature=0: it needs to be above 0 and finite; for 0 use greedy()": lambda: sample(0),
+    "top_k=0: at least one token has to remain": lambda: sample(top_k=0),
     "top_p=0 is not in (0, 1]": lambda: sample(top_p=0),
-    "beam(0): a beam holds at least one sentence": lambda: beam(0),
-    "length_penalty=-1: it cannot be below 0": lambda: beam(length_penalty=-1),
+    "beam(0): the width needs to be at least 1": lambda: beam(0),
+    "length_penalty=-1: it needs to be at least 0": lambda: beam(length_penalty=-1),
 }
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.generation import beam, generate, greedy, sample
-from regard.generation import cpu_inference as quick
-from regard.generation.steps import QuickSteps, StackSteps, steps
+from regard.generation import beam, cpu_inference, generate, greedy, sample
+from regard.generation.steps import CpuSteps, StackSteps, steps
 
 VOCAB, END = 29, 3
 
@@ -57,11 +56,13 @@ def test_every_step_has_the_logits_of_the_general_one(kind, padded):
     """And the encoder its states, whatever stands at padding."""
     model, (source, lengths) = translator(**BLOCKS[kind]), sources()
     lengths = lengths if padded else None
-    assert quick.covers(model.encoder, rg.full()) and quick.covers(model.decoder, rg.causal())
-    states, true = quick.encode(model.encoder, source, lengths), model.encode(source, lengths)
+    assert cpu_inference.supports(model.encoder, rg.full()) and cpu_inference.supports(
+        model.decoder, rg.causal()
+    )
+    states, true = cpu_inference.encode(model.encoder, source, lengths), model.encode(source, lengths)
     real = torch.arange(7) < (lengths[:, None] if padded else 7)
     assert torch.allclose(states[real.expand(6, 7)], true[real.expand(6, 7)], atol=1e-12)
-    ways = [QuickSteps(model.decoder, states, lengths), StackSteps(model.decoder, true, lengths)]
+    ways = [CpuSteps(model.decoder, states, lengths), StackSteps(model.decoder, true, lengths)]
     token = torch.ones(6, 1, dtype=torch.long)
     for n in range(35):  # past the 32 slots a cache begins with
         a, b = (way.next(token) for way in ways)
@@ -86,19 +87,19 @@ def test_every_step_has_the_logits_of_the_general_one(kind, padded):
 @torch.no_grad()
 def test_embeddings_and_heads_are_read_alike(given):
     model, (source, lengths) = translator(**given), sources()
-    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=50)
+    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=50)
     logits = model(
         source, torch.cat([torch.ones(6, 1, dtype=torch.long), told.tokens], 1), source_lengths=lengths
     )
     assert torch.equal(logits[:, :-1].argmax(-1), told.tokens)
 
 
-@pytest.mark.parametrize("how", [greedy(), sample(seed=3), beam(3)], ids=repr)
-def test_both_ways_write_the_same(how, monkeypatch):
+@pytest.mark.parametrize("strategy", [greedy(), sample(seed=3), beam(3)], ids=repr)
+def test_both_ways_write_the_same(strategy, monkeypatch):
     model, (source, lengths) = translator(), sources()
-    given = {"source": source, "source_lengths": lengths, "most": 12}
-    given["end"] = int(generate(model, [[1]] * 6, how, **given).tokens[0, 3])  # one that is written
-    ours = generate(model, [[1]] * 6, how, **given)
+    given = {"source": source, "source_lengths": lengths, "max_new_tokens": 12}
+    given["eos_id"] = int(generate(model, [[1]] * 6, strategy, **given).tokens[0, 3])  # one that is written
+    ours = generate(model, [[1]] * 6, strategy, **given)
     prompts = [[5, 7, 4], [8], [9, 9]]
     stack = model.decoder.spec
     alone = rg.Encoder(
@@ -108,11 +109,11 @@ def test_both_ways_write_the_same(how, monkeypatch):
         head=stack.head,
     ).build()
     alone = alone.double()
-    went_on = generate(alone, prompts, how, most=12, end=END)
-    monkeypatch.setattr(quick, "covers", lambda *given: False)
-    again = generate(model, [[1]] * 6, how, **given)
-    assert ours.rows() == again.rows() and torch.allclose(ours.log_p, again.log_p, atol=1e-5)
-    assert went_on.rows() == generate(alone, prompts, how, most=12, end=END).rows()
+    went_on = generate(alone, prompts, strategy, max_new_tokens=12, eos_id=END)
+    monkeypatch.setattr(cpu_inference, "supports", lambda *given: False)
+    again = generate(model, [[1]] * 6, strategy, **given)
+    assert ours.rows() == again.rows() and torch.allclose(ours.log_probs, again.log_probs, atol=1e-5)
+    assert went_on.rows() == generate(alone, prompts, strategy, max_new_tokens=12, eos_id=END).rows()
     assert min(len(r) for r in ours.rows()) < 12, "rows that end are the point"
 
 
@@ -146,7 +147,9 @@ OTHERWISE = {
 def test_what_the_quick_way_does_not_say_goes_the_general_way(why):
     model, (source, lengths) = OTHERWISE[why](), sources()
     assert type(steps(model, source, lengths)[0]) is StackSteps
-    assert len(generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=3).rows()) == 6
+    assert (
+        len(generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=3).rows()) == 6
+    )
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -160,13 +163,15 @@ def test_a_row_with_nothing_to_look_at_goes_the_general_way():
     model, (source, lengths) = translator(), sources()
     lengths[2] = 0
     assert type(steps(model, source, lengths)[0]) is StackSteps
-    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, most=3)
-    assert bool(told.log_p.isfinite().all())
+    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=3)
+    assert bool(told.log_probs.isfinite().all())
 
 
 def test_without_log_p_the_tokens_are_the_same_and_it_is_none():
     model, (source, lengths) = translator(), sources()
-    for how in (greedy(), beam(2)):
-        given = {"source": source, "source_lengths": lengths, "most": 9, "end": END}
-        with_it, without = (generate(model, [[1]] * 6, how, log_p=p, **given) for p in (True, False))
-        assert with_it.rows() == without.rows() and without.log_p is None
+    for strategy in (greedy(), beam(2)):
+        given = {"source": source, "source_lengths": lengths, "max_new_tokens": 9, "eos_id": END}
+        with_it, without = (
+            generate(model, [[1]] * 6, strategy, return_log_probs=p, **given) for p in (True, False)
+        )
+        assert with_it.rows() == without.rows() and without.log_probs is None

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 import regard as rg
 from regard.cli.main import app
 from regard.training import recipes
-from regard.training.data.sources import Sentences
+from regard.training.data.datasets import SentencePairs
 from regard.training.data.tokens import bpe
-from regard.training.recipes.translation import readable, translate
+from regard.training.recipes.translation import max_source_tokens, translate
 
 TEXTS = ["the red cat sees the dog", "no dog is red", "", "¿qué ves, gato?"]
 
@@ -20,7 +20,7 @@ TEXTS = ["the red cat sees the dog", "no dog is red", "", "¿qué ves, gato?"]
 def run(tmp_path_factory):
     """The folder of a run as training leaves it."""
     folder = tmp_path_factory.mktemp("run")
-    recipe = recipes.translate(None, d_model=16, layers=1, heads=2, data=Sentences(vocab=300))
+    recipe = recipes.translate(None, d_model=16, layers=1, heads=2, data=SentencePairs(vocab=300))
     torch.manual_seed(0)
     rg.save(recipe.model.build(), folder / "model")
     (folder / "recipe.json").write_text(recipe.json())
@@ -37,7 +37,7 @@ def regard(*words, code=0, given=None):
 
 
 def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
-    model, tokens, _ = rg.training.recipes.run.opened(run)
+    model, tokens, _ = rg.training.recipes.run.open_run(run)
     said = translate(model, tokens, TEXTS)
     assert said[2] == "" and len(set(said)) > 2
     (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
@@ -52,11 +52,11 @@ def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
 
 
 def test_a_beam_is_asked_for_by_its_width(run):
-    model, tokens, _ = rg.training.recipes.run.opened(run)
-    how = rg.generation.beam(3)
+    model, tokens, _ = rg.training.recipes.run.open_run(run)
+    strategy = rg.generation.beam(3)
     assert (
         regard(TEXTS[1], "--model", run, "--beam", 3).stdout
-        == translate(model, tokens, TEXTS[1:2], how)[0] + "\n"
+        == translate(model, tokens, TEXTS[1:2], strategy)[0] + "\n"
     )
 
 
@@ -75,12 +75,12 @@ def test_no_text_is_longer_than_a_learned_table():
         rg.Decoder(rg.Block(past, mlp, cross=own), 1, embedding=words, head=rg.LanguageHead()),
     )
     model = spec.build()
-    assert readable(model) == 9
+    assert max_source_tokens(model) == 9
     assert len(translate(model, bpe(TEXTS, 300), ["z" * 40])) == 1
 
 
 REFUSED = {
-    "a sentence and a file at once; give one of them": ("hello", "--file", "x.txt"),
+    "give a sentence or a file, not both": ("hello", "--file", "x.txt"),
     "there is no file none.txt": ("--file", "none.txt"),
 }
 
@@ -95,5 +95,5 @@ def test_what_cannot_be_translated_is_refused(message, run):
 def test_bytes_that_are_no_text_and_a_folder_without_a_run_are_refused(run, tmp_path):
     with pytest.raises(rg.FormatError, match=r"^stdin, line 2: byte 3 is not UTF-8 \(invalid start byte\)$"):
         regard("--model", run, given=b"good\nno\xff\n")
-    with pytest.raises(rg.FormatError, match=r"holds no recipe\.json; train there first"):
+    with pytest.raises(rg.FormatError, match=r"contains no recipe\.json; train there first"):
         regard("hello", "--model", tmp_path)

@@ -19,7 +19,7 @@ import regard as rg
 from regard import reference
 from regard.engine import fused_qkv
 from regard.engine.fused_qkv import Options
-from regard.training.loop import loss_cuda as loss_on_gpu
+from regard.training.loop import loss_cuda
 from regard.training.recipes.tasks import Translation
 
 NAN = float("nan")
@@ -129,13 +129,13 @@ def loss(chunk: int, smoothing: float, biased: bool) -> dict:
     y = torch.randint(11, (23,))
     y[::4] = -100
     given = [t for t in (states, table, bias) if t is not None]
-    ours, plain = loss_on_gpu.cross_entropy(states, table, y, bias, smoothing, -100, chunk)
+    ours, plain = loss_cuda.cross_entropy(states, table, y, bias, smoothing, chunk)
     logits = F.linear(*(None if t is None else t.double() for t in (states, table, bias)))
     true = F.cross_entropy(logits, y, label_smoothing=smoothing, reduction="sum")
     pairs = [(ours, true), (plain, F.cross_entropy(logits, y, reduction="sum"))]
     pairs += zip(torch.autograd.grad(ours / 7, given), torch.autograd.grad(true / 7, given), strict=True)
     with torch.no_grad():
-        pairs += [(loss_on_gpu.cross_entropy(states, table, y, bias, smoothing, -100, chunk)[0], true)]
+        pairs += [(loss_cuda.cross_entropy(states, table, y, bias, smoothing, chunk)[0], true)]
     return {"errors": [float((a - b).detach().abs().max()) for a, b in pairs]}
 
 
@@ -152,7 +152,12 @@ def model() -> dict:
     task = Translation(built, 0.1)
     source, target, wanted = torch.randint(4, 29, (3, 3, 13))
     wanted[1, 5:] = -100
-    given = {"source": source, "source_lengths": torch.tensor([13, 9, 3]), "target": target, "wanted": wanted}
+    given = {
+        "source": source,
+        "source_lengths": torch.tensor([13, 9, 3]),
+        "target": target,
+        "targets": wanted,
+    }
 
     def run() -> list[Tensor]:
         loss, plain = task(**given)

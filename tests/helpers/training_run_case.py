@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from regard.cli.main import app
 from regard.costs.time import Roofline, save_roofline
 from regard.training import recipes
-from regard.training.data.sources import Sentences
+from regard.training.data.datasets import SentencePairs
 from regard.training.recipes import Recipe
 
 WORDS = [("one", "uno"), ("two", "dos"), ("cat", "gato"), ("dog", "perro"), ("red", "rojo")]
@@ -19,7 +19,9 @@ def write_pairs(folder):
     lines = [f"{a} {c}\t{b} {d}" for a, b in WORDS for c, d in WORDS]
     (folder / "train.tsv").write_text("\n".join(lines * 2 + ["very " * 99 + "\tmuy"]) + "\n")
     (folder / "valid.tsv").write_text("\n".join(lines[:9]) + "\n")
-    return Sentences(train=str(folder / "train.tsv"), valid=str(folder / "valid.tsv"), vocab=300, longest=40)
+    return SentencePairs(
+        train=str(folder / "train.tsv"), valid=str(folder / "valid.tsv"), vocab=300, max_tokens=40
+    )
 
 
 def small(folder, **settings) -> Recipe:

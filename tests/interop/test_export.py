@@ -14,7 +14,7 @@ from regard.cli.export import export as export_command
 from regard.generation import beam, generate
 from regard.interop.ctranslate2 import to_ctranslate2
 from regard.training import recipes
-from regard.training.data.sources import Sentences
+from regard.training.data.datasets import SentencePairs
 from regard.training.data.tokens import Tokens, bpe
 from regard.training.recipes.export import export
 from regard.training.recipes.translation import translate
@@ -96,8 +96,10 @@ def test_ctranslate2_says_what_we_say_greedily_and_by_beams(both):
     model, theirs = both
     source, lengths, said = sources()
     for width in (1, 4):
-        how = rg.generation.greedy() if width == 1 else beam(width, length_penalty=0.0)
-        ours = generate(model, [[1]] * 17, how, source=source, source_lengths=lengths, most=15, end=END)
+        strategy = rg.generation.greedy() if width == 1 else beam(width, length_penalty=0.0)
+        ours = generate(
+            model, [[1]] * 17, strategy, source=source, source_lengths=lengths, max_new_tokens=15, eos_id=END
+        )
         told = theirs.translate_batch(
             said,
             beam_size=width,
@@ -109,7 +111,7 @@ def test_ctranslate2_says_what_we_say_greedily_and_by_beams(both):
         )
         assert [[WORDS[i] for i in row] for row in ours.rows()] == [t.hypotheses[0] for t in told]
         if width > 1:  # they normalise greedy scores by length
-            assert ours.log_p.tolist() == pytest.approx([t.scores[0] for t in told], abs=1e-3)
+            assert ours.log_probs.tolist() == pytest.approx([t.scores[0] for t in told], abs=1e-3)
 
 
 @torch.no_grad()
@@ -213,7 +215,7 @@ def run(tmp_path):
     """The folder of a run as training leaves it."""
     texts = ["the red cat sees the dog", "no dog is red", "¿qué ves, gato?"]
     tokens, folder = bpe(texts, 300), tmp_path / "run"
-    recipe = recipes.translate(None, d_model=16, layers=1, heads=2, data=Sentences(vocab=310))
+    recipe = recipes.translate(None, d_model=16, layers=1, heads=2, data=SentencePairs(vocab=310))
     rg.save(built(recipe.model), folder / "model")
     (folder / "recipe.json").write_text(recipe.json())
     (folder / "tokens.json").write_text(tokens.json())
@@ -240,7 +242,7 @@ def test_a_run_is_exported_with_its_tokens_and_translates_the_same(run, tmp_path
 def test_an_unknown_format_and_a_missing_run_are_refused(run, tmp_path):
     with pytest.raises(rg.SpecError, match=r"^to='ctranslate' is unknown; did you mean ctranslate2\?$"):
         export(run[0], tmp_path / "out", "ctranslate")
-    with pytest.raises(rg.FormatError, match=r"holds no recipe\.json; train there first"):
+    with pytest.raises(rg.FormatError, match=r"contains no recipe\.json; train there first"):
         export(tmp_path / "none", tmp_path / "out")
 
 

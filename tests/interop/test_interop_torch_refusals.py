@@ -158,7 +158,7 @@ def test_a_layer_used_twice_is_refused_and_its_copy_is_not():
 def test_a_decoder_that_sees_the_future_is_refused():
     theirs = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, HEADS, D_FF), 1)
     assert refusal(theirs, pattern=rg.full()) == (
-        "a Decoder must not see what comes next, and pattern=full() does; use rg.causal() & it"
+        "a Decoder must be causal, and pattern=full() allows later keys; use rg.causal() & full()"
     )
 
 

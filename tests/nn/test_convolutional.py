@@ -92,16 +92,16 @@ def test_it_is_the_sum_over_taps_at_every_position(spec, n):
 @settings(max_examples=30, deadline=None)
 def test_the_gradient_reaches_exactly_the_inputs_it_says_it_sees(spec, n):
     model = built(spec)
-    assert torch.equal(support(model, n), model.sees(n))
-    assert model.sees(n).sum(-1).max() <= min(n, model.receptive_field)
+    assert torch.equal(support(model, n), model.dependence(n))
+    assert model.dependence(n).sum(-1).max() <= min(n, model.receptive_field)
 
 
 @pytest.mark.ledger("S1.Q2a.2")
 def test_far_from_the_ends_the_bound_is_reached_unless_the_dilation_leaves_gaps():
     full = ConvolutionalModel(Convolutional(2, layers=3, kernel=3, dilation=3))
-    assert full.receptive_field == 27 and full.sees(53).sum(-1).max() == 27
+    assert full.receptive_field == 27 and full.dependence(53).sum(-1).max() == 27
     gaps = ConvolutionalModel(Convolutional(2, layers=2, kernel=3, dilation=4))
-    assert gaps.receptive_field == 11 and gaps.sees(53).sum(-1).max() == 9
+    assert gaps.receptive_field == 11 and gaps.dependence(53).sum(-1).max() == 9
 
 
 def least_depth(kind, n, margin):
@@ -112,7 +112,7 @@ def least_depth(kind, n, margin):
     for depth in range(1, 2 * n):
         model = built(replace(kind, layers=depth))
         seen = support(model, n + 2 * margin)
-        assert torch.equal(seen, model.sees(n + 2 * margin))
+        assert torch.equal(seen, model.dependence(n + 2 * margin))
         among = seen[margin : margin + n, margin : margin + n]
         assert not (among & ~wanted).any()
         if torch.equal(among, wanted):
@@ -135,8 +135,10 @@ def test_between_two_ends_a_centred_dilated_stack_never_joins_all_positions():
     """The ledger's 4 layers need paths past the ends: 15 = 27 − 9 − 3 starts to the left of position 0."""
     assert least_depth(KINDS["conv_dilated"], 16, margin=0) is None
     deep = ConvolutionalModel(replace(KINDS["conv_dilated"], layers=60))  # 3^59 is past 2^63
-    assert torch.equal(deep.sees(16), ConvolutionalModel(replace(KINDS["conv_dilated"], layers=3)).sees(16))
-    assert not deep.sees(16)[15, 0]
+    assert torch.equal(
+        deep.dependence(16), ConvolutionalModel(replace(KINDS["conv_dilated"], layers=3)).dependence(16)
+    )
+    assert not deep.dependence(16)[15, 0]
 
 
 @pytest.mark.ledger("S1.Q2a.1", "S1.Q2a.2", "S1.Q6b.1")
@@ -236,7 +238,7 @@ def test_dropout_acts_in_training_alone():
             None,
             torch.zeros(2, 7, 5),
             torch.tensor([1, 2, 3]),
-            "lengths has shape (3,); one a batch row is needed: (2,)",
+            "lengths has shape (3,); one per batch row is needed: (2,)",
         ),
     ],
 )
@@ -249,4 +251,4 @@ def test_an_input_that_does_not_fit_is_told_what_does(vocab, x, lengths, message
 
 def test_a_layer_shows_the_pairs_it_joins():
     model = ConvolutionalModel(Convolutional(5, layers=2, dilation=3, causal=True))
-    assert "sees causal() & dilated(2, 3)" in repr(model)
+    assert "pattern=causal() & dilated(2, 3)" in repr(model)

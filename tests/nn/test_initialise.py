@@ -9,7 +9,7 @@ from torch import nn
 
 from ledger_cases import agrees, cases
 from regard.errors import SpecError
-from regard.nn.initialization import NAMES, initialise, xavier_bound
+from regard.nn.initialization import NAMES, initialize, xavier_bound
 from regard.nn.recurrent import RecurrentModel
 from regard.position import learned
 from regard.reference import dot_scores, softmax
@@ -106,8 +106,8 @@ def test_the_bound_is_the_ledgers():
 
 @pytest.mark.ledger("S1.Q7b.3")
 def test_xavier_takes_each_projection_on_its_own_and_packed_takes_three_as_one():
-    separate = initialise(Heads(D), "xavier", generator=seeded())
-    packed = initialise(Heads(D), "xavier_packed", generator=seeded())
+    separate = initialize(Heads(D), "xavier", generator=seeded())
+    packed = initialize(Heads(D), "xavier_packed", generator=seeded())
     for w in ("w_q", "w_k", "w_v"):
         assert is_uniform_within(getattr(separate, w).weight, 0.07654655446197431)
         assert is_uniform_within(getattr(packed, w).weight, 0.05412658773652741)
@@ -120,26 +120,26 @@ def test_packed_is_what_pytorchs_own_module_does():
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(D, HEADS)
     assert is_uniform_within(theirs.in_proj_weight, xavier_bound(D, 3 * D))
-    initialise(theirs, "xavier", generator=seeded())
+    initialize(theirs, "xavier", generator=seeded())
     for block in theirs.in_proj_weight.chunk(3):
         assert is_uniform_within(block, xavier_bound(D, D))
-    initialise(theirs, "xavier_packed", generator=seeded())
+    initialize(theirs, "xavier_packed", generator=seeded())
     assert is_uniform_within(theirs.in_proj_weight, xavier_bound(D, 3 * D))
     assert is_uniform_within(theirs.out_proj.weight, xavier_bound(D, D))
     assert theirs.in_proj_bias.eq(0).all() and theirs.out_proj.bias.eq(0).all()
 
 
 def test_packed_counts_shared_heads_and_leaves_other_widths_apart():
-    grouped = initialise(Heads(D, d_kv=128), "xavier_packed", generator=seeded())
+    grouped = initialize(Heads(D, d_kv=128), "xavier_packed", generator=seeded())
     for w in (grouped.w_q, grouped.w_k, grouped.w_v):
         assert is_uniform_within(w.weight, xavier_bound(D, 512 + 128 + 128))
-    crossed = initialise(
+    crossed = initialize(
         Heads(D, d_source=256), "xavier_packed", generator=seeded()
     )  # no one matrix could be
     assert is_uniform_within(crossed.w_q.weight, xavier_bound(D, D))
     assert is_uniform_within(crossed.w_k.weight, xavier_bound(256, D))
     theirs = nn.MultiheadAttention(D, HEADS, kdim=256, vdim=128)
-    initialise(theirs, "xavier_packed", generator=seeded())
+    initialize(theirs, "xavier_packed", generator=seeded())
     assert is_uniform_within(theirs.q_proj_weight, xavier_bound(D, D))
     assert is_uniform_within(theirs.k_proj_weight, xavier_bound(256, D))
     assert is_uniform_within(theirs.v_proj_weight, xavier_bound(128, D))
@@ -151,7 +151,7 @@ def test_packed_counts_shared_heads_and_leaves_other_widths_apart():
 )
 @pytest.mark.parametrize("heads", [1, HEADS])
 def test_unit_inputs_meet_scores_of_the_ledgers_variance(name, q_variance, score_variance, heads):
-    module = initialise(Heads(D), name, generator=seeded())
+    module = initialize(Heads(D), name, generator=seeded())
     x = torch.randn(1024, D, generator=seeded(1))
     q, k = (rearrange(w(x), "n (h d) -> h n d", h=heads) for w in (module.w_q, module.w_k))
     scores = dot_scores(q, k) / (D // heads) ** 0.5
@@ -165,7 +165,7 @@ def test_unit_inputs_meet_scores_of_the_ledgers_variance(name, q_variance, score
 
 @pytest.mark.parametrize("name", ["normal", "depth_scaled"])
 def test_normal_starts_all_at_two_hundredths_save_what_depth_scales(name):
-    model = initialise(Stack(), name, layers=LAYERS, generator=seeded())
+    model = initialize(Stack(), name, layers=LAYERS, generator=seeded())
     into_the_stream = 0.02 / math.sqrt(2 * LAYERS) if name == "depth_scaled" else 0.02
     for block in model.blocks:
         attention, forward = block["attention"], block["feed"]
@@ -180,34 +180,35 @@ def test_depth_scaling_keeps_the_variance_of_the_stream_whatever_the_depth():
     """2·layers additions of variance s²/(2·layers) each add up to s²."""
     for layers in (1, 4, 16):
         feed = nn.ModuleDict({"w_in": nn.Linear(D, D), "w_out": nn.Linear(D, D)})
-        w = initialise(feed, "depth_scaled", layers, seeded())["w_out"]
+        w = initialize(feed, "depth_scaled", layers, seeded())["w_out"]
         total = 2 * layers * w.weight.square().mean()
         assert abs(total / 0.02**2 - 1) < 5 * math.sqrt(2 / D**2)
 
 
 def test_depth_is_read_off_the_nearest_spec_around():
     pair = nn.ModuleDict({"deep": Stack(spec=Declared()), "given": Stack()})
-    told = initialise(pair, "depth_scaled", layers=12, generator=seeded())
+    told = initialize(pair, "depth_scaled", layers=12, generator=seeded())
     assert is_normal(told["deep"].blocks[0]["feed"].w_out.weight, 0.02 / math.sqrt(24))
-    alone = initialise(pair["deep"], "depth_scaled", generator=seeded())
+    alone = initialize(pair["deep"], "depth_scaled", generator=seeded())
     assert is_normal(alone.blocks[0]["feed"].w_out.weight, 0.02 / math.sqrt(2 * LAYERS))
     with pytest.raises(SpecError) as e:
-        initialise(pair, "depth_scaled")
+        initialize(pair, "depth_scaled")
     assert str(e.value) == (
-        "depth_scaled divides given.blocks.0.attention.w_o by √(2·layers), and layers=None; give layers=, at least 1"
+        "depth_scaled divides given.blocks.0.attention.w_o by √(2·layers), but layers is None; "
+        "give layers=, at least 1"
     )
 
 
 def test_depth_scaling_knows_pytorchs_own_layers():
     theirs = nn.TransformerEncoderLayer(64, 4, 256)
-    initialise(theirs, "depth_scaled", layers=8, generator=seeded())
+    initialize(theirs, "depth_scaled", layers=8, generator=seeded())
     assert is_normal(theirs.self_attn.in_proj_weight, 0.02) and is_normal(theirs.linear1.weight, 0.02)
     assert is_normal(theirs.self_attn.out_proj.weight, 0.005) and is_normal(theirs.linear2.weight, 0.005)
 
 
 @pytest.mark.parametrize("name", ["xavier", "xavier_packed"])
 def test_scaled_embeddings_start_at_unit_size(name):
-    model = initialise(Stack(), name, generator=seeded())
+    model = initialize(Stack(), name, generator=seeded())
     table = model.embedding.weight
     d_model = table.shape[-1]
     assert is_normal(table[4:] * math.sqrt(d_model), 1.0)
@@ -221,7 +222,7 @@ def test_biases_start_at_zero_norms_at_one_and_tables_stay(name):
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(7.0)
-    initialise(model, name, layers=LAYERS)
+    initialize(model, name, layers=LAYERS)
     for path, p in model.named_parameters():
         if path.endswith("bias"):
             assert p.eq(0).all()
@@ -234,12 +235,12 @@ def test_biases_start_at_zero_norms_at_one_and_tables_stay(name):
 
 
 def test_convolutions_and_gates_count_their_own_fans():
-    convolution = initialise(nn.Conv1d(64, 32, 5), "xavier", generator=seeded())
+    convolution = initialize(nn.Conv1d(64, 32, 5), "xavier", generator=seeded())
     assert is_uniform_within(convolution.weight, xavier_bound(64 * 5, 32 * 5))
-    depthwise = initialise(nn.Conv1d(512, 512, 7, groups=512), "xavier", generator=seeded())
+    depthwise = initialize(nn.Conv1d(512, 512, 7, groups=512), "xavier", generator=seeded())
     assert is_uniform_within(depthwise.weight, xavier_bound(7, 7))
     model = RecurrentModel(Recurrent(VOCAB, 64, cell="lstm", layers=2))
-    initialise(model, "xavier", generator=seeded())
+    initialize(model, "xavier", generator=seeded())
     for layer in range(2):
         for gate in getattr(model.encoder, f"weight_ih_l{layer}").chunk(4):
             assert is_uniform_within(gate, xavier_bound(64, 64))
@@ -259,7 +260,7 @@ def test_every_part_of_our_own_models_starts_by_its_rule(name):
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(7.0)
-    initialise(model, name, generator=seeded())
+    initialize(model, name, generator=seeded())
     xavier = name.startswith("xavier")
     embedded = 67**-0.5 if xavier else 0.02
     stream = 0.02 / math.sqrt(2 * LAYERS) if name == "depth_scaled" else 0.02
@@ -280,24 +281,24 @@ def test_every_part_of_our_own_models_starts_by_its_rule(name):
 
 
 def test_a_classifiers_output_adds_to_no_stream():
-    model = initialise(small(ClassifierHead(97)).build(), "depth_scaled", generator=seeded())
+    model = initialize(small(ClassifierHead(97)).build(), "depth_scaled", generator=seeded())
     assert is_normal(model.head.w_out.weight, 0.02)
 
 
 def test_a_module_without_a_stream_is_normal_under_depth_scaling():
-    assert is_normal(initialise(nn.Linear(97, 89), "depth_scaled", generator=seeded()).weight, 0.02)
+    assert is_normal(initialize(nn.Linear(97, 89), "depth_scaled", generator=seeded()).weight, 0.02)
 
 
 def test_torch_leaves_everything_as_it_was_built():
     model = Stack()
     before = {path: p.clone() for path, p in model.named_parameters()}
-    assert initialise(model, "torch") is model
+    assert initialize(model, "torch") is model
     assert all(torch.equal(p, before[path]) for path, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("name", NAMES[:4])
 def test_one_seed_gives_one_start(name):
-    first, again, other = (initialise(Stack(), name, LAYERS, seeded(s)) for s in (5, 5, 6))
+    first, again, other = (initialize(Stack(), name, LAYERS, seeded(s)) for s in (5, 5, 6))
     pairs = list(zip(first.parameters(), again.parameters(), other.parameters()))
     assert all(torch.equal(a, b) for a, b, _ in pairs)
     assert not all(torch.equal(a, c) for a, _, c in pairs)
@@ -307,12 +308,12 @@ def test_one_seed_gives_one_start(name):
     "ask, message",
     [
         (
-            lambda: initialise(nn.Linear(2, 2), "xaver"),
-            "initialisation 'xaver' is unknown; did you mean xavier?",
+            lambda: initialize(nn.Linear(2, 2), "xaver"),
+            "initialization 'xaver' is unknown; did you mean xavier?",
         ),
         (
-            lambda: initialise(Heads(2), "depth_scaled", layers=0),
-            "depth_scaled divides w_o by √(2·layers), and layers=0; give layers=, at least 1",
+            lambda: initialize(Heads(2), "depth_scaled", layers=0),
+            "depth_scaled divides w_o by √(2·layers), but layers is 0; give layers=, at least 1",
         ),
     ],
 )

@@ -241,7 +241,7 @@ def test_an_image_of_another_size_is_refused():
     model = built(rg.preset("tiny-vit"))
     with pytest.raises(ShapeError) as e:
         model(torch.zeros(1, 1, 9, 8, dtype=f64))
-    assert str(e.value) == "images of (1, 9, 8); declared is (channels, height, width) = (1, 8, 8)"
+    assert str(e.value) == "images have shape (1, 9, 8); declared is (channels, height, width) = (1, 8, 8)"
 
 
 @pytest.mark.ledger("S2.1.3.1")
@@ -307,7 +307,7 @@ def test_token_types_need_a_declaration():
     model = built(shrunk(rg.preset("gpt2")))
     with pytest.raises(ShapeError) as e:
         model(ids(1, 3), types=torch.zeros(1, 3, dtype=torch.long))
-    assert str(e.value) == "token types were given, and the embedding declares none; set types=2 there"
+    assert str(e.value) == "token types were given, but the embedding declares none; set types=2 there"
     bert = built(shrunk(rg.preset("bert-base")))
     assert not torch.equal(bert(ids(1, 3)), bert(ids(1, 3), types=torch.ones(1, 3, dtype=torch.long)))
 
@@ -334,20 +334,20 @@ def test_tied_weights_are_stored_once_and_tied_again(tmp_path):
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
-    with pytest.raises(FormatError, match=r"holds no config\.json; a folder written by rg\.save has"):
+    with pytest.raises(FormatError, match=r"contains no config\.json; a folder written by rg\.save has"):
         rg.load(tmp_path)
     rg.save(rg.preset("tiny-classifier").build(), tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(FormatError, match="is not JSON"):
         rg.load(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(FormatError, match="is not of regard's format 1"):
+    with pytest.raises(FormatError, match="is not in regard's format 1"):
         rg.load(tmp_path)
     rg.save(rg.preset("tiny-classifier").build(), tmp_path)
     other = rg.preset("tiny-gpt").build()
     rg.save(other, tmp_path / "other")
     (tmp_path / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
-    with pytest.raises(FormatError, match="does not fit its declaration"):
+    with pytest.raises(FormatError, match="does not match its declaration"):
         rg.load(tmp_path)
     with pytest.raises(RegardError) as e:
         rg.save(torch.nn.Linear(2, 2), tmp_path)
@@ -358,7 +358,7 @@ def test_a_decoder_without_a_context_says_so():
     model = built(shrunk(rg.preset("tiny")))
     with pytest.raises(ShapeError) as e:
         model.decoder(ids(1, 3))
-    assert str(e.value) == "this block needs a context to look at"
+    assert str(e.value) == "this block needs a context"
     with pytest.raises(ShapeError) as e:
         model.encoder(ids(1, 3), torch.zeros(1, 3, 128, dtype=f64))
     assert str(e.value) == "this block has no cross-attention for a context"

@@ -229,7 +229,7 @@ def test_a_cache_refuses_to_cut_gradients():
     layer = built(Attention(12, heads=3, pattern=rg.causal()))
     with pytest.raises(RegardError) as e:
         layer(randn(1, 3, 12), cache=rg.KeyValues())
-    assert str(e.value) == "a cache keeps no gradients; decode under torch.no_grad()"
+    assert str(e.value) == "a cache has no gradients; decode under torch.no_grad()"
 
 
 def test_a_pattern_given_to_the_call_restricts_the_declared_one():
@@ -247,10 +247,10 @@ def test_an_input_of_the_wrong_width_is_named():
     layer = built(Attention(12, heads=3))
     with pytest.raises(ShapeError) as e:
         layer(randn(1, 7, 11))
-    assert str(e.value) == "x is 11 wide; this attention takes d_model=12"
+    assert str(e.value) == "x has width 11; this attention takes d_model=12"
     with pytest.raises(ShapeError) as e:
         layer(randn(1, 7, 12), randn(1, 7, 5))
-    assert str(e.value) == "the context is 5 wide; declared is d_context=12"
+    assert str(e.value) == "the context has width 5; declared is d_context=12"
 
 
 @pytest.mark.ledger("S3.Q3.0", "S1.Q5a.6", "S1.Q5a.7", "S1.Q7b.2", "S4.1.4e.2")

@@ -238,7 +238,7 @@ def test_weights_that_do_not_exist_cannot_be_asked_for():
     with pytest.raises(SpecError) as e:
         model(SOURCE, SOURCE, return_weights=True)
     assert str(e.value) == (
-        "Recurrent(13, 6, attention='none') has no attention, so no weights; ask without return_weights"
+        "Recurrent(13, 6, attention='none') has no attention, so it has no weights; call it without return_weights"
     )
 
 

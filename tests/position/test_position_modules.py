@@ -145,7 +145,7 @@ def test_an_unknown_position_is_refused():
 
     with pytest.raises(SpecError) as error:
         build(mystery())
-    assert str(error.value) == "mystery() is no position that can be built; see regard.position.KINDS"
+    assert str(error.value) == "mystery() cannot be built: it is none of regard.position.KINDS"
 
 
 # What is added to the input
@@ -210,7 +210,7 @@ def test_a_position_past_the_learned_table_is_refused():
     with pytest.raises(ShapeError) as error:
         module(x, torch.tensor([0.5]))
     assert str(error.value) == (
-        "learned(512) has vectors for whole positions, not for torch.float32: round them, or use sinusoidal()"
+        "learned(512) has vectors for integer positions, not for torch.float32: round them, or use sinusoidal()"
     )
 
 
@@ -300,7 +300,7 @@ def test_a_fraction_leaves_the_other_columns_alone():
 def test_a_rotary_module_refuses_another_width():
     with pytest.raises(ShapeError) as error:
         build(rope(), d_k=8)(randn(7, 6), torch.arange(7))
-    assert str(error.value) == "rope() was built for d_k=8 and met 6 columns"
+    assert str(error.value) == "rope() was built for d_k=8; the input has 6 columns"
 
 
 def test_a_bfloat16_query_at_position_100000_is_right_to_its_rounding():
@@ -411,7 +411,7 @@ def test_shaw_scores_and_values_are_those_of_each_pair():
     assert torch.allclose(added, moved, atol=1e-12)
     with pytest.raises(SpecError) as error:
         made(shaw(2)).values(weights, q_positions, k_positions)
-    assert str(error.value) == "shaw(2) adds nothing to the values: declare shaw(…, values=True)"
+    assert str(error.value) == "shaw(2) has no vectors for the values: declare shaw(…, values=True)"
 
 
 @pytest.mark.ledger("S2.3.2.1", "S2.4.1.1")

@@ -13,16 +13,15 @@ import regard as rg
 from regard.costs import Cost
 from regard.pattern import full
 from regard.training import recipes
-from regard.training.data.rows import Stretches
-from regard.training.data.sources import Running
+from regard.training.data.datasets import ContinuousText
+from regard.training.data.rows import Windows
 from regard.training.loop import checkpoints, meter
 from regard.training.loop.averaging import ema, last
-from regard.training.loop.log import Board
+from regard.training.loop.log import TensorBoardWriter
 from regard.training.loop.trainer import Trainer
-from regard.training.recipes import preflight as before
-from regard.training.recipes import trial_run as rehearsal
+from regard.training.recipes import preflight, trial_run
 from regard.training.recipes.run import Run
-from regard.training.report.head_statistics import Watcher, read
+from regard.training.report.head_statistics import HeadStatistics, read
 from training_run_case import a_known_machine, regard, small
 
 CPU = torch.device("cpu")
@@ -35,23 +34,23 @@ def run(tmp_path_factory):
 
 
 def test_a_mean_batch_is_counted_from_the_rows():
-    rows = Stretches(torch.arange(1000), context=10, step=10)
-    assert before.mean_batch(rows, 200) == before.Batch(20, 10, 10, 10.0, 0.0, 5)
+    rows = Windows(torch.arange(1000), context=10, step=10)
+    assert preflight.mean_batch(rows, 200) == preflight.MeanBatch(20, 10, 10, 10.0, 0.0, 5)
 
 
 def test_operations_of_a_step_are_those_of_both_passes(run):
-    batch = before.mean_batch(run.ready.train, 600)
+    batch = preflight.mean_batch(run.data.train, 600)
     spec = run.recipe.model
     one = rg.cost(spec, n=batch.n, m=batch.m, batch=batch.rows, train=True).total
-    told = before.operations(before.price(run.recipe, batch, CPU), batch)
+    told = preflight.flops_per_prediction(preflight.step_cost(run.recipe, batch, CPU), batch)
     assert told * batch.rows * batch.predicted == pytest.approx(one.flops + one.backward_flops)
     assert 2 * one.flops < one.flops + one.backward_flops < 3.2 * one.flops
 
 
 def test_the_meter_divides_what_was_done_by_what_could_be():
-    read = meter.Meter(operations=2e6, peak=1e9, device=CPU).read(predicted=1000, seconds=4.0)
+    read = meter.Meter(flops=2e6, peak=1e9, device=CPU).read(predicted=1000, seconds=4.0)
     assert read["mfu"] == 0.5 and read["memory"] > 50e6
-    assert before.gauge.__doc__ and meter.peak("cpu", "float32", torch.get_num_threads()) > 1e8
+    assert preflight.meter_of.__doc__ and meter.peak("cpu", "float32", torch.get_num_threads()) > 1e8
 
 
 def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
@@ -59,12 +58,12 @@ def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
     file.write_text(small(tmp_path).json())
     said = regard("train", str(file), "--dry-run", "--out", str(tmp_path / "out"))
     plain = json.loads(regard("train", str(file), "--dry-run", "--json"))
-    assert said.startswith("translate: 12 updates of 600 tokens, warmup_cosine(")
+    assert said.startswith("translate: 12 updates, 600 tokens per update, warmup_cosine(")
     for words in (
         "parameters\n",
-        "is padding;",
-        "MFLOP a predicted token, both passes",
-        "that are free: it fits",
+        "% padding;",
+        "MFLOP per predicted token, both passes",
+        "are free: it fits",
         "for 12 updates",
         "tokens/s; estimated from 3 updates of a copy on real batches, ",
         "L29 causality: holds\n  L31 padding has no effect: holds\n",
@@ -83,21 +82,21 @@ def test_time_is_that_of_a_few_updates_on_real_batches(run, monkeypatch):
         return done[-1]
 
     monkeypatch.setattr(Trainer, "_update", update)
-    told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
+    told = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
     predicted = sum(count for _, count, _ in done[1:])
     assert len(done) == 4 and told.updates == 12
     assert 12 * 0.05 < told.seconds < 12 * 0.2
     assert told.tokens_per_second == pytest.approx(predicted / 3 / (told.seconds / 12), rel=1e-3)
     took = told.seconds / 12 * 3
-    assert told.how == f"from 3 updates of a copy on real batches, {took:.2f} s"
-    assert before.Before.from_json(told.json()) == told
+    assert told.method == f"from 3 updates of a copy on real batches, {took:.2f} s"
+    assert preflight.Preflight.from_json(told.json()) == told
 
 
 def test_a_slow_rehearsal_ends_early_and_says_what_it_left_out(run, monkeypatch):
-    monkeypatch.setattr(rehearsal, "PATIENCE", -1.0)
+    monkeypatch.setattr(trial_run, "MAX_SECONDS", -1.0)
     recipe = replace(run.recipe, settings=replace(run.recipe.settings, compile=True))
-    pace = rehearsal.rehearse(recipe, run.ready.train, run.model, CPU)
-    assert pace.how == f"from 1 update of a copy on real batches, {pace.seconds:.2f} s, not compiled"
+    pace = trial_run.measure_speed(recipe, run.data.train, run.model, CPU)
+    assert pace.method == f"from 1 update of a copy on real batches, {pace.seconds:.2f} s, not compiled"
     assert pace.updates == 1 and pace.predicted > 0
 
 
@@ -113,8 +112,8 @@ def test_a_rehearsal_leaves_the_run_as_it_was(tmp_path, average):
         one, seen = Run(made, tmp_path / name, "cpu"), []
         kept = [t.clone() for t in (*one.model.parameters(), torch.get_rng_state())]
         if name == "rehearsed":
-            told = before.before(made, one.ready.train, one.model, CPU, laws=())
-            assert "3 updates" in told.how
+            told = preflight.preflight(made, one.data.train, one.model, CPU, laws=())
+            assert "3 updates" in told.method
         assert all(torch.equal(a, b) for a, b in zip(kept, (*one.model.parameters(), torch.get_rng_state())))
         assert one.trainer.step == 0 and all(p.grad is None for p in one.model.parameters())
         one.trainer.run(lambda e, seen=seen: seen.append(e["loss"]) if "loss" in e else None)
@@ -127,24 +126,24 @@ def test_without_memory_time_is_estimated_from_products_and_bytes(run, tmp_path,
     def fail(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
-    monkeypatch.setattr(rehearsal, "_rehearsed", fail)
+    monkeypatch.setattr(trial_run, "_timed", fail)
     with a_known_machine(tmp_path) as rates:
-        told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
-        half = before.before(run.recipe, run.ready.train, run.model, CPU, world=2, laws=())
-    least = told.operations * told.batch.predicted * told.batch.rows / rates.rate("float32")
+        told = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
+        half = preflight.preflight(run.recipe, run.data.train, run.model, CPU, world=2, laws=())
+    least = told.flops * told.batch.predicted * told.batch.rows / rates.rate("float32")
     assert 12 * least < told.seconds < 12 * (least + 1) and told.updates == 12
-    assert told.how == "from the rates of `regard bench machine` (a CPU of the tests)"
+    assert told.method == "from the rates of `regard bench machine` (a CPU of the tests)"
     assert half.tokens_per_second == pytest.approx(2 * told.tokens_per_second, rel=1e-3)
-    assert half.how.endswith("shared by 2 ranks without a loss")
+    assert half.method.endswith("assuming a perfect speedup on 2 ranks")
 
 
 def test_an_error_that_is_no_lack_of_memory_ends_a_rehearsal(run, monkeypatch):
     def fail(*_):
         raise RuntimeError("size mismatch")
 
-    monkeypatch.setattr(rehearsal, "_rehearsed", fail)
+    monkeypatch.setattr(trial_run, "_timed", fail)
     with pytest.raises(RuntimeError, match=r"^size mismatch$"):
-        rehearsal.rehearse(run.recipe, run.ready.train, run.model, CPU)
+        trial_run.measure_speed(run.recipe, run.data.train, run.model, CPU)
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="this system forgets no peak")
@@ -152,31 +151,31 @@ def test_what_a_rehearsal_held_is_not_called_the_runs_memory(run, monkeypatch):
     def greedy(*_):
         torch.ones(256 << 20, dtype=torch.uint8)
 
-    monkeypatch.setattr(rehearsal, "_rehearsed", greedy)
+    monkeypatch.setattr(trial_run, "_timed", greedy)
     most = meter.memory_used(CPU)
-    rehearsal.rehearse(run.recipe, run.ready.train, run.model, CPU)
+    trial_run.measure_speed(run.recipe, run.data.train, run.model, CPU)
     assert meter.memory_used(CPU) < most + (128 << 20)
 
 
 def test_what_does_not_fit_is_said_with_what_would(run, monkeypatch):
-    batch = before.mean_batch(run.ready.train, 600)
-    peak = before.price(run.recipe, batch, CPU).memory.training_peak
-    monkeypatch.setattr(meter, "memory_there", lambda device: peak - 1)
+    batch = preflight.mean_batch(run.data.train, 600)
+    peak = preflight.step_cost(run.recipe, batch, CPU).memory.training_peak
+    monkeypatch.setattr(meter, "memory_free", lambda device: peak - 1)
     monkeypatch.setattr(Cost, "fits", lambda cost, budget: 30 if budget == peak - 1 else 0)
     with a_known_machine(run.folder):
-        told = before.before(run.recipe, run.ready.train, run.model, CPU, laws=())
+        told = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
     assert told.fits == 30 * (batch.n + batch.m) == 150
-    assert "it does not fit; tokens=150 would: raise accumulate to keep the batch" in str(told)
+    assert "it does not fit; tokens=150 fits: raise accumulate to keep the effective batch size" in str(told)
 
 
 def test_where_not_even_one_row_fits_the_model_is_to_shrink(run, monkeypatch):
-    monkeypatch.setattr(meter, "memory_there", lambda device: 1000)
-    none = before.most_tokens(run.recipe, run.ready.train, CPU)
-    assert none == 0 and before.what_fits(none).startswith("not even one row would: make the model smaller")
+    monkeypatch.setattr(meter, "memory_free", lambda device: 1000)
+    none = preflight.max_tokens(run.recipe, run.data.train, CPU)
+    assert none == 0 and preflight.what_fits(none).startswith("not even one row fits: make the model smaller")
 
 
 def test_running_out_of_memory_names_a_batch_that_fits(run, monkeypatch):
-    monkeypatch.setattr(before, "most_tokens", lambda recipe, rows, device: 4800)
+    monkeypatch.setattr(preflight, "max_tokens", lambda recipe, rows, device: 4800)
     for error in (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),
         RuntimeError(
@@ -193,8 +192,8 @@ def test_running_out_of_memory_names_a_batch_that_fits(run, monkeypatch):
             run.train()
         said = str(error).splitlines()[0]
         assert str(told.value) == (
-            f"a batch of 600 tokens does not fit the memory of cpu ({said}); by its cost tokens=4,800 would: raise "
-            f"accumulate to keep the batch"
+            f"a batch of 600 tokens does not fit the memory of cpu ({said}); by its estimated cost "
+            f"tokens=4,800 fits: raise accumulate to keep the effective batch size"
         )
 
 
@@ -208,17 +207,17 @@ def test_other_errors_are_not_called_a_lack_of_memory(run, monkeypatch):
 
 
 def test_a_language_model_that_sees_the_future_is_stopped_before_it_learns():
-    made = recipes.language_model(8, d_model=16, layers=1, heads=2, data=Running(context=16))
+    made = recipes.language_model(8, d_model=16, layers=1, heads=2, data=ContinuousText(context=16))
     blind = replace(made.model.block.attention, pattern=full())
     made = replace(made, model=replace(made.model, block=replace(made.model.block, attention=blind)))
-    laws = before.tried(made.model.build(), before.FIRST, foresees=True)
+    laws = preflight.check_laws(made.model.build(), preflight.BEFORE_TRAINING, autoregressive=True)
     told = replace(_told(), laws=laws)
     with pytest.raises(
         rg.RegardError,
-        match=r"^the model breaks L29, causality \(.*\): it is to foresee what comes next, and may look there; "
-        r"declare pattern=causal\(\); training it would mean nothing$",
+        match=r"^the model violates law L29, causality \(.*\): it predicts the next token and may attend to it; "
+        r"declare pattern=causal\(\); its training loss would be meaningless$",
     ):
-        told.need_lawful()
+        told.require_laws()
 
 
 def test_a_broken_law_is_found_on_the_built_model_and_the_dice_stay(run):
@@ -226,13 +225,15 @@ def test_a_broken_law_is_found_on_the_built_model_and_the_dice_stay(run):
     leaky = recipes.recipe("language-model", d_model=16, layers=1, heads=2).model.build()
     leaky.blocks[0].register_forward_hook(lambda block, given, out: out + out.mean(1, keepdim=True))
     torch.set_rng_state(state)
-    laws = {law.number: law for law in before.tried(leaky, before.FIRST, foresees=True)}
+    laws = {
+        law.number: law for law in preflight.check_laws(leaky, preflight.BEFORE_TRAINING, autoregressive=True)
+    }
     assert laws["L29"].status == "broken" and torch.equal(torch.get_rng_state(), state)
 
 
-def _told() -> before.Before:
-    return before.Before(
-        "x", 1, before.Batch(1, 1, 1, 1, 0.0, 1), 1.0, None, None, None, 1, 1.0, 1.0, "so", {}
+def _told() -> preflight.Preflight:
+    return preflight.Preflight(
+        "x", 1, preflight.MeanBatch(1, 1, 1, 1, 0.0, 1), 1.0, None, None, None, 1, 1.0, 1.0, "so", {}
     )
 
 
@@ -241,7 +242,7 @@ def test_two_runs_in_one_folder_are_refused_at_once(run):
     with (
         checkpoints.locked(run.folder),
         pytest.raises(
-            rg.RegardError, match=r"^another run is training in .*; give this one a folder of its own$"
+            rg.RegardError, match=r"^another process is training in .*; give this run another folder$"
         ),
     ):
         Run(replace(run.recipe, settings=replace(run.recipe.settings, steps=99)), run.folder, "cpu")
@@ -267,12 +268,12 @@ def test_watching_heads_changes_nothing_and_is_kept(tmp_path):
     meter.peak.cache_clear()  # measured by the first run alone, and its dice are the second's all the same
     for name in ("plain", "watched"):
         one, seen = Run(made, tmp_path / name, "cpu"), []
-        watcher = [Watcher(one, 5)] if name == "watched" else []
+        watcher = [HeadStatistics(one, 5)] if name == "watched" else []
         one.train(seen.append, *watcher)
         losses.append([e["loss"] for e in seen if e["event"] == "train"])
         if name == "plain":
             told = [e for e in seen if e["event"] == "train"]
-            keys = {"loss", "norm", "rate", "tokens_per_second", "seconds", "waste", "mfu", "memory"}
+            keys = {"loss", "norm", "rate", "tokens_per_second", "seconds", "padding_share", "mfu", "memory"}
             assert all(keys <= set(e) and e["mfu"] > 0 and e["memory"] > 0 for e in told)
     assert losses[0] == losses[1]  # bit for bit
     seen = read(tmp_path / "watched")
@@ -284,8 +285,8 @@ def test_watching_heads_changes_nothing_and_is_kept(tmp_path):
 
 
 def test_heads_are_watched_every_so_many_updates(run):
-    with pytest.raises(rg.SpecError, match=r"^heads are watched every 0 updates; at least 1 is needed$"):
-        Watcher(run, 0)
+    with pytest.raises(rg.SpecError, match=r"^head statistics every 0 updates: at least 1 is needed$"):
+        HeadStatistics(run, 0)
 
 
 def test_tensorboard_hears_numbers_only(tmp_path, monkeypatch):
@@ -303,8 +304,8 @@ def test_tensorboard_hears_numbers_only(tmp_path, monkeypatch):
 
     module = type("tensorboard", (), {"SummaryWriter": Writer})
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", module)
-    Board(tmp_path)({"event": "train", "step": 3, "time": 9.5, "loss": 2.5, "path": "x"})
+    TensorBoardWriter(tmp_path)({"event": "train", "step": 3, "time": 9.5, "loss": 2.5, "path": "x"})
     assert told == [str(tmp_path / "tensorboard"), ("train/loss", 2.5, 3, 9.5)]
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(rg.RegardError, match=r"by tensorboard: pip install tensorboard$"):
-        Board(tmp_path)
+    with pytest.raises(rg.RegardError, match=r"needs tensorboard: pip install tensorboard$"):
+        TensorBoardWriter(tmp_path)

@@ -13,7 +13,7 @@ import regard as rg
 from regard.training.data import corpora, text, tokens
 from regard.training.data.batches import Stream, by_tokens
 from regard.training.data.ragged import Ragged
-from regard.training.data.rows import IGNORED, Labelled, Pairs, Stretches
+from regard.training.data.rows import IGNORED, Labeled, Pairs, Windows
 from regard.training.data.tokens import END, PAD, START, Tokens
 
 
@@ -31,7 +31,7 @@ def test_jsonl_lines_and_whole_texts_are_read(tmp_path):
     assert text.records(file, "label", "text") == [("1", "good"), ("0", "bad")]
     plain = tmp_path / "a.txt"
     plain.write_text("one\ntwo\n")
-    assert text.sentences(plain) == ["one", "two"] and text.whole(plain) == "one\ntwo\n"
+    assert text.sentences(plain) == ["one", "two"] and text.content(plain) == "one\ntwo\n"
 
 
 BROKEN = {
@@ -42,8 +42,8 @@ BROKEN = {
         b"a\tb\nc\t\xff\n",
         "bytes.tsv, line 2: byte 3 is not UTF-8 (invalid start byte); convert the file first",
     ),
-    "cut.tsv.gz": (gzip.compress(b"a\tb\n" * 99)[:-9], "cut.tsv.gz is not a whole gzip file: "),
-    "plain.tsv.gz": (b"a\tb\n", "plain.tsv.gz is not a whole gzip file: Not a gzipped file"),
+    "cut.tsv.gz": (gzip.compress(b"a\tb\n" * 99)[:-9], "cut.tsv.gz is not a complete gzip file: "),
+    "plain.tsv.gz": (b"a\tb\n", "plain.tsv.gz is not a complete gzip file: Not a gzipped file"),
 }
 
 
@@ -79,7 +79,7 @@ def test_the_texts_that_come_along_are_whole_and_say_whose_they_are():
     assert (
         "licence" in (folder / "README.md").read_text() and len((folder / "NOTICES.txt").read_text()) > 10_000
     )
-    assert text.whole(corpora.folder("shakespeare") / "tiny.txt.gz").startswith("First Citizen:")
+    assert text.content(corpora.folder("shakespeare") / "tiny.txt.gz").startswith("First Citizen:")
 
 
 SENTENCES = ["the cat sat on the mat", "el gato se sentó en la estera", "¿qué? <s> 中文", "a  b"]
@@ -115,15 +115,18 @@ def test_any_byte_can_be_written():
 
 
 def test_foreign_tokenisers_and_small_vocabularies_are_refused():
-    with pytest.raises(rg.FormatError, match=r"^not a tokeniser: "):
+    with pytest.raises(rg.FormatError, match=r"^not a tokenizer: "):
         Tokens.from_json("{}")
     other = json.loads(tokens.characters(["ab"]).json())
     other["model"]["vocab"]["<pad>"], other["model"]["vocab"]["a"] = 4, 0
     other["added_tokens"] = []
-    with pytest.raises(rg.FormatError, match="first ids are not <pad>, <s>, </s>, <unk>; it was not made by"):
+    with pytest.raises(
+        rg.FormatError,
+        match="the first ids of this tokenizer are not <pad>, <s>, </s>, <unk>; it was not made by",
+    ):
         Tokens.from_json(json.dumps(other))
     with pytest.raises(
-        rg.FormatError, match=r"^a vocabulary of 99 does not hold 4 signs and 256 bytes; use 260"
+        rg.FormatError, match=r"^a vocabulary of 99 cannot hold 4 special tokens and 256 bytes; use 260"
     ):
         tokens.bpe(["a"], 99)
 
@@ -145,12 +148,12 @@ def test_little_of_the_corpus_is_padding_and_two_epochs_differ():
     source = torch.randint(1, 60, (20_000,), generator=noise)
     sizes = torch.stack([source, (source + torch.randint(-5, 9, (20_000,), generator=noise)).clamp(min=1)], 1)
     one, again, other = (by_tokens(sizes, 4096, epoch=e) for e in (0, 0, 1))
-    assert 0 < one.waste < 0.06
+    assert 0 < one.padding_share < 0.06
     assert torch.equal(one.rows, again.rows) and one.cuts == again.cuts
     assert not torch.equal(one.rows, other.rows)
     in_order = -(-len(sizes) // 64)  # random batches of 64 rows, for comparison
     random = sum(64 * int(sizes[64 * i : 64 * i + 64].amax(0).sum()) for i in range(in_order))
-    assert plan_waste(sizes, random) > 5 * one.waste
+    assert plan_waste(sizes, random) > 5 * one.padding_share
 
 
 def plan_waste(sizes, padded):
@@ -183,10 +186,10 @@ def test_ranks_share_an_update_whole_whatever_their_number(rows, world, batches)
 
 def test_rows_that_cannot_be_batched_are_refused():
     with pytest.raises(
-        rg.SpecError, match=r"^a row of 9 tokens does not fit a batch of 8; raise it, or drop"
+        rg.SpecError, match=r"^a row of 9 tokens does not fit into a batch of 8; raise tokens, or drop"
     ):
         by_tokens(torch.tensor([[4, 5]]), 8)
-    with pytest.raises(rg.SpecError, match=r"^there is no row to make a batch of$"):
+    with pytest.raises(rg.SpecError, match=r"^there are no rows to make batches of$"):
         by_tokens(torch.zeros(0, 1, dtype=torch.long), 8)
 
 
@@ -195,37 +198,37 @@ def test_a_batch_of_pairs_is_shifted_by_one_and_ignores_padding():
     assert data.sizes.tolist() == [[3, 2], [1, 3]]
     batch = data.batch(torch.tensor([1, 0]))
     assert batch.predicted == 5
-    assert {k: v.tolist() for k, v in batch.given.items()} == {
+    assert {k: v.tolist() for k, v in batch.inputs.items()} == {
         "source": [[8, PAD, PAD], [5, 6, 7]],
         "source_lengths": [1, 3],
         "target": [[START, 10, 11], [START, 9, PAD]],
-        "wanted": [[10, 11, END], [9, END, IGNORED]],
+        "targets": [[10, 11, END], [9, END, IGNORED]],
     }
 
 
 def test_batches_of_stretches_and_labels():
-    text_ids = Stretches(torch.arange(10, dtype=torch.int32), context=3, step=2)
+    text_ids = Windows(torch.arange(10, dtype=torch.int32), context=3, step=2)
     assert len(text_ids) == 4
     batch = text_ids.batch(torch.tensor([0, 3]))
-    assert batch.given["tokens"].tolist() == [[0, 1, 2], [6, 7, 8]]
-    assert batch.given["wanted"].tolist() == [[1, 2, 3], [7, 8, 9]] and batch.predicted == 6
-    told = Labelled(Ragged.of([[5], [6, 7]]), torch.tensor([1, 0])).batch(torch.tensor([1, 0])).given
+    assert batch.inputs["tokens"].tolist() == [[0, 1, 2], [6, 7, 8]]
+    assert batch.inputs["targets"].tolist() == [[1, 2, 3], [7, 8, 9]] and batch.predicted == 6
+    told = Labeled(Ragged.of([[5], [6, 7]]), torch.tensor([1, 0])).batch(torch.tensor([1, 0])).inputs
     assert (told["tokens"].tolist(), told["labels"].tolist()) == ([[6, 7], [5, PAD]], [0, 1])
 
 
 @given(st.integers(9, 80), st.integers(1, 7), st.integers(1, 9), st.integers(0, 9))
 def test_a_loose_window_begins_within_its_step_and_ends_within_the_text(total, context, step, seed):
     torch.manual_seed(seed)
-    windows = Stretches(torch.arange(total, dtype=torch.int32), context, step, loose=True)
+    windows = Windows(torch.arange(total, dtype=torch.int32), context, step, random_offset=True)
     rows = torch.arange(len(windows))
-    batch = windows.batch(rows).given
+    batch = windows.batch(rows).inputs
     drawn = batch["tokens"][:, 0] - rows * step
     assert int(drawn.min()) >= 0 and int(drawn.max()) < step
-    assert torch.equal(batch["wanted"], batch["tokens"] + 1) and int(batch["wanted"].max()) < total
+    assert torch.equal(batch["targets"], batch["tokens"] + 1) and int(batch["targets"].max()) < total
 
 
 def test_two_epochs_of_loose_windows_differ():
     torch.manual_seed(0)
-    windows = Stretches(torch.arange(999, dtype=torch.int32), 10, 10, loose=True)
-    one, two = (windows.batch(torch.arange(len(windows))).given["tokens"] for _ in range(2))
+    windows = Windows(torch.arange(999, dtype=torch.int32), 10, 10, random_offset=True)
+    one, two = (windows.batch(torch.arange(len(windows))).inputs["tokens"] for _ in range(2))
     assert not torch.equal(one, two)

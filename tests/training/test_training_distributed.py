@@ -119,7 +119,7 @@ def test_a_shard_that_is_damaged_foreign_or_missing_is_refused(home, tmp_path):
     second = at / "shard-00002-model-00001-of-00001.safetensors"
     whole = second.read_bytes()
     for change, message in (
-        (lambda: second.write_bytes(whole[:-3]), f"{second.name} is damaged: its checksum is not the one"),
+        (lambda: second.write_bytes(whole[:-3]), f"{second.name} is damaged: its checksum differs"),
         (lambda: second.write_bytes(bytes([whole[0] ^ 1]) + whole[1:]), f"{second.name} is damaged"),
         (lambda: second.unlink(), "[Errno 2] No such file or directory"),
         (
@@ -166,7 +166,7 @@ def test_a_full_disk_under_one_rank_is_everyones_error_and_the_last_checkpoint_s
 
 
 def test_a_folder_in_use_is_refused_by_all_ranks(home):
-    wanted = f"another run is training in {home / 'locked'}; give this one a folder of its own"
+    wanted = f"another process is training in {home / 'locked'}; give this run another folder"
     assert [one["error"] for one in told(home, "locked")] == [wanted, f"rank 0: {wanted}"]
 
 
@@ -181,7 +181,7 @@ def test_without_torchrun_a_process_is_alone(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert Ranks.here() == ALONE == Ranks(0, 1, 0)
-    assert ALONE.sum(2, 0.5) == [2, 0.5] and ALONE.everyone("a") == ["a"] and ALONE.first(lambda: 3) == 3
+    assert ALONE.sum(2, 0.5) == [2, 0.5] and ALONE.gather("a") == ["a"] and ALONE.on_first(lambda: 3) == 3
     assert str(ALONE.device("cpu")) == "cpu" and str(Ranks(3, 4, 1).device("cuda")) == "cuda:1"
 
 

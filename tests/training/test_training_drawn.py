@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard as rg
-from regard.training.data.image_augmentation import moves
+from regard.training.data.image_augmentation import random_affine
 from regard.training.data.ragged import Ragged
-from regard.training.data.rows import IGNORED, Labelled
-from regard.training.data.token_masking import Hidden
+from regard.training.data.rows import IGNORED, Labeled
+from regard.training.data.token_masking import MaskedSentences
 from regard.training.data.tokens import PAD
 
 MASK = 103
@@ -19,8 +19,8 @@ rows = st.lists(st.lists(st.integers(4, MASK - 1), min_size=1, max_size=40), min
 @given(rows, st.sampled_from([0.15, 0.4, 1.0]), st.integers(0, 99))
 def test_a_share_of_each_row_is_hidden_and_at_least_one(made, share, seed):
     torch.manual_seed(seed)
-    batch = Hidden(Ragged.of(made), MASK, share).batch(torch.arange(len(made)))
-    wanted, tokens = batch.given["wanted"], batch.given["tokens"]
+    batch = MaskedSentences(Ragged.of(made), MASK, share).batch(torch.arange(len(made)))
+    wanted, tokens = batch.inputs["targets"], batch.inputs["tokens"]
     hidden = wanted != IGNORED
     for i, row in enumerate(made):
         here = hidden[i, : len(row)]
@@ -33,9 +33,9 @@ def test_a_share_of_each_row_is_hidden_and_at_least_one(made, share, seed):
 
 def test_of_ten_hidden_tokens_eight_are_masks_one_another_one_itself():
     torch.manual_seed(0)
-    data = Hidden(Ragged.of([[7] * 100] * 400), MASK)
-    given = data.batch(torch.arange(400)).given
-    shown = given["tokens"][given["wanted"] != IGNORED]
+    data = MaskedSentences(Ragged.of([[7] * 100] * 400), MASK)
+    given = data.batch(torch.arange(400)).inputs
+    shown = given["tokens"][given["targets"] != IGNORED]
     assert len(shown) == 400 * 15
     masks, itself = float((shown == MASK).float().mean()), float((shown == 7).float().mean())
     assert masks == pytest.approx(0.8, abs=0.02) and itself == pytest.approx(0.1, abs=0.015)
@@ -44,62 +44,64 @@ def test_of_ten_hidden_tokens_eight_are_masks_one_another_one_itself():
 
 
 def test_hidden_anew_each_time_and_alike_from_one_random_state():
-    data = Hidden(Ragged.of([list(range(4, 44))] * 7), MASK)
+    data = MaskedSentences(Ragged.of([list(range(4, 44))] * 7), MASK)
     state = torch.get_rng_state()
-    one, two = (data.batch(torch.arange(7)).given["wanted"] for _ in range(2))
+    one, two = (data.batch(torch.arange(7)).inputs["targets"] for _ in range(2))
     assert not torch.equal(one, two)
     torch.set_rng_state(state)
-    assert torch.equal(data.batch(torch.arange(7)).given["wanted"], one)
+    assert torch.equal(data.batch(torch.arange(7)).inputs["targets"], one)
 
 
 def test_what_is_validated_is_hidden_once_however_it_is_batched():
-    data = Hidden(Ragged.of([list(range(4, 4 + n)) for n in (3, 11, 7, 20)]), MASK)
+    data = MaskedSentences(Ragged.of([list(range(4, 4 + n)) for n in (3, 11, 7, 20)]), MASK)
     state = torch.get_rng_state()
-    held, again = data.once(5), data.once(5)
+    held, again = data.fixed(5), data.fixed(5)
     assert torch.equal(torch.get_rng_state(), state)  # the run's own draws are not touched
-    whole = held.batch(torch.arange(4)).given
+    whole = held.batch(torch.arange(4)).inputs
     for i, n in enumerate((3, 11, 7, 20)):
-        alone = again.batch(torch.tensor([i])).given
-        for name in ("tokens", "wanted"):
+        alone = again.batch(torch.tensor([i])).inputs
+        for name in ("tokens", "targets"):
             assert torch.equal(alone[name][0], whole[name][i, :n])
-    assert not torch.equal(data.once(6).batch(torch.arange(4)).given["wanted"], whole["wanted"])
+    assert not torch.equal(data.fixed(6).batch(torch.arange(4)).inputs["targets"], whole["targets"])
     assert held.sizes.tolist() == [[3], [11], [7], [20]] and len(held) == 4
 
 
 @pytest.mark.parametrize("share", [0, 1.5])
 def test_no_share_and_more_than_all_are_refused(share):
     with pytest.raises(
-        rg.SpecError, match=rf"^share={share} of the tokens hidden; a number above 0, at most 1, is needed$"
+        rg.SpecError, match=rf"^share={share} of the tokens masked; it needs to be above 0 and at most 1$"
     ):
-        Hidden(Ragged.of([[4]]), MASK, share)
+        MaskedSentences(Ragged.of([[4]]), MASK, share)
 
 
 def test_images_move_as_far_as_declared():
     torch.manual_seed(0)
     dot = torch.zeros(500, 1, 9, 9)
     dot[:, :, 4, 4] = 1.0
-    assert torch.equal(moves(0, 0, 0)(dot), dot)
+    assert torch.equal(random_affine(0, 0, 0)(dot), dot)
     along = torch.arange(9.0) - 4
-    shifted = moves(1.5, 0, 0)(dot)
+    shifted = random_affine(1.5, 0, 0)(dot)
     for axis in (-1, -2):
         centre = (shifted.sum(dim=(1, -3 - axis)) * along).sum(-1) / shifted.sum(dim=(1, 2, 3))
         assert 1.3 < float(centre.abs().max()) <= 1.5 + 1e-4 and float(centre.abs().min()) < 0.2
     # a turn about the middle leaves it there, and moves what is far from it: 4 · sin 20° = 1.37 pixels
-    assert torch.allclose(moves(0, 20, 0)(dot)[:, 0, 4, 4], torch.tensor(1.0))
+    assert torch.allclose(random_affine(0, 20, 0)(dot)[:, 0, 4, 4], torch.tensor(1.0))
     edge = torch.zeros(500, 1, 9, 9)
     edge[:, :, 4, 8] = 1.0
-    down = (moves(0, 20, 0)(edge).sum(dim=(1, 3)) * along).sum(-1) / moves(0, 0, 0)(edge).sum(dim=(1, 2, 3))
+    down = (random_affine(0, 20, 0)(edge).sum(dim=(1, 3)) * along).sum(-1) / random_affine(0, 0, 0)(edge).sum(
+        dim=(1, 2, 3)
+    )
     assert 1.0 < float(down.abs().max()) < 2.0
 
 
 def test_moved_rows_keep_their_labels_and_are_drawn_anew():
     torch.manual_seed(0)
     images = torch.rand(5, 1, 8, 8)
-    data = Labelled(images, torch.arange(5), moves())
+    data = Labeled(images, torch.arange(5), random_affine())
     one, two = (data.batch(torch.tensor([3, 1])) for _ in range(2))
-    assert one.given["labels"].tolist() == [3, 1] and one.predicted == 2
-    assert one.given["images"].shape == (2, 1, 8, 8)
-    assert not torch.equal(one.given["images"], two.given["images"])
+    assert one.inputs["labels"].tolist() == [3, 1] and one.predicted == 2
+    assert one.inputs["images"].shape == (2, 1, 8, 8)
+    assert not torch.equal(one.inputs["images"], two.inputs["images"])
     assert data.sizes.tolist() == [[1]] * 5 and len(data) == 5
-    with pytest.raises(rg.SpecError, match=r"^moves\(shift=-1, .*\): an image cannot move by less than 0$"):
-        moves(-1)
+    with pytest.raises(rg.SpecError, match=r"^random_affine\(shift=-1, .*\): no amount can be below 0$"):
+        random_affine(-1)

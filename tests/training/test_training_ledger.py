@@ -23,7 +23,7 @@ def two_heads(seed: int = 0):
     return rg.Attention(6, heads=2, biases="none").build().double()
 
 
-def apart(model) -> float:
+def unpack(model) -> float:
     """How far the two heads' weights are from one another."""
     rows = [w.weight for w in (model.w_q, model.w_k, model.w_v)] + [model.w_o.weight.T]
     return max(float((w[:3] - w[3:]).detach().abs().max()) for w in rows)
@@ -46,8 +46,8 @@ def test_heads_that_start_equal_stay_equal_and_others_do_not():
             adam.step()
             adam.zero_grad()
     assert (model.w_q.weight - began).abs().max() > 0.01  # it did train
-    assert apart(model) <= STEPS * torch.finfo(torch.float64).eps  # some products round columns differently
-    assert apart(other) > 0.1
+    assert unpack(model) <= STEPS * torch.finfo(torch.float64).eps  # some products round columns differently
+    assert unpack(other) > 0.1
 
 
 @pytest.mark.ledger("S0.Q2a.11")
@@ -101,7 +101,7 @@ def test_the_reference_is_short_and_says_what_it_computes():
     source = inspect.getsource(reference.attend)
     assert len(source.splitlines()) < 60 and "softmax" in (inspect.getdoc(reference.attend) or "")
     engine = ROOT / "src" / "regard" / "engine"
-    fast = [f for f in engine.glob("*.py") if re.search(r"^def attend\(", f.read_text(), re.MULTILINE)]
+    fast = [f for f in engine.rglob("*.py") if re.search(r"^def attend\(", f.read_text(), re.MULTILINE)]
     assert len(fast) > 4
     assert all('"""' in f.read_text().split("def attend(")[1][:1200] for f in fast)  # each says its formula
 

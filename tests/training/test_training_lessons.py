@@ -32,7 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("number", CASES)
-def test_the_claim_stands(number):
+def test_the_claim_is_supported(number):
     told = LESSONS[number]()
     assert told.number == number and told.measured
     assert told.passed, str(told)
@@ -44,26 +44,24 @@ def test_every_lesson_is_tested():
 
 def test_lessons_on_images_keep_what_they_ask_for_and_fall_untrained():
     told = LESSONS["T4"](steps=4)
-    assert not told.passed and set(told.measured["accuracy"]) == {"everywhere", "one patch around"}
-    kept = told.measured["centre and spread, head 0"]["everywhere"]
+    assert not told.passed and set(told.measured["accuracy"]) == {"everywhere", "local window"}
+    kept = told.measured["center and spread, head 0"]["everywhere"]
     assert list(kept) == [1, 2, 3, 4] and all(
-        0 <= v <= 1 for v in told.measured["heads near a whole shift"].values()
+        0 <= v <= 1 for v in told.measured["heads near an integer offset"].values()
     )
     told = LESSONS["T6"](steps=8)
     assert not told.passed and told.measured["fine-tuned head"] == (64, 2)
-    assert (
-        abs(told.measured["near minus far, position vectors"]["at the start"]) < 0.1
-    )  # no locality built in
+    assert abs(told.measured["near minus far, position vectors"]["initialized"]) < 0.1  # no locality built in
 
 
-def test_a_lesson_that_trains_too_little_falls():
+def test_a_lesson_that_trains_too_little_fails():
     assert not LESSONS["T3"](steps=3).passed
     assert not LESSONS["T9"](steps=3).passed
 
 
 def test_a_lesson_says_what_was_measured():
     told = Lesson("T0", "all is well", {"loss": {"a": 0.123456, 16: "refused"}, "word": "x"}, False)
-    assert str(told) == "T0 falls: all is well\n  loss: a 0.1235, 16 refused\n  word: x"
+    assert str(told) == "T0 failed: all is well\n  loss: a 0.1235, 16 refused\n  word: x"
 
 
 def test_a_lesson_runs_from_the_command_line():
@@ -72,4 +70,4 @@ def test_a_lesson_runs_from_the_command_line():
     told = json.loads(done.stdout)
     assert told["passed"] and told["measured"]["with positions"]["accuracy"] == 1.0
     listed = CliRunner().invoke(app, ["train", "--list"]).stdout
-    assert "T9: on random tokens a masked decoder learns nothing, an unmasked one reads the answer." in listed
+    assert "T9: on random tokens a causal model learns nothing, an unmasked one reads the answer." in listed

@@ -73,7 +73,7 @@ def test_the_first_update_uses_step_1_and_the_norm_is_logged(whole):
     told = read(whole.folder, "train")
     rate = SETTINGS.schedule
     assert [e["rate"] for e in told] == [rate(e["step"]) for e in told]
-    assert all(e["norm"] > 0 and e["tokens_per_second"] > 0 and 0 <= e["waste"] < 0.5 for e in told)
+    assert all(e["norm"] > 0 and e["tokens_per_second"] > 0 and 0 <= e["padding_share"] < 0.5 for e in told)
 
 
 @pytest.mark.parametrize("stop", [4, 12, 20])
@@ -136,7 +136,7 @@ def test_the_last_k_are_kept_and_nothing_temporary(whole):
         "00000024",
     ]
     files = {p.name for p in (whole.folder / "checkpoints" / "00000024").iterdir()}
-    assert files == {"weights.safetensors", "optimiser.safetensors", "state.json"}
+    assert files == {"weights.safetensors", "optimizer.safetensors", "state.json"}
 
 
 def damaged(whole, tmp_path, change) -> str:
@@ -161,7 +161,7 @@ def flip(folder):
 
 
 def shorten(folder):
-    file = folder / "optimiser.safetensors"
+    file = folder / "optimizer.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
 
 
@@ -170,8 +170,8 @@ def reformat(folder):
 
 
 DAMAGE = {
-    flip: "weights.safetensors is damaged: its checksum is not the one written with it",
-    shorten: "optimiser.safetensors is damaged: its checksum is not the one written with it",
+    flip: "weights.safetensors is damaged: its checksum differs from the stored one",
+    shorten: "optimizer.safetensors is damaged: its checksum differs from the stored one",
     reformat: "its format is 2, not 1",
     lambda f: (f / "state.json").write_text("{"): "Expecting property name",
     lambda f: (f / "weights.safetensors").unlink(): "[Errno 2] No such file or directory",
@@ -188,21 +188,23 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(whole, tm
 
 
 def test_checkpoints_that_are_not_there_are_named(whole, tmp_path):
-    with pytest.raises(rg.FormatError, match=r"holds no checkpoint; train there first$"):
+    with pytest.raises(rg.FormatError, match=r"contains no checkpoint; train there first$"):
         checkpoints.read(tmp_path)
     with pytest.raises(rg.FormatError, match=r"has no checkpoint 3; there are 16, 20, 24$"):
         checkpoints.read(whole.folder, 3)
 
 
 def test_another_models_checkpoint_is_refused(whole):
-    with pytest.raises(rg.FormatError, match=r"is \(13, 16\) in the checkpoint and \(17, 16\) in the model$"):
+    with pytest.raises(
+        rg.FormatError, match=r"has shape \(13, 16\) in the checkpoint and \(17, 16\) in the model$"
+    ):
         trainer(whole.folder, vocab=17).resume()
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     with checkpoints.locked(tmp_path), pytest.raises(rg.RegardError) as refused:
         trainer(tmp_path).run()
-    assert str(refused.value) == f"another run is training in {tmp_path}; give this one a folder of its own"
+    assert str(refused.value) == f"another process is training in {tmp_path}; give this run another folder"
     trainer(tmp_path, steps=2).run()
 
 
@@ -282,8 +284,8 @@ def test_accumulated_batches_are_one_large_batch(tmp_path):
     def after(tokens, accumulate):
         one = trainer(tmp_path / str(accumulate), accumulate=accumulate, average=None, smoothing=0.0)
         one.task.double().eval()
-        one.optimiser = one.settings.optimiser.build(one.task)
-        one.train, one.stream.lengths, one.stream.most = data, data.sizes, tokens
+        one.optimizer = one.settings.optimizer.build(one.task)
+        one.train, one.stream.lengths, one.stream.max_tokens = data, data.sizes, tokens
         one.task.train = lambda mode=True: one.task  # no dropout: the halves draw other numbers
         one._update()
         return [p.detach() for p in one.task.parameters()], one.stream
@@ -299,7 +301,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path):
 def test_clipping_bounds_the_norm_and_below_it_changes_nothing(tmp_path):
     def moved(clip):
         one = trainer(tmp_path / str(clip), clip=clip, schedule=constant(1.0))
-        one.optimiser = torch.optim.SGD(one.task.parameters(), lr=1.0)
+        one.optimizer = torch.optim.SGD(one.task.parameters(), lr=1.0)
         before = [p.detach().clone() for p in one.task.parameters()]
         norm = float(one._update()[2])
         return norm, math.sqrt(
@@ -363,7 +365,7 @@ def gradients(dropout: float, checkpoint: bool) -> tuple[list[torch.Tensor], int
     kept = []
     torch.manual_seed(7)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
-        task(**pairs(20, 5).batch(torch.arange(20)).given)[0].backward()
+        task(**pairs(20, 5).batch(torch.arange(20)).inputs)[0].backward()
     return [p.grad for p in task.parameters()], sum(kept)
 
 
@@ -434,12 +436,12 @@ def test_a_line_cut_by_a_kill_is_mended_and_nan_is_a_word(tmp_path):
 
 
 REFUSED = {
-    "steps=0: at least 1 is needed": lambda: replace(SETTINGS, steps=0),
+    "steps=0: it needs to be at least 1": lambda: replace(SETTINGS, steps=0),
     "autocast='half'; use 'bfloat16', 'float16' or None": lambda: replace(SETTINGS, autocast="half"),
-    "betas=(0.9, 1.0) are not in [0, 1)": lambda: AdamW(betas=(0.9, 1.0)),
-    "ema(1): the decay is not in [0, 1)": lambda: ema(1),
+    "betas=(0.9, 1.0): both need to be in [0, 1)": lambda: AdamW(betas=(0.9, 1.0)),
+    "ema(1): the decay needs to be in [0, 1)": lambda: ema(1),
     "last(0): at least 1 is needed": lambda: last(0),
-    "last(k=5) is of more checkpoints than keep=3 keeps; raise keep": lambda: replace(
+    "last(k=5) averages more checkpoints than keep=3 stores; raise keep": lambda: replace(
         SETTINGS, average=last(5)
     ),
     "parallel='split'; use 'replicate' or 'shard'": lambda: replace(SETTINGS, parallel="split"),

@@ -9,17 +9,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import regard as rg
-from regard.nn.stack import places
+from regard.nn.stack import document_positions
 from regard.training import recipes
-from regard.training.data.batches import Stream, by_tokens, width
-from regard.training.data.packing import apart, laid
+from regard.training.data.batches import Stream, by_tokens, packed_width
+from regard.training.data.packing import pack, unpack
 from regard.training.data.ragged import Ragged
-from regard.training.data.rows import Batch, Labelled, Pairs
-from regard.training.data.token_masking import Hidden
+from regard.training.data.rows import Batch, Labeled, Pairs
+from regard.training.data.token_masking import MaskedSentences
 from regard.training.data.tokens import PAD
-from regard.training.recipes import preflight as before
+from regard.training.recipes import preflight
 from regard.training.recipes.run import Run
-from regard.training.recipes.tasks import Classification, Guessing
+from regard.training.recipes.tasks import Classification, MaskedLanguageModeling
 from training_run_case import regard
 
 VOCAB, LONGEST = 23, 11
@@ -55,14 +55,14 @@ def texts(lengths, seed=0) -> Ragged:
 
 def learned_from(task, batch):
     task.zero_grad()
-    loss, plain = task(**batch.given)
+    loss, plain = task(**batch.inputs)
     loss.backward()
     return loss.detach(), plain, {name: p.grad for name, p in task.named_parameters()}
 
 
 def same_lesson(task, batch):
     """Loss and every gradient, packed against padded, in float64."""
-    padded, packed = learned_from(task, batch), learned_from(task, laid(batch, LONGEST + 2))
+    padded, packed = learned_from(task, batch), learned_from(task, pack(batch, LONGEST + 2))
     for a, b in zip(padded[:2], packed[:2], strict=True):
         assert abs(float(a - b)) < 1e-10 * max(1.0, abs(float(a)))
     for name, grad in padded[2].items():
@@ -81,35 +81,35 @@ def test_a_packed_batch_teaches_what_a_padded_one_does(head, position):
     rows = texts([7, 1, 11, 3, 3, 5])
     torch.manual_seed(2)
     if head == "hidden":
-        batch = Hidden(rows, VOCAB - 1, 0.4).batch(torch.arange(6))
-        same_lesson(Guessing(model(HEADS[head], **POSITIONS[position]), smoothing=0.1), batch)
+        batch = MaskedSentences(rows, VOCAB - 1, 0.4).batch(torch.arange(6))
+        same_lesson(MaskedLanguageModeling(model(HEADS[head], **POSITIONS[position]), smoothing=0.1), batch)
     else:
-        batch = Labelled(rows, torch.tensor([0, 2, 1, 1, 0, 2])).batch(torch.arange(6))
+        batch = Labeled(rows, torch.tensor([0, 2, 1, 1, 0, 2])).batch(torch.arange(6))
         same_lesson(Classification(model(HEADS[head], **POSITIONS[position]), smoothing=0.1), batch)
 
 
-TASK = Guessing(model(HEADS["hidden"], rg.learned(LONGEST)))
+TASK = MaskedLanguageModeling(model(HEADS["hidden"], rg.learned(LONGEST)))
 
 
 @given(sizes, st.integers(0, 9))
 @example([1, 1, LONGEST, 1], 0)  # what is left of the last row is longer than any text
 def test_whatever_their_lengths_packed_texts_teach_the_same(lengths, seed):
     torch.manual_seed(seed)
-    same_lesson(TASK, Hidden(texts(lengths, seed), VOCAB - 1, 0.3).batch(torch.arange(len(lengths))))
+    same_lesson(TASK, MaskedSentences(texts(lengths, seed), VOCAB - 1, 0.3).batch(torch.arange(len(lengths))))
 
 
 @given(sizes, st.integers(LONGEST, 30))
 def test_a_packed_batch_says_which_text_each_token_belongs_to(lengths, wide):
     rows = texts(lengths)
-    batch = laid(Labelled(rows, torch.zeros(len(rows)).long()).batch(torch.arange(len(rows))), wide)
-    assert set(batch.given) == {"tokens", "texts", "labels"} and batch.given["labels"].shape == (len(rows),)
-    tokens, which = batch.given["tokens"], batch.given["texts"]
+    batch = pack(Labeled(rows, torch.zeros(len(rows)).long()).batch(torch.arange(len(rows))), wide)
+    assert set(batch.inputs) == {"tokens", "texts", "labels"} and batch.inputs["labels"].shape == (len(rows),)
+    tokens, which = batch.inputs["tokens"], batch.inputs["texts"]
     assert tokens.shape == which.shape and tokens.shape[1] <= wide
     rest = which >= len(rows)
     assert tokens[~rest].tolist() == rows.ids.tolist() and set(tokens[rest].tolist()) <= {PAD}
     assert which[~rest].tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
-    assert places(which)[~rest].tolist() == [k for n in lengths for k in range(n)]
-    states, counted = apart(tokens[..., None].double(), which, len(rows))
+    assert document_positions(which)[~rest].tolist() == [k for n in lengths for k in range(n)]
+    states, counted = unpack(tokens[..., None].double(), which, len(rows))
     assert counted.tolist() == lengths
     assert [s[:n, 0].tolist() for s, n in zip(states, lengths, strict=True)] == [
         rows.ids[a : a + n].tolist() for a, n in zip(rows.starts.tolist(), lengths, strict=True)
@@ -120,12 +120,12 @@ def test_a_packed_batch_says_which_text_each_token_belongs_to(lengths, wide):
     st.lists(st.integers(1, LONGEST), min_size=1, max_size=60), st.integers(LONGEST, 60), st.integers(0, 3)
 )
 def test_packed_batches_hold_every_text_once_within_the_budget(lengths, most, epoch):
-    data = Labelled(texts(lengths), torch.zeros(len(lengths)).long())
+    data = Labeled(texts(lengths), torch.zeros(len(lengths)).long())
     plan = by_tokens(data.sizes, most, packed=True, epoch=epoch)
     parts = [plan[i] for i in range(len(plan))]
     assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
-    wide = width(data.sizes, most)
-    padded = [laid(data.batch(p), wide).given["tokens"].numel() for p in parts]
+    wide = packed_width(data.sizes, most)
+    padded = [pack(data.batch(p), wide).inputs["tokens"].numel() for p in parts]
     assert max(padded) <= most and sum(padded) <= plan.padded and plan.real == sum(lengths)
     again = by_tokens(data.sizes, most, packed=True, epoch=epoch)
     assert torch.equal(plan.rows, again.rows) and plan.cuts == again.cuts
@@ -135,7 +135,7 @@ def test_few_texts_of_uneven_length_are_a_fifth_padding_unless_packed():
     noise = torch.Generator().manual_seed(0)
     lengths = (0.8 * torch.randn(500, generator=noise) + 4.3).exp().round().clamp(1, 256).long()[:, None]
     padded, packed = (by_tokens(lengths, 16_000, packed=p) for p in (False, True))
-    assert padded.waste > 0.2 and packed.waste < 0.02
+    assert padded.padding_share > 0.2 and packed.padding_share < 0.02
     one, two = (Stream(lengths, 16_000, packed=True, epoch=e).next() for e in (0, 1))
     assert not torch.equal(one, two)
 
@@ -144,19 +144,19 @@ def test_rows_that_are_no_texts_are_not_packed():
     pairs = Pairs(texts([3, 2]), texts([2, 2])).batch(torch.arange(2))
     with pytest.raises(
         rg.SpecError,
-        match=r"^packed=True lays texts end to end, and these rows are source and source_lengths and target and "
-        r"wanted; it is for texts that are classified, or of which words are hidden$",
+        match=r"^packed=True needs rows of tokens with lengths, and these rows have source and source_lengths and "
+        r"target and targets; it is for classification and masked language models$",
     ):
-        laid(pairs, 9)
-    with pytest.raises(rg.SpecError, match=r"these rows are images and labels; it is for texts"):
-        laid(Batch({"images": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(2)}, 2), 9)
+        pack(pairs, 9)
+    with pytest.raises(rg.SpecError, match=r"these rows have images and labels; it is for classification"):
+        pack(Batch({"images": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(2)}, 2), 9)
 
 
 def test_a_cache_and_documents_do_not_go_together():
     built = model(rg.LanguageHead())
     with pytest.raises(
         rg.ShapeError,
-        match=r"^documents and a cache at once: a text that is written on is a row of its own$",
+        match=r"^documents and a cache cannot be combined; give each text a row of its own$",
     ):
         built(torch.ones(1, 4).long(), documents=torch.tensor([[0, 0, 1, 1]]), cache=built.cache())
 
@@ -184,9 +184,9 @@ def test_a_run_of_packed_texts_learns_as_a_padded_one_and_logs_the_waste(tmp_pat
     run, seen = Run(made, tmp_path / "out", "cpu"), []
     run.train(seen.append)
     train = [e for e in seen if e["event"] == "train"]
-    waste = before.mean_batch(run.ready.train, 300, packed=True).waste
+    waste = preflight.mean_batch(run.data.train, 300, packed=True).padding_share
     assert 0 < waste < 0.1
-    assert len(train) == 12 and {e["waste"] for e in train} == {waste}
+    assert len(train) == 12 and {e["padding_share"] for e in train} == {waste}
     assert train[-1]["loss"] < train[0]["loss"]
     again, curve = Run(made, tmp_path / "again", "cpu"), []
     again.trainer.run(lambda e: curve.append(e["loss"]) if e["event"] == "train" else None)
@@ -196,8 +196,8 @@ def test_a_run_of_packed_texts_learns_as_a_padded_one_and_logs_the_waste(tmp_pat
     other = Run(padded, tmp_path / "out", "cpu")
     other.trainer.resume()
     run.trainer.resume()
-    told = [one.trainer._validated()["loss"] for one in (run, other)]
+    told = [one.trainer._validate()["loss"] for one in (run, other)]
     assert told[0] == pytest.approx(told[1], rel=1e-5)
     (tmp_path / "mine.json").write_text(made.json())
     plain = json.loads(regard("train", str(tmp_path / "mine.json"), "--dry-run", "--json"))
-    assert plain["batch"]["waste"] == waste
+    assert plain["batch"]["padding_share"] == waste

@@ -11,15 +11,14 @@ import pytest
 import torch
 
 import regard as rg
+from regard.training.data.datasets import Dataset
 from regard.training.data.ragged import Ragged
 from regard.training.data.rows import IGNORED, Batch
-from regard.training.data.sources import Ready
 from regard.training.data.tokens import START, characters
 from regard.training.loop import log
-from regard.training.recipes import evaluation
-from regard.training.recipes import preflight as before
+from regard.training.recipes import evaluation, preflight
 from regard.training.recipes.evaluation import Evaluation, Example
-from regard.training.recipes.run import opened
+from regard.training.recipes.run import open_run
 from regard.training.report import page
 from regard.training.report.charts import Line, chart, decades, ticks
 from training_run_case import regard, small
@@ -50,7 +49,7 @@ def test_the_last_events_are_the_scores_and_the_report(told):
     assert [e["event"] for e in events][-3:] == ["done", "evaluated", "report"]
     assert events[-1]["path"] == str(folder / "report.html")
     scored = evaluation.stored(folder)
-    assert {name: events[-2][name] for name in scored.numbers} == scored.numbers
+    assert {name: events[-2][name] for name in scored.scores} == scored.scores
     assert log.read(folder)[-1] == events[-2]
     assert [e.source for e in scored.examples] == ["Hello world", *(t for t, _ in _texts(folder))]
     assert [e.reference for e in scored.examples][1:] == [t for _, t in _texts(folder)]
@@ -100,18 +99,18 @@ def test_the_report_has_every_part(told):
     assert parsed.headings == [
         "Curves",
         "Translations",
-        "Where it looks while it writes",
+        "Cross-attention while translating",
         "Heads",
         "Cost",
         "Laws",
         "Machine",
     ]
     words = " ".join(parsed.words)
-    scored, first = evaluation.stored(told[1]), before.stored(told[1])
+    scored, first = evaluation.stored(told[1]), preflight.stored(told[1])
     for text in (
         scored.signatures["BLEU"],
         scored.signatures["chrF"],
-        "1 + 1 layers of 16, 2 heads, 300 tokens; 12 updates of 600 tokens",
+        "1 + 1 layers, d_model 16, 2 heads, vocabulary 300; 12 updates of 600 tokens",
         f"{first.parameters:,}",
         "Estimated from 3 updates of a copy on real batches",
         "dos gato",
@@ -128,9 +127,9 @@ def test_the_maps_are_the_models_own_weights(told):
         re.search(r'application/json">(.*?)</script>', (folder / "report.html").read_text())[1]
     )
     one = next(m for m in found["maps"] if m["source"] == "one cat")
-    model, tokens, _ = opened(folder)
+    model, tokens, _ = open_run(folder)
     example = next(e for e in evaluation.stored(folder).examples if e.source == "one cat")
-    source, ours = tokens.encode([example.source, example.ours])
+    source, ours = tokens.encode([example.source, example.output])
     assert one["keys"] == tokens.words(source) and one["queries"] == [*tokens.words(ours), "</s>"]
     with torch.no_grad():
         _, weights = model(torch.tensor([source]), torch.tensor([[START, *ours]]), return_weights=True)
@@ -142,7 +141,7 @@ def test_the_maps_are_the_models_own_weights(told):
 
 
 def test_texts_are_text_in_the_page(told, monkeypatch):
-    monkeypatch.setattr(before, "tried", lambda model, laws: ())  # they are in the report above
+    monkeypatch.setattr(preflight, "check_laws", lambda model, laws: ())  # they are in the report above
     folder, evil = told[1], "</script><script>alert(1)</script> {{js}}"
     kept = (folder / evaluation.FILE).read_text()
     scored = evaluation.stored(folder)
@@ -157,12 +156,12 @@ def test_texts_are_text_in_the_page(told, monkeypatch):
 
 
 def test_the_command_writes_it_anew_and_refuses_an_empty_folder(told, tmp_path, monkeypatch):
-    monkeypatch.setattr(before, "tried", lambda model, laws: ())
+    monkeypatch.setattr(preflight, "check_laws", lambda model, laws: ())
     (told[1] / "report.html").unlink()
     assert regard("report", str(told[1])) == f"{told[1] / 'report.html'}\n"
     assert (told[1] / "report.html").is_file()
     with pytest.raises(
-        rg.FormatError, match=r"holds no recipe.json; a report is of a run that `regard train`"
+        rg.FormatError, match=r"contains no recipe.json; a report needs a run that `regard train`"
     ):
         page.report(tmp_path)
 
@@ -228,7 +227,7 @@ class Holes:
         wanted[:, 1] = ids[:, 1]
         shown = ids.clone()
         shown[:, 1] = 4
-        return Batch({"tokens": shown, "lengths": lengths, "wanted": wanted}, len(rows))
+        return Batch({"tokens": shown, "lengths": lengths, "targets": wanted}, len(rows))
 
 
 def test_hidden_tokens_are_guessed_and_shown_in_their_sentences():
@@ -237,14 +236,14 @@ def test_hidden_tokens_are_guessed_and_shown_in_their_sentences():
     block = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(8))
     model = rg.Encoder(block, 1, embedding=rg.Embedding(len(tokens), 8), head=rg.MaskedHead()).build().eval()
     rows = Holes(tokens)
-    ready = Ready(rows, rows, rows, tokens)
-    told = evaluation._guessed(Evaluation(3, {}), model, ready, shown=3)
-    given = rows.batch(torch.arange(3)).given
+    ready = Dataset(rows, rows, rows, tokens)
+    told = evaluation._evaluate_masked(Evaluation(3, {}), model, ready, examples=3)
+    given = rows.batch(torch.arange(3)).inputs
     with torch.no_grad():
         guess = model(given["tokens"], lengths=given["lengths"]).argmax(-1)[:, 1].tolist()
     right = sum(g == row[1] for g, row in zip(guess, rows.rows, strict=True))
-    assert told.numbers["accuracy"] == pytest.approx(right / 3)
+    assert told.scores["accuracy"] == pytest.approx(right / 3)
     assert [e.source for e in told.examples] == ["a ___ cd", "d ___ b", "b ___ aa"]
     assert [e.reference for e in told.examples] == ["abcd", "dcb", "bbaa"]
     said = tokens.decode([[row[0], g, *row[2:]] for g, row in zip(guess, rows.rows, strict=True)])
-    assert [e.ours for e in told.examples] == said
+    assert [e.output for e in told.examples] == said

@@ -9,7 +9,7 @@ import torch
 
 import regard as rg
 from regard.training import recipes
-from regard.training.data.sources import Classes, Digits, Lines, Running, Sentences
+from regard.training.data.datasets import ContinuousText, Digits, LabeledText, MaskedText, SentencePairs
 from regard.training.data.tokens import UNKNOWN
 from regard.training.recipes import RECIPES, Recipe, recipe
 from regard.training.recipes.run import Run
@@ -34,7 +34,7 @@ KINDS = ["tsv", "tsv.gz", "jsonl", "jsonl.gz"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_come_from_tables_and_records_alike(tmp_path, kind):
     file = write(tmp_path / f"a.{kind}", [(v, v[::-1]) for v in VERSES], "source", "target")
-    made = Sentences(train=file, valid=file, vocab=300).ready(tmp_path / "out")
+    made = SentencePairs(train=file, valid=file, vocab=300).load(tmp_path / "out")
     assert len(made.train) == len(VERSES) and made.texts[0] == (VERSES[0], VERSES[0][::-1])
 
 
@@ -42,7 +42,7 @@ def test_pairs_come_from_tables_and_records_alike(tmp_path, kind):
 def test_classes_come_from_tables_and_records_alike(tmp_path, kind):
     rows = [("b" if i % 3 else "a", v) for i, v in enumerate(VERSES)]
     file = write(tmp_path / f"a.{kind}", rows, "label", "text")
-    made = Classes(file, file, vocab=300).ready(tmp_path / "out")
+    made = LabeledText(file, file, vocab=300).load(tmp_path / "out")
     assert made.train.labels.tolist() == [int(i % 3 > 0) for i in range(len(VERSES))]
     assert json.loads((tmp_path / "out" / "labels.json").read_text()) == ["a", "b"]
 
@@ -50,20 +50,23 @@ def test_classes_come_from_tables_and_records_alike(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "jsonl", "jsonl.gz"])
 def test_texts_come_from_lines_and_records_alike(tmp_path, kind):
     file = write(tmp_path / f"a.{kind}", [(v,) for v in VERSES], "text")
-    assert Running(file=file).text() == "\n".join(VERSES) + "\n"
-    made = Lines(train=file, valid=file, vocab=300).ready(tmp_path / "out")
+    assert ContinuousText(file=file).text() == "\n".join(VERSES) + "\n"
+    made = MaskedText(train=file, valid=file, vocab=300).load(tmp_path / "out")
     assert len(made.train) == len(made.valid) == len(VERSES) and made.train.mask == 299
 
 
 REFUSED = {
     "empty": (b"", r"a\.tsv is empty"),
-    "no label": (b"a\tx\n \ty\n", r"a\.tsv, line 2: no label before the tab, label<TAB>text"),
+    "no label": (
+        b"a\tx\n \ty\n",
+        r"a\.tsv, line 2: the label before the tab is empty; needed: label<TAB>text",
+    ),
     "no tab": (b"a\tx\nb y\n", r"a\.tsv, line 2: 0 tabs where one is needed, label<TAB>text$"),
     "two tabs": (b"a\tx\ty\n", r"a\.tsv, line 1: 2 tabs where one is needed, label<TAB>text$"),
     "not UTF-8": (b"a\tx\nb\t\xe9\n", r"a\.tsv, line 2: byte 3 is not UTF-8 \(.*\); convert the file first"),
     "another number of labels": (
         b"a\tx\nb\ty\nc\tz\n",
-        r"a\.tsv has 3 labels \('a', 'b', 'c'\); the model tells 2 apart; use classes=3$",
+        r"a\.tsv has 3 labels \('a', 'b', 'c'\); the model has 2 classes; use classes=3$",
     ),
 }
 
@@ -74,7 +77,7 @@ def test_a_classifier_refuses_bad_files_by_line(tmp_path, name):
     (tmp_path / "a.tsv").write_bytes(raw)
     file = str(tmp_path / "a.tsv")
     with pytest.raises(rg.FormatError, match=message):
-        Classes(file, file, classes=2).ready(tmp_path / "out")
+        LabeledText(file, file, classes=2).load(tmp_path / "out")
 
 
 def test_a_classifier_has_as_many_classes_as_there_are_labels(tmp_path):
@@ -86,25 +89,25 @@ def test_a_classifier_has_as_many_classes_as_there_are_labels(tmp_path):
 
 def test_texts_longer_than_the_limit_are_cut_and_counted(tmp_path):
     file = write(tmp_path / "a.tsv", [("a", VERSES[0]), ("b", "x " * 400), ("b", "")])
-    made = Classes(file, file, vocab=300).ready(tmp_path / "out")
-    assert made.train.inputs.lengths.max() == 256 and made.cut == 1
-    assert made.train.batch(torch.tensor([2])).given["tokens"].tolist() == [[UNKNOWN]]  # an empty text
+    made = LabeledText(file, file, vocab=300).load(tmp_path / "out")
+    assert made.train.inputs.lengths.max() == 256 and made.truncated == 1
+    assert made.train.batch(torch.tensor([2])).inputs["tokens"].tolist() == [[UNKNOWN]]  # an empty text
     lines = write(tmp_path / "b.txt", [(VERSES[0],), ("x " * 400,), ("",)])
-    hidden = Lines(train=lines, valid=lines, vocab=300).ready(tmp_path / "lines")
-    assert hidden.train.tokens.lengths.max() == 64 and hidden.cut == 1 and len(hidden.train) == 2
+    hidden = MaskedText(train=lines, valid=lines, vocab=300).load(tmp_path / "lines")
+    assert hidden.train.tokens.lengths.max() == 64 and hidden.truncated == 1 and len(hidden.train) == 2
 
 
 def test_lines_that_cannot_be_used_are_refused(tmp_path):
-    with pytest.raises(rg.SpecError, match=r"^files of your own come together: give train= and valid=$"):
-        Lines(train="a.txt")
+    with pytest.raises(rg.SpecError, match=r"^train= and valid= are needed together$"):
+        MaskedText(train="a.txt")
     empty = write(tmp_path / "a.txt", [("",), ("",)])
-    with pytest.raises(rg.FormatError, match=r"a\.txt holds nothing but empty lines$"):
-        Lines(train=empty, valid=empty, vocab=300).ready(tmp_path / "out")
+    with pytest.raises(rg.FormatError, match=r"a\.txt has only empty lines$"):
+        MaskedText(train=empty, valid=empty, vocab=300).load(tmp_path / "out")
     file = write(tmp_path / "b.txt", [(v,) for v in VERSES])
-    Lines(train=file, valid=file, vocab=290).ready(tmp_path / "other")
+    MaskedText(train=file, valid=file, vocab=290).load(tmp_path / "other")
     with pytest.raises(rg.FormatError, match=r"tokens\.json in .* has \d+ tokens; the model has 270$"):
-        Lines(train=file, valid=file, vocab=270).ready(tmp_path / "other")
-    with pytest.raises(rg.SpecError, match=r"^fold=5: there are five, 0 to 4$"):
+        MaskedText(train=file, valid=file, vocab=270).load(tmp_path / "other")
+    with pytest.raises(rg.SpecError, match=r"^fold=5: it needs to be 0 to 4$"):
         Digits(5)
 
 
@@ -112,12 +115,12 @@ def test_a_language_model_reads_a_file_by_characters_or_byte_pairs(tmp_path):
     file = write(tmp_path / "a.txt", [(v,) for v in VERSES * 30])
     by_character = recipes.language_model(file=file, context=16)
     assert by_character.model.embedding.vocab == 4 + len({c for v in VERSES for c in v} | {"\n"})
-    ready = by_character.data.ready(tmp_path / "one")
+    ready = by_character.data.load(tmp_path / "one")
     assert len(ready.tokens) == by_character.model.embedding.vocab and ready.train.context == 16
     by_pairs = recipes.language_model(file=file, vocab=300)
-    ready = by_pairs.data.ready(tmp_path / "two")
+    ready = by_pairs.data.load(tmp_path / "two")
     assert by_pairs.model.embedding.vocab == 300 and len(ready.tokens) <= 300
-    assert len(ready.train.ids) < len(by_character.data.ready(tmp_path / "one").train.ids) / 3
+    assert len(ready.train.ids) < len(by_character.data.load(tmp_path / "one").train.ids) / 3
     assert ready.tokens.decode([ready.train.ids[:40].tolist()])[0].startswith(VERSES[0])
 
 

@@ -9,10 +9,10 @@ import torch
 import regard as rg
 from regard.training import recipes
 from regard.training.data import text
-from regard.training.data.rows import Stretches
-from regard.training.data.sources import Classes, Digits, Running, Sentences
+from regard.training.data.datasets import ContinuousText, Digits, LabeledText, SentencePairs
+from regard.training.data.rows import Windows
 from regard.training.recipes import RECIPES, Recipe, recipe
-from regard.training.recipes.run import Run, opened
+from regard.training.recipes.run import Run, open_run
 from regard.training.recipes.translation import scores, translate
 from training_run_case import regard, small, write_pairs
 
@@ -37,11 +37,11 @@ def test_an_unknown_recipe_names_the_nearest():
 
 
 def test_long_pairs_are_left_out_and_counted(run):
-    assert run.ready.left_out == 1 and len(run.ready.train) == 50
+    assert run.data.dropped == 1 and len(run.data.train) == 50
 
 
 def test_the_saved_model_is_the_averaged_one_and_translates(run):
-    model, tokens, made = opened(run.folder)
+    model, tokens, made = open_run(run.folder)
     assert made == run.recipe
     with run.trainer.averaged():
         for ours, theirs in zip(run.model.parameters(), model.parameters(), strict=True):
@@ -59,43 +59,41 @@ def test_a_run_goes_on_in_its_folder_and_no_other_recipe_may(run):
         run.recipe, model=recipes.translate(None, d_model=32, heads=2, data=run.recipe.data).model
     )
     with pytest.raises(
-        rg.FormatError, match=r"holds a run of another recipe \(translate\); go on with that one"
+        rg.FormatError, match=r"contains a run of another recipe \(translate\); use that recipe"
     ):
         Run(other, run.folder, "cpu")
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(
-        rg.FormatError, match=r"holds no recipe.json; train there first: regard train translate"
+        rg.FormatError, match=r"contains no recipe.json; train there first: regard train translate"
     ):
-        opened(tmp_path)
+        open_run(tmp_path)
 
 
 def test_tokens_that_do_not_fit_the_model_are_refused(run, tmp_path):
     (tmp_path / "tokens.json").write_text((run.folder / "tokens.json").read_text())
     tight = replace(run.recipe.data, vocab=280)
     with pytest.raises(rg.FormatError, match=r"^tokens.json in .* has 296 tokens; the model has 280$"):
-        tight.ready(tmp_path)
+        tight.load(tmp_path)
 
 
 def test_sources_say_what_they_lack(tmp_path):
-    with pytest.raises(rg.SpecError, match=r"^files of your own come together: give train= and valid="):
-        Sentences(train="a.tsv")
+    with pytest.raises(rg.SpecError, match=r"^train= and valid= are needed together"):
+        SentencePairs(train="a.tsv")
     (tmp_path / "a.txt").write_text("too short\n")
-    with pytest.raises(rg.FormatError, match=r"tokens are too few for stretches of 64; give a longer text$"):
-        Running(file=str(tmp_path / "a.txt")).ready(tmp_path)
+    with pytest.raises(rg.FormatError, match=r"tokens are too few for windows of 64; give a longer text$"):
+        ContinuousText(file=str(tmp_path / "a.txt")).load(tmp_path)
     (tmp_path / "a.tsv").write_text("good\tfine thing\nbad\tpoor thing\n")
     (tmp_path / "b.tsv").write_text("ugly\tother thing\n")
-    with pytest.raises(rg.FormatError, match=r"b.tsv has the label 'ugly', which .*a.tsv has not$"):
-        Classes(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")).ready(tmp_path)
+    with pytest.raises(rg.FormatError, match=r"b.tsv has the label 'ugly', which does not occur in .*a.tsv$"):
+        LabeledText(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")).load(tmp_path)
     write_pairs(tmp_path)
-    tiny = Sentences(
-        train=str(tmp_path / "train.tsv"), valid=str(tmp_path / "valid.tsv"), vocab=300, longest=1
+    tiny = SentencePairs(
+        train=str(tmp_path / "train.tsv"), valid=str(tmp_path / "valid.tsv"), vocab=300, max_tokens=1
     )
-    with pytest.raises(
-        rg.FormatError, match=r"^every training pair is longer than longest=1 tokens; raise it$"
-    ):
-        tiny.ready(tmp_path)
+    with pytest.raises(rg.FormatError, match=r"^every training pair is longer than max_tokens=1; raise it$"):
+        tiny.load(tmp_path)
 
 
 def test_a_classifier_trains_from_a_table(tmp_path):
@@ -105,7 +103,7 @@ def test_a_classifier_trains_from_a_table(tmp_path):
     made = recipes.classify(file, file, classes=2, steps=20, d_model=16, layers=1, heads=2, rate=0.02)
     one = Run(made, tmp_path / "out", "cpu")
     model = one.train()
-    batch = one.ready.valid.batch(torch.arange(40)).given
+    batch = one.data.valid.batch(torch.arange(40)).inputs
     with torch.no_grad():
         right = model(batch["tokens"], lengths=batch["lengths"]).argmax(-1) == batch["labels"]
     assert float(right.float().mean()) == 1.0
@@ -114,7 +112,7 @@ def test_a_classifier_trains_from_a_table(tmp_path):
 @pytest.mark.parametrize(
     "made",
     [
-        recipes.language_model(8, d_model=16, layers=1, heads=2, data=Running(context=16)),
+        recipes.language_model(8, d_model=16, layers=1, heads=2, data=ContinuousText(context=16)),
         recipes.image(24, d_model=32, layers=1, heads=2, rate=0.01, data=Digits()),
     ],
     ids=lambda made: made.name,
@@ -123,18 +121,18 @@ def test_a_language_model_and_a_vision_model_begin_to_learn(made, tmp_path):
     seen = []
     made = replace(made, settings=replace(made.settings, log_every=1, average=None))
     one = Run(made, tmp_path, "cpu")
-    one.trainer.valid = one.ready.train if made.name == "image" else Stretches(one.ready.valid.ids[:99], 16)
+    one.trainer.valid = one.data.train if made.name == "image" else Windows(one.data.valid.ids[:99], 16)
     model = one.train(lambda e: seen.append(e["loss"]) if e["event"] == "train" else None)
     assert len(seen) == made.settings.steps and sum(seen[-3:]) < sum(seen[:3])
-    one.ready = replace(one.ready, test=one.trainer.valid)
+    one.data = replace(one.data, test=one.trainer.valid)
     told = one.evaluate()
     if made.name == "image":
         rows = one.trainer.valid
         with torch.no_grad():
             right = (model(rows.inputs).argmax(-1) == rows.labels).double().mean()
-        assert told.numbers["accuracy"] == pytest.approx(float(right)) and not told.written
+        assert told.scores["accuracy"] == pytest.approx(float(right)) and not told.sample
     else:
-        assert len(told.written) > 300 and told.numbers["loss"] < 5
+        assert len(told.sample) > 300 and told.scores["loss"] < 5
 
 
 def test_scores_are_sacrebleus_with_their_signature():
@@ -150,12 +148,12 @@ def test_the_command_trains_scores_shows_and_reports(tmp_path):
     said = regard("train", str(file), "--out", str(tmp_path / "o"), "--no-tensorboard")
     assert said.endswith(f"\nmodel   {tmp_path / 'o'}\nreport  {tmp_path / 'o' / 'report.html'}\n")
     assert said.startswith("9 test rows:\nBLEU ") and "(nrefs:1|case:mixed" in said and "\nchrF " in said
-    assert "\nsource     Hello world\nours " in said and "\nreference  dos gato\n" in said
+    assert "\nsource     Hello world\noutput " in said and "\nreference  dos gato\n" in said
 
 
 def test_the_command_translates(tmp_path, run):
     write_pairs(tmp_path)
-    model, tokens, _ = opened(run.folder)
+    model, tokens, _ = open_run(run.folder)
     one = regard("translate", "one cat", "--model", str(run.folder))
     assert one == translate(model, tokens, ["one cat"])[0] + "\n"
     lines = regard("translate", "--model", str(run.folder), "--beam", "2", "--json", given="red\ndog two\n")
@@ -171,12 +169,14 @@ def test_train_lists_shows_costs_and_refuses():
     assert Recipe.from_json(shown) == recipe("translate", minutes=2)
     with pytest.raises(rg.SpecError, match=r"^which recipe\? regard train --list shows them$"):
         regard("train")
-    with pytest.raises(rg.SpecError, match=r"^--set minuts=2: no dial 'minuts'; did you mean minutes\?$"):
+    with pytest.raises(
+        rg.SpecError, match=r"^--set minuts=2: no parameter 'minuts'; did you mean minutes\?$"
+    ):
         regard("train", "translate", "--set", "minuts=2")
-    with pytest.raises(rg.SpecError, match=r"^--set minutes: write dial=value$"):
+    with pytest.raises(rg.SpecError, match=r"^--set minutes: write parameter=value$"):
         regard("train", "translate", "--set", "minutes")
     with pytest.raises(
-        rg.SpecError, match=r"^--set a=1: dials are of recipes by name; write it into x.json$"
+        rg.SpecError, match=r"^--set a=1: parameters belong to recipes by name; change x.json instead$"
     ):
         regard("train", "x.json", "--set", "a=1")
     with pytest.raises(rg.FormatError, match=r"^there is no file x.json$"):

@@ -1,4 +1,4 @@
-"""`regard export`: a trained run for another program."""
+"""`regard export`: write a trained run in the format of another program."""
 
 import json
 from pathlib import Path
@@ -6,20 +6,20 @@ from typing import Annotated
 
 import typer
 
-from ..training.recipes.export import export as exported
+from ..training.recipes.export import export as export_run
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
     out: Annotated[Path, typer.Option(help="A new folder.")],
     to: Annotated[str, typer.Option(help="The format: ctranslate2.")] = "ctranslate2",
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a trained translator in the format of another program, with equal translations.
+    """Write a trained translator in the format of another program; its translations are equal.
 
     Example: regard export runs/translate --out runs/translate-ct2
     """
-    folder = exported(run, out, to)
+    folder = export_run(run, out, to)
     files = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "format": to, "bytes": files}))

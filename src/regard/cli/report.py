@@ -1,16 +1,16 @@
-"""`regard report`: the page of a run, written anew."""
+"""`regard report`: write the report of a run again."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..training.report.page import report as written
+from ..training.report.page import report as write_report
 
 
 def report(run: Annotated[Path, typer.Argument(help="The folder of a run.")]) -> None:
-    """Write report.html in the folder of a run: curves, examples, maps, cost, laws.
+    """Write report.html in the folder of a run: curves, examples, attention maps, cost, laws.
 
     Example: regard report runs/translate
     """
-    typer.echo(str(written(run)))
+    typer.echo(str(write_report(run)))

@@ -1,4 +1,4 @@
-"""`regard translate`: sentences given as words, in a file or on stdin, one a line."""
+"""`regard translate`: a sentence, a file or stdin, one sentence per line."""
 
 import json
 import sys
@@ -12,39 +12,43 @@ from ..errors import FormatError, SpecError
 from ..generation import beam, greedy
 from ..nn.stack import EncoderDecoder
 from ..training.data import text
-from ..training.recipes.run import opened
-from ..training.recipes.translation import readable
-from ..training.recipes.translation import translate as translated
+from ..training.recipes.run import open_run
+from ..training.recipes.translation import max_source_tokens
+from ..training.recipes.translation import translate as translate_texts
 
 
 def translate(
     sentence: Annotated[str | None, typer.Argument(help="A sentence; without one, stdin is read.")] = None,
     model: Annotated[Path, typer.Option(help="The folder of a run.")] = Path("runs/translate"),
     file: Annotated[Path | None, typer.Option(help="Translate this file, line by line.")] = None,
-    width: Annotated[int, typer.Option("--beam", min=1, help="How many sentences to keep; 1 is greedy.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Write source and target as JSON lines.")] = False,
+    width: Annotated[
+        int, typer.Option("--beam", min=1, help="The width of the beam search; 1 is greedy.")
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print source and target as JSON lines.")] = False,
 ) -> None:
-    """Translate with a model that `regard train translate` made.
+    """Translate with a model that `regard train translate` trained.
 
     Example: regard translate "Hello world" --model runs/translate
     """
     if sentence is not None and file is not None:
-        raise SpecError("a sentence and a file at once; give one of them")
-    net, tokens, recipe = opened(model)
+        raise SpecError("give a sentence or a file, not both")
+    net, tokens, recipe = open_run(model)
     if not isinstance(net, EncoderDecoder):
-        raise SpecError(f"{model} holds a {recipe.name} model, which does not translate")
-    how, most, number = greedy() if width == 1 else beam(width), readable(net), 0
-    # A person sees each line answered; a pipe is read in parts, of which like lengths go together.
-    together = 1 if sentence is None and file is None and sys.stdin.isatty() else 1024
-    for lines in _parts(_lines(sentence, file), together):
+        raise SpecError(f"{model} contains a {recipe.name} model, which does not translate")
+    strategy, limit, number = greedy() if width == 1 else beam(width), max_source_tokens(net), 0
+    # In a terminal each line is answered at once; a pipe is read in parts, in which similar lengths share batches.
+    part = 1 if sentence is None and file is None and sys.stdin.isatty() else 1024
+    for lines in _parts(_lines(sentence, file), part):
         for line, ids in zip(lines, tokens.encode(lines), strict=True):
             number += 1
-            if len(ids) > most:
-                said = f"line {number} has {len(ids)} tokens; the first {most} are translated: {line[:40]}…"
-                typer.echo(said, err=True)
-        for source, target in zip(lines, translated(net, tokens, lines, how), strict=True):
-            said = json.dumps({"source": source, "target": target}, ensure_ascii=False) if as_json else target
-            typer.echo(said)
+            if len(ids) > limit:
+                warning = (
+                    f"line {number} has {len(ids)} tokens; the first {limit} are translated: {line[:40]}…"
+                )
+                typer.echo(warning, err=True)
+        for source, target in zip(lines, translate_texts(net, tokens, lines, strategy), strict=True):
+            text = json.dumps({"source": source, "target": target}, ensure_ascii=False) if as_json else target
+            typer.echo(text)
 
 
 def _lines(sentence: str | None, file: Path | None) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""From a model to tokens: greedy, sampled or by beams, with what was seen kept from step to step."""
+"""From a model to tokens: greedy, sampled or by beam search, with a key/value cache."""
 
 from .loop import Generated, generate
-from .strategies import beam, greedy, sample
+from .strategies import Strategy, beam, greedy, sample
 
-__all__ = ["Generated", "beam", "generate", "greedy", "sample"]
+__all__ = ["Generated", "Strategy", "beam", "generate", "greedy", "sample"]

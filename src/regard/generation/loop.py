@@ -1,7 +1,7 @@
-"""The door: `generate`."""
+"""`rg.generate`: the entry point of generation, and the decoding loop of `greedy` and `sample`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
 from ..nn.stack import EncoderDecoder
-from . import beam_search as beams
+from . import beam_search
 from .steps import Steps, steps
-from .strategies import How, beam, greedy, pick, sample
+from .strategies import Strategy, beam, greedy, pick, sample
 
 
 @dataclass(frozen=True)
 class Generated:
-    """What was written, one row a prompt; past lengths[b] a row holds the end token (0 where there is none)."""
+    """The generated tokens, one row per prompt; past lengths[b] a row holds eos_id (0 where there is none)."""
 
     tokens: Int[Tensor, "b n"]  # without the prompt and without the end token
     lengths: Int[Tensor, " b"]
-    log_p: Float[Tensor, " b"] | None = None  # of the tokens and their end, where it was asked for
+    log_probs: Float[Tensor, " b"] | None = None  # of the tokens and their end, where requested
     weights: Any = None  # as the model's own return_weights gives them for prompt and tokens
 
     def rows(self) -> list[list[int]]:
@@ -33,94 +33,97 @@ class Generated:
 def generate(
     model: nn.Module,
     prompt: Int[Tensor, "b n"] | Sequence[Sequence[int]],
-    how: How = greedy(),
+    strategy: Strategy = greedy(),
     *,
     source: Int[Tensor, "b m"] | None = None,
     source_lengths: Int[Tensor, " b"] | None = None,
     padding: Bool[Tensor, "b _"] | None = None,
-    most: int = 128,
-    end: int | None = None,
-    log_p: bool = True,
+    max_new_tokens: int = 128,
+    eos_id: int | None = None,
+    return_log_probs: bool = True,
     return_weights: bool = False,
 ) -> Generated:
-    """Go on from each prompt until `end` or `most` tokens; dropout is off while it runs.
+    """Continue each prompt until `eos_id` or max_new_tokens tokens; dropout is off meanwhile.
 
     prompt: rows of ids, of different lengths or padded on either side (`padding` is True there). An
     encoder-decoder reads `source` and starts from its start token: prompt = [[start]] * b. Rows that have
-    ended cost nothing more; no row outgrows a learned table of positions. Without log_p a greedy step is about
-    a tenth cheaper.
+    ended cost nothing more; no row grows longer than a learned table of positions. Without log-probabilities a
+    greedy step is about a tenth cheaper.
     """
     tokens, lengths = _aligned(prompt, padding, next(model.parameters()).device)
-    if most < 1:
-        raise SpecError(f"most={most}: at least one token needs to be asked for")
+    if max_new_tokens < 1:
+        raise SpecError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1")
     was_training = model.training
     model.eval()
     try:
-        walk, positions = steps(model, source, source_lengths)
+        decoder, positions = steps(model, source, source_lengths)
         if positions is not None:
-            most = min(most, positions - tokens.shape[1])
-            if most < 1:
+            max_new_tokens = min(max_new_tokens, positions - tokens.shape[1])
+            if max_new_tokens < 1:
                 raise ShapeError(
                     f"a prompt of {tokens.shape[1]} tokens fills a table of {positions} positions; shorten it"
                 )
-        if isinstance(how, beam):
-            found = beams.search(how, walk, tokens, lengths, most, end)
-            written, totals = [f[1] for f in found], [f[0] for f in found]
+        if isinstance(strategy, beam):
+            best = beam_search.search(strategy, decoder, tokens, lengths, max_new_tokens, eos_id)
+            written, log_probs = [tokens for _, tokens in best], [log_prob for log_prob, _ in best]
         else:
-            written, totals = _one_by_one(how, walk, tokens, lengths, most, end, log_p)
-        told = _generated(written, totals if log_p else None, tokens.device, 0 if end is None else end)
+            written, log_probs = _decode(
+                strategy, decoder, tokens, lengths, max_new_tokens, eos_id, return_log_probs
+            )
+        result = _generated(written, log_probs if return_log_probs else None, tokens.device, eos_id or 0)
         if return_weights:
-            kept = _weights(model, tokens, lengths, told, source, source_lengths)
-            told = Generated(told.tokens, told.lengths, told.log_p, kept)
-        return told
+            weights = _weights(model, tokens, lengths, result, source, source_lengths)
+            result = replace(result, weights=weights)
+        return result
     finally:
         model.train(was_training)
 
 
-def _one_by_one(
-    how: greedy | sample,
+def _decode(
+    strategy: greedy | sample,
     steps: Steps,
     prompt: Int[Tensor, "b n"],
     lengths: Int[Tensor, " b"] | None,
-    most: int,
-    end: int | None,
-    count_log_p: bool,
+    max_new_tokens: int,
+    eos_id: int | None,
+    with_log_probs: bool,
 ) -> tuple[list[list[int]], list[float]]:
+    """One token per row and step. Returns each row's tokens and their log-probability."""
     b, device = len(prompt), prompt.device
-    written = torch.zeros(b, most, dtype=torch.long, device=device)
-    count = torch.full((b,), most, device=device)
-    log_p = torch.zeros(b, device=device)
-    alive = torch.arange(b, device=device)  # the rows that have not ended
-    noise = torch.Generator().manual_seed(how.seed) if isinstance(how, sample) else None
+    written = torch.zeros(b, max_new_tokens, dtype=torch.long, device=device)
+    count = torch.full((b,), max_new_tokens, device=device)
+    log_probs = torch.zeros(b, device=device)
+    active = torch.arange(b, device=device)  # the rows that have not ended
+    random = torch.Generator().manual_seed(strategy.seed) if isinstance(strategy, sample) else None
     logits = steps.next(prompt, lengths)
-    for n in range(most):
-        # Every row draws at every step, so that none depends on who else is left.
-        drawn = (
-            None if noise is None else torch.rand(b, generator=noise, dtype=torch.float64).to(device)[alive]
-        )
-        token = pick(how, logits, drawn)
-        if count_log_p:
+    for n in range(max_new_tokens):
+        uniform = None
+        if random is not None:
+            # One number for every row at every step, so that no row depends on which others are active.
+            uniform = torch.rand(b, generator=random, dtype=torch.float64).to(device)[active]
+        token = pick(strategy, logits, uniform)
+        if with_log_probs:
             scores = logits.float()
-            log_p[alive] += scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)
-        written[alive, n] = token
-        going = torch.ones_like(token, dtype=torch.bool) if end is None else token != end
-        left = int(going.sum())
-        if left < len(alive):
-            count[alive[~going]] = n
-        if left == 0 or n + 1 == most:
+            log_probs[active] += scores.gather(-1, token[:, None])[:, 0] - scores.logsumexp(-1)
+        written[active, n] = token
+        continues = torch.ones_like(token, dtype=torch.bool) if eos_id is None else token != eos_id
+        left = int(continues.sum())
+        if left < len(active):
+            count[active[~continues]] = n
+        if left == 0 or n + 1 == max_new_tokens:
             break
-        if left < len(alive):
-            kept = _closed_up(going, left)
-            steps.select(kept)
-            alive, token = alive[kept], token[kept]
+        if left < len(active):
+            rows = _compacted(continues, left)
+            steps.select(rows)
+            active, token = active[rows], token[rows]
         logits = steps.next(token[:, None])
-    return [row[:c].tolist() for row, c in zip(written, count.tolist(), strict=True)], log_p.tolist()
+    return [row[:c].tolist() for row, c in zip(written, count.tolist(), strict=True)], log_probs.tolist()
 
 
-def _closed_up(going: Bool[Tensor, " b"], left: int) -> Int[Tensor, " left"]:
-    """The rows that go on: the last of them take the places of those that ended, the others stay."""
-    rows = torch.arange(left, device=going.device)
-    rows[~going[:left]] = left + going[left:].nonzero()[:, 0]
+def _compacted(continues: Bool[Tensor, " b"], left: int) -> Int[Tensor, " left"]:
+    """The rows that continue: the last ones move to the indices of rows that ended, the others stay."""
+    rows = torch.arange(left, device=continues.device)
+    rows[~continues[:left]] = left + continues[left:].nonzero()[:, 0]
     return rows
 
 
@@ -129,17 +132,19 @@ def _aligned(
     padding: Bool[Tensor, "b _"] | None,
     device: torch.device,
 ) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"] | None]:
-    """Prompts that begin at the left, and their lengths where they differ."""
+    """Prompts aligned at the left, and their lengths where they differ."""
     if not isinstance(prompt, Tensor):
         rows = [list(row) for row in prompt]
     elif padding is None:
         rows = prompt.tolist()
     else:
         if padding.shape != prompt.shape:
-            raise ShapeError(f"padding {tuple(padding.shape)} beside a prompt {tuple(prompt.shape)}")
+            raise ShapeError(
+                f"padding has shape {tuple(padding.shape)} and prompt {tuple(prompt.shape)}; they have to be equal"
+            )
         rows = [row[~hidden].tolist() for row, hidden in zip(prompt, padding, strict=True)]
     if not rows or not all(rows):
-        raise ShapeError("every row needs a token to go on from, its start token at least")
+        raise ShapeError("every prompt needs at least one token, such as the start token")
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
     lengths = [len(row) for row in rows]
@@ -147,7 +152,7 @@ def _aligned(
 
 
 def _generated(
-    rows: list[list[int]], log_p: list[float] | None, device: torch.device, filler: int
+    rows: list[list[int]], log_probs: list[float] | None, device: torch.device, filler: int
 ) -> Generated:
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [filler] * (longest - len(row)) for row in rows], dtype=torch.long)
@@ -155,14 +160,14 @@ def _generated(
     return Generated(
         tokens.reshape(len(rows), longest).to(device),
         lengths.to(device),
-        None if log_p is None else torch.tensor(log_p, device=device),
+        None if log_probs is None else torch.tensor(log_probs, device=device),
     )
 
 
-def _weights(model, prompt, lengths, told: Generated, source, source_lengths) -> Any:
-    """One full pass over what was written: what is kept from step to step gives the same numbers (L33)."""
+def _weights(model, prompt, lengths, result: Generated, source, source_lengths) -> Any:
+    """One full pass over prompt and tokens; decoding with a cache has the same weights (law L33)."""
     given = [prompt.shape[1]] * len(prompt) if lengths is None else lengths.tolist()
-    rows = [p[:n].tolist() + t for p, n, t in zip(prompt, given, told.rows(), strict=True)]
+    rows = [p[:n].tolist() + t for p, n, t in zip(prompt, given, result.rows(), strict=True)]
     tokens, lengths = _aligned(rows, None, prompt.device)
     if isinstance(model, EncoderDecoder):
         return model(

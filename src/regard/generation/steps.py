@@ -1,4 +1,4 @@
-"""A model one token at a time: logits for what comes next, and rows that can be kept, dropped or doubled."""
+"""A model decoded step by step: logits for the next token, and batch rows that can be selected or repeated."""
 
 import torch
 from jaxtyping import Float, Int
@@ -10,11 +10,11 @@ from ..nn.recurrent import RecurrentModel
 from ..nn.stack import EncoderDecoder, Stack
 from ..pattern import causal, full
 from ..position import learned
-from . import cpu_inference as quick
+from . import cpu_inference
 
 
 class StackSteps:
-    """A decoder, alone or looking at a context."""
+    """A decoder, alone or with cross-attention to a context."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class StackSteps:
     def next(
         self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b vocab"]:
-        """Logits after these tokens, which follow all those given before. lengths: how many count in each row."""
+        """Logits after these tokens, which follow all earlier ones. lengths: how many are real in each row."""
         states = self.stack.states(
             tokens, self.context, lengths=lengths, context_lengths=self.context_lengths, cache=self.cache
         )
@@ -39,7 +39,7 @@ class StackSteps:
         return self.stack.read(last[:, None])[:, 0]
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
-        """Keep these rows in this order. same_context: each replaces one that looks at the same source."""
+        """Keep these rows in this order. same_context: each replaces a row with the same source."""
         self.cache.select(rows, same_context)
         if self.context is not None and not same_context:
             self.context = self.context[rows]
@@ -47,8 +47,8 @@ class StackSteps:
             self.context_lengths = self.context_lengths[rows]
 
 
-class QuickSteps(StackSteps):
-    """A plain decoder: single tokens go the quick way."""
+class CpuSteps(StackSteps):
+    """A decoder that cpu_inference supports: single tokens run there."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class QuickSteps(StackSteps):
         context_lengths: Int[Tensor, " b"] | None = None,
     ):
         super().__init__(stack, context, context_lengths)
-        self.quick = quick.QuickDecoder(stack)
-        self.beyond: Float[Tensor, "bh 1 m"] | None = None  # made when it is needed, and after rows changed
+        self.decoder = cpu_inference.TokenDecoder(stack)
+        # −∞ at the padding of the context; computed when needed, and again after the rows changed.
+        self.context_bias: Float[Tensor, "bh 1 m"] | None = None
 
     def next(
         self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None = None
@@ -66,18 +67,18 @@ class QuickSteps(StackSteps):
         if tokens.shape[1] > 1 or lengths is not None:
             return super().next(tokens, lengths)
         if self.context is not None and not self.cache.filled:
-            self.quick.read(self.context, self.context_lengths, self.cache.layers)
-        if self.context is not None and self.context_lengths is not None and self.beyond is None:
-            self.beyond = self.quick.beyond(self.context_lengths, self.context.shape[1])
-        return self.quick.next(tokens[:, 0], self.cache.layers, self.beyond)
+            self.decoder.read(self.context, self.context_lengths, self.cache.layers)
+        if self.context is not None and self.context_lengths is not None and self.context_bias is None:
+            self.context_bias = self.decoder.context_bias(self.context_lengths, self.context.shape[1])
+        return self.decoder.next(tokens[:, 0], self.cache.layers, self.context_bias)
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
         super().select(rows, same_context)
-        self.beyond = self.beyond if same_context else None
+        self.context_bias = self.context_bias if same_context else None
 
 
 class RecurrentSteps:
-    """A recurrent encoder-decoder: its state is all that is kept."""
+    """A recurrent encoder-decoder; its state takes the place of a cache."""
 
     def __init__(self, model: RecurrentModel, source: Int[Tensor, "b m"], lengths: Int[Tensor, " b"] | None):
         self.model, self.encoded = model, model.encode(source, lengths)
@@ -86,7 +87,9 @@ class RecurrentSteps:
         self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b vocab"]:
         if lengths is not None and bool((lengths != tokens.shape[1]).any()):
-            raise ShapeError("a recurrent model steps through targets of one length; start each row alike")
+            raise ShapeError(
+                "a recurrent model needs prompts of one length; start each row with as many tokens"
+            )
         for token in tokens.unbind(1):
             logits, self.encoded = self.model.step(token, self.encoded)
         return logits
@@ -101,7 +104,7 @@ Steps = StackSteps | RecurrentSteps
 def steps(
     model: nn.Module, source: Int[Tensor, "b m"] | None, lengths: Int[Tensor, " b"] | None
 ) -> tuple[Steps, int | None]:
-    """The model, ready for its first token, and how many positions it has (None: no limit)."""
+    """The model, ready for its first token, and its number of positions (None: no limit)."""
     match model:
         case Stack(head=LanguageHead()) if source is None:
             return _stack_steps(model), positions(model)
@@ -111,11 +114,13 @@ def steps(
             return RecurrentSteps(model, source, lengths), None
         case Stack() | EncoderDecoder() | RecurrentModel():
             if source is None and not isinstance(model, Stack):
-                raise ShapeError(f"{type(model).__name__} writes from a source; give source=")
+                raise ShapeError(f"{type(model).__name__} reads a source; give source=")
             if source is not None and isinstance(model, Stack):
-                raise ShapeError("a decoder on its own has no source to look at; give the tokens as prompt")
+                raise ShapeError(
+                    "a decoder without cross-attention takes no source; give the tokens as prompt"
+                )
     raise SpecError(
-        f"{type(model).__name__} gives no logits for a next token; a model with rg.LanguageHead() does"
+        f"{type(model).__name__} gives no logits for a next token; a model with rg.LanguageHead() is needed"
     )
 
 
@@ -124,24 +129,24 @@ def _stack_steps(
     context: Float[Tensor, "b m d"] | None = None,
     lengths: Int[Tensor, " b"] | None = None,
 ) -> StackSteps:
-    # A row with nothing to look at gets zeros, which the quick way does not give.
-    some = lengths is None or bool((lengths > 0).all())
-    kind = QuickSteps if some and quick.covers(stack, causal()) else StackSteps
+    # Cross-attention to an empty source gives zeros, which cpu_inference does not support.
+    no_empty_source = lengths is None or bool((lengths > 0).all())
+    kind = CpuSteps if no_empty_source and cpu_inference.supports(stack, causal()) else StackSteps
     return kind(stack, context, lengths)
 
 
 def _encoded(
     model: EncoderDecoder, source: Int[Tensor, "b m"], lengths: Int[Tensor, " b"] | None
 ) -> tuple[Float[Tensor, "b m d"], Int[Tensor, " b"] | None]:
-    """The source's states, and how many count; None where all do."""
+    """The states of the source, and their real lengths; None where there is no padding."""
     if lengths is not None and bool((lengths == source.shape[1]).all()):
         lengths = None
-    if quick.covers(model.encoder, full()):
-        return quick.encode(model.encoder, source, lengths), lengths
+    if cpu_inference.supports(model.encoder, full()):
+        return cpu_inference.encode(model.encoder, source, lengths), lengths
     return model.encode(source, lengths), lengths
 
 
 def positions(stack: Stack) -> int | None:
-    """How long a sequence a learned table holds."""
+    """The length of a learned table of positions; None without one."""
     declared = stack.spec.embedding and stack.spec.embedding.position
     return declared.entries if isinstance(declared, learned) else None

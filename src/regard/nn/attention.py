@@ -1,4 +1,4 @@
-"""Multi-head attention: the module a spec.Attention builds."""
+"""Multi-head attention: the module of a spec.Attention."""
 
 from math import inf
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .. import spec
+from .. import compat, spec
 from ..engine import attention as engine
 from ..engine import fused_qkv
 from ..engine.call import Bias
@@ -18,11 +18,10 @@ from ..pattern import At, Pattern, causal
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
 from .cache import KeyValues
-from .hooks import plain
 
 
 class Projected(NamedTuple):
-    """What goes into the engine."""
+    """Queries, keys and values as the engine takes them, with lengths and the query offset."""
 
     q: Float[Tensor, "b h n d_k"]
     k: Float[Tensor, "b h_kv m d_k"]
@@ -34,25 +33,25 @@ class Projected(NamedTuple):
 class MultiHeadAttention(nn.Module):
     """concat_h softmax(scale · Q_h K_hᵀ + bias) V_h, times W_O.
 
-    Queries come from x; keys and values from `context`, or from x itself where there is none.
+    Queries come from x; keys and values from `context`, or from x where there is none.
     """
 
     def __init__(self, declared: spec.Attention):
         super().__init__()
         self.spec = declared
         size = declared.sizes
-        every = declared.biases == "all"
+        biased = declared.biases == "all"
         self.w_q = self.w_k = self.w_o = None
         if declared.score != "position":
-            self.w_q = nn.Linear(size.d_model, size.heads * size.d_k, bias=every)
+            self.w_q = nn.Linear(size.d_model, size.heads * size.d_k, bias=biased)
         if declared.score in ("dot", "additive"):
-            self.w_k = nn.Linear(size.d_context, size.kv_heads * size.d_k, bias=every)
-        self.w_v = nn.Linear(size.d_context, size.kv_heads * size.d_v, bias=every)
+            self.w_k = nn.Linear(size.d_context, size.kv_heads * size.d_k, bias=biased)
+        self.w_v = nn.Linear(size.d_context, size.kv_heads * size.d_v, bias=biased)
         if declared.output:
             self.w_o = nn.Linear(size.heads * size.d_v, size.d_out, bias=declared.biases != "none")
         if declared.score == "additive":
             self.v_score = nn.Parameter(torch.empty(size.heads, size.d_k).normal_(std=size.d_k**-0.5))
-        self.position: Any = None  # what a position is called with follows from where it acts
+        self.position: Any = None  # the arguments of a position module depend on where it acts
         if declared.position is not None:
             self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
 
@@ -68,17 +67,17 @@ class MultiHeadAttention(nn.Module):
         at: At | Tensor = None,
         return_weights: bool = False,
     ) -> Float[Tensor, "b n d_out"] | tuple[Float[Tensor, "b n d_out"], Float[Tensor, "b h n m"]]:
-        """The new vectors; with return_weights also the weights, which do not change the output.
+        """The new vectors; with return_weights also the attention weights, which do not change the output.
 
-        lengths: how many keys count in each row. pattern: further restricts the declared one (documents, …).
-        bias: added to the scores beside the layer's own position. at: where the queries stand.
+        lengths: the number of real keys per row. pattern: restricts the declared one further (documents, …).
+        bias: added to the scores, in addition to the layer's own position. at: the query offset.
         """
-        asked = pattern is not None or bias is not None or cache is not None or at is not None
-        if x.is_cuda and not (asked or return_weights) and self._joins(x, context, lengths):
-            return self._from_fused_qkv(x, context, lengths)
+        options = pattern is not None or bias is not None or cache is not None or at is not None
+        if x.is_cuda and not (options or return_weights) and self._can_fuse(x, context, lengths):
+            return self._fused(x, context, lengths)
         p = self._project(x, context, lengths, cache, at)
         q, bias, scale = self._score(p, bias)
-        together: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "pattern": self._pattern(pattern),
             "lengths": p.lengths,
             "bias": bias,
@@ -87,23 +86,26 @@ class MultiHeadAttention(nn.Module):
             "at": p.at,
         }
         dropout = self.spec.dropout if self.training else 0.0
-        o: Any = engine.attention(q, p.k, p.v, dropout_p=dropout, **together)
-        on_values = getattr(self.spec.position, "values", False)  # Shaw's vectors may join the values too
-        weights = engine.weights(q, p.k, **together) if return_weights or on_values else None
+        o: Any = engine.attention(q, p.k, p.v, dropout_p=dropout, **arguments)
+        on_values = getattr(
+            self.spec.position, "values", False
+        )  # Shaw's vectors may be added to the values too
+        weights = engine.weights(q, p.k, **arguments) if return_weights or on_values else None
         if on_values:
-            o = o + self.position.values(weights, *self._places(p))
+            o = o + self.position.values(weights, *self._positions(p))
         out = rearrange(o, "b h n d -> b n (h d)")
         out = out if self.w_o is None else self.w_o(out)
         return out if weights is None or not return_weights else (out, weights)
 
-    def _joins(self, x: Tensor, context: Tensor | None, lengths: Tensor | None) -> bool:
-        """Whether one product gives queries, keys and values, and one kernel the rest."""
+    def _can_fuse(self, x: Tensor, context: Tensor | None, lengths: Tensor | None) -> bool:
+        """Whether one product for queries, keys and values and one fused kernel compute this call."""
         declared, size, factor = self.spec, self.spec.sizes, self.spec.factor
         if declared.score != "dot" or declared.position is not None:
             return False
         if factor is not None and not 0 < factor < inf:
             return False
-        if not plain(self.w_q, self.w_k, self.w_v):
+        projections: Any = (self.w_q, self.w_k, self.w_v)
+        if any(type(w) is not nn.Linear for w in projections) or compat.has_hooks(*projections):
             return False
         source = x if context is None else context
         self._check_widths(x, source)
@@ -111,14 +113,14 @@ class MultiHeadAttention(nn.Module):
             return False
         return fused_qkv.fits(x, source, max(size.d_k, size.d_v), declared.pattern)
 
-    def _from_fused_qkv(
+    def _fused(
         self,
         x: Float[Tensor, "b n d_model"],
         context: Float[Tensor, "b m d_context"] | None,
         lengths: Int[Tensor, " b"] | None,
     ) -> Float[Tensor, "b n d_out"]:
         size, factor = self.spec.sizes, self.spec.factor
-        asked = fused_qkv.Options(
+        options = fused_qkv.Options(
             size.heads,
             size.kv_heads,
             size.d_k,
@@ -128,9 +130,9 @@ class MultiHeadAttention(nn.Module):
             float(self.spec.dropout) if self.training else 0.0,
         )
         if context is None:
-            o = fused_qkv.attend(_together(x, self.w_q, self.w_k, self.w_v), None, lengths, asked)
+            o = fused_qkv.attend(_concatenated(x, self.w_q, self.w_k, self.w_v), None, lengths, options)
         else:
-            o = fused_qkv.attend(self.w_q(x), _together(context, self.w_k, self.w_v), lengths, asked)
+            o = fused_qkv.attend(self.w_q(x), _concatenated(context, self.w_k, self.w_v), lengths, options)
         return o if self.w_o is None else self.w_o(o)
 
     def _project(self, x, context, lengths, cache, at) -> Projected:
@@ -138,33 +140,33 @@ class MultiHeadAttention(nn.Module):
         self._check_widths(x, source)
         if context is None:
             at = at if cache is None else cache.offset
-            q, k, v = self._turned(self._queries(x), at), self._turned(self._keys(x), at), self._values(x)
+            q, k, v = self._rotated(self._queries(x), at), self._rotated(self._keys(x), at), self._values(x)
             if cache is not None:
                 k, v, lengths = cache.append(k, v, lengths)
             return Projected(q, k, v, lengths, at)
         q = self._queries(x)
         if cache is not None and cache.filled:
-            k, v = cache.k, cache.v  # the context's, from the first step
+            k, v = cache.k, cache.v  # of the context, computed at the first step
         else:
-            k, v = self._turned(self._keys(context), 0), self._values(context)
+            k, v = self._rotated(self._keys(context), 0), self._values(context)
             if cache is not None:
                 k, v, lengths = cache.append(k, v, lengths)
         if at is None and q.shape[-2] > k.shape[-2]:
-            at = 0  # two sequences: their positions are not compared
-        return Projected(self._turned(q, at, k.shape[-2] - q.shape[-2]), k, v, lengths, at)
+            at = 0  # two different sequences: their positions are not compared
+        return Projected(self._rotated(q, at, k.shape[-2] - q.shape[-2]), k, v, lengths, at)
 
-    def _turned(
-        self, x: Float[Tensor, "b h n d"], at: At | Tensor, otherwise: int = 0
+    def _rotated(
+        self, x: Float[Tensor, "b h n d"], at: At | Tensor, default: int = 0
     ) -> Float[Tensor, "b h n d"]:
-        """Queries or keys as a rotary position turns them, standing at `at`, or from `otherwise` on."""
+        """Queries or keys with rotary positions from the offset `at` on, or from `default` on."""
         if self.spec.position is None or self.spec.position.acts != "query_key":
             return x
         if isinstance(at, Tensor):
-            return self.position(x, _stand(at, x.shape[-2], otherwise, x.device))
-        return self.position.along(x, *_from(at, otherwise))
+            return self.position(x, _offset_positions(at, x.shape[-2], default, x.device))
+        return self.position.along(x, *_start_and_step(at, default))
 
     def _queries(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b h n d_k"]:
-        if self.w_q is None:  # the position alone decides: nothing to compare
+        if self.w_q is None:  # the scores are those of the position alone
             return x.new_zeros(x.shape[0], self.spec.heads, x.shape[1], 1)
         return rearrange(self.w_q(x), "b n (h d) -> b h n d", h=self.spec.heads)
 
@@ -173,7 +175,7 @@ class MultiHeadAttention(nn.Module):
         match self.spec.score:
             case "position":
                 return source.new_zeros(source.shape[0], kv_heads, source.shape[1], 1)
-            case "bilinear":  # q·W·k compares with the input itself
+            case "bilinear":  # q·W·k: the keys are the input itself
                 return rearrange(source, "b m d -> b 1 m d").expand(-1, kv_heads, -1, -1)
         return rearrange(self.w_k(source), "b m (h d) -> b h m d", h=kv_heads)
 
@@ -181,25 +183,25 @@ class MultiHeadAttention(nn.Module):
         return rearrange(self.w_v(source), "b m (h d) -> b h m d", h=self.spec.sizes.kv_heads)
 
     def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
-        """The queries, the bias and the scale: a score that is no dot product comes as a bias on zeros."""
+        """The queries, the bias and the scale: a score that is no dot product becomes a bias with zero queries."""
         factor = self.spec.factor
         if self.spec.score == "additive":
             scores = tanh_scores(p.q, repeat_heads(p.k, self.spec.heads), self.v_score)
             hard = factor == inf
-            times = 1.0 if factor is None or hard else factor
-            return torch.zeros_like(p.q), _plus(times * scores, bias), inf if hard else None
+            finite = 1.0 if factor is None or hard else factor
+            return torch.zeros_like(p.q), _add(finite * scores, bias), inf if hard else None
         if self.spec.position is not None and self.spec.position.acts == "score":
-            q_at, k_at = self._places(p)
-            own = self.position.by_distance(_reach(p)) if q_at.dim() == 1 else None
-            usual = p.q.shape[-1] ** -0.5 if factor is None else factor
+            q_at, k_at = self._positions(p)
+            own = self.position.by_distance(_max_distance(p)) if q_at.dim() == 1 else None
+            scale = p.q.shape[-1] ** -0.5 if factor is None else factor
             if own is None or bias is not None:
-                own = self.position(q_at, k_at, p.q, usual)
-            return p.q, _plus(own, bias), factor
+                own = self.position(q_at, k_at, p.q, scale)
+            return p.q, _add(own, bias), factor
         return p.q, bias, factor
 
-    def _places(self, p: Projected) -> tuple[Int[Tensor, "*b n"], Int[Tensor, " m"]]:
+    def _positions(self, p: Projected) -> tuple[Int[Tensor, "*b n"], Int[Tensor, " m"]]:
         n, m = p.q.shape[-2], p.k.shape[-2]
-        return _stand(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
+        return _offset_positions(p.at, n, m - n, p.q.device), torch.arange(m, device=p.q.device)
 
     def _pattern(self, given: Pattern | Tensor | None) -> Pattern | Tensor | None:
         own = self.spec.pattern
@@ -212,44 +214,46 @@ class MultiHeadAttention(nn.Module):
     def _check_widths(self, x: Tensor, source: Tensor) -> None:
         size = self.spec.sizes
         if x.shape[-1] != size.d_model:
-            raise ShapeError(f"x is {x.shape[-1]} wide; this attention takes d_model={size.d_model}")
+            raise ShapeError(f"x has width {x.shape[-1]}; this attention takes d_model={size.d_model}")
         if source.shape[-1] != size.d_context:
             raise ShapeError(
-                f"the context is {source.shape[-1]} wide; declared is d_context={size.d_context}"
+                f"the context has width {source.shape[-1]}; declared is d_context={size.d_context}"
             )
 
 
-def _together(x: Float[Tensor, "b n d"], *parts: Any) -> Float[Tensor, "b n w"]:
-    """What these layers make of x, side by side, by one product."""
+def _concatenated(x: Float[Tensor, "b n d"], *parts: Any) -> Float[Tensor, "b n w"]:
+    """The concatenated outputs of these linear layers, by one product."""
     bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
     return F.linear(x, torch.cat([p.weight for p in parts]), bias)
 
 
-def _from(at: At, otherwise: int) -> tuple[int, int]:
+def _start_and_step(at: At, default: int) -> tuple[int, int]:
     """The first position and the step."""
-    return at if isinstance(at, tuple) else (otherwise if at is None else at, 1)
+    return at if isinstance(at, tuple) else (default if at is None else at, 1)
 
 
-def _stand(at: At | Tensor, n: int, otherwise: int, device: torch.device) -> Int[Tensor, "*b n"]:
-    """The positions of n vectors: from `at`, or from `otherwise` on."""
-    along = torch.arange(n, device=device)
+def _offset_positions(at: At | Tensor, n: int, default: int, device: torch.device) -> Int[Tensor, "*b n"]:
+    """The positions of n vectors: from `at`, or from `default` on."""
+    index = torch.arange(n, device=device)
     if isinstance(at, Tensor):
-        return at[:, None] + along
-    start, step = _from(at, otherwise)
-    return start + step * along
+        return at[:, None] + index
+    start, step = _start_and_step(at, default)
+    return start + step * index
 
 
-def _reach(p: Projected) -> int:
-    """The largest distance between a query and a key; `at` is no tensor."""
+def _max_distance(p: Projected) -> int:
+    """The largest distance between a query and a key; `at` is not a tensor."""
     n, m = p.q.shape[-2], p.k.shape[-2]
     assert not isinstance(p.at, Tensor)
-    start, step = _from(p.at, m - n)
+    start, step = _start_and_step(p.at, m - n)
     return max(m - 1, abs(start), abs(start + step * (n - 1)), abs(m - 1 - start))
 
 
-def _plus(own: Bias, bias: Bias) -> Bias:
+def _add(own: Bias, bias: Bias) -> Bias:
     if bias is None:
         return own
     if isinstance(bias, Tensor) and isinstance(own, Tensor):
         return own + bias
-    raise ShapeError("two biases by distance at once; give the stack's position or the layer's, not both")
+    raise ShapeError(
+        "two biases by distance cannot be combined; declare the stack's position or the layer's, not both"
+    )

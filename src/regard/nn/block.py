@@ -1,14 +1,13 @@
-"""One layer: attention, attention to a context, feed-forward, each in its residual branch."""
+"""One layer: self-attention, cross-attention, feed-forward, each in its residual branch."""
 
 from collections.abc import Callable
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .. import spec
-from ..engine.call import Bias
 from ..errors import ShapeError
-from ..pattern import At, Pattern
 from .attention import MultiHeadAttention
 from .cache import LayerCache
 from .dropout import dropout
@@ -23,15 +22,15 @@ class Block(nn.Module):
         super().__init__()
         self.spec = declared
 
-        def beside() -> nn.Module:
+        def new_norm() -> nn.Module:
             return norm(declared.norm, declared.d_model, declared.eps, declared.norm_bias)
 
-        self.attention, self.attention_norm = MultiHeadAttention(declared.attention), beside()
+        self.attention, self.attention_norm = MultiHeadAttention(declared.attention), new_norm()
         if declared.cross is not None:
-            self.cross, self.cross_norm = MultiHeadAttention(declared.cross), beside()
+            self.cross, self.cross_norm = MultiHeadAttention(declared.cross), new_norm()
         if declared.feed_forward is not None:
             self.feed_forward = FeedForward(declared.feed_forward, declared.d_model)
-            self.feed_forward_norm = beside()
+            self.feed_forward_norm = new_norm()
 
     def forward(
         self,
@@ -40,34 +39,25 @@ class Block(nn.Module):
         *,
         lengths: Int[Tensor, " b"] | None = None,
         context_lengths: Int[Tensor, " b"] | None = None,
-        pattern: Pattern | Tensor | None = None,
-        bias: Bias = None,
         cache: LayerCache | None = None,
-        at: At | Tensor = None,
-        keep: dict[str, Tensor] | None = None,
+        weights: dict[str, Tensor] | None = None,
+        **scores: Any,
     ) -> Float[Tensor, "b n d_model"]:
-        """The new states. A dictionary given as `keep` receives the weights, "self" and "cross"."""
+        """The new states. A dictionary given as `weights` receives the attention weights, "self" and "cross".
+
+        scores: `pattern`, `bias` and `at` of the self-attention, as MultiHeadAttention takes them.
+        """
         if (context is None) != (self.spec.cross is None):
-            what = "needs a context to look at" if context is None else "has no cross-attention for a context"
+            what = "needs a context" if context is None else "has no cross-attention for a context"
             raise ShapeError(f"this block {what}")
 
         def own(x: Tensor) -> Tensor:
-            kept = cache and cache.own
-            return _keep(
-                keep,
-                "self",
-                self.attention,
-                x,
-                lengths=lengths,
-                pattern=pattern,
-                bias=bias,
-                cache=kept,
-                at=at,
-            )
+            options = {"lengths": lengths, "cache": cache and cache.own, **scores}
+            return _attend(self.attention, weights, "self", x, **options)
 
         def cross(x: Tensor) -> Tensor:
-            kept = cache and cache.cross
-            return _keep(keep, "cross", self.cross, x, context, lengths=context_lengths, cache=kept)
+            options = {"lengths": context_lengths, "cache": cache and cache.cross}
+            return _attend(self.cross, weights, "cross", x, context, **options)
 
         x = self._branch(x, own, self.attention_norm)
         if self.spec.cross is not None:
@@ -77,14 +67,16 @@ class Block(nn.Module):
         return x
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: nn.Module) -> Tensor:
-        first = self.spec.norm_at == "pre"
-        y = dropout(f(norm(x) if first else x), self.spec.dropout, self.training)
+        pre = self.spec.norm_at == "pre"
+        y = dropout(f(norm(x) if pre else x), self.spec.dropout, self.training)
         y = x + y if self.spec.residual else y
-        return y if first else norm(y)
+        return y if pre else norm(y)
 
 
-def _keep(keep: dict[str, Tensor] | None, name: str, attention: nn.Module, *given, **named) -> Tensor:
-    if keep is None:
-        return attention(*given, **named)
-    o, keep[name] = attention(*given, return_weights=True, **named)
+def _attend(
+    attention: nn.Module, weights: dict[str, Tensor] | None, name: str, *inputs: Any, **options: Any
+) -> Tensor:
+    if weights is None:
+        return attention(*inputs, **options)
+    o, weights[name] = attention(*inputs, return_weights=True, **options)
     return o

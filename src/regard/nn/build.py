@@ -27,9 +27,9 @@ MODULES: dict[type, type[nn.Module]] = {
 
 
 def build(declared: spec.Spec) -> nn.Module:
-    """The module of a spec, with fresh weights."""
+    """The module of a spec, with newly initialized weights."""
     if type(declared) not in MODULES:
         raise SpecError(
-            f"{type(declared).__name__} is a part; it is built by the block or the model that holds it"
+            f"{type(declared).__name__} is a part of a model; it is built by the block or the model that contains it"
         )
     return MODULES[type(declared)](declared)

@@ -1,4 +1,4 @@
-"""What was already seen: keys and values kept from step to step. For inference, under `torch.no_grad()`."""
+"""Key/value caches for step-by-step inference, under `torch.no_grad()`."""
 
 import torch
 from jaxtyping import Float, Int
@@ -8,21 +8,23 @@ from ..errors import RegardError
 
 
 class KeyValues:
-    """The keys and values of one attention. Rows of the batch may be of different lengths.
+    """The keys and values of one attention layer. Batch rows may have different lengths.
 
-    Slot s of row b holds position s, so a row's next key goes to slot lengths[b] whatever the others do.
+    Slot s of row b holds position s, so the next key of a row goes to slot lengths[b].
     """
 
-    def __init__(self, least: int = 0) -> None:
-        self.least = least  # slots to begin with, where the first call brings one position
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity = capacity  # initial slots, where the first call has one position
         self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
         self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
-        self.filled = 0  # slots in use by the longest row, known without asking the device
+        self.filled = (
+            0  # slots in use by the longest row; a Python number, so reading it does not synchronize
+        )
         self.lengths: Int[Tensor, " b"] | None = None  # None while all rows are equally long
 
     @property
     def offset(self) -> int | Int[Tensor, " b"]:
-        """Where the next query of each row stands."""
+        """The query offset of each row's next query."""
         return self.filled if self.lengths is None else self.lengths
 
     def append(
@@ -31,19 +33,19 @@ class KeyValues:
         v: Float[Tensor, "b h_kv n d_v"],
         lengths: Int[Tensor, " b"] | None = None,
     ) -> tuple[Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"], Int[Tensor, " b"] | None]:
-        """All keys and values with these at the end, and how many of them count in each row.
+        """All keys and values with these appended, and each row's length (None: all rows are equally long).
 
-        `lengths` says how many of the n new ones count; a row's padding is overwritten by what follows.
+        `lengths`: how many of the n new positions are real; a row's padding is overwritten by later positions.
         """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise RegardError("a cache keeps no gradients; decode under torch.no_grad()")
+            raise RegardError("a cache has no gradients; decode under torch.no_grad()")
         b, _, n, _ = k.shape
         start, self.filled = self.filled, self.filled + n
-        self.k, self.v = (_grow(*pair, self.filled, self.least) for pair in ((self.k, k), (self.v, v)))
+        self.k, self.v = (_grow(*pair, self.filled, self.capacity) for pair in ((self.k, k), (self.v, v)))
         if lengths is not None and self.lengths is None:
             self.lengths = torch.full((b,), start, device=k.device, dtype=lengths.dtype)
         if self.lengths is None:
-            self.k.narrow(2, start, n).copy_(k)  # in Python the quickest way to write a slice
+            self.k.narrow(2, start, n).copy_(k)  # faster than indexing a slice
             self.v.narrow(2, start, n).copy_(v)
         else:
             row = torch.arange(b, device=k.device)[:, None]
@@ -53,7 +55,7 @@ class KeyValues:
         return self.k.narrow(2, 0, self.filled), self.v.narrow(2, 0, self.filled), self.lengths
 
     def select(self, rows: Int[Tensor, " r"]) -> None:
-        """Keep these rows of the batch, in this order; a row may come twice. What stays in its place stays."""
+        """Keep these rows of the batch, in this order; rows may repeat. Rows that stay in place are not copied."""
         if self.k is not None and self.v is not None:
             if len(rows) > len(self.k):
                 self.k, self.v = self.k[rows], self.v[rows]
@@ -66,12 +68,12 @@ class KeyValues:
             self.lengths = self.lengths[rows]
 
 
-def _grow(old: Tensor | None, new: Tensor, needed: int, least: int) -> Tensor:
+def _grow(old: Tensor | None, new: Tensor, needed: int, capacity: int) -> Tensor:
     """`old` with at least `needed` slots, doubled when full."""
     if old is not None and old.shape[2] >= needed:
         return old
     b, h, _, d = new.shape
-    room = 2 * old.shape[2] if old is not None else least if needed == 1 else 0
+    room = 2 * old.shape[2] if old is not None else capacity if needed == 1 else 0
     out = new.new_zeros(b, h, max(needed, room), d)
     if old is not None:
         out[:, :, : old.shape[2]] = old
@@ -79,27 +81,27 @@ def _grow(old: Tensor | None, new: Tensor, needed: int, least: int) -> Tensor:
 
 
 def _move(t: Tensor, into: Tensor, origin: Tensor, rows: int, filled: int) -> Tensor:
-    """The first `rows` rows of t after row origin[r] was copied over row into[r], as far as it is filled."""
+    """The first `rows` rows of t after row origin[r] was copied to row into[r], up to slot `filled`."""
     if len(into):
-        t[into, :, :filled] = t[origin, :, :filled]  # the right side is a copy before it is written
+        t[into, :, :filled] = t[origin, :, :filled]  # indexing copies the right side first
     return t[:rows]
 
 
 class LayerCache:
-    """One block's: its own past, and the context's keys, computed once."""
+    """The caches of one block: of its self-attention, and of its cross-attention to the context."""
 
     def __init__(self) -> None:
-        self.own, self.cross = KeyValues(least=32), KeyValues()
+        self.own, self.cross = KeyValues(capacity=32), KeyValues()
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
-        """Keep these rows. same_context: each stands in for a row that looked at the same context."""
+        """Keep these rows. same_context: each replaces a row with the same context."""
         self.own.select(rows)
         if not same_context:
             self.cross.select(rows)
 
 
 class Cache:
-    """A whole stack's: pass it to each call, and give each call only what is new."""
+    """The cache of a stack: pass it to each call, with only the new tokens."""
 
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]

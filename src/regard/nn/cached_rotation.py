@@ -1,6 +1,6 @@
-"""Rotations on a CPU by remembered angles: what `position.rotate` says, at the price of one product.
+"""Rotary positions on a CPU with cached angles: equal to `position.rotate`, at the cost of one complex product.
 
-A pair (a, b) turned by θ is the complex number (a + ib) · e^(iθ). Its gradient is turned back, by −θ.
+A pair (a, b) rotated by θ is the complex number (a + ib) · e^(iθ). Its gradient is rotated by −θ.
 """
 
 from functools import lru_cache
@@ -12,47 +12,49 @@ from torch import Tensor
 from ..position.angles import cos_sin
 
 EXACT = (torch.float32, torch.float64)
-KEPT = 1 << 20  # angles of a table that is remembered: 8 MiB in float32
+MAX_CACHED_ANGLES = 1 << 20  # per table: 8 MiB in float32
 
 
-def turned(
+def rotate_along(
     x: Float[Tensor, "*b n d"], start: int, step: int, base: int | float, pairing: str
 ) -> Float[Tensor, "*b n d"]:
-    """x with pair i of row r turned by (start + step · r) · base^(−2i/d)."""
+    """x with pair i of row r rotated by (start + step · r) · base^(−2i/d)."""
     n, d = x.shape[-2:]
-    made = _remembered if n * d <= 2 * KEPT else _turns
-    return _Turned.apply(x, made(start, step, n, d, float(base), x.dtype), pairing)
+    compute = _cached_rotations if n * d <= 2 * MAX_CACHED_ANGLES else _rotations
+    return _Rotation.apply(x, compute(start, step, n, d, float(base), x.dtype), pairing)
 
 
-def _turns(start: int, step: int, n: int, d: int, base: float, dtype: torch.dtype) -> Complex[Tensor, "n r"]:
-    with torch.inference_mode(False):  # else it could not serve a training that comes later
+def _rotations(
+    start: int, step: int, n: int, d: int, base: float, dtype: torch.dtype
+) -> Complex[Tensor, "n r"]:
+    with torch.inference_mode(False):  # a cached inference tensor could not be used in training
         cos, sin = cos_sin(start + step * torch.arange(n), d, base).to(dtype)
         return torch.complex(cos, sin)
 
 
-_remembered = lru_cache(maxsize=64)(_turns)
+_cached_rotations = lru_cache(maxsize=64)(_rotations)
 
 
-class _Turned(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, turns, pairing):
-        ctx.turns, ctx.pairing = turns, pairing
-        return _product(x, turns, pairing)
+    def forward(ctx, x, rotations, pairing):
+        ctx.rotations, ctx.pairing = rotations, pairing
+        return _product(x, rotations, pairing)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Turned.apply(grad, ctx.turns.conj(), ctx.pairing), None, None
+        return _Rotation.apply(grad, ctx.rotations.conj(), ctx.pairing), None, None
 
 
 def _product(
-    x: Float[Tensor, "*b n d"], turns: Complex[Tensor, "n r"], pairing: str
+    x: Float[Tensor, "*b n d"], rotations: Complex[Tensor, "n r"], pairing: str
 ) -> Float[Tensor, "*b n d"]:
     if pairing == "interleaved":
         pairs = x.unflatten(-1, (-1, 2))
         even = all(s % 2 == 0 for s in (pairs.storage_offset(), *pairs.stride()[:-1]))
-        pairs = pairs if even and pairs.stride(-1) == 1 else pairs.contiguous()  # as complex numbers lie
-        return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2)
-    cos, sin = turns.real, turns.imag
+        pairs = pairs if even and pairs.stride(-1) == 1 else pairs.contiguous()  # as view_as_complex requires
+        return torch.view_as_real(torch.view_as_complex(pairs) * rotations).flatten(-2)
+    cos, sin = rotations.real, rotations.imag
     out = torch.empty_like(x)
     (a, b), (first, second) = x.chunk(2, -1), out.chunk(2, -1)
     torch.mul(a, cos, out=first).addcmul_(b, sin, value=-1)

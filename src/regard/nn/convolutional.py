@@ -1,4 +1,4 @@
-"""The convolutional rival: a residual stack whose positions see a fixed neighbourhood."""
+"""The convolutional baseline: a residual stack in which each position depends on a fixed neighborhood."""
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,11 @@ from ..spec import Convolutional
 
 
 def reach(spec: Convolutional) -> tuple[int, int]:
-    """How many positions before and after itself an output can see: (kernel − 1) · Σ_l dilation^l in all.
+    """How many positions before and after itself an output can depend on: (kernel − 1) · Σ_l dilation^l in all.
 
-    On an endless line, n neighbours all see one another once both reach n − 1 (causal: the first alone). On
-    n positions with zeros beyond them that also holds where no path has to leave them: always when causal,
-    or undilated. A dilation of n or more does nothing there, however far it reaches.
+    On an infinite line, n neighbors all depend on one another once both numbers are at least n − 1 (causal: the
+    first number). On n positions with zeros outside, that also holds where no path has to leave them: always when
+    causal, or undilated. A dilation of n or more has no effect there.
 
     >>> reach(Convolutional(64, layers=15, kernel=3))
     (15, 15)
@@ -30,9 +30,9 @@ def reach(spec: Convolutional) -> tuple[int, int]:
 
 
 class ConvolutionLayer(nn.Module):
-    """x + gelu(Σ_t W_t x[i + t·step]): zeros beyond the ends, a kernel centred on i or ending there (causal).
+    """x + gelu(Σ_t W_t x[i + t·step]): zero padding, a kernel centered on i or ending there (causal).
 
-    Separable: one kernel a channel, then one matrix over the channels: k·n·d + n·d² products, not k·n·d².
+    Separable: one kernel per channel, then one matrix over the channels: k·n·d + n·d² products, not k·n·d².
     """
 
     def __init__(self, spec: Convolutional, step: int):
@@ -46,58 +46,58 @@ class ConvolutionLayer(nn.Module):
 
     @property
     def pattern(self) -> Pattern:
-        """The pairs (output i, input j) that the kernel joins."""
+        """The pairs (output i, input j) that the kernel connects."""
         if self.causal:
             return causal() & dilated(self.kernel - 1, self.step)
         return dilated(self.kernel // 2, self.step)
 
     def forward(self, x: Float[Tensor, "b n d_model"]) -> Float[Tensor, "b n d_model"]:
-        # Taps n or more apart see nothing but zeros, so a step of n is as good as any longer one: the
-        # eleventh layer of a stack dilated by 3 would else pad with 2 · 59,049 of them.
+        # Taps n or more apart read only zeros, so a step of n is equivalent to any longer one; without this limit
+        # the eleventh layer of a stack dilated by 3 would pad with 2 · 59,049 zeros.
         step = min(self.step, max(x.shape[1], 1))
-        around = (self.kernel - 1) * step
-        before = around if self.causal else around // 2
-        columns = F.pad(rearrange(x, "b n d -> b d n"), (before, around - before))
+        padding = (self.kernel - 1) * step
+        before = padding if self.causal else padding // 2
+        columns = F.pad(rearrange(x, "b n d -> b d n"), (before, padding - before))
         kernel = self.convolution
         mixed = F.conv1d(columns, kernel.weight, kernel.bias, dilation=step, groups=kernel.groups)
         return x + self.dropout(F.gelu(rearrange(self.pointwise(mixed), "b d n -> b n d")))
 
     def extra_repr(self) -> str:
-        return f"sees {self.pattern!r}"
+        return f"pattern={self.pattern!r}"
 
 
 class ConvolutionalModel(nn.Module):
     """Layers of convolutions, layer l dilated by dilation^l; with a vocabulary, token ids in and logits out.
 
-    lengths: positions at and past lengths[b] are zeros before every layer and after the last, so that what
-    they hold reaches nothing. Their own outputs are zeros (with a vocabulary: the head's bias).
+    lengths: positions at and past lengths[b] are set to zero before every layer and after the last, so that no
+    output depends on them. Their own outputs are zeros (with a vocabulary: the head's bias).
     """
 
     def __init__(self, spec: Convolutional):
         super().__init__()
         self.spec = spec
         self.embedding = None if spec.vocab is None else nn.Embedding(spec.vocab, spec.d_model)
-        # No sequence is longer than 2^31, and past 2^63 a pattern's arithmetic would wrap around.
+        # No sequence is longer than 2^31, and past 2^63 the pattern's integers would overflow.
         steps = [min(spec.dilation**l, 1 << 31) for l in range(spec.layers)]
         self.layers = nn.ModuleList(ConvolutionLayer(spec, step) for step in steps)
         self.head = None if spec.vocab is None else nn.Linear(spec.d_model, spec.vocab)
 
     @property
     def receptive_field(self) -> int:
-        """The most inputs an output can depend on, itself among them: 1 + (kernel − 1) · Σ_l dilation^l."""
+        """The largest number of inputs an output can depend on: 1 + (kernel − 1) · Σ_l dilation^l."""
         return 1 + sum(reach(self.spec))
 
-    def sees(self, n: int) -> Bool[Tensor, "n n"]:
+    def dependence(self, n: int) -> Bool[Tensor, "n n"]:
         """Which inputs each output depends on: the boolean product of the layers' patterns.
 
-        Exact, where `receptive_field` bounds: near the ends a path may not leave the sequence, and a dilation
-        above the kernel leaves gaps.
+        Exact, where `receptive_field` is a bound: near the ends a path must not leave the sequence, and a dilation
+        larger than the kernel leaves gaps.
         """
-        seen = torch.eye(n, dtype=torch.bool)
+        depends = torch.eye(n, dtype=torch.bool)
         for layer in self.layers:
             assert isinstance(layer, ConvolutionLayer)
-            seen = (layer.pattern.allowed(n).float() @ seen.float()) > 0
-        return seen
+            depends = (layer.pattern.allowed(n).float() @ depends.float()) > 0
+        return depends
 
     def forward(
         self,
@@ -105,14 +105,14 @@ class ConvolutionalModel(nn.Module):
         lengths: Int[Tensor, " b"] | None = None,
     ) -> Float[Tensor, "b n d_out"]:
         self._check(x, lengths)
-        hidden = None
+        padding_mask = None
         if lengths is not None:
-            hidden = torch.arange(x.shape[1], device=x.device) >= rearrange(lengths, "b -> b 1")
+            padding_mask = torch.arange(x.shape[1], device=x.device) >= rearrange(lengths, "b -> b 1")
         if self.embedding is not None:
-            x = self.embedding(x if hidden is None else x.masked_fill(hidden, 0))
-        x = _zeroed(x, hidden)
+            x = self.embedding(x if padding_mask is None else x.masked_fill(padding_mask, 0))
+        x = _zeroed(x, padding_mask)
         for layer in self.layers:
-            x = _zeroed(layer(x), hidden)
+            x = _zeroed(layer(x), padding_mask)
         return x if self.head is None else self.head(x)
 
     def _check(self, x: Tensor, lengths: Tensor | None) -> None:
@@ -126,9 +126,9 @@ class ConvolutionalModel(nn.Module):
             raise ShapeError(f"input of shape {shape}; (batch, positions, d_model={d_model}) is needed")
         if lengths is not None and tuple(lengths.shape) != shape[:1]:
             raise ShapeError(
-                f"lengths has shape {tuple(lengths.shape)}; one a batch row is needed: ({shape[0]},)"
+                f"lengths has shape {tuple(lengths.shape)}; one per batch row is needed: ({shape[0]},)"
             )
 
 
-def _zeroed(x: Float[Tensor, "b n d"], hidden: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b n d"]:
-    return x if hidden is None else x.masked_fill(rearrange(hidden, "b n -> b n 1"), 0.0)
+def _zeroed(x: Float[Tensor, "b n d"], padding_mask: Bool[Tensor, "b n"] | None) -> Float[Tensor, "b n d"]:
+    return x if padding_mask is None else x.masked_fill(rearrange(padding_mask, "b n -> b n 1"), 0.0)

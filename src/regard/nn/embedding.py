@@ -1,4 +1,4 @@
-"""From token ids to vectors, and from states to what a model is for."""
+"""Embeddings of token ids, and the heads that read the final states."""
 
 import torch
 import torch.nn.functional as F
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import ShapeError
-from . import position as positions
+from . import position as position_modules
 from .dropout import dropout
 from .feed_forward import ACTIVATIONS
 from .norm import norm
 
 
 class Embedding(nn.Module):
-    """E[id] (· √d_model) + position (+ type), normalised where declared."""
+    """E[id] (· √d_model) + position (+ type), with a norm where declared."""
 
     def __init__(self, declared: spec.Embedding):
         super().__init__()
@@ -25,7 +25,7 @@ class Embedding(nn.Module):
             self.types = nn.Parameter(torch.empty(declared.types, declared.d_model).normal_(std=0.02))
         self.position: nn.Module | None = None
         if declared.position is not None:
-            self.position = positions.build(declared.position, d_model=declared.d_model)
+            self.position = position_modules.build(declared.position, d_model=declared.d_model)
         self.norm = norm("layer", declared.d_model, declared.eps) if declared.norm else nn.Identity()
 
     def forward(
@@ -35,32 +35,32 @@ class Embedding(nn.Module):
         types: Int[Tensor, "b n"] | None = None,
         start: int | Int[Tensor, " b"] = 0,
         length: int | None = None,
-        places: Int[Tensor, "b n"] | None = None,
+        positions: Int[Tensor, "b n"] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
-        """`start` is the position of the first id, one number or one a row; `length` the last position + 1.
+        """`start` is the position of the first id, one number or one per row; `length` is the last position + 1.
 
-        `places` is the position of every id, where they do not just follow one another.
+        `positions` is the position of every id, where these are not consecutive.
         """
         x = F.embedding(ids, self.table)
         if self.spec.scaled:
             x = x * self.spec.d_model**0.5
-        if self.position is not None and places is not None:
-            x = self.position(x, places)
+        if self.position is not None and positions is not None:
+            x = self.position(x, positions)
         elif self.position is not None:
-            along = torch.arange(ids.shape[1], device=ids.device)
-            where = along + (start[:, None] if isinstance(start, Tensor) else start)
+            index = torch.arange(ids.shape[1], device=ids.device)
+            positions = index + (start[:, None] if isinstance(start, Tensor) else start)
             if length is None and not isinstance(start, Tensor):
                 length = start + ids.shape[1]
-            x = self.position(x, where, length)
+            x = self.position(x, positions, length)
         if self.types is not None:
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         elif types is not None:
-            raise ShapeError("token types were given, and the embedding declares none; set types=2 there")
+            raise ShapeError("token types were given, but the embedding declares none; set types=2 there")
         return dropout(self.norm(x), self.spec.dropout, self.training)
 
 
 class LanguageHead(nn.Module):
-    """Logits x·Eᵀ over the vocabulary, E the embedding's table where tied."""
+    """Logits x·Eᵀ over the vocabulary; E is the embedding's table where tied."""
 
     def __init__(self, declared: spec.LanguageHead, embedding: spec.Embedding):
         super().__init__()
@@ -79,12 +79,12 @@ class LanguageHead(nn.Module):
     def inputs(
         self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
     ) -> tuple[Float[Tensor, "*b d_model"], Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"] | None]:
-        """What is multiplied: logits are F.linear of these three, and a loss need not hold them all at once."""
+        """The three arguments of F.linear that give the logits; a chunked loss multiplies them part by part."""
         return x * self.factor, table if self.table is None else self.table, self.bias
 
 
 class MaskedHead(nn.Module):
-    """LN(f(x W + b))·Eᵀ + c: what token stands here."""
+    """LN(f(x W + b))·Eᵀ + c: logits of the token at each position."""
 
     def __init__(self, declared: spec.MaskedHead, embedding: spec.Embedding):
         super().__init__()
@@ -101,7 +101,7 @@ class MaskedHead(nn.Module):
     def inputs(
         self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
     ) -> tuple[Float[Tensor, "*b d_model"], Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"]]:
-        """What is multiplied: logits are F.linear of these three."""
+        """The three arguments of F.linear that give the logits."""
         return self.norm(ACTIVATIONS[self.spec.activation](self.transform(x))), table, self.bias
 
 
@@ -134,16 +134,16 @@ class Pooler(nn.Module):
 
 
 def pool(
-    x: Float[Tensor, "b n d"], how: str, lengths: Int[Tensor, " b"] | None = None
+    x: Float[Tensor, "b n d"], kind: str, lengths: Int[Tensor, " b"] | None = None
 ) -> Float[Tensor, "b d"]:
-    """One state a row: the first, the last, the mean or the largest of those that count."""
-    if how == "first":
+    """One state per row: the first, the last, the mean or the maximum of the real positions."""
+    if kind == "first":
         return x[:, 0]
     if lengths is None:
-        return {"last": lambda: x[:, -1], "mean": lambda: x.mean(1), "max": lambda: x.amax(1)}[how]()
+        return {"last": lambda: x[:, -1], "mean": lambda: x.mean(1), "max": lambda: x.amax(1)}[kind]()
     real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-    if how == "last":
+    if kind == "last":
         return x[torch.arange(len(x), device=x.device), (lengths - 1).clamp(min=0)]
-    if how == "mean":
+    if kind == "mean":
         return x.masked_fill(~real[..., None], 0.0).sum(1) / lengths.clamp(min=1)[:, None]
     return x.masked_fill(~real[..., None], -torch.inf).amax(1)

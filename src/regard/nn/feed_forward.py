@@ -1,4 +1,4 @@
-"""The position-wise network, and the activations by name."""
+"""The position-wise feed-forward network, and the activations by name."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from .. import spec
-from . import manual_backward as by_hand
 from .dropout import dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -21,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FeedForward(nn.Module):
-    """f(x W₁ + b₁) W₂ + b₂ at each position alike; gated: (f(x W_g) ∘ x W₁) W₂."""
+    """f(x W₁ + b₁) W₂ + b₂ at each position; gated: (f(x W_g) ∘ x W₁) W₂."""
 
     def __init__(self, declared: spec.FeedForward, d_model: int):
         super().__init__()
@@ -31,8 +30,6 @@ class FeedForward(nn.Module):
         self.w_out = nn.Linear(declared.d_ff, d_model, bias=declared.bias)
 
     def forward(self, x: Float[Tensor, "*b d_model"]) -> Float[Tensor, "*b d_model"]:
-        if by_hand.fits(self, x):
-            return by_hand.network(self, x)
         f = ACTIVATIONS[self.spec.activation]
         hidden = f(self.w_in(x)) if self.w_gate is None else f(self.w_gate(x)) * self.w_in(x)
         return self.w_out(dropout(hidden, self.spec.dropout, self.training))

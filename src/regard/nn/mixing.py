@@ -1,4 +1,4 @@
-"""Attention's fixed limits: o = A v with an A that no input can change."""
+"""Fixed limits of attention: o = A v with a matrix A that does not depend on the input."""
 
 import torch
 from einops import rearrange, reduce, repeat
@@ -12,11 +12,11 @@ from ..spec import Mixing
 class MixingLayer(nn.Module):
     """o = A v. `identity`: A = I; `average`: every entry 1/m; `select`: row i is 1 at index[i], else 0.
 
-    Attention gives `average` at scale 0, `identity` and `select` at scale ∞ where each query's best key is
-    its own, or key index[i]: there the input decides, here the declaration. No parameters.
+    Attention equals `average` at scale 0; it equals `identity` or `select` at scale ∞ where the best key of query i
+    is key i, or key index[i]. There the input decides, here the declaration. No parameters.
 
-    lengths: values at and past lengths[b] are hidden, whatever they hold. `average` is then over the rest,
-    and an output that would copy a hidden value is zeros.
+    lengths: values at and past lengths[b] are masked. `average` is then over the others, and an output that would
+    copy a masked value is zeros.
     """
 
     def __init__(self, spec: Mixing):
@@ -30,7 +30,7 @@ class MixingLayer(nn.Module):
     ) -> Float[Tensor, "b n d_v"]:
         m = v.shape[1]
         if lengths is not None:
-            v = v.masked_fill(~rearrange(_seen(lengths, m), "b m -> b m 1"), 0.0)
+            v = v.masked_fill(~rearrange(_real(lengths, m), "b m -> b m 1"), 0.0)
         match self.spec.how:
             case "identity":
                 return v
@@ -42,7 +42,7 @@ class MixingLayer(nn.Module):
         return v[:, self.index]
 
     def matrix(self, m: int, lengths: Int[Tensor, " b"] | None = None) -> Float[Tensor, "*b n m"]:
-        """A itself, for looking at; one a batch row where lengths are given."""
+        """The matrix A; one per batch row where lengths are given."""
         match self.spec.how:
             case "identity":
                 a = torch.eye(m, device=self.index.device)
@@ -52,17 +52,19 @@ class MixingLayer(nn.Module):
                 self._check_index(m)
                 a = torch.eye(m, device=self.index.device)[self.index]
         if lengths is not None:
-            a = a * rearrange(_seen(lengths, m), "b m -> b 1 m")
-        return a / a.sum(-1, keepdim=True).clamp(min=1)  # a row that sees nothing stays zeros
+            a = a * rearrange(_real(lengths, m), "b m -> b 1 m")
+        return a / a.sum(-1, keepdim=True).clamp(min=1)  # a row without an allowed value stays zeros
 
     def _check_index(self, m: int) -> None:
-        far = [j for j in self.spec.index or () if not 0 <= j < m]
-        if far:
-            raise ShapeError(f"index {far[0]} of {self.spec!r} is not among the {m} positions 0 … {m - 1}")
+        outside = [j for j in self.spec.index or () if not 0 <= j < m]
+        if outside:
+            raise ShapeError(
+                f"index {outside[0]} of {self.spec!r} is not among the {m} positions 0 … {m - 1}"
+            )
 
     def extra_repr(self) -> str:
         return repr(self.spec)
 
 
-def _seen(lengths: Int[Tensor, " b"], m: int) -> Bool[Tensor, "b m"]:
+def _real(lengths: Int[Tensor, " b"], m: int) -> Bool[Tensor, "b m"]:
     return torch.arange(m, device=lengths.device) < rearrange(lengths, "b -> b 1")

@@ -1,7 +1,7 @@
 """The modules that positions build. What a module is called with follows from where its position acts:
 
 "input"      module(x, positions, length=None)            x plus a vector for each position
-"query_key"  module(x, positions)                         queries or keys, turned
+"query_key"  module(x, positions)                         queries or keys, rotated
 "score"      module(q_positions, k_positions, q, scale)   a bias (…, h, n, m) for the scores
 
 Positions are (n), or (b, n) where each row of the batch has its own; on a grid they are cell numbers (n) or
@@ -42,7 +42,7 @@ from ..position import (
     t5_bucket,
     t5_buckets,
 )
-from .cached_rotation import EXACT, turned
+from .cached_rotation import EXACT, rotate_along
 
 
 def build(
@@ -52,7 +52,7 @@ def build(
     d_k: int | None = None,
     d_v: int | None = None,
 ) -> nn.Module:
-    """The module of a position. Each kind reads the sizes it needs and says so when one is missing."""
+    """The module of a position. Each kind uses the sizes it needs; a missing one is an error that names it."""
 
     def need(**sizes: int | None) -> tuple[int, ...]:
         if missing := [name for name, size in sizes.items() if size is None]:
@@ -83,11 +83,11 @@ def build(
             return Shaw(position, *need(d_k=d_k, d_v=d_v))
         case quadratic():
             return Quadratic(position, *need(heads=heads))
-    raise SpecError(f"{position!r} is no position that can be built; see regard.position.KINDS")
+    raise SpecError(f"{position!r} cannot be built: it is none of regard.position.KINDS")
 
 
 class Sinusoidal(nn.Module):
-    """x + sinusoid(positions). Holds nothing."""
+    """x + sinusoid(positions). No parameters."""
 
     def __init__(self, position: sinusoidal):
         super().__init__()
@@ -109,12 +109,12 @@ class Sinusoidal(nn.Module):
 
 
 class Learned(nn.Module):
-    """x + table[positions]. The table starts normal with deviation 0.02.
+    """x + table[positions]. The table is initialized normal with std 0.02.
 
-    `length` is last position + 1, which the caller knows without asking the device. Without it eager code
-    reads the positions, which waits for a GPU; compiled code leaves the check to the lookup. A table that may
-    be resampled is stretched to `length` where that is more than it holds, so decoding step by step has to give
-    the final one from the start.
+    `length` is the last position + 1, which the caller knows without a synchronization. Without it eager code
+    reads the positions, which synchronizes with a GPU; compiled code leaves the check to the lookup. A table that
+    may be resampled is interpolated to `length` entries where that is more than it has, so step-by-step decoding has
+    to pass the final length from the start.
     """
 
     def __init__(self, position: learned, d_model: int):
@@ -125,7 +125,7 @@ class Learned(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n d"], positions: Real[Tensor, "*p n"], length: int | None = None
     ) -> Float[Tensor, "b n d"]:
-        _check_whole(self.position, positions)
+        _check_integers(self.position, positions)
         size = len(self.table)
         if length is None:
             length = _used(positions, unknown=size)
@@ -146,7 +146,7 @@ class Learned(nn.Module):
 class LearnedGrid(nn.Module):
     """x + table[row, column]. As `Learned`, with `length` the (height, width) that cell numbers count in.
 
-    A table that may be resampled is stretched or shrunk to `length`: another resolution of the same field.
+    A table that may be resampled is interpolated to `length`: the same field at another resolution.
     """
 
     def __init__(self, position: learned, d_model: int):
@@ -158,7 +158,7 @@ class LearnedGrid(nn.Module):
     def forward(
         self, x: Float[Tensor, "b n d"], positions: Real[Tensor, "..."], length: tuple[int, int] | None = None
     ) -> Float[Tensor, "b n d"]:
-        _check_whole(self.position, positions)
+        _check_integers(self.position, positions)
         height, width = self.grid
         rows, columns = coordinates(positions, length or self.grid).unbind(-1)
         new = length or (max(height, _used(rows, height)), max(width, _used(columns, width)))
@@ -171,23 +171,25 @@ class LearnedGrid(nn.Module):
                 f" image, declare learned({max(new[0], height), max(new[1], width)}),"
                 f" or learned({self.grid}, beyond='resample')"
             )
-        inside = (columns >= 0) & (columns < width)  # else the next row would answer; −1 is refused
+        inside = (columns >= 0) & (
+            columns < width
+        )  # otherwise the lookup would read another row; −1 is an error
         return x + F.embedding(torch.where(inside, rows * width + columns, -1), table).to(x.dtype)
 
     def extra_repr(self) -> str:
         return repr(self.position)
 
 
-def _check_whole(position: learned, positions: Real[Tensor, "..."]) -> None:
+def _check_integers(position: learned, positions: Real[Tensor, "..."]) -> None:
     if positions.is_floating_point():
         raise ShapeError(
-            f"{position!r} has vectors for whole positions, not for {positions.dtype}: round them, or use"
+            f"{position!r} has vectors for integer positions, not for {positions.dtype}: round them, or use"
             " sinusoidal()"
         )
 
 
 def _used(positions: Real[Tensor, "..."], unknown: int) -> int:
-    """Last position + 1, or `unknown` where asking would cut a compiled graph."""
+    """Last position + 1, or `unknown` where reading it would break a compiled graph."""
     if torch.compiler.is_compiling() or positions.numel() == 0:
         return unknown
     first, last = torch.stack(torch.aminmax(positions)).tolist()
@@ -197,7 +199,7 @@ def _used(positions: Real[Tensor, "..."], unknown: int) -> int:
 
 
 class Rotary(nn.Module):
-    """Pair i turned by pos · base^(−2i/d). Holds nothing, so no cast can blur the angles."""
+    """Pair i rotated by pos · base^(−2i/d). No parameters or buffers, so a cast of the module changes no angle."""
 
     def __init__(self, position: rope, d_k: int):
         super().__init__()
@@ -207,33 +209,35 @@ class Rotary(nn.Module):
     def forward(self, x: Float[Tensor, "*b n d"], positions: Real[Tensor, "..."]) -> Float[Tensor, "*b n d"]:
         p = self.position
         if p.grid is None:
-            return self._in_part(x, lambda part: rotate(part, positions, p.base, p.pairing))
+            return self._rotate_part(x, lambda part: rotate(part, positions, p.base, p.pairing))
         cells = coordinates(positions, p.grid)
-        return self._in_part(x, lambda part: rotate_grid(part, cells, p.base, p.pairing))
+        return self._rotate_part(x, lambda part: rotate_grid(part, cells, p.base, p.pairing))
 
     def along(self, x: Float[Tensor, "*b n d"], start: int, step: int) -> Float[Tensor, "*b n d"]:
-        """The same at start, start + step, …: where numbers are, by angles that are remembered."""
+        """The same at positions start, start + step, …; on a CPU with cached angles."""
         p = self.position
         if p.grid is not None or x.dtype not in EXACT or not readable(x):
             return self(x, start + step * torch.arange(x.shape[-2], device=x.device))
-        return self._in_part(x, lambda part: turned(part, start, step, p.base, p.pairing))
+        return self._rotate_part(x, lambda part: rotate_along(part, start, step, p.base, p.pairing))
 
-    def _in_part(
-        self, x: Float[Tensor, "*b n d"], turn: Callable[[Tensor], Tensor]
+    def _rotate_part(
+        self, x: Float[Tensor, "*b n d"], rotation: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "*b n d"]:
-        """The columns that turn, turned; the rest as they are."""
+        """The first `width` columns rotated, the rest unchanged."""
         if x.shape[-1] != self.d_k:
-            raise ShapeError(f"{self.position!r} was built for d_k={self.d_k} and met {x.shape[-1]} columns")
+            raise ShapeError(
+                f"{self.position!r} was built for d_k={self.d_k}; the input has {x.shape[-1]} columns"
+            )
         if self.width == self.d_k:
-            return turn(x)
-        return torch.cat([turn(x[..., : self.width]), x[..., self.width :]], dim=-1)
+            return rotation(x)
+        return torch.cat([rotation(x[..., : self.width]), x[..., self.width :]], dim=-1)
 
     def extra_repr(self) -> str:
         return repr(self.position)
 
 
 class Score(nn.Module):
-    """A bias of the scores; `by_distance()` is None where it does not follow from the 1-D distance alone."""
+    """A bias of the scores; `by_distance()` is None where it is not a function of the 1-D distance."""
 
     def __init__(self, position: Position):
         super().__init__()
@@ -246,8 +250,8 @@ class Score(nn.Module):
         return repr(self.position)
 
 
-class OfDistance(Score):
-    """A score module that is its `by_distance()`."""
+class DistanceScore(Score):
+    """A score module that is fully described by its `by_distance()`."""
 
     def forward(
         self,
@@ -261,22 +265,24 @@ class OfDistance(Score):
         return bias.dense(q_positions, k_positions)
 
 
-class Alibi(OfDistance):
-    """−slope_h · |j − i|. The slopes are computed, not held: a module cast to bfloat16 keeps them exact."""
+class Alibi(DistanceScore):
+    """−slope_h · |j − i|. The slopes are computed at each call, so a cast of the module does not change them."""
 
     def __init__(self, position: alibi, heads: int):
         super().__init__(position)
         self.heads = heads
-        self._here: Tensor
-        self.register_buffer("_here", torch.empty(0), persistent=False)  # knows the device
+        self._device_marker: Tensor
+        self.register_buffer(
+            "_device_marker", torch.empty(0), persistent=False
+        )  # moves with the module, so its device is the module's
 
     def by_distance(self, reach: int | None = None) -> ByDistance:
-        return ByDistance(slopes=alibi_slopes(self.heads, self._here.device))
+        return ByDistance(slopes=alibi_slopes(self.heads, self._device_marker.device))
 
 
-class T5Buckets(OfDistance):
-    """table_h[bucket(j − i)]. The table starts at zero, as attention without positions: an additive bias
-    has a gradient there."""
+class T5Buckets(DistanceScore):
+    """table_h[bucket(j − i)]. The table is initialized to zero, that is, attention without positions; an additive
+    bias has a nonzero gradient there."""
 
     def __init__(self, position: t5_buckets, heads: int):
         super().__init__(position)
@@ -291,8 +297,8 @@ class T5Buckets(OfDistance):
         return ByDistance(table=self.table[:, self.buckets])
 
 
-class RelativeTable(OfDistance):
-    """table_h[clip(j − i, ±reach)], starting at zero as `T5Buckets` does."""
+class RelativeTable(DistanceScore):
+    """table_h[clip(j − i, ±reach)], initialized to zero as `T5Buckets` is."""
 
     def __init__(self, position: relative_table, heads: int):
         super().__init__(position)
@@ -303,7 +309,7 @@ class RelativeTable(OfDistance):
 
 
 class RelativeGrid(Score):
-    """table_h[row distance, column distance], clipped to the grid; starts at zero as `T5Buckets` does."""
+    """table_h[row distance, column distance], clipped to the grid; initialized to zero as `T5Buckets` is."""
 
     def __init__(self, position: relative_table, heads: int):
         super().__init__(position)
@@ -326,10 +332,10 @@ class RelativeGrid(Score):
 
 
 class Shaw(Score):
-    """scale · q_i · a_{clip(j − i)}: one product with 2·reach + 1 vectors, then each pair picks its own.
+    """scale · q_i · a_{clip(j − i)}: one product with 2·reach + 1 vectors, then a gather by distance.
 
     `values(weights, …)` is Σ_j weights_ij a'_{clip(j − i)}: weights of equal distance are summed first, so
-    nothing is n × m × d. Both sets start normal with deviation 0.02.
+    no tensor is n × m × d. Both sets are initialized normal with std 0.02.
     """
 
     position: shaw
@@ -358,7 +364,7 @@ class Shaw(Score):
         k_positions: Int[Tensor, " m"],
     ) -> Float[Tensor, "*b h n d_v"]:
         if not self.position.values:
-            raise SpecError(f"{self.position!r} adds nothing to the values: declare shaw(…, values=True)")
+            raise SpecError(f"{self.position!r} has no vectors for the values: declare shaw(…, values=True)")
         entries = self._entries(q_positions, k_positions, weights)
         by_entry = weights.new_zeros(*weights.shape[:-1], len(self.for_values)).scatter_add(
             -1, entries, weights
@@ -377,8 +383,8 @@ class Shaw(Score):
 
 
 class Quadratic(Score):
-    """−α_h(‖δ‖² − 2 δ·Δ_h), δ = k − q. Centres Δ start normal with deviation 2, so that heads look at
-    different neighbours; sharpness α starts at 1."""
+    """−α_h(‖δ‖² − 2 δ·Δ_h), δ = k − q. Centers Δ are initialized normal with std 2, so that heads attend to
+    different neighbors; sharpness α is initialized to 1."""
 
     position: quadratic
 
@@ -395,14 +401,14 @@ class Quadratic(Score):
         scale: float = 1.0,
     ) -> Float[Tensor, "*b h n m"]:
         if self.position.grid is None:
-            along = [offsets(q_positions, k_positions)]
+            distances = [offsets(q_positions, k_positions)]
         else:
-            along = _grid_offsets(q_positions, k_positions, self.position.grid)
-        scores = quadratic_scores(self.center, self.alpha, torch.stack(along, dim=-1))
+            distances = _grid_offsets(q_positions, k_positions, self.position.grid)
+        scores = quadratic_scores(self.center, self.alpha, torch.stack(distances, dim=-1))
         return rearrange(scores, "h ... n m -> ... h n m")
 
     def by_distance(self, reach: int | None = None) -> ByDistance | None:
-        """On a line, with `reach` the largest distance in use, each of the 2·reach + 1 distances once."""
+        """On a line: the scores of the 2·reach + 1 distances; `reach` is the largest distance in use."""
         if self.position.grid is not None or reach is None:
             return None
         distances = torch.arange(-reach, reach + 1, device=self.center.device)

@@ -1,12 +1,12 @@
-"""The recurrent rival: an encoder-decoder that sees the source through one vector, or through attention.
+"""The recurrent baseline: an encoder-decoder that reads the source through one vector, or through attention.
 
     memory, state = encoder(source)                   all states (b, m, d_model), and the last of each row
     states        = decoder(target, state)            (b, n, d_model)
     weights       = softmax(score(states, memory))    (b, n, m); without attention there is none
     logits        = W [states; weights · memory] + b
 
-Attention is Luong's global one: a decoder state looks after its step, not before it, and its context enters
-the output alone. So all decoder states come from one call, and all contexts from one product.
+Attention is Luong's global attention: a decoder state attends after its step, not before it, and the context vector
+enters only the output. So all decoder states come from one call, and all context vectors from one product.
 """
 
 from collections.abc import Callable
@@ -23,25 +23,25 @@ from ..errors import ShapeError, SpecError
 from ..reference import additive_scores, bilinear_scores, softmax
 from ..spec import Recurrent
 
-State = Float[Tensor, "_layers _b _d"] | tuple[Tensor, Tensor]  # an LSTM's is hidden and cell
+State = Float[Tensor, "_layers _b _d"] | tuple[Tensor, Tensor]  # of an LSTM: hidden and cell state
 _CELLS = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 
 
 class Encoded(NamedTuple):
-    """The source as the decoder sees it. Decoding moves `state` on; the rest stays."""
+    """The encoded source. Decoding updates `state`; the rest does not change."""
 
     memory: Float[Tensor, "b m d_model"]
     state: State
     lengths: Int[Tensor, " b"] | None
 
     def select(self, rows: Int[Tensor, " b_new"]) -> "Encoded":
-        """The batch rows in another order, or repeated, as beam search asks."""
+        """The batch rows in another order, or repeated, as beam search needs them."""
         lengths = None if self.lengths is None else self.lengths[rows]
         return Encoded(self.memory[rows], _each(self.state, lambda s: s[:, rows]), lengths)
 
 
 class AdditiveScore(nn.Module):
-    """vᵀ tanh(W_q q + W_k k): 2·d² + d parameters, and a table of n·m·d values on the way."""
+    """vᵀ tanh(W_q q + W_k k): 2·d² + d parameters, and n·m·d intermediate values."""
 
     def __init__(self, d_model: int):
         super().__init__()
@@ -68,18 +68,18 @@ _SCORES = {"additive": AdditiveScore, "multiplicative": MultiplicativeScore}
 
 
 class RecurrentModel(nn.Module):
-    """Logits over the target vocabulary, for each target position given those before it and the source.
+    """Logits over the target vocabulary for each target position, given the earlier ones and the source.
 
-    source_lengths: source tokens at and past source_lengths[b] are hidden, whatever they hold: the decoder
-    starts from each row's last true state and no weight falls on padding. A row of length 0 has a zero state
-    and a zero context. Deep and bidirectional encoders give layer l's states to the decoder's layer l.
+    source_lengths: source tokens at and past source_lengths[b] are masked: the decoder starts from the state after
+    each row's last real token, and padding gets no weight. A row of length 0 has a zero state and a zero context.
+    Deep and bidirectional encoders pass the state of layer l to layer l of the decoder.
     """
 
     def __init__(self, spec: Recurrent):
         super().__init__()
         self.spec = spec
         d_model, cell = spec.d_model, _CELLS[spec.cell]
-        between = spec.dropout if spec.layers > 1 else 0.0  # PyTorch warns of a dropout with nowhere to be
+        between = spec.dropout if spec.layers > 1 else 0.0  # PyTorch warns of dropout with a single layer
         target_vocab = spec.vocab if spec.target_vocab is None else spec.target_vocab
         width = d_model // 2 if spec.bidirectional else d_model
         self.embed_source = nn.Embedding(spec.vocab, d_model)
@@ -100,10 +100,12 @@ class RecurrentModel(nn.Module):
         return_weights: bool = False,
     ) -> Float[Tensor, "b n vocab"] | tuple[Float[Tensor, "b n vocab"], Float[Tensor, "b n m"]]:
         if return_weights and self.score is None:
-            raise SpecError(f"{self.spec!r} has no attention, so no weights; ask without return_weights")
+            raise SpecError(
+                f"{self.spec!r} has no attention, so it has no weights; call it without return_weights"
+            )
         if len(source) != len(target):
             raise ShapeError(
-                f"a batch of {len(source)} sources and one of {len(target)} targets; give both the same"
+                f"{len(source)} sources and {len(target)} targets; both need the same batch size"
             )
         logits, weights, _ = self._decode(target, self.encode(source, source_lengths), return_weights)
         if not return_weights:
@@ -115,22 +117,22 @@ class RecurrentModel(nn.Module):
         """All states of the source, and the decoder's first state."""
         if source_lengths is None:
             memory, state = self.encoder(self.dropout(self.embed_source(source)))
-            return Encoded(memory, self._joined(state), None)
+            return Encoded(memory, self._concatenated(state), None)
         _check_lengths(source_lengths, source)
         m = source.shape[1]
-        embedded = self.embed_source(source.masked_fill(~_seen(source_lengths, m), 0))
-        # Packing takes no row of length 0: such a row reads one token, and its state is taken away again.
+        embedded = self.embed_source(source.masked_fill(~_real(source_lengths, m), 0))
+        # Packing refuses rows of length 0: such a row reads one token, and its state is set to zero afterwards.
         packed = pack_padded_sequence(
             self.dropout(embedded), source_lengths.clamp(min=1).cpu(), batch_first=True, enforce_sorted=False
         )
         padded, state = self.encoder(packed)
         memory, _ = pad_packed_sequence(padded, batch_first=True, total_length=m)
-        gone = rearrange(source_lengths == 0, "b -> 1 b 1")
-        state = _each(self._joined(state), lambda s: s.masked_fill(gone, 0.0))
+        empty = rearrange(source_lengths == 0, "b -> 1 b 1")
+        state = _each(self._concatenated(state), lambda s: s.masked_fill(empty, 0.0))
         return Encoded(memory, state, source_lengths)
 
     def step(self, token: Int[Tensor, " b"], encoded: Encoded) -> tuple[Float[Tensor, "b vocab"], Encoded]:
-        """Logits for the token after this one, and what the next step takes. Equals the full pass."""
+        """Logits for the next token, and the state for the next step. Equals the full pass."""
         logits, _, state = self._decode(rearrange(token, "b -> b 1"), encoded, return_weights=False)
         return logits[:, 0], encoded._replace(state=state)
 
@@ -140,11 +142,11 @@ class RecurrentModel(nn.Module):
         states, state = self.decoder(self.dropout(self.embed_target(target)), encoded.state)
         weights, outputs = None, states
         if self.score is not None:
-            context, weights = self._look(states, encoded, return_weights)
+            context, weights = self._attend(states, encoded, return_weights)
             outputs = torch.cat([states, context], dim=-1)
         return self.head(self.dropout(outputs)), weights, state
 
-    def _look(
+    def _attend(
         self, states: Float[Tensor, "b n d"], encoded: Encoded, return_weights: bool
     ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n m"] | None]:
         """Σ_j weights_ij memory_j for each decoder state i. A source of length 0 gives zeros."""
@@ -155,15 +157,15 @@ class RecurrentModel(nn.Module):
             assert isinstance(context, Tensor)
             return rearrange(context, "b 1 n d -> b n d"), None
         assert self.score is not None
-        allowed = None if lengths is None else rearrange(_seen(lengths, memory.shape[1]), "b m -> b 1 m")
+        allowed = None if lengths is None else rearrange(_real(lengths, memory.shape[1]), "b m -> b 1 m")
         weights = softmax(self.score(states, memory), allowed)
         return einsum(weights, memory, "b n m, b m d -> b n d"), weights
 
-    def _joined(self, state: State) -> State:
-        """Both directions of a layer side by side: the decoder has half as many states, twice as wide."""
+    def _concatenated(self, state: State) -> State:
+        """Both directions of a layer concatenated: the decoder has half as many states of twice the width."""
         if not self.spec.bidirectional:
             return state
-        # cuDNN reads a state only where it is contiguous.
+        # cuDNN needs a contiguous state.
         return _each(state, lambda s: rearrange(s, "(l two) b d -> l b (two d)", two=2).contiguous())
 
 
@@ -171,7 +173,7 @@ def _each(state: State, change: Callable[[Tensor], Tensor]) -> State:
     return (change(state[0]), change(state[1])) if isinstance(state, tuple) else change(state)
 
 
-def _seen(lengths: Int[Tensor, " b"], m: int) -> Bool[Tensor, "b m"]:
+def _real(lengths: Int[Tensor, " b"], m: int) -> Bool[Tensor, "b m"]:
     return torch.arange(m, device=lengths.device) < rearrange(lengths, "b -> b 1")
 
 
@@ -179,8 +181,8 @@ def _check_lengths(lengths: Int[Tensor, " b"], source: Int[Tensor, "b m"]) -> No
     b, m = source.shape
     if tuple(lengths.shape) != (b,):
         raise ShapeError(
-            f"source_lengths has shape {tuple(lengths.shape)}; one a batch row is needed: ({b},)"
+            f"source_lengths has shape {tuple(lengths.shape)}; one per batch row is needed: ({b},)"
         )
-    least, most = (int(lengths.min()), int(lengths.max())) if b else (0, 0)
-    if least < 0 or most > m:
-        raise ShapeError(f"source_lengths from {least} to {most} for a source of {m} tokens; use 0 … {m}")
+    low, high = (int(lengths.min()), int(lengths.max())) if b else (0, 0)
+    if low < 0 or high > m:
+        raise ShapeError(f"source_lengths from {low} to {high} for a source of {m} tokens; use 0 … {m}")

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .. import pattern as hide
+from .. import pattern as patterns
 from .. import spec
 from ..engine.call import Bias
 from ..errors import ShapeError
@@ -19,19 +19,19 @@ from .block import Block
 from .cache import Cache
 from .dropout import dropout
 from .embedding import ClassifierHead, Embedding, LanguageHead, MaskedHead, Pooler
-from .initialization import initialise
+from .initialization import initialize
 from .norm import norm
 
 
 class Stack(nn.Module):
-    """The module of an Encoder or a Decoder: ids (or vectors) in, what the head gives out."""
+    """The module of an Encoder or a Decoder: ids (or vectors) in, the output of the head out."""
 
     def __init__(self, declared: spec.Encoder | spec.Decoder):
         super().__init__()
         self.spec = declared
         block = declared.block
         self.position: Any = None
-        if declared.position is not None and declared.position.acts == "query_key":  # it holds no weights
+        if declared.position is not None and declared.position.acts == "query_key":  # it has no parameters
             block = replace(block, attention=replace(block.attention, position=declared.position))
         elif declared.position is not None:
             size = block.attention.sizes
@@ -41,7 +41,7 @@ class Stack(nn.Module):
         after = declared.has_final_norm
         self.norm = norm(block.norm, block.d_model, block.eps, block.norm_bias) if after else nn.Identity()
         self.head = head(declared)
-        initialise(self, declared.init, declared.layers)
+        initialize(self, declared.init, declared.layers)
 
     def forward(
         self,
@@ -56,13 +56,14 @@ class Stack(nn.Module):
         cache: Cache | None = None,
         return_weights: bool = False,
     ):
-        """Logits, class scores, or states where there is no head; with return_weights also a list of weights.
+        """Logits, class scores, or states where there is no head; with return_weights also the attention weights.
 
-        lengths: real tokens a row, the rest is padding at its end. documents: texts laid end to end, by number;
-        none sees another, and positions begin anew in each. pattern: further restricts who sees whom.
-        cache: keeps what was seen, so that each call brings only new tokens.
+        lengths: the number of real tokens per row; the rest is padding at its end. documents: the document of each
+        token, where a row holds several: no token attends to another document, and positions start at 0 in each.
+        pattern: restricts the declared pattern further. cache: holds earlier keys and values, so that each call
+        passes only new tokens. return_weights: a list with a dictionary per block, "self" and "cross".
         """
-        kept: list[dict[str, Tensor]] | None = [{} for _ in self.blocks] if return_weights else None
+        weights: list[dict[str, Tensor]] | None = [{} for _ in self.blocks] if return_weights else None
         x = self.states(
             x,
             context,
@@ -72,10 +73,10 @@ class Stack(nn.Module):
             documents=documents,
             pattern=pattern,
             cache=cache,
-            keep=kept,
+            weights=weights,
         )
         out = self.read(x, lengths)
-        return (out, kept) if return_weights else out
+        return (out, weights) if return_weights else out
 
     def states(
         self,
@@ -88,32 +89,32 @@ class Stack(nn.Module):
         documents: Int[Tensor, "b n"] | None = None,
         pattern: Pattern | Tensor | None = None,
         cache: Cache | None = None,
-        keep: list[dict[str, Tensor]] | None = None,
+        weights: list[dict[str, Tensor]] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
-        """What the head reads. A list of dictionaries given as `keep`, one a block, receives the weights."""
+        """The input of the head. `weights`, a list with a dictionary per block, receives the attention weights."""
         x = self._embed(x, types, cache, documents)
         bias = self._bias(x, cache)
         if documents is not None:
-            pattern = _within(documents, pattern)
+            pattern = _within_documents(documents, pattern)
         for i, block in enumerate(self.blocks):
-            given: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "lengths": lengths,
                 "context_lengths": context_lengths,
                 "pattern": pattern,
                 "bias": bias,
                 "cache": cache and cache.layers[i],
-                "keep": keep and keep[i],
+                "weights": weights and weights[i],
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, context, use_reentrant=False, **given)
+                x = checkpoint(block, x, context, use_reentrant=False, **options)
             else:
-                x = block(x, context, **given)
+                x = block(x, context, **options)
         return self.norm(x)
 
     def read(
         self, x: Float[Tensor, "b n d_model"], lengths: Int[Tensor, " b"] | None = None
     ) -> Float[Tensor, "b ..."]:
-        """What the head makes of states: logits, class scores, or the states where there is none."""
+        """The output of the head for states: logits, class scores, or the states where there is no head."""
         match self.head:
             case None:
                 return x
@@ -131,13 +132,13 @@ class Stack(nn.Module):
         self, x: Tensor, types: Tensor | None, cache: Cache | None, documents: Tensor | None
     ) -> Tensor:
         if documents is not None and cache is not None:
-            raise ShapeError("documents and a cache at once: a text that is written on is a row of its own")
+            raise ShapeError("documents and a cache cannot be combined; give each text a row of its own")
         if self.embedding is None:
             return x
         if x.is_floating_point():
             raise ShapeError(f"this stack has an embedding and takes token ids, not {x.dtype} vectors")
         if documents is not None:
-            return self.embedding(x, types=types, places=places(documents))
+            return self.embedding(x, types=types, positions=document_positions(documents))
         start = 0 if cache is None else cache.offset
         length = x.shape[1] + (0 if cache is None else cache.filled)
         return self.embedding(x, types=types, start=start, length=length)
@@ -148,30 +149,30 @@ class Stack(nn.Module):
             return None
         start = 0 if cache is None else cache.offset
         filled = x.shape[1] + (0 if cache is None else cache.filled)
-        if (own := self.position.by_distance(filled - 1)) is not None:
-            return own
-        along = torch.arange(x.shape[1], device=x.device)
-        where = along + (start[:, None] if isinstance(start, Tensor) else start)
-        return self.position(where, torch.arange(filled, device=x.device))
+        if (bias := self.position.by_distance(filled - 1)) is not None:
+            return bias
+        index = torch.arange(x.shape[1], device=x.device)
+        q_positions = index + (start[:, None] if isinstance(start, Tensor) else start)
+        return self.position(q_positions, torch.arange(filled, device=x.device))
 
 
-def places(documents: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
-    """How far each token is from the first of its document.
+def document_positions(documents: Int[Tensor, "b n"]) -> Int[Tensor, "b n"]:
+    """The position of each token within its document.
 
-    >>> places(torch.tensor([[4, 4, 4, 7, 9, 9]])).tolist()
+    >>> document_positions(torch.tensor([[4, 4, 4, 7, 9, 9]])).tolist()
     [[0, 1, 2, 0, 0, 1]]
     """
-    along = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return along - along.where(first, 0).cummax(1).values
+    return index - index.where(first, 0).cummax(1).values
 
 
-def _within(ids: Int[Tensor, "b n"], pattern: Pattern | Tensor | None) -> Pattern | Tensor:
-    own = hide.documents(ids)
+def _within_documents(ids: Int[Tensor, "b n"], pattern: Pattern | Tensor | None) -> Pattern | Tensor:
+    within = patterns.documents(ids)
     if pattern is None or isinstance(pattern, Pattern):
-        return own if pattern is None else pattern & own
-    return pattern & own.allowed(ids.shape[1], ids.shape[1], device=ids.device)
+        return within if pattern is None else pattern & within
+    return pattern & within.allowed(ids.shape[1], ids.shape[1], device=ids.device)
 
 
 def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:
@@ -188,7 +189,7 @@ def head(declared: spec.Encoder | spec.Decoder) -> nn.Module | None:
 
 
 class EncoderDecoder(nn.Module):
-    """The Transformer: logits for each next target token, given the source and the target so far."""
+    """The Transformer: logits for each next target token, given the source and the earlier target tokens."""
 
     def __init__(self, declared: spec.EncoderDecoder):
         super().__init__()
@@ -213,10 +214,10 @@ class EncoderDecoder(nn.Module):
         target_lengths: Int[Tensor, " b"] | None = None,
         return_weights: bool = False,
     ):
-        """Logits (b, n, vocab); with return_weights also those of the encoder and of the decoder.
+        """Logits (b, n, vocab); with return_weights also the attention weights of the encoder and of the decoder.
 
-        Padding at the end of the target needs no mask: the past does not look there. `target_lengths` hides
-        it all the same, for patterns that do.
+        Padding at the end of the target needs no mask where the decoder is causal; `target_lengths` masks it for
+        other patterns.
         """
         if not return_weights:
             states = self.encode(source, source_lengths)
@@ -241,14 +242,14 @@ class Vision(nn.Module):
         self.position = positions.build(where, d_model=d_model)
         self.encoder = Stack(declared.encoder)
         self.head = None if declared.head is None else ClassifierHead(declared.head, d_model)
-        initialise(self.patches, declared.encoder.init)
+        initialize(self.patches, declared.encoder.init)
 
     def forward(self, images: Float[Tensor, "b c height width"], *, return_weights: bool = False):
         """Class scores (b, classes), or states (b, tokens, d_model) without a head."""
         if tuple(images.shape[-2:]) != tuple(self.spec.image) or images.shape[1] != self.spec.channels:
             want = (self.spec.channels, *self.spec.image)
             raise ShapeError(
-                f"images of {tuple(images.shape[1:])}; declared is (channels, height, width) = {want}"
+                f"images have shape {tuple(images.shape[1:])}; declared is (channels, height, width) = {want}"
             )
         x = self.patches(images).flatten(2).transpose(1, 2)
         on_grid = getattr(self.spec.position, "grid", None) is not None
@@ -259,6 +260,6 @@ class Vision(nn.Module):
         if not on_grid:
             x = self.position(x, torch.arange(x.shape[1], device=x.device), x.shape[1])
         x = dropout(x, self.spec.dropout, self.training)
-        x, kept = self.encoder(x, return_weights=True) if return_weights else (self.encoder(x), None)
+        x, weights = self.encoder(x, return_weights=True) if return_weights else (self.encoder(x), None)
         out = x if self.head is None else self.head(x)
-        return (out, kept) if return_weights else out
+        return (out, weights) if return_weights else out

@@ -1,1 +1,59 @@
-"""Train what the declarations describe: data, batches, the loss, the loop, checkpoints, recipes."""
+"""Training of declared models: recipes, runs, tasks, the training loop and its settings."""
+
+from .data.datasets import ContinuousText, Dataset, Digits, LabeledText, MaskedText, SentencePairs
+from .data.image_augmentation import random_affine
+from .data.rows import Batch, Labeled, Pairs, Windows
+from .data.tokens import Tokens
+from .entry import TrainingResult, train
+from .loop.averaging import ema, last
+from .loop.loss import cross_entropy
+from .loop.optimizer import AdamW
+from .loop.trainer import Diverged, Settings, Trainer
+from .recipes.base import Recipe
+from .recipes.catalogue import RECIPES, recipe
+from .recipes.evaluation import Evaluation, evaluate
+from .recipes.export import export
+from .recipes.preflight import Preflight
+from .recipes.run import Run, open_run
+from .recipes.tasks import Classification, LanguageModeling, MaskedLanguageModeling, Translation
+from .recipes.translation import translate
+from .report.page import report as write_report
+
+__all__ = [
+    "RECIPES",
+    "AdamW",
+    "Batch",
+    "Classification",
+    "ContinuousText",
+    "Dataset",
+    "Digits",
+    "Diverged",
+    "Evaluation",
+    "Labeled",
+    "LabeledText",
+    "LanguageModeling",
+    "MaskedLanguageModeling",
+    "MaskedText",
+    "Pairs",
+    "Preflight",
+    "Recipe",
+    "Run",
+    "SentencePairs",
+    "Settings",
+    "Tokens",
+    "Trainer",
+    "TrainingResult",
+    "Translation",
+    "Windows",
+    "cross_entropy",
+    "ema",
+    "evaluate",
+    "export",
+    "last",
+    "open_run",
+    "random_affine",
+    "recipe",
+    "train",
+    "translate",
+    "write_report",
+]

@@ -11,7 +11,7 @@ from regard.laws import Budget, adapters, law, try_law
 from regard.laws.adapters import adapt, small_specs
 from regard.laws.adapters.hugging_face import padding_mask, reduced
 from regard.laws.target import Function, Model
-from regard.nn.stack import places
+from regard.nn.stack import document_positions
 
 FEW = Budget(cases=6)
 LENGTHS = torch.tensor([3, 5])
@@ -343,7 +343,7 @@ def test_a_configuration_is_reduced_in_size_without_dropout():
 
 def test_positions_start_again_in_each_document():
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]])
-    assert places(ids).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert document_positions(ids).tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]
     assert padding_mask(4, torch.tensor([2, 4]), torch.tensor([1, 0]), ids.device).tolist() == [
         [0, 1, 0, 0],
         [1, 1, 1, 1],

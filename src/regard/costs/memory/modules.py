@@ -109,8 +109,6 @@ class FeedForward:
 
     def __call__(self, x: Value) -> Value:
         tape, f = self.tape, self.spec.activation
-        if f == "relu" and not self.spec.dropout and tape.manual_backward:
-            return tape.rectified(x, self.w_in, self.w_out)
         hidden = (
             tape.activation(tape.linear(x, self.w_in), f)
             if self.w_gate is None

@@ -156,29 +156,6 @@ class ModelTape(Tape):
         entries = scaled(x.entries, d_out, d_in)
         return self.step(inputs, entries, width, saves, backward, within=self._product_needs(entries, width))
 
-    @property
-    def manual_backward(self) -> bool:
-        """Whether nn uses its manual backward pass: in training on a CPU, without autocast."""
-        return self.grad and not self.rules.cuda and self.casts is None
-
-    def rectified(self, x: Value, into: Linear, out: Linear) -> Value:
-        """max(0, x W₁ + b₁) W₂ + b₂ as one step: the relu is in place, and all gradients are allocated at once."""
-        width, learns, x_bytes = x.width, x.node is not None, x.bytes
-        rows = scaled(x.entries, 1, into.d_in)
-        entries = rows * into.d_out
-        hidden = self.new(entries * width)
-        weights = [w for by in (into, out) for w in (by.weight, by.bias) if w is not None]
-        sizes = [w.bytes for w in weights]
-
-        def backward(g: Storage) -> tuple[Passed, ...]:
-            back = self.new(entries * width)
-            found = (self.new(x_bytes) if learns else None, *(self.new(size) for size in sizes))
-            del back
-            return found
-
-        saves = (x.storage, hidden, into.weight.storage, out.weight.storage)
-        return self.step((x, *weights), rows * out.d_out, width, saves, backward)
-
     def _product_needs(self, entries: Bytes, width: int) -> Bytes:
         """oneDNN adds up a 16-bit product in float32 beside its result (on a CPU without matrix units)."""
         return 4 * entries if width == 2 and not self.rules.cuda else 0

@@ -1,4 +1,4 @@
-"""Batches of about one size: rows of like length together, so that little is padding; or texts packed."""
+"""Batches of similar size: rows of similar length together, so that there is little padding; or packed texts."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...errors import SpecError
 
-# Tokens of a packed row: attending within rows twice as wide takes longer on a CPU, and narrower ones fill less well.
-ROW = 128
+# Twice as long rows take longer on a CPU, and shorter ones leave more padding.
+PACKED_ROW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Plan:
     rows: Int[Tensor, " rows"]
     cuts: tuple[tuple[int, int], ...]
     real: int  # tokens of the rows
-    padded: int  # tokens of the batches, padding too
+    padded: int  # tokens of the batches, padding included
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -29,107 +29,113 @@ class Plan:
         return self.rows[start:stop]
 
     @property
-    def waste(self) -> float:
-        """The share of padding."""
+    def padding_share(self) -> float:
+        """The share of padding in the tokens of the batches."""
         return 1.0 - self.real / self.padded if self.padded else 0.0
 
 
 def by_tokens(
-    lengths: Int[Tensor, "rows sides"], most: int, *, packed: bool = False, seed: int = 0, epoch: int = 0
+    lengths: Int[Tensor, "rows sides"],
+    max_tokens: int,
+    *,
+    packed: bool = False,
+    seed: int = 0,
+    epoch: int = 0,
 ) -> Plan:
-    """Every row once, in batches of at most `most` tokens, padding counted.
+    """Every row once, in batches of at most `max_tokens` tokens, padding included.
 
-    Rows are sorted by length, equal lengths in random order, then cut; the batches come in random order. Packed
-    texts share rows instead, several in each, whatever their lengths. seed and epoch decide all of it. A row has one
-    length a side (source, target).
+    Rows are sorted by length, equal lengths in random order, then split into batches; the batches come in random
+    order. Packed texts instead share rows, whatever their lengths. `seed` and `epoch` determine the order. A row has
+    one length per side (source, target).
     """
     if not len(lengths):
-        raise SpecError("there is no row to make a batch of")
+        raise SpecError("there are no rows to make batches of")
     longest = int(lengths.sum(1).max())
-    if longest > most:
+    if longest > max_tokens:
         raise SpecError(
-            f"a row of {longest} tokens does not fit a batch of {most}; raise it, or drop long rows"
+            f"a row of {longest} tokens does not fit into a batch of {max_tokens}; raise tokens, or drop long rows"
         )
-    noise = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    rows = torch.randperm(len(lengths), generator=noise)
+    random = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    rows = torch.randperm(len(lengths), generator=random)
     if packed:
-        return _packed(rows, lengths.sum(1), most)
-    for side in range(lengths.shape[1]):  # stable sorts: the last side counts most
+        return _packed(rows, lengths.sum(1), max_tokens)
+    for side in range(lengths.shape[1]):  # stable sorts: the last side is the primary key
         rows = rows[lengths[rows, side].argsort(stable=True)]
     sizes = lengths[rows]
-    cuts = _cut(sizes, most)
-    order = torch.randperm(len(cuts), generator=noise).tolist()
+    cuts = _cut(sizes, max_tokens)
+    order = torch.randperm(len(cuts), generator=random).tolist()
     padded = sum((b - a) * int(sizes[a:b].amax(0).sum()) for a, b in cuts)
     return Plan(rows, tuple(cuts[o] for o in order), int(lengths.sum()), padded)
 
 
-def width(lengths: Int[Tensor, "rows sides"], most: int) -> int:
-    """The tokens of a row of packed texts: the longest fits, and several short ones do."""
-    return max(int(lengths.max()), min(ROW, most))
+def packed_width(lengths: Int[Tensor, "rows sides"], max_tokens: int) -> int:
+    """The length of a row of packed texts: enough for the longest text, and for several short ones."""
+    return max(int(lengths.max()), min(PACKED_ROW_TOKENS, max_tokens))
 
 
-def _packed(rows: Int[Tensor, " rows"], lengths: Int[Tensor, " rows"], most: int) -> Plan:
-    """Texts in random order, as many as fill the rows of a batch; they come in the order in which they lie there."""
-    wide = width(lengths[:, None], most)
+def _packed(rows: Int[Tensor, " rows"], lengths: Int[Tensor, " rows"], max_tokens: int) -> Plan:
+    """Texts in random order, as many per batch as its rows hold; each batch lists them in the order of its rows."""
+    width = packed_width(lengths[:, None], max_tokens)
+    max_rows = max_tokens // width
     ids, sizes = rows.tolist(), lengths[rows].tolist()
     order: list[int] = []
     cuts, padded, start = [], 0, 0
     while start < len(ids):
-        stop, held = start, 0
-        while stop < len(ids) and held + sizes[stop] <= most // wide * wide:
-            stop, held = stop + 1, held + sizes[stop]
-        while len(lying := _fitted(sizes[start:stop], wide)) > most // wide:
+        stop, total = start, 0
+        while stop < len(ids) and total + sizes[stop] <= max_rows * width:
+            stop, total = stop + 1, total + sizes[stop]
+        while len(layout := _first_fit(sizes[start:stop], width)) > max_rows:
             stop -= 1
-        order += [ids[start + i] for row in lying for i in row]
-        padded += len(lying) * max(sum(sizes[start + i] for i in row) for row in lying)
+        order += [ids[start + i] for row in layout for i in row]
+        padded += len(layout) * max(sum(sizes[start + i] for i in row) for row in layout)
         cuts.append((start, stop))
         start = stop
     return Plan(torch.tensor(order), tuple(cuts), int(lengths.sum()), padded)
 
 
-def _fitted(sizes: list[int], wide: int) -> list[list[int]]:
-    """The longest first, each in the first row that has room for it.
+def _first_fit(sizes: list[int], width: int) -> list[list[int]]:
+    """First-fit decreasing: the longest first, each in the first row with enough room.
 
-    >>> _fitted([3, 6, 2, 5, 4], 10)
+    >>> _first_fit([3, 6, 2, 5, 4], 10)
     [[1, 4], [3, 0, 2]]
     """
-    lying: list[list[int]] = []
+    layout: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         row = next((r for r, left in enumerate(room) if left >= sizes[i]), len(room))
         if row == len(room):
-            lying.append([])
-            room.append(wide)
-        lying[row].append(i)
+            layout.append([])
+            room.append(width)
+        layout[row].append(i)
         room[row] -= sizes[i]
-    return lying
+    return layout
 
 
-def _cut(sizes: Int[Tensor, "rows sides"], most: int) -> list[tuple[int, int]]:
-    """Stretches of rows whose number × longest sides stays within `most`."""
+def _cut(sizes: Int[Tensor, "rows sides"], max_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of rows whose number × longest sides is at most max_tokens."""
     if bool((sizes == sizes[0]).all()):
-        each = most // int(sizes[0].sum())
+        each = max_tokens // int(sizes[0].sum())
         return [(a, min(a + each, len(sizes))) for a in range(0, len(sizes), each)]
     cuts, start = [], 0
-    widest = [0] * sizes.shape[1]
+    longest = [0] * sizes.shape[1]
     for i, row in enumerate(sizes.tolist()):
-        grown = [max(w, r) for w, r in zip(widest, row, strict=True)]
-        if (i + 1 - start) * sum(grown) > most:
+        grown = [max(w, r) for w, r in zip(longest, row, strict=True)]
+        if (i + 1 - start) * sum(grown) > max_tokens:
             cuts.append((start, i))
             start, grown = i, row
-        widest = grown
+        longest = grown
     return [*cuts, (start, len(sizes))]
 
 
 @dataclass
 class Stream:
-    """Batch after batch, epoch after epoch. Where it stands is two numbers, so it can go on from there.
+    """Batches, epoch after epoch. `epoch` and `index` are its whole state, so a run can resume from them.
 
-    The batches and their order do not depend on how many ranks share them, so another number of ranks may go on.
+    The batches and their order do not depend on the number of ranks, so a run may resume with another number.
     """
 
     lengths: Int[Tensor, "rows sides"]
-    most: int
+    max_tokens: int
     seed: int = 0
     epoch: int = 0
     index: int = 0  # of the next batch
@@ -139,7 +145,7 @@ class Stream:
     plan: Plan | None = None
 
     def next(self) -> Int[Tensor, " b"]:
-        """The rows of the next batch, whosever they are."""
+        """The rows of the next batch, for all ranks."""
         if not self.left():
             self.epoch, self.index, self.plan = self.epoch + 1, 0, None
             self.left()
@@ -149,18 +155,19 @@ class Stream:
         return rows
 
     def left(self) -> int:
-        """The batches this epoch still has."""
+        """The number of batches left in this epoch."""
         if self.plan is None:
             self.plan = by_tokens(
-                self.lengths, self.most, packed=self.packed, seed=self.seed, epoch=self.epoch
+                self.lengths, self.max_tokens, packed=self.packed, seed=self.seed, epoch=self.epoch
             )
         return len(self.plan) - self.index
 
     def share(self, batches: int) -> list[Int[Tensor, " b"]]:
-        """This rank's part of the next batches: whole ones while every rank gets one, then its rows of each.
+        """This rank's part of the next batches: complete batches while every rank gets one, then its rows of each.
 
-        All ranks get equally many parts; the rows of one may be none.
+        All ranks get equally many parts; a part may have no rows.
         """
         rows = [self.next() for _ in range(batches)]
-        whole = batches - batches % self.world
-        return rows[:whole][self.rank :: self.world] + [r[self.rank :: self.world] for r in rows[whole:]]
+        complete = batches - batches % self.world
+        split = [r[self.rank :: self.world] for r in rows[complete:]]
+        return rows[:complete][self.rank :: self.world] + split

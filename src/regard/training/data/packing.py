@@ -9,50 +9,49 @@ from .rows import IGNORED, Batch
 from .tokens import PAD
 
 
-def laid(batch: Batch, wide: int) -> Batch:
-    """The same texts end to end in rows of at most so many tokens, and which text each token belongs to.
+def pack(batch: Batch, width: int) -> Batch:
+    """The same texts one after the other in rows of at most `width` tokens, and the number of each token's text.
 
-    Each token left at the end of a row is a text of its own, past the last: it stands at position 0.
+    Each padding token at the end of a row counts as a text of its own, numbered past the last, at position 0.
     """
-    given = dict(batch.given)
-    lengths = given.pop("lengths", None)
-    if lengths is None or "tokens" not in given:
+    inputs = dict(batch.inputs)
+    lengths = inputs.pop("lengths", None)
+    if lengths is None or "tokens" not in inputs:
         raise SpecError(
-            f"packed=True lays texts end to end, and these rows are {' and '.join(batch.given)}; it is for texts "
-            f"that are classified, or of which words are hidden"
+            f"packed=True needs rows of tokens with lengths, and these rows have {' and '.join(batch.inputs)}; it is "
+            f"for classification and masked language models"
         )
-    real = torch.arange(given["tokens"].shape[1]) < lengths[:, None]
-    at, shape = _lying(lengths.tolist(), wide)
-    blank = {"tokens": PAD, "wanted": IGNORED}
-    for name in [name for name in blank if name in given]:
-        given[name] = (
-            torch.full(shape, blank[name]).flatten().index_copy(0, at, given[name][real]).view(shape)
-        )
+    real = torch.arange(inputs["tokens"].shape[1]) < lengths[:, None]
+    at, shape = _layout(lengths.tolist(), width)
+    padding = {"tokens": PAD, "targets": IGNORED}
+    for name in [name for name in padding if name in inputs]:
+        blank = torch.full(shape, padding[name]).flatten()
+        inputs[name] = blank.index_copy(0, at, inputs[name][real]).view(shape)
     which = torch.arange(len(lengths)).repeat_interleave(lengths)
     rest = len(lengths) + torch.arange(shape[0] * shape[1])
-    given["texts"] = rest.index_copy(0, at, which).view(shape)
-    return Batch(given, batch.predicted)
+    inputs["texts"] = rest.index_copy(0, at, which).view(shape)
+    return Batch(inputs, batch.predicted)
 
 
-def _lying(lengths: list[int], wide: int) -> tuple[Int[Tensor, " total"], tuple[int, int]]:
-    """Where the tokens of the texts lie, row after row, each begun when the next text does not fit; and the shape."""
+def _layout(lengths: list[int], width: int) -> tuple[Int[Tensor, " total"], tuple[int, int]]:
+    """The flat index of each token, and the shape; a new row begins where the next text does not fit."""
     rows, ends, row, end = [], [], 0, 0
     for length in lengths:
-        row, end = (row + 1, length) if end + length > wide else (row, end + length)
+        row, end = (row + 1, length) if end + length > width else (row, end + length)
         rows.append(row)
         ends.append(end)
     n = max(ends)
     starts = torch.tensor([r * n + e - length for r, e, length in zip(rows, ends, lengths, strict=True)])
-    many = torch.tensor(lengths)
-    within = torch.arange(sum(lengths)) - (many.cumsum(0) - many).repeat_interleave(many)
-    return starts.repeat_interleave(many) + within, (row + 1, n)
+    counts = torch.tensor(lengths)
+    within = torch.arange(sum(lengths)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return starts.repeat_interleave(counts) + within, (row + 1, n)
 
 
-def apart(
-    states: Float[Tensor, "b n d"], texts: Int[Tensor, "b n"], many: int
-) -> tuple[Float[Tensor, "many longest d"], Int[Tensor, " many"]]:
-    """The states of each of so many texts in a row of its own, and how many count there."""
-    lengths = torch.bincount(texts.flatten(), minlength=many)[:many]
+def unpack(
+    states: Float[Tensor, "b n d"], texts: Int[Tensor, "b n"], count: int
+) -> tuple[Float[Tensor, "count longest d"], Int[Tensor, " count"]]:
+    """The states of each of `count` texts in a row of its own, and their lengths."""
+    lengths = torch.bincount(texts.flatten(), minlength=count)[:count]
     order = texts.flatten().argsort(stable=True)  # the tokens of text 0, of text 1, …
     at = (lengths.cumsum(0) - lengths)[:, None] + torch.arange(int(lengths.max()), device=texts.device)
     return states.flatten(0, 1)[order[at.clamp(max=len(order) - 1)]], lengths

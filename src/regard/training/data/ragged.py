@@ -1,4 +1,4 @@
-"""Many rows of ids in one tensor: 100,000 sentences take as many bytes as their tokens, and padding is one gather."""
+"""Rows of ids of different lengths in one flat tensor: no memory for padding, and padding a batch is one gather."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ class Ragged:
         return len(self.lengths)
 
     def pad(self, rows: Int[Tensor, " b"], pad: int) -> tuple[Int[Tensor, "b n"], Int[Tensor, " b"]]:
-        """These rows side by side, filled at their ends; and their lengths.
+        """These rows padded at their ends, and their lengths.
 
         >>> Ragged.of([[5, 6], [], [7, 8, 9]]).pad(torch.tensor([2, 0]), pad=0)[0].tolist()
         [[7, 8, 9], [5, 6, 0]]
         """
         lengths = self.lengths[rows]
-        along = torch.arange(int(lengths.max()))
-        real = along < lengths[:, None]
-        at = (self.starts[rows, None] + along).masked_fill_(~real, 0)
+        index = torch.arange(int(lengths.max()))
+        real = index < lengths[:, None]
+        at = (self.starts[rows, None] + index).masked_fill_(~real, 0)
         if not len(self.ids):
             return torch.full(real.shape, pad), lengths
         return self.ids[at].long().masked_fill_(~real, pad), lengths

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .image_augmentation import moves
+from .image_augmentation import random_affine
 from .ragged import Ragged
 from .tokens import END, PAD, START
 
@@ -15,19 +15,19 @@ IGNORED = -100  # the target of a position that is not predicted, as in torch.nn
 
 
 class Batch(NamedTuple):
-    """Tensors by name, and how many predictions they hold."""
+    """The inputs of a task by name, and the number of predictions."""
 
-    given: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     predicted: int
 
     def to(self, device: torch.device) -> "Batch":
-        """On a device; pages that stay in place, as a copy from others waits for all that the GPU has to do."""
+        """On a device. Copies to a GPU come from pinned memory: from other memory they would synchronize."""
         if device.type == "cuda":
-            return Batch({name: _sent(t, device) for name, t in self.given.items()}, self.predicted)
-        return Batch({name: t.to(device) for name, t in self.given.items()}, self.predicted)
+            return Batch({name: _copied(t, device) for name, t in self.inputs.items()}, self.predicted)
+        return Batch({name: t.to(device) for name, t in self.inputs.items()}, self.predicted)
 
 
-def _sent(t: Tensor, device: torch.device) -> Tensor:
+def _copied(t: Tensor, device: torch.device) -> Tensor:
     return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
 
 
@@ -43,7 +43,7 @@ class Pairs:
 
     @property
     def sizes(self) -> Int[Tensor, "rows sides"]:
-        """The tokens of each row: the source, and the target with its start or end."""
+        """Tokens per row: of the source, and of the target with its start or end token."""
         return torch.stack([self.source.lengths, self.target.lengths + 1], 1)
 
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
@@ -51,25 +51,25 @@ class Pairs:
         target, lengths = self.target.pad(rows, PAD)
         b, n = target.shape
         shifted = torch.cat([torch.full((b, 1), START), target], 1)
-        wanted = torch.cat([target, torch.full((b, 1), PAD)], 1)
-        wanted[torch.arange(b), lengths] = END
-        wanted.masked_fill_(torch.arange(n + 1) > lengths[:, None], IGNORED)
-        given = {"source": source, "source_lengths": source_lengths, "target": shifted, "wanted": wanted}
-        return Batch(given, int(lengths.sum()) + b)
+        targets = torch.cat([target, torch.full((b, 1), PAD)], 1)
+        targets[torch.arange(b), lengths] = END
+        targets.masked_fill_(torch.arange(n + 1) > lengths[:, None], IGNORED)
+        inputs = {"source": source, "source_lengths": source_lengths, "target": shifted, "targets": targets}
+        return Batch(inputs, int(lengths.sum()) + b)
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """Windows of one long text: row r is its tokens r·step … r·step + context, and what follows each.
+class Windows:
+    """Windows of one long text: row r is tokens r·step … r·step + context − 1, and the token after each.
 
-    A loose window begins anywhere within its step, drawn for each batch: an epoch then reads all of the text about
-    once, and no two read it alike.
+    With random_offset a window begins anywhere within its step, sampled anew for each batch: an epoch then reads
+    the text about once, and every epoch differently.
     """
 
     ids: Int[Tensor, " total"]
     context: int
     step: int = 1
-    loose: bool = False
+    random_offset: bool = False
 
     def __len__(self) -> int:
         return max((len(self.ids) - self.context - 1) // self.step + 1, 0)
@@ -80,20 +80,20 @@ class Stretches:
 
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
         start = rows * self.step
-        if self.loose:
+        if self.random_offset:
             last = len(self.ids) - self.context - 1
             start = (start + torch.randint(self.step, rows.shape)).clamp(max=last)
         at = start[:, None] + torch.arange(self.context)
-        return Batch({"tokens": self.ids[at].long(), "wanted": self.ids[at + 1].long()}, at.numel())
+        return Batch({"tokens": self.ids[at].long(), "targets": self.ids[at + 1].long()}, at.numel())
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Sentences, or images, and their classes. Images may be moved, anew for each batch."""
+class Labeled:
+    """Sentences or images, and their classes. Images may be augmented, anew for each batch."""
 
     inputs: Ragged | Float[Tensor, "rows c height width"]
     labels: Int[Tensor, " rows"]
-    moved: moves | None = None
+    augmentation: random_affine | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -107,7 +107,9 @@ class Labelled:
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
         labels = self.labels[rows]
         if not isinstance(self.inputs, Ragged):
-            images = self.inputs[rows] if self.moved is None else self.moved(self.inputs[rows])
+            images = self.inputs[rows]
+            if self.augmentation is not None:
+                images = self.augmentation(images)
             return Batch({"images": images, "labels": labels}, len(rows))
         tokens, lengths = self.inputs.pad(rows, PAD)
         return Batch({"tokens": tokens, "lengths": lengths, "labels": labels}, len(rows))

@@ -1,4 +1,4 @@
-"""Reading text: TSV, JSONL and plain, gzip too. What cannot be read is named by file and line."""
+"""Reading TSV, JSONL and plain text, also gzipped. Errors name the file and the line."""
 
 import gzip
 import json
@@ -24,24 +24,24 @@ def lines(path: str | Path) -> Iterator[tuple[int, str]]:
     except FileNotFoundError as e:
         raise FormatError(f"there is no file {path}") from e
     except (gzip.BadGzipFile, EOFError) as e:
-        raise FormatError(f"{path} is not a whole gzip file: {e}") from e
+        raise FormatError(f"{path} is not a complete gzip file: {e}") from e
 
 
 def pairs(path: str | Path, fields: tuple[str, str] = ("source", "target")) -> list[tuple[str, str]]:
-    """Two texts a line, a tab between them. `fields` names them, for who has to mend a line."""
-    found = []
+    """Two texts per line, separated by a tab. `fields` are their names, for error messages."""
+    rows = []
     for number, line in lines(path):
         parts = line.split("\t")
         if len(parts) != 2:
-            tabs, line_is = len(parts) - 1, "<TAB>".join(fields)
-            raise FormatError(f"{path}, line {number}: {tabs} tabs where one is needed, {line_is}")
-        found.append((parts[0], parts[1]))
-    return _some(found, path)
+            tabs, expected = len(parts) - 1, "<TAB>".join(fields)
+            raise FormatError(f"{path}, line {number}: {tabs} tabs where one is needed, {expected}")
+        rows.append((parts[0], parts[1]))
+    return _not_empty(rows, path)
 
 
 def records(path: str | Path, *fields: str) -> list[tuple[str, ...]]:
     """The named fields of each line of a JSONL file."""
-    found = []
+    rows = []
     for number, line in lines(path):
         try:
             record = json.loads(line)
@@ -50,24 +50,24 @@ def records(path: str | Path, *fields: str) -> list[tuple[str, ...]]:
         if not isinstance(record, dict) or (missing := [f for f in fields if f not in record]):
             what = "not an object" if not isinstance(record, dict) else f"no field {missing[0]!r}"
             raise FormatError(f"{path}, line {number}: {what}; needed: {', '.join(fields)}")
-        found.append(tuple(str(record[f]) for f in fields))
-    return _some(found, path)
+        rows.append(tuple(str(record[f]) for f in fields))
+    return _not_empty(rows, path)
 
 
 def sentences(path: str | Path) -> list[str]:
-    """One text a line."""
-    return _some([line for _, line in lines(path)], path)
+    """One text per line."""
+    return _not_empty([line for _, line in lines(path)], path)
 
 
-def whole(path: str | Path) -> str:
-    """The whole text, line ends as \\n."""
-    return "\n".join(_some([line for _, line in lines(path)], path)) + "\n"
+def content(path: str | Path) -> str:
+    """The complete text, line ends as \\n."""
+    return "\n".join(_not_empty([line for _, line in lines(path)], path)) + "\n"
 
 
-def _some(found: list, path: str | Path) -> list:
-    if not found:
+def _not_empty(rows: list, path: str | Path) -> list:
+    if not rows:
         raise FormatError(f"{path} is empty")
-    return found
+    return rows
 
 
 def _open(path: Path) -> gzip.GzipFile | BufferedReader:

@@ -1,7 +1,7 @@
-"""Rows that are never twice the same: sentences of which some tokens are hidden.
+"""Random token masking, as in BERT: sentences of which some tokens are to be predicted.
 
-What is drawn comes from PyTorch's own random state. A run seeds it and its checkpoints keep it, so a run that goes
-on draws what it would have drawn.
+Random numbers come from PyTorch's global generator. A run seeds it and its checkpoints store its state, so a resumed
+run masks the same tokens as an uninterrupted one.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,16 @@ from .tokens import PAD, SPECIAL
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """Sentences of which some tokens are to be guessed; which ones is drawn for each batch."""
+class MaskedSentences:
+    """Sentences with masked tokens; the masked positions are sampled anew for each batch."""
 
     tokens: Ragged
-    mask: int  # the id that stands where a token stood; ids below it may stand there too
+    mask: int  # id of the mask token; a masked position may also show a random id below it
     share: int | float = 0.15
 
     def __post_init__(self):
         if not 0 < self.share <= 1:
-            raise SpecError(
-                f"share={self.share} of the tokens hidden; a number above 0, at most 1, is needed"
-            )
+            raise SpecError(f"share={self.share} of the tokens masked; it needs to be above 0 and at most 1")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -39,31 +37,31 @@ class Hidden:
 
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
         tokens, lengths = self.tokens.pad(rows, PAD)
-        hidden = _chosen(lengths, tokens.shape[1], self.share)
-        return _asked(_shown(tokens, hidden, self.mask), tokens, lengths, hidden)
+        masked = _masked_positions(lengths, tokens.shape[1], self.share)
+        return _batch(_masked_input(tokens, masked, self.mask), tokens, lengths, masked)
 
-    def once(self, seed: int) -> "Asked":
-        """Drawn once for all, to validate with: the same tokens hidden however the rows are batched."""
+    def fixed(self, seed: int) -> "FixedMaskedSentences":
+        """The positions sampled once, for validation: the same tokens are masked however the rows are batched."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             tokens, lengths = self.tokens.pad(torch.arange(len(self)), PAD)
-            hidden = _chosen(lengths, tokens.shape[1], self.share)
-            shown = _shown(tokens, hidden, self.mask)
+            masked = _masked_positions(lengths, tokens.shape[1], self.share)
+            inputs = _masked_input(tokens, masked, self.mask)
         real = torch.arange(tokens.shape[1]) < lengths[:, None]
 
         def flat(x: Int[Tensor, "rows n"]) -> Ragged:
             return Ragged(x[real].int(), self.tokens.lengths.cumsum(0) - lengths, lengths)
 
-        return Asked(flat(tokens), flat(shown), flat(hidden.long()))
+        return FixedMaskedSentences(flat(tokens), flat(inputs), flat(masked.long()))
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Sentences, what is shown of them, and which tokens are to be guessed: 1 where one is."""
+class FixedMaskedSentences:
+    """Sentences, the model's input, and 1 at the positions to be predicted."""
 
     tokens: Ragged
-    shown: Ragged
-    hidden: Ragged
+    inputs: Ragged
+    masked: Ragged
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -74,29 +72,29 @@ class Asked:
 
     def batch(self, rows: Int[Tensor, " b"]) -> Batch:
         tokens, lengths = self.tokens.pad(rows, PAD)
-        return _asked(self.shown.pad(rows, PAD)[0], tokens, lengths, self.hidden.pad(rows, 0)[0] == 1)
+        return _batch(self.inputs.pad(rows, PAD)[0], tokens, lengths, self.masked.pad(rows, 0)[0] == 1)
 
 
-def _chosen(lengths: Int[Tensor, " b"], n: int, share: float) -> Bool[Tensor, "b n"]:
-    """share · length tokens of each row, at least one."""
-    drawn = torch.rand(len(lengths), n).masked_fill_(torch.arange(n) >= lengths[:, None], 2.0)
-    many = (lengths * share).round().clamp(min=1)
-    return (drawn.argsort(-1).argsort(-1) < many[:, None]) & (drawn < 2.0)
+def _masked_positions(lengths: Int[Tensor, " b"], n: int, share: float) -> Bool[Tensor, "b n"]:
+    """share · length random positions of each row, at least one."""
+    random = torch.rand(len(lengths), n).masked_fill_(torch.arange(n) >= lengths[:, None], 2.0)
+    count = (lengths * share).round().clamp(min=1)
+    return (random.argsort(-1).argsort(-1) < count[:, None]) & (random < 2.0)
 
 
-def _shown(tokens: Int[Tensor, "b n"], hidden: Bool[Tensor, "b n"], mask: int) -> Int[Tensor, "b n"]:
-    """Of ten hidden tokens eight show the mask, one another token and one itself, so that all are read with care."""
-    drawn = torch.rand(tokens.shape)
+def _masked_input(tokens: Int[Tensor, "b n"], masked: Bool[Tensor, "b n"], mask: int) -> Int[Tensor, "b n"]:
+    """Of ten masked positions eight show the mask token, one a random token and one its own, as in BERT."""
+    random = torch.rand(tokens.shape)
     others = torch.randint(len(SPECIAL), max(mask, len(SPECIAL) + 1), tokens.shape)
-    shown = torch.where(drawn < 0.8, mask, torch.where(drawn < 0.9, others, tokens))
-    return torch.where(hidden, shown, tokens)
+    shown = torch.where(random < 0.8, mask, torch.where(random < 0.9, others, tokens))
+    return torch.where(masked, shown, tokens)
 
 
-def _asked(
-    shown: Int[Tensor, "b n"],
+def _batch(
+    inputs: Int[Tensor, "b n"],
     tokens: Int[Tensor, "b n"],
     lengths: Int[Tensor, " b"],
-    hidden: Bool[Tensor, "b n"],
+    masked: Bool[Tensor, "b n"],
 ) -> Batch:
-    wanted = tokens.masked_fill(~hidden, IGNORED)
-    return Batch({"tokens": shown, "lengths": lengths, "wanted": wanted}, int(hidden.sum()))
+    targets = tokens.masked_fill(~masked, IGNORED)
+    return Batch({"tokens": inputs, "lengths": lengths, "targets": targets}, int(masked.sum()))

@@ -1,4 +1,4 @@
-"""Text ⇄ token ids, by the `tokenizers` library; one JSON text holds all of it."""
+"""Text ⇄ token ids, by the `tokenizers` library; a tokenizer is stored as one JSON document."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,30 +10,30 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 
 
 class Tokens:
-    """A tokeniser whose first four ids are pad, start, end and unknown."""
+    """A tokenizer whose first four ids are pad, start, end and unknown."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         tokenizer.encode_special_tokens = (
-            True  # "<s>" in a text is three characters; its JSON does not say so
+            True  # so that "<s>" in a text is three characters; not stored in the tokenizer's JSON
         )
         if tuple(tokenizer.id_to_token(i) for i in range(4)) != SPECIAL:
             raise FormatError(
-                f"a tokeniser whose first ids are not {', '.join(SPECIAL)}; it was not made by regard"
+                f"the first ids of this tokenizer are not {', '.join(SPECIAL)}; it was not made by regard"
             )
 
     def __len__(self) -> int:
         return self.tokenizer.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without start and end. A text never holds a special token, whatever it says."""
+        """The ids of each text, without start and end. Special tokens written in a text are encoded as plain text."""
         return [e.ids for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
         return self.tokenizer.decode_batch([list(r) for r in rows], skip_special_tokens=True)
 
     def words(self, ids: Sequence[int]) -> list[str]:
-        """Each token as it is read, for the axes of a picture."""
+        """Each token as text, for the axes of a figure."""
         return [SPECIAL[i] if i < 4 else self.tokenizer.decode([i]) for i in ids]
 
     def json(self) -> str:
@@ -46,26 +46,26 @@ class Tokens:
         except FormatError:
             raise
         except Exception as e:  # the library raises Exception itself
-            raise FormatError(f"not a tokeniser: {e}") from e
+            raise FormatError(f"not a tokenizer: {e}") from e
 
 
 def bpe(texts: Iterable[str], vocab: int) -> Tokens:
-    """Byte pairs merged by how often they stand together; any text can be written, byte by byte at worst."""
+    """Byte-pair encoding; any text can be encoded, byte by byte at worst."""
     library = _library()
-    made = _bytes(library.Tokenizer(library.models.BPE()))
+    tokenizer = _byte_level(library.Tokenizer(library.models.BPE()))
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=list(SPECIAL),
         show_progress=False,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     )
-    return _trained(made, texts, trainer, vocab)
+    return _trained(tokenizer, texts, trainer, vocab)
 
 
 def unigram(texts: Iterable[str], vocab: int) -> Tokens:
-    """The pieces that make the texts likeliest, each drawn on its own."""
+    """A unigram language model: the pieces that maximize the likelihood of the texts."""
     library = _library()
-    made = _bytes(library.Tokenizer(library.models.Unigram()))
+    tokenizer = _byte_level(library.Tokenizer(library.models.Unigram()))
     trainer = library.trainers.UnigramTrainer(
         vocab_size=vocab,
         special_tokens=list(SPECIAL),
@@ -73,38 +73,38 @@ def unigram(texts: Iterable[str], vocab: int) -> Tokens:
         show_progress=False,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     )
-    return _trained(made, texts, trainer, vocab)
+    return _trained(tokenizer, texts, trainer, vocab)
 
 
 def characters(texts: Iterable[str]) -> Tokens:
-    """One token a character that occurs, in the order of their code points; others are unknown."""
+    """One token per character that occurs, in the order of code points; other characters are unknown."""
     library = _library()
-    found = sorted(set().union(*map(set, texts)))
-    table = {token: i for i, token in enumerate((*SPECIAL, *found))}
-    made = library.Tokenizer(library.models.BPE(vocab=table, merges=[], unk_token=SPECIAL[UNKNOWN]))
-    made.decoder = library.decoders.Fuse()
-    made.add_special_tokens(list(SPECIAL))
-    return Tokens(made)
+    characters = sorted(set().union(*map(set, texts)))
+    table = {token: i for i, token in enumerate((*SPECIAL, *characters))}
+    tokenizer = library.Tokenizer(library.models.BPE(vocab=table, merges=[], unk_token=SPECIAL[UNKNOWN]))
+    tokenizer.decoder = library.decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return Tokens(tokenizer)
 
 
-def _bytes(made: Any) -> Any:
+def _byte_level(tokenizer: Any) -> Any:
     library = _library()
-    made.normalizer = library.normalizers.NFC()
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.decoder = library.decoders.Sequence(
+    tokenizer.normalizer = library.normalizers.NFC()
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = library.decoders.Sequence(
         [library.decoders.ByteLevel(), library.decoders.Strip(" ", 1, 0)]
     )
-    return made
+    return tokenizer
 
 
-def _trained(made: Any, texts: Iterable[str], trainer: Any, vocab: int) -> Tokens:
-    least = len(SPECIAL) + 256
-    if vocab < least:
+def _trained(tokenizer: Any, texts: Iterable[str], trainer: Any, vocab: int) -> Tokens:
+    minimum = len(SPECIAL) + 256
+    if vocab < minimum:
         raise FormatError(
-            f"a vocabulary of {vocab} does not hold {len(SPECIAL)} signs and 256 bytes; use {least} or more"
+            f"a vocabulary of {vocab} cannot hold {len(SPECIAL)} special tokens and 256 bytes; use {minimum} or more"
         )
-    made.train_from_iterator(texts, trainer)
-    return Tokens(made)
+    tokenizer.train_from_iterator(texts, trainer)
+    return Tokens(tokenizer)
 
 
 def _library() -> Any:
@@ -116,5 +116,5 @@ def _library() -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ModuleNotFoundError as e:
-        raise RegardError("tokenisers need the library `tokenizers`: pip install 'regard[train]'") from e
+        raise RegardError("tokenizers need the library `tokenizers`: pip install 'regard[train]'") from e
     return tokenizers

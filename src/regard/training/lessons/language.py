@@ -14,7 +14,7 @@ from ..data.ragged import Ragged
 from ..data.rows import Pairs
 from ..data.tokens import END, START
 from ..recipes.tasks import Translation
-from .lesson import Lesson, fit, noise
+from .lesson import Lesson, fit, seeded
 
 ADJECTIVES = {"red": "rojo", "big": "grande", "old": "viejo", "new": "nuevo"}
 NOUNS = {"cat": "gato", "dog": "perro", "car": "coche", "book": "libro", "tree": "árbol", "world": "mundo"}
@@ -22,46 +22,46 @@ VERBS = {"sleeps": "duerme", "falls": "cae", "burns": "arde", "grows": "crece"}
 
 
 def phrases() -> list[tuple[list[str], list[str]]]:
-    """the <adjective> <noun> <verb>: in Spanish the adjective follows its noun; and the one the document asks for."""
-    made = [
+    """the <adjective> <noun> <verb>: in Spanish the adjective follows its noun; and "Hello world"."""
+    sentences = [
         (["the", a, n, v], ["el", NOUNS[n], ADJECTIVES[a], VERBS[v]])
         for a, n, v in product(ADJECTIVES, NOUNS, VERBS)
     ]
-    return [(["Hello", "world"], ["Hola", "mundo"]), *made]
+    return [(["Hello", "world"], ["Hola", "mundo"]), *sentences]
 
 
 def phrase_book(seed: int = 0, steps: int = 250) -> Lesson:
-    """T3: a Transformer translates a toy language, "Hello world" among it."""
+    """T3: a Transformer translates a toy language, including "Hello world"."""
     torch.manual_seed(seed)
     pairs = phrases()
     words = sorted({w for pair in pairs for side in pair for w in side})
     number = {w: 4 + i for i, w in enumerate(words)}
-    order = [0, *(1 + torch.randperm(len(pairs) - 1, generator=noise(seed))).tolist()]
-    held = set(order[-20:])
-    train = [p for i, p in enumerate(pairs) if i not in held]
+    order = [0, *(1 + torch.randperm(len(pairs) - 1, generator=seeded(seed))).tolist()]
+    held_out = set(order[-20:])
+    train = [p for i, p in enumerate(pairs) if i not in held_out]
     sides = [Ragged.of([[number[w] for w in p[side]] for p in train]) for side in (0, 1)]
-    data, draws = Pairs(*sides), noise(seed)
+    data, generator = Pairs(*sides), seeded(seed)
     model = _translator(4 + len(words))
     task = Translation(model)
 
     def loss(step: int) -> Tensor:
-        batch = data.batch(torch.randint(0, len(train), (32,), generator=draws))
-        return task(**batch.given)[0] / batch.predicted
+        batch = data.batch(torch.randint(0, len(train), (32,), generator=generator))
+        return task(**batch.inputs)[0] / batch.predicted
 
     fit(task, loss, steps, 4e-3)
 
-    def said(source: list[str]) -> list[str]:
+    def translated(source: list[str]) -> list[str]:
         ids = torch.tensor([[number[w] for w in source]])
-        row = generate(model, [[START]], source=ids, most=8, end=END).rows()[0]
+        row = generate(model, [[START]], source=ids, max_new_tokens=8, eos_id=END).rows()[0]
         return [words[i - 4] for i in row if i >= 4]
 
-    right = sum(said(pairs[i][0]) == pairs[i][1] for i in held) / len(held)
-    hello = " ".join(said(["Hello", "world"]))
+    accuracy = sum(translated(pairs[i][0]) == pairs[i][1] for i in held_out) / len(held_out)
+    hello = " ".join(translated(["Hello", "world"]))
     return Lesson(
         "T3",
         'greedy decoding turns "Hello world" into "Hola mundo", and held-out phrases are translated',
-        {"Hello world": hello, "held-out phrases right": right},
-        hello == "Hola mundo" and right > 0.99,
+        {"Hello world": hello, "accuracy on held-out phrases": accuracy},
+        hello == "Hola mundo" and accuracy > 0.99,
     )
 
 
@@ -71,7 +71,7 @@ MASK = "[MASK]"
 
 
 def agreement(seed: int = 0, steps: int = 300) -> Lesson:
-    """T13: the hidden verb agrees with its noun; how much the mask looks there, and what cutting that does."""
+    """T13: the masked verb agrees with its noun; the attention from the mask to it, and the effect of removing it."""
     torch.manual_seed(seed)
     sentences = [
         (["the", n + ("s" if many else ""), MASK, verb, "on", "the", p], "are" if many else "is")
@@ -81,25 +81,25 @@ def agreement(seed: int = 0, steps: int = 300) -> Lesson:
     number = {w: i for i, w in enumerate(words)}
     x = torch.tensor([[number[w] for w in s] for s, _ in sentences])
     y = torch.tensor([number[v] for _, v in sentences])
-    held = torch.arange(len(x)) % 6 == 0
+    held_out = torch.arange(len(x)) % 6 == 0
     block = spec.Block(spec.Attention(32, heads=4), spec.FeedForward(64), norm_at="pre")
     embedding = spec.Embedding(len(words), 32, position=learned(x.shape[1]))
     model = spec.Encoder(block, 2, embedding=embedding, head=spec.MaskedHead()).build()
-    fit(model, lambda step: F.cross_entropy(model(x[~held])[:, 2], y[~held]), steps, 3e-3)
+    fit(model, lambda step: F.cross_entropy(model(x[~held_out])[:, 2], y[~held_out]), steps, 3e-3)
     with torch.no_grad():
-        logits, kept = model(x[held], return_weights=True)
-        share = max(float(layer["self"][:, h, 2, 1].mean()) for layer in kept for h in range(4))
-        cut = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
-        cut[:, 1] = False
-        cut[1, 1] = True
-        without = model(x[held], pattern=cut)
-    right = float((logits[:, 2].argmax(-1) == y[held]).float().mean())
-    blind = float((without[:, 2].argmax(-1) == y[held]).float().mean())
+        logits, weights = model(x[held_out], return_weights=True)
+        share = max(float(layer["self"][:, h, 2, 1].mean()) for layer in weights for h in range(4))
+        allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        allowed[:, 1] = False
+        allowed[1, 1] = True
+        without = model(x[held_out], pattern=allowed)
+    accuracy = float((logits[:, 2].argmax(-1) == y[held_out]).float().mean())
+    blind = float((without[:, 2].argmax(-1) == y[held_out]).float().mean())
     return Lesson(
         "T13",
-        "is and are are told by the noun: the mask looks there, and cutting it takes the answer away",
-        {"right": right, "largest share of a head from [MASK] to the noun": share, "right when cut": blind},
-        right > 0.99 and blind < right,
+        "the noun decides between is and are: the mask attends to it, and without that attention accuracy falls",
+        {"accuracy": accuracy, "largest weight from [MASK] to the noun": share, "accuracy without it": blind},
+        accuracy > 0.99 and blind < accuracy,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a lesson is: a small system, soon trained, whose claim a number decides."""
+"""A lesson: a small model, quickly trained, and a claim that a measured number decides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ..loop.optimizer import AdamW
 
 @dataclass(frozen=True)
 class Lesson:
-    """What was claimed, what was measured, and whether the claim stands."""
+    """A claim, the measured numbers, and whether they support it."""
 
     number: str
     claim: str
@@ -21,15 +21,15 @@ class Lesson:
     passed: bool
 
     def __str__(self) -> str:
-        told = [f"  {name}: {_said(v)}" for name, v in self.measured.items()]
-        return "\n".join([f"{self.number} {'stands' if self.passed else 'falls'}: {self.claim}", *told])
+        lines = [f"  {name}: {_format(v)}" for name, v in self.measured.items()]
+        return "\n".join([f"{self.number} {'passed' if self.passed else 'failed'}: {self.claim}", *lines])
 
 
-def _said(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_said(v)}" for k, v in value.items())
+        return ", ".join(f"{k} {_format(v)}" for k, v in value.items())
     return str(value)
 
 
@@ -41,24 +41,24 @@ def fit(
     *,
     clip: float | None = 1.0,
 ) -> list[float]:
-    """Train on loss(step), which draws its own batch; the loss of each step."""
+    """Train on loss(step), which samples its own batch; returns the loss of each step."""
     schedule = rate if isinstance(rate, Schedule) else warmup_cosine(rate, max(steps // 10, 1), steps)
-    optimiser = AdamW(betas=(0.9, 0.98)).build(model)
+    optimizer = AdamW(betas=(0.9, 0.98)).build(model)
     model.train()
     curve = []
     for step in range(1, steps + 1):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = schedule(step)
-        now = loss(step)
-        now.backward()
+        value = loss(step)
+        value.backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        curve.append(float(now.detach()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        curve.append(float(value.detach()))
     model.eval()
     return curve
 
 
-def noise(seed: int) -> torch.Generator:
+def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)

@@ -1,17 +1,17 @@
-"""Checkpoints: safetensors and JSON, written whole or not at all.
+"""Checkpoints: safetensors and JSON, written atomically.
 
 A run's folder:
 
-    recipe.json, tokens.json     what is trained, and on which tokens
-    log.jsonl                    what happened
-    checkpoints/00001200/        weights.safetensors, optimiser.safetensors, state.json
-    lock                         held by the process that trains; it dies with it
+    recipe.json, tokens.json     the recipe and its tokenizer
+    log.jsonl                    events
+    checkpoints/00001200/        weights.safetensors, optimizer.safetensors, state.json
+    lock                         locked by the process that trains; released when it ends
 
-A checkpoint is written under another name, flushed to the disk and renamed; state.json, written last, holds the
-checksums of the others. So a folder with the right name and the right sums is a whole checkpoint.
+A checkpoint is written under a temporary name, flushed to disk and renamed; state.json, written last, has the
+checksums of the other files. So a folder with the final name and matching checksums is a complete checkpoint.
 
-Ranks write a file each, side by side: shard-00001-….safetensors and so on, as torch.distributed.checkpoint lays them
-out. Any number of ranks reads either kind. Nothing is pickled into them.
+Several ranks write one file each, shard-00001-….safetensors and so on, in the format of torch.distributed.checkpoint.
+Any number of ranks reads either kind. Nothing is pickled.
 """
 
 import hashlib
@@ -35,33 +35,39 @@ T = TypeVar("T")
 STATE, SUFFIX = "state.json", ".safetensors"
 
 
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the last `keep` of those at multiples of `every`, and the newest."""
+
+    keep: int = 3
+    every: int = 1
+
+
 def write(
     folder: Path,
     step: int,
     weights: dict[str, Tensor],
     rest: dict[str, Tensor],
     state: dict[str, Any],
-    *,
-    keep: int = 3,
-    every: int = 1,
+    retention: Retention = Retention(),  # noqa: B008  a frozen value
     ranks: Ranks = ALONE,
 ) -> Path:
-    """Write checkpoints/<step>, then forget all but the last `keep`, and those between multiples of `every`.
+    """Write checkpoints/<step>, then delete the older ones that `retention` does not keep.
 
-    All ranks call it together; each gives the tensors it holds, or its parts of them.
+    All ranks call it together; each passes its tensors, or its parts of them.
     """
     home = folder / "checkpoints"
     final, temporary = home / f"{step:08d}", home / f".{step:08d}"
 
     def begin() -> None:
         home.mkdir(parents=True, exist_ok=True)
-        for left in home.glob(".*"):  # by a process that was killed while it wrote
+        for left in home.glob(".*"):  # left by a process that was killed while writing
             shutil.rmtree(left)
         temporary.mkdir()
 
     def end() -> None:
-        told = {"format": 1, "step": step, "ranks": ranks.world, "sums": sums, **state}
-        (temporary / STATE).write_text(json.dumps(told, indent=1) + "\n")
+        document = {"format": 1, "step": step, "ranks": ranks.world, "sums": sums, **state}
+        (temporary / STATE).write_text(json.dumps(document, indent=1) + "\n")
         _flush(temporary / STATE)
         _flush(temporary)
         if final.exists():
@@ -70,54 +76,56 @@ def write(
         _flush(home)
 
     try:
-        ranks.first(lambda: _trying(begin))
-        own = ranks.all(lambda: _trying(lambda: _put(temporary, weights, rest, ranks)))
-        sums = {name: s for said in ranks.everyone(json.dumps(own)) for name, s in json.loads(said).items()}
-        ranks.first(lambda: _trying(end))
+        ranks.on_first(lambda: _as_regard_error(begin))
+        own = ranks.on_all(lambda: _as_regard_error(lambda: _write_files(temporary, weights, rest, ranks)))
+        sums = {name: s for text in ranks.gather(json.dumps(own)) for name, s in json.loads(text).items()}
+        ranks.on_first(lambda: _as_regard_error(end))
     except RegardError as e:
-        there = steps(folder)
-        safe = f"the last one written is step {there[-1]}" if there else "none was written before"
+        stored = steps(folder)
+        safe = f"the last one written is step {stored[-1]}" if stored else "none was written before"
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise RegardError(f"checkpoint {step} could not be written to {home}: {e}; {safe}") from e
     if ranks.rank == 0:
-        _forget(folder, step, keep, every)
+        _delete_old(folder, step, retention)
     return final
 
 
-def _trying(act: Callable[[], T]) -> T:
-    """What a disk or a library refuses, as an error of ours that ranks can tell one another."""
+def _as_regard_error(act: Callable[[], T]) -> T:
+    """Turn an error of the disk or of safetensors into a RegardError, which ranks report to one another."""
     try:
         return act()
     except (OSError, SafetensorError) as e:
         raise RegardError(str(e)) from e
 
 
-def _put(at: Path, weights: dict[str, Tensor], rest: dict[str, Tensor], ranks: Ranks) -> dict[str, str]:
-    """Write what is this rank's, to the disk; give the checksums."""
+def _write_files(
+    at: Path, weights: dict[str, Tensor], rest: dict[str, Tensor], ranks: Ranks
+) -> dict[str, str]:
+    """Write this rank's files and flush them to disk; returns their checksums."""
     if ranks.world > 1:
         from .sharded_checkpoints import save
 
         save(at, weights | rest)
         files = sorted(at.glob(f"shard-{ranks.rank + 1:05d}-*{SUFFIX}"))
     else:
-        files = [at / f"{name}{SUFFIX}" for name in ("weights", "optimiser")]
+        files = [at / f"{name}{SUFFIX}" for name in ("weights", "optimizer")]
         for file, tensors in zip(files, (weights, rest), strict=True):
-            save_file(_apart(tensors), file)
+            save_file(_unshared(tensors), file)
     for file in files:
         _flush(file)
     return {file.name: checksum(file) for file in files}
 
 
-def _forget(folder: Path, step: int, keep: int, every: int) -> None:
-    there = steps(folder)
-    kept = [s for s in there if s % every == 0 or s == step][-keep:]
-    for old in set(there) - set(kept):
+def _delete_old(folder: Path, step: int, retention: Retention) -> None:
+    stored = steps(folder)
+    kept = [s for s in stored if s % retention.every == 0 or s == step][-retention.keep :]
+    for old in set(stored) - set(kept):
         shutil.rmtree(folder / "checkpoints" / f"{old:08d}", ignore_errors=True)
 
 
 def steps(folder: Path) -> list[int]:
-    """The checkpoints there are, oldest first."""
+    """The steps of the stored checkpoints, oldest first."""
     home = folder / "checkpoints"
     names = [p.name for p in home.iterdir()] if home.is_dir() else []
     return sorted(int(n) for n in names if n.isdigit())
@@ -125,55 +133,55 @@ def steps(folder: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found whole: what it says, and tensors to be read."""
+    """A complete checkpoint: its state, and tensors that can be read."""
 
     path: Path
     state: dict[str, Any]
     ranks: Ranks = ALONE
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor in it, by name."""
+        """The shape of every tensor, by name."""
         from .sharded_checkpoints import shapes
 
         return shapes(self.path)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Give these their stored values, in place; each rank reads the parts it holds."""
+        """Read the stored values into these tensors, in place; each rank reads its own parts."""
         from .sharded_checkpoints import fill
 
         fill(self.path, tensors, self.ranks)
 
 
 def read(folder: Path, step: int | None = None, ranks: Ranks = ALONE) -> Checkpoint:
-    """A checkpoint, the newest unless one is named. A damaged one is refused. All ranks call it together."""
-    there = steps(folder)
-    if not there:
-        raise FormatError(f"{folder} holds no checkpoint; train there first")
-    step = there[-1] if step is None else step
-    if step not in there:
-        raise FormatError(f"{folder} has no checkpoint {step}; there are {', '.join(map(str, there))}")
+    """A checkpoint, by default the newest. A damaged one is an error. All ranks call it together."""
+    stored = steps(folder)
+    if not stored:
+        raise FormatError(f"{folder} contains no checkpoint; train there first")
+    step = stored[-1] if step is None else step
+    if step not in stored:
+        raise FormatError(f"{folder} has no checkpoint {step}; there are {', '.join(map(str, stored))}")
     at = folder / "checkpoints" / f"{step:08d}"
 
     def checked() -> dict[str, Any]:
         try:
             return _checked(at, ranks)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as e:
-            before = [s for s in there if s < step]
-            offer = f"; the one before it is step {before[-1]}" if before else "; there is none before it"
-            raise FormatError(f"checkpoint {step} of {folder} cannot be read: {e}{offer}") from e
+            before = [s for s in stored if s < step]
+            earlier = f"; the one before it is step {before[-1]}" if before else "; there is none before it"
+            raise FormatError(f"checkpoint {step} of {folder} cannot be read: {e}{earlier}") from e
 
-    return Checkpoint(at, ranks.all(checked), ranks)
+    return Checkpoint(at, ranks.on_all(checked), ranks)
 
 
 def _checked(at: Path, ranks: Ranks) -> dict[str, Any]:
-    """The state of a checkpoint whose files are what was written; each rank looks at some of them."""
+    """The state of a checkpoint after its checksums were verified; each rank verifies a part of the files."""
     state = json.loads((at / STATE).read_text(encoding="utf-8"))
     if state.get("format") != 1:
         raise ValueError(f"its format is {state.get('format')!r}, not 1")
     names = sorted(state["sums"])
     for name in names[ranks.rank :: ranks.world]:
         if checksum(at / name) != state["sums"][name]:
-            raise ValueError(f"{name} is damaged: its checksum is not the one written with it")
+            raise ValueError(f"{name} is damaged: its checksum differs from the stored one")
     if foreign := {file.name for file in at.glob(f"*{SUFFIX}")} - set(names):
         raise ValueError(f"{min(foreign)} is not one of its files")
     return state
@@ -186,7 +194,7 @@ def checksum(path: Path) -> str:
 
 @contextmanager
 def locked(folder: Path):
-    """One run a folder. The lock is the operating system's, so it ends with the process, however that ends."""
+    """One run per folder. The operating system releases the lock when the process ends, however it ends."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -194,11 +202,11 @@ def locked(folder: Path):
         with FileLock(folder / "lock", timeout=0):
             yield
     except Timeout as e:
-        raise RegardError(f"another run is training in {folder}; give this one a folder of its own") from e
+        raise RegardError(f"another process is training in {folder}; give this run another folder") from e
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and no two in one memory: safetensors stores no sharing."""
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors without shared memory: safetensors does not store sharing."""
     seen: set[int] = set()
     out = {}
     for name, tensor in tensors.items():
@@ -209,7 +217,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk, not only to the system's memory. Windows opens no folders; there the rename has to do."""
+    """Flush a file or folder to disk. Windows cannot open folders; there the rename has to suffice."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)

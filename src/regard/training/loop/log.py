@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object a line; and TensorBoard for those who ask for it."""
+"""The log of a run: one JSON object per line; and TensorBoard's event files."""
 
 import json
 import math
@@ -10,34 +10,32 @@ from ...errors import RegardError
 
 
 class Log:
-    """Appends to log.jsonl; what a killed process left half-written at its end is cut off first."""
+    """Appends to log.jsonl; an incomplete last line, left by a killed process, is removed first."""
 
     def __init__(self, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.jsonl"
-        _mend(self.path)
+        _remove_incomplete_line(self.path)
         self.file = self.path.open("a", encoding="utf-8")
 
     def write(self, event: str, step: int, **values: Any) -> dict[str, Any]:
-        told = {"event": event, "step": step, "time": round(time.time(), 3), **values}
-        self.file.write(json.dumps({k: _finite(v) for k, v in told.items()}) + "\n")
+        entry = {"event": event, "step": step, "time": round(time.time(), 3), **values}
+        self.file.write(json.dumps({k: _finite(v) for k, v in entry.items()}) + "\n")
         self.file.flush()
-        return told
+        return entry
 
     def close(self) -> None:
         self.file.close()
 
 
-class Board:
-    """A listener that tells TensorBoard every number of every event. It takes seconds to import."""
+class TensorBoardWriter:
+    """A listener that writes every number of every event for TensorBoard, which takes seconds to import."""
 
     def __init__(self, folder: Path):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ModuleNotFoundError as e:
-            raise RegardError(
-                "the curves go to TensorBoard's files by tensorboard: pip install tensorboard"
-            ) from e
+            raise RegardError("writing TensorBoard's files needs tensorboard: pip install tensorboard") from e
         self.writer: Any = SummaryWriter(str(folder / "tensorboard"))
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -52,23 +50,23 @@ class Board:
 
 
 def read(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The events of a run, in order. Steps that were run again after a restart are told once, the later time."""
+    """The events of a run, in order. Of steps that were repeated after a restart only the later event is given."""
     last: dict[tuple[str, int], dict[str, Any]] = {}
     path = folder / "log.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            told = json.loads(line)
-        except json.JSONDecodeError:  # the line a process was killed in
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # incomplete: the process was killed while writing it
             continue
-        last[told["event"], told["step"]] = told
-    return [t for t in last.values() if event in (None, t["event"])]
+        last[entry["event"], entry["step"]] = entry
+    return [entry for entry in last.values() if event in (None, entry["event"])]
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: it is told as a word."""
+    """JSON has no NaN and no infinity: they are written as strings."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _mend(path: Path) -> None:
+def _remove_incomplete_line(path: Path) -> None:
     if path.is_file() and (text := path.read_bytes()) and not text.endswith(b"\n"):
         path.write_bytes(text[: text.rfind(b"\n") + 1])

@@ -1,4 +1,4 @@
-"""Cross-entropy from states, without ever holding all logits: chunks of tokens, each done at once."""
+"""Cross-entropy computed from states in chunks of tokens, so that not all logits are in memory at once."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from ..data.rows import IGNORED
 from . import loss_cuda
 
-# Logits at a time. On a CPU they should stay in its caches, and past 32 MiB the system hands out new pages each time.
-ON_CPU, ELSEWHERE = 1 << 22, 1 << 27
+# Logits per chunk. On a CPU they should fit the caches, and past 32 MiB the allocator returns new pages each time.
+CPU_CHUNK_LOGITS, OTHER_CHUNK_LOGITS = 1 << 22, 1 << 27
 
 
 def cross_entropy(
@@ -23,24 +23,24 @@ def cross_entropy(
     smoothing: float = 0.0,
     chunk: int | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Σ over the tokens whose target is not IGNORED, of −Σ_c q_c log p_c: the smoothed loss, and the plain −log p_y.
+    """Two sums over the tokens whose target is not IGNORED: the smoothed loss −Σ_c q_c log p_c, and −log p_y.
 
-    p = softmax(states·tableᵀ + bias); q is 1 − smoothing at the target, and smoothing / vocab everywhere. The
-    first is differentiable: its gradients are made beside it, while a chunk's logits are at hand, so the backward
-    pass only scales them. Memory: 2 · chunk · vocab; chunk=None takes as many tokens as work well.
+    p = softmax(states·tableᵀ + bias); q is 1 − smoothing at the target, plus smoothing / vocab everywhere. The
+    first sum is differentiable: its gradients are computed together with it, while the logits of a chunk are in
+    memory, so the backward pass only scales them. Memory: 2 · chunk · vocab; chunk=None chooses a fast size.
     """
     rows, y = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
-    if loss_cuda.fits(rows):
-        return loss_cuda.cross_entropy(rows, table, y, bias, smoothing, IGNORED, chunk)
-    kept = y != IGNORED
-    if not bool(kept.all()):
-        rows, y = rows[kept], y[kept]
+    if loss_cuda.supports(rows):
+        return loss_cuda.cross_entropy(rows, table, y, bias, smoothing, chunk)
+    counted = y != IGNORED
+    if not bool(counted.all()):
+        rows, y = rows[counted], y[counted]
     if chunk is None:
-        chunk = max(1, (ON_CPU if rows.is_cpu else ELSEWHERE) // len(table))
-    return Chunked.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
+        chunk = max(1, (CPU_CHUNK_LOGITS if rows.is_cpu else OTHER_CHUNK_LOGITS) // len(table))
+    return ChunkedCrossEntropy.apply(rows, table, bias, y, smoothing, chunk, torch.is_grad_enabled())
 
 
-class Chunked(torch.autograd.Function):
+class ChunkedCrossEntropy(torch.autograd.Function):
     """loss = Σ_i lse_i − (1−ε) x_iy − ε mean_c x_ic;  ∂loss/∂x_ic = p_ic − (1−ε)[c = y] − ε / vocab."""
 
     @staticmethod
@@ -49,28 +49,28 @@ class Chunked(torch.autograd.Function):
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         r, t = rows.to(matrix), table.to(matrix)
         loss, plain = rows.new_zeros((), dtype=wide), rows.new_zeros((), dtype=wide)
-        # needs_input_grad does not know of no_grad, so the caller says whether any is wanted at all.
-        needs = [with_gradients and asked for asked in ctx.needs_input_grad]
+        # needs_input_grad ignores no_grad, so the caller passes whether gradients are needed at all.
+        needs = [with_gradients and needed for needed in ctx.needs_input_grad]
         d_rows = torch.empty_like(rows) if needs[0] else None
         d_table = torch.zeros_like(table, dtype=wide) if needs[1] else None
         d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-        # What smoothing asks of every class alike is taken from sums: Σ_c x_ic = row_i · Σ_c table_c + Σ_c bias_c.
+        # The uniform part of the smoothed target is computed from sums: Σ_c x_ic = row_i · Σ_c table_c + Σ_c bias_c.
         even = smoothing / len(table)
-        whole = t.to(wide).sum(0) if smoothing else None
-        shift = -even * whole.to(matrix) if whole is not None else t.new_zeros(t.shape[1])
+        table_sum = t.to(wide).sum(0) if smoothing else None
+        shift = -even * table_sum.to(matrix) if table_sum is not None else t.new_zeros(t.shape[1])
         for i in range(0, len(rows), chunk):
             part, target = r[i : i + chunk], y[i : i + chunk, None]
             logits = F.linear(part, t).to(wide)
             if bias is not None:
                 logits += bias
             p = logits.softmax(-1)
-            # The largest p is 1 / Σ exp(x − max x), at least 1 / vocab: its logarithm is safe.
+            # The largest p is 1 / Σ exp(x − max x), at least 1 / vocab, so its logarithm is finite.
             lse = logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
             nll = (lse - logits.gather(-1, target)).sum()
             plain += nll
             loss += (1 - smoothing) * nll
-            if whole is not None:
-                loss += smoothing * lse.sum() - even * (part.to(wide) @ whole).sum()
+            if table_sum is not None:
+                loss += smoothing * lse.sum() - even * (part.to(wide) @ table_sum).sum()
             if any(needs):
                 p.scatter_add_(-1, target, p.new_full(target.shape, smoothing - 1))
                 s = p.to(matrix)

@@ -13,7 +13,7 @@ from ...errors import SpecError
 class AdamW:
     """w ← w − rate (m̂ / (√v̂ + ε) + decay · w); only matrices decay, not biases and norms.
 
-    The rate is the schedule's.
+    The learning rate comes from the schedule.
     """
 
     _: KW_ONLY
@@ -23,36 +23,36 @@ class AdamW:
 
     def __post_init__(self):
         if not all(0 <= b < 1 for b in self.betas):
-            raise SpecError(f"betas={self.betas} are not in [0, 1)")
+            raise SpecError(f"betas={self.betas}: both need to be in [0, 1)")
 
     def build(self, model: nn.Module) -> torch.optim.AdamW:
-        """Fused where the device has it; its state exists from the start."""
+        """Fused where the device supports it; its state is allocated from the start."""
         named = list(model.named_parameters())
         decays = [p for _, p in named if p.dim() >= 2 and p.requires_grad]
-        stays = [p for _, p in named if p.dim() < 2 and p.requires_grad]
+        others = [p for _, p in named if p.dim() < 2 and p.requires_grad]
         groups: list[dict[str, Any]] = [
             {"params": decays, "weight_decay": self.decay},
-            {"params": stays, "weight_decay": 0.0},
+            {"params": others, "weight_decay": 0.0},
         ]
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in named)
-        made = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             [g for g in groups if g["params"]], lr=0.0, betas=self.betas, eps=self.eps, fused=fused
         )
-        for p in (p for group in made.param_groups for p in group["params"]):
-            made.state[p] = {
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            optimizer.state[p] = {
                 "step": torch.zeros((), device=p.device if fused else None),
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
-        return made
+        return optimizer
 
 
-def state(optimiser: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """What the optimiser remembers, as "parameter/moment" → the tensor itself."""
-    held = {id(p) for group in optimiser.param_groups for p in group["params"]}
+def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The optimizer's state as "parameter/moment" → the tensor itself."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
         f"{name}/{key}": value
         for name, p in model.named_parameters()
-        if id(p) in held
-        for key, value in optimiser.state[p].items()
+        if id(p) in optimized
+        for key, value in optimizer.state[p].items()
     }

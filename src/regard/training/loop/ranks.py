@@ -1,7 +1,7 @@
-"""One process, or one of the many that `torchrun` started: who it is, and what they do together.
+"""A single process, or one of those that `torchrun` started, and their communication.
 
-A recipe says what an update is; the ranks only share its work. So a rank's losses are divided by what all ranks
-predict, and every decision (when the time is up, whether someone pressed Ctrl-C) is one that all of them take.
+A recipe defines an update; the ranks share its work. So a rank's loss is divided by the number of predictions of all
+ranks, and every decision (whether the time is up, whether Ctrl-C was pressed) is taken by all ranks together.
 """
 
 import atexit
@@ -26,7 +26,7 @@ REPLICATE, SHARD = "replicate", "shard"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank `rank` of `world`, the `local`-th on its machine. Alone, everything here does nothing."""
+    """Rank `rank` of `world`, number `local` on its machine. With one rank, no method communicates."""
 
     rank: int = 0
     world: int = 1
@@ -34,7 +34,7 @@ class Ranks:
 
     @staticmethod
     def here() -> "Ranks":
-        """As torchrun's environment says; alone where it says nothing."""
+        """From torchrun's environment variables; a single rank without them."""
         world = int(os.environ.get("WORLD_SIZE", 1))
         if world == 1 or "RANK" not in os.environ:
             return ALONE
@@ -46,33 +46,33 @@ class Ranks:
         if not dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.set_device(ranks.local)
-            # Small numbers travel by gloo, so that agreeing on them never waits for a device.
+            # Small numbers are exchanged by gloo, so that this never synchronizes with a GPU.
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-            atexit.register(_leave)
+            atexit.register(_destroy_process_group)
         return ranks
 
-    def device(self, asked: str | torch.device | None = None) -> torch.device:
-        """The device of this rank: its own GPU where GPUs are asked for, or are there."""
-        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    def device(self, requested: str | torch.device | None = None) -> torch.device:
+        """The device of this rank: its own GPU where GPUs are requested, or available."""
+        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
         if self.world > 1 and device.type == "cuda":
             return torch.device("cuda", self.local)
         return device
 
-    def spread(self, task: nn.Module, how: str, compiled: bool) -> Callable[..., Any]:
-        """What to call in the task's place. Its weights become rank 0's, and those of shards are cut in place.
+    def distribute(self, task: nn.Module, mode: str, compiled: bool) -> Callable[..., Any]:
+        """What to call in place of the task. Weights become those of rank 0; "shard" shards them in place.
 
         "replicate": every rank holds all weights (DDP). "shard": each holds a part, gathered block by block
-        (FSDP2); there blocks are compiled one by one, since between them parts travel.
+        (FSDP2); there each block is compiled separately, since parameters are communicated between blocks.
         """
         if self.world == 1:
             return torch.compile(task) if compiled else task
         device = next(task.parameters()).device
-        if how == SHARD:
+        if mode == SHARD:
             _shard(task, device, self.world, compiled)
             return task
         ids = [device.index] if device.type == "cuda" else None
-        whole = nn.parallel.DistributedDataParallel(task, device_ids=ids)
-        return torch.compile(whole) if compiled else whole
+        replicated = nn.parallel.DistributedDataParallel(task, device_ids=ids)
+        return torch.compile(replicated) if compiled else replicated
 
     def sum(self, *values: int | float) -> list[Any]:
         """Each number summed over the ranks."""
@@ -82,51 +82,49 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
-    def everyone(self, word: str) -> list[str]:
-        """What each rank says, in their order."""
+    def gather(self, text: str) -> list[str]:
+        """The text of each rank, in order of rank."""
         if self.world == 1:
-            return [word]
-        said = (
-            torch.frombuffer(bytearray(word.encode()), dtype=torch.uint8) if word else torch.zeros(0).byte()
-        )
+            return [text]
+        raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0).byte()
         sizes = [torch.zeros((), dtype=torch.long) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor(len(said)))
-        most = max(int(s) for s in sizes)
-        texts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.world)]
-        dist.all_gather(texts, nn.functional.pad(said, (0, most - len(said))))
+        dist.all_gather(sizes, torch.tensor(len(raw)))
+        longest = max(int(s) for s in sizes)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world)]
+        dist.all_gather(texts, nn.functional.pad(raw, (0, longest - len(raw))))
         return [bytes(t[: int(s)].tolist()).decode() for t, s in zip(texts, sizes, strict=True)]
 
-    def all(self, act: Callable[[], T]) -> T:
-        """Every rank acts; where one fails, all do, with its message."""
+    def on_all(self, act: Callable[[], T]) -> T:
+        """Call `act` on every rank; if one fails, all raise its message."""
         try:
-            done = act()
+            result = act()
         except RegardError as e:
-            self.everyone(str(e))
+            self.gather(str(e))
             raise
-        if failed := [(r, text) for r, text in enumerate(self.everyone("")) if text]:
+        if failed := [(r, text) for r, text in enumerate(self.gather("")) if text]:
             raise RegardError("rank {}: {}".format(*failed[0]))
-        return done
+        return result
 
-    def first(self, act: Callable[[], T]) -> T | None:
-        """Rank 0 acts and the others wait for it; its error is everyone's."""
-        return self.all(act if self.rank == 0 else lambda: None)
+    def on_first(self, act: Callable[[], T]) -> T | None:
+        """Call `act` on rank 0 while the others wait; an error is raised on all ranks."""
+        return self.on_all(act if self.rank == 0 else lambda: None)
 
 
 ALONE = Ranks()
 
 
-def silent(call: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Gradients that are not sent yet: more are to be added. Shards send theirs each time, to hold only a part."""
+def without_sync(call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """A context in which DDP only accumulates gradients. Shards reduce theirs each time, to hold only a part."""
     return getattr(call, "no_sync", contextlib.nullcontext)()
 
 
-def whole(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """All of a tensor of which each rank has a part; every rank has to ask."""
+def full_tensor(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """A sharded tensor gathered from all ranks; every rank has to call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def part(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """What this rank holds of a tensor, in place."""
+def local_part(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+    """This rank's part of a tensor, not copied."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -141,10 +139,10 @@ def _shard(task: nn.Module, device: torch.device, world: int, compiled: bool) ->
         if compiled:
             block.compile()
         fully_shard(block, mesh=mesh)
-    # By default the outermost weights stay whole until a backward pass, so after a validation for ever.
+    # By default the outermost weights stay gathered until a backward pass, so after a validation they would stay so.
     fully_shard(task, mesh=mesh, reshard_after_forward=True)
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

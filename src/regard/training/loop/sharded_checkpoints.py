@@ -1,7 +1,7 @@
-"""Tensors of which each rank holds a part, in safetensors files: PyTorch's distributed checkpoint does the work.
+"""Sharded tensors in safetensors files, written and read by torch.distributed.checkpoint.
 
-Its writer and reader for Hugging Face's format are used: the default ones pickle what they know of the tensors. Plain
-tensors are written by one rank each, and files that one process wrote are read too: the number of ranks may change.
+The writer and reader for Hugging Face's format are used, since the default ones pickle their metadata. Unsharded
+tensors are written by one rank each. Files that a single process wrote are read too: the number of ranks may change.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from .ranks import Ranks
 
 
 def save(at: Path, tensors: dict[str, Tensor]) -> None:
-    """Each rank writes its parts to a file of its own. All ranks call it together."""
+    """Each rank writes its parts to its own file. All ranks call it together."""
     writer = HuggingFaceStorageWriter(str(at), save_distributed=True)
     try:
         dcp.save({name: t.detach() for name, t in tensors.items()}, storage_writer=writer)
@@ -27,18 +27,20 @@ def save(at: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def shapes(at: Path) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a folder, as large as all its parts together."""
-    found: dict[str, Any] = HuggingFaceStorageReader(str(at)).read_metadata().state_dict_metadata
-    return {name: tuple(kept.size) for name, kept in found.items()}
+    """The full shape of every tensor of a folder."""
+    metadata: dict[str, Any] = HuggingFaceStorageReader(str(at)).read_metadata().state_dict_metadata
+    return {name: tuple(tensor.size) for name, tensor in metadata.items()}
 
 
 def fill(at: Path, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Read each tensor, or the part this rank holds, into its place. All ranks call it together."""
+    """Read each tensor, or this rank's part of it, in place. All ranks call it together."""
     reader = HuggingFaceStorageReader(str(at))
     live = {name: t.detach() for name, t in tensors.items()}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be, alone
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # as intended for a single process
             dcp.load(live, storage_reader=reader, no_dist=ranks.world == 1)
     except CheckpointException as e:
         raise FormatError(f"{at} cannot be read: {_cause(e)}") from e

@@ -1,4 +1,4 @@
-"""Recipes: a model, its data and how it is trained, as one value. Each is a function with few dials."""
+"""A recipe: a model, its data and its training settings, as one value."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +10,17 @@ from ...schedule import KINDS as SCHEDULES
 from ...spec import (
     Spec,
 )
-from ..data.image_augmentation import moves
-from ..data.sources import Classes, Digits, Lines, Running, Sentences, Source
+from ..data.datasets import ContinuousText, Digits, LabeledText, MaskedText, SentencePairs, Source
+from ..data.image_augmentation import random_affine
 from ..loop.averaging import ema, last
 from ..loop.optimizer import AdamW
 from ..loop.trainer import Settings
-from .tasks import Classification, Guessing, Language, Translation
+from .tasks import Classification, LanguageModeling, MaskedLanguageModeling, Translation
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `train` takes. JSON both ways; variants by `dataclasses.replace`."""
+    """What `rg.train` trains. Converts to JSON and back; make variants with `dataclasses.replace`."""
 
     name: str
     model: Spec
@@ -29,14 +29,14 @@ class Recipe:
     smoothing: int | float = 0.0
 
     def task(self, model: Any) -> nn.Module:
-        """The module that gives this recipe's loss."""
+        """The module that computes this recipe's loss."""
         match self.data:
-            case Sentences():
+            case SentencePairs():
                 return Translation(model, self.smoothing)
-            case Running():
-                return Language(model, self.smoothing)
-            case Lines():
-                return Guessing(model, self.smoothing)
+            case ContinuousText():
+                return LanguageModeling(model, self.smoothing)
+            case MaskedText():
+                return MaskedLanguageModeling(model, self.smoothing)
         return Classification(model, self.smoothing)
 
     def json(self, indent: int | None = 1) -> str:
@@ -49,6 +49,17 @@ class Recipe:
 
 KINDS = spec.KINDS.new_child(
     value.table(
-        Recipe, Settings, AdamW, ema, last, Sentences, Running, Lines, Digits, Classes, moves, *SCHEDULES
+        Recipe,
+        Settings,
+        AdamW,
+        ema,
+        last,
+        SentencePairs,
+        ContinuousText,
+        MaskedText,
+        Digits,
+        LabeledText,
+        random_affine,
+        *SCHEDULES,
     )
 )

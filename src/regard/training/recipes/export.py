@@ -1,4 +1,4 @@
-"""A trained run in the format of another program."""
+"""Export of a trained run to the format of another program."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +8,14 @@ from torch import nn
 from ...errors import SpecError, nearest
 from ...interop.ctranslate2 import to_ctranslate2
 from ..data.tokens import END, SPECIAL, START, UNKNOWN, Tokens
-from .run import TOKENS, opened
+from .run import TOKENS, open_run
 
 
 def export(run: str | Path, folder: str | Path, to: str = "ctranslate2") -> Path:
-    """Write a run's model, its vocabulary and its tokens.json to a new folder."""
+    """Write the model of a run, its vocabulary and its tokens.json to a new folder."""
     if to not in FORMATS:
         raise SpecError(f"to={to!r} is unknown; {nearest(to, FORMATS)}")
-    model, tokens, _ = opened(run)
+    model, tokens, _ = open_run(run)
     written = FORMATS[to](model, tokens, Path(folder))
     (written / TOKENS).write_text(tokens.json(), encoding="utf-8")
     return written

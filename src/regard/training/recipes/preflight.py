@@ -1,4 +1,4 @@
-"""Before the first update: what a run costs, whether it fits, how long it takes, whether the model is lawful."""
+"""Checks before the first update: cost, memory and time of a run, and laws that its model has to satisfy."""
 
 import copy
 import json
@@ -18,249 +18,260 @@ from ...costs.tree import Cost
 from ...errors import RegardError
 from ...laws import Budget, check
 from ..data.batches import by_tokens
-from ..data.sources import Running, Sentences
+from ..data.datasets import ContinuousText, SentencePairs
 from ..loop import meter
 from .base import Recipe
-from .trial_run import Pace, dice_kept, rehearse
+from .trial_run import Speed, measure_speed, random_state_kept
 
-FILE = "before.json"
-FIRST = ("L29", "L31")  # causality, padding: a model without them learns to cheat
-AFTERWARDS = ("L29", "L31", "L32", "L33", "L48", "L52", "L56")
-SHALLOW = 50_000_000  # parameters; of a larger model the laws are tried on one layer a stack
-BUDGET = Budget(cases=2, seconds=10.0)  # a law; two cases take less unless the machine is busy
-UPDATE = {"norm": 2, "AdamW": 7, "average": 3}  # times that each weight is read or written
+FILE = "preflight.json"
+BEFORE_TRAINING = ("L29", "L31")  # causality, padding: a model that violates them can read its targets
+AFTER_TRAINING = ("L29", "L31", "L32", "L33", "L48", "L52", "L56")
+MAX_CHECKED_PARAMETERS = 50_000_000  # a larger model is checked with one layer per stack
+BUDGET = Budget(cases=2, seconds=10.0)  # per law; two cases usually take less
+WEIGHT_PASSES = {"norm": 2, "AdamW": 7, "average": 3}  # how often an update reads or writes each weight
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A mean batch of the training rows."""
+class MeanBatch:
+    """The mean of the batches of an epoch."""
 
     rows: int
-    n: int  # tokens of a row; of a pair the target's
-    m: int  # of a pair the source's, else as n
-    predicted: int | float  # of a row
-    waste: int | float  # the share of padding
-    an_epoch: int  # batches
+    n: int  # tokens per row; of a pair those of the target
+    m: int  # of a pair those of the source, otherwise n
+    predicted: int | float  # per row
+    padding_share: int | float
+    batches_per_epoch: int
 
 
 @dataclass(frozen=True)
-class LawTold:
-    """What came of one law."""
+class LawResult:
+    """The result of checking one law."""
 
     number: str
     name: str
     formula: str
     status: str
-    said: str = ""
+    message: str = ""
     cases: int = 0
 
 
 @dataclass(frozen=True)
-class Before:
-    """All of it. `print` it, or `json()`."""
+class Preflight:
+    """Cost, memory and time of a run, and the checked laws; `print` it, or call `json()`."""
 
     recipe: str
     parameters: int
-    batch: Batch
-    operations: int | float  # matrix products of both passes, a prediction
+    batch: MeanBatch
+    flops: int | float  # of matrix products, both passes, per prediction
     memory: int | None  # bytes at the peak of an update
-    there: int | None  # bytes that are free
-    fits: int | None  # the most tokens a batch that would
+    free: int | None  # bytes of memory
+    fits: int | None  # the largest number of tokens per batch that fits, where it was computed
     updates: int
     seconds: int | float  # of the whole run
     tokens_per_second: int | float
-    how: str  # it was estimated
+    method: str  # how the time was estimated
     machine: dict[str, Any]
-    laws: tuple[LawTold, ...] = ()
+    laws: tuple[LawResult, ...] = ()
 
     def json(self, indent: int | None = 1) -> str:
         return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
 
     @staticmethod
-    def from_json(text: str) -> "Before":
+    def from_json(text: str) -> "Preflight":
         plain = json.loads(text)
-        laws = tuple(LawTold(**one) for one in plain["laws"])
-        return Before(**plain | {"batch": Batch(**plain["batch"]), "laws": laws})
+        laws = tuple(LawResult(**law) for law in plain["laws"])
+        return Preflight(**plain | {"batch": MeanBatch(**plain["batch"]), "laws": laws})
 
-    def need_lawful(self) -> None:
-        """Refuse a model that breaks a law."""
-        for one in self.laws:
-            if one.status in ("broken", "raised"):
+    def require_laws(self) -> None:
+        """Raise an error if the model violates a law."""
+        for law in self.laws:
+            if law.status in ("broken", "raised"):
                 raise RegardError(
-                    f"the model breaks {one.number}, {one.name} ({one.formula}): {one.said}; training it would "
-                    f"mean nothing"
+                    f"the model violates law {law.number}, {law.name} ({law.formula}): {law.message}; its training "
+                    f"loss would be meaningless"
                 )
 
     def __str__(self) -> str:
         b = self.batch
         lines = [
             f"{self.recipe}: {self.parameters:,} parameters",
-            f"  a batch      {b.rows:,} rows, {_sides(b)} tokens on the mean; {b.waste:.1%} is padding; "
-            f"{b.an_epoch:,} batches an epoch",
-            f"  operations   {self.operations / 1e6:,.2f} MFLOP a predicted token, both passes",
+            f"  batch        {b.rows:,} rows of {_sides(b)} tokens on average; {b.padding_share:.1%} padding; "
+            f"{b.batches_per_epoch:,} batches per epoch",
+            f"  compute      {self.flops / 1e6:,.2f} MFLOP per predicted token, both passes",
         ]
         if self.memory is not None:
-            lines.append(f"  memory       {written(self.memory)} at the peak of an update, {self._room()}")
+            lines.append(
+                f"  memory       {format_bytes(self.memory)} at the peak of an update, {self._room()}"
+            )
         lines += [
-            f"  time         {duration(self.seconds)} for {self.updates:,} updates, "
-            f"{self.tokens_per_second:,.0f} tokens/s; estimated {self.how}",
+            f"  time         {format_duration(self.seconds)} for {self.updates:,} updates, "
+            f"{self.tokens_per_second:,.0f} tokens/s; estimated {self.method}",
         ]
-        lines += [f"  {one.number} {one.name}: {one.status}" + _why(one) for one in self.laws]
+        lines += [f"  {law.number} {law.name}: {law.status}{_reason(law)}" for law in self.laws]
         return "\n".join(lines)
 
     def _room(self) -> str:
-        if self.there is None or self.memory is None:
-            return "of an unknown amount"
-        if self.memory <= self.there:
-            return f"of {written(self.there)} that are free: it fits"
-        return f"of {written(self.there)} that are free: it does not fit; {what_fits(self.fits)}"
+        if self.free is None or self.memory is None:
+            return "free memory unknown"
+        if self.memory <= self.free:
+            return f"{format_bytes(self.free)} are free: it fits"
+        return f"{format_bytes(self.free)} are free: it does not fit; {what_fits(self.fits)}"
 
 
-def _sides(b: Batch) -> str:
+def _sides(b: MeanBatch) -> str:
     return f"{b.n}" if b.n == b.m else f"{b.m} + {b.n}"
 
 
-def _why(one: LawTold) -> str:
-    return "" if one.status == "holds" or not one.said else f" ({one.said})"
+def _reason(law: LawResult) -> str:
+    return "" if law.status == "holds" or not law.message else f" ({law.message})"
 
 
 def what_fits(tokens: int | None) -> str:
-    """A way out, from `cost`."""
+    """What to change so that a batch fits, by the estimated cost."""
     if not tokens:
-        return "not even one row would: make the model smaller, or set checkpoint=True in it"
-    return f"tokens={tokens:,} would: raise accumulate to keep the batch"
+        return "not even one row fits: make the model smaller, or set checkpoint=True in it"
+    return f"tokens={tokens:,} fits: raise accumulate to keep the effective batch size"
 
 
-def before(
+def preflight(
     recipe: Recipe,
     rows: Any,
     model: nn.Module,
     device: torch.device,
     world: int = 1,
-    laws: Sequence[str] = FIRST,
-) -> Before:
-    """What can be said of this recipe on these training rows, on so many of these devices."""
+    laws: Sequence[str] = BEFORE_TRAINING,
+) -> Preflight:
+    """Estimates for this recipe on these training rows, on `world` of these devices."""
     s = recipe.settings
     batch = mean_batch(rows, s.tokens, s.seed, s.packed)
-    priced = price(recipe, batch, device)
-    there = meter.memory_there(device)
-    peak = None if priced.memory is None else priced.memory.training_peak
-    short = peak is not None and there is not None and peak > there
+    costs = step_cost(recipe, batch, device)
+    free = meter.memory_free(device)
+    peak = None if costs.memory is None else costs.memory.training_peak
+    too_large = peak is not None and free is not None and peak > free
     parameters = sum(p.numel() for p in model.parameters())
-    pace = None if short else rehearse(recipe, rows, model, device)
-    pace = pace or _by_rates(priced, recipe, batch, parameters, device)
-    an_update = pace.seconds / pace.updates / world
-    seconds = s.steps * an_update if s.minutes is None else 60.0 * s.minutes
-    return Before(
+    speed = None if too_large else measure_speed(recipe, rows, model, device)
+    speed = speed or _estimated_speed(costs, recipe, batch, parameters, device)
+    per_update = speed.seconds / speed.updates / world
+    seconds = s.steps * per_update if s.minutes is None else 60.0 * s.minutes
+    return Preflight(
         recipe.name,
         parameters,
         batch,
-        operations(priced, batch),
+        flops_per_prediction(costs, batch),
         peak,
-        there,
-        _fitting(priced, batch, there) if short and there else None,
-        max(round(seconds / an_update), 1),
+        free,
+        _fitting_tokens(costs, batch, free) if too_large and free else None,
+        max(round(seconds / per_update), 1),
         round(seconds, 3),
-        round(world * pace.predicted / pace.seconds, 1),
-        pace.how if world == 1 else f"{pace.how}, shared by {world} ranks without a loss",
+        round(world * speed.predicted / speed.seconds, 1),
+        speed.method if world == 1 else f"{speed.method}, assuming a perfect speedup on {world} ranks",
         meter.machine(device),
-        tried(model, laws, foresees=isinstance(recipe.data, Sentences | Running)),
+        check_laws(model, laws, autoregressive=isinstance(recipe.data, SentencePairs | ContinuousText)),
     )
 
 
-def most_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
-    """How many tokens a batch may have in the memory that is free now, by its cost."""
+def max_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
+    """How many tokens a batch may have in the memory that is free now, by its estimated cost."""
     s = recipe.settings
     batch = mean_batch(rows, s.tokens, s.seed, s.packed)
-    return _fitting(price(recipe, batch, device), batch, meter.memory_there(device) or 0)
+    return _fitting_tokens(step_cost(recipe, batch, device), batch, meter.memory_free(device) or 0)
 
 
-def _fitting(priced: Cost, batch: Batch, there: int) -> int:
+def _fitting_tokens(costs: Cost, batch: MeanBatch, free: int) -> int:
     sides = batch.n if batch.n == batch.m else batch.n + batch.m
-    return priced.fits(there) * sides if there else 0
+    return costs.fits(free) * sides if free else 0
 
 
-def mean_batch(rows: Any, tokens: int, seed: int = 0, packed: bool = False) -> Batch:
+def mean_batch(rows: Any, tokens: int, seed: int = 0, packed: bool = False) -> MeanBatch:
+    """The mean batch of an epoch; predictions are counted in eight of the batches."""
     plan = by_tokens(rows.sizes, tokens, packed=packed, seed=seed)
     lengths = [max(round(x), 1) for x in rows.sizes.double().mean(0).tolist()]
-    some = [plan[i] for i in range(0, len(plan), max(len(plan) // 8, 1))]
-    with dice_kept(torch.device("cpu")):  # rows may hide tokens at random
-        predicted = sum(rows.batch(one).predicted for one in some) / sum(map(len, some))
-    mean = max(round(len(rows) / len(plan)), 1)
-    return Batch(mean, lengths[-1], lengths[0], round(predicted, 2), round(plan.waste, 4), len(plan))
+    batches = [plan[i] for i in range(0, len(plan), max(len(plan) // 8, 1))]
+    with random_state_kept(torch.device("cpu")):  # rows may mask tokens at random
+        predicted = sum(rows.batch(one).predicted for one in batches) / sum(map(len, batches))
+    count = max(round(len(rows) / len(plan)), 1)
+    share = round(plan.padding_share, 4)
+    return MeanBatch(count, lengths[-1], lengths[0], round(predicted, 2), share, len(plan))
 
 
-def price(recipe: Recipe, batch: Batch, device: torch.device) -> Cost:
+def step_cost(recipe: Recipe, batch: MeanBatch, device: torch.device) -> Cost:
     """The cost of one training step on a mean batch."""
-    n = None if isinstance(recipe.model, spec.Vision) else batch.n  # an image knows its own
+    n = None if isinstance(recipe.model, spec.Vision) else batch.n  # an image has its own number of tokens
     m = batch.m if isinstance(recipe.model, spec.EncoderDecoder) else None
     training = TrainingStep(implementation="fused", autocast=recipe.settings.autocast)
     return cost(recipe.model, n=n, m=m, batch=batch.rows, train=training, device=device.type)
 
 
-def operations(priced: Cost, batch: Batch) -> float:
-    """Matrix products of both passes for one prediction."""
-    return (priced.total.flops + priced.total.backward_flops) / (batch.rows * batch.predicted)
+def flops_per_prediction(costs: Cost, batch: MeanBatch) -> float:
+    """FLOPs of the matrix products of both passes per prediction."""
+    return (costs.total.flops + costs.total.backward_flops) / (batch.rows * batch.predicted)
 
 
-def gauge(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> meter.Meter:
-    """The meter of a run on so many devices."""
+def meter_of(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> meter.Meter:
+    """The meter of a run on `world` devices."""
     s = recipe.settings
     batch = mean_batch(rows, s.tokens, s.seed, s.packed)
-    with dice_kept(device):
-        rate = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
-    return meter.Meter(operations(price(recipe, batch, device), batch), world * rate, device)
+    with random_state_kept(device):
+        peak = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
+    flops = flops_per_prediction(step_cost(recipe, batch, device), batch)
+    return meter.Meter(flops, world * peak, device)
 
 
 def _roofline(device: torch.device) -> tuple[machines.Roofline, str]:
+    """The stored or measured peak rates of this machine, and where they come from."""
     known, kind = machines.load_roofline(), "CPU" if device.type == "cpu" else meter.machine(device)["device"]
     if known is not None and kind in known.machine:
         return known, f"from the rates of `regard bench machine` ({known.machine})"
-    with dice_kept(device):
-        found = machines.measure(device.type)
-    rate = found.flops_per_s["float32"] / 1e9
-    return found, f"from rates measured now: {rate:,.0f} GFLOP/s, {found.bytes_per_s / 1e9:,.0f} GB/s"
+    with random_state_kept(device):
+        measured = machines.measure(device.type)
+    rate, bandwidth = measured.flops_per_s["float32"] / 1e9, measured.bytes_per_s / 1e9
+    return measured, f"from rates measured now: {rate:,.0f} GFLOP/s, {bandwidth:,.0f} GB/s"
 
 
-def _by_rates(priced: Cost, recipe: Recipe, batch: Batch, parameters: int, device: torch.device) -> Pace:
-    """An update's products and bytes over what the machine does of them; what Python takes is left out."""
-    roofline, how = _roofline(device)
-    s = recipe.settings
+def _estimated_speed(
+    costs: Cost, recipe: Recipe, batch: MeanBatch, parameters: int, device: torch.device
+) -> Speed:
+    """The time of an update from its FLOPs and bytes and the machine's peak rates, without Python's overhead."""
+    roofline, method = _roofline(device)
+    s, per = recipe.settings, WEIGHT_PASSES
     dtype = s.autocast if s.autocast in roofline.flops_per_s else "float32"
-    passes = machines.estimate(priced, roofline, dtype, backward=True).seconds
-    times = UPDATE["AdamW"] + (UPDATE["norm"] if s.clip else 0) + (UPDATE["average"] if s.average else 0)
+    passes = machines.estimate(costs, roofline, dtype, backward=True).seconds
+    times = per["AdamW"] + (per["norm"] if s.clip else 0) + (per["average"] if s.average else 0)
     seconds = s.accumulate * passes + times * 4 * parameters / roofline.bytes_per_s
-    return Pace(1, seconds, s.accumulate * batch.rows * batch.predicted, how)
+    return Speed(1, seconds, s.accumulate * batch.rows * batch.predicted, method)
 
 
-def tried(model: nn.Module, laws: Sequence[str], foresees: bool = False) -> tuple[LawTold, ...]:
-    """The laws on this model, in float64 on the CPU; the dice of the run are not touched.
+def check_laws(model: nn.Module, laws: Sequence[str], autoregressive: bool = False) -> tuple[LawResult, ...]:
+    """Check these laws on the model, in float64 on the CPU; the random state of the run is not changed.
 
-    One that does not apply is left out; but a model that foresees what comes next has to be causal.
+    A law that does not apply is omitted, except that an autoregressive model has to be causal.
     """
     declared = getattr(model, "spec", None)
     with torch.random.fork_rng(devices=[]):
-        large = sum(p.numel() for p in model.parameters()) > SHALLOW
-        one = shallow(declared).build() if large and declared is not None else copy.deepcopy(model).cpu()
+        large = sum(p.numel() for p in model.parameters()) > MAX_CHECKED_PARAMETERS
+        copied = shallow(declared).build() if large and declared is not None else copy.deepcopy(model).cpu()
         try:
-            found = check(one.eval(), laws, BUDGET)
-        except RegardError as e:  # a model that no adapter knows
-            return (LawTold("", "laws", "", "not tried", str(e)),)
-    told = [
-        LawTold(o.law.number, o.law.name, o.law.formula, o.status, o.message, o.cases) for o in found.outcomes
+            report = check(copied.eval(), laws, BUDGET)
+        except RegardError as e:  # no adapter supports this model
+            return (LawResult("", "laws", "", "not checked", str(e)),)
+    results = [
+        LawResult(o.law.number, o.law.name, o.law.formula, o.status, o.message, o.cases)
+        for o in report.outcomes
     ]
-    if foresees:
-        said = "it is to foresee what comes next, and may look there; declare pattern=causal()"
-        told = [replace(o, status="broken", said=said) if _is_not_causal(o) else o for o in told]
-    return tuple(o for o in told if o.status != "not applicable")
+    if autoregressive:
+        message = "it predicts the next token and may attend to it; declare pattern=causal()"
+        results = [
+            replace(law, status="broken", message=message) if _is_not_causal(law) else law for law in results
+        ]
+    return tuple(law for law in results if law.status != "not applicable")
 
 
-def _is_not_causal(one: LawTold) -> bool:
-    return one.number == "L29" and one.status == "not applicable"
+def _is_not_causal(law: LawResult) -> bool:
+    return law.number == "L29" and law.status == "not applicable"
 
 
 def shallow(declared: Any) -> Any:
-    """The same declaration with one layer a stack."""
+    """The same declaration with one layer per stack."""
     match declared:
         case spec.EncoderDecoder():
             return replace(declared, encoder=shallow(declared.encoder), decoder=shallow(declared.decoder))
@@ -271,15 +282,15 @@ def shallow(declared: Any) -> Any:
     return declared
 
 
-def stored(folder: Path) -> Before | None:
-    """What was told before this run; None where nobody asked."""
+def stored(folder: Path) -> Preflight | None:
+    """The stored checks of a run; None where there are none."""
     path = folder / FILE
-    return Before.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return Preflight.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def written(size: int | float) -> str:
+def format_bytes(size: int | float) -> str:
     """
-    >>> written(1_500_000_000), written(2048), written(12)
+    >>> format_bytes(1_500_000_000), format_bytes(2048), format_bytes(12)
     ('1.40 GiB', '2.00 KiB', '12 B')
     """
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
@@ -288,14 +299,14 @@ def written(size: int | float) -> str:
     return f"{size} B"
 
 
-def duration(seconds: int | float) -> str:
+def format_duration(seconds: int | float) -> str:
     """
-    >>> duration(372), duration(59.4), duration(7300)
+    >>> format_duration(372), format_duration(59.4), format_duration(7300)
     ('6 min 12 s', '59 s', '2 h 1 min')
     """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s" if whole % 60 else f"{whole // 60} min"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s" if total % 60 else f"{total // 60} min"
+    return f"{total // 3600} h {total % 3600 // 60} min"

@@ -1,7 +1,7 @@
-"""What is learned: how a task's rows become a batch, and a batch a loss.
+"""Training tasks: modules that contain a model and compute its loss on a batch.
 
-A task's module holds the model and gives, for one batch, the smoothed loss and the plain one, both summed over
-what is predicted, so that batches of any size can be added up before they are divided.
+A task returns the smoothed loss and the unsmoothed one, both summed over the predictions, so that batches of any size
+can be accumulated before the sum is divided.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...nn.embedding import LanguageHead, MaskedHead
 from ...nn.stack import EncoderDecoder, Stack
-from ..data.packing import apart
+from ..data.packing import unpack
 from ..loop.loss import cross_entropy
 
 
@@ -28,39 +28,39 @@ class Translation(nn.Module):
         source: Int[Tensor, "b m"],
         source_lengths: Int[Tensor, " b"],
         target: Int[Tensor, "b n"],
-        wanted: Int[Tensor, "b n"],
+        targets: Int[Tensor, "b n"],
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         decoder = self.model.decoder
         context = self.model.encode(source, source_lengths)
         states = decoder.states(target, context, context_lengths=source_lengths)
-        return token_loss(decoder, states, wanted, self.smoothing if self.training else 0.0)
+        return token_loss(decoder, states, targets, self.smoothing if self.training else 0.0)
 
 
 def token_loss(
-    stack: Stack, states: Float[Tensor, "b n d"], wanted: Int[Tensor, "b n"], smoothing: float
+    stack: Stack, states: Float[Tensor, "b n d"], targets: Int[Tensor, "b n"], smoothing: float
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """The loss of what the head would say, chunk by chunk."""
+    """The loss of the head's logits, computed in chunks."""
     assert isinstance(stack.head, LanguageHead | MaskedHead)
     x, table, bias = stack.head.inputs(states, stack.embedding.table)
-    return cross_entropy(x, table, wanted, bias, smoothing=smoothing)
+    return cross_entropy(x, table, targets, bias, smoothing=smoothing)
 
 
-class Language(nn.Module):
-    """−log p(next token | those before)."""
+class LanguageModeling(nn.Module):
+    """−log p(next token | earlier tokens)."""
 
     def __init__(self, model: Stack, smoothing: float = 0.0):
         super().__init__()
         self.model, self.smoothing = model, smoothing
 
     def forward(
-        self, tokens: Int[Tensor, "b n"], wanted: Int[Tensor, "b n"]
+        self, tokens: Int[Tensor, "b n"], targets: Int[Tensor, "b n"]
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         states = self.model.states(tokens)
-        return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
+        return token_loss(self.model, states, targets, self.smoothing if self.training else 0.0)
 
 
-class Guessing(nn.Module):
-    """−log p(hidden token | the sentence around it)."""
+class MaskedLanguageModeling(nn.Module):
+    """−log p(masked token | the other tokens)."""
 
     def __init__(self, model: Stack, smoothing: float = 0.0):
         super().__init__()
@@ -69,12 +69,12 @@ class Guessing(nn.Module):
     def forward(
         self,
         tokens: Int[Tensor, "b n"],
-        wanted: Int[Tensor, "b n"],
+        targets: Int[Tensor, "b n"],
         lengths: Int[Tensor, " b"] | None = None,
         texts: Int[Tensor, "b n"] | None = None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
         states = self.model.states(tokens, lengths=lengths, documents=texts)
-        return token_loss(self.model, states, wanted, self.smoothing if self.training else 0.0)
+        return token_loss(self.model, states, targets, self.smoothing if self.training else 0.0)
 
 
 class Classification(nn.Module):
@@ -99,7 +99,7 @@ class Classification(nn.Module):
             scores = self.model(tokens, lengths=lengths)
         else:
             states = self.model.states(tokens, documents=texts)
-            scores = self.model.read(*apart(states, texts, len(labels)))
+            scores = self.model.read(*unpack(states, texts, len(labels)))
         plain = F.cross_entropy(scores, labels, reduction="sum")
         if not self.smoothing or not self.training:
             return plain, plain.detach()

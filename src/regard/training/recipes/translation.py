@@ -1,4 +1,4 @@
-"""Translating texts with a trained model, and scoring it as others do."""
+"""Translation of texts with a trained model, and its BLEU and chrF scores."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,67 +7,66 @@ from typing import Any
 import torch
 
 from ...errors import RegardError
-from ...generation import generate, greedy
+from ...generation import Strategy, generate, greedy
 from ...generation.steps import positions
-from ...generation.strategies import How
 from ...nn.stack import EncoderDecoder
 from ..data.ragged import Ragged
 from ..data.tokens import END, PAD, START, Tokens
 
-GREEDY, LONGEST = greedy(), 120
+GREEDY, MAX_SOURCE_TOKENS = greedy(), 120
 
 
 def translate(
     model: EncoderDecoder,
     tokens: Tokens,
     texts: Sequence[str],
-    how: How = GREEDY,
+    strategy: Strategy = GREEDY,
     *,
     rows: int = 64,
-    longest: int = LONGEST,
+    max_tokens: int = MAX_SOURCE_TOKENS,
 ) -> list[str]:
-    """The texts in the other language, in their order. Texts of like length go together; an empty one stays empty.
+    """The translations of the texts, in order. Texts of similar length share batches; an empty text stays empty.
 
-    Of a text of more than `longest` tokens, or than the model has positions, the first ones are read.
+    A text of more than max_tokens tokens, or longer than the model's table of positions, is truncated.
     """
     device = next(model.parameters()).device
-    most = readable(model, longest)
-    ids = [row[:most] for row in tokens.encode(texts)]
+    limit = max_source_tokens(model, max_tokens)
+    ids = [row[:limit] for row in tokens.encode(texts)]
     order = sorted((i for i in range(len(ids)) if ids[i]), key=lambda i: -len(ids[i]))
     out = [""] * len(texts)
     for start in range(0, len(order), rows):
         part = order[start : start + rows]
         source, lengths = Ragged.of([ids[i] for i in part]).pad(torch.arange(len(part)), PAD)
-        told = generate(
+        result = generate(
             model,
             [[START]] * len(part),
-            how,
+            strategy,
             source=source.to(device),
             source_lengths=None if bool((lengths == lengths[0]).all()) else lengths.to(device),
-            most=limit(source.shape[1]),
-            end=END,
-            log_p=False,
+            max_new_tokens=max_target_tokens(source.shape[1]),
+            eos_id=END,
+            return_log_probs=False,
         )
-        # Each text has its own limit, so that what it becomes does not depend on those beside it.
-        ends = [said[: limit(len(ids[i]))] for i, said in zip(part, told.rows(), strict=True)]
-        for i, said in zip(part, tokens.decode(ends), strict=True):
-            out[i] = said
+        # Each text has its own limit, so that its translation does not depend on the other rows of the batch.
+        cut = [row[: max_target_tokens(len(ids[i]))] for i, row in zip(part, result.rows(), strict=True)]
+        for i, translation in zip(part, tokens.decode(cut), strict=True):
+            out[i] = translation
     return out
 
 
-def readable(model: EncoderDecoder, longest: int = LONGEST) -> int:
+def max_source_tokens(model: EncoderDecoder, limit: int = MAX_SOURCE_TOKENS) -> int:
     """How many tokens of a text the model reads."""
-    return min(longest, positions(model.encoder) or longest)
+    return min(limit, positions(model.encoder) or limit)
 
 
-def limit(length: int) -> int:
-    """How many tokens a translation of so many may have."""
+def max_target_tokens(length: int) -> int:
+    """The largest number of tokens of a translation of `length` tokens."""
     return 2 * length + 10
 
 
 @dataclass(frozen=True)
 class Scores:
-    """BLEU and chrF with the signatures that say how they were counted."""
+    """BLEU and chrF with sacreBLEU's signatures."""
 
     bleu: float
     bleu_signature: str
@@ -78,13 +77,13 @@ class Scores:
         return f"BLEU {self.bleu:.2f} ({self.bleu_signature})\nchrF {self.chrf:.2f} ({self.chrf_signature})"
 
 
-def scores(said: Sequence[str], references: Sequence[str]) -> Scores:
-    """sacreBLEU's, one reference a sentence."""
+def scores(translations: Sequence[str], references: Sequence[str]) -> Scores:
+    """Corpus scores by sacreBLEU, with one reference per sentence."""
     try:
         from sacrebleu.metrics import BLEU, CHRF
     except ModuleNotFoundError as e:
-        raise RegardError("BLEU and chrF are counted by sacrebleu: pip install 'regard[train]'") from e
+        raise RegardError("BLEU and chrF need sacrebleu: pip install 'regard[train]'") from e
     bleu: Any = BLEU()
     chrf: Any = CHRF()
-    by_bleu, by_chrf = (m.corpus_score(list(said), [list(references)]) for m in (bleu, chrf))
+    by_bleu, by_chrf = (m.corpus_score(list(translations), [list(references)]) for m in (bleu, chrf))
     return Scores(by_bleu.score, str(bleu.get_signature()), by_chrf.score, str(chrf.get_signature()))

@@ -1,4 +1,4 @@
-"""A rehearsal: a few updates of a copy of the model on real batches, timed. The run itself stays as it was."""
+"""A trial run: a few timed updates of a copy of the model on real batches. The run itself is not changed."""
 
 import contextlib
 import copy
@@ -14,48 +14,52 @@ from ..loop.ranks import ALONE
 from ..loop.trainer import Trainer
 from .base import Recipe
 
-UPDATES = 3  # that count, after one that does not: it loads kernels and fills caches
-PATIENCE = 20.0  # seconds, after which no further update is begun
+UPDATES = 3  # timed, after one that is not: it loads kernels and fills caches
+MAX_SECONDS = 20.0  # after which no further update is begun
 
 
 @dataclass(frozen=True)
-class Pace:
-    """So many updates in so many seconds, and how that is known."""
+class Speed:
+    """Updates, seconds and predictions, and how they were measured or estimated."""
 
     updates: int
     seconds: int | float
     predicted: int | float
-    how: str
+    method: str
 
 
-def rehearse(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Pace | None:
-    """By one process, in eager, since compiling would take longer than a rehearsal should; None without memory."""
-    with dice_kept(device), _peak_forgotten(device):
+def measure_speed(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Speed | None:
+    """Measured in one process and in eager mode, since compiling would take too long; None if memory runs out."""
+    with random_state_kept(device), _peak_memory_reset(device):
         try:
-            return _rehearsed(recipe, rows, model, device)
+            return _timed(recipe, rows, model, device)
         except (MemoryError, RuntimeError) as e:
             if isinstance(e, RuntimeError) and "memory" not in str(e):
                 raise
     return None
 
 
-def _rehearsed(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Pace:
+def _timed(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Speed:
     task, settings = recipe.task(copy.deepcopy(model).to(device)), replace(recipe.settings, compile=False)
-    found = list(Trainer(task, rows, rows, settings, Path(), ALONE).timed(1 + UPDATES, PATIENCE))
-    counted = found[1:] or found
+    measured = list(Trainer(task, rows, rows, settings, Path(), ALONE).timed(1 + UPDATES, MAX_SECONDS))
+    counted = measured[1:] or measured
     seconds, predicted = sum(s for s, _ in counted), sum(p for _, p in counted)
-    how = f"from {len(counted)} update{'s' * (len(counted) > 1)} of a copy on real batches, {seconds:.2f} s"
-    return Pace(len(counted), seconds, predicted, how + (", not compiled" if recipe.settings.compile else ""))
+    method = (
+        f"from {len(counted)} update{'s' * (len(counted) > 1)} of a copy on real batches, {seconds:.2f} s"
+    )
+    return Speed(
+        len(counted), seconds, predicted, method + (", not compiled" if recipe.settings.compile else "")
+    )
 
 
-def dice_kept(device: torch.device) -> Any:
-    """Whatever is drawn inside, the run draws what it would have drawn."""
+def random_state_kept(device: torch.device) -> Any:
+    """A context after which the random state is what it was before."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @contextlib.contextmanager
-def _peak_forgotten(device: torch.device) -> Iterator[None]:
-    """The log tells the most memory that the run held: what a rehearsal held is none of it."""
+def _peak_memory_reset(device: torch.device) -> Iterator[None]:
+    """Reset the peak of the memory afterwards: the log reports that of the run, without the trial."""
     try:
         yield
     finally:
@@ -63,5 +67,5 @@ def _peak_forgotten(device: torch.device) -> Iterator[None]:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            with contextlib.suppress(OSError):  # Linux alone lets a process forget its peak
+            with contextlib.suppress(OSError):  # only Linux lets a process reset its peak
                 Path("/proc/self/clear_refs").write_text("5")

@@ -1,4 +1,4 @@
-"""Line charts as SVG: text, drawn without a library, in the colours of the page they stand in."""
+"""Line charts as SVG markup, styled by the page that contains them."""
 
 import html
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 10, 34
-MOST = 500  # points a line
+MAX_POINTS = 500  # per line
 
 Number = int | float
 Points = Sequence[tuple[Number, Number]]
@@ -23,7 +23,7 @@ class Line:
 
 
 def chart(title: str, lines: Sequence[Line], *, x: str = "update", log: bool = False) -> str:
-    """A chart with its title, axes and a legend; the empty text where there is nothing to draw."""
+    """A chart with title, axes and legend; an empty string where there is nothing to draw."""
     drawn = [Line(one.name, _thinned(_finite(one.points, log)), one.dots) for one in lines]
     drawn = [one for one in drawn if one.points]
     if not drawn:
@@ -38,22 +38,22 @@ def chart(title: str, lines: Sequence[Line], *, x: str = "update", log: bool = F
         f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">'
         f"{html.escape(x)}</text>"
     )
-    said = ", ".join(
-        f"{one.name} from {_told(one.points[0][1])} to {_told(one.points[-1][1])}" for one in drawn
+    described = ", ".join(
+        f"{one.name} from {_format(one.points[0][1])} to {_format(one.points[-1][1])}" for one in drawn
     )
     legend = "".join(
         f'<span class="line-{i}"><i></i>{html.escape(one.name)}</span>' for i, one in enumerate(drawn)
     )
     return (
         f'<figure><figcaption>{html.escape(title)} <span class="legend">{legend}</span></figcaption>'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(f"{title}: {said}")}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(f"{title}: {described}")}">'
         f"{''.join(parts)}</svg></figure>"
     )
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """From numbers to places: low at `start`, high at `end`."""
+    """Maps numbers to coordinates: low to `start`, high to `end`."""
 
     low: Number
     high: Number
@@ -81,7 +81,7 @@ def ticks(low: Number, high: Number, about: int = 5) -> list[Number]:
 
 
 def decades(low: Number, high: Number) -> list[Number]:
-    """The logarithms of 1, 2 and 5 times the powers of ten from 10^low to 10^high; of the powers where many.
+    """Logarithms of 1, 2 and 5 times the powers of ten from 10^low to 10^high; in a wide range of the powers alone.
 
     >>> [round(10**x, 6) for x in decades(-0.8, 0.4)]
     [0.2, 0.5, 1.0, 2.0]
@@ -97,23 +97,23 @@ def _grid(across: _Axis, up: _Axis, log: bool) -> list[str]:
     parts = []
     for value in decades(up.low, up.high) if log else ticks(up.low, up.high):
         y = up.at(value)
-        told = _told(10**value if log else value)
+        label = _format(10**value if log else value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{told}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5}" text-anchor="end">{label}</text>')
     for value in ticks(across.low, across.high):
         at = across.at(value)
         parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         parts.append(
-            f'<text class="tick" x="{at}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{_told(value)}</text>'
+            f'<text class="tick" x="{at}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{_format(value)}</text>'
         )
     return parts
 
 
 def _line(i: int, one: Line, across: _Axis, up: _Axis, log: bool) -> str:
-    places = [(across.at(x), up.at(math.log10(y) if log else y)) for x, y in one.points]
-    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
-    dots = "".join(f'<circle cx="{x:g}" cy="{y:g}" r="2.5"/>' for x, y in places)
-    return f'<g class="line-{i}"><path d="{path}"/>{dots if one.dots or len(places) == 1 else ""}</g>'
+    points = [(across.at(x), up.at(math.log10(y) if log else y)) for x, y in one.points]
+    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in points)
+    dots = "".join(f'<circle cx="{x:g}" cy="{y:g}" r="2.5"/>' for x, y in points)
+    return f'<g class="line-{i}"><path d="{path}"/>{dots if one.dots or len(points) == 1 else ""}</g>'
 
 
 def _finite(points: Points, log: bool) -> list[tuple[Number, Number]]:
@@ -121,23 +121,23 @@ def _finite(points: Points, log: bool) -> list[tuple[Number, Number]]:
 
 
 def _thinned(points: Points) -> Points:
-    """At most MOST of them: each the mean of its neighbours, the last as it is."""
-    if len(points) <= MOST:
+    """At most MAX_POINTS of them: each the mean of its neighbors, the last unchanged."""
+    if len(points) <= MAX_POINTS:
         return points
-    each = -(-len(points) // (MOST - 1))
-    some = [points[i : i + each] for i in range(0, len(points) - 1, each)]
-    means = [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in some]
+    each = -(-len(points) // (MAX_POINTS - 1))
+    groups = [points[i : i + each] for i in range(0, len(points) - 1, each)]
+    means = [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in groups]
     return [*means, points[-1]]
 
 
 def _floor(low: Number, high: Number) -> Number:
-    """Zero, where that leaves the line most of the room."""
+    """Zero, where the line still takes at least half of the height."""
     return 0.0 if 0 <= low <= 0.5 * high else low
 
 
-def _told(value: Number) -> str:
+def _format(value: Number) -> str:
     """
-    >>> _told(12000.0), _told(0.0002), _told(3.5), _told(0.0)
+    >>> _format(12000.0), _format(0.0002), _format(3.5), _format(0.0)
     ('12k', '0.0002', '3.5', '0')
     """
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

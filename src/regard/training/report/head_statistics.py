@@ -1,4 +1,4 @@
-"""What each head does as training goes on: its statistics at chosen updates, in heads.jsonl."""
+"""Statistics of each attention head during training, in heads.jsonl."""
 
 import json
 from collections import Counter
@@ -17,22 +17,20 @@ from ..recipes.run import Run
 FILE = "heads.jsonl"
 
 
-class Watcher:
-    """A listener that looks at the model on a few held-out rows after every so many updates.
+class HeadStatistics:
+    """A listener that computes head statistics on a few validation rows every so many updates.
 
-    It looks when an update is logged, at the weights as they are. Dropout is off meanwhile and no random number
-    is drawn, so training goes on as it would have.
+    It runs when an update is logged, on the current weights. Dropout is off meanwhile and no random number is
+    consumed, so training is not affected.
     """
 
     def __init__(self, run: Run, every: int, rows: int = 8):
         if every < 1:
-            raise SpecError(f"heads are watched every {every} updates; at least 1 is needed")
+            raise SpecError(f"head statistics every {every} updates: at least 1 is needed")
         if run.ranks.world > 1 and run.recipe.settings.parallel == "shard":
-            raise SpecError(
-                "heads cannot be watched where each rank holds a part of the model; use replicate"
-            )
+            raise SpecError("head statistics need the whole model on one rank; use parallel='replicate'")
         self.model, self.every, self.path = run.model, every, run.folder / FILE
-        self.given = alike(run.ready.valid, rows, run.device)
+        self.inputs = equal_length_inputs(run.data.valid, rows, run.device)
         self.next = every
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -41,44 +39,46 @@ class Watcher:
         if event["event"] != "train" or event["step"] < self.next:
             return
         self.next = event["step"] + self.every - event["step"] % self.every
-        told = {"step": event["step"], "heads": self.heads(event["step"])}
+        entry = {"step": event["step"], "heads": self.heads(event["step"])}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     def heads(self, step: int) -> list[dict[str, Any]]:
-        """One row a head, as `look` has them."""
-        kept, training = Recorder(), self.model.training
+        """One row per head, as in the table of `rg.look`."""
+        recorder, training = Recorder(), self.model.training
         self.model.eval()
         try:
-            kept.view(step, look(self.model, self.given, keep=False))
+            recorder.view(step, look(self.model, self.inputs, keep=False))
         finally:
             self.model.train(training)
-        return kept.heads[-1][1]
+        return recorder.heads[-1][1]
 
 
-def alike(rows: Any, most: int, device: torch.device) -> Any:
-    """What a model takes of a few rows of one length, the commonest beyond a few tokens: so nothing is padding."""
-    with torch.random.fork_rng(devices=[]):  # rows may hide tokens at random
-        batch = rows.batch(_one_length(rows.sizes, most)).to(device).given
+def equal_length_inputs(rows: Any, count: int, device: torch.device) -> Any:
+    """The model inputs of up to `count` rows of one length, the most common one, so that there is no padding."""
+    with torch.random.fork_rng(devices=[]):  # rows may mask tokens at random
+        batch = rows.batch(_rows_of_one_length(rows.sizes, count)).to(device).inputs
     if "source" in batch:
         return {"source": batch["source"], "target": batch["target"]}
     return (batch["images"] if "images" in batch else batch["tokens"],)
 
 
-def _one_length(sizes: Int[Tensor, "rows sides"], most: int, least: int = 6) -> Int[Tensor, " b"]:
-    told = [tuple(row) for row in sizes.tolist()]
-    long = [t for t in told if min(t) >= least] or told
-    commonest = Counter(long).most_common(1)[0][0]
-    return torch.tensor([i for i, t in enumerate(told) if t == commonest][:most])
+def _rows_of_one_length(
+    sizes: Int[Tensor, "rows sides"], count: int, min_tokens: int = 6
+) -> Int[Tensor, " b"]:
+    lengths = [tuple(row) for row in sizes.tolist()]
+    long = [length for length in lengths if min(length) >= min_tokens] or lengths
+    most_common = Counter(long).most_common(1)[0][0]
+    return torch.tensor([i for i, length in enumerate(lengths) if length == most_common][:count])
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """What was seen, in order; a step that was run again once, the later time."""
-    path, found = folder / FILE, {}
+    """The stored statistics in order; of a step that was repeated after a restart the later ones."""
+    path, entries = folder / FILE, {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            told = json.loads(line)
-        except json.JSONDecodeError:  # the line a process was killed in
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # incomplete: the process was killed while writing it
             continue
-        found[told["step"]] = told
-    return [found[step] for step in sorted(found)]
+        entries[entry["step"]] = entry
+    return [entries[step] for step in sorted(entries)]

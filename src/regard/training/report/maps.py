@@ -1,4 +1,4 @@
-"""Cross-attention of a few sentences, ready for a page: tokens, and weights as bytes."""
+"""Cross-attention maps of a few sentences for the report: tokens, and weights as bytes."""
 
 import base64
 from collections.abc import Sequence
@@ -13,31 +13,31 @@ from ...nn.stack import EncoderDecoder
 from ..data.tokens import END, START, Tokens
 from ..recipes.evaluation import Example
 
-LONGEST = 40  # tokens of either side
-SENTENCES = 5
+MAX_TOKENS = 40  # of either side
+MAX_SENTENCES = 5
 
 
 def cross_maps(model: nn.Module, tokens: Tokens, examples: Sequence[Example]) -> list[dict[str, Any]]:
-    """Where each head of each decoder layer looks while the model writes its own translations."""
+    """The cross-attention of each head of each decoder layer while the model generates its translations."""
     if not isinstance(model, EncoderDecoder):
         return []
-    found = []
+    maps = []
     for example in examples:
-        source, ours = tokens.encode([example.source, example.ours])
-        if 0 < len(source) <= LONGEST and 0 < len(ours) <= LONGEST:
-            found.append(_sentence(model, tokens, example, source, ours))
-    return found[:SENTENCES]
+        source, output = tokens.encode([example.source, example.output])
+        if 0 < len(source) <= MAX_TOKENS and 0 < len(output) <= MAX_TOKENS:
+            maps.append(_sentence(model, tokens, example, source, output))
+    return maps[:MAX_SENTENCES]
 
 
 def _sentence(
-    model: EncoderDecoder, tokens: Tokens, example: Example, source: list[int], ours: list[int]
+    model: EncoderDecoder, tokens: Tokens, example: Example, source: list[int], output: list[int]
 ) -> dict[str, Any]:
     device = next(model.parameters()).device
-    given = {
+    inputs = {
         "source": torch.tensor([source], device=device),
-        "target": torch.tensor([[START, *ours]], device=device),
+        "target": torch.tensor([[START, *output]], device=device),
     }
-    view = look(model.eval(), given)
+    view = look(model.eval(), inputs)
     layers = [
         {
             "name": f"decoder layer {i}",
@@ -45,10 +45,10 @@ def _sentence(
         }
         for i, c in enumerate((c for c in view.calls if c.role == "cross"), 1)
     ]
-    # Row i looks while token i + 1 is written, so rows are named by what comes of them.
+    # Row i is the attention that predicts token i + 1, so rows are named by the predicted token.
     return {
         "source": example.source,
-        "queries": tokens.words([*ours, END]),
+        "queries": tokens.words([*output, END]),
         "keys": tokens.words(source),
         "layers": layers,
     }

@@ -1,0 +1,291 @@
+"""The data of a recipe: declared by the name of a corpus or by paths, and tokenized in the run's folder.
+
+Your own files may be plain text, TSV, or JSONL with named fields (`.jsonl`), also gzipped (`.gz`).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import FormatError, SpecError
+from . import corpora, text, tokens
+from .image_augmentation import random_affine
+from .ragged import Ragged
+from .rows import Labeled, Pairs, Windows
+from .token_masking import MaskedSentences
+from .tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training, validation and test rows; their tokenizer; how many rows were dropped or truncated."""
+
+    train: Any
+    valid: Any
+    test: Any
+    tokens: Tokens | None = None
+    texts: tuple[tuple[str, str], ...] = ()  # the test rows as text, where there are any
+    dropped: int = 0  # training rows that were too long
+    truncated: int = 0  # training rows of which only the beginning is read
+
+
+@dataclass(frozen=True)
+class SentencePairs:
+    """Sentence pairs, source<TAB>target per line: the included corpus, or your own files."""
+
+    corpus: str = "en-es"
+    _: KW_ONLY
+    train: str | None = None  # files instead of the corpus
+    valid: str | None = None
+    test: str | None = None
+    vocab: int = 8000
+    max_tokens: int = 120  # per side; longer training pairs are dropped
+
+    def __post_init__(self):
+        if (self.train is None) != (self.valid is None):
+            raise SpecError("train= and valid= are needed together, and test= is optional")
+
+    def load(self, folder: Path) -> Dataset:
+        train, valid, test = (_pairs(f, "source", "target") for f in self._files())
+        tokenizer = _tokenizer(
+            folder, lambda: tokens.bpe((side for pair in train for side in pair), self.vocab)
+        )
+        if len(tokenizer) > self.vocab:
+            raise FormatError(
+                f"tokens.json in {folder} has {len(tokenizer)} tokens; the model has {self.vocab}"
+            )
+        rows, dropped = self._pairs(train, tokenizer, drop=True)
+        return Dataset(
+            rows,
+            self._pairs(valid, tokenizer)[0],
+            self._pairs(test, tokenizer)[0],
+            tokenizer,
+            tuple(test),
+            dropped,
+        )
+
+    def _files(self) -> list[Any]:
+        if self.train is None:
+            home = corpora.folder(self.corpus)
+            return [home / name for name in ("train.tsv.gz", "valid.tsv", "test.tsv")]
+        return [self.train, self.valid, self.test or self.valid]
+
+    def _pairs(
+        self, pairs: Sequence[tuple[str, str]], tokenizer: Tokens, drop: bool = False
+    ) -> tuple[Pairs, int]:
+        sides = [tokenizer.encode([p[side] for p in pairs]) for side in (0, 1)]
+        if drop:
+            kept = [
+                i for i, row in enumerate(zip(*sides, strict=True)) if max(map(len, row)) <= self.max_tokens
+            ]
+            if not kept:
+                raise FormatError(
+                    f"every training pair is longer than max_tokens={self.max_tokens}; raise it"
+                )
+            sides = [[side[i] for i in kept] for side in sides]
+        else:
+            sides = [[row[: self.max_tokens] for row in side] for side in sides]
+        return Pairs(*map(Ragged.of, sides)), len(pairs) - len(sides[0])
+
+
+@dataclass(frozen=True)
+class ContinuousText:
+    """One long text, split into windows; its last tenth is for validation."""
+
+    corpus: str = "shakespeare"
+    _: KW_ONLY
+    file: str | None = None
+    context: int = 64
+    vocab: int | None = None  # None: one token per character; otherwise byte pairs
+
+    def text(self) -> str:
+        if self.file is None:
+            return text.content(corpora.folder(self.corpus) / "tiny.txt.gz")
+        return "\n".join(_texts(self.file)) + "\n"
+
+    def load(self, folder: Path) -> Dataset:
+        content, size = self.text(), self.vocab
+        cut = int(0.9 * len(content))
+        tokenizer = _tokenizer(
+            folder,
+            lambda: tokens.characters([content]) if size is None else tokens.bpe([content[:cut]], size),
+        )
+        train, valid = (
+            torch.tensor(ids, dtype=torch.int32) for ids in tokenizer.encode([content[:cut], content[cut:]])
+        )
+        if min(len(train), len(valid)) <= self.context:
+            raise FormatError(
+                f"{len(train) + len(valid)} tokens are too few for windows of {self.context}; give a longer text"
+            )
+        held_out = Windows(valid, self.context, self.context)
+        rows = Windows(train, self.context, self.context, random_offset=True)
+        return Dataset(rows, held_out, held_out, tokenizer)
+
+
+@dataclass(frozen=True)
+class MaskedText:
+    """Texts, one per line, with masked tokens: the English side of a corpus, or your own files."""
+
+    corpus: str = "en-es"
+    _: KW_ONLY
+    train: str | None = None  # files instead of the corpus
+    valid: str | None = None
+    vocab: int = 4000  # the last id is the mask token
+    max_tokens: int = 64  # of a longer text the beginning is read
+    share: int | float = 0.15  # of the tokens masked
+    seed: int = 0  # of the masked positions in validation
+
+    def __post_init__(self):
+        if (self.train is None) != (self.valid is None):
+            raise SpecError("train= and valid= are needed together")
+
+    @property
+    def mask(self) -> int:
+        return self.vocab - 1
+
+    def load(self, folder: Path) -> Dataset:
+        if self.train is None or self.valid is None:
+            home = corpora.folder(self.corpus)
+            parts = [[a for a, _ in text.pairs(home / name)] for name in ("train.tsv.gz", "valid.tsv")]
+        else:
+            parts = [_texts(f) for f in (self.train, self.valid)]
+        tokenizer = _tokenizer(folder, lambda: tokens.bpe(parts[0], self.vocab - 1))
+        if len(tokenizer) > self.mask:
+            raise FormatError(
+                f"tokens.json in {folder} has {len(tokenizer)} tokens; the model has {self.vocab}"
+            )
+        encoded = [[ids for ids in tokenizer.encode(part) if ids] for part in parts]
+        if empty := [where for where, rows in zip(("train", "valid"), encoded, strict=True) if not rows]:
+            raise FormatError(f"{getattr(self, empty[0])} has only empty lines")
+        train, valid = (
+            MaskedSentences(Ragged.of([ids[: self.max_tokens] for ids in rows]), self.mask, self.share)
+            for rows in encoded
+        )
+        held_out = valid.fixed(self.seed)
+        return Dataset(
+            train,
+            held_out,
+            held_out,
+            tokenizer,
+            truncated=sum(len(ids) > self.max_tokens for ids in encoded[0]),
+        )
+
+
+@dataclass(frozen=True)
+class Digits:
+    """scikit-learn's 1,797 handwritten digits, 8 × 8; one of five folds is for testing."""
+
+    fold: int = 0
+    seed: int = 0
+    _: KW_ONLY
+    augmentation: random_affine | None = None  # of the training images
+
+    def __post_init__(self):
+        if not 0 <= self.fold < 5:
+            raise SpecError(f"fold={self.fold}: it needs to be 0 to 4")
+
+    def load(self, folder: Path) -> Dataset:
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError as e:
+            raise SpecError("the digits are part of scikit-learn: pip install scikit-learn") from e
+        data = load_digits()
+        images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
+        labels = torch.tensor(data.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.seed))
+        held_out = torch.zeros(len(labels), dtype=torch.bool)
+        held_out[order[self.fold :: 5]] = True
+        test = Labeled(images[held_out], labels[held_out])
+        return Dataset(Labeled(images[~held_out], labels[~held_out], self.augmentation), test, test)
+
+
+@dataclass(frozen=True)
+class LabeledText:
+    """Labeled texts, label<TAB>text per line; labels are numbered in alphabetical order."""
+
+    train: str
+    valid: str
+    _: KW_ONLY
+    vocab: int = 4000
+    max_tokens: int = 256  # of a longer text the beginning is read
+    classes: int | None = None  # of the model; None: as many as the training file has
+
+    def labels(self) -> list[str]:
+        """The labels of the training file, in order."""
+        return sorted({label for label, _ in self._rows(self.train)})
+
+    def load(self, folder: Path) -> Dataset:
+        rows = [self._rows(f) for f in (self.train, self.valid)]
+        names = sorted({label for label, _ in rows[0]})
+        if unknown := {label for label, _ in rows[1]} - set(names):
+            raise FormatError(
+                f"{self.valid} has the label {sorted(unknown)[0]!r}, which does not occur in {self.train}"
+            )
+        if self.classes is not None and len(names) != self.classes:
+            listed = ", ".join(map(repr, names[:5])) + (", …" if len(names) > 5 else "")
+            raise FormatError(
+                f"{self.train} has {len(names)} labels ({listed}); the model has {self.classes} classes; "
+                f"use classes={len(names)}"
+            )
+        tokenizer = _tokenizer(folder, lambda: tokens.bpe((t for _, t in rows[0]), self.vocab))
+        _store(folder / "labels.json", json.dumps(names, ensure_ascii=False))
+        encoded = [tokenizer.encode([t for _, t in part]) for part in rows]
+        train, valid = (
+            Labeled(
+                Ragged.of([row[: self.max_tokens] or [tokens.UNKNOWN] for row in ids]),
+                torch.tensor([names.index(label) for label, _ in part]),
+            )
+            for ids, part in zip(encoded, rows, strict=True)
+        )
+        return Dataset(
+            train, valid, valid, tokenizer, truncated=sum(len(row) > self.max_tokens for row in encoded[0])
+        )
+
+    @staticmethod
+    def _rows(path: str) -> list[tuple[str, str]]:
+        rows = [(label.strip(), content) for label, content in _pairs(path, "label", "text")]
+        if empty := [number for number, (label, _) in enumerate(rows, 1) if not label]:
+            raise FormatError(
+                f"{path}, line {empty[0]}: the label before the tab is empty; needed: label<TAB>text"
+            )
+        return rows
+
+
+Source = SentencePairs | ContinuousText | MaskedText | Digits | LabeledText
+
+
+def _pairs(path: Any, first: str, second: str) -> list[tuple[str, str]]:
+    """Two texts per line: the named fields of JSONL, otherwise separated by a tab."""
+    if _jsonl(path):
+        return [(a, b) for a, b in text.records(path, first, second)]
+    return text.pairs(path, (first, second))
+
+
+def _texts(path: Any) -> list[str]:
+    """One text per line: the field `text` of JSONL, otherwise the line."""
+    return [content for (content,) in text.records(path, "text")] if _jsonl(path) else text.sentences(path)
+
+
+def _jsonl(path: Any) -> bool:
+    return str(path).removesuffix(".gz").endswith(".jsonl")
+
+
+def _tokenizer(folder: Path, train: Callable[[], Tokens]) -> Tokens:
+    """The tokenizer of the run, trained where the folder has none yet."""
+    path = folder / "tokens.json"
+    if path.is_file():
+        return Tokens.from_json(path.read_text(encoding="utf-8"))
+    tokenizer = train()
+    _store(path, tokenizer.json())
+    return tokenizer
+
+
+def _store(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(content, encoding="utf-8")
+    temporary.replace(path)

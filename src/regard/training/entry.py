@@ -1,0 +1,179 @@
+"""`rg.train`: train a recipe, evaluate the model and write a report."""
+
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from ..errors import FormatError, SpecError
+from ..nn.serialization import load
+from .loop import log
+from .loop.log import TensorBoardWriter
+from .loop.ranks import Ranks
+from .progress import ProgressBar
+from .recipes import evaluation
+from .recipes.base import Recipe
+from .recipes.catalogue import recipe as recipe_by_name
+from .recipes.evaluation import Evaluation, format_score
+from .recipes.preflight import Preflight
+from .recipes.run import MODEL, RECIPE, Listener, Run
+from .report.head_statistics import HeadStatistics
+from .report.page import FILE as REPORT
+from .report.page import report
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingResult:
+    """A finished or interrupted run. Everything is read from its folder."""
+
+    folder: Path
+    interrupted: bool = False
+
+    @property
+    def scores(self) -> dict[str, int | float]:
+        """The scores on the test rows; empty where the run was interrupted."""
+        result = self.evaluation
+        return {} if result is None else dict(result.scores)
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """Scores, signatures and examples; None where the run was interrupted."""
+        return None if self.interrupted else evaluation.stored(self.folder)
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """(update, mean training loss since the one before), as logged."""
+        return [(e["step"], float(e["loss"])) for e in log.read(self.folder, "train")]
+
+    @property
+    def validation_losses(self) -> list[tuple[int, float]]:
+        """(update, loss on the validation rows)."""
+        return [(e["step"], float(e["loss"])) for e in log.read(self.folder, "valid")]
+
+    @property
+    def report(self) -> Path | None:
+        """The HTML report; None where the run was interrupted."""
+        path = self.folder / REPORT
+        return path if path.is_file() and not self.interrupted else None
+
+    def load(self, device: str | torch.device = "cpu") -> nn.Module:
+        """The trained model, in evaluation mode."""
+        return load(self.folder / MODEL, device).eval()
+
+    def __repr__(self) -> str:
+        losses = self.losses
+        parts = [str(self.folder), f"{losses[-1][0]:,} updates" if losses else "no update"]
+        if losses:
+            parts.append(f"loss {losses[0][1]:.3f} → {losses[-1][1]:.3f}")
+        parts += [
+            f"{name} {format_score(name, score)}" for name, score in self.scores.items() if name != "loss"
+        ]
+        return f"TrainingResult({', '.join([*parts, *(['interrupted'] if self.interrupted else [])])})"
+
+
+@overload
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dry_run: Literal[False] = False,
+    progress: bool | Listener = True,
+    heads_every: int | None = None,
+    tensorboard: bool | None = None,
+    **parameters: Any,
+) -> TrainingResult: ...
+@overload
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dry_run: Literal[True],
+    **parameters: Any,
+) -> Preflight: ...
+def train(
+    recipe: str | Path | Recipe,
+    *,
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dry_run: bool = False,
+    progress: bool | Listener = True,
+    heads_every: int | None = None,
+    tensorboard: bool | None = None,
+    **parameters: Any,
+) -> TrainingResult | Preflight:
+    """Train a recipe, evaluate the model and write a report; called again with the same folder, it resumes.
+
+    recipe: a name of `regard.training.RECIPES` with its `parameters`, a Recipe, or the path of its JSON. out: the
+    folder of the run, by default runs/<name>. dry_run: only estimate cost, memory and time, and check the model.
+    progress: a progress bar on stderr, nothing, or a function that is called with each event. heads_every: store the
+    statistics of each attention head after so many updates. tensorboard: write its event files, by default where it
+    is installed.
+    """
+    chosen = read_recipe(recipe, **parameters)
+    if dry_run:
+        return _dry_run(chosen, out, device)
+    bar: AbstractContextManager[Listener] = nullcontext(_ignore)
+    if callable(progress):
+        bar = nullcontext(progress)
+    elif progress and Ranks.here().rank == 0:
+        bar = ProgressBar(chosen.settings)
+    with bar as listener:
+        run = Run(chosen, out or Path("runs") / chosen.name, device)
+        run.ranks.on_first(lambda: _check(run, listener))
+        run.train(*([listener, *_listeners(run, heads_every, tensorboard)] if run.ranks.rank == 0 else []))
+        if run.ranks.rank == 0 and not run.interrupted:
+            listener({"event": "evaluating", "step": run.trainer.step, "rows": len(run.data.test)})
+            run.evaluate(listener)
+            listener({"event": "report", "step": run.trainer.step, "path": str(report(run.folder))})
+    return TrainingResult(run.folder, run.interrupted)
+
+
+def read_recipe(recipe: str | Path | Recipe, **parameters: Any) -> Recipe:
+    """A recipe by its name and parameters, from a JSON file, or as it is."""
+    if isinstance(recipe, str) and not recipe.endswith(".json"):
+        return recipe_by_name(recipe, **parameters)
+    if parameters:
+        kind = "a Recipe" if isinstance(recipe, Recipe) else str(recipe)
+        raise SpecError(
+            f"{next(iter(parameters))}=: parameters belong to recipes by name; change {kind} instead"
+        )
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not Path(recipe).is_file():
+        raise FormatError(f"there is no file {recipe}")
+    return Recipe.from_json(Path(recipe).read_text(encoding="utf-8"))
+
+
+def _dry_run(recipe: Recipe, out: str | Path | None, device: str | torch.device | None) -> Preflight:
+    """The tokenizer that is trained for it is thrown away, unless the folder of the run exists."""
+    with tempfile.TemporaryDirectory() as temporary:
+        exists = out is not None and (Path(out) / RECIPE).is_file()
+        return Run(recipe, out if exists and out is not None else temporary, device).preflight()
+
+
+def _check(run: Run, listener: Listener) -> None:
+    """Report dropped rows and the preflight checks; a model that violates a law is an error."""
+    counts = {"dropped": run.data.dropped, "truncated": run.data.truncated}
+    listener({"event": "data", "step": run.trainer.step, **counts})
+    checks = run.preflight()
+    listener({"event": "preflight", "step": run.trainer.step, "text": str(checks)})
+    checks.require_laws()
+
+
+def _listeners(run: Run, heads_every: int | None, tensorboard: bool | None) -> list[Callable[..., None]]:
+    found: list[Callable[..., None]] = [] if heads_every is None else [HeadStatistics(run, heads_every)]
+    if tensorboard or (tensorboard is None and importlib.util.find_spec("tensorboard") is not None):
+        found.append(TensorBoardWriter(run.folder))
+    return found
+
+
+def _ignore(event: dict[str, Any]) -> None:
+    """The listener of progress=False."""

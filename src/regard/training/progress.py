@@ -1,0 +1,91 @@
+"""A progress bar of a run on stderr: loss, speed, time left; and the messages of each event."""
+
+import sys
+from typing import Any
+
+from .loop.trainer import Settings
+
+
+def message(event: dict[str, Any]) -> str:
+    """What to print for an event; an empty string for most of them."""
+    match event["event"]:
+        case "data":
+            return "\n".join(_rows(event))
+        case "preflight":
+            return event["text"]
+        case "valid":
+            return f"update {event['step']:,}: validation loss {event['loss']:.3f}"
+        case "evaluating":
+            return f"evaluating on {event['rows']:,} test rows …"
+        case "interrupted":
+            return f"interrupted after update {event['step']:,}; run the same command again to resume"
+    return ""
+
+
+def _rows(event: dict[str, Any]) -> list[str]:
+    lines = []
+    if event["dropped"]:
+        lines.append(f"{event['dropped']:,} training rows are too long and were dropped")
+    if event["truncated"]:
+        lines.append(f"{event['truncated']:,} training rows are too long and were truncated")
+    return lines
+
+
+class ProgressBar:
+    """A listener that shows a bar while the run trains; without `rich` it prints the messages alone."""
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.bar: Any = None
+        self.line: Any = None
+
+    def __enter__(self) -> "ProgressBar":
+        print("loading the data …", file=sys.stderr)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind in ("interrupted", "done"):
+            self._close()
+        elif kind == "train":
+            self._show(event)
+        if text := message(event):
+            if self.bar is not None:
+                self.bar.console.print(text, highlight=False, markup=False)
+            else:
+                print(text, file=sys.stderr)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        if self.bar is None and not self._open():
+            return
+        done = event["seconds"] if self.settings.minutes else event["step"]
+        text = f"loss {event['loss']:.3f}  {event['tokens_per_second']:,} tokens/s"
+        self.bar.update(self.line, completed=done, description=text)
+
+    def _open(self) -> bool:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        except ModuleNotFoundError:
+            return False
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        s = self.settings
+        self.bar = Progress(*columns, console=Console(file=sys.stderr))
+        self.bar.start()
+        self.line = self.bar.add_task("training", total=60 * s.minutes if s.minutes else s.steps)
+        return True
+
+    def _close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
