@@ -568,5 +568,5 @@ def test_weights_are_copies_and_no_random_number_is_used():
 def test_the_example_runs(capsys):
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "from_pytorch.py"))
     told = capsys.readouterr().out
-    assert "Transformer again, 1,158,400 parameters, bit for bit" in told
+    assert "Transformer with 1,158,400 parameters, bit for bit" in told
     assert "500,500 → 3,994" in told
