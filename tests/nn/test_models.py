@@ -351,7 +351,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
         rg.load(tmp_path)
     with pytest.raises(RegardError) as e:
         rg.save(torch.nn.Linear(2, 2), tmp_path)
-    assert str(e.value) == "Linear was not built from a spec, so there is no declaration to save"
+    assert str(e.value) == "Linear was not built from a spec, so it has no declaration to save"
 
 
 def test_a_decoder_without_a_context_says_so():
