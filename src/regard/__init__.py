@@ -12,22 +12,9 @@ from .lens.recorder import Recorder
 from .lens.view import View, look
 from .nn.cache import Cache, KeyValues
 from .nn.serialization import load, save
-from .pattern import (
-    Pattern,
-    blocks,
-    causal,
-    dilated,
-    documents,
-    every,
-    full,
-    lengths,
-    prefix,
-    rows,
-    sinks,
-    strided,
-    where,
-    window,
-)
+from .pattern import Pattern, documents, lengths, where
+from .pattern.words import *  # noqa: F403  # causal, window, every, …: its own __all__ lists them
+from .pattern.words import __all__ as _words
 from .position import (
     ByDistance,
     Position,
@@ -104,17 +91,12 @@ __all__ = [
     "allowed_from",
     "attention",
     "beam",
-    "blocks",
-    "causal",
     "check",
     "cost",
-    "dilated",
     "documents",
-    "every",
     "explain",
     "fits",
     "from_json",
-    "full",
     "generate",
     "greedy",
     "learned",
@@ -124,21 +106,17 @@ __all__ = [
     "look",
     "lower",
     "merge",
-    "prefix",
     "preset",
     "presets",
     "quadratic",
     "relative_table",
     "rope",
-    "rows",
     "sample",
     "save",
     "shaw",
-    "sinks",
     "sinusoidal",
-    "strided",
     "t5_buckets",
     "train",
     "where",
-    "window",
+    *_words,
 ]

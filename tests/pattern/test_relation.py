@@ -22,7 +22,7 @@ from regard.pattern import (
 from regard.progression import FAR, Progression
 
 residues = st.integers(1, 6).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k - 1)))
-# The relation itself is made in the test: the shape checker reads a random item of `blocks`, which a strategy may not.
+# The relation itself is made in the test: the shape checker reads a random item of `blocks`, as no strategy may.
 relation_fields = st.builds(
     dict,
     near=st.just(-FAR) | st.integers(-9, 9),

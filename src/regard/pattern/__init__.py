@@ -13,7 +13,7 @@ Words (`causal()`, `window(2)`, …) combine with `&`, `|`, `~` and `-`. Nothing
 Positions: of n queries over m keys, query r is at position r + m − n, so that a few new queries follow a cache
 of old keys; `at=start` or `at=(start, step)` gives another query offset.
 
-A word is one class that states its relation (words.py, relation.py); what tensors decide is in data.py.
+A word is one class that states its relation (word.py, words.py, relation.py); what tensors decide is in data.py.
 """
 
 from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, query_offset
@@ -21,22 +21,11 @@ from .classification import BlockGrid, Classes, Run, classify
 from .data import Data, documents, lengths, where
 from .parse import parse_pattern
 from .relation import Relation
-from .words import (
-    WORDS,
-    Related,
-    Shorthand,
-    Word,
-    blocks,
-    causal,
-    dilated,
-    every,
-    full,
-    prefix,
-    rows,
-    sinks,
-    strided,
-    window,
-)
+from .word import Related, Shorthand, Word
+from .words import *  # noqa: F403  # the words, which its own __all__ lists
+from .words import __all__ as _words
+
+WORDS = tuple(globals()[name] for name in _words)
 
 __all__ = [
     "KINDS",
@@ -54,21 +43,12 @@ __all__ = [
     "Run",
     "Shorthand",
     "Word",
-    "blocks",
-    "causal",
     "classify",
-    "dilated",
     "documents",
-    "every",
-    "full",
     "lengths",
     "parse_pattern",
     "positions",
-    "prefix",
     "query_offset",
-    "rows",
-    "sinks",
-    "strided",
     "where",
-    "window",
+    *_words,
 ]

@@ -4,7 +4,7 @@ import ast
 
 from ..errors import FormatError, nearest
 from .algebra import KINDS, Pattern
-from .words import Declared
+from .word import Declared
 
 OPERATIONS = {
     ast.BitAnd: lambda a, b: a & b,
