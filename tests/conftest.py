@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
 def denormals_as_they_were():
     """A test that compiles for the CPU must not change the numbers of those after it."""
     torch.set_flush_denormal(False)  # nor must what the tests of a module share, which is made before this
-    with denormals.kept():
+    with denormals.preserved():
         yield
 
 

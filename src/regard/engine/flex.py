@@ -89,7 +89,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     if torch.compiler.is_compiling():
         result = flex_attention(q, k, v, block_mask=mask, **options)
     else:
-        with denormals.kept():  # on the CPU it is C++ that is compiled at the first call
+        with denormals.preserved():  # on the CPU it is C++ that is compiled at the first call
             result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse

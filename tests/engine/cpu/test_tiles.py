@@ -1,6 +1,7 @@
 """The CPU executor over merged layouts: the formula and its gradients, nothing hidden is read, same bits twice."""
 
 from math import inf, nan
+from threading import Thread
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
+from regard.engine.cpu import gathered_layout, tiles
 from regard.engine.cpu.groups import TileGroup
-from regard.engine.cpu.strided_layout import layout, merged_layouts
+from regard.engine.cpu.strided_layout import concatenated_layouts, layout, merged_layouts
 from regard.engine.plan.tiles import NoPlan
 from regard.pattern import causal, dilated, every, full, rows, sinks, strided, window
+from regard.position import ByDistance
 from tile_cases import MIXED, WORDS, attend, check, formula, small, tensors, with_gradients
 
 f64 = torch.float64
@@ -232,3 +235,42 @@ def test_the_fused_op_and_products_join_in_one_layout():
     laid = layout.__wrapped__(pattern, 700, 700, 0, 1, 700, 700)
     q, k, v = tensors(b=1, n=700, d_k=8, d_v=8, dtype=torch.float32)
     check(laid, pattern.allowed(700), q, k, v, scale=0.3)
+
+
+def test_eight_threads_with_mixed_shapes_give_the_bits_of_one():
+    """Merged, concatenated and gathered layouts, with bias: buffers, blocks and masks are shared by all threads."""
+    cases = []
+    for seed, (pattern, n) in enumerate(
+        [(window(8) | every(16), 131), (causal() & strided(8), 97), (window(30), 211)]
+    ):
+        q, k, v = tensors(b=1, n=n, d_k=16, d_v=16, dtype=torch.float32, seed=seed)
+        allowed = pattern.allowed(n)
+        merged = tiles.TileAttention((layout(pattern, n, n, 0, 1),), 0.25)
+        calls = [lambda *x, c=merged: tiles.attend(*x, c)[0]]
+        bias = ByDistance(slopes=torch.tensor([0.1, 0.2]))
+        calls.append(lambda *x, c=merged, b=bias: tiles.attend(*x, c, b)[0])
+        calls += [tiles.TileAttention((one,), 0.25) for one in concatenated_layouts(pattern, n, n, 0, 1)]
+        shape = gathered_layout.shapes(pattern, n, n, 0, 1)[-1]
+        gathered = gathered_layout.GatheredLayout(allowed, shape, q, k, v, True)
+        calls.append(tiles.TileAttention(gathered, 0.25))
+        cases += [(call, (q, k, v)) for call in calls]
+
+    def run(call, inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        o = call(*inputs)
+        return [o, *torch.autograd.grad(o.square().sum(), inputs)]
+
+    wanted, wrong = [run(*case) for case in cases], []
+
+    def many(first):
+        for i in range(40):
+            at = (first + i) % len(cases)
+            if not all(map(torch.equal, run(*cases[at]), wanted[at])):
+                wrong.append(at)
+
+    threads = [Thread(target=many, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cases) >= 10 and not wrong

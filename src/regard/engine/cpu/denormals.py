@@ -1,6 +1,6 @@
 """Numbers below 2⁻¹⁰²² (2⁻¹²⁶ in float32) as IEEE 754 has them, also after C++ was compiled for the CPU.
 
-PyTorch's compiler links that code with fast math, and loading it makes the whole thread take such numbers for zero.
+PyTorch's compiler links that code with fast math, and loading it makes the thread treat such numbers as zero.
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def preserved() -> Iterator[None]:
     """Whatever is compiled inside, denormal numbers are treated afterwards as they were before."""
     before = flushed()
     try:
@@ -22,6 +22,5 @@ def kept() -> Iterator[None]:
 
 
 def flushed() -> bool:
-    """Whether half of the least normal number counts as zero."""
-    least = sys.float_info.min
-    return least / 2 == 0.0
+    """Whether half of the smallest normal number counts as zero."""
+    return sys.float_info.min / 2 == 0.0

@@ -77,12 +77,12 @@ def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ..
         return layouts_of_ids(by_ids.ids, rest, n, m, start)
     key = (rest, n, m, start)
     cached = _cache.setdefault(by_ids, {})
-    found = cached.get(key)
-    if found is None or found[0] != version:
+    entry = cached.get(key)
+    if entry is None or entry[0] != version:
         if len(cached) >= MAX_CACHED:
             cached.clear()
-        cached[key] = found = version, layouts_of_ids(by_ids.ids, rest, n, m, start)
-    return found[1]
+        cached[key] = entry = version, layouts_of_ids(by_ids.ids, rest, n, m, start)
+    return entry[1]
 
 
 def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, m: int, start: int) -> tuple[Layout, ...] | None:
@@ -91,9 +91,9 @@ def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, m: int, start: int) -> tu
     if not all(all_spans):
         return None
     return tuple(
-        Layout(n, m, start, 1, tuple(_groups(some, documents(row), rest, n, start)))
-        for row, some in zip(rows, all_spans)
-        if some is not None
+        Layout(n, m, start, 1, tuple(_groups(of_row, documents(row), rest, n, start)))
+        for row, of_row in zip(rows, all_spans)
+        if of_row is not None
     )
 
 
@@ -116,17 +116,17 @@ class Document(NamedTuple):
     keys: int
 
 
-def _documents(some: list[Span], n: int, start: int) -> Iterator[Document]:
+def _documents(of_row: list[Span], n: int, start: int) -> Iterator[Document]:
     """Documents without a query are left out; a query past the last document has no allowed key."""
-    for a, b in some:
+    for a, b in of_row:
         row, end = max(a - start, 0), min(b - start, n)
         if row < end:
             yield Document(row, end - row, a, b - a)
 
 
-def _groups(some: list[Span], by_ids: documents, rest: Pattern, n: int, start: int) -> Iterator[TileGroup]:
+def _groups(of_row: list[Span], by_ids: documents, rest: Pattern, n: int, start: int) -> Iterator[TileGroup]:
     waiting: list[Document] = []  # short ones, which will share a tile
-    for (_, keys), equal in groupby(_documents(some, n, start), key=lambda one: (one.rows, one.keys)):
+    for (_, keys), equal in groupby(_documents(of_row, n, start), key=lambda one: (one.rows, one.keys)):
         group = list(equal)
         if len(group) * keys > MAX_SHARED:
             yield from _shared_tile(waiting, by_ids, rest, start)
@@ -140,11 +140,11 @@ def _groups(some: list[Span], by_ids: documents, rest: Pattern, n: int, start: i
     yield from _shared_tile(waiting, by_ids, rest, start)
 
 
-def _shared_tile(some: list[Document], by_ids: documents, rest: Pattern, start: int) -> Iterator[TileGroup]:
-    if len(some) < 2:
-        yield from (group for one in some for group in _own_tiles(one, 1, rest, start))
+def _shared_tile(short: list[Document], by_ids: documents, rest: Pattern, start: int) -> Iterator[TileGroup]:
+    if len(short) < 2:
+        yield from (group for one in short for group in _own_tiles(one, 1, rest, start))
         return
-    first, last = some[0], some[-1]
+    first, last = short[0], short[-1]
     rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
     yield _tiles(Document(first.row, rows, first.key, keys), 1, by_ids & rest, start)
 

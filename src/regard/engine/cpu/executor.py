@@ -61,8 +61,8 @@ class Executor:
             return
         o, lse = views["o"], views["lse"]
         largest, total = kernels.exponentials_(w)
-        if (kept := self.dropout(w)) is not None:
-            w.mul_(kept)
+        if (dropout := self.dropout(w)) is not None:
+            w.mul_(dropout)
         direct = piece.fresh and e is None and o.is_contiguous()
         part = kernels.mix(w, v, o if direct else buffers("o", *o.shape)).div_(total)
         part_lse = largest.add_(total.log_()).squeeze(-1)
@@ -114,12 +114,12 @@ class Executor:
         q, do = (q, do) if e is None else (q.flip(1), do.flip(1))
         k, v = piece.load_keys(views["k"], "k", buffers), piece.load_keys(views["v"], "v", buffers)
         w = self._weights(piece, q, k, e, _row(views, "lse", e)) if saved is None else saved
-        # Where parts are put side by side, the scale is applied on the way, and ds carries it on to dq and dk.
+        # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
         inner, outer = (self.scale, 1.0) if len(v) > 1 else (1.0, self.scale)
         ds = buffers("ds", *piece.scores) if de is None else padded(piece.scores, buffers)
         kernels.scores(do, v, inner, ds, buffers)
-        kept = self.dropout(ds)
-        ds = ds if kept is None else ds.mul_(kept)
+        dropout = self.dropout(ds)
+        ds = ds if dropout is None else ds.mul_(dropout)
         if piece.alone and de is None:
             # δ = Σ weights ∘ do vᵀ is nearer than do·o, above all where a row has one key and ds is 0.
             compat.softmax_backward_(ds, w)
@@ -131,7 +131,7 @@ class Executor:
             ds.addcmul_(w, dlse[..., None])
         self._add_dq(piece, views["dq"], ds, k, outer, reverse=e is not None)
         piece.add_to_keys(views["dk"], ds, q, outer, buffers)
-        piece.add_to_keys(views["dv"], w if kept is None else w.mul_(kept), do, 1.0, buffers)
+        piece.add_to_keys(views["dv"], w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
         if de is not None:
             assert isinstance(piece, Piece)
             TileBias.of(piece.tiles, self.far).add_gradient(de[piece.heads], ds)
@@ -186,13 +186,13 @@ class Executor:
             do, v = torch.cat([do, -rows["dlse"][..., None]], -1), F.pad(v, (0, 1))
             o = F.pad(o, (0, 1), value=1.0)
         k, dv = keys["k"], keys["dv"]
-        for some in group.within(len(k) * max(k.shape[-1], v.shape[-1])):
-            do_, q_, o_, lse_ = map(some.rows_of, (do, rows["q"], o, rows["lse"]))
-            forward = fused_op.Forward(q_, some.keys_of(k), some.keys_of(v), o_, lse_)
-            dq, dk_, dv_ = fused_op.backward(do_, forward, self.scale, **_fused_mask(some))
-            some.rows_of(rows["dq"]).add_(dq)
-            some.add_to_keys(keys["dk"], dk_)
-            some.add_to_keys(dv, dv_[..., : dv.shape[-1]])
+        for part in group.within(len(k) * max(k.shape[-1], v.shape[-1])):
+            do_, q_, o_, lse_ = map(part.rows_of, (do, rows["q"], o, rows["lse"]))
+            forward = fused_op.Forward(q_, part.keys_of(k), part.keys_of(v), o_, lse_)
+            dq, dk_, dv_ = fused_op.backward(do_, forward, self.scale, **_fused_mask(part))
+            part.rows_of(rows["dq"]).add_(dq)
+            part.add_to_keys(keys["dk"], dk_)
+            part.add_to_keys(dv, dv_[..., : dv.shape[-1]])
 
 
 def _row(views: dict[str, Any], name: str, e: Tensor | None) -> Tensor | None:

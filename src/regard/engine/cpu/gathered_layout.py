@@ -50,8 +50,8 @@ def fastest(
 
     None where there is one tile and nothing is differentiated: that is one call of the fused op.
     """
-    some = [shape for shape in shapes(*place) if grad or shape.tiles > 1]
-    times = [(shape, nanoseconds(shape, place[1], heads, d, grad)) for shape in some]
+    candidates = [shape for shape in shapes(*place) if grad or shape.tiles > 1]
+    times = [(shape, nanoseconds(shape, place[1], heads, d, grad)) for shape in candidates]
     return min(times, key=lambda pair: pair[1], default=None)
 
 
@@ -72,7 +72,7 @@ def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
 def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Shape, ...]:
     """Divisions of the queries into tiles: neighbours, or those of the same residues mod hop."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
-    some = []
+    candidates = []
     for hop in row_steps(pattern, step, by_keys=False):
         if hop > 1 and hop >= n:
             break
@@ -81,9 +81,9 @@ def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Sha
             rows = -(-n // tiles)
             needed = allowed[_filled(order, tiles * rows)].view(tiles, rows, m).any(1)
             keys = max(-(-int(needed.sum(1).max()) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
-            some.append(Shape(hop, tiles, rows, min(keys, m)))
+            candidates.append(Shape(hop, tiles, rows, min(keys, m)))
             tiles *= 2
-    return tuple(some)
+    return tuple(candidates)
 
 
 class GatheredLayout:
@@ -95,13 +95,13 @@ class GatheredLayout:
         self, allowed: Bool[Tensor, "n m"], shape: Shape, q: Tensor, k: Tensor, v: Tensor, learns: bool
     ):
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
-        some = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
-        self.shape, self.heads_per_piece, self.heads = shape, some, heads
+        chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
+        self.shape, self.heads_per_piece, self.heads = shape, chunk, heads
         self.saved = heads * shape.pairs if learns and heads * shape.pairs <= MAX_SAVED else 0
         self.fused = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
-        tables = _tables(allowed, some, group, shape, q.dtype)
+        tables = _tables(allowed, chunk, group, shape, q.dtype)
         self.pieces = [
-            GatheredPiece(tables, shape, group, min(some, heads - h)) for h in range(0, heads, some)
+            GatheredPiece(tables, shape, group, min(chunk, heads - h)) for h in range(0, heads, chunk)
         ]
 
     @property
@@ -117,7 +117,7 @@ class GatheredLayout:
         flat = {name: x.reshape(-1, x.shape[-1]) for name, x in (rows | keys).items()}
         parts = {name: x.split(round(len(x) * share)) for name, x in flat.items()}
         for i, piece in enumerate(self.pieces):
-            yield piece, {name: some[i] for name, some in parts.items()} | grads
+            yield piece, {name: chunks[i] for name, chunks in parts.items()} | grads
 
 
 class GatheredPiece:
@@ -142,13 +142,13 @@ class GatheredPiece:
 
     def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """The queries of each tile. What only fills the last tile of a head has no gradient."""
-        x = _taken(x, self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
+        x = taken(x, self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
         if name == "do" and self.filled:
             x.view(self.heads, -1, x.shape[-1])[:, self.n :] = 0.0
         return x
 
     def load_keys(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> list[Tensor]:
-        return [_taken(x, self.index, (self.scores[0], self.scores[2], x.shape[-1]), name, buffers)]
+        return [taken(x, self.index, (self.scores[0], self.scores[2], x.shape[-1]), name, buffers)]
 
     def output(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Memory for what `store` brings to x: x itself where the queries are in order."""
@@ -172,18 +172,18 @@ class GatheredPiece:
         into.append(part.clone() if alone else F.embedding_bag(self.copies, part, self.first, mode="sum"))
 
 
-def _taken(
+def taken(
     x: Float[Tensor, "... d"],
     index: Int[Tensor, " taken"] | None,
-    shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     name: str,
     buffers: Buffers,
-) -> Float[Tensor, "t size d"]:
+) -> Float[Tensor, "t *size d"]:
     """Rows in order, or copied by their indices."""
     if index is None:
         return x.reshape(shape)
     d = shape[-1]
-    torch.index_select(x.reshape(-1, d), 0, index, out=buffers(name, len(index), d))
+    torch.index_select(x.reshape(-1, d), 0, index, out=buffers(name, index.numel(), d))
     return buffers(name, *shape)  # the same memory
 
 

@@ -217,9 +217,9 @@ class TileGroup:
 
     def within(self, width: int) -> Iterator["TileGroup"]:
         """The group, some tiles at a time, so that their keys, `width` numbers each, are at most MAX_KV_GRAD."""
-        some = max(MAX_KV_GRAD // max(self.keys * width, 1), 1)
-        for t in range(0, self.tiles, some):
-            yield self if some >= self.tiles else self.tile(t, min(some, self.tiles - t))
+        chunk = max(MAX_KV_GRAD // max(self.keys * width, 1), 1)
+        for t in range(0, self.tiles, chunk):
+            yield self if chunk >= self.tiles else self.tile(t, min(chunk, self.tiles - t))
 
     def small_tiles(self) -> Iterator["TileGroup"]:
         """The group in tiles of at most MAX_SPLIT[0] scores, each group at one distance: for bias and dropout."""
@@ -266,8 +266,8 @@ class TileGroup:
             self.tile(0).keys_of(into).add_(part if self.tiles == 1 else part.sum(1, keepdim=True))
             return
         for phase in range(min(self.phases, self.tiles)):
-            some = part[:, phase :: self.phases]
-            self.tile(phase, some.shape[1], self.phases).keys_of(into).add_(some)
+            apart = part[:, phase :: self.phases]
+            self.tile(phase, apart.shape[1], self.phases).keys_of(into).add_(apart)
 
     # Its pieces: tiles of one head, rows of one tile, or one tile of several heads. All pieces of a tensor are views
     # of three axes that are made at once: one by one they take ten times as long.
@@ -277,7 +277,7 @@ class TileGroup:
         if not self.by_head:
             chunks = [slice(h, min(h + self.chunk, heads)) for h in range(0, heads, self.chunk)]
             tiles = [self] if self.tiles == 1 else [self.tile(t) for t in range(self.tiles)]
-            return [(t, tile, some) for t, tile in enumerate(tiles) for some in chunks]
+            return [(t, tile, chunk) for t, tile in enumerate(tiles) for chunk in chunks]
         if self.by_rows:
             firsts = range(0, self.rows, self.chunk)
             parts = [(0, self.some_rows(r, min(self.chunk, self.rows - r))) for r in firsts]
@@ -301,8 +301,8 @@ class TileGroup:
         """The heads of each piece as they are."""
         if self.by_head:
             return [head for head in x.split(1) for _ in range(self.pieces_of(1))]
-        some = [x] if len(x) <= self.chunk else x.split(self.chunk)
-        return [each for _ in range(self.tiles) for each in some]
+        chunks = [x] if len(x) <= self.chunk else x.split(self.chunk)
+        return [each for _ in range(self.tiles) for each in chunks]
 
     def _cut(self, x: Float[Tensor, "heads t r *d"], rows: bool) -> list[Tensor]:
         axis = 1 if rows else 0

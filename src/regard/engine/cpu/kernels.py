@@ -50,11 +50,11 @@ def scores(
             torch.addmm(flat, rows.flatten(0, 1), part[0].mT, beta=0, alpha=scale, out=flat)
             continue
         # A batched product writes to contiguous memory only, so the step that scales also puts it in its columns.
-        found = torch.bmm(rows, part.mT, out=buffers("part", *columns.shape))
+        contiguous = torch.bmm(rows, part.mT, out=buffers("part", *columns.shape))
         if part is parts[0] and mask is not None:
-            _scale_and_mask(found, scale, mask, columns)
+            _scale_and_mask(contiguous, scale, mask, columns)
         else:
-            torch.mul(found, scale, out=columns)
+            torch.mul(contiguous, scale, out=columns)
     return into
 
 
@@ -70,8 +70,8 @@ def _scale_and_mask(
         torch.add(mask, product, alpha=scale, out=into)
         return
     even = tiles // cycle * cycle
-    some, to = (x[:even].unflatten(0, (-1, cycle)) for x in (product, into))
-    torch.add(mask, some, alpha=scale, out=to)
+    cycles, to = (x[:even].unflatten(0, (-1, cycle)) for x in (product, into))
+    torch.add(mask, cycles, alpha=scale, out=to)
     if even < tiles:
         torch.add(mask[: tiles - even], product[even:], alpha=scale, out=into[even:])
 
@@ -151,10 +151,10 @@ def _add_to_moving(
     if len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
         apart = l // group.key_shift
         for phase in range(min(apart, tiles)):
-            some = of_rows[phase::apart]
+            phase_rows = of_rows[phase::apart]
             first = group.key + phase * group.key_shift
-            into = grad[0, first : first + len(some) * l].view(-1, l, d)
-            into.baddbmm_(of_pairs[phase::apart], some, alpha=alpha)
+            into = grad[0, first : first + len(phase_rows) * l].view(-1, l, d)
+            into.baddbmm_(of_pairs[phase::apart], phase_rows, alpha=alpha)
         return
     part = product(of_pairs, of_rows, alpha, buffers("part", len(of_rows), l, d))
     group.add_to_keys(grad, part.unflatten(0, (len(grad), tiles)))

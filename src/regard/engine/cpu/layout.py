@@ -185,7 +185,7 @@ class Layout:
                     *((name, group.cut_heads(x)) for name, x in grads.items()),
                 ]
         for piece in self.pieces(heads):
-            yield piece, {name: some[piece.index] for name, some in views[piece.step]}
+            yield piece, {name: of_group[piece.index] for name, of_group in views[piece.step]}
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate on two cores, for heads of 64 in float32, where a pair of full SDPA takes 1.8, with
@@ -201,7 +201,7 @@ class Layout:
         return start + sum(costs, 0.0)
 
     def _concatenated_nanoseconds(self, heads: int, grad: bool, saved: int) -> float:
-        """Pairs, more for weights that are computed a second time; rows, again for each shared part; groups."""
+        """Pairs, more for weights that are computed a second time; rows, more for each shared part; groups."""
         rows = [group.tiles * group.rows for group in self.groups]
         shared = sum(r * len(group.shared) for r, group in zip(rows, self.groups))
         if not grad:
@@ -228,12 +228,12 @@ def by_key_head(
         each = layouts * b if len(layouts) == 1 else layouts
         visible = [one.m for one in each] if lengths is None else lengths.tolist()
         batch = [(slice(r, r + 1), _before(one, m)) for r, (one, m) in enumerate(zip(each, visible))]
-    for some, left in batch:
+    for batch_rows, left in batch:
         for member in range(group):
             yield (
                 left,
-                {name: x[some, member::group].flatten(0, 1) for name, x in rows.items()},
-                {name: x[some].flatten(0, 1) for name, x in keys.items()},
+                {name: x[batch_rows, member::group].flatten(0, 1) for name, x in rows.items()},
+                {name: x[batch_rows].flatten(0, 1) for name, x in keys.items()},
             )
 
 

@@ -26,7 +26,7 @@ MAX_GROUPS = (
     1024  # more groups than that are not considered where a comb can be apart, which was always faster
 )
 MAX_CYCLE = 64  # masks that concatenated tiles may have in turn
-MAX_CONCATENATED_GROUPS = 64  # each is some twenty operations
+MAX_CONCATENATED_GROUPS = 64  # each is about twenty operations
 
 __all__ = ["concatenated_layouts", "fastest_concatenated", "from_plans", "layout", "merged_layouts"]
 
@@ -87,8 +87,8 @@ def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
             same_keys[one.key, one.key_step, one.keys, one.row_step].append(one)
         else:
             yield group
-    for some in same_keys.values():
-        current, *others = sorted(some, key=lambda one: one.row)
+    for same in same_keys.values():
+        current, *others = sorted(same, key=lambda one: one.row)
         for one in others:
             if current.row + current.rows * current.row_step == one.row:
                 current = replace(current, rows=current.rows + one.rows)
@@ -246,8 +246,8 @@ def concatenated_layouts(
         merged = merged_layouts(pattern, n, m, start, step, rows, wide)
     except NoPlan:
         return ()
-    groups = [(one, _concatenated(one, moving, rows)) for moving, one in merged]
-    return tuple(replace(one, groups=some) for one, some in groups if some)
+    candidates = [(one, _concatenated(one, moving, rows)) for moving, one in merged]
+    return tuple(replace(one, groups=groups) for one, groups in candidates if groups)
 
 
 def fastest_concatenated(

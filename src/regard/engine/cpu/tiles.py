@@ -29,7 +29,7 @@ from ...position import ByDistance
 from .. import double_backward
 from .distance_bias import along, along_backward, for_each_batch_row
 from .executor import Executor
-from .gathered_layout import GatheredLayout
+from .gathered_layout import GatheredLayout, taken
 from .layout import Layout, Named, by_key_head
 from .memory import MAX_SAVED_WEIGHTS, Buffers, SavedWeights, Weights, give_back, huge_pages, with_buffers
 
@@ -147,8 +147,9 @@ class TileAttention:
         d, parts = q.shape[-1], []
         for piece, views in layout.bind({"q": q}, {"k": k, "v": v}, {}):
             t, r, l = piece.scores
-            q_ = piece.load_rows(views["q"], "q", buffers).view(t, 1, r, d)
-            k_, v_ = (piece.load_keys(views[x], x, buffers)[0].view(t, 1, l, d) for x in "kv")
+            q_ = taken(views["q"], piece.rows, (t, 1, r, d), "q", buffers)
+            k_ = taken(views["k"], piece.index, (t, 1, l, d), "k", buffers)
+            v_ = taken(views["v"], piece.index, (t, 1, l, d), "v", buffers)
             o = compat.flash_forward_direct(q_, k_, v_, 0.0, False, attn_mask=piece.mask4, scale=self.scale)[
                 0
             ]

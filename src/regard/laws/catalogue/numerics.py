@@ -24,7 +24,7 @@ def compiled(harness: Harness, c: Case) -> Measurement:
         return harness.function.call(q, k, v, **masking.options)
 
     eager = harness.attend(q, k, v, **masking.options)
-    with denormals.kept():
+    with denormals.preserved():
         return compare("compiled outputs against eager ones", torch.compile(call)(q, k, v), eager)
 
 
@@ -32,7 +32,7 @@ def model_compiled(harness: Harness, c: Case) -> Measurement:
     torch.compiler.reset()
     x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
     module = harness.module()
-    with torch.no_grad(), denormals.kept():
+    with torch.no_grad(), denormals.preserved():
         inputs = (x,) if context is None else (x, context)
         return compare(
             "compiled outputs against eager ones",
