@@ -40,8 +40,8 @@ ORDER = [
     {"cli"},
     {"web"},  # the command line imports its command by name
 ]
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 54, 10_050
-MAX_FUNCTIONS_WITH_MANY_ARGUMENTS = 21
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 54, 10_050  # to shrink to 42 and 8,800 (issue 20)
+MAX_FUNCTIONS_WITH_MANY_ARGUMENTS = 20
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
 FRONT = {"__init__", "__main__"}  # these may import everything
 
@@ -226,8 +226,6 @@ def test_file_names_need_no_explanation():
 
 # Private attributes of tensors, storages and operators.
 PRIVATE_ATTRIBUTES = {"_version", "_base", "_cdata", "_schema", "_is_view", "_saved_result"}
-# Files that still reach a private API themselves. This list may only become shorter.
-STILL_PRIVATE = {"nn/initialization.py", "training/loop/averaging.py"}
 
 
 def private_apis(source: str) -> list[str]:
@@ -253,9 +251,9 @@ def private_apis(source: str) -> list[str]:
 
 def test_private_apis_are_reached_in_compat_only():
     found = {str(f.relative_to(SRC)): private_apis(f.read_text("utf-8")) for f in FILES if f.stem != "compat"}
-    using = {name: what for name, what in found.items() if what}
-    new = {name: what for name, what in using.items() if name not in STILL_PRIVATE}
-    assert not new, "\n".join(f"{name}, {what}" for name, each in new.items() for what in each)
+    assert not any(found.values()), "\n".join(
+        f"{name}, {what}" for name, each in found.items() for what in each
+    )
 
 
 @pytest.mark.parametrize(
