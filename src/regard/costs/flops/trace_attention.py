@@ -126,8 +126,7 @@ def sdpa(trace: Any) -> Any:
         attn_mask=None,
         dropout_p=0.0,
         is_causal=False,
-        scale=None,
-        enable_gqa=False,
+        **_,  # scale and enable_gqa do not change the cost
     ):
         real = None if attn_mask is None else trace.value_of(attn_mask)
         if not query.is_meta:
