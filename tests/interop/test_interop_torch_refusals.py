@@ -155,7 +155,7 @@ def test_a_layer_used_twice_is_refused_and_its_copy_is_not():
     assert from_torch(encoder(once, copy.deepcopy(once))).spec.layers == 2
 
 
-def test_a_decoder_that_sees_the_future_is_refused():
+def test_a_decoder_that_allows_later_keys_is_an_error():
     theirs = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, HEADS, D_FF), 1)
     assert refusal(theirs, pattern=rg.full()) == (
         "a Decoder must be causal, and pattern=full() allows later keys; use rg.causal() & full()"

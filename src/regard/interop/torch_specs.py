@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import spec
 from ..errors import SpecError
 from ..pattern import Pattern, causal, full
-from ..spec.base import require as need
+from ..spec.base import require
 
 # A partial for tanh: on the fast path of nn.TransformerEncoderLayer nn.GELU("tanh") runs as plain GELU.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -47,17 +47,17 @@ def empty(declared: spec.Spec, batch_first: bool) -> nn.Module:
 
 
 def _read_attention(module: nn.MultiheadAttention, pattern: Pattern | None) -> spec.Attention:
-    need(
+    require(
         module.bias_k is None and module.bias_v is None,
         "add_bias_kv=True gives each sequence one more, learned key and value, which ours has not; "
         "use add_bias_kv=False",
     )
-    need(
+    require(
         not module.add_zero_attn,
         "add_zero_attn=True gives each sequence one more key and value of zeros, which ours has not; "
         "use add_zero_attn=False",
     )
-    need(
+    require(
         module.kdim == module.vdim,
         f"kdim={module.kdim} and vdim={module.vdim}: ours reads keys and values from one context; "
         f"give both one width",
@@ -79,7 +79,7 @@ def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
     branches = 3 if crosses else 2
     eps, norm_bias = _read_norms([getattr(layer, f"norm{i + 1}") for i in range(branches)])
     rates = [float(getattr(layer, f"dropout{i + 1}").p) for i in range(branches)]
-    need(len(set(rates)) == 1, f"dropout1, dropout2, … drop {rates}; ours has one rate for all branches")
+    require(len(set(rates)) == 1, f"dropout1, dropout2, … drop {rates}; ours has one rate for all branches")
     return spec.Block(
         _read_attention(layer.self_attn, pattern),
         spec.FeedForward(
@@ -99,13 +99,13 @@ def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
 def _read_norms(norms: list[Any]) -> tuple[float, bool]:
     """eps, and whether there is a shift: the same in all of them."""
     for norm in norms:
-        need(
+        require(
             type(norm) is nn.LayerNorm and norm.weight is not None,
             f"{norm} where a norm stands; it needs to be nn.LayerNorm(d_model), with its learned scale",
         )
     eps, shifts = {n.eps for n in norms}, {n.bias is not None for n in norms}
-    need(len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all")
-    need(len(shifts) == 1, "some norms have a bias and some have none; ours has one norm_bias for all")
+    require(len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all")
+    require(len(shifts) == 1, "some norms have a bias and some have none; ours has one norm_bias for all")
     return eps.pop(), shifts.pop()
 
 
@@ -131,16 +131,18 @@ def _read_stack(stack: Any, pattern: Pattern | None) -> spec.Encoder | spec.Deco
     crosses = isinstance(stack, nn.TransformerDecoder)
     wanted = nn.TransformerDecoderLayer if crosses else nn.TransformerEncoderLayer
     whose = type(stack).__name__
-    need(len(stack.layers) > 0, f"a {whose} without layers gives back what it is given; at least 1 is needed")
+    require(
+        len(stack.layers) > 0, f"a {whose} without layers gives back what it is given; at least 1 is needed"
+    )
     for layer in stack.layers:
-        need(
+        require(
             type(layer) is wanted,
             f"a {type(layer).__name__} among the layers of a {whose}; it takes nn.{wanted.__name__}",
         )
     first, *rest = [_read_layer(layer, pattern) for layer in stack.layers]
     for number, block in enumerate(rest, 1):
         differ = [f.name for f in fields(first) if getattr(first, f.name) != getattr(block, f.name)]
-        need(
+        require(
             not differ,
             f"layers 0 and {number} differ in {', '.join(differ)}; ours declares one block for all",
         )
@@ -152,7 +154,7 @@ def _read_stack(stack: Any, pattern: Pattern | None) -> spec.Encoder | spec.Deco
 
 def _read_transformer(module: nn.Transformer, pattern: Pattern | None) -> spec.EncoderDecoder:
     for part, wanted in ((module.encoder, nn.TransformerEncoder), (module.decoder, nn.TransformerDecoder)):
-        need(
+        require(
             type(part) is wanted,
             f"an nn.Transformer made with a custom {type(part).__name__}; an nn.{wanted.__name__} is needed",
         )
@@ -176,24 +178,24 @@ READERS: dict[type, Callable[[Any, Pattern | None], spec.Spec]] = {
 
 def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "") -> nn.MultiheadAttention:
     size, theirs = declared.sizes, "nn.MultiheadAttention"
-    _need_only(theirs, declared, field, score="dot", position=None, output=True)
+    _require_only(theirs, declared, field, score="dot", position=None, output=True)
     width = size.d_model / size.heads
     for name, only in {"kv_heads": size.heads, "d_k": width, "d_v": width, "d_out": size.d_model}.items():
-        need(
+        require(
             getattr(size, name) == only,
             f"{field}{name}={getattr(size, name)}: {theirs} with d_model={size.d_model} and "
             f"heads={size.heads} has {name}={only:g}",
         )
     usual = size.d_k**-0.5
-    need(
+    require(
         declared.factor is None or isclose(declared.factor, usual, rel_tol=1e-12),
         f"{field}scale={declared.factor}: {theirs} scales scores by 1/√d_k = {usual:.6g}; leave it out",
     )
-    need(
+    require(
         declared.biases != "output",
         f"{field}biases='output': {theirs} has all biases or none; use 'all' or 'none'",
     )
-    need(
+    require(
         declared.pattern in (full(), causal()),
         f"{field}pattern={declared.pattern!r}: {theirs} looks everywhere unless a call brings a mask; "
         f"declare rg.full() and give each call attn_mask=~pattern.allowed(n)",
@@ -215,13 +217,13 @@ def _write_layer(declared: spec.Block, batch_first: bool, field: str = "") -> nn
     theirs, network = f"nn.{make.__name__}", declared.feed_forward
     if network is None:
         raise SpecError(f"{field}feed_forward=None: {theirs} always has one")
-    _need_only(theirs, declared, field, norm="layer", residual=True)
-    need(
+    _require_only(theirs, declared, field, norm="layer", residual=True)
+    require(
         not network.gated,
         f"{field}feed_forward.activation={network.activation!r}: {theirs} has no gate; "
         f"use one of {', '.join(ACTIVATIONS)}",
     )
-    _need_one_bias(theirs, declared, field)
+    _require_one_bias(theirs, declared, field)
     layer: Any = make(
         declared.d_model,
         declared.attention.heads,
@@ -240,7 +242,7 @@ def _write_layer(declared: spec.Block, batch_first: bool, field: str = "") -> nn
     return layer
 
 
-def _need_one_bias(theirs: str, declared: spec.Block, field: str) -> None:
+def _require_one_bias(theirs: str, declared: spec.Block, field: str) -> None:
     """PyTorch has one switch; its fast path fails on a layer with some biases."""
     asked = {f"{field}norm_bias": declared.norm_bias}
     if declared.feed_forward is not None:
@@ -250,7 +252,7 @@ def _need_one_bias(theirs: str, declared: spec.Block, field: str) -> None:
         if part is not None:
             asked[f"{field}{name}.biases"] = part.biases != "none"
     some, none = [n for n in asked if asked[n]], [n for n in asked if not asked[n]]
-    need(
+    require(
         not some or not none,
         f"{theirs} has biases everywhere or nowhere: {', '.join(some)} has and {', '.join(none)} has not",
     )
@@ -259,7 +261,7 @@ def _need_one_bias(theirs: str, declared: spec.Block, field: str) -> None:
 def _write_stack(declared: spec.Encoder | spec.Decoder, batch_first: bool, field: str = "") -> nn.Module:
     block, crosses = declared.block, declared.block.cross is not None
     theirs = "nn.TransformerDecoder" if crosses else "nn.TransformerEncoder"
-    _need_only(theirs, declared, field, embedding=None, position=None, head=None)
+    _require_only(theirs, declared, field, embedding=None, position=None, head=None)
     layer: Any = _write_layer(block, batch_first, f"{field}block.")
     norm = nn.LayerNorm(block.d_model, block.eps, bias=block.norm_bias) if declared.has_final_norm else None
     if crosses:
@@ -270,7 +272,7 @@ def _write_stack(declared: spec.Encoder | spec.Decoder, batch_first: bool, field
 
 def _write_transformer(declared: spec.EncoderDecoder, batch_first: bool) -> nn.Transformer:
     source, target = declared.encoder.d_model, declared.decoder.d_model
-    need(
+    require(
         source == target,
         f"an encoder {source} wide and a decoder {target} wide; nn.Transformer has one d_model",
     )
@@ -283,7 +285,9 @@ def _write_transformer(declared: spec.EncoderDecoder, batch_first: bool) -> nn.T
     )
 
 
-def _need_only(theirs: str, declared: Any, field: str, **wanted: Any) -> None:
+def _require_only(theirs: str, declared: Any, field: str, **wanted: Any) -> None:
     for name, only in wanted.items():
         given = getattr(declared, name)
-        need(given == only, f"{field}{name}={given!r}: {theirs} has no word for it; it needs {name}={only!r}")
+        require(
+            given == only, f"{field}{name}={given!r}: {theirs} has no word for it; it needs {name}={only!r}"
+        )

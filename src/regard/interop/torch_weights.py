@@ -24,7 +24,7 @@ from ..nn.attention import MultiHeadAttention
 from ..nn.block import Block
 from ..nn.stack import EncoderDecoder, Stack
 from ..pattern import Pattern
-from ..spec.base import require as need
+from ..spec.base import require
 from .torch_specs import READERS, declare, empty
 
 OURS = (MultiHeadAttention, Block, Stack, EncoderDecoder)
@@ -37,12 +37,12 @@ def from_torch(module: nn.Module, *, pattern: Pattern | None = None) -> nn.Modul
     with cross-attention are causal and all others look everywhere; for nn.Transformer it is the target's.
     Mode (train or eval), dtype, device and frozen weights are kept; the weights are copies.
     """
-    _need_known(module, tuple(READERS), "from_torch")
+    _require_known(module, tuple(READERS), "from_torch")
     declared = declare(module, pattern)
     with torch.device("meta"):  # nothing is drawn: the caller's random numbers go on undisturbed
         ours = declared.build()
     pairs = list(_pairs(ours, module))
-    _need_all(module, [pair.theirs for pair in pairs])
+    _require_all(module, [pair.theirs for pair in pairs])
     for pair in pairs:
         pair.read()
     return ours.train(module.training)
@@ -54,11 +54,11 @@ def to_torch(module: Any, *, batch_first: bool = True) -> nn.Module:
     A causal pattern does not travel: say `tgt_mask` or `attn_mask` at each call, as PyTorch wants it.
     Mode (train or eval), dtype, device and frozen weights are kept; the weights are copies.
     """
-    _need_known(module, OURS, "to_torch")
+    _require_known(module, OURS, "to_torch")
     with torch.device("meta"):
         theirs = empty(module.spec, batch_first)
     pairs = list(_pairs(module, theirs))
-    _need_all(module, [place for pair in pairs for place in pair.ours])
+    _require_all(module, [place for pair in pairs for place in pair.ours])
     for pair in pairs:
         pair.write()
     return theirs.train(module.training)
@@ -72,7 +72,7 @@ class Place(NamedTuple):
 
     def get(self) -> nn.Parameter:
         found = getattr(self.module, self.name)
-        need(
+        require(
             isinstance(found, nn.Parameter),
             f"{self} is no ordinary parameter (left out, pruned or parametrized); the copy needs one there",
         )
@@ -80,7 +80,7 @@ class Place(NamedTuple):
 
     def put(self, weight: Tensor, like: nn.Parameter) -> None:
         declared = tuple(self.get().shape)
-        need(
+        require(
             tuple(weight.shape) == declared,
             f"{self} takes {declared}, and the weight to copy is {tuple(weight.shape)}",
         )
@@ -104,7 +104,7 @@ class Pair(NamedTuple):
 
     def write(self) -> None:
         parts = [place.get() for place in self.ours]
-        need(
+        require(
             len({p.requires_grad for p in parts}) == 1,
             f"w_q, w_k and w_v become one {self.theirs}, and only some are frozen; freeze all three or none",
         )
@@ -158,28 +158,28 @@ def _attention_pairs(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) ->
     yield from _pairs(ours.w_o, theirs.out_proj)
 
 
-def _need_known(module: nn.Module, known: tuple[type, ...], who: str) -> None:
+def _require_known(module: nn.Module, known: tuple[type, ...], who: str) -> None:
     *most, last = [t.__name__ for t in known]
-    need(
+    require(
         type(module) in known,
         f"{who} takes {', '.join(most)} or {last}, not {type(module).__name__} "
         f"(nor a subclass: it may compute something else)",
     )
     modes = {part.training for part in module.modules()}
-    need(
+    require(
         len(modes) == 1,
         "some parts are in training mode and some are not; call train() or eval() on the whole",
     )
 
 
-def _need_all(module: nn.Module, places: Iterable[Place]) -> None:
+def _require_all(module: nn.Module, places: Iterable[Place]) -> None:
     """Every weight is copied, and each one once: copies of a shared weight would drift apart."""
     seen: dict[int, Place] = {}
     for place in places:
         before = seen.setdefault(id(place.get()), place)
-        need(
+        require(
             before is place,
             f"{before} and {place} are one shared weight, and the copy would hold two; untie them",
         )
     left = [name for name, weight in module.named_parameters() if id(weight) not in seen]
-    need(not left, f"{', '.join(left)}: the copy has no place for this; take it off first")
+    require(not left, f"{', '.join(left)}: the copy has no place for this; take it off first")
