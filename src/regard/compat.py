@@ -6,6 +6,7 @@ what this file was written for, a public replacement runs instead: slower, never
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -168,6 +169,40 @@ else:
 flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
     getattr(torch, FLASH, flash_forward) if _fused else flash_forward
 )
+
+# What the node of the fused CPU attention has saved, read in a hook of that node.
+
+FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+_FLASH_SAVED = (
+    "_saved_query",
+    "_saved_key",
+    "_saved_value",
+    "_saved_attn_mask",
+    "_saved_is_causal",
+    "_saved_scale",
+)
+_current_node: Callable[[], Any] | None = _first(lambda: torch._C._current_autograd_node, lambda: None)
+
+
+@cache
+def can_read_flash_node() -> bool:
+    """Whether a hook can read q, k, v, mask, is_causal and scale from the node of PyTorch's own CPU attention."""
+    if _current_node is None:
+        return False
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
+        node = torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn
+    return (
+        node is not None and node.name() == FLASH_NODE and all(hasattr(node, name) for name in _FLASH_SAVED)
+    )
+
+
+def saved_by_flash_node() -> tuple[Any, ...] | None:
+    """q, k, v, mask, is_causal and scale, in a hook of that node; None in the hook of another one."""
+    assert _current_node is not None
+    node = _current_node()
+    return tuple(getattr(node, name) for name in _FLASH_SAVED) if node.name() == FLASH_NODE else None
+
 
 # Interception of operators, for rg.look.
 

@@ -22,6 +22,7 @@ ATTRIBUTES = {
     "autocast_active": (torch._C, "_is_any_autocast_enabled"),
     "graph_is_kept": (torch._C._autograd, "_get_current_graph_task_keep_graph"),
     "flash_forward_direct": (torch, FLASH),
+    "_current_node": (torch._C, "_current_autograd_node"),
 }
 OPERATORS = {
     "softmax_backward_": "_softmax_backward_data",
