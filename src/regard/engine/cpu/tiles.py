@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import frexp, inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -205,8 +205,7 @@ class TileAttention:
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
+class Saved(NamedTuple):
     """What the backward pass reads."""
 
     q: Tensor
