@@ -1,9 +1,9 @@
-"""Most masks are two bounds: a pattern as bounds on j that move with i, but for keys that a word sets free.
+"""Which test a block needs. Most masks are two bounds on j that move with i, with exceptions for some keys.
 
     only(j) ∧ (j ≥ i − before ∨ low(j)) ∧ (j ≤ i + after ∨ high(j))
 
 `causal() & (window(128) | every(64))` is after = 0, before = 128 but for keys ≡ 0 mod 64. What depends on j alone
-is found once a key, and a pair costs one comparison a bound, and only where the bound cuts through the block.
+is computed once per key; a pair costs one comparison per bound, and only in blocks that the bound cuts.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
 from ..plan.planner import Pass
 
-# Marks of blocks: places past the last key, past the upper, before the lower bound; that some are free of the bound.
+# Marks of blocks: places past the last key, past the upper, before the lower bound; some places are exempt.
 END, UPPER, LOWER, FREES = 16, 32, 64, 128
 NO_KEY_FREE = (1, 1)  # no place leaves 1 when divided by 1
 
@@ -79,7 +79,7 @@ def _both(a: Band | None, b: Band | None) -> Band | None:
 def _tighter(
     a: int | None, free: Pattern | None, b: int | None, freed: Pattern | None
 ) -> tuple[int | None, Pattern | None]:
-    """Two bounds as one; the wider adds nothing unless the tighter sets keys free."""
+    """Two bounds as one; the wider adds nothing unless the tighter has exceptions."""
     if a is None or b is None:
         return (b, freed) if a is None else (a, free)
     if b < a:
@@ -153,10 +153,10 @@ def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
 
 
 def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> tuple[Ints, tuple[Free, Free]]:
-    """The marks of blocks of keys j, where i are the queries of their tiles and `cut` is what `band.marks` said.
+    """The marks of blocks of keys j, where i are the queries of their tiles and `cut` is the result of `marks`.
 
-    And where keys are free of the lower and of the upper bound, in the blocks that are marked so.
-    Each query sees a key of a block that a bound cuts: its largest score is that of a pair that counts.
+    Also the places of keys that are free of the lower and of the upper bound, in the blocks marked so. Every query
+    may attend to a key of a block that a bound cuts, so its largest score is that of an allowed pair.
     """
     run = alone & (i.step == 1) & (j.step == 1) & ~short
     lower, upper = run & (cut == 1), run & (cut == 2)
@@ -171,7 +171,7 @@ def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> t
 
 
 def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j: Run) -> tuple[Ints, Free]:
-    """Mark some blocks; those in which a word sets keys free too, if they stand at the same places in all of them."""
+    """Mark some blocks; also those with keys free of the bound, if these have the same places in all of them."""
     if word is None:
         return np.where(some, mark, marks), NO_KEY_FREE
     asks = word.relation if isinstance(word, Word) else Relation()

@@ -1,6 +1,6 @@
 """The stored configurations: tile and block sizes, warps and stages, by direction, width and dtype.
 
-Chosen on an H200 (bench/gpu_patterns.py --group sweep). No tuning at run time, so the first call is quick.
+Chosen on an H200 (bench/gpu_patterns.py --group sweep). No tuning at run time, so the first call is fast.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ MAX_HEAD_DIM = 256
 class Config:
     """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers.
 
-    lines: it knows the marks of blocks that a straight line cuts.
+    lines: the kernel has a cheaper test for blocks that a straight line cuts (see block_tests.py).
     """
 
     tile: int
@@ -57,7 +57,7 @@ HALF = {  # by the larger of the two padded widths
     ),
     256: Configs(Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
 }  # fmt: skip
-SINGLE = {  # IEEE products run on the plain arithmetic units: small tiles, or the registers overflow
+SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers
     32: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     64: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
     128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),

@@ -42,15 +42,15 @@ def prepared_backward(call: CallLayout) -> BackwardCall:
 
 
 def _forward_call(call: CallLayout) -> ForwardCall:
-    way, program = hopper.forward(call) or triton.forward(call)
+    passes, program = hopper.forward(call) or triton.forward(call)
     b, h, _, n, _, _, d_v = call.sizes
-    shape, dtype, device = (b, h, n, d_v), torch.float32 if way.joins else call.dtype, call.device
+    shape, dtype, device = (b, h, n, d_v), torch.float32 if passes.joins else call.dtype, call.device
     like, run, plain = torch.empty_like, program.run, not call.optional_inputs
-    covers, o_is_like_q = way.covers, call.tensors[0] == contiguous(*shape) and dtype == call.dtype
+    covers, o_is_like_q = passes.covers, call.tensors[0] == contiguous(*shape) and dtype == call.dtype
     rows = torch.empty(shape[:3], device=device)
     rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that goes on from an earlier pass reads lse, so a spare tensor would not do.
-    accumulates = way.joins
+    accumulates = passes.joins
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, extras: BiasAndDropout,

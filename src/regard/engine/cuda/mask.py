@@ -68,11 +68,11 @@ def compiled(pattern: Pattern) -> Any:
     """`allowed(i, j)` as a Triton function."""
     return function(
         "allowed", "i, j", expression(pattern), triton.jit, {"tl": tl}
-    )  # the interpreter wants to see tl
+    )  # the interpreter needs tl
 
 
 def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
-    """A function for the compiler `jit`; its name carries its meaning, so that caches tell two apart."""
+    """A function for the compiler `jit`; its name has a hash of its body, so that caches distinguish functions."""
     name = f"{word}_{hashlib.sha256(body.encode()).hexdigest()[:16]}"
     source = f"def {name}({arguments}):\n    return {body}\n"
     path = f"<regard {name}>"
@@ -94,10 +94,10 @@ class PlanPass:
 def plan_passes(
     pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
 ) -> tuple[PlanPass, ...]:
-    """The passes of a plan, freed of conditions on the tile's own members.
+    """The passes of a plan, without conditions on the tile's own members.
 
-    `window(128) - every(64)` by tiles of keys is a window whose every 64th key is computed and thrown away:
-    no block of it is whole, though each is but for a key or two. Masking costs more than those keys.
+    `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
+    otherwise each block would need a mask for a key or two, which costs more than computing those keys.
     """
     make = transposed if by_keys else plan
     out = []

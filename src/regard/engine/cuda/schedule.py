@@ -1,8 +1,8 @@
 """A pass of a plan, cut into blocks of exactly B keys: what a kernel reads.
 
-The progressions of a tile are cut every B keys; what is left of them is laid end to end and cut again, so that a
-block may hold keys of up to three progressions and only the last block of a tile can have empty places. Full blocks
-(B keys that every query of the tile may see) come first and need no mask; all else is masked. A tile with very many
+The progressions of a tile are cut every B keys; the remainders are concatenated and cut again, so that a block may
+hold keys of up to three progressions and only the last block of a tile can have empty places. Full blocks (B keys
+that every query of the tile may attend to) come first and need no mask; all others are masked. A tile with very many
 blocks is cut into items that write partial results, which are added in order afterwards: no atomics, the same bits
 every time.
 
@@ -26,12 +26,12 @@ from .configs import Config
 from .mask import PlanPass, compiled, plan_passes
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
-WIDTH = 12  # int32 words a block takes: those, then marks + 256 × count, first and step of its tile
+WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
 BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see band.marks, lines)
-ITEM = 8  # int32 words an item takes; 7 are used
+ITEM = 8  # int32 words per item; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
-MIN_SPLIT = 16  # blocks that are never worth splitting
-TARGET_ITEMS = 64  # items a head that keep a GPU busy: a tile with more than its share of the blocks is split
+MIN_SPLIT = 16  # blocks; shorter tiles are never split
+TARGET_ITEMS = 64  # items per head that keep a GPU busy: a tile with more blocks than that share is split
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Schedule:
     joins: Tensor  # (y, 8): first, step, count of a split tile; its first slot, its number of slots
     marks: int  # all that any block has; 8 for one that has both 1 and 2; 1 by queries, for blocks without a member
     free: tuple[Free, Free]  # places that no lower, no upper bound hides (see lines)
-    segments: int  # the most that any block holds
+    segments: int  # the largest number in any block
     ragged: bool  # some block needs a mask
     slots: int
     ends: Ints  # on the host: where the blocks of each tile end; a tile without a block has none of its own
@@ -97,7 +97,7 @@ def schedule(
 
 
 def repeated(work: Schedule, times: int, apart: int) -> Schedule:
-    """Of as many sequences, each `apart` from the next, as one long sequence; the items stay as they were."""
+    """The schedule of `times` sequences, each `apart` from the next, as one long sequence; items are unchanged."""
     shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
     blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
     blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
@@ -155,7 +155,7 @@ def _changes(rows: Ints, columns: int) -> NDArray[np.bool_]:
 
 
 def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
-    """The parts of each tile, by key; those that go on where one ended, full or ragged, as one."""
+    """The parts of each tile, by key; a part that continues the previous one is merged with it."""
     if not len(parts):
         return tile, parts
     order = np.lexsort((parts[:, 0], parts[:, 0] % parts[:, 1], parts[:, 1], tile))
@@ -167,7 +167,7 @@ def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
 
 
 def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
-    """Segments (tile, block of the tile, place, first, step, count) of parts laid end to end, tile by tile."""
+    """Segments (tile, block of the tile, place, first, step, count) of concatenated parts, tile by tile."""
     if not len(parts):
         return np.zeros((0, 6), dtype=np.int64)
     counts = parts[:, 2]
@@ -197,7 +197,7 @@ def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
 
 
 def _at_most_three(segs: Ints, block: int) -> Ints:
-    """Number blocks anew so that none holds more than SEGMENTS segments."""
+    """Renumber blocks so that none holds more than SEGMENTS segments."""
     new = _changes(segs, 2)
     rank = np.arange(len(segs)) - np.maximum.accumulate(np.where(new, np.arange(len(segs)), 0))
     again = (rank % SEGMENTS == 0) & (rank > 0)
@@ -224,7 +224,7 @@ def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
 
 
 def _table(segs: Ints) -> tuple[Ints, Ints, Ints, int]:
-    """One row a block (see SEGMENTS), its tile, whether it is masked; and the most segments of any."""
+    """One row per block (see SEGMENTS), its tile, whether it is masked; and the largest number of segments."""
     if not len(segs):
         none = np.zeros(0, dtype=np.int64)
         return np.zeros((0, WIDTH), dtype=np.int64), none, none, 1
@@ -271,7 +271,7 @@ class DevicePass:
     work: Schedule
     allowed: Any
     keep: Any
-    accumulates: bool  # some of its results join those of an earlier step
+    accumulates: bool  # some of its results are added to those of an earlier pass
     keep_pattern: Pattern | None = None  # what `keep` was compiled from
 
 
@@ -280,7 +280,7 @@ class DevicePasses:
     """The passes of one direction."""
 
     steps: tuple[DevicePass, ...]
-    covers: bool  # every member is written before it is read, so outputs need no first value
+    covers: bool  # every member is written before it is read, so outputs need no initial value
 
     @property
     def joins(self) -> bool:

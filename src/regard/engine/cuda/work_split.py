@@ -1,7 +1,7 @@
-"""The blocks of a schedule, dealt to the programs of the streaming kernels.
+"""The blocks of a schedule, assigned to the programs of the Hopper kernels.
 
-Whole tiles where that is even enough. By keys, a tile that very many queries see is cut in pieces, at the same
-rows as the others, whose results are added in order afterwards.
+Whole tiles, where that balances the load. By keys, a tile that very many queries may attend to is cut into pieces, at
+the same rows as other tiles; the results of its pieces are added in order afterwards.
 """
 
 import heapq
@@ -19,19 +19,19 @@ from ...progression import Ints
 from .call import Layout, exceeds_int32
 from .schedule import BEGINS, ITEM, DevicePasses, Schedule, repeated
 
-MOST = 1 << 18  # blocks in one table: 12 MiB
-MAX_POSITION = 1 << 28  # positions that the kernels tell apart from "no bound"
+MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
+MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
 
 
 @dataclass(frozen=True, eq=False)
 class WorkSplit:
-    """The blocks of a pass, dealt to programs. A tile that several programs share has a slot for each."""
+    """The blocks of a pass, assigned to programs. A tile that several programs share has a slot for each."""
 
     blocks: (
         Tensor  # (x, 12), as visited; of grouped heads, the number of the query head × 65536 joins the marks
     )
     chunks: Tensor  # (k, 16): first block and end of each program's run; from the fifth word on, that block
-    slot: Tensor  # (x,): where the results of a block's tile go; −1: they are whole
+    slot: Tensor  # (x,): where the results of a block's tile go; −1: the tile is not split
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
 
@@ -45,21 +45,23 @@ def split_work(
     dynamic_share: float = 0.0,
     backwards: bool = False,
 ) -> WorkSplit:
-    """Deal the blocks to the programs of a head: `programs` of all heads run at a time.
+    """Assign the blocks to the programs of a head; `programs` of all heads run at a time.
 
-    A tile, or a piece of it where tiles are to be split, is run through without a pause, for each of a group.
-    Blocks of no member are added until the length of each run is such a multiple.
-    late: the share of the work that is left for whichever programs are through first, `multiple` tiles at a time.
-    backwards: whole tiles from the last to the first, so that what was read last by the kernel before is read first.
+    A tile, or a piece of it where tiles are split, is one run of blocks, repeated for each query head of a group.
+    multiple: empty blocks are added until the length of each program's run is a multiple of it.
+    dynamic_share: the part of the work that is kept for programs that finish early, `multiple` tiles at a time.
+    backwards: tiles from the last to the first, so that rows still in the cache are read first.
     """
-    once, split = np.diff(work.ends, prepend=0), work.slots > 0
-    size, table = group * once, work.blocks.cpu().numpy()
+    per_tile, split = np.diff(work.ends, prepend=0), work.slots > 0
+    size, table = group * per_tile, work.blocks.cpu().numpy()
     k = min(max(programs // heads, 1), int(size.sum()) if split else len(size))
     if split:
-        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(once)), once)))]
-        tile, begin, end, whose = _aligned_pieces(table[:, 0].astype(np.int64), work.ends, once, k, group).T
+        table = table[np.lexsort((table[:, 0], np.repeat(np.arange(len(per_tile)), per_tile)))]
+        tile, begin, end, program_of = _aligned_pieces(
+            table[:, 0].astype(np.int64), work.ends, per_tile, k, group
+        ).T
     else:
-        tile, begin, end, whose = _whole_tiles(size, k, dynamic_share, multiple, backwards).T
+        tile, begin, end, program_of = _whole_tiles(size, k, dynamic_share, multiple, backwards).T
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
@@ -69,24 +71,24 @@ def split_work(
 
     of = np.repeat(np.arange(len(tile)), length)
     nth = begin[of] + np.arange(total) - starts[of]
-    blocks = table[(work.ends - once)[tile[of]] + nth % once[tile[of]]]
-    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // once[tile[of]])
+    blocks = table[(work.ends - per_tile)[tile[of]] + nth % per_tile[tile[of]]]
+    blocks[:, 9] = (blocks[:, 9] & ~BEGINS) + 65536 * (nth // per_tile[tile[of]])
     blocks[starts, 9] |= BEGINS
     heads_of = in_tile[parted[in_tile] & (begin[in_tile] == 0)]
     head, pieces = blocks[starts[heads_of]], np.bincount(tile)[tile[heads_of]]
-    nothing = np.zeros((len(heads_of), ITEM - 5), dtype=np.int64)
-    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, slot[heads_of], pieces, nothing])
+    padding = np.zeros((len(heads_of), ITEM - 5), dtype=np.int64)
+    joins = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, slot[heads_of], pieces, padding])
 
     def move(x: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(work.blocks.device)
 
     each = slot[of]
-    cuts = starts[np.flatnonzero(np.diff(whose, prepend=-1))]
+    cuts = starts[np.flatnonzero(np.diff(program_of, prepend=-1))]
     ends = np.append(cuts[1:], total)
     more = (cuts - ends) % multiple
-    again = np.ones(total, dtype=np.int64)
-    again[ends - 1] += more  # the last block of a run once more, with nobody in it
-    blocks, each, ends = np.repeat(blocks, again, axis=0), np.repeat(each, again), ends + np.cumsum(more)
+    repeats = np.ones(total, dtype=np.int64)
+    repeats[ends - 1] += more  # the last block of a run, repeated without members
+    blocks, each, ends = np.repeat(blocks, repeats, axis=0), np.repeat(each, repeats), ends + np.cumsum(more)
     empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
     blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | 1
     begins = np.append(0, ends[:-1])
@@ -94,42 +96,43 @@ def split_work(
     return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
 
 
-def _whole_tiles(size: Ints, programs: int, dynamic_share: float, few: int, backwards: bool) -> Ints:
-    """Whole tiles in the order they are run in, program by program: tile, 0, its size, whose it is.
+def _whole_tiles(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
+    """Whole tiles in the order of execution, program by program: tile, 0, its size, its program.
 
-    The longest are dealt first, each to the program with the least to do; of equal ones, program p of k takes
-    p, p + k …. Each program runs its own in their order, or backwards, so that those that run at one time are of one
-    head, and share keys in the cache. Closing a tile counts as a block. The shortest are left for late programs of a
-    few tiles each.
+    The longest are assigned first, each to the program with the least work; of equal ones, program p of k takes
+    p, p + k, …. Each program runs its tiles in order, or backwards, so that tiles that run at the same time are of
+    one head and share keys in the cache. Finishing a tile counts as a block. The shortest are the dynamic share.
     """
     load = [(0, p) for p in range(programs)]
-    whose = np.zeros(len(size), dtype=np.int64)
+    program_of = np.zeros(len(size), dtype=np.int64)
     by_length = np.argsort(-size, kind="stable")
     dealt = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - dynamic_share) * (size + 1).sum())
     dealt = min(max(int(dealt) + 1, programs), len(size))
     for tile in by_length[:dealt]:
         work, program = load[0]
-        whose[tile] = program
+        program_of[tile] = program
         heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
-    whose[by_length[dealt:]] = programs + np.arange(len(size) - dealt) // few
+    program_of[by_length[dealt:]] = programs + np.arange(len(size) - dealt) // tiles_each
     order = np.arange(len(size))[:: -1 if backwards else 1]
-    order = order[np.argsort(whose[order], kind="stable")]
-    return np.column_stack([order, np.zeros_like(order), size[order], whose[order]])
+    order = order[np.argsort(program_of[order], kind="stable")]
+    return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
 
 
-def _aligned_pieces(row: Ints, ends: Ints, once: Ints, programs: int, group: int) -> Ints:
-    """Pieces of tiles in the order they are run in, program by program: tile, first and end of its blocks, whose.
+def _aligned_pieces(row: Ints, ends: Ints, per_tile: Ints, programs: int, group: int) -> Ints:
+    """Pieces of tiles in the order of execution, program by program: tile, first and end of its blocks, program.
 
     Tiles are cut at the same rows, in pieces of one program's length, so that programs read the same rows at the same
-    time; what is shorter than that, one after the other, is dealt to the programs that are left.
+    time; shorter pieces are assigned to the remaining programs, one after the other.
     row: where the blocks of each tile begin, in order.
     """
-    share = -(-group * int(once.sum()) // programs)
+    share = -(-group * int(per_tile.sum()) // programs)
     apart = int(row.max()) + 1
-    keys = [np.add.outer(np.arange(group) * apart, row[e - x : e]).ravel() for e, x in zip(ends, once)]
-    longest = keys[int(np.argmax(once))]
-    ways = [_pieces(keys, longest[at::share], share) for at in {0, len(longest) % share}]  # from either end
-    tile, begin, end = max(ways, key=lambda x: int((x[2] - x[1] >= share).sum()))
+    keys = [np.add.outer(np.arange(group) * apart, row[e - x : e]).ravel() for e, x in zip(ends, per_tile)]
+    longest = keys[int(np.argmax(per_tile))]
+    candidates = [
+        _cut_at(keys, longest[at::share], share) for at in {0, len(longest) % share}
+    ]  # from either end
+    tile, begin, end = max(candidates, key=lambda x: int((x[2] - x[1] >= share).sum()))
     whole = end - begin >= share
     full = np.column_stack([tile, begin, end, np.cumsum(whole) - 1])[whole]
     tile, begin, end = tile[~whole], begin[~whole], end[~whole]
@@ -140,37 +143,39 @@ def _aligned_pieces(row: Ints, ends: Ints, once: Ints, programs: int, group: int
     of = np.searchsorted(stop, cut, side="right")
     size = np.diff(cut, append=stop[-1])
     first = cut - (stop - end)[of]
-    whose = len(full) + np.searchsorted(np.arange(left) * stop[-1] // left, cut, side="right") - 1
-    return np.concatenate([full, np.column_stack([tile[of], first, first + size, whose])])
+    program_of = len(full) + np.searchsorted(np.arange(left) * stop[-1] // left, cut, side="right") - 1
+    return np.concatenate([full, np.column_stack([tile[of], first, first + size, program_of])])
 
 
-def _pieces(keys: list[Ints], cuts: Ints, most: int) -> tuple[Ints, Ints, Ints]:
-    """Of each tile, whose blocks have these keys in order, the pieces between the cuts: tile, first and end."""
+def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, Ints]:
+    """The pieces of each tile between the cuts: tile, first and end. keys: of the blocks of each tile, in order."""
     at = [np.unique(np.concatenate([[0], np.searchsorted(x, cuts), [len(x)]])) for x in keys]
-    at = [np.concatenate([np.arange(*x, most) for x in pairwise(y)] + [y[-1:]]) for y in at]
+    at = [np.concatenate([np.arange(*x, max_length) for x in pairwise(y)] + [y[-1:]]) for y in at]
     tile = np.repeat(np.arange(len(keys)), [len(x) - 1 for x in at])
     return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
 
 
 def flatten_heads(
-    way: DevicePasses, step: int, given: tuple[Layout, ...]
+    passes: DevicePasses, step: int, layouts: tuple[Layout, ...]
 ) -> tuple[DevicePasses, tuple[Layout, ...]]:
-    """The route and the layouts of all heads as one, where that can be; else as they are.
+    """All heads as one long sequence, where mask and memory allow it; else the passes and layouts as they are.
 
+    With 16 heads and 396 programs a head has 24 programs, and 12 are idle. Flattened, every program has work and the
+    long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.
     step: between the positions of two queries; those of two keys are 1 apart, so it must be 1.
     """
-    b, h, n, d = given[0].shape
+    b, h, n, d = layouts[0].shape
     times = b * h
-    size = times * sum(len(one.work.blocks) for one in way.steps)
-    if times == 1 or step != 1 or size > MOST or times * n > MAX_POSITION:
-        return way, given
-    words = [p for one in way.steps for p in (one.work.pattern, one.keep_pattern) if p is not None]
-    long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in given)
-    alike = all(x.shape == given[0].shape and _heads_are_contiguous(x) for x in given)
-    if not alike or exceeds_int32(*long) or not all(is_shift_invariant(p, n) for p in words):
-        return way, given
+    size = times * sum(len(one.work.blocks) for one in passes.steps)
+    if times == 1 or step != 1 or size > MAX_BLOCKS or times * n > MAX_POSITION:
+        return passes, layouts
+    words = [p for one in passes.steps for p in (one.work.pattern, one.keep_pattern) if p is not None]
+    long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in layouts)
+    contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
+    if not contiguous_heads or exceeds_int32(*long) or not all(is_shift_invariant(p, n) for p in words):
+        return passes, layouts
     return replace(
-        way, steps=tuple(replace(one, work=repeated(one.work, times, n)) for one in way.steps)
+        passes, steps=tuple(replace(one, work=repeated(one.work, times, n)) for one in passes.steps)
     ), long
 
 
@@ -180,5 +185,5 @@ def _heads_are_contiguous(x: Layout) -> bool:
 
 
 def is_shift_invariant(pattern: Pattern, n: int) -> bool:
-    """Whether the pattern allows the same pairs when i and j both move by n."""
+    """Whether the pattern allows the same pairs when i and j both shift by n."""
     return pattern.shift_period > 0 and n % pattern.shift_period == 0

@@ -1,4 +1,4 @@
-"""The gradients as streams of blocks, for Hopper's tensor cores, in Gluon; as `hopper` does the forward pass.
+"""The gradients as streams of blocks, for Hopper's tensor cores, in Gluon; as in forward.py.
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
@@ -28,7 +28,7 @@ from .merge_parts import add_parts, put_part
 
 @gluon.jit
 def _awaited(x):
-    """x, when all that was launched before is done: such a program may begin before that."""
+    """x, after waiting for all earlier launches: a program that starts early may begin before they end."""
     return gl.inline_asm_elementwise(
         "{ griddepcontrol.wait; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
     )
@@ -36,7 +36,7 @@ def _awaited(x):
 
 @gluon.jit
 def _let_next(x):
-    """x; and programs of the next kernel may begin where there is room."""
+    """x; from here on, programs of the next kernel may start where there is room."""
     return gl.inline_asm_elementwise(
         "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r", [x], gl.int32, False, 1
     )
@@ -44,14 +44,14 @@ def _let_next(x):
 
 @gluon.jit
 def _tile(BLOCKS, t):
-    """First row, step and number of rows of the tile of block t. Carried along they would take registers."""
+    """First row, step and number of rows of the tile of block t. As loop variables they would take registers."""
     at = BLOCKS + t * 12
     return gl.load(at + 10), gl.load(at + 11), (gl.load(at + 9) >> 8) & 255
 
 
 @gluon.jit
 def _of_tile(BLOCKS, t, R: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows of the tile of block t; the last stands for those past its end."""
+    """The rows of the tile of block t; past its end, the last row again."""
     first, hop, count = _tile(BLOCKS, t)
     return first + hop * gl.minimum(gl.arange(0, R, layout=LAYOUT), count - 1)
 
@@ -104,7 +104,7 @@ def _hide(
     scores, j, marks, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr,
     high_of: gl.constexpr, allowed: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """−∞ for pairs that are not allowed. What only a key decides is found once a key, not once a pair."""
+    """−∞ for pairs that are not allowed. What depends on the key alone is computed once per key, not per pair."""
     MMA: gl.constexpr = scores.type.layout
     if marks & 7:
         i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
@@ -263,7 +263,7 @@ def hopper_dq(
     lse2 = gl.zeros([R], gl.float32, layout=gl.SliceLayout(1, SCORES))
     first, hop, delta = lo, lo, lse2
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
-        at = t % 2  # known only when it runs: addresses that were known before would be kept in registers
+        at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         dq, lse2, delta, first, hop, mark, ahead, coming = _visit_keys(
             dq, lse2, delta, first, hop, mark, ahead, coming, t, last, qs, dos, os, lses,
             kr.index(at), vr.index(at), b0, kr.index(1 - at), vr.index(1 - at), b1,
@@ -288,7 +288,7 @@ def _hide_rows(
     scores, noted, marks, first, hop, lowest: gl.constexpr, highest: gl.constexpr, low_of: gl.constexpr,
     high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """−∞ for pairs that are not allowed; scores are held as (keys, rows). Empty places hold zeros and add nothing."""
+    """−∞ for pairs that are not allowed; scores are (keys, rows). Empty places hold zeros and add nothing."""
     MMA: gl.constexpr = scores.type.layout
     if marks & 7:
         j = first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA))
@@ -308,7 +308,7 @@ def _fetch_rows(
     qs, dos, lses, deltas, noted, Q, DO, LSE2, DELTA, row, word, q_h, q_n, do_h, do_n, n, start, step, c, flat,
     GROUP: gl.constexpr, SEGMENTS: gl.constexpr, WAITS: gl.constexpr = False,
 ):  # fmt: skip
-    """Start to copy q, do, lse and delta of a block of queries, zeros at its empty places; note where they stand.
+    """Start to copy q, do, lse and delta of a block of queries, zeros at its empty places; store their positions.
 
     WAITS: for the kernel before, which makes lse and delta.
     """
@@ -414,9 +414,9 @@ def hopper_dkv(
 ):  # fmt: skip
     """Tiles of R keys of one key head, blocks of R rows of one of its GROUP query heads.
 
-    WAITS: for the kernel before, which makes lse and delta. If that was of dk and dv too, it has waited for dq: this
-    one begins at once, but may not end before that one. ADDS: then it adds up what that one has left in PART, of the
-    tiles that SLOTS holds instead, `joins` of each of so many heads; `adds` says which of their keys count.
+    WAITS: for the previous kernel, which computes lse and delta. If that was a pass of dk and dv too, it has waited
+    for dq: this one starts at once, but may not end before it. ADDS: at its end, this pass adds up the parts that the
+    previous one left in PART, for the tiles in SLOTS, `joins` of each head; `adds` selects the keys that are written.
     """
     ALL_K, ALL_V = DK, DV
     bh = gl.program_id(0) % all_heads
@@ -458,7 +458,7 @@ def hopper_dkv(
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
     first, hop, _ = _tile(CHUNKS + 4, 0)
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
-        at = t % 2  # known only when it runs: addresses that were known before would be kept in registers
+        at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         dk, dv, first, hop, mark, ahead, coming = _visit_rows(
             dk, dv, first, hop, mark, ahead, coming, t, last, ks, vs,
             qr.index(at), dor.index(at), l0, s0, i0, qr.index(1 - at), dor.index(1 - at), l1, s1, i1,

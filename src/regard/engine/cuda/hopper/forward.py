@@ -1,8 +1,8 @@
-"""The forward pass as one stream of blocks a program, for Hopper's tensor cores, in Gluon.
+"""The forward pass for Hopper's tensor cores, in Gluon: each program streams the blocks of many tiles.
 
-A program runs through the blocks of many tiles without a pause between them; copies of what comes next are under way
-all the time. Three or four programs share a multiprocessor, so that one multiplies while another weighs. (Within one,
-the product of block t with its values is waited for before block t + 1 is weighed; beside it, registers run out.)
+There is no pause between tiles: copies of the next blocks are always in flight. Three or four programs share a
+multiprocessor, so that one multiplies while another computes weights. (Within one program, the product of block t
+with its values ends before the weights of block t + 1 are computed; overlapping them would run out of registers.)
 Shared memory holds one block of keys and two of values.
 
     keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
@@ -60,7 +60,7 @@ def tests(pattern: Pattern) -> dict[str, Any]:
 
 @lru_cache
 def layouts(block: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Who holds what: rows being copied, one number a key, scores, outputs, and rows in shared memory."""
+    """Which thread holds what: rows being copied, one number per key, scores, outputs, and rows in shared memory."""
     return {
         "LOAD": gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
         "FLAT": gl.BlockedLayout([1], [32], [warps], [0]),
@@ -82,7 +82,7 @@ def keep(pattern: Pattern) -> Any:
 def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
     """The words of block t: up to three segments, their end, first row and step of its tile; and its marks.
 
-    Read two blocks ahead: behind the copies under way, a word takes as long as they do.
+    Read two blocks ahead: a load waits behind the copies in flight.
     """
     at = BLOCKS + t * 12
     a = gl.load(at)
@@ -106,7 +106,7 @@ def _tile(row, marks):
 
 @gluon.jit
 def _of_tile(row, marks, R: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows of a block's tile; the last stands for those past its end."""
+    """The rows of a block's tile; past its end, the last row again."""
     first, hop, count = _tile(row, marks)
     return first + hop * gl.minimum(gl.arange(0, R, layout=LAYOUT), count - 1)
 
@@ -128,7 +128,7 @@ def _note(
     noted, place, row, marks, flat, low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr,
     MARKS: gl.constexpr, SEGMENTS: gl.constexpr,
 ):  # fmt: skip
-    """What the keys of a block are tested by: one number a key for each test; MARKS: all that any block has."""
+    """Store what the keys of a block are tested by, one number per key and test; MARKS: all marks that occur."""
     if (MARKS & 7) != 0 and (marks & 7) != 0:
         j = _keys(row, flat, -1, SEGMENTS)
         if allowed is not None:
@@ -174,7 +174,7 @@ def _sign(x, c):
 def _past(like, row: gl.constexpr, place: gl.constexpr, beyond):
     """1 where row · the number of the row + place · that of the place is past `beyond`, else 0.
 
-    What the rows and places of a thread have in common is worked out once.
+    What is common to the rows and places of a thread is computed once.
     """
     MMA: gl.constexpr = like.type.layout
     r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
@@ -196,7 +196,7 @@ def _unless_free(hidden, marks, free: gl.constexpr):
 def _hide_past_line(
     scores, marks, a, end, i, lowest: gl.constexpr, highest: gl.constexpr, below: gl.constexpr, above: gl.constexpr,
 ):  # fmt: skip
-    """If a line cuts the block of keys from a on, hide what lies beyond it; i is where the first query stands."""
+    """If a line cuts the block of keys from a on, hide the pairs beyond it; i is the position of the first query."""
     if (marks & LINES) != 0:
         if (marks & LOWER) != 0:
             scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - lowest(i)), marks, below)
@@ -237,7 +237,7 @@ def _each(x, like):
 
 @gluon.jit
 def _faded(acc, fade):
-    """acc · fade, by row; nothing is done in a warp whose rows keep what they have."""
+    """acc · fade, by row; a warp whose rows keep their base does nothing."""
     D: gl.constexpr = acc.shape[1]
     by = _each(fade, acc)
     if D == 64:

@@ -44,9 +44,9 @@ def passes(call: CallLayout, config: Config | None, by_keys: bool) -> DevicePass
         return None
     if not is_hopper(call.device):
         return None
-    way = general_passes(call, config, by_keys)
-    simple = all(not (s.accumulates or s.work.empty or (s.work.slots and not by_keys)) for s in way.steps)
-    return way if simple else None
+    route = general_passes(call, config, by_keys)
+    simple = all(not (s.accumulates or s.work.empty or (s.work.slots and not by_keys)) for s in route.steps)
+    return route if simple else None
 
 
 def programs_per_multiprocessor(config: Config) -> int:
@@ -83,12 +83,12 @@ def _sizes(step: DevicePass, config: Config, d: int, dtype: torch.dtype) -> dict
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Program] | None:
     """Fills o and lse; None where these kernels cannot run the call."""
-    way = passes(call, call.task.configs.hopper_forward, False)
-    if way is None:
+    route = passes(call, call.task.configs.hopper_forward, False)
+    if route is None:
         return None
     from .forward import hopper_forward
 
-    flat, (q, k, v) = flatten_heads(way, call.task.step, call.tensors)
+    flat, (q, k, v) = flatten_heads(route, call.task.step, call.tensors)
     task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
     config: Any = task.configs.hopper_forward
     launches: Launches = []
@@ -103,7 +103,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program] | None:
             below=step.work.free[0], above=step.work.free[1], **_sizes(step, config, d, call.dtype),
         )  # fmt: skip
         launches.append((launch, ("q", "k", "v", "o", "lse", cut.chunks, cut.blocks)))
-    return way, Program(("q", "k", "v", "o", "lse"), launches, {}, call.device)
+    return route, Program(("q", "k", "v", "o", "lse"), launches, {}, call.device)
 
 
 def backward(call: CallLayout) -> Backward | None:
@@ -129,16 +129,16 @@ def backward(call: CallLayout) -> Backward | None:
     return Backward(outputs, program)
 
 
-def dq(call: CallLayout, way: DevicePasses) -> Launches:
+def dq(call: CallLayout, route: DevicePasses) -> Launches:
     """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse)."""
     from .backward import hopper_dq
 
-    way, (q, k, v, o, do) = flatten_heads(way, call.task.step, call.tensors)
+    route, (q, k, v, o, do) = flatten_heads(route, call.task.step, call.tensors)
     task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
     config: Any = task.configs.hopper_dq
     dlse = "dlse" if call.has_dlse else "lse"
     launches: Launches = []
-    for step in way.steps:
+    for step in route.steps:
         cut = split_work(
             step.work, b * h, programs_at_a_time(config, call.device), multiple=2, backwards=True
         )
@@ -153,7 +153,7 @@ def dq(call: CallLayout, way: DevicePasses) -> Launches:
     return launches
 
 
-def dkv(call: CallLayout, way: DevicePasses) -> tuple[Launches, dict[str, int]]:
+def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
     """Fills dk and dv; also the workspace for the parts of split tiles.
 
     Split tiles come first: the next launch adds up their parts if it can, else a launch at the end does.
@@ -161,7 +161,7 @@ def dkv(call: CallLayout, way: DevicePasses) -> tuple[Launches, dict[str, int]]:
     b, h_kv, m, d = call.tensors[1].shape
     config: Any = call.task.configs.hopper_dkv
     both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
-    steps = sorted(way.steps, key=lambda x: not x.work.slots)
+    steps = sorted(route.steps, key=lambda x: not x.work.slots)
     launches: Launches = []
     sums: Launches = []
     workspace: dict[str, int] = {}

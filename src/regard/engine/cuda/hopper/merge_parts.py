@@ -1,6 +1,6 @@
-"""Tiles of keys that programs share, for Hopper, in Gluon: each stores its part, and the parts are added in order.
+"""Tiles of keys that programs share, for Hopper: each program stores its part, and the parts are added in order.
 
-No atomics, the same bits every time. The next launch of dk and dv adds them up, if there is one.
+No atomics, the same bits every time. The next launch of dk and dv adds them up, if there is one; else sum_kernel.
 """
 
 from .forward import gl, gluon
@@ -27,7 +27,7 @@ def add_parts(
 ):  # fmt: skip
     """dk and dv of tiles of R of the m keys of each head: of dk and of dv, as many parts of each tile as JOINS says.
 
-    Not inlined: what it works out by the number of a thread would be kept in registers all the time before.
+    Not inlined: values that depend on the thread index would occupy registers during the whole kernel.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [4, 1], [1, 0])
     a = gl.arange(0, FEW, layout=gl.SliceLayout(1, LAYOUT))

@@ -1,4 +1,4 @@
-"""Steps of the streaming kernels that a warp leaves out where it can, in PTX: in Gluon, all warps branch or none.
+"""Steps of the Hopper kernels that single warps skip, in PTX: in Gluon, all warps branch or none.
 
 A thread holds numbers of two rows: 0 and 1 of the first, 2 and 3 of the second, 4 and 5 of the first again …
 """

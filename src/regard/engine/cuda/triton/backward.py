@@ -1,9 +1,9 @@
-"""The gradients, by the saved log-sum-exp: weights = exp(scores − lse), no softmax again.
+"""The gradients, by the saved log-sum-exp: weights = exp(scores − lse), without a second softmax.
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
-with delta = Σ do ∘ o − dlse a row; dropout multiplies the weights of dv, and do vᵀ. dq walks the plan, dk and dv the
-transposed plan; the first also writes the two numbers a row that the others read.
+with delta = Σ do ∘ o − dlse per row; dropout multiplies the weights of dv, and do vᵀ. dq visits the plan, dk and dv
+the transposed plan; the dq kernel also writes the two numbers per row that the other kernels read.
 """
 
 import triton
@@ -24,12 +24,12 @@ def dscores_of_keys(
     HIDES: tl.constexpr = RAGGED or LENGTHS
     c = tl.arange(0, B)
     j = members(BLOCKS, t, c, SEGMENTS)
-    seen = c < tl.load(BLOCKS + t * 12 + 8)
+    valid = c < tl.load(BLOCKS + t * 12 + 8)
     if LENGTHS:
-        seen = seen & (j < limit)
-    k = rows_of(K, j, k_m, seen, d_k, DK, HIDES, WIDE)
+        valid = valid & (j < limit)
+    k = rows_of(K, j, k_m, valid, d_k, DK, HIDES, WIDE)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    v = rows_of(V, j, v_m, seen, d_v, DV, HIDES, WIDE)
+    v = rows_of(V, j, v_m, valid, d_v, DV, HIDES, WIDE)
     dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     scores = scores * scale2
     if BIAS:
@@ -41,10 +41,10 @@ def dscores_of_keys(
     if DROPS:
         dweights = tl.where(is_kept(seed, bh, r[:, None], j[None, :], below), dweights * boost, 0.0)
     if LENGTHS:
-        weights = tl.where(seen[None, :], weights, 0.0)
+        weights = tl.where(valid[None, :], weights, 0.0)
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            weights = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], weights, 0.0)
+            weights = tl.where(allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
     return weights * (dweights - delta[:, None]), j, k
 
 
@@ -61,7 +61,7 @@ def dq_kernel(
 ):  # fmt: skip
     """dq of a tile of R queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4).
 
-    LEARNS: the bias has a gradient. Then what does not depend on single distances goes to FAR, 4 numbers a program:
+    LEARNS: the bias has a gradient. Then what does not depend on single distances goes to FAR, 4 numbers per program:
     Σ ds at −reach and below, at reach and above, and Σ ds |j − i|.
     """
     pid = tl.program_id(0)
@@ -71,7 +71,7 @@ def dq_kernel(
     first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
     a = tl.arange(0, R)
     r = first + hop * a
-    mine = a < count
+    in_tile = a < count
     i = start + step * r
     begins = start + step * first
     latest = begins + step * hop * (R - 1)
@@ -90,17 +90,17 @@ def dq_kernel(
     if BIAS:
         TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
 
-    q = rows_of(Q, r, q_n, mine, d_k, DK, True, WIDE)
-    do = rows_of(DO, r, do_n, mine, d_v, DV, True, WIDE)
-    o = rows_of(O, r, o_n, mine, d_v, DV, True, WIDE)
+    q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, WIDE)
+    do = rows_of(DO, r, do_n, in_tile, d_v, DV, True, WIDE)
+    o = rows_of(O, r, o_n, in_tile, d_v, DV, True, WIDE)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(DLSE + row + r, mask=mine, other=0.0)
-    lse2 = tl.load(LSE + row + r, mask=mine, other=-float("inf")) * 1.4426950408889634
+        delta -= tl.load(DLSE + row + r, mask=in_tile, other=0.0)
+    lse2 = tl.load(LSE + row + r, mask=in_tile, other=-float("inf")) * 1.4426950408889634
     lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)  # an empty row: every weight exp2(−∞) = 0
-    stored = mine
+    stored = in_tile
     if keep is not None:
-        stored = mine & keep(i, i)
+        stored = in_tile & keep(i, i)
     tl.store(STATS + 4 * r, lse2, mask=stored)
     tl.store(STATS + 4 * r + 1, delta, mask=stored)
 
@@ -146,7 +146,7 @@ def _visit_rows(
     DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
     RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores are held as (keys, rows), so that weights and ds stand ready as left factors."""
+    """Scores are stored as (keys, rows), so that weights and ds are left factors without a transpose."""
     t = lo + u
     if GROUP > 1:  # all blocks of the first head, then all of the next
         t = lo + u % (hi - lo)
@@ -157,38 +157,40 @@ def _visit_rows(
         h, bh = h + g, bh + g.to(tl.int32)
     c = tl.arange(0, B)
     r = members(BLOCKS, t, c, SEGMENTS)
-    seen = c < tl.load(BLOCKS + t * 12 + 8)
+    valid = c < tl.load(BLOCKS + t * 12 + 8)
     word = tl.arange(0, 4)
     if RAGGED:
-        stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=seen[:, None], other=0.0)
+        stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=valid[:, None], other=0.0)
     else:
         stats = tl.load(STATS + r[:, None] * 4 + word[None, :])
     lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
     delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
-    q = rows_of(Q, r, q_n, seen, d_k, DK, RAGGED, WIDE)
+    q = rows_of(Q, r, q_n, valid, d_k, DK, RAGGED, WIDE)
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     i = start + step * r
     scores = scores * scale2
     if BIAS:
         TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
         low, high = ends(BLOCKS, t, B, SEGMENTS)
-        least, most = begins - start - step * high, latest - start - step * low
-        scores = with_bias(scores, TABLE, slope, reach, i[None, :], j[:, None], least, most, BIAS)
+        min_distance, max_distance = begins - start - step * high, latest - start - step * low
+        scores = with_bias(
+            scores, TABLE, slope, reach, i[None, :], j[:, None], min_distance, max_distance, BIAS
+        )
     weights = tl.exp2(scores - lse2[None, :])
     if LENGTHS:
         weights = tl.where(live[:, None], weights, 0.0)
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            weights = tl.where(allowed(i[None, :], j[:, None]) & seen[None, :], weights, 0.0)
-    do = rows_of(DO, r, do_n, seen, d_v, DV, RAGGED, WIDE)
+            weights = tl.where(allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
+    do = rows_of(DO, r, do_n, valid, d_v, DV, RAGGED, WIDE)
     kept = weights
     if DROPS:
-        stay = is_kept(seed, bh, r[None, :], j[:, None], below)
-        kept = tl.where(stay, weights * boost, 0.0)
+        kept_pairs = is_kept(seed, bh, r[None, :], j[:, None], below)
+        kept = tl.where(kept_pairs, weights * boost, 0.0)
     dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
     dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if DROPS:
-        dweights = tl.where(stay, dweights * boost, 0.0)
+        dweights = tl.where(kept_pairs, dweights * boost, 0.0)
     dscores = weights * (dweights - delta[None, :])
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
@@ -213,10 +215,10 @@ def dkv_kernel(
     first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
     a = tl.arange(0, R)
     j = first + hop * a
-    mine = a < count
-    live = mine
+    in_tile = a < count
+    live = in_tile
     if LENGTHS:
-        live = mine & (j < tl.load(LIMITS + b))
+        live = in_tile & (j < tl.load(LIMITS + b))
     Q += b * q_b + h * GROUP * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
@@ -238,9 +240,9 @@ def dkv_kernel(
             d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
         )  # fmt: skip
     dk = dk * scale
-    stored = mine
+    stored = in_tile
     if keep is not None:
-        stored = mine & keep(j, j)
+        stored = in_tile & keep(j, j)
     if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
             at = ((slot.to(tl.int64) * all_heads + bh) * R + a) * (DK + DV)
@@ -302,9 +304,9 @@ def _gcd(a, b):
 @triton.jit
 def _add(SUMS, x, value, also, reach):
     """SUMS[x] += value, for distances short of ±reach, none of which may come twice."""
-    mine = also & (x > -reach) & (x < reach)
+    in_tile = also & (x > -reach) & (x < reach)
     tl.debug_barrier()  # another thread may have written what this one reads
-    tl.store(SUMS + x, tl.load(SUMS + x, mask=mine, other=0.0) + value, mask=mine)
+    tl.store(SUMS + x, tl.load(SUMS + x, mask=in_tile, other=0.0) + value, mask=in_tile)
 
 
 @triton.jit
@@ -313,7 +315,7 @@ def _diagonals(SUMS, ds, first, b, reach, R: tl.constexpr, B: tl.constexpr):
     a = tl.arange(0, R)[:, None]
     c = tl.arange(0, B)[None, :]
     turned = tl.gather(ds, (a + c) % B + a * 0, 1)
-    for w in tl.static_range((R + B - 2) // B + 1):  # how often a row has gone round
+    for w in tl.static_range((R + B - 2) // B + 1):  # how often a row has wrapped around
         column = tl.sum(tl.where((a + c) // B == w, turned, 0.0), 0)
         x = first + b * (tl.arange(0, B) - B * w)
         _add(SUMS, x, column, x == x, reach)
@@ -338,7 +340,7 @@ def _scatter(SUMS, ds, first, row_step, b, here, reach, R: tl.constexpr, B: tl.c
 
 @triton.jit
 def _near(SUMS, ds, BLOCKS, t, at, row_step, reach, R: tl.constexpr, B: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Adds the ds of block t to the sums, segment by segment; the tile's first row stands at `at`."""
+    """Adds the ds of block t to the sums, segment by segment; `at` is the position of the tile's first row."""
     block = BLOCKS + t * 12
     end = tl.load(block + 8)
     for s in tl.static_range(SEGMENTS):
@@ -392,13 +394,13 @@ def bias_kernel(
         r = first + hop * a
         i = start + step * r
         at = start + step * first
-        mine = a < count
+        in_tile = a < count
         if keep is not None:
-            mine = mine & keep(i, i)
-        q = rows_of(Q, r, q_n, mine, d_k, DK, True, WIDE)
-        do = rows_of(DO, r, do_n, mine, d_v, DV, True, WIDE)
-        lse2 = tl.load(STATS + 4 * r, mask=mine, other=float("inf"))  # no weight in rows that do not count
-        delta = tl.load(STATS + 4 * r + 1, mask=mine, other=0.0)
+            in_tile = in_tile & keep(i, i)
+        q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, WIDE)
+        do = rows_of(DO, r, do_n, in_tile, d_v, DV, True, WIDE)
+        lse2 = tl.load(STATS + 4 * r, mask=in_tile, other=float("inf"))  # no weight in rows that do not count
+        delta = tl.load(STATS + 4 * r + 1, mask=in_tile, other=0.0)
         latest = at + step * hop * (R - 1)
         for t in range(lo, hi):
             low, high = ends(BLOCKS, t, B, SEGMENTS)

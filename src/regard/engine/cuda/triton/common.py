@@ -41,7 +41,7 @@ def members(BLOCKS, t, c, SEGMENTS: tl.constexpr):
 
 @triton.jit
 def ends(BLOCKS, t, B: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The first and last of `members`; of several progressions, bounds that hold for any."""
+    """The first and last of `members`; for several progressions, bounds that hold for all of them."""
     at = BLOCKS + t * 12
     low = tl.load(at)
     high = low + tl.load(at + 1) * (B - 1)
@@ -61,14 +61,14 @@ def addresses(X, x, stride, D: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def rows_of(X, x, stride, seen, d: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):
-    """Rows x of X, (len(x), D): zeros past the true width d and, where MASKED, in rows not `seen`."""
+def rows_of(X, x, stride, valid, d: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """Rows x of X, (len(x), D): zeros past the true width d and, where MASKED, in rows that are not valid."""
     at = addresses(X, x, stride, D, WIDE)
     if MASKED:
         if d != D:
-            return tl.load(at, mask=seen[:, None] & (tl.arange(0, D) < d)[None, :], other=0.0)
+            return tl.load(at, mask=valid[:, None] & (tl.arange(0, D) < d)[None, :], other=0.0)
         else:
-            return tl.load(at, mask=seen[:, None], other=0.0)
+            return tl.load(at, mask=valid[:, None], other=0.0)
     else:
         if d != D:
             return tl.load(at, mask=(tl.arange(0, D) < d)[None, :], other=0.0)
@@ -77,20 +77,20 @@ def rows_of(X, x, stride, seen, d: tl.constexpr, D: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def store_rows(X, x, stride, value, seen, d: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    """Rows x of X ← value, where seen."""
+def store_rows(X, x, stride, value, valid, d: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Rows x of X ← value, where valid."""
     at = addresses(X, x, stride, D, WIDE)
     if d != D:
-        tl.store(at, value.to(X.dtype.element_ty), mask=seen[:, None] & (tl.arange(0, D) < d)[None, :])
+        tl.store(at, value.to(X.dtype.element_ty), mask=valid[:, None] & (tl.arange(0, D) < d)[None, :])
     else:
-        tl.store(at, value.to(X.dtype.element_ty), mask=seen[:, None])
+        tl.store(at, value.to(X.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
 def _read(at):
-    """Numbers of the table, each read by the thread that has the score.
+    """Entries of the table, each read by the thread that holds the score.
 
-    A load of so many would be given a layout of its own, and the softmax after it with it.
+    An ordinary load of this shape would get a layout of its own, and force it on the softmax that follows.
     """
     if INTERPRETED:
         return tl.load(at)
@@ -101,34 +101,34 @@ def _read(at):
 
 
 @triton.jit
-def with_bias(scores, TABLE, slope, reach, i, j, least, most, BIAS: tl.constexpr):
-    """scores + bias of pairs (i, j), which broadcast; no distance is under `least` or over `most`.
+def with_bias(scores, TABLE, slope, reach, i, j, min_distance, max_distance, BIAS: tl.constexpr):
+    """scores + bias of pairs (i, j), which broadcast; distances lie between the given minimum and maximum.
 
-    TABLE points to distance 0 of the head. A block that lies past its reach needs one entry.
+    TABLE points to distance 0 of the head. A block entirely past the reach needs one entry.
     """
     x = j - i
     if BIAS >= 2:
         scores -= slope * tl.abs(x).to(tl.float32)
     if BIAS != 2:
-        if (most > -reach) & (least < reach):
+        if (max_distance > -reach) & (min_distance < reach):
             scores += _read(TABLE + tl.minimum(tl.maximum(x, -reach), reach))
         else:
-            scores += tl.load(TABLE + tl.minimum(tl.maximum(least, -reach), reach))
+            scores += tl.load(TABLE + tl.minimum(tl.maximum(min_distance, -reach), reach))
     return scores
 
 
 @triton.jit
 def is_kept(seed, bh, r, j, below):
-    """Whether the weight of query row r on key j of head bh stays; r and j broadcast."""
+    """Whether the weight of query row r on key j of head bh is kept; r and j broadcast."""
     r, j = tl.broadcast(r, j)
-    none = j * 0
-    drawn, _, _, _ = tl.philox(seed, j, r, none + bh, none, ROUNDS)
-    return drawn >= below.to(tl.uint32)
+    zero = j * 0
+    random, _, _, _ = tl.philox(seed, j, r, zero + bh, zero, ROUNDS)
+    return random >= below.to(tl.uint32)
 
 
 @triton.jit
 def head_of(TABLE, SLOPES, h, reach, BIAS: tl.constexpr):
-    """Where distance 0 of head h stands in the table, and its slope."""
+    """Pointer to distance 0 of head h in the table, and its slope."""
     slope = 0.0
     if BIAS >= 2:
         slope = tl.load(SLOPES + h)
@@ -137,15 +137,15 @@ def head_of(TABLE, SLOPES, h, reach, BIAS: tl.constexpr):
     return TABLE, slope
 
 
-def share(dropout_p: float) -> tuple[int, float]:
-    """Numbers of 16 bits below the first are dropped; what stays is multiplied by the second."""
+def dropout_threshold_16(dropout_p: float) -> tuple[int, float]:
+    """Weights with a random 16-bit number below the first are dropped; the others are multiplied by the second."""
     below = min(round(dropout_p * 2**16), 2**16 - 1)
     return below, 1.0 / (1.0 - below / 2**16)
 
 
 @triton.jit
-def stay(SEED, rows, where, below, R: tl.constexpr, C: tl.constexpr):
-    """Which of C numbers in each of R rows stay; a Philox number of 128 bits decides for eight neighbours."""
+def kept_pairs(SEED, rows, where, below, R: tl.constexpr, C: tl.constexpr):
+    """Which of C weights in each of R rows are kept; a Philox number of 128 bits decides for eight neighbors."""
     r = rows[:, None] + tl.zeros((1, C // 8), tl.int32)
     c = tl.arange(0, C // 8)[None, :] + tl.zeros((R, 1), tl.int32)
     x, y, z, w = tl.philox(tl.load(SEED), c, r, c * 0 + where, c * 0, ROUNDS)

@@ -1,4 +1,4 @@
-"""o = softmax(scale · q kᵀ + bias) v over the blocks of a schedule, one program a tile of queries and a head."""
+"""o = softmax(scale · q kᵀ + bias) v over the blocks of a schedule: one program per tile of queries and head."""
 
 import triton
 import triton.language as tl
@@ -18,10 +18,10 @@ def _visit(
     c = tl.arange(0, B)
     j = members(BLOCKS, t, c, SEGMENTS)
     HIDES: tl.constexpr = RAGGED or LENGTHS
-    seen = c < tl.load(BLOCKS + t * 12 + 8)
+    valid = c < tl.load(BLOCKS + t * 12 + 8)
     if LENGTHS:
-        seen = seen & (j < limit)
-    k = rows_of(K, j, k_m, seen, d_k, DK, HIDES, WIDE)
+        valid = valid & (j < limit)
+    k = rows_of(K, j, k_m, valid, d_k, DK, HIDES, WIDE)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     unit = scale2
     if BIAS:
@@ -31,18 +31,18 @@ def _visit(
         )
         unit = 1.0
     if LENGTHS:
-        scores = tl.where(seen[None, :], scores, -float("inf"))
+        scores = tl.where(valid[None, :], scores, -float("inf"))
     if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            scores = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], scores, -float("inf"))
+            scores = tl.where(allowed(i[:, None], j[None, :]) & valid[None, :], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * unit)
-    base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet: −∞ − (−∞) would be NaN
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
     weights = tl.exp2(scores * unit - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weights, 1)
     if DROPS:
         weights = tl.where(is_kept(seed, bh, r[:, None], j[None, :], below), weights * boost, 0.0)
-    v = rows_of(V, j, v_m, seen, d_v, DV, HIDES, WIDE)
+    v = rows_of(V, j, v_m, valid, d_v, DV, HIDES, WIDE)
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return higher, total, acc
@@ -58,7 +58,7 @@ def forward_kernel(
     RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of R queries, blocks of B keys. GOES_ON: this pass continues from the o and lse of an earlier one."""
+    """Tiles of R queries, blocks of B keys. ACCUMULATES: this pass continues from the o and lse of an earlier one."""
     pid = tl.program_id(0)
     bh = pid % all_heads
     b = (bh // heads).to(tl.int64)
@@ -66,7 +66,7 @@ def forward_kernel(
     first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
     a = tl.arange(0, R)
     r = first + hop * a
-    mine = a < count
+    in_tile = a < count
     i = start + step * r
     begins = start + step * first
     latest = begins + step * hop * (R - 1)
@@ -82,7 +82,7 @@ def forward_kernel(
     if BIAS:
         TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
 
-    q = rows_of(Q, r, q_n, mine, d_k, DK, True, WIDE)
+    q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, WIDE)
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
     acc = tl.zeros((R, DV), tl.float32)
@@ -106,11 +106,11 @@ def forward_kernel(
             at = (slot.to(tl.int64) * all_heads + bh) * R + a
             tl.store(PART_LSE + at, lse)
             tl.store(PART_O + at[:, None] * DV + tl.arange(0, DV)[None, :], acc)
-            mine = a < 0
+            in_tile = a < 0
     if keep is not None:
-        mine = mine & keep(i, i)
-    tl.store(LSE + r, lse, mask=mine)
-    store_rows(O, r, o_n, acc, mine, d_v, DV, WIDE)
+        in_tile = in_tile & keep(i, i)
+    tl.store(LSE + r, lse, mask=in_tile)
+    store_rows(O, r, o_n, acc, in_tile, d_v, DV, WIDE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -125,16 +125,16 @@ def merge_kernel(
     first, hop, count, slot, pieces, _, _ = item_of(SPLITS, pid // all_heads)
     a = tl.arange(0, R)
     r = first + hop * a
-    mine = a < count
+    in_tile = a < count
     O += (bh // heads).to(tl.int64) * o_b + (bh % heads).to(tl.int64) * o_h
     LSE += bh.to(tl.int64) * n
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)
     acc = tl.zeros((R, DV), tl.float32)
     if ACCUMULATES:
-        top = tl.load(LSE + r, mask=mine, other=-float("inf"))
+        top = tl.load(LSE + r, mask=in_tile, other=-float("inf"))
         total = tl.where(top == -float("inf"), 0.0, 1.0)
-        acc = rows_of(O, r, o_n, mine, d_v, DV, True, WIDE).to(tl.float32)
+        acc = rows_of(O, r, o_n, in_tile, d_v, DV, True, WIDE).to(tl.float32)
     for u in range(pieces):
         t = slot + u
         at = (t.to(tl.int64) * all_heads + bh) * R + a
@@ -149,6 +149,6 @@ def merge_kernel(
         top = higher
     if keep is not None:
         i = start + step * r
-        mine = mine & keep(i, i)
-    tl.store(LSE + r, top + tl.log(total), mask=mine)
-    store_rows(O, r, o_n, acc / tl.where(total > 0.0, total, 1.0)[:, None], mine, d_v, DV, WIDE)
+        in_tile = in_tile & keep(i, i)
+    tl.store(LSE + r, top + tl.log(total), mask=in_tile)
+    store_rows(O, r, o_n, acc / tl.where(total > 0.0, total, 1.0)[:, None], in_tile, d_v, DV, WIDE)

@@ -37,12 +37,12 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
     task, (b, h, h_kv, n, _, d_k, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], contiguous(b, h, n, d_v)
-    way, wide = passes(call, config, False), exceeds_int32(q, k, v, o)
-    rows = max((step.work.slots for step in way.steps), default=0) * b * h * config.tile
+    route, wide = passes(call, config, False), exceeds_int32(q, k, v, o)
+    rows = max((step.work.slots for step in route.steps), default=0) * b * h * config.tile
     workspace = {"part_o": rows * padded(d_v), "part_lse": rows} if rows else {}
     part_o, part_lse = ("part_o", "part_lse") if rows else ("lse", "lse")
     launches: Launches = []
-    for step in way.steps:
+    for step in route.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
@@ -59,7 +59,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
         )  # fmt: skip
         launches.append((merge, ("o", "lse", part_o, part_lse, step.work.joins)))
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return way, Program(inputs, launches, workspace, call.device)
+    return route, Program(inputs, launches, workspace, call.device)
 
 
 def backward(call: CallLayout) -> Backward:
@@ -84,10 +84,10 @@ def backward(call: CallLayout) -> Backward:
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         grads = tuple(
-            (torch.empty if way.covers else torch.zeros)(
-                shape, dtype=torch.float32 if way.joins else call.dtype, device=device
+            (torch.empty if route.covers else torch.zeros)(
+                shape, dtype=torch.float32 if route.joins else call.dtype, device=device
             )
-            for shape, way in zip(shapes, ways)
+            for shape, route in zip(shapes, ways)
         )
         if not call.bias_gradient:
             return grads
@@ -98,13 +98,13 @@ def backward(call: CallLayout) -> Backward:
     return Backward(outputs, program, not (call.bias_gradient or by_queries.joins or by_keys.joins))
 
 
-def dq(call: CallLayout, way: DevicePasses) -> Launches:
+def dq(call: CallLayout, route: DevicePasses) -> Launches:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row."""
     (b, h, h_kv, n, _, d_k, d_v), task, (q, k, v, o, do) = call.sizes, call.task, call.tensors
     config, out = task.configs.dq, contiguous(b, h, n, d_k)
     wide = exceeds_int32(*call.tensors, out)
     launches: Launches = []
-    for nth, step in enumerate(way.steps):
+    for nth, step in enumerate(route.steps):
         launch = Launch(
             dq_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *out.strides,
@@ -116,20 +116,34 @@ def dq(call: CallLayout, way: DevicePasses) -> Launches:
         far = f"far{nth}" if call.bias_gradient else "lse"
         dlse = "dlse" if call.has_dlse else "lse"
         tables = step.work.items, step.work.blocks
-        names = "q", "k", "v", "o", "do", "lse", dlse, "stats", "dq", _part(way), far, *tables, *_extras(call)
+        names = (
+            "q",
+            "k",
+            "v",
+            "o",
+            "do",
+            "lse",
+            dlse,
+            "stats",
+            "dq",
+            _part(route),
+            far,
+            *tables,
+            *_extras(call),
+        )
         launches.append((launch, names))
         total = _sum(out, (0, padded(d_k)), step, config, (task.start, task.step), wide)
-        launches.append((total, ("dq", _part(way), step.work.joins)))
+        launches.append((total, ("dq", _part(route), step.work.joins)))
     return launches
 
 
-def dkv(call: CallLayout, way: DevicePasses) -> Launches:
+def dkv(call: CallLayout, route: DevicePasses) -> Launches:
     """Fills dk and dv from stats."""
     (b, h, h_kv, n, m, d_k, d_v), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
     config, dk, dv = task.configs.dkv, contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
     wide, both = exceeds_int32(q, k, v, do, dk, dv), padded(d_k) + padded(d_v)
     launches: Launches = []
-    for step in way.steps:
+    for step in route.steps:
         launch = Launch(
             dkv_kernel, len(step.work.items) * b * h_kv, config,
             *q.strides, *k.strides, *v.strides, *do.strides, *dk.strides, *dv.strides,
@@ -139,20 +153,20 @@ def dkv(call: CallLayout, way: DevicePasses) -> Launches:
             GROUP=h // h_kv, WIDE=wide,
         )  # fmt: skip
         tables = step.work.items, step.work.blocks
-        names = "q", "k", "v", "do", "stats", "dk", "dv", _part(way), *tables, *_extras(call)
+        names = "q", "k", "v", "do", "stats", "dk", "dv", _part(route), *tables, *_extras(call)
         launches.append((launch, names))
         for name, out, part_at in (("dk", dk, 0), ("dv", dv, padded(d_k))):
             total = _sum(out, (part_at, both), step, config, (0, 1), wide)
-            launches.append((total, (name, _part(way), step.work.joins)))
+            launches.append((total, (name, _part(route), step.work.joins)))
     return launches
 
 
-def table_gradient(call: CallLayout, way: DevicePasses, programs: int) -> Launches:
+def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
     """Fills near, one row of sums per program: Σ ds by distance, short of ±reach."""
     (b, h, h_kv, n, _, d_k, d_v), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
     config, wide = task.configs.dq, exceeds_int32(q, k, v, do)
     launches: Launches = []
-    for step in way.steps:
+    for step in route.steps:
         launch = Launch(
             bias_kernel, programs * b * h, config,
             *q.strides, *k.strides, *v.strides, *do.strides, len(step.work.items), programs,
@@ -200,9 +214,9 @@ def part_size(call: CallLayout, by_queries: DevicePasses, by_keys: DevicePasses)
     return max(sizes + [step.work.slots * b * h_kv * dkv.tile * both for step in by_keys.steps], default=0)
 
 
-def _part(way: DevicePasses) -> str:
+def _part(route: DevicePasses) -> str:
     """The buffer for parts of split tiles; lse takes its place where there are none, and is not read."""
-    return "part" if any(step.work.slots for step in way.steps) else "lse"
+    return "part" if any(step.work.slots for step in route.steps) else "lse"
 
 
 def _sum(

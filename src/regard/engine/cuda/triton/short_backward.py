@@ -1,9 +1,10 @@
-"""The gradients of a short call by one launch: some programs hold queries and make dq, others keys, for dk and dv.
+"""The backward pass of a short call in one launch: some programs compute dq of queries, others dk and dv of keys.
 
-    ds = weights ∘ (do vᵀ − delta);  delta = Σ do ∘ o − dlse  a row
+    ds = weights ∘ (do vᵀ − delta);  delta = Σ do ∘ o − dlse per row
 
-Where the GPU waits for the CPU, launches count, not sums: every program makes the delta of the rows it meets by
-itself, so that nothing waits for anything. No atomics: each gradient is written once, by the program that adds it up.
+Where the GPU waits for the CPU, the number of launches counts, not the work: every program computes the delta of the
+rows it needs by itself, so that no program waits for another. No atomics: each gradient is written once, by the
+program that adds it up.
 """
 
 from collections.abc import Iterator
@@ -32,24 +33,24 @@ from .launches import Backward, matmul_precision
 # By the larger of the two padded widths: a tile and a block of as many members.
 HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
 SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
-EMPTY_PLACE = -1  # an empty place in a tile or a block
-HEAVY = 1.5  # a member that meets so many times the median may have its like for company
-ITEM = 4  # int32 words an item takes; 3 are used
+EMPTY_PLACE = -1  # marks an empty place in a tile or a block
+HEAVY = 1.5  # members with so many times the median number of partners get tiles of their own
+ITEM = 4  # int32 words per item; 3 are used
 
 Table = NDArray[np.bool_]
 
 
 @triton.jit
 def _row_numbers(
-    LSE, DLSE, O, r, o_n, do, seen,
+    LSE, DLSE, O, r, o_n, do, valid,
     d_v: tl.constexpr, DV: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """lse in base 2 and delta of query rows r. An empty row has lse −∞; +∞ makes every weight exp2(−∞) = 0."""
-    o = rows_of(O, r, o_n, seen, d_v, DV, True, False)
+    o = rows_of(O, r, o_n, valid, d_v, DV, True, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(DLSE + r, mask=seen, other=0.0)
-    lse2 = tl.load(LSE + r, mask=seen, other=-float("inf")) * 1.4426950408889634
+        delta -= tl.load(DLSE + r, mask=valid, other=0.0)
+    lse2 = tl.load(LSE + r, mask=valid, other=-float("inf")) * 1.4426950408889634
     return tl.where(lse2 == -float("inf"), float("inf"), lse2), delta
 
 
@@ -62,25 +63,25 @@ def _for_queries(
 ):  # fmt: skip
     """dq of a tile of R queries of one head."""
     r = tl.load(MEMBERS + tl.arange(0, R))
-    mine = r >= 0
+    in_tile = r >= 0
     i = start + step * r
-    q = rows_of(Q, r, q_n, mine, d_k, DK, True, False)
-    do = rows_of(DO, r, do_n, mine, d_v, DV, True, False)
-    lse2, delta = _row_numbers(LSE, DLSE, O, r, o_n, do, mine, d_v, DV, HAS_DLSE)
+    q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, False)
+    do = rows_of(DO, r, do_n, in_tile, d_v, DV, True, False)
+    lse2, delta = _row_numbers(LSE, DLSE, O, r, o_n, do, in_tile, d_v, DV, HAS_DLSE)
     dq = tl.zeros((R, DK), tl.float32)
     for t in range(lo, hi):
         j = tl.load(BLOCKS + t * B + tl.arange(0, B))
-        seen = j >= 0
-        k = rows_of(K, j, k_m, seen, d_k, DK, True, False)
-        v = rows_of(V, j, v_m, seen, d_v, DV, True, False)
+        valid = j >= 0
+        k = rows_of(K, j, k_m, valid, d_k, DK, True, False)
+        v = rows_of(V, j, v_m, valid, d_v, DV, True, False)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
         weights = tl.exp2(scores - lse2[:, None])
         if t >= mid:
-            weights = tl.where(allowed(i[:, None], j[None, :]) & seen[None, :], weights, 0.0)
+            weights = tl.where(allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
         dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         dscores = weights * (dweights - delta[:, None])
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_rows(DQ, r, dq_n, dq * scale, mine, d_k, DK, False)
+    store_rows(DQ, r, dq_n, dq * scale, in_tile, d_k, DK, False)
 
 
 @triton.jit
@@ -93,9 +94,9 @@ def _for_keys(
 ):  # fmt: skip
     """dk and dv of a tile of R keys, over the rows of each of its GROUP query heads in turn."""
     j = tl.load(MEMBERS + tl.arange(0, R))
-    mine = j >= 0
-    k = rows_of(K, j, k_m, mine, d_k, DK, True, False)
-    v = rows_of(V, j, v_m, mine, d_v, DV, True, False)
+    in_tile = j >= 0
+    k = rows_of(K, j, k_m, in_tile, d_k, DK, True, False)
+    v = rows_of(V, j, v_m, in_tile, d_v, DV, True, False)
     dk = tl.zeros((R, DK), tl.float32)
     dv = tl.zeros((R, DV), tl.float32)
     for u in range(GROUP * (hi - lo)):
@@ -105,23 +106,23 @@ def _for_keys(
             t = lo + u % (hi - lo)
             g = u // (hi - lo)
         r = tl.load(BLOCKS + t * B + tl.arange(0, B))
-        seen = r >= 0
+        valid = r >= 0
         i = start + step * r
-        q = rows_of(Q + g * q_h, r, q_n, seen, d_k, DK, True, False)
-        do = rows_of(DO + g * do_h, r, do_n, seen, d_v, DV, True, False)
+        q = rows_of(Q + g * q_h, r, q_n, valid, d_k, DK, True, False)
+        do = rows_of(DO + g * do_h, r, do_n, valid, d_v, DV, True, False)
         lse2, delta = _row_numbers(
-            LSE + g * n, DLSE + g * n, O + g * o_h, r, o_n, do, seen, d_v, DV, HAS_DLSE
+            LSE + g * n, DLSE + g * n, O + g * o_h, r, o_n, do, valid, d_v, DV, HAS_DLSE
         )
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale2
         weights = tl.exp2(scores - lse2[None, :])
         if t >= mid:
-            weights = tl.where(allowed(i[None, :], j[:, None]) & seen[None, :], weights, 0.0)
+            weights = tl.where(allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
         dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
         dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
         dscores = weights * (dweights - delta[None, :])
         dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
-    store_rows(DK_OUT, j, dk_m, dk * scale, mine, d_k, DK, False)
-    store_rows(DV_OUT, j, dv_m, dv, mine, d_v, DV, False)
+    store_rows(DK_OUT, j, dk_m, dk * scale, in_tile, d_k, DK, False)
+    store_rows(DV_OUT, j, dv_m, dv, in_tile, d_v, DV, False)
 
 
 @triton.jit(do_not_specialize=["heads", "for_keys", "all_heads", "n", "start"])
@@ -208,7 +209,7 @@ def backward(call: CallLayout) -> Backward | None:
 
 
 def _like(x: Layout) -> tuple[int, ...]:
-    """Strides of batch, head and row that torch.empty_like gives a tensor that lies so."""
+    """Strides of batch, head and row that torch.empty_like gives a tensor of this layout."""
     return torch.empty_like(torch.empty_strided(x.shape, x.stride, device="meta")).stride()[:3]
 
 
@@ -233,7 +234,7 @@ def tables(
 
 @dataclass(frozen=True, eq=False)
 class TileLists:
-    """Tiles, the longest first. Of its blocks those that every member of the tile meets in full come first."""
+    """Tiles, the longest first. Of the blocks of a tile, those allowed for every member come first."""
 
     items: Ints  # (t, 4): first block, first masked block, end
     members: Ints  # (t, R)
@@ -241,7 +242,7 @@ class TileLists:
 
 
 def tile_lists(allowed: Table, hops: list[int], tile: int, block: int) -> TileLists:
-    """The cheapest way to put the members, the rows of the table, into tiles: a tile counts as a block more."""
+    """The cheapest assignment of members (rows of the table) to tiles; each tile costs one more block."""
     bits = np.packbits(allowed, axis=1)  # eight pairs at a time
     ways = [_tiles(order, tile) for order in _orders(allowed, hops)]
     met = [_met(bits, way, allowed.shape[1], by_all=False) for way in ways]
@@ -251,7 +252,7 @@ def tile_lists(allowed: Table, hops: list[int], tile: int, block: int) -> TileLi
 
 
 def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
-    """All members, in groups that share no tile."""
+    """Candidate orders of all members, in groups that share no tile."""
     degree = allowed.sum(1)
     heavy = degree > HEAVY * np.median(degree)
     for hop in hops:
@@ -271,11 +272,9 @@ def _tiles(groups: list[Ints], tile: int) -> Ints:
 
 
 def _met(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Table:
-    """Whom the members of each tile meet: some of them, or all."""
-    nobody = np.full(
-        (1, bits.shape[1]), 255 if by_all else 0, dtype=np.uint8
-    )  # row −1, which changes nothing
-    rows = np.concatenate([bits, nobody])[tiles]
+    """The partners of each tile: those of any member, or those of all members."""
+    neutral = np.full((1, bits.shape[1]), 255 if by_all else 0, dtype=np.uint8)  # row −1, the neutral element
+    rows = np.concatenate([bits, neutral])[tiles]
     found = (np.bitwise_and if by_all else np.bitwise_or).reduce(rows, axis=1)
     return np.unpackbits(found, axis=1, count=others).astype(bool)
 
