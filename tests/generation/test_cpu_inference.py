@@ -1,4 +1,4 @@
-"""The quick way through a stack: the same numbers as the modules, and only where they are the same."""
+"""Inference on a CPU with little overhead: the same numbers as the modules, and only where they are the same."""
 
 from contextlib import nullcontext
 
@@ -95,7 +95,7 @@ def test_embeddings_and_heads_are_read_alike(given):
 
 
 @pytest.mark.parametrize("strategy", [greedy(), sample(seed=3), beam(3)], ids=repr)
-def test_both_ways_write_the_same(strategy, monkeypatch):
+def test_both_implementations_generate_the_same(strategy, monkeypatch):
     model, (source, lengths) = translator(), sources()
     given = {"source": source, "source_lengths": lengths, "max_new_tokens": 12}
     given["eos_id"] = int(generate(model, [[1]] * 6, strategy, **given).tokens[0, 3])  # one that is written
@@ -144,7 +144,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("why", OTHERWISE)
-def test_what_the_quick_way_does_not_say_goes_the_general_way(why):
+def test_unsupported_stacks_run_by_their_modules(why):
     model, (source, lengths) = OTHERWISE[why](), sources()
     assert type(steps(model, source, lengths)[0]) is StackSteps
     assert (
