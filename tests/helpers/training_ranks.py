@@ -1,4 +1,4 @@
-"""What several ranks do in test_training_distributed.py: `torchrun … training_ranks.py FOLDER CASE…`.
+"""What several ranks do in tests/training/loop/test_distributed.py: `torchrun … training_ranks.py FOLDER CASE…`.
 
 Each case trains in a folder of its own; what a rank has to say goes to FOLDER/<case>-<rank>.json.
 """

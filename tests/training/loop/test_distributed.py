@@ -15,7 +15,7 @@ from regard.training.loop.log import read
 from regard.training.loop.ranks import ALONE, Ranks
 from training_ranks import LAST, of_one_shape, trained
 
-HERE = Path(__file__).parents[1] / "helpers"
+HERE = Path(__file__).parents[2] / "helpers"
 QUICK = ("replicate", "shard", "shard-on", "shard-half", "few", "interrupted", "full", "locked", "damaged")
 SLOW = ("uneven", "replicate-half", "replicate-on", "shard-after-replicate", "last", "timed")
 COMPILED = ("compiled", "compiled-shard")
