@@ -1,7 +1,7 @@
-"""A translator of ours as a CTranslate2 model: the same weights and tables, so the same translations.
+"""Export of an encoder-decoder to CTranslate2: the same weights and tables, so the same translations.
 
-CTranslate2 runs encoder-decoders in C++ without PyTorch. Every weight is carried over as it is; positions go as
-a table, so that no formula needs to agree. What CTranslate2 cannot say is refused by name.
+CTranslate2 runs encoder-decoders in C++ without PyTorch. Every weight is copied unchanged; positions are written
+as a table, so that no formula needs to agree. What CTranslate2 cannot express is an error that names it.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def to_ctranslate2(
 
 
 def _check(model: spec.EncoderDecoder) -> None:
-    """What a TransformerSpec of CTranslate2 has no word for."""
+    """Refuse what a TransformerSpec of CTranslate2 cannot express."""
     eps = model.decoder.block.eps
     for side, stack, seen in (("encoder", model.encoder, full()), ("decoder", model.decoder, causal())):
         block, embedding = stack.block, stack.embedding

@@ -40,7 +40,7 @@ def empty(declared: spec.Spec, batch_first: bool) -> nn.Module:
             return _write_stack(declared, batch_first)
         case spec.EncoderDecoder():
             return _write_transformer(declared, batch_first)
-    raise AssertionError(f"the door let {declared!r} in")
+    raise AssertionError(f"{declared!r} was not refused before")
 
 
 # --- from theirs ---
@@ -148,8 +148,8 @@ def _read_stack(stack: Any, pattern: Pattern | None) -> spec.Encoder | spec.Deco
         )
     if stack.norm is not None:
         _read_norms([stack.layers[0].norm1, stack.norm])
-    whole = spec.Decoder if crosses else spec.Encoder
-    return whole(first, len(stack.layers), final_norm=stack.norm is not None)
+    stack_spec = spec.Decoder if crosses else spec.Encoder
+    return stack_spec(first, len(stack.layers), final_norm=stack.norm is not None)
 
 
 def _read_transformer(module: nn.Transformer, pattern: Pattern | None) -> spec.EncoderDecoder:
@@ -173,7 +173,7 @@ READERS: dict[type, Callable[[Any, Pattern | None], spec.Spec]] = {
 }
 
 
-# --- to theirs; `field` is where in the whole declaration a part stands, for the message ---
+# To PyTorch's modules. `field` is the path of a part in the declaration, for error messages.
 
 
 def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "") -> nn.MultiheadAttention:

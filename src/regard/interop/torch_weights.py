@@ -1,4 +1,4 @@
-"""PyTorch's own attention modules as ours, and back: the same outputs, the same gradients.
+"""Conversion between PyTorch's attention modules and regard's: the same outputs, the same gradients.
 
     nn.MultiheadAttention         Attention
     nn.TransformerEncoderLayer    Block
@@ -7,11 +7,11 @@
     nn.TransformerDecoder         Decoder without embedding or head
     nn.Transformer                EncoderDecoder without embeddings or head
 
-Three habits differ, and none of them is a weight:
+Three conventions differ, none of them in the weights:
 
-- Ours take (b, n, d_model), always batch first; a PyTorch module may take (n, b, d_model).
-- Who sees whom is declared in ours (`pattern`) and said at each call in PyTorch (`attn_mask`, `tgt_mask`).
-- In ours True is "may look"; in PyTorch's masks True is "leave out". Padding is `lengths` in ours.
+- regard's modules take (b, n, d_model), always batch first; a PyTorch module may take (n, b, d_model).
+- The pattern is declared in regard and passed at each call in PyTorch (`attn_mask`, `tgt_mask`).
+- In regard True means "allowed"; in PyTorch's masks True means "excluded". Padding is `lengths` in regard.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,15 +31,15 @@ OURS = (MultiHeadAttention, Block, Stack, EncoderDecoder)
 
 
 def from_torch(module: nn.Module, *, pattern: Pattern | None = None) -> nn.Module:
-    """Our module with the weights of a PyTorch one; its `spec` is read off the module.
+    """regard's module with the weights of a PyTorch one; its `spec` is derived from the module.
 
-    pattern: whom self-attention may look at, which PyTorch is only told when called. Where not given, layers
-    with cross-attention are causal and all others look everywhere; for nn.Transformer it is the target's.
+    pattern: of the self-attention, which PyTorch gets only when called. By default, layers with
+    cross-attention are causal and all others attend everywhere; for nn.Transformer it is the target's.
     Mode (train or eval), dtype, device and frozen weights are kept; the weights are copies.
     """
     _require_known(module, tuple(READERS), "from_torch")
     declared = declare(module, pattern)
-    with torch.device("meta"):  # nothing is drawn: the caller's random numbers go on undisturbed
+    with torch.device("meta"):  # no initialization: the caller's random state is not changed
         ours = declared.build()
     pairs = list(_pairs(ours, module))
     _require_all(module, [pair.theirs for pair in pairs])
@@ -49,9 +49,9 @@ def from_torch(module: nn.Module, *, pattern: Pattern | None = None) -> nn.Modul
 
 
 def to_torch(module: Any, *, batch_first: bool = True) -> nn.Module:
-    """The PyTorch module with the weights of ours; what PyTorch has no word for is refused by name.
+    """The PyTorch module with the weights of regard's; what PyTorch cannot express is an error that names it.
 
-    A causal pattern does not travel: say `tgt_mask` or `attn_mask` at each call, as PyTorch wants it.
+    A causal pattern is not carried over: pass `tgt_mask` or `attn_mask` at each call.
     Mode (train or eval), dtype, device and frozen weights are kept; the weights are copies.
     """
     _require_known(module, OURS, "to_torch")
@@ -92,7 +92,7 @@ class Place(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """One parameter of theirs and the one of ours, or the three that lie in it, one below the other."""
+    """One parameter of PyTorch and that of regard, or the three that are stacked in it."""
 
     theirs: Place
     ours: tuple[Place, ...]
@@ -113,7 +113,7 @@ class Pair(NamedTuple):
 
 
 def _pairs(ours: Any, theirs: Any) -> Iterator[Pair]:
-    """Which weight is which: one walk serves both directions."""
+    """The corresponding weights, for both directions."""
     match ours:
         case EncoderDecoder():
             yield from _pairs(ours.encoder, theirs.encoder)
