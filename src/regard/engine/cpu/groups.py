@@ -20,20 +20,15 @@ from torch import Tensor
 from ...pattern import Pattern, causal
 from ...progression import Ints
 
-NARROW, WIDE = (
-    64,
-    192,
-)  # rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair
-FUSED_BLOCK = (
-    256  # rows of the fused op's blocks; of a triangle it masks the last block and skips what follows
-)
-MAX_KV_GRAD = (
-    1 << 21
-)  # numbers in the gradients of keys of one fused call: 8 MiB in float32 stay in the cache
+# Rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair.
+NARROW, WIDE = 64, 192
+# Rows of the fused op's blocks; of a triangle it masks the last block and skips what follows.
+FUSED_BLOCK = 256
+# Numbers in the gradients of keys of one fused call: 8 MiB in float32 stay in the cache.
+MAX_KV_GRAD = 1 << 21
 MAX_SCORES = 1 << 19  # scores of one piece
-ONE_HEAD_SCORES = (
-    1 << 17
-)  # scores from which on a piece is of one head: its q, k and v then stay in the caches
+# Scores from which on a piece is of one head: its q, k and v then stay in the caches.
+ONE_HEAD_SCORES = 1 << 17
 # Scores of one piece where all keys of a tile are concatenated: 4 MiB in float32. Smaller pieces would stay nearer to
 # the cores, but in each step one core waits for the other, and that costs more.
 MAX_CONCATENATED = 1 << 20
@@ -41,6 +36,9 @@ MIN_TILES = 8  # concatenated tiles from which on a piece is of one head
 MAX_SPLIT = 1 << 18, 1 << 21  # with bias or dropout: scores of a tile that is split by rows, and of one piece
 MIN_SPLIT_ROWS = 64  # rows of such a tile: products of fewer rows are slow
 MAX_CACHED_MASK = 1 << 20  # pairs of a mask that is kept between calls
+# Up to so many scores a group runs by products. The backward pass of the fused op weighs by exp(s − lse), with lse
+# rounded: in small groups that can err by more than twice what autograd's softmax does.
+MIN_FUSED_SCORES = 1 << 13
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +135,8 @@ class TileGroup:
     def fused(self) -> bool:
         """Whether the fused op runs it, which holds no scores and skips half of a triangle; else products."""
         if self.concatenated or self.by_products:
+            return False
+        if self.tiles * self.rows * self.keys <= MIN_FUSED_SCORES:
             return False
         large = self.masked_by is not None and self.rows * self.keys > MAX_SCORES
         half = self.triangle and self.rows > FUSED_BLOCK
