@@ -1,15 +1,16 @@
-# `make demo` shows it, `make test` proves it, `make quick` is the inner loop. All create .venv first.
+# `make demo` is a tour and a training run, `make test` runs the tests, `make quick` a selection of them for the inner
+# loop. All create .venv first.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Two workers, one thread each. A file stays with one worker, so that its fixtures are created once. Shapes are checked
-# in the test run only, and not in compiled code.
+# Two workers with one thread each. All tests of a file run in one worker, so that its fixtures are created once. Shape
+# annotations are checked by $(HOOK) in tests only, and not in compiled code.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
 HOOK := --jaxtyping-packages=regard,beartype.beartype
 
-# Under a minute on two cores: two cases per test and five examples per law, on the CPU, without what starts other
-# processes (training runs, browsers, the kernels' interpreter). No shape checker: it costs 10 s of imports.
+# Under a minute on two cores: two cases per test and five examples per law, on the CPU, without tests that start
+# other processes (training runs, browsers, Triton's interpreter). No shape checker: it adds 10 s of imports.
 QUICK := tests/pattern tests/position tests/reference tests/schedule tests/spec tests/engine tests/nn tests/generation \
 	tests/costs tests/laws tests/lens tests/cli tests/project/test_house.py --ignore=tests/engine/cuda \
 	--ignore=tests/engine/gpu --ignore=tests/engine/test_fused_qkv.py --ignore=tests/costs/flops/test_flop_counter.py \
@@ -35,12 +36,12 @@ test: $(VENV)/.ready
 quick: $(VENV)/.ready
 	REGARD_EXAMPLES=5 $(PYTEST) --quick -m "not compiled and not long" $(QUICK)
 
-# What `make test` has no time for, and its laws over more examples: about 15 minutes on two cores.
+# The slow tests that `make test` leaves out, and its laws over more examples: about 15 minutes on two cores.
 long: $(VENV)/.ready
 	REGARD_EXAMPLES=500 $(PYTEST) $(HOOK) -m "(long or hypothesis) and not compiled"
 	$(PYTEST) -m "compiled and long" $(COMPILED)
 
-# 10,000 cases per law, about an hour; each result is stored at once, and an interrupted run continues.
+# 10,000 cases per law, about an hour. Each result is stored immediately, so an interrupted run can be resumed.
 laws: $(VENV)/.ready
 	$(PY) bench/laws_long.py
 
@@ -51,7 +52,8 @@ check: $(VENV)/.ready
 	$(PY) -m mypy
 	$(MAKE) test
 
-ledger: $(VENV)/.ready  # which rows of the ledger have a test
+# Lists which rows of the ledger (the results to reproduce) have a test.
+ledger: $(VENV)/.ready
 	$(PY) tests/helpers/ledger_rows.py
 
 clean:
