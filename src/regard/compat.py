@@ -60,12 +60,12 @@ autocast_active: Callable[[], bool] = _first(
 )
 
 
-def version(x: Tensor) -> int | None:
-    """How often x was written to; None where that is not counted, so that nothing can be cached by it."""
+def version(x: Any) -> int | None:
+    """How often the tensor x was written to; None where that is not counted, so that nothing can be cached by it."""
     return None if x.is_inference() else getattr(x, "_version", None)
 
 
-def view_base(x: Tensor) -> Tensor | None:
+def view_base(x: Any) -> Tensor | None:
     """The tensor whose memory x is a view of; None where that is unknown."""
     return getattr(x, "_base", None)
 

@@ -38,9 +38,9 @@ def test_the_path_length_of_a_convolution_is_the_depth_that_connects_all_positio
         4, layers=path["dilated causal convolution"], kernel=k, dilation=k, causal=True
     )
     below = torch.ones(n, n, dtype=torch.bool).tril()
-    assert torch.equal(dilated.build().sees(n), below)
+    assert torch.equal(dilated.build().dependence(n), below)
     less = rg.Convolutional(4, layers=max(1, dilated.layers - 1), kernel=k, dilation=k, causal=True)
-    assert dilated.layers == 1 or not torch.equal(less.build().sees(n), below)
+    assert dilated.layers == 1 or not torch.equal(less.build().dependence(n), below)
 
 
 @pytest.mark.ledger("S1.Q2a.1", "S0.Q1c.5", "S0.Q1c.6", "S4.1.4a.1")

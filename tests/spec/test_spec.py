@@ -264,4 +264,7 @@ def test_a_pattern_with_empty_rows_warns_at_declaration():
 def test_a_part_is_not_built_alone():
     with pytest.raises(SpecError) as e:
         FeedForward(8).build()
-    assert str(e.value) == "FeedForward is a part; it is built by the block or the model that holds it"
+    assert (
+        str(e.value)
+        == "FeedForward is a part of a model; it is built by the block or the model that contains it"
+    )

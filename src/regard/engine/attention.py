@@ -102,10 +102,11 @@ def weights(
 def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None = None, **options: Any) -> Call:
     """The arguments of `attention`, checked, without those that change nothing."""
     names = "lengths", "bias", "scale", "ties", "dropout_p", "at", "return_lse"
-    defaults = {"ties": "share", "dropout_p": 0.0, "return_lse": False}
+    defaults = {"ties": "share", "return_lse": False}
     options.pop("backend", None)
     simple = simplified(q, k, pattern, options.get("lengths"), options.get("at"))
     pattern, options["lengths"], options["at"] = simple
+    options["dropout_p"] = float(options.get("dropout_p", 0.0))
     rest = tuple(options.pop(name, defaults.get(name)) for name in names)
     if options:
         raise _not_an_argument(options)

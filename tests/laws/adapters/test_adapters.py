@@ -319,7 +319,7 @@ def needing(q, k, v, table):
         (
             rg.FeedForward(8),
             {},
-            r"FeedForward is a part; it is built by the block or the model that holds it",
+            r"FeedForward is a part of a model; it is built by the block or the model that contains it",
         ),
     ],
 )
