@@ -476,3 +476,11 @@ def test_many_words_of_a_small_table_are_counted_pair_by_pair():
     for k in range(2, 19):
         p = p | every(k, k - 1)
     assert p.count(97) == int(p.allowed(97).sum())
+
+
+def test_a_table_is_on_the_device_of_the_pattern_s_data():
+    """Patterns with ids on a GPU are counted and explained there; the meta device stands in for one."""
+    ids = torch.arange(6, device="meta") // 2
+    for pattern in (documents(ids), causal() & documents(ids), ~lengths(ids[:2]) | window(1)):
+        assert pattern.device == ids.device and pattern.allowed(6).device == ids.device
+    assert causal().device is None and (causal() | window(2)).allowed(3).device.type == "cpu"

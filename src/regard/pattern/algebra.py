@@ -109,11 +109,22 @@ class Pattern:
         """Shifting i and j together by a multiple of this changes nothing; 0 if no such shift is known."""
         return lcm(*(leaf.shift_period for leaf in self.leaves()))
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where its data are; None if it has no tensor."""
+        return next(
+            (leaf.device for leaf in self.leaves() if leaf is not self and leaf.device is not None), None
+        )
+
     def allowed(
         self, n: int, m: int | None = None, at: At | Tensor = None, device: torch.device | str | None = None
     ) -> Bool[Tensor, "*b n m"]:
-        """The dense table, True = allowed: n × m, or b × 1 × n × m where data differ along the batch."""
+        """The dense table, True = allowed: n × m, or b × 1 × n × m where data differ along the batch.
+
+        device: None is where the pattern's data are, or the default device.
+        """
         m = n if m is None else m
+        device = self.device if device is None else device
         for leaf in self.leaves():
             leaf.fits(m)
         i = positions(self, n, m, at, device)[..., None]
@@ -132,7 +143,7 @@ class Pattern:
             return counting.row_counter(self.terms(), m, start, step)(np.arange(n, dtype=np.int64))
         chunk = max(1, CHUNK_PAIRS // max(m, 1))
         tables = (self.allowed(min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
-        counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).numpy() for t in tables]
+        counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).cpu().numpy() for t in tables]
         return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
 
     def count(self, n: int, m: int | None = None, at: At = None) -> int:

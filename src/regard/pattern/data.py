@@ -43,6 +43,10 @@ class documents(Data):
 
     ids: Int[Tensor, "*b m"]
 
+    @property
+    def device(self):
+        return self.ids.device
+
     def allows(self, i, j):
         ids, last = self.ids, self.ids.shape[-1] - 1
         if isinstance(i, int):
@@ -89,6 +93,10 @@ class lengths(Data):
     l: Int[Tensor, " b"]
 
     reads_query = False
+
+    @property
+    def device(self):
+        return self.l.device
 
     def allows(self, i, j):
         if isinstance(j, int):
