@@ -95,12 +95,11 @@ def total(count: Callable[[Ints], Ints], n: int, breaks: Iterable[int], slack: i
     """
     breaks = list(breaks)
     edges = {min(max(at + s, 0), n) for at in breaks for s in (-slack, slack + 1)} | {0, n}
-
-    def between(start: int, stop: int) -> int:
+    result = 0
+    for start, stop in pairwise(sorted(edges)):
         broken = any(start <= at + slack and at - slack < stop for at in breaks)
-        return _sum(count, start, stop) if broken else _periodic_sum(count, start, stop, period)
-
-    return sum(between(a, b) for a, b in pairwise(sorted(edges)))
+        result += _sum(count, start, stop) if broken else _periodic_sum(count, start, stop, period)
+    return result
 
 
 def _periodic_sum(count: Callable[[Ints], Ints], start: int, stop: int, period: int) -> int:

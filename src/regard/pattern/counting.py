@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import gcd, lcm
 from typing import Any
 
@@ -46,16 +47,16 @@ def row_counter(
     terms: Terms, m: int, start: int, step: int, dtype: type = np.int64
 ) -> Callable[[Ints], Ints]:
     """t ↦ the number of keys that query t may attend to: Σ coefficient · |progression of the term|."""
-    inside = Progression(0, m - 1)
+    return partial(_count_rows, terms, m, (start, step), dtype)
 
-    def count_rows(t: Ints) -> Ints:
-        i: Ints = (start + step * t).astype(dtype)
-        total = np.zeros(i.shape, dtype=np.int64)
-        for relation, coefficient in terms.items():
-            total += coefficient * (relation.keys(i) & inside).count()
-        return total
 
-    return count_rows
+def _count_rows(terms: Terms, m: int, offset: tuple[int, int], dtype: type, t: Ints) -> Ints:
+    start, step = offset
+    i: Ints = (start + step * t).astype(dtype)
+    total = np.zeros(i.shape, dtype=np.int64)
+    for relation, coefficient in terms.items():
+        total += coefficient * (relation.keys(i) & Progression(0, m - 1)).count()
+    return total
 
 
 def count(terms: Terms, n: int, m: int, start: int, step: int) -> int:

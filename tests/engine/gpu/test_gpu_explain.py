@@ -24,20 +24,28 @@ pytestmark = [
 @contextmanager
 def launched():
     """The modules of the kernels that are launched inside."""
-    from regard.engine.cuda.prepared import Launch
+    from regard.engine.cuda.prepared import Launch, Program
 
     modules = []
 
-    def noting(real):
-        def launch(self, *given):
-            modules.append(getattr(self.kernel, "fn", self.kernel).__module__)
+    def module(launch):
+        return getattr(launch.kernel, "fn", launch.kernel).__module__
+
+    def noting(real, launches):
+        def run(self, *given):
+            modules.extend(map(module, launches(self)))
             return real(self, *given)
 
-        return launch
+        return run
 
+    alone, of_program = (lambda one: [one]), (lambda program: [launch for launch, *_ in program.launches])
     with ExitStack() as stack:
-        for name in ("__call__", "direct"):
-            stack.enter_context(mock.patch.object(Launch, name, noting(getattr(Launch, name))))
+        for kind, name, launches in (
+            (Launch, "__call__", alone),
+            (Launch, "direct", alone),
+            (Program, "run", of_program),
+        ):
+            stack.enter_context(mock.patch.object(kind, name, noting(getattr(kind, name), launches)))
         yield modules
 
 

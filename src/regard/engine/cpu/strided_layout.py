@@ -134,16 +134,13 @@ def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
     for t, (key, key_step, keys, full) in zip(tile_of.tolist(), one.parts.tolist()):
         if full:
             shapes[t, key_step, keys].add(key)
-
-    def moves(t: int, key: int, key_step: int, keys: int) -> bool:
-        """Whether a neighbouring tile has the same part further on: then one mask serves all tiles."""
-        return any(other != key for s in (t - 1, t + 1) for other in shapes.get((s, key_step, keys), ()))
-
     tiles, parts = one.tiles.tolist(), one.parts.tolist()
     for t, (low, high) in enumerate(zip(one.offsets[:-1].tolist(), one.offsets[1:].tolist())):
         open_part: list[int] | None = None
         for key, key_step, keys, full in parts[low:high]:
-            fixed = bool(full) and not moves(t, key, key_step, keys)
+            # Where a neighboring tile has the same part further on, one mask serves all tiles.
+            beside = (at for s in (t - 1, t + 1) for at in shapes.get((s, key_step, keys), ()))
+            fixed = bool(full) and all(at == key for at in beside)
             touches = open_part and open_part[1] == key_step and open_part[0] + key_step * open_part[2] == key
             if open_part and touches and not fixed:
                 open_part[2] += keys

@@ -174,26 +174,27 @@ def merge(table: CoverTable, columns: Iterator[Spans]) -> Iterator[Spans]:
 
 def emit(table: CoverTable, columns: list[Spans], shift: Ints) -> tuple[Ints, Ints]:
     """offsets and parts: every progression of every span, tile by tile, from left to right."""
-    owner, parts = [], []
-
-    def add(s: Spans, at: Ints, step: Ints | int, residue: Ints, full: bool) -> None:
-        first = s.lo[at] + (residue - s.lo[at]) % step
-        count = -((first - s.hi[at]) // step)
-        real = count > 0
-        owner.append(at[real])
-        parts.append(np.stack(np.broadcast_arrays(first, step, count, int(full)), axis=1)[real])
-
+    found = []
     for s in columns:
         at = np.flatnonzero(s.cover == HULL)
-        add(s, at, s.step[at], s.residue[at], False)
+        found.append(_parts_of(s, at, s.step[at], s.residue[at], False))
         for cover, progressions in enumerate(table.covers):
             at = np.flatnonzero(s.cover == cover)
             for residue, step, full in progressions if len(at) else ():
-                add(s, at, step, (residue + shift[at]) % step, full)
-    tile = np.concatenate(owner)
+                found.append(_parts_of(s, at, step, (residue + shift[at]) % step, full))
+    tile = np.concatenate([owner for owner, _ in found])
     order = np.argsort(tile, kind="stable")
     count = np.bincount(tile, minlength=len(shift))
-    return np.concatenate([[0], np.cumsum(count)]).astype(np.int64), np.concatenate(parts)[order]
+    parts = np.concatenate([part for _, part in found])[order]
+    return np.concatenate([[0], np.cumsum(count)]).astype(np.int64), parts
+
+
+def _parts_of(s: Spans, at: Ints, step: Ints | int, residue: Ints, full: bool) -> tuple[Ints, Ints]:
+    """One progression in the spans of the tiles `at`: the tiles in which it has a member, and its parts there."""
+    first = s.lo[at] + (residue - s.lo[at]) % step
+    count = -((first - s.hi[at]) // step)
+    real = count > 0
+    return at[real], np.stack(np.broadcast_arrays(first, step, count, int(full)), axis=1)[real]
 
 
 def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Ints, Ints]:

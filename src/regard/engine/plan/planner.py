@@ -224,24 +224,24 @@ Clause = tuple[Pattern, ...]  # words and negated words, all of which hold
 
 def clauses(pattern: Pattern) -> list[Clause]:
     """The pattern as a union of clauses, if they are at most MAX_CLAUSES."""
-
-    def both(a: list[Clause], b: list[Clause]) -> list[Clause]:
-        return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
-
     match pattern:
         case Either():
             union = clauses(pattern.left) + clauses(pattern.right)
         case Both():
-            union = both(clauses(pattern.left), clauses(pattern.right))
+            union = _intersection(clauses(pattern.left), clauses(pattern.right))
         case Not(Not() as inner):
             union = clauses(inner.inner)
         case Not(Either() as inner):
-            union = both(clauses(~inner.left), clauses(~inner.right))
+            union = _intersection(clauses(~inner.left), clauses(~inner.right))
         case Not(Both() as inner):
             union = clauses(~inner.left) + clauses(~inner.right)
         case _:
             union = [(pattern,)]
     return union if len(union) <= MAX_CLAUSES else [(pattern,)]
+
+
+def _intersection(a: list[Clause], b: list[Clause]) -> list[Clause]:
+    return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
 
 
 def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Layout, ...]:

@@ -163,13 +163,17 @@ def bounds(relation: Relation, tiles: Tiles, ys: Axis) -> Bounds:
     residue, modulus = _solve(np.full_like(x0, ys.start), ys.step, modulus, residue)
     some, residue = some & (residue < FAR), residue % modulus
 
-    def clip(lo: Ints, hi: Ints, real: NDArray[np.bool_], empty: Ints | int) -> tuple[Ints, Ints]:
-        lo, hi = ys.index(lo), ys.index(np.minimum(hi, relation.key_below - 1) + 1)
-        real = real & (lo < hi)
-        return np.where(real, lo, empty), np.where(real, hi, empty)
+    last = relation.key_below - 1
+    outer = _indices(ys, outer_lo, np.minimum(outer_hi, last), some, 0)
+    inner = _indices(ys, inner_lo, np.minimum(inner_hi, last), some & each, outer[0])
+    return Bounds(outer, inner, modulus, residue)
 
-    outer = clip(outer_lo, outer_hi, some, 0)
-    return Bounds(outer, clip(inner_lo, inner_hi, some & each, outer[0]), modulus, residue)
+
+def _indices(ys: Axis, lo: Ints, hi: Ints, real: NDArray[np.bool_], empty: Ints | int) -> tuple[Ints, Ints]:
+    """The indices of the positions lo … hi, as a half-open interval; where there are none, one at `empty`."""
+    lo, hi = ys.index(lo), ys.index(hi + 1)
+    real = real & (lo < hi)
+    return np.where(real, lo, empty), np.where(real, hi, empty)
 
 
 def _both_residues(k: int, r: Ints, l: int, s: Ints) -> tuple[int, Ints, NDArray[np.bool_]]:
