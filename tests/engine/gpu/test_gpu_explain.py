@@ -5,7 +5,7 @@ PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu_explain
 """
 
 import importlib.util
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -21,10 +21,13 @@ pytestmark = [
 ]
 
 
-@contextmanager
+@pytest.fixture
 def launched():
-    """The modules of the kernels that are launched inside."""
-    from regard.engine.cuda.prepared import Launch, Program
+    """A list that receives the module of every kernel that is launched.
+
+    One patch for the whole test: a prepared call keeps the method that it was prepared with.
+    """
+    from regard.engine.cuda.prepared import PREPARED, Launch, Program
 
     modules = []
 
@@ -38,6 +41,7 @@ def launched():
 
         return run
 
+    PREPARED.clear()
     alone, of_program = (lambda one: [one]), (lambda program: [launch for launch, *_ in program.launches])
     with ExitStack() as stack:
         for kind, name, launches in (
@@ -47,6 +51,14 @@ def launched():
         ):
             stack.enter_context(mock.patch.object(kind, name, noting(getattr(kind, name), launches)))
         yield modules
+    PREPARED.clear()
+
+
+def take(modules):
+    """What has been launched since the last time."""
+    taken = modules[:]
+    modules.clear()
+    return taken
 
 
 def variant(forward, backward, grad):
@@ -58,7 +70,7 @@ def variant(forward, backward, grad):
 
 
 @pytest.mark.parametrize("calls", [40, pytest.param(300, marks=pytest.mark.long)])
-def test_what_is_explained_is_what_runs(calls):
+def test_what_is_explained_is_what_runs(calls, launched):
     met = set()
     for seed in range(calls):
         given, options = random_call(seed, "cuda")
@@ -66,12 +78,13 @@ def test_what_is_explained_is_what_runs(calls):
         met.add(result.backend)
         grad = given[0].requires_grad
         for _ in range(2):
-            with observed() as ran, launched() as forward:
+            with observed() as ran:
                 out = attention(*given, **options)
-            with launched() as backward:
-                if grad:
-                    o = out[0] if isinstance(out, tuple) else out
-                    torch.autograd.grad(o.float().sum(), given[:3], allow_unused=True)
+            forward = take(launched)
+            if grad:
+                o = out[0] if isinstance(out, tuple) else out
+                torch.autograd.grad(o.float().sum(), given[:3], allow_unused=True)
+            backward = take(launched)
             if result.backend == "triton":
                 assert not ran and forward, (seed, given[3], options)
                 assert variant(forward, backward, grad) == result.variant, (seed, given[3], options)
