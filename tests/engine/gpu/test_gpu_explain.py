@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from random_calls import observed, random_call
+from regard.engine import backends
 from regard.engine.attention import attention
 from regard.engine.explain import explain
 
@@ -42,6 +43,7 @@ def launched():
         return run
 
     PREPARED.clear()
+    backends.PREPARED.clear()
     alone, of_program = (lambda one: [one]), (lambda program: [launch for launch, *_ in program.launches])
     with ExitStack() as stack:
         for kind, name, launches in (
@@ -52,6 +54,7 @@ def launched():
             stack.enter_context(mock.patch.object(kind, name, noting(getattr(kind, name), launches)))
         yield modules
     PREPARED.clear()
+    backends.PREPARED.clear()
 
 
 def take(modules):
