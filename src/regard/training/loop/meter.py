@@ -5,7 +5,6 @@ import platform
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +64,8 @@ def memory_free(device: torch.device) -> int | None:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """The device, the system, and the versions of the software."""
+    import regard  # for its version, also where the package is on the path but not installed
+
     described: dict[str, Any] = {"device": _name(device)}
     if device.type == "cpu":
         described["threads"] = torch.get_num_threads()
@@ -73,7 +74,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "regard": version("regard"),
+        "regard": regard.__version__,
     }
     return described
 
