@@ -51,17 +51,15 @@ class Block(nn.Module):
             what = "needs a context" if context is None else "has no cross-attention for a context"
             raise ShapeError(f"this block {what}")
 
-        def own(x: Tensor) -> Tensor:
-            options = {"lengths": lengths, "cache": cache and cache.own, **scores}
-            return _attend(self.attention, weights, "self", x, **options)
-
-        def cross(x: Tensor) -> Tensor:
-            options = {"lengths": context_lengths, "cache": cache and cache.cross}
-            return _attend(self.cross, weights, "cross", x, context, **options)
-
-        x = self._branch(x, own, self.attention_norm)
+        options = {"lengths": lengths, "cache": cache and cache.own, **scores}
+        x = self._branch(
+            x, lambda y: _attend(self.attention, weights, "self", y, **options), self.attention_norm
+        )
         if self.spec.cross is not None:
-            x = self._branch(x, cross, self.cross_norm)
+            of_context = {"lengths": context_lengths, "cache": cache and cache.cross}
+            x = self._branch(
+                x, lambda y: _attend(self.cross, weights, "cross", y, context, **of_context), self.cross_norm
+            )
         if self.spec.feed_forward is not None:
             x = self._branch(x, self.feed_forward, self.feed_forward_norm)
         return x

@@ -8,7 +8,7 @@ copies of anything else are made at every use.
 from dataclasses import dataclass
 from typing import Any
 
-from .tape import Bytes, Passed, Storage, Tape, Value, Weight
+from .tape import Bytes, Storage, Tape, Value, Weight
 
 
 def scaled(entries: Bytes, up: Bytes, down: Bytes) -> Bytes:
@@ -145,16 +145,21 @@ class ModelTape(Tape):
         x_bytes, w_bytes = x.bytes, weight.bytes  # a step of the backward pass holds sizes, and no storage
 
         rows = scaled(x.entries, 1, d_in)
-
-        def backward(g: Storage) -> tuple[Passed, ...]:
-            for_x = self._multiplied(x_bytes, width) if learns else None
-            for_w = self._multiplied(w_bytes, width)
-            return for_x, for_w, (lambda: self.summed(rows, d_out, width)) if biased else None
-
         inputs = (x, weight) if bias is None else (x, weight, bias)
         saves = (x.storage, weight.storage) if learns or convolves else (x.storage,)
         entries = scaled(x.entries, d_out, d_in)
-        return self.step(inputs, entries, width, saves, backward, within=self._product_needs(entries, width))
+        return self.step(
+            inputs,
+            entries,
+            width,
+            saves,
+            lambda g: (
+                self._multiplied(x_bytes, width) if learns else None,
+                self._multiplied(w_bytes, width),
+                (lambda: self.summed(rows, d_out, width)) if biased else None,
+            ),
+            within=self._product_needs(entries, width),
+        )
 
     def _product_needs(self, entries: Bytes, width: int) -> Bytes:
         """oneDNN adds up a 16-bit product in float32 beside its result (on a CPU without matrix units)."""
@@ -181,11 +186,12 @@ class ModelTape(Tape):
         width = max(x.width, y.width)
         sizes = [(v.entries, v.width) for v in (x, y)]
         entries = x.entries
-
-        def backward(g: Storage) -> tuple[Storage, ...]:
-            return tuple(g if (e, w) == (entries, width) else self.new(e * w) for e, w in sizes)
-
-        return self.step((x, y), entries, width, backward=backward)
+        return self.step(
+            (x, y),
+            entries,
+            width,
+            backward=lambda g: tuple(g if (e, w) == (entries, width) else self.new(e * w) for e, w in sizes),
+        )
 
     def times(self, x: Value) -> Value:
         """x · a number saves nothing."""
@@ -229,12 +235,14 @@ class ModelTape(Tape):
         x = self.raised(x)
         size, w_size, biased = x.bytes, weight.bytes, bias is not None
         mean, deviation = self.new(4 * rows), self.new(4 * rows)
-
-        def backward(g: Storage) -> tuple[Storage | None, ...]:
-            return self.new(size), self.new(w_size), self.new(w_size) if biased else None
-
         inputs = (x, weight) if bias is None else (x, weight, bias)
-        return self.step(inputs, x.entries, x.width, (x.storage, mean, deviation, weight.storage), backward)
+        return self.step(
+            inputs,
+            x.entries,
+            x.width,
+            (x.storage, mean, deviation, weight.storage),
+            lambda g: (self.new(size), self.new(w_size), self.new(w_size) if biased else None),
+        )
 
     def rms_norm(self, x: Value, rows: Bytes, weight: Weight) -> Value:
         """Fused on a GPU, where x and one number per row are saved; on a CPU x and x / rms are saved."""
