@@ -19,7 +19,7 @@ from torch import Tensor
 from ...position import ByDistance
 from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
 from ..compiled_ops import sparse_attention
-from ..plan.planner import NoPlan, plan
+from ..plan.planner import why_masked
 from . import documents, gathered_layout
 from .layout import Layout
 from .memory import MAX_SAVED_WEIGHTS
@@ -27,7 +27,6 @@ from .strided_layout import fastest_concatenated, layout
 from .tiles import TileAttention, attend
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
-MAX_PARTS = 8  # progressions per tile: past that a mask is faster
 SAFETY_MARGIN = 0.85  # calls of 512 positions took up to 1.15 times their estimate
 DROPOUT = 2.0  # tiles of scores in PyTorch operations take so many times the fused operation
 # Seconds per pair of a bias by distance, and what a call takes more than a masked one: for a bias that is fixed the
@@ -64,7 +63,7 @@ class Tiles:
             return _no_documents(f)
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
-        return _no_plan(f)
+        return why_masked(f.pattern, f.n, f.m, *f.offset)
 
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # the same products as without tiles, and more steps
@@ -89,17 +88,6 @@ class Tiles:
 def variants(f: CallFacts) -> list[Variant]:
     """Those that can run a pattern without data, bias or dropout."""
     return [v for v in (_gathered(f), _concatenated(f), _merged_variant(f)) if v is not None]
-
-
-def _no_plan(f: CallFacts) -> str | None:
-    """Why there is no good plan at these sizes."""
-    if f.n == 0 or f.m == 0:
-        return "there are no pairs"
-    try:
-        parts = plan(f.pattern, f.n, f.m, *f.offset).max_parts
-    except NoPlan as why:
-        return str(why)
-    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if parts > MAX_PARTS else None
 
 
 def _no_documents(f: CallFacts) -> str | None:

@@ -14,9 +14,8 @@ from ...position import ByDistance
 from .. import double_backward
 from ..call import Call, CallFacts, Outputs, Prepared
 from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
-from ..plan.planner import NoPlan, plan
+from ..plan.planner import plan, why_masked
 
-MAX_PARTS = 8  # progressions per tile: past that a mask is faster
 MAX_HEAD_DIM = 256  # what the kernels hold
 # A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (the group `short` of
 # bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, and by several.
@@ -50,7 +49,7 @@ class Triton:
             return f"heads {max(f.d_k, f.d_v)} wide do not fit the Triton kernels, which hold {MAX_HEAD_DIM}"
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
-        return _no_plan(f)
+        return why_masked(f.pattern, f.n, f.m, *f.offset)
 
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # no sparse kernel is faster than the dense one
@@ -63,17 +62,6 @@ class Triton:
     def prepare(self, f: CallFacts) -> Prepared:
         build = (lambda: _prepared_launches(f)) if f.only_pattern and not f.observed else None
         return Prepared(self.name, variant(f), lambda: _computed(f), lambda call: _run(call, f), build)
-
-
-def _no_plan(f: CallFacts) -> str | None:
-    """Why there is no good plan at these sizes."""
-    if f.n == 0 or f.m == 0:
-        return "there are no pairs"
-    try:
-        parts = plan(f.pattern, f.n, f.m, *f.offset).max_parts
-    except NoPlan as why:
-        return str(why)
-    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if parts > MAX_PARTS else None
 
 
 def _computed(f: CallFacts) -> int:

@@ -160,6 +160,17 @@ def transposed(pattern: Pattern, n: int, m: int, start: int, step: int, tile: in
     return _cached(pattern, n, m, start, step, tile, True)()
 
 
+def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str | None:
+    """Why tiles are no good choice at these sizes, so that a mask is; None: there is a good plan."""
+    if n == 0 or m == 0:
+        return "there are no pairs"
+    try:
+        parts = plan(pattern, n, m, start, step).max_parts
+    except NoPlan as why:
+        return str(why)
+    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if parts > MAX_PARTS else None
+
+
 @lru_cache(maxsize=256)
 def _cached(
     pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
