@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import regard as rg
-from regard.engine.backends import PREPARED, Cache
+from regard.engine.backends import PREPARED
+from regard.engine.call import Cache
 
 
 def calls():
@@ -69,7 +70,7 @@ def test_a_cache_is_bounded_under_threads():
     def fill(first):
         for i in range(3000):
             key = (first * i) % 64
-            assert cache.get_or(key, lambda key=key: str(key)) == str(key)
+            assert (cache.get(key) or cache.put(key, str(key))) == str(key)
 
     threads = [Thread(target=fill, args=(i,)) for i in range(1, 9)]
     for thread in threads:

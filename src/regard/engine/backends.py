@@ -7,16 +7,14 @@ triton     on CUDA, only the keys of the pattern
 flex       compiled FlexAttention: what data or a function decide, on CUDA
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import isinf
-from threading import Lock
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ..errors import BackendError, SpecError, nearest
-from .call import CallFacts, Prepared
+from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
 from .cuda.backend import Triton
 from .flex import Flex
@@ -53,7 +51,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
         return _prepare(f, backend)
     if f.pattern.has_data:  # compared by identity, so it would be kept alive; its data may change
         return _prepare(f, backend)
-    return PREPARED.get_or((f, backend), lambda: _prepare(f, backend))
+    return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
@@ -108,33 +106,6 @@ def _without_sizes(f: CallFacts) -> Backend:
         if not (by_documents or by_blocks or dropped) and not TABLE[name].refuses(f):
             return TABLE[name]
     return TABLE["reference" if f.return_lse else "sdpa"]
-
-
-class Cache:
-    """At most `limit` values by key; the oldest goes first. Reading takes no lock: looking a key up is one operation
-    of a dict, which threads cannot divide."""
-
-    def __init__(self, limit: int):
-        self.limit, self.values, self.lock = limit, dict[Any, Any](), Lock()
-        self.get = self.values.get
-
-    def put(self, key: Any, value: Any) -> None:
-        with self.lock:
-            self.values[key] = value
-            while len(self.values) > self.limit:
-                del self.values[next(iter(self.values))]
-
-    def get_or(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Two threads may make the same value; the later one stays."""
-        value = self.get(key)
-        if value is None:
-            value = make()
-            self.put(key, value)
-        return value
-
-    def clear(self) -> None:
-        with self.lock:
-            self.values.clear()
 
 
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls that give nothing else, by what

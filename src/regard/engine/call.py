@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf, isinf, isnan, sqrt
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +19,7 @@ from ..position import ByDistance
 from ..reference import Ties
 
 Bias = ByDistance | Tensor | None
+T = TypeVar("T")
 Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was computed
 
 
@@ -280,6 +282,27 @@ class Prepared:
             return self.direct(call.q, call.k, call.v), None
         assert self.run is not None
         return self.run(call)
+
+
+class Cache:
+    """At most `limit` values by key; the oldest goes first. Reading takes no lock: looking a key up is one operation
+    of a dict, which threads cannot divide."""
+
+    def __init__(self, limit: int):
+        self.limit, self.values, self.lock = limit, dict[Any, Any](), Lock()
+        self.get = self.values.get
+
+    def put(self, key: Any, value: T) -> T:
+        """Two threads may make the same value; the later one stays."""
+        with self.lock:
+            self.values[key] = value
+            while len(self.values) > self.limit:
+                del self.values[next(iter(self.values))]
+        return value
+
+    def clear(self) -> None:
+        with self.lock:
+            self.values.clear()
 
 
 def zeros_in(
