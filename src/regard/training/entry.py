@@ -87,6 +87,7 @@ def train(
     progress: bool | Listener = True,
     heads_every: int | None = None,
     tensorboard: bool | None = None,
+    threads: int | None = None,
     **parameters: Any,
 ) -> TrainingResult: ...
 @overload
@@ -107,6 +108,7 @@ def train(
     progress: bool | Listener = True,
     heads_every: int | None = None,
     tensorboard: bool | None = None,
+    threads: int | None = None,
     **parameters: Any,
 ) -> TrainingResult | Preflight:
     """Train a recipe, evaluate the model and write a report; called again with the same folder, it resumes.
@@ -115,7 +117,7 @@ def train(
     folder of the run, by default runs/<name>. dry_run: only estimate cost, memory and time, and check the model.
     progress: a progress bar on stderr, nothing, or a function that is called with each event. heads_every: store the
     statistics of each attention head after so many updates. tensorboard: write its event files, by default where it
-    is installed.
+    is installed. threads: the number of CPU threads, by default the quickest, measured on a copy before training.
     """
     chosen = read_recipe(recipe, **parameters)
     if dry_run:
@@ -127,12 +129,15 @@ def train(
         bar = ProgressBar(chosen.settings)
     with bar as listener:
         run = Run(chosen, out or Path("runs") / chosen.name, device)
-        run.ranks.on_first(lambda: _check(run, listener))
-        run.train(*([listener, *_listeners(run, heads_every, tensorboard)] if run.ranks.rank == 0 else []))
-        if run.ranks.rank == 0 and not run.interrupted:
-            listener({"event": "evaluating", "step": run.trainer.step, "rows": len(run.data.test)})
-            run.evaluate(listener)
-            listener({"event": "report", "step": run.trainer.step, "path": str(report(run.folder))})
+        with run.threads(threads):
+            run.ranks.on_first(lambda: _check(run, listener))
+            run.train(
+                *([listener, *_listeners(run, heads_every, tensorboard)] if run.ranks.rank == 0 else [])
+            )
+            if run.ranks.rank == 0 and not run.interrupted:
+                listener({"event": "evaluating", "step": run.trainer.step, "rows": len(run.data.test)})
+                run.evaluate(listener)
+                listener({"event": "report", "step": run.trainer.step, "path": str(report(run.folder))})
     return TrainingResult(run.folder, run.interrupted)
 
 

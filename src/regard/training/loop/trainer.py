@@ -24,6 +24,7 @@ from .log import Log
 from .meter import Meter
 from .optimizer import AdamW
 from .ranks import REPLICATE, SHARD, Ranks, full_tensor, without_sync
+from .threads import Threads
 
 ADAMW = AdamW()
 
@@ -98,6 +99,7 @@ class Trainer:
         self.step, self.seconds, self.predicted = 0, 0.0, 0  # updates, training time, predicted tokens
         self.best, self.bad = math.inf, 0  # best validation loss, validations since then
         self.meter: Meter | None = None  # set by a run
+        self.threads: Threads | None = None  # set by a run on a CPU
 
     def run(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
         """Train to the end, from the last checkpoint where there is one. Rank 0 reports and logs events."""
@@ -124,7 +126,10 @@ class Trainer:
         norm = torch.tensor(math.nan)
         while not self._over():
             mark = mark if losses else time.perf_counter()
+            start = time.perf_counter()
             loss, predicted, norm = self._update()
+            if self.threads is not None and self.threads.observe(time.perf_counter() - start, predicted):
+                yield {"event": "threads", "threads": self.threads.count}
             losses.append((loss, predicted))
             self.predicted += predicted
             leave = self._synchronize(before + time.perf_counter() - began, interrupted())
@@ -315,6 +320,7 @@ class Trainer:
             "best": self.best if math.isfinite(self.best) else None,
             "bad": self.bad,
             "scale": self.scaler.state_dict(),
+            "threads": torch.get_num_threads() if self.threads is None else self.threads.count,
         }
         rest, retention = (
             self._rest() | self._random(),
@@ -337,6 +343,8 @@ class Trainer:
         self.best, self.bad = math.inf if state["best"] is None else state["best"], state["bad"]
         if self.scaler.is_enabled() and state["scale"]:
             self.scaler.load_state_dict(state["scale"])
+        if self.threads is not None and state.get("threads"):  # the same sums in the same order
+            self.threads.resume(state["threads"])
         if not random:  # a rank that the checkpoint does not have gets a seed of its own
             torch.manual_seed(self.settings.seed + 1_000_003 * self.ranks.rank + 7919 * self.step)
         for name, numbers in random.items():

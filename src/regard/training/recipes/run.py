@@ -15,11 +15,13 @@ from ..data.tokens import Tokens
 from ..loop import checkpoints
 from ..loop.log import Log
 from ..loop.ranks import Ranks
+from ..loop.threads import Threads
 from ..loop.trainer import Trainer
 from . import evaluation, preflight
 from .base import Recipe
 from .evaluation import Evaluation, evaluate
 from .preflight import Preflight
+from .trial_run import rehearsal
 
 RECIPE, MODEL, TOKENS = "recipe.json", "model", "tokens.json"
 NO_MEMORY = (
@@ -54,6 +56,21 @@ class Run:
         )
         (self.folder / preflight.FILE).write_text(result.json() + "\n", encoding="utf-8")
         return result
+
+    @contextlib.contextmanager
+    def threads(self, count: int | None = None) -> Iterator[int]:
+        """A context with the number of CPU threads that is quickest for this run, measured on a copy of the model.
+
+        On a GPU and with several ranks the number stays as it is, unless `count` is given.
+        """
+        rows, model = self.data.train, self._unsharded()
+        threads = Threads(lambda: rehearsal(self.recipe, rows, model, self.device), count)
+        if count is None and (self.device.type != "cpu" or self.ranks.world > 1):
+            yield threads.count
+            return
+        with self._memory_errors_explained(), threads:
+            self.trainer.threads = threads
+            yield threads.count
 
     def train(self, *listeners: Listener) -> nn.Module:
         """Train to the end, from the last checkpoint where there is one; saves and returns the averaged model.

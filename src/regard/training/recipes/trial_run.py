@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..loop.ranks import ALONE
+from ..loop.threads import Step
 from ..loop.trainer import Trainer
 from .base import Recipe
 
@@ -39,9 +40,24 @@ def measure_speed(recipe: Recipe, rows: Any, model: nn.Module, device: torch.dev
     return None
 
 
-def _timed(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Speed:
+def rehearsal(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Step:
+    """A function that makes one update of a copy and returns its number of predictions; the run is not changed."""
+    trial = _trial(recipe, rows, model, device)
+
+    def step() -> int:
+        with random_state_kept(device):
+            return next(iter(trial.timed(1, MAX_SECONDS)))[1]
+
+    return step
+
+
+def _trial(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Trainer:
     task, settings = recipe.task(copy.deepcopy(model).to(device)), replace(recipe.settings, compile=False)
-    measured = list(Trainer(task, rows, rows, settings, Path(), ALONE).timed(1 + UPDATES, MAX_SECONDS))
+    return Trainer(task, rows, rows, settings, Path(), ALONE)
+
+
+def _timed(recipe: Recipe, rows: Any, model: nn.Module, device: torch.device) -> Speed:
+    measured = list(_trial(recipe, rows, model, device).timed(1 + UPDATES, MAX_SECONDS))
     counted = measured[1:] or measured
     seconds, predicted = sum(s for s, _ in counted), sum(p for _, p in counted)
     method = (
