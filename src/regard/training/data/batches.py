@@ -7,6 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ...errors import SpecError
+from .buckets import cut_by_shape
 
 # Twice as long rows take longer on a CPU, and shorter ones leave more padding.
 PACKED_ROW_TOKENS = 128
@@ -39,14 +40,15 @@ def by_tokens(
     max_tokens: int,
     *,
     packed: bool = False,
+    bucketed: bool = False,
     seed: int = 0,
     epoch: int = 0,
 ) -> Plan:
     """Every row once, in batches of at most `max_tokens` tokens, padding included.
 
     Rows are sorted by length, equal lengths in random order, then split into batches; the batches come in random
-    order. Packed texts instead share rows, whatever their lengths. `seed` and `epoch` determine the order. A row has
-    one length per side (source, target).
+    order. Packed texts instead share rows, whatever their lengths; bucketed batches have few shapes. `seed` and
+    `epoch` determine the order. A row has one length per side (source, target).
     """
     if not len(lengths):
         raise SpecError("there are no rows to make batches of")
@@ -59,6 +61,10 @@ def by_tokens(
     rows = torch.randperm(len(lengths), generator=random)
     if packed:
         return _packed(rows, lengths.sum(1), max_tokens)
+    if bucketed:
+        rows, cuts, padded = cut_by_shape(rows, lengths, max_tokens)
+        order = torch.randperm(len(cuts), generator=random).tolist()
+        return Plan(rows, tuple(cuts[o] for o in order), int(lengths.sum()), padded)
     for side in range(lengths.shape[1]):  # stable sorts: the last side is the primary key
         rows = rows[lengths[rows, side].argsort(stable=True)]
     sizes = lengths[rows]
@@ -140,6 +146,7 @@ class Stream:
     epoch: int = 0
     index: int = 0  # of the next batch
     packed: bool = False
+    bucketed: bool = False
     rank: int = 0
     world: int = 1
     plan: Plan | None = None
@@ -158,7 +165,12 @@ class Stream:
         """The number of batches left in this epoch."""
         if self.plan is None:
             self.plan = by_tokens(
-                self.lengths, self.max_tokens, packed=self.packed, seed=self.seed, epoch=self.epoch
+                self.lengths,
+                self.max_tokens,
+                packed=self.packed,
+                bucketed=self.bucketed,
+                seed=self.seed,
+                epoch=self.epoch,
             )
         return len(self.plan) - self.index
 

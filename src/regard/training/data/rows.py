@@ -22,13 +22,14 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """On a device. Copies to a GPU come from pinned memory: from other memory they would synchronize."""
-        if device.type == "cuda":
-            return Batch({name: _copied(t, device) for name, t in self.inputs.items()}, self.predicted)
-        return Batch({name: t.to(device) for name, t in self.inputs.items()}, self.predicted)
+        source = self.pinned() if device.type == "cuda" else self
+        inputs = {name: t.to(device, non_blocking=True) for name, t in source.inputs.items()}
+        return Batch(inputs, self.predicted)
 
-
-def _copied(t: Tensor, device: torch.device) -> Tensor:
-    return (t.pin_memory() if t.is_cpu else t).to(device, non_blocking=True)
+    def pinned(self) -> "Batch":
+        """In pinned memory, if it is on the CPU."""
+        inputs = {name: t.pin_memory() if t.is_cpu else t for name, t in self.inputs.items()}
+        return Batch(inputs, self.predicted)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ class AdamW:
         if not all(0 <= b < 1 for b in self.betas):
             raise SpecError(f"betas={self.betas}: both need to be in [0, 1)")
 
-    def build(self, model: nn.Module) -> torch.optim.AdamW:
-        """Fused where the device supports it; its state is allocated from the start."""
+    def build(self, model: nn.Module, capturable: bool = False) -> torch.optim.AdamW:
+        """Fused where the device supports it; its state is allocated from the start.
+
+        capturable: a CUDA graph may contain its step; the learning rate is then a tensor on the GPU.
+        """
         named = list(model.named_parameters())
         decays = [p for _, p in named if p.dim() >= 2 and p.requires_grad]
         others = [p for _, p in named if p.dim() < 2 and p.requires_grad]
@@ -35,8 +38,14 @@ class AdamW:
             {"params": others, "weight_decay": 0.0},
         ]
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for _, p in named)
+        rate = torch.zeros((), device=named[0][1].device) if capturable else 0.0
         optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=0.0, betas=self.betas, eps=self.eps, fused=fused
+            [g for g in groups if g["params"]],
+            lr=rate,
+            betas=self.betas,
+            eps=self.eps,
+            fused=fused,
+            capturable=capturable,
         )
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             optimizer.state[p] = {

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from ...errors import FormatError, RegardError, SpecError
 from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
+from ..data.buckets import bucket_shape, pad_to_bucket
 from ..data.packing import pack
 from ..data.rows import Batch
 from . import checkpoints, optimizer
 from .averaging import CheckpointMean, RunningMean, ema, last
 from .checkpoints import Retention
+from .cuda_graphs import GraphedUpdates
 from .log import Log
 from .meter import Meter
 from .optimizer import AdamW
@@ -42,10 +44,12 @@ class Settings:
     clip: int | float | None = 1.0  # maximum global norm of the gradient
     accumulate: int = 1  # batches per update, over all ranks
     packed: bool = False  # several texts per row, one after the other, instead of rows of similar length
+    bucketed: bool = False  # lengths rounded up, so that batches have few shapes
     average: ema | last | None = None
     autocast: str | None = None  # "bfloat16" or "float16"
     parallel: str = REPLICATE  # each rank holds all weights, or with "shard" a part of them
     compile: bool = False
+    graphs: bool = True  # on a GPU, updates whose shapes repeat are replayed as CUDA graphs
     seed: int = 0
     save_every: int = 500
     keep: int = 3
@@ -61,6 +65,8 @@ class Settings:
             raise SpecError(f"autocast={self.autocast!r}; use 'bfloat16', 'float16' or None")
         if self.parallel not in (REPLICATE, SHARD):
             raise SpecError(f"parallel={self.parallel!r}; use {REPLICATE!r} or {SHARD!r}")
+        if self.packed and self.bucketed:
+            raise SpecError("packed=True and bucketed=True cannot be combined; packed rows have one length")
         if isinstance(self.average, last) and self.average.k > self.keep:
             raise SpecError(
                 f"{self.average} averages more checkpoints than keep={self.keep} stores; raise keep"
@@ -90,7 +96,9 @@ class Trainer:
         self.call: Callable[..., tuple[Tensor, Tensor]]
         self.call = self.ranks.distribute(task, settings.parallel, settings.compile)
         self.parameters = list(task.parameters())  # listing them at each update would take 0.5 ms
-        self.optimizer = settings.optimizer.build(task)
+        with_graphs = settings.graphs and self.device.type == "cuda" and self.ranks.world == 1
+        self.optimizer = settings.optimizer.build(task, capturable=with_graphs)
+        self.graphs = GraphedUpdates(self._work, self.device) if with_graphs else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "float16")
         self.mean = self._mean()
         self.stream = self._stream(train, settings.seed)
@@ -179,24 +187,41 @@ class Trainer:
         self.step += 1
         if not self.task.training:
             self.task.train()
-        batches = [self._batch(self.train, rows) for rows in self.stream.share(s.accumulate)]
+        batches = [self._batch(self.train, rows, s.bucketed) for rows in self.stream.share(s.accumulate)]
         predicted = int(self.ranks.sum(sum(b.predicted for b in batches))[0])
-        total = torch.zeros((), device=self.device)
-        for i, batch in enumerate(batches, 1):
-            with without_sync(self.call) if i < len(batches) else contextlib.nullcontext():
-                loss, plain = self._loss(batch)
-                # Gradients are averaged over ranks, not summed, so each loss is multiplied by their number.
-                self.scaler.scale(loss / (max(predicted, 1) / self.ranks.world)).backward()
-            total += plain.detach()
-        norm = self._clip()
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        # Gradients are averaged over ranks, not summed, so each loss is multiplied by their number.
+        divisor = max(predicted, 1) / self.ranks.world
+        if self.graphs is None or any(b.predicted == 0 for b in batches):
+            total, norm = self._work([b.to(self.device).inputs for b in batches], divisor, batches)
+        else:
+            total, norm = self.graphs([b.pinned().inputs for b in batches], divisor)
         if self.mean is not None:
             self.mean.update(self.step)
         return total, predicted, norm
+
+    def _work(
+        self, inputs: list[dict[str, Tensor]], divisor: Tensor | float, batches: list[Batch] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Forward, backward, clipping and the optimizer's step: the summed unsmoothed loss and the gradient's norm.
+
+        batches: to find those without predictions; None where each has some.
+        """
+        total = torch.zeros((), device=self.device)
+        for i, batch in enumerate(inputs, 1):
+            with without_sync(self.call) if i < len(inputs) else contextlib.nullcontext():
+                loss, plain = self._loss(batch, batches is None or batches[i - 1].predicted > 0)
+                self.scaler.scale(loss / divisor).backward()
+            total += plain.detach()
+        norm = self._clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm
 
     def timed(self, updates: int, patience: float) -> Iterator[tuple[float, int]]:
         """Seconds and predictions of single updates; none is begun after `patience` seconds. Nothing is saved."""
@@ -223,19 +248,26 @@ class Trainer:
 
     def _stream(self, data: Any, seed: int = 0) -> Stream:
         s, r = self.settings, self.ranks
-        return Stream(data.sizes, s.tokens, seed, packed=s.packed, rank=r.rank, world=r.world)
+        return Stream(
+            data.sizes, s.tokens, seed, packed=s.packed, bucketed=s.bucketed, rank=r.rank, world=r.world
+        )
 
-    def _batch(self, data: Any, rows: Tensor) -> Batch:
+    def _batch(self, data: Any, rows: Tensor, bucketed: bool = False) -> Batch:
         """A rank without rows uses one that does not count, since all ranks have to participate."""
         batch = data.batch(rows) if len(rows) else Batch(data.batch(torch.tensor([0])).inputs, 0)
-        return pack(batch, packed_width(data.sizes, self.settings.tokens)) if self.settings.packed else batch
+        if self.settings.packed:
+            return pack(batch, packed_width(data.sizes, self.settings.tokens))
+        if bucketed and len(rows):
+            longest = self.stream.lengths[rows].amax(0).tolist()
+            return pad_to_bucket(batch, bucket_shape(longest, self.settings.tokens)[0])
+        return batch
 
-    def _loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _loss(self, inputs: dict[str, Tensor], counts: bool = True) -> tuple[Tensor, Tensor]:
         kind = self.settings.autocast
         dtype = None if kind is None else getattr(torch, kind)
         with torch.autocast(self.device.type, dtype=dtype, enabled=kind is not None):
-            loss, plain = self.call(**batch.to(self.device).inputs)
-        return (loss, plain) if batch.predicted else (loss * 0, plain * 0)
+            loss, plain = self.call(**inputs)
+        return (loss, plain) if counts else (loss * 0, plain * 0)
 
     def _train_event(self, losses: list[tuple[Tensor, int]], norm: Tensor, seconds: float) -> dict[str, Any]:
         self._need_finite(norm)
@@ -245,7 +277,7 @@ class Trainer:
             "event": "train",
             "loss": float(sum(loss for loss, _ in losses) / predicted),
             "norm": float(norm),
-            "rate": self.optimizer.param_groups[0]["lr"],
+            "rate": float(self.optimizer.param_groups[0]["lr"]),
             "tokens_per_second": round(predicted / seconds),
             "seconds": round(self.seconds, 3),
             "padding_share": 0.0 if plan is None else round(plan.padding_share, 4),
@@ -272,7 +304,8 @@ class Trainer:
             while left := stream.left():
                 for rows in stream.share(min(left, self.ranks.world)):
                     batch = self._batch(self.valid, rows)
-                    total, predicted = total + float(self._loss(batch)[1]), predicted + batch.predicted
+                    plain = self._loss(batch.to(self.device).inputs, batch.predicted > 0)[1]
+                    total, predicted = total + float(plain), predicted + batch.predicted
         total, count = self.ranks.sum(total, predicted)
         loss = total / count
         self.best, self.bad = (loss, 0) if loss < self.best else (self.best, self.bad + 1)

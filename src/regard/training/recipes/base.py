@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from ... import spec, value
+from ...errors import SpecError
 from ...schedule import KINDS as SCHEDULES
 from ...spec import (
     Spec,
@@ -27,12 +28,23 @@ class Recipe:
     data: Source
     settings: Settings
     smoothing: int | float = 0.0
+    consistency: int | float = (
+        0.0  # of a translator: weight of the divergence between two passes with dropout
+    )
+
+    def __post_init__(self):
+        if self.consistency < 0:
+            raise SpecError(f"consistency={self.consistency}: it needs to be at least 0")
+        if self.consistency and not isinstance(self.data, SentencePairs):
+            raise SpecError(
+                f"consistency={self.consistency} is for translators; {type(self.data).__name__} has no such loss"
+            )
 
     def task(self, model: Any) -> nn.Module:
         """The module that computes this recipe's loss."""
         match self.data:
             case SentencePairs():
-                return Translation(model, self.smoothing)
+                return Translation(model, self.smoothing, self.consistency)
             case ContinuousText():
                 return LanguageModeling(model, self.smoothing)
             case MaskedText():

@@ -143,7 +143,7 @@ def preflight(
 ) -> Preflight:
     """Estimates for this recipe on these training rows, on `world` of these devices."""
     s = recipe.settings
-    batch = mean_batch(rows, s.tokens, s.seed, s.packed)
+    batch = mean_batch(rows, s.tokens, s.seed, s.packed, s.bucketed)
     costs = step_cost(recipe, batch, device)
     free = meter.memory_free(device)
     peak = None if costs.memory is None else costs.memory.training_peak
@@ -173,7 +173,7 @@ def preflight(
 def max_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
     """How many tokens a batch may have in the memory that is free now, by its estimated cost."""
     s = recipe.settings
-    batch = mean_batch(rows, s.tokens, s.seed, s.packed)
+    batch = mean_batch(rows, s.tokens, s.seed, s.packed, s.bucketed)
     return _fitting_tokens(step_cost(recipe, batch, device), batch, meter.memory_free(device) or 0)
 
 
@@ -182,9 +182,11 @@ def _fitting_tokens(costs: Cost, batch: MeanBatch, free: int) -> int:
     return costs.fits(free) * sides if free else 0
 
 
-def mean_batch(rows: Any, tokens: int, seed: int = 0, packed: bool = False) -> MeanBatch:
+def mean_batch(
+    rows: Any, tokens: int, seed: int = 0, packed: bool = False, bucketed: bool = False
+) -> MeanBatch:
     """The mean batch of an epoch; predictions are counted in eight of the batches."""
-    plan = by_tokens(rows.sizes, tokens, packed=packed, seed=seed)
+    plan = by_tokens(rows.sizes, tokens, packed=packed, bucketed=bucketed, seed=seed)
     lengths = [max(round(x), 1) for x in rows.sizes.double().mean(0).tolist()]
     batches = [plan[i] for i in range(0, len(plan), max(len(plan) // 8, 1))]
     with random_state_kept(torch.device("cpu")):  # rows may mask tokens at random
@@ -210,7 +212,7 @@ def flops_per_prediction(costs: Cost, batch: MeanBatch) -> float:
 def meter_of(recipe: Recipe, rows: Any, device: torch.device, world: int = 1) -> meter.Meter:
     """The meter of a run on `world` devices."""
     s = recipe.settings
-    batch = mean_batch(rows, s.tokens, s.seed, s.packed)
+    batch = mean_batch(rows, s.tokens, s.seed, s.packed, s.bucketed)
     with random_state_kept(device):
         peak = meter.peak(device.type, s.autocast or "float32", torch.get_num_threads())
     flops = flops_per_prediction(step_cost(recipe, batch, device), batch)

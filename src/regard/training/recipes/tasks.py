@@ -6,6 +6,7 @@ can be accumulated before the sum is divided.
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -13,15 +14,20 @@ from torch import Tensor, nn
 from ...nn.embedding import LanguageHead, MaskedHead
 from ...nn.stack import EncoderDecoder, Stack
 from ..data.packing import unpack
+from ..loop.consistency import consistent_cross_entropy
 from ..loop.loss import cross_entropy
 
 
 class Translation(nn.Module):
-    """−log p(target | source), token by token."""
+    """−log p(target | source), token by token.
 
-    def __init__(self, model: EncoderDecoder, smoothing: float = 0.0):
+    consistency: with a weight above 0 every sentence is read twice, with different dropout masks, and the divergence
+    of the two predictions is added to the loss.
+    """
+
+    def __init__(self, model: EncoderDecoder, smoothing: float = 0.0, consistency: float = 0.0):
         super().__init__()
-        self.model, self.smoothing = model, smoothing
+        self.model, self.smoothing, self.consistency = model, smoothing, consistency
 
     def forward(
         self,
@@ -30,10 +36,17 @@ class Translation(nn.Module):
         target: Int[Tensor, "b n"],
         targets: Int[Tensor, "b n"],
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        decoder = self.model.decoder
+        decoder, twice = self.model.decoder, self.training and self.consistency > 0
+        if twice:
+            source, source_lengths, target = (torch.cat([t, t]) for t in (source, source_lengths, target))
         context = self.model.encode(source, source_lengths)
         states = decoder.states(target, context, context_lengths=source_lengths)
-        return token_loss(decoder, states, targets, self.smoothing if self.training else 0.0)
+        smoothing = self.smoothing if self.training else 0.0
+        if not twice:
+            return token_loss(decoder, states, targets, smoothing)
+        assert isinstance(decoder.head, LanguageHead)
+        x, table, bias = decoder.head.inputs(states, decoder.embedding.table)
+        return consistent_cross_entropy(x, table, targets, bias, weight=self.consistency, smoothing=smoothing)
 
 
 def token_loss(
