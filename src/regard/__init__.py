@@ -1,122 +1,37 @@
-"""regard: attention you can declare, run, price, prove, train and see."""
+"""regard: attention you can declare, run, price, prove, train and see.
 
-from .convolution import lift, lower
-from .costs import Cost, TrainingStep, cost, fits
-from .engine.attention import allowed_from, attention
-from .engine.explain import explain
-from .engine.merge import merge
-from .errors import BackendError, FormatError, RegardError, ShapeError, SpecError
-from .generation import Generated, beam, generate, greedy, sample
-from .laws import check
-from .lens.recorder import Recorder
-from .lens.view import View, look
-from .nn.cache import Cache, KeyValues
-from .nn.serialization import load, save
-from .pattern import Pattern, documents, lengths, where
-from .pattern.words import *  # noqa: F403  # causal, window, every, …: its own __all__ lists them
-from .pattern.words import __all__ as _words
-from .position import (
-    ByDistance,
-    Position,
-    alibi,
-    learned,
-    quadratic,
-    relative_table,
-    rope,
-    shaw,
-    sinusoidal,
-    t5_buckets,
-)
-from .spec import (
-    Attention,
-    Block,
-    ClassifierHead,
-    Convolutional,
-    Decoder,
-    Embedding,
-    EmptyRowWarning,
-    Encoder,
-    EncoderDecoder,
-    FeedForward,
-    LanguageHead,
-    MaskedHead,
-    Mixing,
-    Pooler,
-    Recurrent,
-    Spec,
-    Vision,
-    from_json,
-    preset,
-    presets,
-)
-from .training import TrainingResult, train
+The public names are listed in `__init__.pyi`, for type checkers and for this file. Each is imported when it is first
+used, so that the command line can print its help without importing PyTorch.
+"""
 
-__version__ = "0.1.0"
+import ast
+import pkgutil
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-__all__ = [
-    "Attention",
-    "BackendError",
-    "Block",
-    "ByDistance",
-    "Cache",
-    "ClassifierHead",
-    "Convolutional",
-    "Cost",
-    "Decoder",
-    "Embedding",
-    "EmptyRowWarning",
-    "Encoder",
-    "EncoderDecoder",
-    "FeedForward",
-    "FormatError",
-    "Generated",
-    "KeyValues",
-    "LanguageHead",
-    "MaskedHead",
-    "Mixing",
-    "Pattern",
-    "Pooler",
-    "Position",
-    "Recorder",
-    "Recurrent",
-    "RegardError",
-    "ShapeError",
-    "Spec",
-    "SpecError",
-    "TrainingResult",
-    "TrainingStep",
-    "View",
-    "Vision",
-    "alibi",
-    "allowed_from",
-    "attention",
-    "beam",
-    "check",
-    "cost",
-    "documents",
-    "explain",
-    "fits",
-    "from_json",
-    "generate",
-    "greedy",
-    "learned",
-    "lengths",
-    "lift",
-    "load",
-    "look",
-    "lower",
-    "merge",
-    "preset",
-    "presets",
-    "quadratic",
-    "relative_table",
-    "rope",
-    "sample",
-    "save",
-    "shaw",
-    "sinusoidal",
-    "t5_buckets",
-    "train",
-    "where",
-    *_words,
-]
+__version__ = "0.2.0"
+
+_STUB = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
+_IMPORTS = [node for node in _STUB.body if isinstance(node, ast.ImportFrom)]
+_MODULE_OF = {alias.name: f".{node.module}" for node in _IMPORTS for alias in node.names if alias.name != "*"}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name or a submodule, imported now."""
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name], __name__), name)
+    elif name == "__all__":
+        value = sorted([*_MODULE_OF, *import_module(".pattern.words", __name__).__all__])
+    elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        value = import_module(f".{name}", __name__)
+    elif not name.startswith("_") and name in import_module(".pattern.words", __name__).__all__:
+        value = getattr(import_module(".pattern.words", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__getattr__("__all__"), "__version__"]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import regard as rg
 from regard.cli import targets
-from regard.cli.main import app
+from regard.cli.main import COMMANDS, app, load_command
 from regard.pattern import parse_pattern
 
 
@@ -152,3 +152,17 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2():
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: unknown model 'gtp2'; accepted") and done.stderr.count("\n") == 1
+
+
+def test_help_lists_the_commands_without_importing_pytorch():
+    code = "import sys\nfrom regard.cli.main import app\napp(standalone_mode=False)\nsys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f" {name} " in done.stdout for name in ("presets", "explain", *COMMANDS))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_shows_the_first_line_of_each_help_text(name):
+    command = load_command(name)
+    assert command.name == name
+    assert " ".join((command.help or "").split("\n\n")[0].split()) == COMMANDS[name]

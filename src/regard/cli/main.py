@@ -3,25 +3,78 @@
 import importlib
 import json
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
+    from typer.core import TyperCommand, TyperGroup
 except ModuleNotFoundError as e:  # the console script is installed with the core
     sys.exit(f"error: {e}; the command line needs an extra: pip install 'regard[cli]'")
 
 import regard
 
 from ..errors import RegardError
-from ..pattern import parse_pattern
-from . import targets
+from .forms import FORMS
 
+# The commands that have a file of their own, with the line that `regard --help` shows. A module is imported when its
+# command is used. It has a function of the command's name, or an `app` of several subcommands.
+COMMANDS = {
+    "cost": "What a model costs before it runs: parameters, FLOPs, memory, time.",
+    "check": "Run the laws of attention on a function, a module or a model of any library.",
+    "look": "Show what each attention head of a model attends to, while it runs its usual kernels.",
+    "train": "Train a recipe; run the same command again to resume it.",
+    "report": "Write report.html in the folder of a run: curves, examples, attention maps, cost, laws.",
+    "translate": "Translate with a model that `regard train translate` trained.",
+    "export": "Write a trained translator in the format of another program; its translations are equal.",
+    "bench": "Measure this machine.",
+    "serve": "Serve a web page: patterns drawn and explained, costs, the heads of a model.",
+}
+
+
+class Commands(TyperGroup):
+    """The subcommands; their modules are imported when they are used, and not to list them.
+
+    The types of click are not named here: newer releases of typer have a copy of their own.
+    """
+
+    listing = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self.listing else load_command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.listing = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.listing = False
+
+
+def load_command(name: str) -> Any:
+    """The command that a module defines."""
+    loaded = importlib.import_module("..web.serve" if name == "serve" else f".{name}", __package__)
+    if hasattr(loaded, "app"):
+        command = typer.main.get_group(loaded.app)
+        command.name = name
+        return command
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
+    single.command(name=name)(getattr(loaded, name))
+    return typer.main.get_command(single)
+
+
+CONTEXT = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="regard",
+    cls=Commands,
     help="Attention you can declare, run, price, prove, train and see.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT,
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON.")]
 
@@ -53,11 +106,13 @@ def presets(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(source: Annotated[str, typer.Argument(help=targets.FORMS)]) -> None:
+def show(source: Annotated[str, typer.Argument(help=FORMS)]) -> None:
     """Print a declaration as JSON; it can be edited and read back.
 
     Example: regard show gpt2 > mine.json
     """
+    from . import targets
+
     declared = targets.read(source)
     declared = getattr(declared, "spec", declared)
     if not isinstance(declared, regard.Spec):
@@ -77,6 +132,8 @@ def explain(
 
     Example: regard explain 'causal() & (window(128) | every(64))' --n 16384
     """
+    from ..pattern import parse_pattern
+
     declared = parse_pattern(pattern)
     explanation = regard.explain(declared, n=n, device=device)
     if as_json:
@@ -86,16 +143,6 @@ def explain(
     if draw:
         typer.echo(str(declared.draw(min(n, 16))) + "\n")
     typer.echo(str(explanation))
-
-
-# One file per command, with a function of the same name or an `app` of several subcommands.
-COMMANDS = ("cost", "check", "look", "train", "report", "translate", "export", "bench", "serve")
-for name in COMMANDS:
-    module = importlib.import_module(f".{name}" if name != "serve" else "..web.serve", __package__)
-    if hasattr(module, "app"):
-        app.add_typer(module.app, name=name)
-    else:
-        app.command(name=name)(getattr(module, name))
 
 
 def run() -> None:

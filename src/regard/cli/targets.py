@@ -10,11 +10,7 @@ from .. import spec, value
 from ..errors import FormatError, SpecError, nearest
 from ..nn.serialization import load
 from ..training.recipes.run import MODEL, RECIPE
-
-FORMS = (
-    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, a run folder or "
-    "package.module:name"
-)
+from .forms import FORMS
 
 
 def read(source: str) -> Any:

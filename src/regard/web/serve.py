@@ -7,22 +7,19 @@ from typing import Annotated
 
 import typer
 
-from ..cli import targets
-from ..cli.look import image_size, load
+from ..cli.forms import FORMS
 from ..errors import SpecError
 
 
 def serve(
-    model: Annotated[
-        str | None, typer.Argument(help=f"The model whose heads are shown: {targets.FORMS}.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=f"The model whose heads are shown: {FORMS}.")] = None,
     host: Annotated[
         str, typer.Option(help="A host name or IPv4 address; 0.0.0.0 for access from other machines.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8765,
     browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
-    """Serve a web page: draw and explain patterns, compute costs, look at the heads of a model.
+    """Serve a web page: patterns drawn and explained, costs, the heads of a model.
 
     Example: regard serve runs/translate --open
     """
@@ -32,6 +29,8 @@ def serve(
         from .app import create_app
     except ModuleNotFoundError as e:
         raise SpecError(f"the page needs an extra ({e}): pip install 'regard[web]'") from e
+    from ..cli.look import image_size, load
+
     _check_port(host, port)
     loaded = None if model is None else load(model)
     if loaded is not None and image_size(loaded.config):

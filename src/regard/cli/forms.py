@@ -1,0 +1,6 @@
+"""How a model is named on the command line. It imports nothing, so that help texts need no PyTorch."""
+
+FORMS = (
+    "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, a run folder or "
+    "package.module:name"
+)
