@@ -102,6 +102,10 @@ def losses(chosen: Recipe, folder: Path, device: str, **settings) -> tuple[list[
     model = chosen.model.build().to(device)
     task, chosen_settings = chosen.task(model), replace(chosen.settings, **settings)
     trainer = Trainer(task, data.train, data.valid, chosen_settings, folder, ALONE)
+    if (
+        trainer.scaler.is_enabled()
+    ):  # at the default scale the first gradients overflow, and updates are skipped
+        trainer.scaler = torch.amp.GradScaler(device, init_scale=128.0)
     torch.manual_seed(1)
     found = [trainer._update()[:2] for _ in range(UPDATES)]
     return [float(total) / predicted for total, predicted in found], trainer
@@ -144,6 +148,7 @@ def test_a_recipe_has_the_losses_of_the_cpu(on_cpu, name, graphs, autocast):
 
 
 @pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # the compiler would rather have fewer bits
 @pytest.mark.parametrize("autocast", ALLOWED)
 @pytest.mark.parametrize("name", ["translate", "masked", "masked-packed", "image", "language"])
 def test_a_compiled_recipe_has_the_losses_of_the_cpu(on_cpu, name, autocast):
@@ -164,7 +169,7 @@ def test_repeated_shapes_are_replayed_as_graphs_with_the_same_losses(on_cpu):
 
 
 def test_graphs_use_new_dropout_masks_at_each_replay():
-    """With dropout and a rate of 0 the same batch gives another loss each time, also when it is replayed."""
+    """With dropout and a rate near 0 the same batch gives another loss each time, also when it is replayed."""
     chosen = recipe("image", layers=2)
     block = replace(chosen.model.encoder.block, dropout=0.5)
     model = replace(chosen.model, encoder=replace(chosen.model.encoder, block=block))
@@ -172,7 +177,7 @@ def test_graphs_use_new_dropout_masks_at_each_replay():
     chosen = replace(chosen, model=model, data=data)
     rows = data.load(Path()).train
     rows = replace(rows, inputs=rows.inputs[:64], labels=rows.labels[:64])
-    settings = replace(chosen.settings, schedule=constant(0.0), average=None)
+    settings = replace(chosen.settings, schedule=constant(1e-12), average=None)
     trainer = Trainer(chosen.task(model.build().cuda()), rows, rows, settings, Path(), ALONE)
     found = [float(trainer._update()[0]) for _ in range(8)]
     assert len(trainer.graphs.graphs) == 1 and len(set(found)) == 8
@@ -259,7 +264,8 @@ def test_a_killed_run_resumes_bit_for_bit(texts, tmp_path):
     settings = replace(chosen.settings, steps=400, save_every=40, valid_every=400, graphs=False)
     (tmp_path / "recipe.json").write_text(replace(chosen, settings=settings).json())
     (tmp_path / "run.py").write_text(KILLED)
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    package = str(Path(rg.__file__).parents[1])
+    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": package}
 
     def start(folder: str) -> subprocess.Popen:
         command = [sys.executable, "run.py", "recipe.json", folder]
@@ -268,7 +274,6 @@ def test_a_killed_run_resumes_bit_for_bit(texts, tmp_path):
     whole = start("whole")
     for kill in range(4):
         process = start("killed")
-        before = len(list((tmp_path / "killed" / "checkpoints").glob("0*")))
         while process.poll() is None:
             steps = [int(p.name) for p in (tmp_path / "killed" / "checkpoints").glob("0*")]
             if steps and max(steps) >= 80 * (kill + 1):
@@ -276,8 +281,7 @@ def test_a_killed_run_resumes_bit_for_bit(texts, tmp_path):
                 break
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert before <= 4
+        assert process.wait() == -signal.SIGKILL  # it was still training
     assert start("killed").wait() == 0 and whole.wait() == 0
     one, other = (rg.load(tmp_path / folder / "model").state_dict() for folder in ("whole", "killed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
