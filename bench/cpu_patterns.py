@@ -27,7 +27,7 @@ from torch import Tensor
 from regard.engine.attention import attention
 from regard.engine.backends import TABLE, choose
 from regard.engine.call import CallFacts
-from regard.engine.plan.planner import plan
+from regard.engine.plan import plan
 from regard.pattern import Pattern, causal, dilated, every, sinks, strided, window
 
 HEADS, WIDTH, THREADS = 8, 64, 2

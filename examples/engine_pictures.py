@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 import regard as rg
-from regard.engine.plan.planner import Plan, plan
+from regard.engine.plan import Plan, plan
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 FULL, PARTIAL, EXTRA, ALLOWED, EDGE = "#2a9d8f", "#e9a23b", "#f6dfb5", "#3a5a78", "#444444"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from regard.engine.cpu import denormals
+from regard import compat
 from regard.pattern import KINDS
 
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
 def denormals_as_they_were():
     """A test that compiles for the CPU must not change the numbers of those after it."""
     torch.set_flush_denormal(False)  # nor must what the tests of a module share, which is made before this
-    with denormals.preserved():
+    with compat.denormals_preserved():
         yield
 
 

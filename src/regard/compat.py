@@ -1,11 +1,13 @@
 """Every private PyTorch or Triton API that regard uses, each behind a probe with a fallback.
 
 A private API may change or vanish with any release. Each one is looked up once, here; where it is missing, or is not
-what this file was written for, a public replacement runs instead: slower, never wrong.
+what this file was written for, a public replacement runs instead: slower, never wrong. Also here: the side effect of
+PyTorch's compiler that regard undoes.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from math import inf
 from typing import Any
@@ -351,3 +353,23 @@ def _lerp_one_by_one(tensors: list[Tensor], ends: list[Tensor], weight: float) -
 foreach_lerp_: Callable[[list[Tensor], list[Tensor], float], Any] = _first(
     lambda: torch._foreach_lerp_, lambda: _lerp_one_by_one
 )
+
+
+# Numbers below 2⁻¹⁰²² (2⁻¹²⁶ in float32) as IEEE 754 has them: PyTorch's compiler links C++ for the CPU with fast
+# math, and loading that code makes the thread treat such numbers as zero.
+
+
+@contextmanager
+def denormals_preserved() -> Iterator[None]:
+    """Whatever is compiled inside, denormal numbers are treated afterwards as they were before."""
+    before = denormals_flushed()
+    try:
+        yield
+    finally:
+        if denormals_flushed() and not before:
+            torch.set_flush_denormal(False)
+
+
+def denormals_flushed() -> bool:
+    """Whether half of the smallest normal number counts as zero."""
+    return sys.float_info.min / 2 == 0.0

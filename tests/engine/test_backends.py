@@ -11,7 +11,7 @@ import regard as rg
 from regard.engine.backends import TABLE, choose
 from regard.engine.call import CallFacts
 from regard.engine.cpu.strided_layout import layout
-from regard.engine.plan.planner import NoPlan
+from regard.engine.plan import NoPlan
 from regard.errors import BackendError
 from regard.position import ByDistance
 

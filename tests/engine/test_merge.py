@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.engine.merge import join, merge
+from regard.engine.cpu.kernels import join
+from regard.engine.merge import merge
 from regard.errors import ShapeError
 
 N, M, D = 7, 11, 3

@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from regard.engine.plan import planner
-from regard.engine.plan.cells import ALL, NONE, SOME, cover
-from regard.engine.plan.planner import NoPlan, clauses, plan, transposed
+from regard.engine import plan as planner
+from regard.engine.parts import ALL, NONE, SOME, cover
+from regard.engine.plan import NoPlan, clauses, plan, transposed
 from regard.pattern import (
     Pattern,
     Related,

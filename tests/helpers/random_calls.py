@@ -115,7 +115,7 @@ def observed() -> Iterator[list[str]]:
 
 def _tiles_variant(call: TileAttention, buffers: Any, q: Any, k: Any, v: Any, e: Any = None) -> str:
     """By the layout that the executor is given."""
-    if isinstance(call.layouts, GatheredLayout):
+    if isinstance(call.layouts[0], GatheredLayout):
         return "tiles, short sequence: gathered keys"
     if e is not None or call.dropout_p:
         return "tiles, dropout" if e is None else "tiles, bias by distance"

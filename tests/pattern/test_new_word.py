@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import regard as rg
 from regard import reference
 from regard.cli.main import app
-from regard.engine.plan.planner import plan, transposed
+from regard.engine.plan import plan, transposed
 from regard.pattern import KINDS, BlockGrid, Pattern, Relation, Shorthand, Word, classification, parse_pattern
 
 TOYS = {

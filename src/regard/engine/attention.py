@@ -1,5 +1,6 @@
-"""The entry point to attention."""
+"""The entry point to attention: its arguments are checked, and those that change nothing are removed."""
 
+from math import inf, isnan, sqrt
 from typing import Any
 
 import torch
@@ -7,18 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import compat, reference
-from ..errors import SpecError
-from ..pattern import At, Pattern, full
+from ..errors import ShapeError, SpecError
+from ..pattern import At, Pattern, full, query_offset
+from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, choose
-from .call import (
-    Bias,
-    Call,
-    check,
-    facts_of,
-    normalized,
-    simplified,
-)
+from .call import Bias, Call, broadcasts, facts_of, readable, replaced
 
 # Looked up once: a name behind three dots costs as much as what it reads.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
@@ -63,8 +58,15 @@ def attention(
         key = _key(q, k, v, pattern, scale, backend)
         if key is not None and (direct := _prepared(key)) is not None:
             return direct(q, k, v)
-    given = _call(q, k, v, pattern, (lengths, bias, scale, ties, float(dropout_p), at, return_lse))
-    call = normalized(given)
+    options = {
+        "lengths": lengths,
+        "bias": bias,
+        "scale": scale,
+        "ties": ties,
+        "dropout_p": dropout_p,
+        "at": at,
+    }
+    call = normalized(_checked(q, k, v, pattern, return_lse=return_lse, **options))
     prepared = choose(facts_of(call), backend)
     if _compiling():
         assert prepared.run is not None
@@ -89,10 +91,9 @@ def weights(
 
     options: scale, ties and at, as in `attention`.
     """
-    scale, ties, at = options.pop("scale", None), options.pop("ties", "share"), options.pop("at", None)
-    if options:
-        raise TypeError(f"weights() got an unexpected keyword argument {next(iter(options))!r}")
-    call = normalized(_call(q, k, k, pattern, (lengths, bias, scale, ties, 0.0, at, False))).hide()
+    for name in options.keys() - {"scale", "ties", "at"}:
+        raise TypeError(f"weights() got an unexpected keyword argument {name!r}")
+    call = normalized(_checked(q, k, k, pattern, lengths=lengths, bias=bias, **options)).hide()
     k = reference.repeat_heads(call.k, q.shape[1])
     return reference.attend(
         call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=call.ties
@@ -101,25 +102,19 @@ def weights(
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None = None, **options: Any) -> Call:
     """The arguments of `attention`, checked, without those that change nothing."""
-    names = "lengths", "bias", "scale", "ties", "dropout_p", "at", "return_lse"
-    defaults = {"ties": "share", "return_lse": False}
     options.pop("backend", None)
-    simple = simplified(q, k, pattern, options.get("lengths"), options.get("at"))
-    pattern, options["lengths"], options["at"] = simple
-    options["dropout_p"] = float(options.get("dropout_p", 0.0))
-    rest = tuple(options.pop(name, defaults.get(name)) for name in names)
-    if options:
-        raise _not_an_argument(options)
-    return _call(q, k, v, pattern, rest)
+    pattern, lengths, at = simplified(q, k, pattern, options.pop("lengths", None), options.pop("at", None))
+    foreign = {name: x for name, x in options.items() if name not in Call.__dataclass_fields__}
+    if foreign:
+        raise _not_an_argument(foreign)
+    return _checked(q, k, v, pattern, lengths=lengths, at=at, **options)
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None, options: tuple[Any, ...]
-) -> Call:
-    """options: lengths, bias, scale, ties, dropout_p, at, return_lse."""
+def _checked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None, **options: Any) -> Call:
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
-    return check(Call(q, k, v, pattern, table, *options))
+    options["dropout_p"] = float(options.get("dropout_p", 0.0))
+    return check(Call(q, k, v, pattern, table, **options))
 
 
 def _pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tensor | None]:
@@ -199,3 +194,148 @@ def allowed_from(
         return additive > torch.finfo(additive.dtype).min
     assert padding is not None
     return ~padding[:, None, None, :]
+
+
+# Arguments that change nothing.
+
+Sayable = tuple[Pattern | Tensor | None, Tensor | None, At | Tensor]
+
+
+def simplified(
+    q: Tensor, k: Tensor, pattern: Pattern | Tensor | None, lengths: Tensor | None, at: At | Tensor
+) -> Sayable:
+    """pattern, lengths and at; None in place of a table of ones, lengths of all keys, and the default query offset.
+
+    Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
+    """
+    if (
+        torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4
+    ):  # a compiler may have symbols for the sizes
+        return pattern, lengths, at
+    (b, h, n, _), m = q.shape, k.shape[2]
+    if at is not None and n <= m:
+        at = _common_offset(at, b)
+        if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
+            at = None
+    if (
+        lengths is not None
+        and lengths.shape == (b,)
+        and readable(lengths)
+        and b
+        and min(lengths.tolist()) >= m
+    ):
+        lengths = None
+    if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
+        pattern = None if _allows_all(pattern) else pattern
+    return pattern, lengths, at
+
+
+def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
+    """The offset of all batch rows, where a tensor holds one and the same."""
+    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or at.is_floating_point():
+        return at
+    first, *others = at.tolist()
+    return at if any(other != first for other in others) else first
+
+
+def _allows_all(table: Tensor) -> bool:
+    """Whether a bool tensor is all ones. In a large one, the last key of the first query tells most masks apart."""
+    if not readable(table) or not table.numel():
+        return False
+    if table.numel() > 1 << 14 and not bool(table[(0,) * (table.dim() - 1) + (-1,)]):
+        return False
+    return bool(table.all())
+
+
+def normalized(call: Call) -> Call:
+    """The same call without the default scale, an offset that nothing reads or `ties` that cannot occur, and with a
+    scale above 0."""
+    changes: dict[str, Any] = {}
+    if not call.hard and call.ties != "share":
+        changes["ties"] = "share"
+    d_k = call.q.shape[-1]
+    if call.scale is not None and d_k and call.scale in (d_k**-0.5, 1 / sqrt(d_k)):
+        changes["scale"] = None
+    if call.at is not None and not call.pattern.reads_query and not isinstance(call.bias, ByDistance):
+        changes["at"] = None
+    return _above_zero(replaced(call, **changes) if changes else call)
+
+
+def _above_zero(call: Call) -> Call:
+    """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
+    if call.scale is None or call.scale > 0:
+        return call
+    if call.scale < 0:
+        return replaced(call, q=-call.q, scale=-call.scale)
+    return replaced(call, q=0 * call.q, scale=1.0)
+
+
+# Arguments that do not fit.
+
+
+def check(call: Call) -> Call:
+    """The call, if its tensors fit one another; else a ShapeError that says which do not."""
+    q, k, v = call.q, call.k, call.v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ShapeError(f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed")
+    if not (q.device == k.device == v.device):
+        raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
+    if not (q.dtype == k.dtype == v.dtype):
+        raise ShapeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype")
+    if q.shape[-1] != k.shape[-1]:
+        raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
+    if k.shape[:3] != v.shape[:3]:
+        raise ShapeError(
+            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they need the same batch, heads and positions"
+        )
+    if q.shape[0] != k.shape[0]:
+        raise ShapeError(
+            f"a batch of {q.shape[0]} queries over a batch of {k.shape[0]} keys; give both the same"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
+    _check_extras(call)
+    return call
+
+
+def _check_extras(call: Call) -> None:
+    q, n, m = call.q, call.n, call.m
+    b = q.shape[0]
+    if call.lengths is not None and tuple(call.lengths.shape) != (b,):
+        raise ShapeError(
+            f"lengths has shape {tuple(call.lengths.shape)}; one per batch row is needed: ({b},)"
+        )
+    if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
+        raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
+    if not isinstance(call.at, Tensor):
+        query_offset(call.pattern, n, m, call.at)
+    for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
+        if x is not None and not broadcasts(x.shape, (b, q.shape[1], n, m)):
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}, which does not broadcast to "
+                f"(batch, heads, queries, keys) = {(b, q.shape[1], n, m)}"
+            )
+    if isinstance(call.bias, Tensor) and call.bias.dtype == torch.bool:
+        raise SpecError(
+            "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may attend"
+        )
+    if isinstance(call.bias, ByDistance):
+        if n > m and call.at is None:
+            raise ShapeError(
+                f"{n} queries over {m} keys: a bias by distance compares positions, and query 0 would be at "
+                f"{m - n}; give the query offset with at=, for example at=0"
+            )
+        for x in (call.bias.table, call.bias.slopes):
+            if x is not None and x.shape[0] != q.shape[1]:
+                raise ShapeError(f"a bias by distance for {x.shape[0]} heads and queries with {q.shape[1]}")
+    if call.scale is not None and isnan(call.scale):
+        raise SpecError("scale=nan is no number; use None for 1/√d_k")
+    if call.scale == -inf:
+        raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")
+    if call.hard and call.return_lse:
+        raise SpecError("scale=inf has no log-sum-exp: ask for return_lse=True with a finite scale only")
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise SpecError(f"dropout_p={call.dropout_p} is not in [0, 1)")
+    if call.ties not in ("share", "first"):
+        raise SpecError(f"ties={call.ties!r}; use 'share' (tied keys share equally) or 'first'")

@@ -1,9 +1,9 @@
-"""One attention call: its tensors, checked (Call); what a backend decides by (CallFacts); what runs it (Prepared)."""
+"""One attention call: its tensors (Call); what a backend decides by (CallFacts); what runs it (Prepared)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import inf, isinf, isnan, sqrt
+from math import inf, isinf
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import compat
-from ..errors import ShapeError, SpecError
+from ..errors import ShapeError
 from ..pattern import At, Pattern, causal, documents, full, positions, query_offset
 from ..pattern import lengths as pattern_lengths
 from ..position import ByDistance
@@ -67,7 +67,7 @@ class Call:
         if not isinstance(self.pattern, full):
             table = dense(self.pattern, self.n, self.m, self.at, self.q)
             need = (self.q.shape[0], self.q.shape[1], self.n, self.m)
-            if not _broadcasts(table.shape, need):
+            if not broadcasts(table.shape, need):
                 raise ShapeError(
                     f"{self.pattern!r} gives a table of {tuple(table.shape)}, which does not broadcast to "
                     f"(batch, heads, queries, keys) = {need}"
@@ -344,80 +344,6 @@ def replaced(call: Call, **changes: Any) -> Call:
     return Call(**{**{f: getattr(call, f) for f in Call.__dataclass_fields__}, **changes})
 
 
-# Arguments that change nothing.
-
-Sayable = tuple[Pattern | Tensor | None, Tensor | None, At | Tensor]
-
-
-def simplified(
-    q: Tensor, k: Tensor, pattern: Pattern | Tensor | None, lengths: Tensor | None, at: At | Tensor
-) -> Sayable:
-    """pattern, lengths and at; None in place of a table of ones, lengths of all keys, and the default query offset.
-
-    Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
-    """
-    if (
-        torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4
-    ):  # a compiler may have symbols for the sizes
-        return pattern, lengths, at
-    (b, h, n, _), m = q.shape, k.shape[2]
-    if at is not None and n <= m:
-        at = _common_offset(at, b)
-        if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
-            at = None
-    if (
-        lengths is not None
-        and lengths.shape == (b,)
-        and readable(lengths)
-        and b
-        and min(lengths.tolist()) >= m
-    ):
-        lengths = None
-    if type(pattern) is Tensor and pattern.dtype == torch.bool and _broadcasts(pattern.shape, (b, h, n, m)):
-        pattern = None if _allows_all(pattern) else pattern
-    return pattern, lengths, at
-
-
-def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
-    """The offset of all batch rows, where a tensor holds one and the same."""
-    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or at.is_floating_point():
-        return at
-    first, *others = at.tolist()
-    return at if any(other != first for other in others) else first
-
-
-def _allows_all(table: Tensor) -> bool:
-    """Whether a bool tensor is all ones. In a large one, the last key of the first query tells most masks apart."""
-    if not readable(table) or not table.numel():
-        return False
-    if table.numel() > 1 << 14 and not bool(table[(0,) * (table.dim() - 1) + (-1,)]):
-        return False
-    return bool(table.all())
-
-
-def normalized(call: Call) -> Call:
-    """The same call without the default scale, an offset that nothing reads or `ties` that cannot occur, and with a
-    scale above 0."""
-    changes: dict[str, Any] = {}
-    if not call.hard and call.ties != "share":
-        changes["ties"] = "share"
-    d_k = call.q.shape[-1]
-    if call.scale is not None and d_k and call.scale in (d_k**-0.5, 1 / sqrt(d_k)):
-        changes["scale"] = None
-    if call.at is not None and not call.pattern.reads_query and not isinstance(call.bias, ByDistance):
-        changes["at"] = None
-    return _above_zero(replaced(call, **changes) if changes else call)
-
-
-def _above_zero(call: Call) -> Call:
-    """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
-    if call.scale is None or call.scale > 0:
-        return call
-    if call.scale < 0:
-        return replaced(call, q=-call.q, scale=-call.scale)
-    return replaced(call, q=0 * call.q, scale=1.0)
-
-
 # Tables of allowed pairs.
 
 
@@ -439,75 +365,7 @@ def _dense(pattern: Pattern, n: int, m: int, at: At, device: torch.device) -> Bo
     return pattern.allowed(n, m, at, device)
 
 
-def check(call: Call) -> Call:
-    """The call, if its tensors fit one another; else a ShapeError that says which do not."""
-    q, k, v = call.q, call.k, call.v
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ShapeError(f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed")
-    if not (q.device == k.device == v.device):
-        raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
-    if not (q.dtype == k.dtype == v.dtype):
-        raise ShapeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype")
-    if q.shape[-1] != k.shape[-1]:
-        raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
-    if k.shape[:3] != v.shape[:3]:
-        raise ShapeError(
-            f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they need the same batch, heads and positions"
-        )
-    if q.shape[0] != k.shape[0]:
-        raise ShapeError(
-            f"a batch of {q.shape[0]} queries over a batch of {k.shape[0]} keys; give both the same"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
-    _check_extras(call)
-    return call
-
-
-def _check_extras(call: Call) -> None:
-    q, n, m = call.q, call.n, call.m
-    b = q.shape[0]
-    if call.lengths is not None and tuple(call.lengths.shape) != (b,):
-        raise ShapeError(
-            f"lengths has shape {tuple(call.lengths.shape)}; one per batch row is needed: ({b},)"
-        )
-    if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
-        raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
-    if not isinstance(call.at, Tensor):
-        query_offset(call.pattern, n, m, call.at)
-    for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
-        if x is not None and not _broadcasts(x.shape, (b, q.shape[1], n, m)):
-            raise ShapeError(
-                f"{name} has shape {tuple(x.shape)}, which does not broadcast to "
-                f"(batch, heads, queries, keys) = {(b, q.shape[1], n, m)}"
-            )
-    if isinstance(call.bias, Tensor) and call.bias.dtype == torch.bool:
-        raise SpecError(
-            "a bool tensor as bias would add 0 and 1 to the scores; give it as pattern, True = may attend"
-        )
-    if isinstance(call.bias, ByDistance):
-        if n > m and call.at is None:
-            raise ShapeError(
-                f"{n} queries over {m} keys: a bias by distance compares positions, and query 0 would be at "
-                f"{m - n}; give the query offset with at=, for example at=0"
-            )
-        for x in (call.bias.table, call.bias.slopes):
-            if x is not None and x.shape[0] != q.shape[1]:
-                raise ShapeError(f"a bias by distance for {x.shape[0]} heads and queries with {q.shape[1]}")
-    if call.scale is not None and isnan(call.scale):
-        raise SpecError("scale=nan is no number; use None for 1/√d_k")
-    if call.scale == -inf:
-        raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")
-    if call.hard and call.return_lse:
-        raise SpecError("scale=inf has no log-sum-exp: ask for return_lse=True with a finite scale only")
-    if not 0.0 <= call.dropout_p < 1.0:
-        raise SpecError(f"dropout_p={call.dropout_p} is not in [0, 1)")
-    if call.ties not in ("share", "first"):
-        raise SpecError(f"ties={call.ties!r}; use 'share' (tied keys share equally) or 'first'")
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     # the sizes may be symbols, for which Dynamo has no `in`
     fits = [s == 1 or s == t for s, t in zip(reversed(shape), reversed(to))]
     return len(shape) <= len(to) and all(fits)

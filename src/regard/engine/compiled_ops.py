@@ -20,7 +20,7 @@ from .call import Call
 from .cpu import documents, tiles
 from .cpu.layout import Layout
 from .cpu.strided_layout import from_plans, layout
-from .plan.planner import NoPlan, Pass, Plan
+from .plan import NoPlan, Pass, Plan
 
 TILE = 512  # queries at a time where every pair is visited
 SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
@@ -108,8 +108,8 @@ def sparse(
 
         seed = NO_SEED if tensors.seed is None else int(tensors.seed)
         return triton.forward((q, k, v), tensors[:3], seed, options)
-    o, lse = tiles.run(q, k, v, _tiles(q, k, tensors, options), tensors.bias)
-    return o.to(q.dtype).contiguous(), lse.to(_lse_dtype(q)).contiguous()
+    o, lse = tiles.attend(q, k, v, _tiles(q, k, tensors, options), tensors.bias)
+    return o.contiguous(), lse.contiguous()
 
 
 @sparse.register_fake
@@ -141,7 +141,7 @@ def sparse_backward(
         results = triton.backward((grad, grad_lse), saved[:5], tensors[:3], seed, options, of_bias)
     else:
         of = tiles.Saved(q, k, v, o=o, lse=lse, grad_lse=grad_lse)
-        results = tiles.run_backward(grad, of, _tiles(q, k, tensors, options), tensors.bias, of_bias)
+        results = tiles.attend_backward(grad, of, _tiles(q, k, tensors, options), tensors.bias, of_bias)
     likes = q, k, v, tensors.table, tensors.slopes
     return tuple(  # type: ignore[return-value]
         grad.new_empty(0) if g is None or x is None else g.to(x.dtype).contiguous()

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..errors import SpecError, nearest
 from ..pattern import Pattern
-from .attention import call_of
+from .attention import call_of, normalized
 from .backends import choose
-from .call import CallFacts, Prepared, facts_of, normalized
+from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
-from .plan.planner import NoPlan, plan
+from .plan import NoPlan, plan
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from ..pattern import BlockGrid, Data, Pattern, positions, query_offset, where
 from ..pattern.algebra import RowMask
 from ..pattern.classification import BLOCK, both
 from .call import Call, CallFacts, Outputs, Prepared
-from .cpu import denormals
 
 if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
     from torch.nn.attention.flex_attention import BlockMask
@@ -89,7 +88,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     if torch.compiler.is_compiling():
         result = flex_attention(q, k, v, block_mask=mask, **options)
     else:
-        with denormals.preserved():  # on the CPU it is C++ that is compiled at the first call
+        with compat.denormals_preserved():  # on the CPU it is C++ that is compiled at the first call
             result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse

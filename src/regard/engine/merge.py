@@ -41,15 +41,3 @@ def merge(parts: Sequence[Part]) -> Part:
     lse = torch.where(has_keys, torch.where(has_keys, total, 1.0).log() + max_lse, -inf)
     shares = rearrange(shares, "p ... -> p ... 1").to(parts[0][0].dtype)
     return sum(share * o for share, (o, _) in zip(shares, parts)), lse
-
-
-def join(
-    o: Float[Tensor, "*b n d_v"],
-    lse: Float[Tensor, "*b n"],
-    other: Float[Tensor, "*b n d_v"],
-    other_lse: Float[Tensor, "*b n"],
-) -> None:
-    """o and lse become those of both sets of keys, in place and without gradients."""
-    share = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)  # −∞ − (−∞): empty in both
-    o.lerp_(other, rearrange(share, "... -> ... 1"))
-    lse.copy_(torch.logaddexp(lse, other_lse))

@@ -1,5 +1,9 @@
 """The backend `reference`: the formula itself, a chunk of queries at a time. It runs every call, and is never chosen
-while another backend can run: for hard attention, and for a log-sum-exp that nothing else gives."""
+while another backend can run: for hard attention, and for a log-sum-exp that nothing else gives.
+
+It is also what differentiates twice: the backward pass of a fused executor is no differentiable operation, so under
+create_graph=True its gradients come from here, exact, and as expensive in time and memory as this backend.
+"""
 
 from contextlib import nullcontext
 from math import inf
@@ -61,6 +65,19 @@ def _by_chunks(call: Call, dtype: torch.dtype) -> tuple[Float[Tensor, "b h n d_v
         outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)
         lses.append(result.lse)
     return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
+
+
+def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v, and of a bias tensor where there is one, each with a graph of its own.
+
+    grads: those of o and of the log-sum-exp.
+    """
+    results = [(y, dy.to(y.dtype)) for y, dy in zip(attend(call.hide()), grads) if dy is not None]
+    inputs = [x for x in (call.q, call.k, call.v, call.bias) if isinstance(x, Tensor)]
+    outputs, of_outputs = zip(*results)
+    wanted = [x for x in inputs if x.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True))
+    return tuple(next(found) if x.requires_grad else None for x in inputs)
 
 
 def _rows(x: Tensor | None, chunk: slice) -> Tensor | None:

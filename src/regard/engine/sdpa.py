@@ -2,8 +2,9 @@
 
 On the CPU the backward of its fused operation cannot be differentiated again. Where gradients are needed there, that
 operation runs inside an autograd function of ours, whose backward is the fused one, or the formula under
-create_graph=True (double_backward.py). Prepared calls use a hook on PyTorch's own node for that, where compat.py can
-read it: the function in Python takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 heads of 64, one core).
+create_graph=True (reference_backend.gradients). Prepared calls use a hook on PyTorch's own node for that, where
+compat.py can read it: the function in Python takes 9 % more of a training call at n = 64, 6 % at n = 128 (8 heads of
+64, one core).
 """
 
 from collections.abc import Callable
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from .. import compat
 from ..pattern import causal, full
-from . import double_backward
+from . import reference_backend
 from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zeros_in
+from .cpu.kernels import padded_to
 
 # Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
 MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
@@ -165,9 +167,12 @@ def _double_backward(
     if not torch.is_grad_enabled() or given[0] is None or (saved := compat.saved_by_flash_node()) is None:
         return None
     q, k, v, mask, is_causal, scale = saved
-    by = double_backward.Weighting(causal() if is_causal else full(), 0, 1, scale, None, mask)
-    results = double_backward.gradients((given[0], None), (q, k, v), by)
+    results = reference_backend.gradients((given[0], None), _as_call(q, k, v, mask, is_causal, scale))
     return tuple(None if old is None else new for old, new in zip(grads, results))
+
+
+def _as_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Call:
+    return Call(q, k, v, causal() if is_causal else full(), bias=mask, scale=scale, at=0)
 
 
 class _Fused(torch.autograd.Function):
@@ -177,7 +182,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, q, k, v, mask, is_causal, scale):
         d = max(q.shape[-1], v.shape[-1])
         o, lse = _flash_forward(
-            _padded(q, d), _padded(k, d), _padded(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
+            padded_to(q, d), padded_to(k, d), padded_to(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
         )
         ctx.save_for_backward(q, k, v, mask, o, lse)
         ctx.options = is_causal, scale
@@ -188,19 +193,13 @@ class _Fused(torch.autograd.Function):
         q, k, v, mask, o, lse = ctx.saved_tensors
         is_causal, scale = ctx.options
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            by = double_backward.Weighting(causal() if is_causal else full(), 0, 1, scale, None, mask)
-            return *double_backward.gradients((grad, None), (q, k, v), by)[:3], None, None, None
+            call = _as_call(q, k, v, mask, is_causal, scale)
+            return *reference_backend.gradients((grad, None), call)[:3], None, None, None
         d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
         dq, dk, dv = _flash_backward(
-            _padded(grad, d), _padded(q, d), _padded(k, d), _padded(v, d), o, lse, 0.0, is_causal,
+            padded_to(grad, d), padded_to(q, d), padded_to(k, d), padded_to(v, d), o, lse, 0.0, is_causal,
             attn_mask=mask, scale=scale,
         )  # fmt: skip
         if d_k != d_v:
             dq, dk, dv = dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
         return dq, dk, dv, None, None, None
-
-
-def _padded(x: Tensor, d: int) -> Tensor:
-    """x with zeros up to width d, and the width as its innermost stride."""
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1]))

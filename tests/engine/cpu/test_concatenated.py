@@ -13,7 +13,7 @@ from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
-from regard.engine.cpu import groups, memory, strided_layout, tiles
+from regard.engine.cpu import layout, memory, strided_layout, tiles
 from regard.engine.cpu.backend import CONCATENATED, MERGED, variants
 from regard.engine.explain import explain
 from regard.pattern import blocks, causal, dilated, every, full, query_offset, sinks, strided, window
@@ -91,10 +91,10 @@ def check(pattern, inputs, allowed):
 )
 def test_however_the_rows_are_cut_it_is_the_formula(pattern, near, fewest, given, monkeypatch):
     """One tile at a time and all of them, of one lane and of several."""
-    monkeypatch.setattr(groups, "MIN_TILES", fewest)
+    monkeypatch.setattr(layout, "MIN_TILES", fewest)
     inputs = tensors(**given)
     laid = layouts(pattern, given["n"])
-    monkeypatch.setattr(groups, "MAX_CONCATENATED", near)  # a band of more scores than that would not be laid
+    monkeypatch.setattr(layout, "MAX_CONCATENATED", near)  # a band of more scores than that would not be laid
     monkeypatch.setattr(strided_layout.concatenated_layouts, "__wrapped__", lambda *x: laid)
     assert check(pattern, inputs, pattern.allowed(given["n"])) > 0
 
@@ -115,9 +115,9 @@ def test_what_is_laid_holds_each_allowed_pair_once_and_no_other(pattern, n, m, a
     for one in layouts(pattern, n, m, at, tile):
         seen = torch.zeros(n, m, dtype=torch.int)
         for piece in one.pieces(1):
-            masks, group = piece.mask(f64), piece.step.group
-            row = group.cut_rows(torch.arange(n, dtype=f64).view(1, n, 1))[piece.index]
-            keys = group.cut_keys(torch.arange(m, dtype=f64).view(1, m, 1))[piece.index]
+            masks = piece.mask(f64)
+            row = piece.rows_of(torch.arange(n, dtype=f64).view(1, n, 1))
+            keys = piece.keys_of(torch.arange(m, dtype=f64).view(1, m, 1))
             key, *shared = (x.long() for x in keys)
             for t, rows in enumerate(row.long().squeeze(-1)):
                 mask = torch.zeros(1) if masks is None else masks[t % len(masks)]
@@ -134,9 +134,9 @@ def test_what_is_laid_holds_each_allowed_pair_once_and_no_other(pattern, n, m, a
 @pytest.mark.parametrize("most", [0, 3000, ALL])
 @pytest.mark.parametrize("dtype", [f32, f64])
 def test_weights_that_are_not_kept_are_made_again(most, dtype, monkeypatch):
-    monkeypatch.setattr(tiles, "max_saved", lambda *x: most)
-    monkeypatch.setattr(groups, "MAX_CONCATENATED", 700)
-    monkeypatch.setattr(groups, "MIN_TILES", 2)
+    monkeypatch.setattr(layout, "max_saved", lambda *x: most)
+    monkeypatch.setattr(layout, "MAX_CONCATENATED", 700)
+    monkeypatch.setattr(layout, "MIN_TILES", 2)
     pattern, inputs, saved = window(8) | every(8), tensors(dtype=dtype), []
     check(pattern, inputs, pattern.allowed(101))
     (call,) = calls(pattern, inputs)
@@ -149,9 +149,9 @@ def test_weights_that_are_not_kept_are_made_again(most, dtype, monkeypatch):
 
 def test_no_more_is_kept_than_q_k_v_and_o_hold_together_nor_than_64_mib():
     q, k, v = tensors(h=4, d_k=5, d_v=3)
-    assert tiles.max_saved(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
+    assert layout.max_saved(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
     long = torch.empty(1, 64, 1 << 16, 64, device="meta")
-    assert tiles.max_saved(long, long, long) == memory.MAX_SAVED_WEIGHTS
+    assert layout.max_saved(long, long, long) == memory.MAX_SAVED_WEIGHTS
 
 
 def test_memory_that_a_hook_gave_in_place_of_the_weights_stays_its_own():

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
-from regard.engine.cpu import distance_bias, groups, tiles
+from regard.engine.cpu import distance_bias, tiles
+from regard.engine.cpu import layout as layouts
 from regard.engine.cpu.strided_layout import layout
-from regard.engine.plan.planner import NoPlan
+from regard.engine.plan import NoPlan
 from regard.pattern import causal, dilated, every, full, query_offset, rows, window
 from regard.position import ByDistance
 from tile_cases import MIXED, WORDS, assert_as_exact, small, tensors, with_gradients
@@ -24,8 +25,8 @@ def small_tiles(monkeypatch):
 
 def small_pieces(monkeypatch, scores):
     layout.cache_clear()  # a layout caches how it was cut
-    monkeypatch.setattr(groups, "MAX_SPLIT", (scores, scores))
-    monkeypatch.setattr(groups, "MIN_SPLIT_ROWS", 2)
+    monkeypatch.setattr(layouts, "MAX_SPLIT", (scores, scores))
+    monkeypatch.setattr(layouts, "MIN_SPLIT_ROWS", 2)
 
 
 def attend(q, k, v, laid, bias=None, *, scale, lengths=None, dropout_p=0.0):

@@ -5,7 +5,7 @@ from math import inf
 import torch
 
 from regard import compat
-from regard.engine.cpu import fused_op
+from regard.engine.cpu import kernels
 from tile_cases import tensors
 
 
@@ -13,11 +13,11 @@ def test_the_op_as_it_is_corrected_here():
     """An empty row has −∞ and zeros; no queries and no keys do not end the process."""
     q, k, v = (x.detach() for x in tensors(n=3))
     allowed = torch.tensor([[True, True, False], [False] * 3, [True] * 3])
-    o, lse = fused_op.forward(q, k, v, 1.0, allowed)
+    o, lse = kernels.fused_forward(q, k, v, 1.0, allowed)
     assert (lse[:, :, 1] == -inf).all() and not o[:, :, 1].any() and lse[:, :, ::2].isfinite().all()
-    assert fused_op.forward(q, k[:, :, :0], v[:, :, :0], 1.0)[0].shape == (2, 2, 3, 3)
-    nothing = fused_op.Forward(q[:, :, :0], k, v, o[:, :, :0], lse[:, :, :0])
-    for got, x in zip(fused_op.backward(o[:, :, :0], nothing, 1.0), "qkv"):
+    assert kernels.fused_forward(q, k[:, :, :0], v[:, :, :0], 1.0)[0].shape == (2, 2, 3, 3)
+    nothing = kernels.FusedForward(q[:, :, :0], k, v, o[:, :, :0], lse[:, :, :0])
+    for got, x in zip(kernels.fused_backward(o[:, :, :0], nothing, 1.0), "qkv"):
         assert not got.any(), x
 
 
@@ -27,9 +27,9 @@ def test_without_the_private_op_products_give_the_same(monkeypatch):
     allowed[2] = False
 
     def both():
-        o, lse = fused_op.forward(q, k, v, 0.4, allowed)
-        of = fused_op.Forward(q, k, v, o, lse.masked_fill(lse == -inf, inf))
-        return o, lse, *fused_op.backward(o + 1, of, 0.4, allowed)
+        o, lse = kernels.fused_forward(q, k, v, 0.4, allowed)
+        of = kernels.FusedForward(q, k, v, o, lse.masked_fill(lse == -inf, inf))
+        return o, lse, *kernels.fused_backward(o + 1, of, 0.4, allowed)
 
     fused = both()
     monkeypatch.setattr(compat, "flash_forward", compat._flash_by_products)

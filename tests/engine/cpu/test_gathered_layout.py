@@ -39,7 +39,7 @@ def calls(pattern, inputs, learns=True, scale=5**-0.5):
     n, m = q.shape[2], k.shape[2]
     for shape in gathered_layout.shapes(pattern, n, m, m - n, 1):
         laid = gathered_layout.GatheredLayout(pattern.allowed(n, m), shape, q, k, v, learns)
-        yield tiles.TileAttention(laid, scale, (pattern, m - n, 1), learns=learns)
+        yield tiles.TileAttention((laid,), scale, (pattern, m - n, 1), learns=learns)
 
 
 def close(fast, plain, ref, dtype):
@@ -138,17 +138,23 @@ def test_it_is_taken_where_it_is_faster():
     ids=["short", "shared heads", "a half type", "very short"],
 )
 def test_a_call_takes_it_from_the_first_on(given, taken, monkeypatch):
-    ran, real = [], gathered_layout.GatheredLayout.bind
-    monkeypatch.setattr(gathered_layout.GatheredLayout, "bind", lambda *x: ran.append(1) or real(*x))
+    ran, real = [], tiles.TileAttention.forward
+
+    def forward(call, *x):
+        ran.append(isinstance(call.layouts[0], gathered_layout.GatheredLayout))
+        return real(call, *x)
+
+    monkeypatch.setattr(tiles.TileAttention, "forward", forward)
     inputs = tensors(**{"n": 131, "d_k": 16, "d_v": 16, "dtype": f32, "h": 8, "h_kv": 8} | given)
     runs = [attention(*inputs, window(3)) for _ in range(3)]
-    assert len(ran) == 3 * taken and all(torch.equal(runs[0], o) for o in runs)
+    assert sum(ran) == 3 * taken and all(torch.equal(runs[0], o) for o in runs)
 
 
 def test_few_keys_and_nothing_that_learns_go_to_the_fused_op():
     def fused(learns, **given):
         return [
-            call.layouts.fused for call in calls(window(3), tensors(**{"n": 97, "d_v": 5} | given), learns)
+            call.layouts[0].by_fused_op
+            for call in calls(window(3), tensors(**{"n": 97, "d_v": 5} | given), learns)
         ]
 
     assert fused(False) == [False, True]  # 97 keys; 64

@@ -6,11 +6,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
-from regard.engine.cpu import groups, strided_layout
-from regard.engine.cpu.groups import TileGroup
+from regard.engine.cpu import layout as layouts
+from regard.engine.cpu import strided_layout
+from regard.engine.cpu.layout import TileGroup
 from regard.engine.cpu.strided_layout import from_plans, layout, merged_layouts
-from regard.engine.plan.planner import plan
-from regard.engine.plan.tiles import NoPlan
+from regard.engine.parts import NoPlan
+from regard.engine.plan import plan
 from regard.pattern import blocks, causal, every, full, prefix, rows, sinks, strided, window
 from tile_cases import MIXED, WORDS, check, small, tensors
 
@@ -22,7 +23,7 @@ def covered(laid):
         for t in range(group.tiles):
             row = group.row + group.row_shift * t + group.row_step * torch.arange(group.rows)
             key = group.key + group.key_shift * t + group.key_step * torch.arange(group.keys)
-            seen[row[:, None], key] += 1 if group.allowed is None else group.allowed.int()
+            seen[row[:, None], key] += 1 if group.allowed is None else group.allowed[0].int()
     return seen
 
 
@@ -130,8 +131,8 @@ def fresh(pattern, n, tile=8):
 )
 def test_however_a_batch_is_cut_it_gives_the_formula(pattern, scores, one_head, monkeypatch):
     """One tile a piece and one row, several, a head by itself, several heads; the fused op for none of them."""
-    monkeypatch.setattr(groups, "MAX_SCORES", scores)
-    monkeypatch.setattr(groups, "ONE_HEAD_SCORES", one_head)
+    monkeypatch.setattr(layouts, "MAX_SCORES", scores)
+    monkeypatch.setattr(layouts, "ONE_HEAD_SCORES", one_head)
     monkeypatch.setattr(TileGroup, "fused", False)
     check(fresh(pattern, 101), pattern.allowed(101), *tensors(h=4, h_kv=2))
 
@@ -146,12 +147,12 @@ def test_products_and_the_fused_op_give_the_formula(pattern, fused, monkeypatch)
 @pytest.mark.parametrize("pattern", WORDS + MIXED, ids=repr)
 def test_a_step_knows_whether_others_share_its_rows(pattern):
     seen, laid = torch.zeros(101, dtype=torch.int), fresh(pattern, 101)
-    for step in laid.steps:
-        rows = torch.from_numpy(step.group.row_numbers)
-        assert step.fresh == (not seen[rows].any())
+    for group, is_fresh, _ in laid.steps:
+        rows = torch.from_numpy(group.row_numbers)
+        assert is_fresh == (not seen[rows].any())
         seen[rows] += 1
-    for step in laid.steps:
-        assert step.alone == bool((seen[torch.from_numpy(step.group.row_numbers)] == 1).all())
+    for group, _, alone in laid.steps:
+        assert alone == bool((seen[torch.from_numpy(group.row_numbers)] == 1).all())
 
 
 @pytest.mark.parametrize("n", [101, 1024])
@@ -159,35 +160,36 @@ def test_a_step_knows_whether_others_share_its_rows(pattern):
 def test_what_is_written_first_is_run_first(pattern, n):
     """Pieces of several heads run before those of one, whatever the order of the plan."""
     seen, laid = torch.zeros(n, dtype=torch.int), fresh(pattern, n, 64)
-    fused = [step for step in laid.steps if step.group.fused]
-    run = dict.fromkeys([*fused, *(piece.step for piece in laid.pieces(8))])
-    for step in run:
-        rows = torch.from_numpy(step.group.row_numbers)
-        assert step.fresh == (not seen[rows].any())
+    is_fresh = {group: was for group, was, _ in laid.steps}
+    run = dict.fromkeys([*laid.fused, *(piece.group for piece in laid.pieces(8))])
+    for group in run:
+        rows = torch.from_numpy(group.row_numbers)
+        assert is_fresh[group] == (not seen[rows].any())
         seen[rows] += 1
+    assert all(piece.fresh == is_fresh[piece.group] for piece in laid.pieces(8))
     assert len(run) == len(laid.steps)
 
 
 def test_every_piece_of_every_head_runs_once(monkeypatch):
-    monkeypatch.setattr(groups, "MAX_SCORES", 200)
+    monkeypatch.setattr(layouts, "MAX_SCORES", 200)
     laid = fresh(window(8) | every(16), 101)
     for heads in (1, 3, 8):
-        order = [(piece.step, piece.index) for piece in laid.pieces(heads)]
-        assert len(set(order)) == len(order)
-        for step in laid.steps:
-            views = step.group.cut_rows(torch.arange(heads * 101.0).view(heads, 101))
-            assert sum(one is step for one, _ in order) in (0, len(views))
-            rows = torch.cat([view.flatten() for view in views])
-            assert len(rows) == heads * len(step.group.row_numbers) == len(rows.unique())
-            for piece in laid.pieces(heads):
-                if piece.step is step:  # the piece and its view agree
-                    own = torch.arange(heads * 101.0).view(heads, 101)[piece.heads]
-                    assert torch.equal(views[piece.index], piece.tiles.rows_of(own).flatten(0, 1))
+        every_row, run = torch.arange(heads * 101.0).view(heads, 101), 0
+        for group in {group for group, _, _ in laid.steps}:
+            pieces = [piece for piece in laid.pieces(heads) if piece.group is group]
+            if not group.fused:
+                rows = torch.cat([piece.rows_of(every_row).flatten() for piece in pieces])
+                assert len(rows) == heads * len(group.row_numbers) == len(rows.unique())
+            for piece in pieces:  # the piece and its view agree
+                own = piece.tiles.rows_of(every_row[piece.heads]).flatten(0, 1)
+                assert torch.equal(piece.rows_of(every_row), own) and len(own) == piece.scores[0]
+            run += len(pieces)
+        assert run == len(laid.pieces(heads)) > 0
 
 
 def test_a_narrow_band_is_run_by_products_and_a_large_triangle_by_the_fused_op():
     """So that no more than MAX_SCORES scores are held, and half of a triangle is skipped."""
-    assert not any(step.group.fused for step in layout(window(64) | every(64), 4096, 4096, 0, 1).steps)
+    assert not layout(window(64) | every(64), 4096, 4096, 0, 1).fused
     triangle = TileGroup(1, 0, 0, 1, 4096, 0, 0, 1, 4096, causal(), 0, 1)
     assert triangle.fused and triangle.triangle
     tall = TileGroup(1, 0, 0, 1, 4096, 0, 0, 1, 4096, window(7), 0, 1)
@@ -197,11 +199,8 @@ def test_a_narrow_band_is_run_by_products_and_a_large_triangle_by_the_fused_op()
 def test_rows_without_a_mask_are_cut_so_that_few_scores_are_held(monkeypatch):
     monkeypatch.setattr(TileGroup, "fused", False)
     laid = fresh(full(), 3000, 3000)
-    (step,) = laid.steps
-    assert (
-        max(piece.shape[1] for piece in step.group.cut_rows(torch.zeros(2, 3000, 1))) * 3000
-        <= groups.MAX_SCORES
-    )
+    assert len(laid.steps) == 1
+    assert max(piece.scores[1] for piece in laid.pieces(2)) * 3000 <= layouts.MAX_SCORES
 
 
 def test_plans_of_disjoint_pairs_make_one_layout():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
 from regard.engine.cpu import gathered_layout, tiles
-from regard.engine.cpu.groups import TileGroup
+from regard.engine.cpu.layout import TileGroup
 from regard.engine.cpu.strided_layout import concatenated_layouts, layout, merged_layouts
-from regard.engine.plan.tiles import NoPlan
+from regard.engine.parts import NoPlan
 from regard.pattern import causal, dilated, every, full, rows, sinks, strided, window
 from regard.position import ByDistance
 from tile_cases import MIXED, WORDS, attend, check, formula, small, tensors, with_gradients
@@ -272,7 +272,7 @@ def test_eight_threads_with_mixed_shapes_give_the_bits_of_one():
         calls += [tiles.TileAttention((one,), 0.25) for one in concatenated_layouts(pattern, n, n, 0, 1)]
         shape = gathered_layout.shapes(pattern, n, n, 0, 1)[-1]
         gathered = gathered_layout.GatheredLayout(allowed, shape, q, k, v, True)
-        calls.append(tiles.TileAttention(gathered, 0.25))
+        calls.append(tiles.TileAttention((gathered,), 0.25))
         cases += [(call, (q, k, v)) for call in calls]
 
     def run(call, inputs):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...position import ByDistance
 from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
 from ..compiled_ops import sparse_attention
-from ..plan.planner import why_masked
+from ..plan import why_masked
 from . import documents, gathered_layout
 from .layout import Layout
 from .memory import MAX_SAVED_WEIGHTS
@@ -122,7 +122,7 @@ def _gathered(f: CallFacts) -> Variant | None:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
         tables = gathered_layout.GatheredLayout(allowed, shape, *f.like(), f.grad)
-        run = TileAttention(tables, f.factor, (f.pattern, *f.offset), learns=f.grad)
+        run = TileAttention((tables,), f.factor, (f.pattern, *f.offset), learns=f.grad)
         return zeros_in(run, ~allowed.any(-1, keepdim=True))
 
     note = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"

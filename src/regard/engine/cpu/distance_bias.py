@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...position import ByDistance
-from .groups import TileGroup
+from .layout import TileGroup
 from .memory import Buffers
 
 

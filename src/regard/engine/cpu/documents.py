@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ... import compat
 from ...pattern import At, Both, Pattern, causal, documents, full, query_offset
-from ..plan.tiles import NoPlan
-from .groups import TileGroup
-from .layout import Layout
+from ..parts import NoPlan
+from .layout import Layout, TileGroup
 from .strided_layout import layout
 
 MAX_SHARED = (

@@ -5,28 +5,28 @@ other they make one batch of small dense products; only the masks differ from ti
 is the fastest layout: PyTorch's fused op works in blocks of 32 or 64 queries there, and visits every key.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from ... import compat
 from ...pattern import Pattern
-from ..plan.tiles import row_steps
+from ..parts import row_steps
 from .kernels import product
-from .layout import Named
-from .memory import Buffers
+from .memory import Buffers, SavedWeights
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
 MIN_ROWS = 32  # queries of a tile
 MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
+_flash = compat.flash_forward_direct
 MAX_FUSED_KEYS = 80  # keys of a tile up to which the fused op is faster, where nothing is differentiated
 
 
@@ -90,34 +90,51 @@ class GatheredLayout:
     """The pieces of a call, some heads each: which rows of (heads · n, d) and of (heads · m, d) they copy."""
 
     concatenated = True
+    fused: tuple = ()
 
     def __init__(
         self, allowed: Bool[Tensor, "n m"], shape: Shape, q: Tensor, k: Tensor, v: Tensor, learns: bool
     ):
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
-        self.shape, self.heads_per_piece, self.heads = shape, chunk, heads
-        self.saved = heads * shape.pairs if learns and heads * shape.pairs <= MAX_SAVED else 0
-        self.fused = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
+        self.shape = shape
+        self.budget = heads * shape.pairs if heads * shape.pairs <= MAX_SAVED else 0
+        self.by_fused_op = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
         tables = _tables(allowed, chunk, group, shape, q.dtype)
-        self.pieces = [
-            GatheredPiece(tables, shape, group, min(chunk, heads - h)) for h in range(0, heads, chunk)
-        ]
+        firsts = range(0, heads, chunk)
+        self._pieces = [GatheredPiece(tables, shape, group, h, min(chunk, heads - h)) for h in firsts]
+        if len(self._pieces) == 1:
+            self._pieces[0].of_rows = self._pieces[0].of_keys = None
 
     @property
     def computed(self) -> int:
         return self.shape.pairs
 
-    def bind(self, rows: Named, keys: Named, grads: dict[str, list]) -> Iterator[tuple["GatheredPiece", Any]]:
-        """Each piece with its heads of rows and keys; gradients of keys are lists, to which each piece appends."""
-        if len(self.pieces) == 1:
-            yield self.pieces[0], {**rows, **keys, **grads}
-            return
-        share = self.heads_per_piece / self.heads
-        flat = {name: x.reshape(-1, x.shape[-1]) for name, x in (rows | keys).items()}
-        parts = {name: x.split(round(len(x) * share)) for name, x in flat.items()}
-        for i, piece in enumerate(self.pieces):
-            yield piece, {name: chunks[i] for name, chunks in parts.items()} | grads
+    def pieces(self, heads: int) -> list["GatheredPiece"]:
+        return self._pieces
+
+    def fused_forward(
+        self,
+        q: Float[Tensor, "b h n d"],
+        k: Float[Tensor, "b h_kv m d"],
+        v: Float[Tensor, "b h_kv m d"],
+        scale: float,
+        buffers: Buffers,
+    ) -> Float[Tensor, "b h n d"]:
+        """o alone, by the fused op: one tile is one head of one row of its batch. As few steps as possible: Python
+        takes a tenth of a short call."""
+        d, parts = q.shape[-1], []
+        for piece in self._pieces:
+            t, r, l = piece.scores
+            q_ = _taken(piece.rows_of(q), piece.rows, (t, 1, r, d), "q", buffers)
+            k_ = _taken(piece.keys_of(k), piece.index, (t, 1, l, d), "k", buffers)
+            v_ = _taken(piece.keys_of(v), piece.index, (t, 1, l, d), "v", buffers)
+            o = _flash(q_, k_, v_, 0.0, False, attn_mask=piece.mask4, scale=scale)[0]
+            parts.append(o if piece.place is None else o.view(-1, d).index_select(0, piece.place))
+        return joined(parts).view(q.shape)
+
+    def saved_weights(self, q: Tensor, k: Tensor, v: Tensor) -> SavedWeights:
+        return SavedWeights(q, self.budget, pooled=False)
 
 
 class GatheredPiece:
@@ -126,8 +143,11 @@ class GatheredPiece:
     fresh = alone = True
     has_empty_row = False  # the mask lets an empty row attend to all keys; the caller clears it
 
-    def __init__(self, tables: "_Tables", shape: Shape, group: int, heads: int):
+    def __init__(self, tables: "_Tables", shape: Shape, group: int, first: int, heads: int):
         (_, tiles, r, l), n, m = shape, tables.n, tables.m
+        # Its part of (all heads · n, d) and of (all key heads · m, d); None: it has all heads.
+        self.of_rows: slice | None = slice(first * n, (first + heads) * n)
+        self.of_keys: slice | None = slice(first // group * m, (first + heads) // group * m)
         self.heads, self.scores, self.n = heads, (heads * tiles, r, l), n
         self._mask = tables.mask[:1] if tiles == 1 else tables.mask[: heads * tiles]
         self.mask4 = self._mask.view(-1, 1, r, l)
@@ -140,18 +160,25 @@ class GatheredPiece:
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "t r l"]:
         return self._mask
 
+    def rows_of(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+        return x if self.of_rows is None else x.reshape(-1, x.shape[-1])[self.of_rows]
+
+    def keys_of(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+        return x if self.of_keys is None else x.reshape(-1, x.shape[-1])[self.of_keys]
+
     def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """The queries of each tile. What only fills the last tile of a head has no gradient."""
-        x = taken(x, self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
+        x = _taken(self.rows_of(x), self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
         if name == "do" and self.filled:
             x.view(self.heads, -1, x.shape[-1])[:, self.n :] = 0.0
         return x
 
     def load_keys(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> list[Tensor]:
-        return [taken(x, self.index, (self.scores[0], self.scores[2], x.shape[-1]), name, buffers)]
+        shape = self.scores[0], self.scores[2], x.shape[-1]
+        return [_taken(self.keys_of(x), self.index, shape, name, buffers)]
 
     def output(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
-        """Memory for what `store` brings to x: x itself where the queries are in order."""
+        """Memory for what `store` brings to x, its rows of a result: x itself where the queries are in order."""
         shape = (*self.scores[:2], x.shape[-1])
         return x.view(shape) if self.place is None else buffers(name, *shape)
 
@@ -172,7 +199,7 @@ class GatheredPiece:
         into.append(part.clone() if alone else F.embedding_bag(self.copies, part, self.first, mode="sum"))
 
 
-def taken(
+def _taken(
     x: Float[Tensor, "... d"],
     index: Int[Tensor, " taken"] | None,
     shape: tuple[int, ...],
@@ -185,6 +212,10 @@ def taken(
     d = shape[-1]
     torch.index_select(x.reshape(-1, d), 0, index, out=buffers(name, index.numel(), d))
     return buffers(name, *shape)  # the same memory
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, eq=False)

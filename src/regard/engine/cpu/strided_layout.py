@@ -17,10 +17,9 @@ import numpy as np
 from ...pattern import Pattern, Relation, every
 from ...progression import FAR, Ints
 from ..call import has_empty_row
-from ..plan.planner import Pass, Plan, plan
-from ..plan.tiles import NoPlan, relations
-from .groups import MAX_CONCATENATED, NARROW, WIDE, TileGroup
-from .layout import Layout
+from ..parts import NoPlan, relations
+from ..plan import Pass, Plan, plan
+from .layout import MAX_CONCATENATED, NARROW, WIDE, Layout, TileGroup
 
 MAX_GROUPS = (
     1024  # more groups than that are not considered where a comb can be apart, which was always faster

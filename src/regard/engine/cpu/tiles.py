@@ -14,11 +14,12 @@ Softcap, sink logits or a mask per head would be further terms of `Executor._sco
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import frexp, inf
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -26,12 +27,207 @@ from ... import compat
 from ...errors import BackendError
 from ...pattern import Pattern
 from ...position import ByDistance
-from .. import double_backward
-from .distance_bias import along, along_backward, for_each_batch_row
-from .executor import Executor
-from .gathered_layout import GatheredLayout, taken
-from .layout import Layout, Named, by_key_head
-from .memory import MAX_SAVED_WEIGHTS, Buffers, SavedWeights, Weights, give_back, huge_pages, with_buffers
+from .. import reference_backend
+from ..call import Call
+from . import kernels
+from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
+from .gathered_layout import GatheredLayout, GatheredPiece, joined
+from .layout import Layout, Piece, TileGroup
+from .memory import Buffers, SavedWeights, Weights, give_back, huge_pages, with_buffers
+
+AnyPiece = Piece | GatheredPiece
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Executor:
+    """One pass over the pieces of a call."""
+
+    call: "TileAttention"
+    scale: float  # of the products
+    buffers: Buffers
+    saved: SavedWeights | None = None  # where forward puts the weights
+    last_mask: tuple[Any, Tensor | None] = (None, None)
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Sampled in the same order forward and backward, it gives the same numbers."""
+        return torch.Generator().manual_seed(self.call.seed)
+
+    def dropout(self, weights: Tensor) -> Tensor | None:
+        """What dropout multiplies weights with, 0 or 1/(1 − p)."""
+        if not self.call.dropout_p:
+            return None
+        stay = 1.0 - self.call.dropout_p
+        return torch.empty_like(weights).bernoulli_(stay, generator=self.generator).div_(stay)
+
+    def forward(self, piece: AnyPiece, rows: Named, keys: Named, e: Tensor | None) -> None:
+        buffers, o = self.buffers, piece.rows_of(rows["o"])
+        q = piece.load_rows(rows["q"], "q", buffers)
+        k, v = (piece.load_keys(keys[x], x, buffers) for x in ("k", "v"))
+        w = None if self.saved is None else self.saved.take(piece.scores)
+        w = self._scores(piece, q if e is None else q.flip(1), k, e, w)
+        if self.call.one_softmax:
+            torch.softmax(w, -1, out=w)
+            piece.store(o, kernels.mix(w, v, piece.output(o, "o", buffers)))
+            return
+        lse = piece.rows_of(rows["lse"])
+        largest, total = kernels.exponentials_(w)
+        if (dropout := self.dropout(w)) is not None:
+            w.mul_(dropout)
+        direct = piece.fresh and e is None and o.is_contiguous()
+        part = kernels.mix(w, v, o if direct else buffers("o", *o.shape)).div_(total)
+        part_lse = largest.add_(total.log_()).squeeze(-1)
+        if e is not None:
+            part, part_lse = part.flip(1), part_lse.flip(1)
+        if not piece.fresh:
+            kernels.join(o, lse, part, part_lse)
+            return
+        lse.copy_(part_lse)
+        if not direct:
+            o.copy_(part)
+
+    def _scores(
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, into: Tensor | None
+    ) -> Float[Tensor, "t r keys"]:
+        """Of all parts side by side, with bias and mask; with a bias the rows are in reverse order."""
+        s = self.buffers("w", *piece.scores) if into is None else into
+        mask = self._mask(piece, q.dtype)
+        if e is None:
+            return kernels.scores(q, k, self.scale, s, self.buffers, mask)
+        assert isinstance(piece, Piece)
+        bias = self.bias(piece, e)
+        torch.bmm(q, k[0].mT, out=s)
+        torch.add(bias, s, alpha=self.scale, out=s)
+        return s if mask is None else s.add_(mask.flip(1))
+
+    def bias(self, piece: Piece, e: Float[Tensor, "heads x"]) -> Float[Tensor, "some r l"]:
+        tiles = piece.tiles
+        return TileBias.of(tiles, self.call.far).view(e[piece.heads], tiles.rows, tiles.keys)
+
+    def _mask(self, piece: AnyPiece, dtype: torch.dtype) -> Tensor | None:
+        """A large mask is evaluated once for the pieces of one group, which follow one another."""
+        if isinstance(piece, GatheredPiece) or not piece.group.split:
+            return piece.mask(dtype)
+        if self.last_mask[0] is not piece.group:
+            self.last_mask = piece.group, piece.mask(dtype)
+        return self.last_mask[1]
+
+    def backward(
+        self,
+        piece: AnyPiece,
+        rows: Named,
+        keys: Named,
+        saved: Tensor | None,
+        bias: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Add the gradients of a piece. bias: e, and de if it is needed."""
+        buffers, (e, de) = self.buffers, bias
+        q, do = (piece.load_rows(rows[x], x, buffers) for x in ("q", "do"))
+        q, do = (q, do) if e is None else (q.flip(1), do.flip(1))
+        k, v = (piece.load_keys(keys[x], x, buffers) for x in ("k", "v"))
+        w = self._weights(piece, q, k, e, _row(piece, rows, "lse", e)) if saved is None else saved
+        # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
+        inner, outer = (self.scale, 1.0) if len(v) > 1 else (1.0, self.scale)
+        ds = buffers("ds", *piece.scores) if de is None else padded(piece.scores, buffers)
+        kernels.scores(do, v, inner, ds, buffers)
+        dropout = self.dropout(ds)
+        ds = ds if dropout is None else ds.mul_(dropout)
+        if piece.alone and de is None:
+            # δ = Σ weights ∘ do vᵀ is nearer than do·o, above all where a row has one key and ds is 0.
+            compat.softmax_backward_(ds, w)
+        else:
+            delta = _row(piece, rows, "delta", e)
+            assert delta is not None
+            ds.sub_(delta[..., None]).mul_(w)
+        if (dlse := _row(piece, rows, "dlse", e)) is not None:
+            ds.addcmul_(w, dlse[..., None])
+        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer, reverse=e is not None)
+        self._add_to_keys(piece, keys["dk"], ds, q, outer)
+        self._add_to_keys(piece, keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0)
+        if de is not None:
+            assert isinstance(piece, Piece)
+            TileBias.of(piece.tiles, self.call.far).add_gradient(de[piece.heads], ds)
+
+    def _weights(
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, lse: Tensor | None
+    ) -> Float[Tensor, "t r keys"]:
+        """In the softmax over all keys of a row. Where the piece has all of them its own softmax is nearer than
+        exp(s − lse), as lse is rounded."""
+        s = self._scores(piece, q, k, e, None)
+        if not piece.alone:
+            assert lse is not None
+            return kernels.exp_(s.sub_(lse[..., None]))
+        torch.softmax(s, -1, out=s)
+        if piece.has_empty_row and lse is not None:
+            s.masked_fill_((lse == inf)[..., None], 0.0)
+        return s
+
+    def _add_dq(
+        self, piece: AnyPiece, dq: Tensor, ds: Tensor, k: list[Tensor], alpha: float, reverse: bool
+    ) -> None:
+        if piece.fresh and not reverse:
+            out = piece.output(dq, "dq", self.buffers)
+            piece.store(dq, kernels.mix(ds, k, out, alpha))
+        elif dq.is_contiguous() and not reverse:
+            kernels.mix(ds, k, dq, alpha, add=True)
+        else:
+            part = kernels.mix(ds, k, self.buffers("dq", *dq.shape), alpha)
+            dq.add_(part.flip(1) if reverse else part)
+
+    def _add_to_keys(
+        self, piece: AnyPiece, grad: Any, of_pairs: Tensor, of_rows: Tensor, alpha: float
+    ) -> None:
+        """grad[key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r]."""
+        if isinstance(piece, GatheredPiece):
+            piece.add_to_keys(grad, of_pairs, of_rows, alpha, self.buffers)
+        else:
+            kernels.add_to_keys(grad[piece.heads], piece.tiles, of_pairs, of_rows, alpha, self.buffers)
+
+    # Groups that PyTorch's fused op runs, which holds no scores.
+
+    def fused(self, group: TileGroup, rows: Named, keys: Named, e: Tensor | None) -> None:
+        """The bias is a view of e, which the op adds as a mask; the rows are in reverse order then."""
+        q, o, lse = (group.rows_of(rows[x]) for x in ("q", "o", "lse"))
+        k, v = (group.keys_of(keys[x]) for x in ("k", "v"))
+        if e is None:
+            kernels.join(o, lse, *kernels.fused_forward(q, k, v, self.scale, **_fused_mask(group)))
+            return
+        bias = TileBias.of(group, self.call.far).view(e, group.rows, group.keys)[:, None]
+        allowed = None if (pairs := group.allowed) is None else pairs[0].flip(0)
+        part, part_lse = kernels.fused_forward(q.flip(2), k, v, self.scale, allowed, bias)
+        kernels.join(o, lse, part.flip(2), part_lse.flip(2))
+
+    def fused_backward(self, group: TileGroup, rows: Named, keys: Named) -> None:
+        """The op subtracts δ = do·o from each do·v; one more column, v 0, o 1, do −dlse, makes that δ − dlse."""
+        do, v, o = rows["do"], keys["v"], rows["o"]
+        if "dlse" in rows:
+            do, v = torch.cat([do, -rows["dlse"][..., None]], -1), F.pad(v, (0, 1))
+            o = F.pad(o, (0, 1), value=1.0)
+        k, dv = keys["k"], keys["dv"]
+        for part in group.within(len(k) * max(k.shape[-1], v.shape[-1])):
+            do_, q_, o_, lse_ = map(part.rows_of, (do, rows["q"], o, rows["lse"]))
+            forward = kernels.FusedForward(q_, part.keys_of(k), part.keys_of(v), o_, lse_)
+            dq, dk_, dv_ = kernels.fused_backward(do_, forward, self.scale, **_fused_mask(part))
+            part.rows_of(rows["dq"]).add_(dq)
+            part.add_to_keys(keys["dk"], dk_)
+            part.add_to_keys(dv, dv_[..., : dv.shape[-1]])
+
+
+def _row(piece: AnyPiece, rows: Named, name: str, e: Tensor | None) -> Tensor | None:
+    """One number per row, where there is one; with a bias the rows are in reverse order."""
+    if name not in rows:
+        return None
+    x = piece.rows_of(rows[name])
+    return x if e is None else x.flip(1)
+
+
+def _fused_mask(group: TileGroup) -> dict[str, Any]:
+    pairs = None if group.triangle else group.allowed
+    return {"triangle": group.triangle, "allowed": None if pairs is None else pairs[0]}
+
+
+# A call.
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
@@ -43,7 +239,7 @@ def working(dtype: torch.dtype) -> torch.dtype:
 class TileAttention:
     """(q, k, v) → (o, lse) over the pairs of a pattern: all that a call needs besides its tensors."""
 
-    layouts: tuple[Layout, ...] | GatheredLayout  # one for all batch rows, or one for each
+    layouts: tuple[Layout, ...] | tuple[GatheredLayout]  # one for all batch rows, or one for each
     scale: float
     place: tuple[Pattern, int, int] | None = None  # pattern, start, step, which double backward reads
     lengths: Int[Tensor, " b"] | None = None  # keys from there on are never read
@@ -65,22 +261,26 @@ class TileAttention:
     @cached_property
     def one_softmax(self) -> bool:
         """Whether each row's keys are all in one piece; there is no log-sum-exp then."""
-        return isinstance(self.layouts, GatheredLayout) or self.layouts[0].concatenated
+        return self.layouts[0].concatenated
 
     # The bias is a vector e of each head; entry x is the bias at distance x − far.
 
-    @property
+    @cached_property
     def far(self) -> int:
         """The position of the last query."""
-        assert not isinstance(self.layouts, GatheredLayout)
         one = self.layouts[0]
+        assert isinstance(one, Layout)
         return one.start + one.step * max(one.n - 1, 0)
+
+    def along(self, bias: ByDistance | None, dtype: torch.dtype) -> Tensor | None:
+        return None if bias is None else along(bias, *self.reach).to(dtype)
 
     @property
     def reach(self) -> tuple[int, int]:
         """The smallest and the largest distance."""
-        assert not isinstance(self.layouts, GatheredLayout)
-        return -self.far, self.layouts[0].m - 1 - self.layouts[0].start
+        one = self.layouts[0]
+        assert isinstance(one, Layout)
+        return -self.far, one.m - 1 - one.start
 
     # Forward.
 
@@ -88,44 +288,49 @@ class TileAttention:
         self, buffers: Buffers, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, SavedWeights]:
         """o, lse, and the weights that were saved; in float32 or float64."""
-        if isinstance(self.layouts, GatheredLayout) and self.layouts.fused:
-            return self._fused_gathered(self.layouts, buffers, q, k, v), None, SavedWeights(q, 0)
+        first = self.layouts[0]
+        if isinstance(first, GatheredLayout) and first.by_fused_op:
+            return first.fused_forward(q, k, v, self.scale, buffers), None, SavedWeights(q, 0)
         q, scale, _ = self._scaled(q, e)
         q, k, v = (x.contiguous() for x in (q, k, v))
-        saved = self._saved(q, k, v)
+        saved = first.saved_weights(q, k, v) if self.learns and self.one_softmax else SavedWeights(q, 0)
         rows: Named = {"q": q, "o": huge_pages(q.new_empty(*q.shape[:3], v.shape[-1]))}
         if not self.one_softmax:
             rows["o"].zero_()
             rows["lse"] = q.new_full(q.shape[:3], -inf)
         if e is not None:
             rows["e"] = for_each_batch_row(e, len(q))
-        run = self._executor(scale, buffers, saved if self.one_softmax else None)
+        run = Executor(self, scale, buffers, saved if self.one_softmax else None)
         for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
             bias = of_rows.pop("e", None)
-            if isinstance(layout, Layout):
-                if bias is not None and not self.dropout_p:
-                    run.fused_with_bias(layout, of_rows, of_keys, bias)
-                    continue
-                layout = layout.unfused if self.dropout_p else layout
-                for group in layout.fused:
-                    run.fused(group, of_rows, of_keys)
-            for piece, views in layout.bind(of_rows, of_keys, {}):
-                run.forward(piece, views, bias)
+            layout = layout.unfused if self.dropout_p else layout
+            all_fused = bias is not None and not self.dropout_p
+            for group in layout.with_bias if all_fused else layout.fused:
+                run.fused(group, of_rows, of_keys, bias)
+            for piece in () if all_fused else layout.pieces(len(of_rows["q"])):
+                run.forward(piece, of_rows, of_keys, bias)
         return rows["o"], rows.get("lse"), saved
 
-    def _executor(self, scale: float, buffers: Buffers, saved: SavedWeights | None) -> Executor:
-        far = 0 if self.one_softmax else self.far
-        return Executor(scale, self.one_softmax, buffers, saved, self.dropout_p, self.seed, far)
+    def _heads(self, rows: Named, keys: Named) -> Iterator[tuple[Any, Named, Named]]:
+        """(layout, (b·h_kv, …) of each of `rows`, which have b and h in front, the same of `keys`), as views.
 
-    def _heads(self, rows: Named, keys: Named) -> Iterator[tuple[Layout | GatheredLayout, Named, Named]]:
-        if isinstance(self.layouts, GatheredLayout):
-            return iter([(self.layouts, rows, keys)])
-        return by_key_head(self.layouts, self.lengths, rows, keys)
-
-    def _saved(self, q: Tensor, k: Tensor, v: Tensor) -> SavedWeights:
-        if isinstance(self.layouts, GatheredLayout):
-            return SavedWeights(q, self.layouts.saved, pooled=False)
-        return SavedWeights(q, max_saved(q, k, v) if self.learns and self.one_softmax else 0)
+        Once for each query head of a group of heads, as they share their keys; for each batch row too, if batch rows
+        differ in their lengths or layouts. A gathered layout takes all at once.
+        """
+        layouts, b = self.layouts, len(rows["q"])
+        if isinstance(layouts[0], GatheredLayout):
+            yield layouts[0], rows, keys
+            return
+        batch = [(slice(None), layouts[0])]
+        if self.lengths is not None or len(layouts) > 1:
+            each = layouts * b if len(layouts) == 1 else layouts
+            visible = [one.m for one in each] if self.lengths is None else self.lengths.tolist()
+            batch = [(slice(r, r + 1), _before(one, m)) for r, (one, m) in enumerate(zip(each, visible))]
+        group = rows["q"].shape[1] // keys["k"].shape[1]
+        for batch_rows, left in batch:
+            for member in range(group):
+                of_rows = {name: x[batch_rows, member::group].flatten(0, 1) for name, x in rows.items()}
+                yield left, of_rows, {name: x[batch_rows].flatten(0, 1) for name, x in keys.items()}
 
     def _scaled(self, q: Tensor, e: Tensor | None) -> tuple[Tensor, float, float]:
         """q and the scale of its products, and the factor that is left for dq.
@@ -133,28 +338,10 @@ class TileAttention:
         The fused op scales after the products forward and within them backward: unless the scale is a power of two,
         its scores differ in their last bit, and then exp(score − lse) is not the weight there was.
         """
-        fused = not self.one_softmax and (
-            self.lengths is not None or e is not None or any(one.fused for one in self.layouts)  # type: ignore[union-attr]
-        )
+        with_lse = not self.one_softmax
+        fused = with_lse and (self.lengths is not None or e is not None or any(x.fused for x in self.layouts))
         same = not fused or abs(frexp(self.scale)[0]) == 0.5
         return (q, self.scale, 1.0) if same else (q * self.scale, 1.0, self.scale)
-
-    def _fused_gathered(
-        self, layout: GatheredLayout, buffers: Buffers, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """o alone, by the fused op: one tile is one head of one row of its batch. As few steps as possible: Python
-        takes a tenth of a short call."""
-        d, parts = q.shape[-1], []
-        for piece, views in layout.bind({"q": q}, {"k": k, "v": v}, {}):
-            t, r, l = piece.scores
-            q_ = taken(views["q"], piece.rows, (t, 1, r, d), "q", buffers)
-            k_ = taken(views["k"], piece.index, (t, 1, l, d), "k", buffers)
-            v_ = taken(views["v"], piece.index, (t, 1, l, d), "v", buffers)
-            o = compat.flash_forward_direct(q_, k_, v_, 0.0, False, attn_mask=piece.mask4, scale=self.scale)[
-                0
-            ]
-            parts.append(o if piece.place is None else o.view(-1, d).index_select(0, piece.place))
-        return _joined(parts).view(q.shape)
 
     # Backward.
 
@@ -164,7 +351,7 @@ class TileAttention:
         """The gradients of q, k, v and e from those of o and lse."""
         q, scale, outside = self._scaled(saved.q, saved.e)
         do, q, k, v = (x.contiguous() for x in (do, q, saved.k, saved.v))
-        gathered = isinstance(self.layouts, GatheredLayout)
+        gathered = isinstance(self.layouts[0], GatheredLayout)
         rows: Named = {"do": do, "q": q, "dq": huge_pages(torch.empty_like(q))}
         if not self.one_softmax:
             rows["dq"].zero_()
@@ -172,37 +359,40 @@ class TileAttention:
         if saved.e is not None:
             rows["e"] = for_each_batch_row(saved.e, len(q))
             rows["de"] = torch.zeros_like(rows["e"])
-        keys: Named = {"k": k, "v": v}
-        grads: Any = {"dk": [], "dv": []}
+        keys: dict[str, Any] = {"k": k, "v": v, "dk": [], "dv": []}
         if not gathered:
-            grads = {"d" + name: huge_pages(torch.empty_like(x)).zero_() for name, x in keys.items()}
-            keys |= grads
-        run = self._executor(scale, buffers, None)
+            keys |= {"d" + x: huge_pages(torch.empty_like(keys[x])).zero_() for x in ("k", "v")}
+        run = Executor(self, scale, buffers)
         weights = iter(saved.weights)
         for layout, of_rows, of_keys in self._heads(rows, keys):
             e, de = of_rows.pop("e", None), of_rows.pop("de", None)
-            if isinstance(layout, Layout):
-                layout = layout.unfused if e is not None or self.dropout_p else layout
-                for group in layout.fused:
-                    run.fused_backward(group, of_rows, of_keys)
-                of_rows.pop("o", None)
-            of_grads = grads if gathered else {name: of_keys.pop(name) for name in grads}
-            for piece, views in layout.bind(of_rows, of_keys, of_grads):  # type: ignore[arg-type]
-                run.backward(piece, views, next(weights, None), (e, de if of_bias else None))
+            layout = layout.unfused if e is not None or self.dropout_p else layout
+            for group in layout.fused:
+                run.fused_backward(group, of_rows, of_keys)
+            for piece in layout.pieces(len(of_rows["q"])):
+                run.backward(piece, of_rows, of_keys, next(weights, None), (e, de if of_bias else None))
         dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
         de = rows["de"].sum(0) if of_bias and "de" in rows else None
-        dk, dv = (_joined(g).view(x.shape) if gathered else g for g, x in zip(grads.values(), (k, v)))
+        dk, dv = (
+            joined(keys["d" + x]).view(keys[x].shape) if gathered else keys["d" + x] for x in ("k", "v")
+        )
         return dq, dk, dv, de
 
     def _merged_rows(self, do: Tensor, saved: "Saved") -> Named:
         """What pieces that are merged read of each row: lse, δ, and the gradient of lse."""
-        assert saved.o is not None and saved.lse is not None and not isinstance(self.layouts, GatheredLayout)
+        assert saved.o is not None and saved.lse is not None
         # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
         rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
-        alone = [(one.unfused if self.dropout_p else one).all_alone for one in self.layouts]
+        layouts = [one for one in self.layouts if isinstance(one, Layout)]
+        alone = [(one.unfused if self.dropout_p else one).all_alone for one in layouts]
         if saved.e is not None or not all(alone):
             rows["delta"] = _dots(do, rows["o"])
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
+
+
+@lru_cache(maxsize=256)
+def _before(layout: Layout, m: int) -> Layout:
+    return layout.before(m)
 
 
 class Saved(NamedTuple):
@@ -224,16 +414,6 @@ def _dots(a: Tensor, b: Tensor) -> Tensor:
     for x, y, into in zip(a.flatten(0, 1), b.flatten(0, 1), out.flatten(0, 1)):
         torch.sum(x * y, -1, out=into)
     return out
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def max_saved(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many weights are saved for the backward pass at most: as many numbers as q, k, v and o have together."""
-    o = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
-    return min(q.numel() + k.numel() + v.numel() + o, MAX_SAVED_WEIGHTS)
 
 
 # Autograd.
@@ -272,14 +452,13 @@ def _double_backward(
         raise BackendError(
             "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
         )
+    (q, k, v), (pattern, start, step) = inputs, call.place
+    options: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "at": (start, step)}
     if e is None:
-        by = double_backward.Weighting(*call.place, call.scale, call.lengths)
-        return *double_backward.gradients(grads, inputs, by), None
-    (q, k, _), (_, start, step) = inputs, call.place
+        return *reference_backend.gradients(grads, Call(q, k, v, pattern, **options)), None
     i = start + step * torch.arange(q.shape[2])
     bias = e[:, torch.arange(k.shape[2]) - i[:, None] + call.far]
-    by = double_backward.Weighting(*call.place, call.scale, call.lengths, bias)
-    *results, of_bias = double_backward.gradients(grads, inputs, by)
+    *results, of_bias = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, **options))
     of_e = None if of_bias is None else torch.autograd.grad(bias, e, of_bias, create_graph=True)[0]
     return *results, of_e
 
@@ -298,31 +477,19 @@ def attend(
     dtype = working(q.dtype)
     if call.dropout_p and not call.seed:
         call = replace(call, seed=int(torch.randint(1 << 62, ())))
-    e = None if bias is None else along(bias, *call.reach).to(dtype)
+    e = call.along(bias, dtype)
     o, lse = _Attend.apply(q.to(dtype), k.to(dtype), v.to(dtype), e, call)
     return o.to(q.dtype), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
-# The same without a graph, for operations that a compiler sees as one.
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, call: TileAttention, bias: ByDistance | None = None
-) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    dtype = working(q.dtype)
-    e = None if bias is None else along(bias, *call.reach).to(dtype)
-    o, lse, _ = with_buffers(call.forward, q.to(dtype), k.to(dtype), v.to(dtype), e)
-    return o, lse
-
-
-def run_backward(
+def attend_backward(
     grad: Tensor, saved: Saved, call: TileAttention, bias: ByDistance | None = None, of_bias: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k, v, table and slopes; saved.e is made from the bias."""
+    """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one; saved has no e."""
     dtype = working(grad.dtype)
     tensors = {x: getattr(saved, x) for x in ("q", "k", "v", "o", "lse", "grad_lse")}
     tensors = {name: None if x is None else x.to(dtype) for name, x in tensors.items()}
-    e = None if bias is None else along(bias, *call.reach).to(dtype)
+    e = call.along(bias, dtype)
     of_bias = of_bias and bias is not None
     *grads, de = with_buffers(call.backward, grad.to(dtype), Saved(**tensors, e=e), of_bias)
     if bias is None or de is None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...errors import BackendError
 from ...position import ByDistance
-from .. import double_backward
+from .. import reference_backend
 from ..call import Call, CallFacts, Outputs, Prepared
 from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
-from ..plan.planner import plan, why_masked
+from ..plan import plan, why_masked
 
 MAX_HEAD_DIM = 256  # what the kernels hold
 # A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (the group `short` of
@@ -150,9 +150,8 @@ class _Attend(torch.autograd.Function):
                     "or dropout; use backend='sdpa'"
                 )
             pattern, start, step, scale, _ = ctx.options
-            by = double_backward.Weighting(pattern, start, step, scale, lengths)
-            grad = torch.zeros_like(o) if grad is None else grad
-            return *double_backward.gradients((grad, grad_lse), (q, k, v), by), *(None,) * 5
+            call = Call(q, k, v, pattern, lengths=lengths, scale=scale, at=(start, step))
+            return *reference_backend.gradients((grad, grad_lse), call), *(None,) * 5
         of_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         saved = (q, k, v, o, lse), (table, slopes, lengths)
         return *backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias), None, None, None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full
 from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
-from ..plan.planner import Pass
+from ..plan import Pass
 
 # Marks of blocks: places past the last key, past the upper, before the lower bound; some places are exempt.
 END, UPPER, LOWER, FREES = 16, 32, 64, 128

@@ -340,11 +340,12 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx, grad):
         saved = ctx.saved_tensors
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            from ..double_backward import Weighting, gradients
+            from ..call import Call
+            from ..reference_backend import gradients
 
-            task = ctx.attention.task
-            by = Weighting(task.pattern, task.start, task.step, task.scale)
-            return *gradients((grad, None), saved[:3], by), None
+            (q, k, v, _, _), task = saved, ctx.attention.task
+            call = Call(q, k, v, task.pattern, scale=task.scale, at=(task.start, task.step))
+            return *gradients((grad, None), call), None
         return *ctx.attention.backward(ctx.token, saved, grad), None
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from ...errors import BackendError
 from ...pattern import Both, Pattern, Relation
 from ...progression import FAR
-from ..plan.planner import Pass, plan, transposed
+from ..plan import Pass, plan, transposed
 
 
 def expression(pattern: Pattern) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, Run, classify
 from ...progression import Ints
-from ..plan.planner import Pass
+from ..plan import Pass
 from .block_tests import NO_KEY_FREE, Free, band, lines, marks, without_certain_words
 from .configs import Config
 from .mask import PlanPass, compiled, plan_passes

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from ... import reference
-from ...engine.cpu import denormals
+from ... import compat, reference
 from ..controls import reference_function, small_attention
 from ..harness import DTYPES, Harness
 from ..law import Case, Law, Tolerance, Trial
@@ -24,7 +23,7 @@ def compiled(harness: Harness, c: Case) -> Measurement:
         return harness.function.call(q, k, v, **masking.options)
 
     eager = harness.attend(q, k, v, **masking.options)
-    with denormals.preserved():
+    with compat.denormals_preserved():
         return compare("compiled outputs against eager ones", torch.compile(call)(q, k, v), eager)
 
 
@@ -32,7 +31,7 @@ def model_compiled(harness: Harness, c: Case) -> Measurement:
     torch.compiler.reset()
     x, context = harness.sequence(c.b, c.n), harness.context(c.b, c.n)
     module = harness.module()
-    with torch.no_grad(), denormals.preserved():
+    with torch.no_grad(), compat.denormals_preserved():
         inputs = (x,) if context is None else (x, context)
         return compare(
             "compiled outputs against eager ones",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....pattern import Pattern
 from ....progression import Ints
-from ...plan.tiles import row_steps
+from ...parts import row_steps
 from .. import configs
 from ..backend import one_launch
 from ..call import CallLayout, Layout, base2, exceeds_int32

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from regard.engine.cpu import denormals
+from regard import compat
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush them")
 def test_denormals_are_afterwards_as_they_were_before():
-    with denormals.preserved():
+    with compat.denormals_preserved():
         torch.set_flush_denormal(True)
-        assert denormals.flushed()
-    assert not denormals.flushed()
+        assert compat.denormals_flushed()
+    assert not compat.denormals_flushed()
     torch.set_flush_denormal(True)
-    with denormals.preserved():
+    with compat.denormals_preserved():
         pass
-    assert denormals.flushed()
+    assert compat.denormals_flushed()
     torch.set_flush_denormal(False)

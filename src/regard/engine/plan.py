@@ -14,10 +14,25 @@ from operator import and_, or_
 
 import numpy as np
 
-from ...pattern import Both, Either, Not, Pattern, Relation, Word, full
-from ...progression import FAR, Ints
-from .cells import ALL, MASKED_PAIR_COST, MAX_PARTS, NONE, PART_COST, SOME, divide, kleene
-from .tiles import Axis, NoPlan, Tiles, cut_tiles, limit, relations, residue_period
+from ..pattern import Both, Either, Not, Pattern, Relation, Word, full
+from ..progression import FAR, Ints
+from .parts import (
+    ALL,
+    MASKED_PAIR_COST,
+    MAX_PARTS,
+    NONE,
+    PART_COST,
+    SOME,
+    Axis,
+    NoPlan,
+    Tiles,
+    cut_tiles,
+    divide,
+    kleene,
+    limit,
+    relations,
+    residue_period,
+)
 
 TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
 SAMPLE_TILES = 256  # tiles on which candidates are compared
