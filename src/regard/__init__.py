@@ -13,7 +13,7 @@ from typing import Any
 __version__ = "0.2.0"
 
 _STUB = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
-_IMPORTS = [node for node in _STUB.body if isinstance(node, ast.ImportFrom)]
+_IMPORTS = [node for node in _STUB.body if isinstance(node, ast.ImportFrom) and node.module]  # no submodules
 _MODULE_OF = {alias.name: f".{node.module}" for node in _IMPORTS for alias in node.names if alias.name != "*"}
 
 

@@ -1,5 +1,6 @@
 """The public names of regard. `__init__.py` reads this list, and imports each name when it is first used."""
 
+from . import formulas as formulas
 from .convolution import lift as lift
 from .convolution import lower as lower
 from .costs import Cost as Cost

@@ -9,7 +9,17 @@ from torch import nn
 import regard as rg
 from convolution_cases import inputs_for, random_convolution
 from ledger_cases import agrees, case, cases
-from regard.convolution import Lifted, leak, lift, lifting, sharpness, sharpness_for, shift_heads, tap_of
+from regard.convolution import (
+    Lifted,
+    head_readings,
+    leak,
+    lift,
+    lifting,
+    sharpness,
+    sharpness_for,
+    shift_heads,
+    tap_of,
+)
 
 f64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even")
@@ -316,3 +326,24 @@ def test_the_ledger_s_averages_of_three(name):
     pool = nn.AvgPool1d(3, stride=1, padding=1, count_include_pad=c["inputs"]["border"] == "zero")
     y = lift(pool)(torch.tensor(c["inputs"]["x"], dtype=f64)[None])
     assert agrees(y[0].tolist(), c["expected"], {**c["compare"], "abs": 1e-14})
+
+
+@pytest.mark.ledger("S4.1.2b.1", "S2.3.2.6")
+def test_a_head_is_a_position_of_the_kernel_exactly_and_a_filter_only_by_analogy():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 5, 3, padding=1, dtype=f64)
+    both = head_readings(conv)
+    assert both.by_position.heads == 9 and both.by_filter.heads == 5
+    assert both.by_position.error < 1e-12 and both.by_position.exact
+    filters = conv.weight.detach().flatten(2).mT
+    beyond = torch.linalg.svdvals(filters)[:, 1:].norm() / filters.norm()  # no matrix of rank one is nearer
+    assert float(beyond) <= both.by_filter.error < 1 and not both.by_filter.exact
+    with torch.no_grad():  # one distribution over the neighbors times one vector: this filter one head can be
+        conv.weight.copy_(torch.rand(5, 1, 3, 3) * torch.randn(5, 3, 1, 1))
+        assert head_readings(conv).by_filter.exact
+        conv.weight.copy_(torch.randn(5, 1, 3, 3) * torch.randn(5, 3, 1, 1))  # weights are not negative
+        assert head_readings(conv).by_filter.error > 0.3
+    table = str(both).splitlines()
+    assert table[1].split() == ["number", "of", "heads", "9", "5"]
+    assert table[0].split() == ["head", "=", "position", "of", "the", "kernel", "head", "=", "filter"]
+    assert table[-1].split()[-3:] == ["exact", "an", "analogy"]

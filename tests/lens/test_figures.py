@@ -1,5 +1,6 @@
 """The pictures: what each shows is what was computed, labels are whole, boxes do not overlap."""
 
+import dataclasses
 from io import BytesIO
 from itertools import combinations, pairwise
 
@@ -10,7 +11,7 @@ from matplotlib.patches import FancyBboxPatch
 import regard as rg
 from regard.lens import figures
 from regard.lens.figures import style
-from regard.lens.figures.architecture import columns_of
+from regard.lens.figures.architecture import _middle, columns_of
 from regard.schedule import constant, inverse_sqrt, warmup_cosine
 
 WORDS = ("The", "cat", "sat", "on", "the", "<b>mat</b>", "because", "$it$", "was", "tired", "of", "dogs")
@@ -110,6 +111,23 @@ def test_a_map_shows_scores_weights_and_entropies_with_readable_tokens(view):
     assert len(written(figure)) > 5000
 
 
+@pytest.mark.ledger("S2.1.1.1")
+def test_the_row_of_a_token_is_drawn_for_each_sentence():
+    torch.manual_seed(0)
+    names = [["the", "cat", "it", "the"], ["the", "mat", "it", "the"]]
+    model = rg.Attention(8, heads=2, scale=3.0).build().eval()
+    two = rg.look(model, torch.randn(2, 4, 8), tokens=names)
+    figure = figures.attention_rows(two, 0, 1, "it")
+    assert len(figure.axes) == 2
+    for b, ax in enumerate(figure.axes):
+        row = two.map(0, 1, b)[2]
+        assert [p.get_width() for p in ax.patches] == pytest.approx(row.tolist())
+        labels = [t.get_text() for t in ax.get_yticklabels()]
+        assert labels == ["the (0)", names[b][1], "it", "the (3)"]
+        assert ax.get_title() == f"from it: {float(row.max()):.0%} on {labels[int(row.argmax())]}"
+    assert len(figures.attention_rows(two, 0, 0, 2, [1]).axes) == 1
+
+
 def test_sixty_token_labels_do_not_overlap():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -170,6 +188,33 @@ def test_the_diagram_is_complete_and_no_box_overlaps_another(name):
         assert '"Hello world"' in text and "masked self-attention" in text and "sinusoidal positions" in text
 
 
+def residual_arrows(figure):
+    """(start, end) heights of each line that leaves the middle of a column and ends in an arrow at its side."""
+    ax = figure.axes[0]
+    heads = {tuple(a.xyann): tuple(a.xy) for a in ax.texts if getattr(a, "arrow_patch", None) is not None}
+    lines = [list(zip(*line.get_data())) for line in ax.lines if len(line.get_xdata()) == 3]
+    return [(points[0][1], heads[points[-1]][1]) for points in lines if points[-1] in heads]
+
+
+@pytest.mark.ledger("S1.Q5a.6", "S1.Q5a.7")
+@pytest.mark.parametrize("norm_at", ["pre", "post"])
+def test_a_residual_goes_around_each_part_into_its_sum(norm_at):
+    attention = rg.Attention(8, heads=2)
+    causal = rg.Attention(8, heads=2, pattern=rg.causal())
+    block = rg.Block(causal, rg.FeedForward(8), cross=attention, norm_at=norm_at)
+    for residual in (True, False):
+        decoder = rg.Decoder(dataclasses.replace(block, residual=residual), 2, embedding=rg.Embedding(5, 8))
+        figure = figures.architecture(decoder)
+        boxes = columns_of(decoder)[0].boxes
+        arrows = residual_arrows(figure)
+        sums = [_middle(i) for i, b in enumerate(boxes) if b.label == "add"]
+        assert [end for _, end in arrows] == sums and len(sums) == (3 if residual else 0)
+        for (start, end), name in zip(arrows, ("self-attention", "cross-attention", "feed-forward")):
+            inside = [b.label for i, b in enumerate(boxes) if start < _middle(i) < end]
+            assert any(name in label for label in inside)
+            assert any("norm" in label for label in inside) == (norm_at == "pre")
+
+
 def test_what_has_no_diagram_is_refused():
     with pytest.raises(
         rg.SpecError, match=r"^Attention has no diagram; use an Encoder, a Decoder, an EncoderDecoder or"
@@ -196,6 +241,7 @@ def test_saturation_shows_the_collapse_without_the_scale():
     assert lines["q·k, median"][1] < 1e-3 < lines["q·k, mean"][1]
 
 
+@pytest.mark.ledger("S4.1.1c.1", "S4.1.1d.1")
 def test_sharpness_goes_from_uniform_to_the_shared_maximum():
     q, k, v = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     figure = figures.sharpness([2.0, 2.0, 1.0], q, k, v)
@@ -204,6 +250,12 @@ def test_sharpness_goes_from_uniform_to_the_shared_maximum():
     assert [y[0] for y in lines] == pytest.approx([1 / 3] * 3, abs=5e-3)
     exact, first = (figure.axes[1].lines[i].get_ydata() for i in (0, 1))
     assert exact[10] == pytest.approx(0, abs=1e-9) and abs(exact[-1] - first[-1]) > 1e-4
+    bare = figures.sharpness([2.0, 2.0, 1.0])
+    assert len(bare.axes) == 1 and [list(line.get_ydata()) for line in bare.axes[0].lines] == lines
+    with pytest.raises(
+        rg.ShapeError, match=r"^given are q, v only; the effect of a changed key needs q, k and v"
+    ):
+        figures.sharpness([2.0, 1.0], q, v=v)
 
 
 def test_what_was_recorded_is_drawn(view):
@@ -225,7 +277,6 @@ def test_what_was_recorded_is_drawn(view):
         figures.head_evolution(rg.Recorder())
 
 
-@pytest.mark.ledger("S1.I.1", "S4.1.2b.1")
 def test_costs_taps_traces_and_dependence_are_drawn():
     costs = figures.cost_curves({"attention": {128: 1e6, 256: 4e6}}, crossings={"n = d": 200})
     assert list(costs.axes[0].lines[0].get_ydata()) == [1e6, 4e6] and "n = d" in texts(costs)
@@ -250,17 +301,3 @@ def test_the_costs_of_layer_types_are_those_of_cost():
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert lines["GRU"] == [rg.costs.compare(n, 64)["GRU"].flops for n in (32, 64, 128)]
     assert "n = 128" in texts(figure) and len(lines) >= 10
-
-
-@pytest.mark.ledger("S1.I.1", "S3.Q2.3")
-def test_an_attention_is_traced_step_by_step():
-    torch.manual_seed(0)
-    layer = rg.Attention(12, heads=3, pattern=rg.causal()).build()
-    x = torch.randn(1, 7, 12)
-    text = texts(figures.attention_trace(layer, x))
-    assert {"scores", "weights", "V", "heads", "output", "3 × 7 × 7", "3 × 7 × 4", "7 × 12"} <= set(text)
-    first = "  ".join(f"{v:+.3f}" for v in layer(x)[0].flatten()[:4].tolist())
-    assert first in text
-    assert f"{layer.spec.cost(n=7)['scores'].total.flops:,} FLOPs" in text
-    with pytest.raises(rg.SpecError, match=r"^Linear is not an attention module of regard; build one"):
-        figures.attention_trace(torch.nn.Linear(2, 2), x)

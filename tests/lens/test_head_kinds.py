@@ -10,6 +10,7 @@ from lens_models import captured
 from regard.lens.calls import StoredWeights
 from regard.lens.head_kinds import KINDS, RULES, Rule, classify_head, classify_heads
 from regard.lens.patch_grid import Grid
+from regard.lens.relations import read
 from regard.lens.statistics import head_statistics
 from regard.lens.token_matches import numbered
 
@@ -54,20 +55,72 @@ HEADS = {
     "uniform": spread(J >= 0),
     "content": anywhere(3),
 }
+MARKED = {
+    "agreement": ((2, (1,)), (17, (4, 16))),  # saw → cat; run → dog, which occurs twice
+    "coreference": ((19, (16,)), (22, (16,))),  # it → dog
+}
+for name, rows in MARKED.items():
+    HEADS[name] = anywhere(4)
+    for i, keys in rows:
+        HEADS[name][i] = spread(torch.isin(J, torch.tensor(keys)))[i]
+RELATIONS = {"agreement": [(2, 1), (0, "run", "dog")], "coreference": [("it", 16)]}
 
 
-def stats(table, tokens=True, grid=None):
+def stats(table, tokens=True, grid=None, relations=None):
     names = (TEXT,)
     numbers = numbered(names, names, (".",)) if tokens else None
-    return head_statistics(captured(StoredWeights(table[None, None])), numbers, grid)
+    call = captured(StoredWeights(table[None, None]))
+    call = replace(call, queries=names, keys=names)
+    return head_statistics(call, numbers, grid, relations=read(relations))
 
 
 @pytest.mark.ledger("S0.Q2c.5", "S2.4.2.6")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_constructed_for_a_kind_is_classified_as_it(name):
-    kind = classify_head(stats(HEADS[name]), 0)
+    relations = {name: RELATIONS[name]} if name in RELATIONS else None
+    kind = classify_head(stats(HEADS[name], relations=relations), 0)
     assert kind.name == name, kind
     assert 0.5 <= kind.confidence <= 1 and kind.evidence
+
+
+@pytest.mark.ledger("S0.Q2c.5")
+def test_the_weight_of_a_relation_is_that_of_its_queries_on_their_keys():
+    for name, rows in MARKED.items():
+        table = HEADS[name].double()
+        s = stats(HEADS[name], relations=RELATIONS)
+        truth = sum(table[i, list(keys)].sum() for i, keys in rows) / len(rows)
+        assert s.relations[name][0] == pytest.approx(float(truth)) and truth > 0.9
+        assert s.numbers(0)[name] == pytest.approx(float(truth))
+        other = next(k for k in MARKED if k != name)
+        assert s.relations[other][0] < 0.3
+        assert classify_head(s, 0).evidence.startswith("97% of the marked queries' weight is on")
+    assert (
+        classify_head(stats(HEADS["agreement"]), 0).name == "content"
+    )  # without the mark it is content only
+    everywhere = stats(HEADS["uniform"], relations=RELATIONS)
+    assert classify_head(everywhere, 0).name == "uniform"
+
+
+def test_a_relation_that_no_row_has_is_an_error():
+    torch.manual_seed(0)
+    model, x = rg.Attention(8, heads=2).build().eval(), torch.randn(2, 3, 8)
+    names = [["a", "cat", "it"], ["a", "mat", "it"]]
+    view = rg.look(model, x, tokens=names, relations={"coreference": [("it", "cat"), (1, "it", "mat")]})
+    both = (view.call(0).weights(None, [2], 0)[:, 0, 1] + view.call(0).weights(None, [2], 1)[:, 0, 1]) / 2
+    assert torch.allclose(view.statistics[0].relations["coreference"].float(), both)
+    assert view.row(0, 1, "it", 1) == pytest.approx(dict(zip(names[1], view.map(0, 1, 1)[2].tolist())))
+    for relations, message in (
+        ({"coreference": [("it", "dog")]}, r"no self-attention has both 'it' and 'dog' in any batch row"),
+        ({"coreference": [(0, "it", "mat")]}, r"no self-attention has both 'it' and 'mat' in batch row 0"),
+        ({"coreference": [(2, 3)]}, r"a relation names token 3; there are 3, 0 to 2"),
+        ({"coreference": [(7, 2, 1)]}, r"relation \(7, 2, 1\): there are 2 batch rows, 0 to 1"),
+    ):
+        with pytest.raises(rg.ShapeError, match=message):
+            rg.look(model, x, tokens=names, relations=relations)
+    with pytest.raises(rg.SpecError, match=r"it needs a list of \(query, key\) or \(batch row, query, key\)"):
+        rg.look(model, x, relations={"coreference": [3]})
+    with pytest.raises(rg.ShapeError, match=r"the token 'cat' occurs 0 times in batch row 1; use a position"):
+        view.row(0, 0, "cat", 1)
 
 
 def test_every_kind_but_mixed_has_such_a_head():
@@ -113,7 +166,7 @@ def test_thresholds_are_data():
     mine = (Rule("mostly previous", "on_previous", 0.5, "{value:.0%} back"),)
     assert classify_heads(s, mine)[0].name == "mostly previous"
     with pytest.raises(
-        rg.RegardError, match="unknown measure 'color'; known: flat, induction, near, on_first"
+        rg.RegardError, match="unknown measure 'color'; known: agreement, coreference, flat, induction, near"
     ):
         classify_head(s, 0, (Rule("red", "color", 0.5, ""),))
 

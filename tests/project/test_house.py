@@ -33,6 +33,7 @@ ORDER = [
     {"nn"},
     {"generation", "interop", "convolution"},
     {"costs"},
+    {"formulas"},
     {"laws"},
     {"testing"},
     {"lens"},

@@ -11,6 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ledger_cases import agrees, case, cases
+from regard.formulas import (
+    score_moments,
+    softmax_jacobian,
+    softmax_jacobian_bounds,
+    softmax_jacobian_norm,
+    tied_score_moments,
+)
 from regard.reference import attend, dot_scores, softmax
 
 DRAWS = 200_000
@@ -21,17 +28,7 @@ def seeded(seed):
 
 
 def jacobian_norm2(a):
-    """‖diag a − a aᵀ‖² = Σ_i a_i² ((1 − a_i)² + Σ_{j≠i} a_j²), "all but i" summed where i is the largest.
-
-    p2 − 2 p3 + p2² is the same number, but near a one-hot it is a small difference of terms near 1.
-    """
-    top = torch.zeros_like(a, dtype=torch.bool).scatter_(-1, a.argmax(-1, keepdim=True), True)
-    rest = a.masked_fill(top, 0.0)
-    others = torch.where(top, rest.sum(-1, keepdim=True), 1 - a)
-    squares = torch.where(
-        top, rest.square().sum(-1, keepdim=True), a.square().sum(-1, keepdim=True) - a.square()
-    )
-    return (a.square() * (others.square() + squares)).sum(-1)
+    return softmax_jacobian_norm(a).square()
 
 
 def moments(scores, fourth):
@@ -40,13 +37,18 @@ def moments(scores, fourth):
     return scores.mean(), variance, 5 * (variance / n).sqrt(), 5 * variance * math.sqrt((fourth - 1) / n)
 
 
-def drawn(d, mu_q=0.0, var_q=1.0, mu_k=0.0, var_k=1.0, draws=DRAWS, seed=0):
-    """`draws` independent scores q·k of normal entries."""
+def drawn(d, mu_q=0.0, var_q=1.0, mu_k=0.0, var_k=1.0, draws=DRAWS, seed=0, scores_of=dot_scores):
+    """`draws` independent scores of normal entries: q·k, or those that an attention computes."""
     g, scores = seeded(seed), []
     for _ in range(8):
         q, k = torch.randn(2, draws // 8, 1, d, generator=g)
-        scores.append(dot_scores(mu_q + var_q**0.5 * q, mu_k + var_k**0.5 * k).flatten())
+        scores.append(scores_of(mu_q + var_q**0.5 * q, mu_k + var_k**0.5 * k).flatten())
     return torch.cat(scores).double()
+
+
+def scores_of_attention(q, k):
+    """What attend puts into its softmax, by its own scale."""
+    return attend(q, k, k[..., :1]).scores
 
 
 @pytest.mark.ledger("S0.Q1a.7", "S0.Q1a.9", "S3.Q1a.1", "S3.Q1a.2", "S3.Q1a.3")
@@ -59,7 +61,9 @@ def test_a_score_of_unit_entries_has_variance_d_and_one_after_scaling(d):
     )  # 9 for one product, then → 3
     assert abs(mean) < mean_error
     assert abs(variance - d) < variance_error < 0.04 * d
-    assert abs((scores / d**0.5).var() - 1) < variance_error / d
+    assert score_moments(d) == (0, d) and score_moments(d, scale=None) == (0, 1)
+    inside = drawn(d, draws=draws // 4, scores_of=scores_of_attention)
+    assert abs(inside.var() - 1) < 2 * variance_error / d
 
 
 @pytest.mark.ledger("S0.Q1a.7", "S3.Q1a.3")
@@ -83,6 +87,12 @@ def test_the_moments_of_a_score_are_the_ledgers_exactly(c):
         "variance_scaled": variance,
     }
     assert agrees(got, c["expected"], c["compare"])
+    numbers = {"mean_q": mu_q, "var_q": var_q, "mean_k": mu_k, "var_k": var_k}
+    formula, scaled = score_moments(d, **numbers), score_moments(d, **numbers, scale=None)
+    told = {"mean": formula.mean, "variance": formula.variance, "std": formula.deviation}
+    assert agrees(told | {"variance_scaled": scaled.variance}, c["expected"], c["compare"])
+    assert scaled.mean == pytest.approx(formula.mean / d**0.5)
+    assert score_moments(d, **numbers, scale=0.5) == pytest.approx((formula.mean / 2, formula.variance / 4))
 
 
 @pytest.mark.ledger("S3.Q1a.3")
@@ -103,6 +113,10 @@ def test_a_query_that_is_its_key_breaks_the_rule():
         mean, variance, mean_error, variance_error = moments(scores, fourth=3 + 12 / d)  # chi-squared's
         assert abs(mean - c["expected"]["mean"]) < mean_error
         assert abs(variance - c["expected"]["variance"]) < variance_error
+        assert tied_score_moments(d) == (c["expected"]["mean"], c["expected"]["variance"])
+        moved = dot_scores(x + 0.5, x + 0.5).flatten().double()  # entries of mean 1/2: σ² + μ², 2σ⁴ + 4μ²σ²
+        assert moved.mean() == pytest.approx(tied_score_moments(d, mean=0.5).mean, rel=0.02)
+        assert moved.var() == pytest.approx(tied_score_moments(d, mean=0.5).variance, rel=0.05)
         assert abs(variance - d) > variance_error  # control: not the variance of independent entries
 
 
@@ -128,16 +142,16 @@ def autodiff_jacobian(scores):
 def test_the_jacobian_of_softmax_has_the_norm_and_bounds_of_the_ledger(c):
     a = distribution(c["inputs"])
     n, j = len(a), autodiff_jacobian(a.log())
-    assert (j - (a.diag() - a.outer(a))).abs().max() < 1e-12
-    eps = (a.sum() - a.max()).item()
+    assert (j - softmax_jacobian(a)).abs().max() < 1e-12
+    bounds = softmax_jacobian_bounds(a)
     got = {
         "n": n,
-        "eps": eps,
+        "eps": bounds.eps.item(),
         "fro2": jacobian_norm2(a).item(),
-        "fro": jacobian_norm2(a).sqrt().item(),
-        "trace": j.trace().item(),
-        "document_bound_fro2": (n * eps) ** 2,
-        "sharp_bound_fro2": (2 * eps - eps**2) ** 2,
+        "fro": softmax_jacobian_norm(a).item(),
+        "trace": bounds.trace.item(),
+        "document_bound_fro2": bounds.by_length.item() ** 2,
+        "sharp_bound_fro2": bounds.by_eps.item() ** 2,
     }
     assert agrees(got, c["expected"], c["compare"])
     assert math.isclose(j.square().sum().item(), got["fro2"], rel_tol=1e-10)
@@ -161,12 +175,13 @@ def test_the_jacobian_is_symmetric_semidefinite_and_blind_to_a_shift(n, beta, se
     s = torch.randn(n, dtype=torch.float64, generator=seeded(seed))
     j = torch.autograd.functional.jacobian(lambda s: softmax(beta * s[None])[0], s)
     a = softmax(beta * s[None])[0]
-    assert (j - beta * (a.diag() - a.outer(a))).abs().max() < 1e-12 * beta
+    assert (j - softmax_jacobian(a, beta)).abs().max() < 1e-12 * beta
     assert (j - j.T).abs().max() < 1e-15 and j.sum(-1).abs().max() < 1e-14 * beta
     eigenvalues = torch.linalg.eigvalsh(j)
     assert eigenvalues[0] > -1e-14 * beta and eigenvalues[-1] <= beta / 2 + 1e-12
     assert abs(j.trace() - beta * (1 - a.square().sum())) < 1e-12 * beta
-    assert abs(j.square().sum() - beta**2 * jacobian_norm2(a)) < 1e-12 * beta**2
+    assert abs(j.norm() - softmax_jacobian_norm(a, beta)) < 1e-12 * beta
+    assert softmax_jacobian_norm(a, -beta) == softmax_jacobian_norm(a, beta)
     assert (beta * a.diag() - j).abs().max() > 1e-3 * beta / n**2  # control: diag a alone
 
 
@@ -176,10 +191,13 @@ def test_the_bounds_hold_for_twenty_thousand_random_distributions():
         :, None
     ]  # from near uniform to near one-hot
     a = softmax(spread * torch.randn(20_000, 13, dtype=torch.float64, generator=seeded(0)))
-    norm2, top = jacobian_norm2(a), a.amax(-1)
-    eps = 1 - top
-    for bound in ((2 * eps - eps**2) ** 2, (13 * eps) ** 2, torch.tensor(0.25)):
-        assert (norm2 <= bound + 1e-12).all()
+    norm, top = softmax_jacobian_norm(a), a.amax(-1)
+    eps, by_length, trace, by_eps, any_weights = softmax_jacobian_bounds(a)
+    assert torch.allclose(eps, 1 - top, atol=1e-12)
+    for smaller, larger in ((norm, by_length), (norm, trace), (trace, by_eps), (norm, any_weights)):
+        assert (smaller <= larger + 1e-12).all()
+    for one, doubled in zip(softmax_jacobian_bounds(a)[1:], softmax_jacobian_bounds(a, -2.0)[1:]):
+        assert torch.equal(2 * one, doubled)
     half = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     assert jacobian_norm2(half) == 0.25  # the largest there is
     assert eps.min() < 1e-6 and top.min() < 0.15  # both ends were visited

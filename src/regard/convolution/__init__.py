@@ -13,6 +13,7 @@ from .geometry import Geometry, Offset, geometry_of, tap_of
 from .lifting import Lifted, lift, sharpness_for, shift_heads
 from .lowered import Lowered
 from .lowering import lower, lower_all
+from .readings import Reading, Readings, head_readings
 from .shifts import NearestShifts, Spread, by_offset, nearest_shifts, spread, total_variation
 
 __all__ = [
@@ -24,9 +25,12 @@ __all__ = [
     "Lowered",
     "NearestShifts",
     "Offset",
+    "Reading",
+    "Readings",
     "Spread",
     "by_offset",
     "geometry_of",
+    "head_readings",
     "leak",
     "lift",
     "lower",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 
 from ..errors import RegardError
 from .statistics import HeadStatistics
@@ -41,6 +41,18 @@ RULES = (
     Rule("same token", "on_same", 0.35, "{value:.0%} is on other occurrences of the same token"),
     Rule("separator", "on_separator", 0.5, "{value:.0%} is on separators"),
     Rule("sink", "one_key", 0.4, "{value:.0%} of all queries' weight is on one key, {where}"),
+    Rule(
+        "agreement",
+        "agreement",
+        0.4,
+        "{value:.0%} of the marked queries' weight is on the word they agree with",
+    ),
+    Rule(
+        "coreference",
+        "coreference",
+        0.4,
+        "{value:.0%} of the marked queries' weight is on what they refer to",
+    ),
     Rule("stride", "stride", 0.6, "{value:.0%} is on keys {where}", 1),
     Rule("window", "near", 0.6, "90 % of the weight is at most {where} away", 1),
     Rule("uniform", "flat", 0.95, "its entropy is {value:.0%} of the maximum", 1),
@@ -95,6 +107,16 @@ def _above_chance(value: float, chance: float) -> float:
 def _on(name: str) -> Measure:
     def measure(s: HeadStatistics, h: int) -> Measured:
         value = float(getattr(s, name)[h])
+        return _above_chance(value, s.uniform.get("one_key", 0.0)), "", value
+
+    return measure
+
+
+def _related(name: str) -> Measure:
+    """The weight on the related keys; only where look() was given this relation."""
+
+    def measure(s: HeadStatistics, h: int) -> Measured:
+        value = float(s.relations[name][h]) if name in s.relations else nan
         return _above_chance(value, s.uniform.get("one_key", 0.0)), "", value
 
     return measure
@@ -155,6 +177,8 @@ MEASURES: dict[str, Measure] = {
         name: _on(name)
         for name in ("on_self", "on_previous", "on_next", "on_first", "on_same", "on_separator", "induction")
     },
+    "agreement": _related("agreement"),
+    "coreference": _related("coreference"),
     "shift": _shift,
     "one_key": _one_key,
     "stride": _stride,

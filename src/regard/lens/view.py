@@ -14,6 +14,7 @@ from torch import Tensor
 from ..compat import version
 from ..errors import FormatError, RegardError, ShapeError, nearest
 from . import ablation, head_similarity, labels
+from . import relations as marked_pairs
 from .calls import AttentionCall, is_causal_call, tensors_of
 from .head_kinds import RULES, HeadKind, Rule, classify_heads
 from .intercept import InterceptedCall, intercept
@@ -34,25 +35,29 @@ def look(
     grid: Any = None,
     image: Float[Tensor, "c height width"] | None = None,
     separators: tuple[str, ...] = SEPARATORS,
+    relations: marked_pairs.Relations | None = None,
     keep: Keep = True,
 ) -> "View":
     """Run the model once on these inputs, with the kernels it always runs, and record each attention call.
 
     inputs: a mapping (by name), a tuple (in order), or a single argument. tokens: names for the ids: a list per batch
     row, {"source": …, "target": …}, or a tokenizer. grid: (rows, columns[, tokens before them]) of an image's
-    patches; inferred if an input is an image. keep=False computes statistics while the model runs and stores no
-    queries and keys: no maps, for very long inputs. keep="copy" copies them, for a model that overwrites its tensors.
-    The model runs in its current mode, eval() or train(), without gradients. Several threads may look at once; what
-    other threads run is not recorded.
+    patches; inferred if an input is an image. relations: pairs of a query and the key that it relates to, as words or
+    indices, {"agreement": [("[MASK]", "cats")], "coreference": [(0, "it", "cat")]}; with a first index only in that
+    batch row. Heads that attend to them are classified so. keep=False computes statistics while the model runs and
+    stores no queries and keys: no maps, for very long inputs. keep="copy" copies them, for a model that overwrites
+    its tensors. The model runs in its current mode, eval() or train(), without gradients. Several threads may look at
+    once; what other threads run is not recorded.
     """
     if keep not in (True, False, "copy"):
         raise RegardError(f"keep={keep!r}; use True, False or 'copy'")
     named = labels.read(inputs, tokens, grid, image)
-    collector = _CallCollector(named, inputs, separators, keep)
+    collector = _CallCollector(named, inputs, separators, keep, marked_pairs.read(relations))
     with torch.no_grad(), intercept(model, collector.add) as interceptor:
         run(model, inputs)
     if not collector.calls:
         raise RegardError(_no_calls(model, interceptor.module_calls, interceptor.missed))
+    marked_pairs.check(collector.calls, collector.relations)
     return View(collector, tuple(interceptor.missed), model, inputs)
 
 
@@ -64,8 +69,16 @@ def _no_calls(model: Any, module_calls: int, missed: list[str]) -> str:
 class _CallCollector:
     """Collects and labels the calls of one run."""
 
-    def __init__(self, named: labels.Labels, inputs: Any, separators: tuple[str, ...], keep: Keep):
+    def __init__(
+        self,
+        named: labels.Labels,
+        inputs: Any,
+        separators: tuple[str, ...],
+        keep: Keep,
+        relations: dict[str, tuple[marked_pairs.MarkedPair, ...]],
+    ):
         self.labels, self.inputs, self.separators, self.keep = named, inputs, separators, keep
+        self.relations = relations
         self.calls: list[AttentionCall] = []
         self.statistics: dict[int, HeadStatistics] = {}
         self._runs: dict[str, int] = {}
@@ -98,7 +111,7 @@ class _CallCollector:
         self.calls.append(recorded)
 
     def statistics_of(self, call: AttentionCall) -> HeadStatistics:
-        return head_statistics(call, self.tokens(call), self.labels.grid)
+        return head_statistics(call, self.tokens(call), self.labels.grid, relations=self.relations)
 
     def tokens(self, call: AttentionCall) -> Tokens | None:
         named = self.labels.source is not None or self.labels.target is not None
@@ -164,6 +177,22 @@ class View:
 
     def keys(self, layer: int | str, batch: int = 0) -> tuple[str, ...]:
         return self.call(layer).keys[batch]
+
+    def row(self, layer: int | str, head: int, query: int | str, batch: int = 0) -> dict[str, float]:
+        """The weights of one query, by the names of the keys; a name that occurs twice has its position added.
+
+        query: its position, or its token if that occurs once.
+        """
+        names, keys = self.queries(layer, batch), self.keys(layer, batch)
+        if isinstance(query, str):
+            if names.count(query) != 1:
+                raise ShapeError(
+                    f"the token {query!r} occurs {names.count(query)} times in batch row {batch}; use a position"
+                )
+            query = names.index(query)
+        weights = self.call(layer).weights([head], [query], batch)[0, 0].tolist()
+        labels = [k if keys.count(k) == 1 else f"{k} ({j})" for j, k in enumerate(keys)]
+        return dict(zip(labels, weights))
 
     # numbers
 

@@ -4,7 +4,7 @@ from .attention import MultiHeadAttention
 from .block import Block
 from .build import build
 from .cache import Cache, KeyValues, LayerCache
-from .convolutional import ConvolutionalModel, ConvolutionLayer
+from .convolutional import ConvolutionalModel, ConvolutionLayer, image_classifier
 from .embedding import ClassifierHead, Embedding, LanguageHead, MaskedHead, Pooler
 from .feed_forward import FeedForward
 from .initialization import initialize
@@ -34,6 +34,7 @@ __all__ = [
     "Stack",
     "Vision",
     "build",
+    "image_classifier",
     "initialize",
     "load",
     "norm",

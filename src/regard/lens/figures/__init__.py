@@ -11,7 +11,7 @@ from .curves import (
     training_curves,
 )
 from .heads import convolution_map, head_evolution, head_gallery, shape_trace
-from .maps import attention_map, dependence, overview
+from .maps import attention_map, attention_rows, dependence, overview
 from .patterns import mask_matrix, mask_table, receptive_field
 from .positions import patch_positions, positional_encoding
 from .sharpness import sharpness
@@ -19,6 +19,7 @@ from .sharpness import sharpness
 __all__ = [
     "architecture",
     "attention_map",
+    "attention_rows",
     "attention_trace",
     "convolution_map",
     "cost_curves",

@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ...costs import compare
-from ...errors import SpecError
-from ...nn.attention import MultiHeadAttention
-from ..view import look
+from ..trace import trace
 from .curves import cost_curves
 from .heads import shape_trace
 
@@ -35,40 +32,13 @@ def layer_costs(
     return cost_curves(work, y="FLOPs of one layer", crossings=crossings, dark=dark)
 
 
-def attention_trace(layer: nn.Module, x: Float[Tensor, "1 n d_model"], *, dark: bool = False) -> Any:
+def attention_trace(
+    layer: nn.Module,
+    x: Float[Tensor, "b n d_model"],
+    context: Float[Tensor, "b m d_context"] | None = None,
+    *,
+    dark: bool = False,
+) -> Any:
     """Every intermediate of one attention on one sequence: name, formula, shape, cost, first values."""
-    if not isinstance(layer, MultiHeadAttention):
-        raise SpecError(
-            f"{type(layer).__name__} is not an attention module of regard; build one with rg.Attention(...).build()"
-        )
-    with torch.no_grad():
-        call = look(layer, x).calls[0]
-        out = layer(x)
-    price = layer.spec.cost(n=x.shape[1])
-    values = call.values()
-    weights = call.weights()
-    steps = [
-        ("x", "input", x[0], ""),
-        ("scores", "scale · Q Kᵀ + bias", call.scores(), _flops(price, "scores")),
-        (
-            "weights",
-            "softmax over the allowed keys",
-            weights,
-            f"{price['softmax'].total.elementwise_flops:,}",
-        ),
-    ]
-    if values is not None:
-        heads = weights.to(values.dtype) @ values
-        steps += [
-            ("V", "x W_V, per head", values, _flops(price, "v")),
-            ("heads", "weights · V", heads, _flops(price, "mixing")),
-        ]
-    steps.append(("output", "concat(heads) W_O", out[0], _flops(price, "output")))
+    steps = [(s.name, s.formula, s.tensor, s.cost) for s in trace(layer, x, context)]
     return shape_trace(steps, dark=dark)
-
-
-def _flops(price: Any, name: str) -> str:
-    try:
-        return f"{price[name].total.flops:,} FLOPs"
-    except SpecError:  # a layer without that part: no output projection, say
-        return ""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ...formulas import softmax_jacobian_norm
 from ...schedule import Schedule, warmup_cosine
 from ..recorder import Recorder
 from . import style
@@ -118,8 +119,7 @@ def saturation(
         scores = torch.randn(samples, 1, d, generator=noise) @ torch.randn(samples, d, keys, generator=noise)
         for name, factor in (("q·k / √d", d**-0.5), ("q·k", 1.0)):
             a = (factor * scores[:, 0]).softmax(-1)
-            p2, p3 = a.pow(2).sum(-1), a.pow(3).sum(-1)
-            norm = p2 - 2 * p3 + p2**2
+            norm = softmax_jacobian_norm(a).square()
             for kind, value in (("top", a.amax(-1).mean()), ("median", norm.median()), ("mean", norm.mean())):
                 results[name].setdefault(kind, []).append(float(value))
     figure = style.canvas(8.5, 3.8, dark)

@@ -41,6 +41,32 @@ def attention_map(view: View, layer: int | str, head: int, batch: int = 0, *, da
     return figure
 
 
+def attention_rows(
+    view: View,
+    layer: int | str,
+    head: int,
+    query: int | str,
+    batches: Sequence[int] | None = None,
+    *,
+    dark: bool = False,
+) -> Any:
+    """The weights of one query, key by key, one panel per batch row: what "it" attends to in each sentence."""
+    chosen = range(view.call(layer).b) if batches is None else batches
+    rows = {b: view.row(layer, head, query, b) for b in chosen}
+    figure = style.canvas(3.6 * len(rows) + 0.4, 0.9 + 0.26 * max(map(len, rows.values())), dark)
+    cells = style.grid(figure, 1, len(rows))
+    for number, (b, row) in enumerate(rows.items()):
+        name = query if isinstance(query, str) else view.queries(layer, b)[query]
+        first = max(row, key=lambda key: row[key])
+        title = f"from {style.shown(name)}: {row[first]:.0%} on {style.shown(first)}"
+        ax = style.axes(figure, cells[number], dark=dark, title=title, x="weight")
+        ax.barh(range(len(row)), list(row.values()), color=style.COLORS[0])
+        ax.set_yticks(range(len(row)), [style.shown(key) for key in row])
+        ax.set_ylim(len(row) - 0.5, -0.5)
+        ax.set_xlim(0, 1)
+    return figure
+
+
 def entropy(weights: Float[Tensor, "n m"]) -> Float[Tensor, " n"]:
     return -torch.special.xlogy(weights, weights).sum(-1)
 

@@ -1,0 +1,253 @@
+"""Closed forms behind attention: moments of scores, the softmax's derivative, memory, losses, layer normalization.
+
+Everything takes plain numbers or tensors; counts also take a symbol (sympy) or its name and then return a formula.
+
+>>> score_moments(64)
+Moments(mean=0, variance=64)
+>>> attention_memory("n").total
+8*n**2 + 2048*n
+"""
+
+from math import exp, log, sqrt
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .costs.connectivity import dependencies
+from .errors import ShapeError, SpecError
+from .pattern import Pattern, causal
+
+Number = int | float
+
+
+class Moments(NamedTuple):
+    """Mean and variance."""
+
+    mean: Any
+    variance: Any
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation."""
+        return sqrt(self.variance)
+
+
+def score_moments(
+    d: Any,
+    *,
+    mean_q: Number = 0,
+    var_q: Number = 1,
+    mean_k: Number = 0,
+    var_k: Number = 1,
+    scale: Number | None = 1,
+) -> Moments:
+    """Mean and variance of scale · q·k for independent entries.
+
+    At scale 1 they are d μ_q μ_k and d ((σ_q² + μ_q²)(σ_k² + μ_k²) − μ_q² μ_k²).
+    Only means, variances and independence are used, not normality. scale=None is 1/√d.
+
+    >>> score_moments(512).deviation, score_moments(512, scale=None).variance
+    (22.627416997969522, 1.0)
+    """
+    squares = (var_q + mean_q**2) * (var_k + mean_k**2) - mean_q**2 * mean_k**2
+    if scale is None:
+        return Moments(d**0.5 * mean_q * mean_k, float(squares))
+    return Moments(scale * d * mean_q * mean_k, scale**2 * d * squares)
+
+
+def tied_score_moments(d: Any, *, mean: Number = 0, var: Number = 1, scale: Number = 1) -> Moments:
+    """Mean and variance of scale · q·k for normal entries and q = k (not independent): d and 2d at unit variance.
+
+    >>> tied_score_moments(64)
+    Moments(mean=64, variance=128)
+    """
+    return Moments(scale * d * (var + mean**2), scale**2 * d * (2 * var**2 + 4 * mean**2 * var))
+
+
+def softmax_jacobian(weights: Float[Tensor, "*b m"], scale: Number = 1) -> Float[Tensor, "*b m m"]:
+    """∂ weights / ∂ scores = scale · (diag a − a aᵀ), where weights a = softmax(scale · scores)."""
+    outer = weights[..., :, None] * weights[..., None, :]
+    return scale * (torch.diag_embed(weights) - outer)
+
+
+def softmax_jacobian_norm(weights: Float[Tensor, "*b m"], scale: Number = 1) -> Float[Tensor, "*b"]:
+    """The Frobenius norm of the Jacobian: ‖J‖² = scale² Σ_i a_i² ((1 − a_i)² + Σ_{j≠i} a_j²).
+
+    p₂ − 2 p₃ + p₂² is the same number, but near a one-hot row it is a small difference of terms near 1. Here 1 − a_i
+    of the largest weight is the sum of the others.
+    """
+    top = torch.zeros_like(weights, dtype=torch.bool)
+    top.scatter_(-1, weights.argmax(-1, keepdim=True), True)
+    others = weights.masked_fill(top, 0.0)
+    rest = torch.where(top, others.sum(-1, keepdim=True), 1 - weights)
+    squares = weights.square()
+    rest_squares = torch.where(
+        top, others.square().sum(-1, keepdim=True), squares.sum(-1, keepdim=True) - squares
+    )
+    return abs(scale) * (squares * (rest.square() + rest_squares)).sum(-1).sqrt()
+
+
+class JacobianBounds(NamedTuple):
+    """Upper bounds of the norm of softmax's Jacobian; eps = 1 − the largest weight."""
+
+    eps: Float[Tensor, "*b"]
+    by_length: Float[Tensor, "*b"]  # m · eps, loose for many keys
+    trace: Float[Tensor, "*b"]  # 1 − Σ a²
+    by_eps: Float[Tensor, "*b"]  # 2 eps − eps², whatever the number of keys
+    any_weights: Float[Tensor, "*b"]  # 1/2, reached by two equal weights
+
+
+def softmax_jacobian_bounds(weights: Float[Tensor, "*b m"], scale: Number = 1) -> JacobianBounds:
+    """norm ≤ trace ≤ 2 eps − eps², norm ≤ m · eps, norm ≤ 1/2; each times |scale|."""
+    ordered = weights.sort(-1).values
+    eps = ordered[..., :-1].sum(-1)
+    trace = (weights * (1 - weights)).sum(-1)
+    half = torch.full_like(eps, 0.5)
+    factor = abs(scale)
+    return JacobianBounds(
+        eps,
+        factor * weights.shape[-1] * eps,
+        factor * trace,
+        factor * (2 * eps - eps**2),
+        factor * half,
+    )
+
+
+def sharpness_bound(scores: Float[Tensor, "*b m"], scale: Number = 1) -> Float[Tensor, "*b"]:
+    """1 − the largest weight ≤ (m − 1) exp(−scale · gap), gap = the difference of the two largest scores.
+
+    Tied scores have gap 0: no bound below 1 exists, since c tied keys share the weight.
+    """
+    if scores.shape[-1] < 2:
+        raise ShapeError(f"{scores.shape[-1]} score(s) per row: a gap needs at least two")
+    two = scores.topk(2, -1).values
+    return (scores.shape[-1] - 1) * (-scale * (two[..., 0] - two[..., 1])).exp()
+
+
+def identity_weight(n: int, scale: Number = 1) -> float:
+    """The diagonal of softmax(scale · I) for n orthonormal keys: e^scale/(e^scale + n − 1).
+
+    >>> round(identity_weight(4), 6), round(identity_weight(16), 6)
+    (0.475367, 0.153417)
+    """
+    return 1 / (1 + (n - 1) * exp(-scale))
+
+
+def identity_scale(n: int, eps: Number) -> float:
+    """The smallest scale at which the diagonal of softmax(scale · I) is at least 1 − eps: ln((n − 1)(1 − eps)/eps).
+
+    >>> round(identity_scale(4, 0.01), 6)
+    5.693732
+    """
+    if not 0 < eps < 1:
+        raise SpecError(f"eps={eps}: a softmax over {n} keys gives weights between 0 and 1, neither included")
+    return log((n - 1) * (1 - eps) / eps)
+
+
+class AttentionMemory(NamedTuple):
+    """The values of one attention layer that stores its weights: queries, keys and values; weights; head outputs."""
+
+    qkv: Any
+    weights: Any
+    outputs: Any
+
+    @property
+    def total(self) -> Any:
+        total = self.qkv + self.weights + self.outputs
+        return total.expand() if hasattr(total, "expand") else total
+
+    def bytes(self, dtype: str | torch.dtype = "float32") -> Any:
+        """The total in bytes: 8 per value in float64, 4 in float32, 2 in float16 and bfloat16, 1 in 8-bit formats."""
+        return _itemsize(dtype) * self.total
+
+
+def attention_memory(
+    n: Any, *, heads: Any = 8, d_k: Any = 64, d_v: Any = None, m: Any = None, batch: Any = 1
+) -> AttentionMemory:
+    """h n m weights and h ((n + m) d_k + (n + m) d_v) other values; 8n² + 2048n for 8 heads of 64 on n tokens.
+
+    Not in it: the layer's input and output, the scores before the softmax, masks, parameters, gradients.
+
+    >>> attention_memory(1000).total, attention_memory(1000).bytes("int8")
+    (10048000, 10048000)
+    >>> attention_memory("n").bytes("float16")
+    16*n**2 + 4096*n
+    """
+    n, m, heads, d_k, d_v, batch = (_symbol(x) for x in (n, m, heads, d_k, d_v, batch))
+    m, d_v = n if m is None else m, d_k if d_v is None else d_v
+    return AttentionMemory(
+        batch * heads * (n * d_k + m * (d_k + d_v)), batch * heads * n * m, batch * heads * n * d_v
+    )
+
+
+def loss_floor(vocab: int, n: int, pattern: Pattern | None = None, layers: int = 1) -> float:
+    """The smallest mean loss on independent uniform tokens of a model that predicts the next token at n positions.
+
+    The target of position t is the input of position t + 1. Where output t depends on it the model can copy it, at
+    loss 0; elsewhere nothing helps, at loss ln(vocab). So the floor is ln(vocab) · (targets that are not inputs) / n.
+
+    >>> from regard.pattern import full
+    >>> round(loss_floor(16, 16), 6), round(loss_floor(16, 16, full()), 6)
+    (2.772589, 0.173287)
+    """
+    if vocab < 1:
+        raise SpecError(f"vocab={vocab}; it needs to be at least 1")
+    seen = int(dependencies(causal() if pattern is None else pattern, n, layers).diagonal(1).sum())
+    return log(vocab) * (n - seen) / n
+
+
+def layer_norm(
+    x: Float[Tensor, "*b d"],
+    gain: Float[Tensor, " d"] | Number | None = None,
+    shift: Float[Tensor, " d"] | Number | None = None,
+    eps: Number = 1e-5,
+) -> Float[Tensor, "*b d"]:
+    """g (x − mean)/√(variance + eps) + b, mean and variance (over d, not d − 1) of each vector."""
+    z, _ = _standardized(x, eps)
+    z = z if gain is None else gain * z
+    return z if shift is None else z + shift
+
+
+def layer_norm_jacobian(
+    x: Float[Tensor, "*b d"], gain: Float[Tensor, " d"] | Number | None = None, eps: Number = 1e-5
+) -> Float[Tensor, "*b d d"]:
+    """∂y/∂x = diag(g) (I − 1 1ᵀ/d − z zᵀ/d)/s, s = √(variance + eps), z = (x − mean)/s; of rank d − 2 at eps = 0."""
+    (z, s), d = _standardized(x, eps), x.shape[-1]
+    inner = torch.eye(d, dtype=x.dtype, device=x.device) - 1 / d - z[..., :, None] * z[..., None, :] / d
+    j = inner / s[..., None]
+    return j if gain is None else (gain[:, None] if isinstance(gain, Tensor) else gain) * j
+
+
+def _standardized(
+    x: Float[Tensor, "*b d"], eps: Number
+) -> tuple[Float[Tensor, "*b d"], Float[Tensor, "*b 1"]]:
+    s = (x.var(-1, correction=0, keepdim=True) + eps).sqrt()
+    return (x - x.mean(-1, keepdim=True)) / s, s
+
+
+def residual_slope(slope: Number, layers: int) -> tuple[float, float]:
+    """The derivative through `layers` scalar layers of this slope, with the identity path and without it.
+
+    >>> with_, without = residual_slope(0.1, 12)
+    >>> round(with_, 6), f"{without:.0e}"
+    (3.138428, '1e-12')
+    """
+    return (1 + slope) ** layers, slope**layers
+
+
+def _symbol(x: Any) -> Any:
+    if not isinstance(x, str):
+        return x
+    import sympy
+
+    return sympy.Symbol(x, integer=True, positive=True)
+
+
+def _itemsize(dtype: str | torch.dtype) -> int:
+    name = "float8_e4m3fn" if dtype == "float8" else dtype  # every 8-bit format has one byte
+    known = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(known, torch.dtype):
+        raise SpecError(f"dtype={dtype!r} is not a dtype of torch; use float32, bfloat16, int8 or another")
+    return known.itemsize
