@@ -10,7 +10,7 @@ from lens_models import captured
 from regard.lens.calls import StoredWeights
 from regard.lens.head_kinds import KINDS, RULES, Rule, classify_head, classify_heads
 from regard.lens.patch_grid import Grid
-from regard.lens.relations import read
+from regard.lens.relations import read, related_weights
 from regard.lens.statistics import head_statistics
 from regard.lens.token_matches import numbered
 
@@ -71,7 +71,8 @@ def stats(table, tokens=True, grid=None, relations=None):
     numbers = numbered(names, names, (".",)) if tokens else None
     call = captured(StoredWeights(table[None, None]))
     call = replace(call, queries=names, keys=names)
-    return head_statistics(call, numbers, grid, relations=read(relations))
+    s = head_statistics(call, numbers, grid)
+    return replace(s, relations=related_weights(call, read(relations))) if relations else s
 
 
 @pytest.mark.ledger("S0.Q2c.5", "S2.4.2.6")
@@ -105,7 +106,7 @@ def test_a_relation_that_no_row_has_is_an_error():
     torch.manual_seed(0)
     model, x = rg.Attention(8, heads=2).build().eval(), torch.randn(2, 3, 8)
     names = [["a", "cat", "it"], ["a", "mat", "it"]]
-    view = rg.look(model, x, tokens=names, relations={"coreference": [("it", "cat"), (1, "it", "mat")]})
+    view = rg.look(model, x, tokens=names).mark({"coreference": [("it", "cat"), (1, "it", "mat")]})
     both = (view.call(0).weights(None, [2], 0)[:, 0, 1] + view.call(0).weights(None, [2], 1)[:, 0, 1]) / 2
     assert torch.allclose(view.statistics[0].relations["coreference"].float(), both)
     assert view.row(0, 1, "it", 1) == pytest.approx(dict(zip(names[1], view.map(0, 1, 1)[2].tolist())))
@@ -116,9 +117,11 @@ def test_a_relation_that_no_row_has_is_an_error():
         ({"coreference": [(7, 2, 1)]}, r"relation \(7, 2, 1\): there are 2 batch rows, 0 to 1"),
     ):
         with pytest.raises(rg.ShapeError, match=message):
-            rg.look(model, x, tokens=names, relations=relations)
+            view.mark(relations)
     with pytest.raises(rg.SpecError, match=r"it needs a list of \(query, key\) or \(batch row, query, key\)"):
-        rg.look(model, x, relations={"coreference": [3]})
+        view.mark({"coreference": [3]})
+    with pytest.raises(rg.RegardError, match=r"was recorded with keep=False"):
+        rg.look(model, x, tokens=names, keep=False).mark({"coreference": [("it", "cat")]})
     with pytest.raises(rg.ShapeError, match=r"the token 'cat' occurs 0 times in batch row 1; use a position"):
         view.row(0, 0, "cat", 1)
 

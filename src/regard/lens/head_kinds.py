@@ -113,7 +113,7 @@ def _on(name: str) -> Measure:
 
 
 def _related(name: str) -> Measure:
-    """The weight on the related keys; only where look() was given this relation."""
+    """The weight on the related keys; only where View.mark was given this relation."""
 
     def measure(s: HeadStatistics, h: int) -> Measured:
         value = float(s.relations[name][h]) if name in s.relations else nan

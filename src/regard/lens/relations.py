@@ -21,10 +21,10 @@ class MarkedPair(NamedTuple):
     key: int | str
 
 
-def read(relations: Relations | None) -> dict[str, tuple[MarkedPair, ...]]:
+def read(relations: Relations) -> dict[str, tuple[MarkedPair, ...]]:
     """{"agreement": [("[MASK]", "cats")], "coreference": [(0, 7, 1)]}: (query, key) or (batch row, query, key)."""
     marked = {}
-    for name, pairs in (relations or {}).items():
+    for name, pairs in relations.items():
         if isinstance(pairs, str) or not all(isinstance(p, Sequence) and len(p) in (2, 3) for p in pairs):
             raise SpecError(
                 f"relations[{name!r}] is {pairs!r}; it needs a list of (query, key) or (batch row, query, key), as "

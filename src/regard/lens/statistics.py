@@ -5,7 +5,7 @@ two sums over the queries suffice: the weight on each key, and the weight at eac
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import nan
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from ..errors import ShapeError
 from .calls import AttentionCall
 from .patch_grid import Grid, GridStatistics, grid_statistics
-from .relations import MarkedPair, related_weights
 from .token_matches import Tokens
 from .weight_blocks import Pairs, WeightBlock, blocks
 
@@ -35,7 +34,7 @@ class HeadStatistics:
     key; shift_error: 1 − shift_weight, the total variation distance to a head that only shifts.
     by_key: the weight on each key. by_offset: the weight at each of `offsets`, i − j.
     uniform: the same statistics of a uniform head, as a baseline.
-    relations: for each relation that was marked, the weight on the related keys, over the queries that have one.
+    relations: for each relation that View.mark was given, the weight on the related keys, over the queries with one.
     """
 
     entropy: Float[Tensor, " h"]
@@ -137,11 +136,7 @@ def _zeros(*shape: int) -> Float[Tensor, "..."]:
 
 
 def head_statistics(
-    call: AttentionCall,
-    tokens: Tokens | None = None,
-    grid: Grid | None = None,
-    size: int | None = None,
-    relations: Mapping[str, tuple[MarkedPair, ...]] | None = None,
+    call: AttentionCall, tokens: Tokens | None = None, grid: Grid | None = None, size: int | None = None
 ) -> HeadStatistics:
     """The statistics of every head of a call; about `size` weights are in memory at a time."""
     size = max(1 << 19, 64 * call.m) if size is None else size  # a product of fewer than 64 queries is slow
@@ -157,7 +152,7 @@ def head_statistics(
                 _add(sums.induction, block, tokens.after_same(block, call.role))
             if grid is not None and sums.grid is not None:
                 sums.grid[block.head] += grid.by_offset(block)
-    return replace(_finish(call, sums, tokens, grid), relations=related_weights(call, relations or {}))
+    return _finish(call, sums, tokens, grid)
 
 
 def _add(sums: Float[Tensor, "2 h"], block: WeightBlock, pairs: Pairs | None) -> None:

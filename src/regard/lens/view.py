@@ -35,16 +35,13 @@ def look(
     grid: Any = None,
     image: Float[Tensor, "c height width"] | None = None,
     separators: tuple[str, ...] = SEPARATORS,
-    relations: marked_pairs.Relations | None = None,
     keep: Keep = True,
 ) -> "View":
     """Run the model once on these inputs, with the kernels it always runs, and record each attention call.
 
     inputs: a mapping (by name), a tuple (in order), or a single argument. tokens: names for the ids: a list per batch
     row, {"source": …, "target": …}, or a tokenizer. grid: (rows, columns[, tokens before them]) of an image's
-    patches; inferred if an input is an image. relations: pairs of a query and the key that it relates to, as words or
-    indices, {"agreement": [("[MASK]", "cats")], "coreference": [(0, "it", "cat")]}; with a first index only in that
-    batch row. Heads that attend to them are classified so. keep=False computes statistics while the model runs and
+    patches; inferred if an input is an image. keep=False computes statistics while the model runs and
     stores no queries and keys: no maps, for very long inputs. keep="copy" copies them, for a model that overwrites
     its tensors. The model runs in its current mode, eval() or train(), without gradients. Several threads may look at
     once; what other threads run is not recorded.
@@ -52,12 +49,11 @@ def look(
     if keep not in (True, False, "copy"):
         raise RegardError(f"keep={keep!r}; use True, False or 'copy'")
     named = labels.read(inputs, tokens, grid, image)
-    collector = _CallCollector(named, inputs, separators, keep, marked_pairs.read(relations))
+    collector = _CallCollector(named, inputs, separators, keep)
     with torch.no_grad(), intercept(model, collector.add) as interceptor:
         run(model, inputs)
     if not collector.calls:
         raise RegardError(_no_calls(model, interceptor.module_calls, interceptor.missed))
-    marked_pairs.check(collector.calls, collector.relations)
     return View(collector, tuple(interceptor.missed), model, inputs)
 
 
@@ -69,16 +65,8 @@ def _no_calls(model: Any, module_calls: int, missed: list[str]) -> str:
 class _CallCollector:
     """Collects and labels the calls of one run."""
 
-    def __init__(
-        self,
-        named: labels.Labels,
-        inputs: Any,
-        separators: tuple[str, ...],
-        keep: Keep,
-        relations: dict[str, tuple[marked_pairs.MarkedPair, ...]],
-    ):
+    def __init__(self, named: labels.Labels, inputs: Any, separators: tuple[str, ...], keep: Keep):
         self.labels, self.inputs, self.separators, self.keep = named, inputs, separators, keep
-        self.relations = relations
         self.calls: list[AttentionCall] = []
         self.statistics: dict[int, HeadStatistics] = {}
         self._runs: dict[str, int] = {}
@@ -111,7 +99,7 @@ class _CallCollector:
         self.calls.append(recorded)
 
     def statistics_of(self, call: AttentionCall) -> HeadStatistics:
-        return head_statistics(call, self.tokens(call), self.labels.grid, relations=self.relations)
+        return head_statistics(call, self.tokens(call), self.labels.grid)
 
     def tokens(self, call: AttentionCall) -> Tokens | None:
         named = self.labels.source is not None or self.labels.target is not None
@@ -203,6 +191,21 @@ class View:
         return tuple(
             done[c.layer] if c.layer in done else self._collector.statistics_of(c) for c in self.calls
         )
+
+    def mark(self, relations: marked_pairs.Relations) -> "View":
+        """Mark pairs of a query and the key that it relates to, as words or as indices, and classify heads by them.
+
+        {"agreement": [("[MASK]", "cats")], "coreference": [(0, "it", "cat")]}: (query, key) in every batch row that
+        has both, or (batch row, query, key). `statistics` then have the weight on the related keys, and heads that
+        attend to them are of the kind `agreement` or `coreference`.
+        """
+        marked = marked_pairs.read(relations)
+        marked_pairs.check(self.calls, marked)
+        self.statistics = tuple(
+            replace(s, relations=marked_pairs.related_weights(call, marked))
+            for call, s in zip(self.calls, self.statistics)
+        )
+        return self
 
     @property
     def kinds(self) -> tuple[tuple[HeadKind, ...], ...]:

@@ -98,7 +98,7 @@ class Coreference:
         """Both sentences of the pair, with "it" and its noun marked: `view.row(1, 0, "it")` has the shares."""
         relation = [(b, s.pronoun, s.referent) for b, s in enumerate(self.pair)]
         tokens = [list(s.words) for s in self.pair]
-        return look(model, self.ids[:2], tokens=tokens, relations={"coreference": relation})
+        return look(model, self.ids[:2], tokens=tokens).mark({"coreference": relation})
 
 
 __all__ = ["PRONOUN", "Coreference", "ReferentModel", "Shares"]
