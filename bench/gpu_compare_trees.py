@@ -83,7 +83,7 @@ class Row:
             cuts = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:15]
             pattern = rg.documents(torch.bincount(cuts, minlength=n).cumsum(0).cuda())
         else:
-            pattern = eval(row["pattern"], dict(vars(rg)))
+            pattern = eval(row["pattern"], {name: getattr(rg, name) for name in dir(rg)})
 
         def forward():
             with torch.no_grad():

@@ -6,10 +6,15 @@ Reading takes the table of kinds that may occur, so no text can name anything el
 import dataclasses
 import json
 import math
+import types
+import typing
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
-from .errors import FormatError, nearest
+from .errors import FormatError, RegardError, nearest
+
+MAX_DEPTH = 100  # levels of nested values in JSON that is read
 
 
 def table(*kinds: type) -> dict[str, type]:
@@ -30,10 +35,12 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(data: Any, kinds: Mapping[str, type]) -> Any:
-    """The value that `to_plain` was given. Unknown kinds, unknown fields and missing fields are named."""
+def from_plain(data: Any, kinds: Mapping[str, type], depth: int = 0) -> Any:
+    """The value that `to_plain` was given. Unknown kinds, unknown, missing and invalid fields are named."""
+    if depth > MAX_DEPTH:
+        raise FormatError(f"this JSON is nested deeper than {MAX_DEPTH} levels")
     if isinstance(data, list):
-        return tuple(from_plain(d, kinds) for d in data)
+        return tuple(from_plain(d, kinds, depth + 1) for d in data)
     if data in ("inf", "-inf"):
         return float(data)
     if not isinstance(data, dict):
@@ -53,7 +60,54 @@ def from_plain(data: Any, kinds: Mapping[str, type]) -> Any:
     required = [f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [r for r in required if r not in fields]:
         raise FormatError(f"{name} needs {_names(missing)}, which the JSON does not give")
-    return kind(**{field: from_plain(v, kinds) for field, v in fields.items()})
+    values = {field: from_plain(v, kinds, depth + 1) for field, v in fields.items()}
+    try:
+        built = kind(**values)
+    except RegardError:
+        raise
+    except Exception:  # of a field whose type the class does not check itself
+        _check_types(kind, values)
+        raise
+    _check_types(kind, values)
+    return built
+
+
+@lru_cache
+def _annotations(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _check_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Refuse a field whose value is not of its declared type."""
+    for field, given in values.items():
+        declared = _annotations(kind)[field]
+        if not _matches(given, declared):
+            needed = getattr(declared, "__name__", None) if isinstance(declared, type) else str(declared)
+            raise FormatError(
+                f"{kind.__name__}: the field {field!r} needs {str(needed).replace('regard.', '')}, not {given!r:.60}"
+            )
+
+
+def _matches(given: Any, declared: Any) -> bool:
+    """Whether a value is of a type as dataclasses declare it: classes, unions, literals and tuples."""
+    origin, arguments = typing.get_origin(declared), typing.get_args(declared)
+    if declared is None or declared is types.NoneType:
+        return given is None
+    if origin in (types.UnionType, typing.Union):
+        return any(_matches(given, a) for a in arguments)
+    if origin is typing.Literal:
+        return given in arguments
+    if origin is tuple:
+        if not isinstance(given, tuple):
+            return False
+        if arguments[-1:] == (...,):
+            return all(_matches(g, arguments[0]) for g in given)
+        return len(given) == len(arguments) and all(map(_matches, given, arguments))
+    if declared is float:
+        return isinstance(given, int | float) and not isinstance(given, bool)
+    if declared is int:
+        return isinstance(given, int) and not isinstance(given, bool)
+    return not isinstance(declared, type) or isinstance(given, declared)
 
 
 def _refuse(kind: type) -> None:

@@ -1,6 +1,7 @@
 """The command line: what a word names, what is printed where, which exit code."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,46 @@ def test_the_list_of_commands_shows_the_first_line_of_each_help_text(name):
     command = load_command(name)
     assert command.name == name
     assert " ".join((command.help or "").split("\n\n")[0].split()) == COMMANDS[name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"d_model": None, "heads": 2}, "Attention: the field 'd_model' needs int, not None"),
+        ({"d_model": 8, "heads": "2"}, "heads='2' is not a positive integer"),
+        ({"d_model": True, "heads": 1}, "d_model=True is not a positive integer"),
+        ({"d_model": 8, "heads": 2, "dropout": []}, "the field 'dropout' needs int | float, not ()"),
+        ({"d_model": 8, "heads": 2, "pattern": 3}, "the field 'pattern' needs Pattern, not 3"),
+        (
+            {"d_model": 8, "heads": 2, "pattern": {"kind": "window", "before": [1]}},
+            "window: the field 'before'",
+        ),
+    ],
+)
+def test_a_field_of_the_wrong_type_in_json_is_named(fields, message):
+    with pytest.raises((rg.FormatError, rg.SpecError), match=re.escape(message)):
+        rg.from_json(json.dumps({"kind": "Attention", **fields}))
+
+
+def test_nesting_is_limited_in_json_and_in_patterns():
+    def nested(levels):
+        inner = {"kind": "causal"}
+        for _ in range(levels):
+            inner = {"kind": "Not", "inner": inner}
+        return json.dumps({"kind": "Attention", "d_model": 8, "heads": 2, "pattern": inner})
+
+    with pytest.warns(rg.EmptyRowWarning):
+        assert rg.from_json(nested(81)).pattern.count(4) == 6
+    with pytest.raises(rg.FormatError, match="nested deeper than 100 levels"):
+        rg.from_json(nested(900))
+    assert parse_pattern("~" * 80 + "causal()").count(4) == 10
+    for text in ("~" * 490 + "causal()", "(" * 5000 + "causal()" + ")" * 5000):
+        with pytest.raises(rg.FormatError, match=r"nested at most 100 levels|too many nested"):
+            parse_pattern(text)
+
+
+def test_yaml_aliases_are_refused(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("kind: Attention\nd_model: &size 12\nheads: *size\n")
+    with pytest.raises(rg.FormatError, match=r"YAML aliases \(\*name\) are not read"):
+        targets.read(str(file))

@@ -12,7 +12,7 @@ import regard as rg
 from regard import Attention, Block, Decoder, Embedding, Encoder, EncoderDecoder, FeedForward, Vision
 from regard.errors import FormatError, SpecError
 
-ALL = {**vars(rg), "inf": inf}
+ALL = {name: getattr(rg, name) for name in rg.__all__} | {"inf": inf}
 
 
 @pytest.mark.parametrize("name", rg.presets())

@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from http.client import HTTPConnection
@@ -16,8 +18,14 @@ from regard.errors import SpecError
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
-from regard.web.app import MAX_DRAWN, MAX_EXPLAINED, create_app  # noqa: E402
+from regard.web import protocol  # noqa: E402
+from regard.web.app import create_app  # noqa: E402
+from regard.web.guard import MAX_BODY  # noqa: E402
 from regard.web.serve import _check_port, serve  # noqa: E402
+from regard.web.tasks import MAX_DRAWN, MAX_EXPLAINED  # noqa: E402
+from regard.web.workers import Workers  # noqa: E402
+
+TOKEN = "a-secret"
 
 
 class Words:
@@ -38,7 +46,7 @@ def tiny(tokenizer=None):
 
 def served(app):
     """A server in a thread of its own; gives its port, then ends it."""
-    one = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    one = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=protocol.TimedProtocol))
     thread = threading.Thread(target=one.run)
     thread.start()
     try:
@@ -54,24 +62,32 @@ def served(app):
 
 @pytest.fixture(scope="module")
 def bare():
-    yield from served(create_app())
+    yield from served(create_app(workers=Workers(1)))
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """A server that needs a token, with one worker, half a second for each request and 200 MB of memory."""
+    yield from served(create_app(token=TOKEN, workers=Workers(1, deadline=0.5, memory=200_000_000)))
 
 
 @pytest.fixture(scope="module")
 def texts():
-    yield from served(create_app(tiny(Words())))
+    yield from served(create_app(tiny(Words()), workers=Workers(1)))
 
 
 @pytest.fixture(scope="module")
 def ids():
-    yield from served(create_app(tiny()))
+    yield from served(create_app(tiny(), workers=Workers(1)))
 
 
-def ask(port, path, given=None, host=None):
-    """Status and body."""
+def ask(port, path, given=None, host=None, token=None):
+    """Status and body. given: what is sent as JSON, or bytes that are sent as they are."""
     line = HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"content-type": "application/json"} | ({"host": host} if host else {})
-    line.request("GET" if given is None else "POST", path, given and json.dumps(given), headers)
+    headers |= {"authorization": f"Bearer {token}"} if token else {}
+    body = given if given is None or isinstance(given, bytes) else json.dumps(given)
+    line.request("GET" if given is None else "POST", path, body, headers)
     answer = line.getresponse()
     body = answer.read().decode()
     line.close()
@@ -206,6 +222,147 @@ def test_a_vision_model_is_refused_with_a_hint():
         SpecError, match="tiny-vit takes images, and the page takes text; use `regard look tiny-vit"
     ):
         serve("tiny-vit", port=port)
+
+
+SLOW = {
+    "pattern": " | ".join(f"dilated({97 + 2 * i}, {31 + 2 * i})" for i in range(12)),
+    "n": 1 << 17,
+}  # 20 s
+
+
+def test_a_request_past_its_deadline_is_ended_and_the_next_is_answered(hurried):
+    start = time.monotonic()
+    status, result = ask(hurried, "/api/pattern", SLOW, token=TOKEN)
+    assert status == 422 and "takes longer than 0.5 s" in result["error"]
+    assert time.monotonic() - start < 20  # with the time that the first worker needs to start
+    wait_for_worker(hurried)
+
+
+def wait_for_worker(port):
+    """A killed worker is replaced; the next request may use up its deadline while the new one starts."""
+    for _ in range(20):
+        status, result = ask(port, "/api/pattern", {"pattern": "causal()", "n": 8}, token=TOKEN)
+        if status == 200:
+            assert result["count"] == "36"
+            return
+    raise AssertionError(result)
+
+
+def test_the_page_does_not_wait_for_requests_that_are_computed(hurried):
+    slow = [threading.Thread(target=ask, args=(hurried, "/api/pattern", SLOW, None, TOKEN)) for _ in range(6)]
+    for thread in slow:
+        thread.start()
+    for _ in range(5):
+        start = time.monotonic()
+        assert ask(hurried, "/", token=TOKEN)[0] == 200
+        assert time.monotonic() - start < 0.5  # one of these requests alone takes longer
+    for thread in slow:
+        thread.join()
+    wait_for_worker(hurried)
+
+
+def test_requests_that_find_no_free_worker_are_told_that_the_server_is_busy(hurried):
+    answers = []
+    slow = [
+        threading.Thread(target=lambda: answers.append(ask(hurried, "/api/pattern", SLOW, token=TOKEN)))
+        for _ in range(4)
+    ]
+    for thread in slow:
+        thread.start()
+    for thread in slow:
+        thread.join()
+    assert {status for status, _ in answers} <= {422, 429} and 429 in {status for status, _ in answers}
+    assert any("busy" in result["error"] for _, result in answers)
+    wait_for_worker(hurried)
+
+
+def test_a_worker_that_needs_too_much_memory_says_so_and_goes_on():
+    code = """
+import json
+from multiprocessing import Pipe
+from threading import Thread
+import torch
+from regard.web import tasks
+tasks.TASKS = {"grow": lambda fields: torch.zeros(fields["bytes"], dtype=torch.uint8).shape[0]}
+ours, theirs = Pipe()
+Thread(target=lambda: tasks.serve(theirs, 300_000_000), daemon=True).start()
+assert ours.recv_bytes() == b"ready"
+for size in (10**9, 10**6):
+    ours.send_bytes(json.dumps(["grow", {"bytes": size}]).encode())
+    print(json.loads(ours.recv_bytes()))
+"""
+    code = code.replace("import torch", "import signal, torch\nsignal.signal = lambda *_: None", 1)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines() == [
+        "['error', 'this needs more than the 0.279397 GiB that this server allows']",
+        "['', 1000000]",
+    ], done.stderr
+
+
+def test_only_requests_with_the_token_are_answered(hurried):
+    assert ask(hurried, "/")[0] == ask(hurried, "/api")[0] == ask(hurried, "/?token=wrong")[0] == 401
+    assert "open the address that it printed" in ask(hurried, "/api")[1]["error"]
+    line = HTTPConnection("127.0.0.1", hurried, timeout=20)
+    line.request("GET", f"/?token={TOKEN}")
+    answer = line.getresponse()
+    cookie = answer.getheader("set-cookie")
+    assert answer.status == 200 and "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    answer.read()
+    line.request("GET", "/api", headers={"cookie": cookie.split(";")[0]})
+    assert line.getresponse().status == 200
+    line.close()
+
+
+def test_every_response_forbids_frames_and_foreign_resources(bare):
+    line = HTTPConnection("127.0.0.1", bare, timeout=20)
+    for path in ("/", "/api", "/nothing"):
+        line.request("GET", path)
+        answer = line.getresponse()
+        answer.read()
+        policy = answer.getheader("content-security-policy")
+        assert answer.getheader("x-frame-options") == "DENY" and "default-src 'none'" in policy
+    line.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/api/pattern", b"[" * 100_000, 422, "not JSON that can be read"),
+        ("/api/pattern", b'{"pattern": "' + b"x" * MAX_BODY + b'"}', 413, "1,048,576 bytes"),
+        ("/api/pattern", b'{"pattern": "causal()", "n": 1' + b"0" * 400 + b"}", 422, "n: "),
+        ("/api/pattern", b'{"pattern": "causal()", "n": 1' + b"0" * 5000 + b"}", 422, "not JSON"),
+        ("/api/pattern", json.dumps({"pattern": "~" * 490 + "full()"}).encode(), 422, "100 levels"),
+        ("/api/pattern", b"\xff\xfe", 422, "JSON decode error"),
+        ("/api/cost", b'{"model": null}', 422, "model"),
+        ("/api/cost", b'{"model": {"kind": "Attention", "d_model": null, "heads": 2}}', 422, "needs int"),
+        ("/api/cost", b'{"model": {"kind": "window", "before": 3}}', 422, "declaration of a model"),
+        (
+            "/api/cost",
+            b'{"model": ' + b'{"kind": "Not", "inner": ' * 200 + b"0" + b"}" * 200 + b"}",
+            422,
+            "model: Value error, nested deeper than 100 levels",
+        ),
+        ("/api/look", json.dumps({"text": "\u00b2"}).encode(), 422, "regard serve MODEL"),
+        ("/api/nothing", b"{}", 404, "Not Found"),
+    ],
+)
+def test_a_hostile_request_gets_a_sentence(bare, path, body, status, message):
+    answer = ask(bare, path, body)
+    assert answer[0] == status and message in answer[1]["error"]
+
+
+def test_a_digit_that_is_no_number_is_refused(ids):
+    assert ask(ids, "/api/look", {"text": "\u00b2"})[0] == 422
+
+
+def test_a_client_that_does_not_send_its_request_is_disconnected(monkeypatch):
+    monkeypatch.setattr(protocol, "SECONDS", 0.2)
+    server = served(create_app(workers=Workers(1)))
+    port = next(server)
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
+        line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+        assert line.recv(100) == b""
+    server.close()
 
 
 def test_the_page_updates_while_typing(browser, texts):

@@ -121,7 +121,10 @@ def _yaml(path: Path) -> dict[str, Any]:
     except ModuleNotFoundError as e:
         raise SpecError(f"{path} is YAML; pip install 'regard[cli]'") from e
     try:
-        return _mapping(yaml.safe_load(read_text(path)), path)
+        text = read_text(path)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise FormatError(f"{path}: YAML aliases (*name) are not read; write the value out")
+        return _mapping(yaml.safe_load(text), path)
     except yaml.YAMLError as e:
         raise FormatError(f"{path} is not YAML: {e}") from e
 

@@ -2,7 +2,7 @@
 
 import ast
 
-from ..errors import FormatError, nearest
+from ..errors import FormatError, RegardError, nearest
 from .algebra import KINDS, Pattern
 from .word import Declared
 
@@ -11,6 +11,8 @@ OPERATIONS = {
     ast.BitOr: lambda a, b: a | b,
     ast.Sub: lambda a, b: a - b,
 }
+
+MAX_DEPTH = 100  # levels of nested operators
 
 
 def parse_pattern(text: str) -> Pattern:
@@ -22,7 +24,13 @@ def parse_pattern(text: str) -> Pattern:
     try:
         return _pattern(ast.parse(text, mode="eval").body)
     except SyntaxError as e:
-        raise FormatError(f"{text!r} is not a pattern: {e.msg} at column {e.offset}") from e
+        raise FormatError(f"{text!r:.200} is not a pattern: {e.msg} at column {e.offset}") from e
+    except (RecursionError, MemoryError) as e:  # MemoryError: the stack of Python's parser is full
+        raise FormatError(f"a pattern is nested at most {MAX_DEPTH} levels deep") from e
+    except ValueError as e:  # null bytes, numbers of thousands of digits
+        if isinstance(e, RegardError):
+            raise
+        raise FormatError(f"{text!r:.200} is not a pattern: {e}") from e
 
 
 def declared_words() -> dict[str, type[Declared]]:
@@ -30,13 +38,15 @@ def declared_words() -> dict[str, type[Declared]]:
     return {name: kind for name, kind in KINDS.items() if issubclass(kind, Declared)}
 
 
-def _pattern(node: ast.expr) -> Pattern:
+def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
     words = declared_words()
+    if depth > MAX_DEPTH:
+        raise FormatError(f"a pattern is nested at most {MAX_DEPTH} levels deep")
     match node:
         case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
-            return OPERATIONS[type(operation)](_pattern(left), _pattern(right))
+            return OPERATIONS[type(operation)](_pattern(left, depth + 1), _pattern(right, depth + 1))
         case ast.UnaryOp(ast.Invert(), inner):
-            return ~_pattern(inner)
+            return ~_pattern(inner, depth + 1)
         case ast.Call(ast.Name(word), arguments, keywords):
             if word not in words:
                 raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, words)}")

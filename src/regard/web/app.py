@@ -1,34 +1,37 @@
 """The page and its JSON API: each response is the result of a public function.
 
-A browser can send patterns, declarations and texts. It cannot name a file or a Python object.
+A browser can send patterns, declarations and texts. It cannot name a file or a Python object. What may take long runs
+in worker processes (workers.py), so that the page and its list of presets never wait for it.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
 import torch
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.trustedhost import TrustedHostMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
+from starlette.exceptions import HTTPException
 
 import regard
 
-from .. import spec, value
+from .. import spec
 from ..cli.look import LoadedModel, arguments, encoded, namer, vocabulary
-from ..costs.entry import cost as price
-from ..errors import FormatError, RegardError, SpecError, nearest
+from ..errors import FormatError, RegardError, SpecError
 from ..lens.html_report import page
 from ..lens.view import look
-from ..pattern import parse_pattern
+from ..value import MAX_DEPTH
+from .guard import Guard
+from .workers import BusyError, Workers
 
-PAGE = Path(__file__).with_name("page.html")
-MAX_EXPLAINED = 1 << 17  # positions of a pattern that is explained
+PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 MAX_COUNTED = 10**9  # positions of a pattern that is counted
-MAX_DRAWN = 64  # positions that are drawn
 MAX_TOKENS = 512  # of a text whose heads are shown
 
 
@@ -51,94 +54,105 @@ class CostRequest(BaseModel):
     device: Literal["cpu", "cuda"] = "cpu"
     train: bool = False
 
+    @field_validator("model")
+    @classmethod
+    def bound_depth(cls, model: Any) -> Any:
+        """Refuse a declaration that is nested too deeply to be read, without recursion."""
+        level = [model]
+        for _ in range(MAX_DEPTH):
+            level = [inner for v in level for inner in _children(v)]
+        if level:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        return model
+
+
+def _children(v: Any) -> Iterable[Any]:
+    return v.values() if isinstance(v, dict) else v if isinstance(v, list) else ()
+
 
 class LookRequest(BaseModel):
     text: str = Field(min_length=1, max_length=4000)
 
 
-def create_app(loaded: LoadedModel | None = None, host: str = "127.0.0.1") -> FastAPI:
-    """The application; loaded: the model whose heads it shows."""
-    app = FastAPI(title="regard", version=regard.__version__, docs_url=None, redoc_url=None)
+def create_app(
+    loaded: LoadedModel | None = None,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    workers: Workers | None = None,
+) -> FastAPI:
+    """The application; loaded: the model whose heads it shows; token: a secret that every request has to show."""
+    workers = Workers() if workers is None else workers
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        workers.start()
+        yield
+        workers.stop()
+
+    app = FastAPI(
+        title="regard", version=regard.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
     if host != "0.0.0.0":  # so that pages of other sites cannot send requests
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost", "127.0.0.1"])
+    app.add_middleware(Guard, token=token)
     one_at_a_time = Lock()  # a model is run by one request at a time: memory, and models with state
 
     @app.exception_handler(RegardError)
     def regard_error(_: Request, error: RegardError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 422)
+        return JSONResponse({"error": str(error)}, 429 if isinstance(error, BusyError) else 422)
 
     @app.exception_handler(RequestValidationError)
     def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
         return JSONResponse({"error": _message(error.errors())}, 422)
 
+    @app.exception_handler(HTTPException)
+    def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # FastAPI could not read the body
+            return JSONResponse(
+                {"error": "the body is not JSON that can be read: nesting, numbers, UTF-8"}, 422
+            )
+        return JSONResponse({"error": str(error.detail)}, error.status_code)
+
     @app.get("/", response_class=HTMLResponse)
-    def home() -> str:
-        return PAGE.read_text(encoding="utf-8")
+    async def home() -> str:
+        return PAGE
 
     @app.get("/api")
-    def about() -> dict[str, Any]:
+    async def about() -> dict[str, Any]:
         reads = None if loaded is None else ("text" if loaded.tokenizer is not None else "ids")
         return {"version": regard.__version__, "presets": list(spec.presets()), "reads": reads}
 
     @app.post("/api/pattern")
-    def pattern(request: PatternRequest) -> dict[str, Any]:
-        return _pattern(request)
+    async def pattern(request: PatternRequest) -> Response:
+        return _json(await workers.run("pattern", request.model_dump()))
 
     @app.post("/api/cost")
-    def cost(request: CostRequest) -> dict[str, Any]:
-        return _cost(request)
+    async def cost(request: CostRequest) -> Response:
+        return _json(await workers.run("cost", request.model_dump()))
 
     @app.post("/api/look", response_class=HTMLResponse)
     def heads(request: LookRequest) -> str:
         if loaded is None:
             raise SpecError("this page was started without a model; use `regard serve MODEL`")
-        with one_at_a_time, torch.no_grad():
-            return _heads(request, loaded)
+        if not one_at_a_time.acquire(timeout=workers.deadline):
+            raise BusyError(f"the server is busy: the model was not free within {workers.deadline:g} s")
+        try:
+            with torch.no_grad():
+                return _heads(request, loaded)
+        finally:
+            one_at_a_time.release()
 
     return app
+
+
+def _json(result: Any) -> Response:
+    """JSON without the walk over the values that FastAPI's encoder makes."""
+    return Response(json.dumps(result), media_type="application/json")
 
 
 def _message(errors: Sequence[Any]) -> str:
     """The invalid fields and their errors."""
     return "; ".join(f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in errors)
-
-
-def _pattern(request: PatternRequest) -> dict[str, Any]:
-    pattern = parse_pattern(request.pattern)
-    count = pattern.count(request.n)
-    result: dict[str, Any] = {
-        "pattern": repr(pattern),
-        "count": str(count),  # as text: JavaScript's numbers are exact up to 2⁵³
-        "pairs": str(request.n**2),
-        "share": count / request.n**2,
-        "rows": [
-            "".join("01"[x] for x in row) for row in pattern.allowed(min(request.n, MAX_DRAWN)).int().tolist()
-        ],
-        "explained": None,
-    }
-    if request.n <= MAX_EXPLAINED:
-        result["explained"] = str(
-            regard.explain(pattern, n=request.n, device=request.device, grad=request.train)
-        )
-    return result
-
-
-def _cost(request: CostRequest) -> dict[str, Any]:
-    if isinstance(request.model, dict):
-        declared = value.from_plain(request.model, spec.KINDS)
-    elif request.model in spec.presets():
-        declared = spec.preset(request.model)
-    else:
-        raise SpecError(f"unknown preset {request.model!r}; {nearest(request.model, spec.presets())}")
-    cost = price(
-        declared,
-        n=None if isinstance(declared, spec.Vision) else request.n,
-        batch=request.batch,
-        dtype=request.dtype,
-        device=request.device,
-        train=request.train,
-    )
-    return {"text": str(cost), "cost": cost.plain()}
 
 
 def _heads(request: LookRequest, loaded: LoadedModel) -> str:
@@ -154,7 +168,7 @@ def _ids(text: str, loaded: LoadedModel) -> list[int]:
     if loaded.tokenizer is not None:
         return encoded(text, loaded.tokenizer)
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise FormatError("this model has no tokenizer; use token ids, such as 5, 12, 7")
     ids, size = [int(part) for part in parts], vocabulary(loaded)
     if max(ids) >= size:

@@ -1,6 +1,7 @@
 """`regard serve`: the local web page."""
 
 import errno
+import secrets
 import socket
 import webbrowser
 from typing import Annotated
@@ -10,6 +11,8 @@ import typer
 from ..cli.forms import FORMS
 from ..errors import SpecError
 
+LOOPBACK = ("127.0.0.1", "localhost")
+
 
 def serve(
     model: Annotated[str | None, typer.Argument(help=f"The model whose heads are shown: {FORMS}.")] = None,
@@ -18,6 +21,9 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8765,
     browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 10.0,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Requests that are computed at a time.")] = 2,
+    memory: Annotated[float, typer.Option(min=0.1, help="GiB that each of them may allocate.")] = 2.0,
 ) -> None:
     """Serve a web page: patterns drawn and explained, costs, the heads of a model.
 
@@ -27,6 +33,8 @@ def serve(
         import uvicorn
 
         from .app import create_app
+        from .protocol import TimedProtocol
+        from .workers import GIB, Workers
     except ModuleNotFoundError as e:
         raise SpecError(f"the page needs an extra ({e}): pip install 'regard[web]'") from e
     from ..cli.look import image_size, load
@@ -37,12 +45,21 @@ def serve(
         raise SpecError(
             f"{model} takes images, and the page takes text; use `regard look {model} IMAGE --out heads.html`"
         )
-    page = create_app(loaded, host)
-    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    token = None if host in LOOPBACK else secrets.token_urlsafe(16)
+    page = create_app(loaded, host, token, Workers(workers, deadline, int(memory * GIB)))
+    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" + (
+        f"/?token={token}" if token else ""
+    )
+    if token:
+        typer.echo(
+            f"warning: {host} is open to other machines, without encryption; only requests with the token are "
+            "answered",
+            err=True,
+        )
     typer.echo(f"{address} (Ctrl-C to stop)", err=True)
     if browse:
         webbrowser.open(address)
-    uvicorn.run(page, host=host, port=port, log_level="warning")
+    uvicorn.run(page, host=host, port=port, log_level="warning", http=TimedProtocol, timeout_keep_alive=5)
 
 
 def _check_port(host: str, port: int) -> None:

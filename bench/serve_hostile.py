@@ -1,0 +1,246 @@
+"""Hostile requests to `regard serve`, on this machine only: statuses, times, memory, and the page beside them.
+
+    python bench/serve_hostile.py --requests 50000 --clients 8
+
+A seeded generator makes bodies that are nearly right (random values in the place of fields, deep nesting, huge
+numbers, long texts, broken JSON, random bytes) and sends them while another client loads the page every 50 ms. At the
+end 200 clients send 50 right requests each, and every answer is compared with the library's.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+import regard as rg
+
+PORT = 18765
+WORDS = {  # and the number of arguments
+    "causal": 0, "full": 0, "window": 1, "every": 1, "strided": 1, "dilated": 2, "blocks": 1, "sinks": 1, "rows": 1,
+}  # fmt: skip
+DECLARATIONS = [json.loads(rg.preset(name).json()) for name in ("tiny-gpt", "tiny", "tiny-vit")]
+
+
+def junk(rng: random.Random, depth: int = 0):
+    """A random JSON value."""
+    scalars = (
+        None,
+        True,
+        -1,
+        0,
+        3,
+        10**9,
+        10**40,
+        -(10**400),
+        0.5,
+        1e308,
+        "",
+        "inf",
+        "²",
+        "x" * 2000,
+        "\ud800",
+        "{{js}}",
+    )
+    kind = rng.random()
+    if depth > 3 or kind < 0.7:
+        return rng.choice(scalars)
+    if kind < 0.85:
+        return [junk(rng, depth + 1) for _ in range(rng.randrange(4))]
+    return {rng.choice(("kind", "n", "layers", "")): junk(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+def pattern(rng: random.Random, depth: int = 0) -> str:
+    """The text of a pattern that is right more often than not."""
+    if depth > rng.randrange(4):
+        numbers = (1, 2, 7, 64, 65, 1000, 1001, 10**9, 250000001)
+        if rng.random() < 0.02:
+            numbers = (0, -3, 10**30, 0.5)
+        word = "widow" if rng.random() < 0.01 else rng.choice(list(WORDS))
+        return f"{word}({', '.join(str(rng.choice(numbers)) for _ in range(WORDS.get(word, 1)))})"
+    if rng.random() < 0.2:
+        return "~" * rng.choice((1, 2, 2, 2, 300)) + pattern(rng, depth + 1)
+    return f"({pattern(rng, depth + 1)} {rng.choice('&|-&|-&|-+')} {pattern(rng, depth + 1)})"
+
+
+def mutate(rng: random.Random, value: object) -> object:
+    """A declaration with one part replaced by junk."""
+    if isinstance(value, dict) and value and rng.random() < 0.85:
+        key = rng.choice(list(value))
+        return {**value, key: mutate(rng, value[key])}
+    return junk(rng)
+
+
+def nested(rng: random.Random) -> dict:
+    inner: object = {"kind": "causal"}
+    for _ in range(rng.choice((3, 99, 900, 5000))):
+        inner = {"kind": "Not", "inner": inner}
+    return {"kind": "Attention", "d_model": 8, "heads": 2, "pattern": inner}
+
+
+def body(rng: random.Random) -> tuple[str, bytes]:
+    """A path and what is sent to it."""
+    kind = rng.randrange(8)
+    if kind == 0:
+        raw = rng.choice((b"", b"null", b"[]", b"[" * 5000, b'{"n":' * 3000, rng.randbytes(200), b"1" * 6000))
+        return rng.choice(("/api/pattern", "/api/cost", "/api/look", "/api", "/x")), raw
+    if kind == 1:
+        return "/api/pattern", b'{"pattern": "' + b"a" * rng.choice((600, 10**6, 3 * 10**6)) + b'"}'
+    if kind <= 4:
+        n = rng.choice((1, 16, 1000, 20000, 131072, 10**6, 10**9)) if rng.random() < 0.9 else junk(rng)
+        given = {
+            "pattern": pattern(rng),
+            "n": n,
+            "device": rng.choice(("cpu", "cuda")),
+            "train": junk(rng) if rng.random() < 0.05 else True,
+        }
+        path = "/api/pattern"
+    elif kind == 5:
+        given, path = (
+            {rng.choice(("text", "pattern", "model")): junk(rng)},
+            rng.choice(("/api/look", "/api/pattern")),
+        )
+    else:
+        model = nested(rng) if rng.random() < 0.1 else mutate(rng, rng.choice(DECLARATIONS))
+        n = rng.choice((1, 64, 64, 512, 1 << 20, None))
+        given = {"model": model, "n": n, "batch": rng.choice((1, 1, 4, 1 << 20)), "train": rng.random() < 0.5}
+        path = "/api/cost"
+    try:
+        return path, json.dumps(given).encode()
+    except RecursionError:
+        return path, b"{" * 3000
+
+
+def send(path: str, data: bytes | None) -> tuple[int, bytes, float]:
+    line, start = HTTPConnection("127.0.0.1", PORT, timeout=60), time.monotonic()
+    try:
+        line.request("GET" if data is None else "POST", path, data, {"content-type": "application/json"})
+        answer = line.getresponse()
+        return answer.status, answer.read(), time.monotonic() - start
+    except (HTTPException, OSError) as error:
+        return 0, repr(error).encode(), time.monotonic() - start
+    finally:
+        line.close()
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process and its descendants."""
+    total, waiting = 0, [pid]
+    while waiting:
+        one = waiting.pop()
+        try:
+            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            children = Path(f"/proc/{one}/task/{one}/children").read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        waiting += map(int, children)
+    return total
+
+
+def hostile(requests: int, clients: int, seed: int, pid: int) -> dict:
+    statuses: collections.Counter = collections.Counter()
+    seconds: list[float] = []
+    failures: list[str] = []
+    answers: collections.Counter = collections.Counter()
+    page: list[float] = []
+    done = threading.Event()
+    peak = [0]
+
+    def client(number: int) -> None:
+        rng = random.Random(seed * 1000 + number)
+        for _ in range(requests // clients):
+            path, data = body(rng)
+            status, answer, took = send(path, data)
+            statuses[status] += 1
+            seconds.append(took)
+            answers[answer[:50].decode(errors="replace")] += 1
+            if (status == 0 and len(data) < 1 << 20) or status >= 500:
+                failures.append(f"{status} {path} {data[:200]!r} {answer[:300]!r}")
+
+    def watch() -> None:
+        while not done.is_set():
+            page.append(send("/", None)[2])
+            peak[0] = max(peak[0], resident(pid))
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    watcher = threading.Thread(target=watch)
+    for t in (*threads, watcher):
+        t.start()
+    for t in threads:
+        t.join()
+    done.set()
+    watcher.join()
+    return {
+        "requests": sum(statuses.values()),
+        "statuses": dict(sorted(statuses.items())),
+        "longest_s": round(max(seconds), 2),
+        "page_median_ms": round(1e3 * statistics.median(page), 1),
+        "page_longest_ms": round(1e3 * max(page), 1),
+        "peak_resident_mb": peak[0] // 10**6,
+        "answers": dict(answers.most_common(12)),
+        "failures": failures[:20],
+    }
+
+
+def crowd(clients: int, each: int) -> dict:
+    """Right requests of many clients: how many answers were lost or wrong."""
+    expected = {n: (rg.causal() & rg.window(7)).count(n) for n in range(1, each + 1)}
+    wrong: list[str] = []
+
+    def client() -> None:
+        for n in expected:
+            data = json.dumps({"pattern": "causal() & window(7)", "n": n}).encode()
+            status, answer, _ = send("/api/pattern", data)
+            while status == 429:
+                status, answer, _ = send("/api/pattern", data)
+            if status != 200 or int(json.loads(answer)["count"]) != expected[n]:
+                wrong.append(f"{status} {answer[:100]!r}")
+
+    threads = [threading.Thread(target=client) for _ in range(clients)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    return {"clients": clients, "each": each, "lost_or_wrong": len(wrong), "examples": wrong[:3]}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--requests", type=int, default=5000)
+    options.add_argument("--clients", type=int, default=8)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--crowd", type=int, nargs=2, default=(200, 50), metavar=("CLIENTS", "EACH"))
+    options.add_argument("--model", default="tiny-gpt")
+    given = options.parse_args()
+    command = [sys.executable, "-m", "regard", "serve", given.model, "--port", str(PORT)]
+    server = subprocess.Popen(command)
+    try:
+        while send("/api/pattern", b'{"pattern": "causal()"}')[0] != 200:
+            time.sleep(0.2)
+        before = resident(server.pid) // 10**6
+        result = {
+            "resident_mb_at_start": before,
+            **hostile(given.requests, given.clients, given.seed, server.pid),
+        }
+        result["crowd"] = crowd(*given.crowd)
+        start = time.monotonic()
+        server.terminate()
+        server.wait(20)
+        result["seconds_to_end_after_SIGTERM"] = round(time.monotonic() - start, 2)
+    finally:
+        server.kill()
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
