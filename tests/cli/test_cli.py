@@ -179,7 +179,7 @@ def test_the_list_of_commands_shows_the_first_line_of_each_help_text(name):
         ({"d_model": 8, "heads": 2, "pattern": 3}, "the field 'pattern' needs Pattern, not 3"),
         (
             {"d_model": 8, "heads": 2, "pattern": {"kind": "window", "before": [1]}},
-            "window: the field 'before'",
+            "window((1,)): before needs to be a whole number",
         ),
     ],
 )
