@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.lens.html_report import contents, inline, page
+from regard.lens.html_report import contents, fill, inline, page
 
 EVIL = "</script><img src=x onerror='window.hacked=1'><script>window.hacked=2</script>"
 WORDS = [*(f"w{i}" for i in range(62)), EVIL, '<b>bold</b> & "quoted"']
@@ -101,6 +101,13 @@ def test_tokens_are_inserted_as_text_and_never_as_markup(view, open_page):
     assert at.inner_text("#queries span:nth-child(63)") == EVIL
     assert at.inner_text("#queries span:nth-child(64)") == WORDS[-1]
     assert at.evaluate("document.querySelectorAll('#words img, #words b').length") == 0
+
+
+def test_a_token_that_looks_like_a_placeholder_stays_a_token():
+    filled = fill(
+        "<h1>{{title}}</h1><script>{{data}};{{js}}</script>", {"title": "t", "data": "'{{js}}'", "js": "f()"}
+    )
+    assert filled == "<h1>t</h1><script>'{{js}}';f()</script>"
 
 
 def test_filters_and_the_slider_select_heads(view, open_page):

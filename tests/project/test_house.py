@@ -341,6 +341,33 @@ def run(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
 
 
+PACKAGE_OF = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn", "triton": "torch"}
+ONLY_IF_THERE = {"pytest", "pandas", "scikit-learn", "x_transformers"}  # each with an error that names it
+
+
+def third_party(source: str) -> set[str]:
+    """The packages that a file imports from outside of Python and of regard."""
+    names = set()
+    for node in ast.walk(parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module).split(".")[0])
+    return {PACKAGE_OF.get(n, n) for n in names - set(sys.stdlib_module_names) - {"regard"}}
+
+
+def test_every_imported_package_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        name: r for name, r in project["optional-dependencies"].items() if name not in ("test", "check")
+    }
+    requirements = [*project["dependencies"], *(r for group in extras.values() for r in group)]
+    declared = {re.split(r"[\[<>=; ]", r)[0] for r in requirements}
+    imported = set().union(*(third_party(f.read_text(encoding="utf-8")) for f in FILES))
+    assert imported - ONLY_IF_THERE <= declared
+    assert third_party("import yaml.x\nfrom os import path\nfrom . import y\nimport foo") == {"pyyaml", "foo"}
+
+
 @pytest.mark.slow
 def test_regard_needs_no_extra_no_triton_and_nothing_that_only_posix_has():
     done = run(BLOCKED.format(extras=set(EXTRAS.split())))

@@ -7,8 +7,10 @@ into the page as text, never as markup.
 import base64
 import html
 import json
+import re
 import struct
 import zlib
+from collections.abc import Mapping
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -41,13 +43,12 @@ def page(view: View, *, title: str | None = None) -> str:
     parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     title = html.escape(title or f"Attention heads of {view.title}")
     data = json.dumps(contents(view)).replace("<", "\\u003c")  # so that no text can end its script element
-    return (
-        parts["html"]
-        .replace("{{title}}", title)
-        .replace("{{css}}", parts["css"])
-        .replace("{{data}}", data)
-        .replace("{{js}}", parts["js"])
-    )
+    return fill(parts["html"], {"title": title, "css": parts["css"], "js": parts["js"], "data": data})
+
+
+def fill(template: str, values: Mapping[str, str]) -> str:
+    """The template with each {{name}} replaced, in one pass: a value that contains {{name}} stays as it is."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match.group(1)], template)
 
 
 def inline(view: View, height: int = 720) -> str:
