@@ -169,7 +169,13 @@ def reformat(folder):
     (folder / "state.json").write_text(json.dumps({"format": 2}))
 
 
+def advance(folder):
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"step": 23}))
+
+
 DAMAGE = {
+    advance: "state.json is damaged or was changed: its checksum differs from the stored one",
     flip: "weights.safetensors is damaged: its checksum differs from the stored one",
     shorten: "optimizer.safetensors is damaged: its checksum differs from the stored one",
     reformat: "its format is 2, not 1",
@@ -179,12 +185,34 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(
-    "change", DAMAGE, ids=["flipped bit", "truncated", "foreign", "half JSON", "missing"]
+    "change", DAMAGE, ids=["another step", "flipped bit", "truncated", "foreign", "half JSON", "missing"]
 )
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(whole, tmp_path, change):
     message = damaged(whole, tmp_path, change)
     assert message.startswith(f"checkpoint 24 of {tmp_path} cannot be read: {DAMAGE[change]}")
     assert message.endswith("; the one before it is step 20")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(whole, tmp_path):
+    message = damaged(whole, tmp_path, lambda folder: swap(folder, folder.parent / "00000020"))
+    assert "state.json is of step 20, and the folder of step 24" in message
+
+
+def swap(one, two):
+    for file in one.iterdir():
+        file.write_bytes((two / file.name).read_bytes())
+
+
+def test_files_of_the_desktop_beside_checkpoints_do_not_stop_training(tmp_path):
+    home = tmp_path / "checkpoints"
+    home.mkdir()
+    (home / ".DS_Store").write_bytes(b"x")
+    (home / "²").mkdir()
+    (home / ".00000002").mkdir()
+    one = trainer(tmp_path)
+    one.run()
+    assert (home / ".DS_Store").is_file() and not (home / ".00000002").exists()
+    assert checkpoints.steps(tmp_path)[-1] == one.step
 
 
 def test_checkpoints_that_are_not_there_are_named(whole, tmp_path):

@@ -1,6 +1,7 @@
 """Recipes, runs and the commands, end to end on sixty sentences."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -58,10 +59,26 @@ def test_a_run_goes_on_in_its_folder_and_no_other_recipe_may(run):
     other = replace(
         run.recipe, model=recipes.translate(None, d_model=32, heads=2, data=run.recipe.data).model
     )
+    before = run.recipe.model.encoder.block.attention.d_model
     with pytest.raises(
-        rg.FormatError, match=r"contains a run of another recipe \(translate\); use that recipe"
+        rg.FormatError,
+        match=rf"another recipe \(translate\): its model\.encoder\..*d_model is {before}, not 32; use",
     ):
         Run(other, run.folder, "cpu")
+
+
+def test_a_damaged_file_of_a_run_is_named(run, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(run.folder, folder)
+    tokens = (folder / "tokens.json").read_text()
+    (folder / "tokens.json").write_text(tokens.replace("a", "b", 1))
+    with pytest.raises(rg.FormatError, match=r"tokens\.json is damaged or was changed"):
+        open_run(folder)
+    (folder / "tokens.json").write_text(tokens)
+    open_run(folder)
+    (folder / "recipe.json").write_bytes(b"\xff")
+    with pytest.raises(rg.FormatError, match=r"copy/recipe\.json cannot be read"):
+        open_run(folder)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

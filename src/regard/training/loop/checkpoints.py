@@ -8,7 +8,8 @@ A run's folder:
     lock                         locked by the process that trains; released when it ends
 
 A checkpoint is written under a temporary name, flushed to disk and renamed; state.json, written last, has the
-checksums of the other files. So a folder with the final name and matching checksums is a complete checkpoint.
+checksums of the other files and of its own fields. So a folder with the final name and matching checksums is a
+complete checkpoint.
 
 Several ranks write one file each, shard-00001-….safetensors and so on, in the format of torch.distributed.checkpoint.
 Any number of ranks reads either kind. Nothing is pickled.
@@ -16,7 +17,6 @@ Any number of ranks reads either kind. Nothing is pickled.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import FormatError, RegardError
+from ...files import checksum, flush
 from .ranks import ALONE, Ranks
 
 T = TypeVar("T")
@@ -62,18 +63,20 @@ def write(
     def begin() -> None:
         home.mkdir(parents=True, exist_ok=True)
         for left in home.glob(".*"):  # left by a process that was killed while writing
-            shutil.rmtree(left)
+            if left.is_dir() and left.name[1:].isdecimal():
+                shutil.rmtree(left)
         temporary.mkdir()
 
     def end() -> None:
         document = {"format": 1, "step": step, "ranks": ranks.world, "sums": sums, **state}
+        document["own_sum"] = _own_sum(document)
         (temporary / STATE).write_text(json.dumps(document, indent=1) + "\n")
-        _flush(temporary / STATE)
-        _flush(temporary)
+        flush(temporary / STATE)
+        flush(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _flush(home)
+        flush(home)
 
     try:
         ranks.on_first(lambda: _as_regard_error(begin))
@@ -113,7 +116,7 @@ def _write_files(
         for file, tensors in zip(files, (weights, rest), strict=True):
             save_file(_unshared(tensors), file)
     for file in files:
-        _flush(file)
+        flush(file)
     return {file.name: checksum(file) for file in files}
 
 
@@ -128,7 +131,7 @@ def steps(folder: Path) -> list[int]:
     """The steps of the stored checkpoints, oldest first."""
     home = folder / "checkpoints"
     names = [p.name for p in home.iterdir()] if home.is_dir() else []
-    return sorted(int(n) for n in names if n.isdigit())
+    return sorted(int(n) for n in names if n.isdecimal())
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,10 @@ def _checked(at: Path, ranks: Ranks) -> dict[str, Any]:
     state = json.loads((at / STATE).read_text(encoding="utf-8"))
     if state.get("format") != 1:
         raise ValueError(f"its format is {state.get('format')!r}, not 1")
+    if state.pop("own_sum", None) != _own_sum(state):
+        raise ValueError(f"{STATE} is damaged or was changed: its checksum differs from the stored one")
+    if state["step"] != int(at.name):
+        raise ValueError(f"{STATE} is of step {state['step']}, and the folder of step {int(at.name)}")
     names = sorted(state["sums"])
     for name in names[ranks.rank :: ranks.world]:
         if checksum(at / name) != state["sums"][name]:
@@ -187,9 +194,10 @@ def _checked(at: Path, ranks: Ranks) -> dict[str, Any]:
     return state
 
 
-def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _own_sum(state: dict[str, Any]) -> str:
+    """The checksum of everything in state.json beside this checksum."""
+    plain = json.loads(json.dumps(state))  # as it is read: every key a string
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -214,14 +222,3 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         out[name] = tensor.clone() if tensor.data_ptr() in seen and tensor.numel() else tensor
         seen.add(tensor.data_ptr())
     return out
-
-
-def _flush(path: Path) -> None:
-    """Flush a file or folder to disk. Windows cannot open folders; there the rename has to suffice."""
-    if os.name == "nt" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

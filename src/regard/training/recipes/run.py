@@ -1,6 +1,7 @@
 """A run of a recipe: load the data, build the model, train it, save it, evaluate it."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import files
 from ...errors import FormatError, RegardError
 from ...nn.serialization import load, save
 from ..data.datasets import Dataset
@@ -54,7 +56,7 @@ class Run:
         result = preflight.preflight(
             self.recipe, self.data.train, self._unsharded(), self.device, self.ranks.world
         )
-        (self.folder / preflight.FILE).write_text(result.json() + "\n", encoding="utf-8")
+        files.write_text(self.folder / preflight.FILE, result.json() + "\n")
         return result
 
     @contextlib.contextmanager
@@ -88,13 +90,18 @@ class Run:
             self.trainer.run(on_event)
         model = self.recipe.model.build().to(self.device)
         self.trainer.fill(model)
-        self.ranks.on_first(lambda: save(model, self.folder / MODEL))
+        self.ranks.on_first(lambda: self._save(model))
         return load(self.folder / MODEL, self.device).eval()
+
+    def _save(self, model: nn.Module) -> None:
+        save(model, self.folder / MODEL)
+        if (self.folder / TOKENS).is_file():
+            files.write_manifest(self.folder, (TOKENS,))
 
     def evaluate(self, *listeners: Listener) -> Evaluation:
         """The scores of the saved model on the test rows; stored in evaluation.json and in the log."""
         result = evaluate(load(self.folder / MODEL, self.device), self.recipe, self.data)
-        (self.folder / evaluation.FILE).write_text(result.json() + "\n", encoding="utf-8")
+        files.write_text(self.folder / evaluation.FILE, result.json() + "\n")
         with contextlib.closing(Log(self.folder)) as log:
             event = log.write("evaluated", self.trainer.step, rows=result.rows, **result.scores)
         for listener in listeners:
@@ -113,13 +120,17 @@ class Run:
         with checkpoints.locked(self.folder):
             path = self.folder / RECIPE
             if path.is_file():
-                existing = Recipe.from_json(path.read_text(encoding="utf-8"))
-                if existing.model != self.recipe.model or existing.data != self.recipe.data:
-                    raise FormatError(
-                        f"{self.folder} contains a run of another recipe ({existing.name}); use that recipe, or "
-                        f"another folder"
-                    )
-            path.write_text(self.recipe.json() + "\n", encoding="utf-8")
+                existing = read_recipe(self.folder)
+                for part in ("model", "data"):
+                    if getattr(existing, part) != getattr(self.recipe, part):
+                        name, before, now = _difference(
+                            getattr(existing, part), getattr(self.recipe, part), part
+                        )
+                        raise FormatError(
+                            f"{self.folder} contains a run of another recipe ({existing.name}): its {name} is "
+                            f"{before}, not {now}; use that recipe, or another folder"
+                        )
+            files.write_text(path, self.recipe.json() + "\n")
 
     @contextlib.contextmanager
     def _memory_errors_explained(self) -> Iterator[None]:
@@ -147,6 +158,27 @@ def open_run(folder: str | Path, device: str | torch.device = "cpu") -> tuple[nn
             raise FormatError(
                 f"{folder} contains no {name}; train there first: regard train translate --out {folder}"
             )
-    recipe = Recipe.from_json((folder / RECIPE).read_text(encoding="utf-8"))
-    tokens = Tokens.from_json((folder / TOKENS).read_text(encoding="utf-8"))
-    return load(folder / MODEL, device).eval(), tokens, recipe
+    files.verify(folder, (TOKENS,))
+    tokens = Tokens.from_json(files.read_text(folder / TOKENS))
+    return load(folder / MODEL, device).eval(), tokens, read_recipe(folder)
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe of a run."""
+    try:
+        recipe = Recipe.from_json(files.read_text(folder / RECIPE))
+    except FormatError as e:
+        raise FormatError(f"{folder / RECIPE} cannot be read: {e}") from e
+    if not isinstance(recipe, Recipe):
+        raise FormatError(f"{folder / RECIPE} contains a {type(recipe).__name__}, not a recipe")
+    return recipe
+
+
+def _difference(before: Any, now: Any, name: str) -> tuple[str, Any, Any]:
+    """The first field in which two declared values differ: its name, and both values."""
+    if type(before) is type(now) and dataclasses.is_dataclass(before):
+        for field in dataclasses.fields(before):
+            a, b = getattr(before, field.name), getattr(now, field.name)
+            if a != b:
+                return _difference(a, b, f"{name}.{field.name}")
+    return name, before, now
