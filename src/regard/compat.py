@@ -373,3 +373,97 @@ def denormals_preserved() -> Iterator[None]:
 def denormals_flushed() -> bool:
     """Whether half of the smallest normal number counts as zero."""
     return sys.float_info.min / 2 == 0.0
+
+
+# Running modules on meta tensors as if on another device, for rg.cost.
+
+AUTOCAST_KEY = "AutocastIPU"  # a dispatch key that no backend of today uses: its kernels are those of rg.cost
+
+
+def has_autocast_kernel(name: str, device: str) -> bool:
+    """Whether autocast treats the operator `aten::name.overload` on this device ("CPU" or "CUDA")."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}"))
+
+
+def autocast_operators(device: str) -> list[str]:
+    """The operators, "aten::name.overload", that autocast treats on this device ("CPU" or "CUDA")."""
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(n for n in names if n.startswith("aten::") and has_autocast_kernel(n, device))
+
+
+def register_autocast(kernels: dict[str, Callable[..., Any]]) -> Any:
+    """Python kernels of autocast, by operator, that run only inside `autocast_simulated`."""
+    operators, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY)
+    for name, kernel in kernels.items():
+        operators.impl(name.removeprefix("aten::"), kernel, AUTOCAST_KEY)
+    return operators, others
+
+
+@contextmanager
+def autocast_simulated() -> Iterator[None]:
+    """Operators pass the kernels of `register_autocast` first, on whatever device their tensors are."""
+    set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+    set_included = torch._C._dispatch_tls_set_dispatch_key_included
+    set_excluded(AUTOCAST_KEY, False)
+    set_included(AUTOCAST_KEY, True)
+    try:
+        yield
+    finally:
+        set_included(AUTOCAST_KEY, False)
+        set_excluded(AUTOCAST_KEY, True)
+
+
+def below_autocast() -> Any:
+    """Context manager in which those kernels do not run."""
+    return torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, AUTOCAST_KEY))
+    )
+
+
+# () → context manager in which function modes and subclasses do not intercept calls.
+without_function_modes: Callable[[], Any] = _first(
+    lambda: torch._C.DisableTorchFunction, lambda: nullcontext
+)
+
+
+def node_number() -> int:
+    """The number that the next node of the autograd graph gets."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def running_node() -> int | None:
+    """The number of the node whose backward runs; None outside a backward pass."""
+    node = None if _current_node is None else _current_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def amp_availability() -> tuple[Any, str]:
+    """(module, name) of the function by which torch.autocast decides that CUDA's autocast is not available."""
+    from torch.cuda.amp import common
+
+    return common, "amp_definitely_not_available"
+
+
+@contextmanager
+def checkpoints_ignore_devices() -> Iterator[None]:
+    """torch.utils.checkpoint compares shapes and dtypes of recomputed tensors, and not their devices."""
+    from torch.utils import checkpoint
+
+    checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
+    before = dict(checks)
+    checks["default"] = lambda x: {"shape": x.shape, "dtype": x.dtype}
+    try:
+        yield
+    finally:
+        checks.update(before)
+
+
+def run_backward(loss: Tensor) -> None:
+    """loss.backward(), with function modes active in it: a call of `backward` would suspend them."""
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        torch.autograd.backward(loss)
+    else:
+        one = torch.ones_like(loss, memory_format=torch.preserve_format)
+        engine.run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -11,7 +11,7 @@ from ..spec.base import require_positive
 from .flops.attention import attention
 from .flops.baselines import convolutional, mixing, recurrent
 from .flops.models import block, embedding, encoder_decoder, stack, vision
-from .memory.report import memory_of
+from .memory.declared import memory_of
 from .sizes import Numbers, Request, Scope, Symbols, root_scope
 from .tree import Cost, Pairs, Part
 
@@ -48,7 +48,7 @@ def price(request: Request) -> Cost:
         sizes,
         tree,
         pairs,
-        memory=memory_of(request),
+        remember=lambda: memory_of(request),
         formulas=lambda: _symbolic_tree(request),
         request=request,
     )

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from ..compat import CAN_DISPATCH
 from ..errors import ShapeError, SpecError
 from ..spec import Spec
-from .flops.nested import leaves, map_leaves, tensors_in
-from .flops.trace import DataDependent, Trace, tracing
-from .memory.report import WORKSPACE, Memory, training_of
-from .memory.step import TrainingStep
+from .memory.report import Setting, traced
+from .memory.step import training_of
+from .trace.nested import leaves
+from .trace.tracer import Trace
 from .tree import Amounts, Cost, Part
 
 
@@ -69,15 +68,15 @@ def _traced_cost(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> 
     args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], dict) else (inputs, {})
     module = model if isinstance(model, nn.Module) else _Function(model)
     _check_inputs(model, module, args, kwargs)
-    trace = Trace(options.device)
-    params, args, kwargs = _to_meta(trace, module, args, kwargs, dtype)
-    before = trace.storages.current
-    out = [_forward(trace, module, params, args, kwargs, grad=training is not None)]
-    saved = trace.storages.current - before
-    if training is not None:
-        _backward(trace, out)
-    out.clear()
-    memory = _memory(trace, module, training, saved, dtype, before)
+    setting = Setting((args, kwargs), None, dtype, training, options.device)
+    try:
+        trace, twin, memory = traced(module, setting)
+    except TypeError as e:
+        if "argument" not in str(e):
+            raise
+        raise ShapeError(f"{_name(module)} does not take these inputs: {e}") from e
+    except NotImplementedError as e:
+        raise ShapeError(f"{_name(module)} cannot be traced: {str(e).splitlines()[0]}") from e
     sizes: dict[str, Any] = {
         f"input {k}": "×".join(map(str, x.shape))
         for k, x in enumerate(leaves((args, kwargs)))
@@ -86,10 +85,11 @@ def _traced_cost(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> 
     return Cost(
         _name(model),
         sizes | {"dtype": str(dtype).removeprefix("torch."), "train": training is not None},
-        tree(trace, module),
+        tree(trace, twin, _name(module)),
         tuple(trace.pairs),
         tuple(f"{op} ({times} ×)" for op, times in trace.unknown.items()),
-        memory,
+        lambda: memory,
+        tuple(trace.notes),
     )
 
 
@@ -104,114 +104,17 @@ class _Function(nn.Module):
         return self.call(*args, **kwargs)
 
 
-def _to_meta(trace: Trace, module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple:
-    """Weights and inputs as meta tensors, in the requested dtype."""
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    twins: dict[int, Any] = {}
-    for x in tensors.values():
-        if id(x) not in twins:
-            twins[id(x)] = _weight_to_meta(trace, x, dtype)
-    params = {name: twins[id(x)] for name, x in tensors.items()}
-    for x in twins.values():
-        trace.storages.track(x)
-
-    def input_to_meta(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        converts = x.is_floating_point() and x.dtype == torch.float32 and dtype != torch.float32
-        twin = trace.to_meta(x.to(dtype) if converts else x)
-        trace.storages.track(twin)
-        return twin
-
-    args, kwargs = map_leaves(input_to_meta, (args, kwargs))
-    return params, args, kwargs
-
-
-def _weight_to_meta(trace: Trace, x: Tensor, dtype: torch.dtype) -> Any:
-    if x.is_meta and x.dtype == dtype:
-        return x
-    if isinstance(x, nn.Parameter) and x.is_floating_point():
-        with torch.no_grad():
-            twin = torch.empty(x.shape, dtype=dtype if x.dtype == torch.float32 else x.dtype, device="meta")
-        return nn.Parameter(twin, requires_grad=x.requires_grad)
-    return trace.to_meta(x)
-
-
-def _forward(trace: Trace, module: nn.Module, params: dict, args: tuple, kwargs: dict, grad: bool) -> Any:
-    with ExitStack() as stack:
-        for path, inner in module.named_modules():
-            stack.callback(inner.register_forward_pre_hook(trace.enter_hook(path)).remove)
-            stack.callback(inner.register_forward_hook(trace.leave_hook, always_call=True).remove)
-        stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(tracing(trace))
-        try:
-            return torch.func.functional_call(module, params, args, kwargs, tie_weights=False)
-        except DataDependent as e:
-            raise ShapeError(str(e)) from e
-        except TypeError as e:
-            if "argument" not in str(e):
-                raise
-            raise ShapeError(f"{_name(module)} does not take these inputs: {e}") from e
-
-
-def _backward(trace: Trace, out: list[Any]) -> None:
-    """The backward pass of the mean square of the outputs; `out` is emptied so that nothing keeps them alive."""
-    flat = [x for x in tensors_in(out.pop()) if x.requires_grad and x.is_floating_point()]
-    if not flat:
-        raise ShapeError("no output requires a gradient: a training step needs trainable weights")
-    trace.in_backward = True
-    with tracing(trace), trace.inside("backward"):
-        loss = torch.stack([x.square().mean() for x in flat]).sum()
-        flat.clear()
-        loss.backward()
-
-
-def _memory(
-    trace: Trace,
-    module: nn.Module,
-    training: TrainingStep | None,
-    saved: int,
-    dtype: torch.dtype,
-    before: int,
-) -> Memory:
-    weights = {id(p): p for p in module.parameters()}
-    entries = sum(p.numel() for p in weights.values() if p.requires_grad)
-    size = sum(
-        p.numel() * (dtype.itemsize if p.is_floating_point() else p.element_size()) for p in weights.values()
-    )
-    workspace = WORKSPACE if trace.device == "cuda" else 0
-    if training is None:
-        return Memory(size, inference_peak=trace.storages.peak + workspace, workspace=workspace)
-    state = entries * (4 if training.master_weights else dtype.itemsize) * training.states
-    master = 4 * entries if training.master_weights else 0
-    gradients = entries * dtype.itemsize
-    foreach = training.states == 2 and training.implementation_on(trace.device) == "foreach"
-    in_passes = trace.storages.peak + state + master
-    in_optimizer = before + gradients + state + master + (entries * dtype.itemsize if foreach else 0)
-    return Memory(
-        size,
-        workspace=2 * workspace,
-        gradients=gradients,
-        optimizer_state=state,
-        master_weights=master,
-        saved={"all": saved},
-        training_peak=max(in_passes, in_optimizer) + 2 * workspace,
-        peak_part="forward and backward" if in_passes > in_optimizer else "optimizer",
-        between_steps=before + state + master,
-    )
-
-
 # -- the tree -----------------------------------------------------------------------------------------------------
 
 
-def tree(trace: Trace, module: nn.Module) -> Part:
+def tree(trace: Trace, module: nn.Module, name: str) -> Part:
     """The nested modules, each with the operations that it called directly."""
     terms: dict[str, list[Part]] = {}
-    for (path, name), amounts in trace.amounts.items():
-        terms.setdefault(path, []).append(Part(name, amounts))
+    for (path, term), amounts in trace.amounts.items():
+        terms.setdefault(path, []).append(Part(term, amounts))
     counted: set[int] = set()
 
-    def part(inner: nn.Module, name: str, path: str) -> Part | None:
+    def part(inner: nn.Module, label: str, path: str) -> Part | None:
         own = [p for p in inner.parameters(recurse=False) if id(p) not in counted]
         counted.update(map(id, own))
         children = [
@@ -220,9 +123,9 @@ def tree(trace: Trace, module: nn.Module) -> Part:
         ]
         parts = (*terms.pop(path, []), *(p for p in children if p is not None))
         count = sum(p.numel() for p in own)
-        return Part(name, Amounts(parameters=count), parts) if count or parts or not path else None
+        return Part(label, Amounts(parameters=count), parts) if count or parts or not path else None
 
-    root = part(module, _name(module), "")
+    root = part(module, name, "")
     assert root is not None
     rest = tuple(Part(path, parts=tuple(parts)) for path, parts in terms.items())
     return Part(root.name, root.own, (*root.parts, *rest))

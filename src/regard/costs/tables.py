@@ -72,7 +72,10 @@ def remarks(cost: Cost) -> list[str]:
     if cost.memory is not None:
         width = max((len(name) for name, _ in cost.memory.rows()), default=0)
         lines += [f"memory  {name:<{width}}  {size:>18,} bytes" for name, size in cost.memory.rows()]
+        if cost.memory.peak is not None:
+            lines.append(cost.explain_peak())
     lines += [f"not counted: {name}" for name in cost.uncounted]
+    lines += [f"assumed: {note}" for note in cost.notes]
     return [*lines, CONVENTION]
 
 

@@ -138,7 +138,8 @@ class Cost:
     tree: Part
     pairs: tuple[Pairs, ...] = ()
     uncounted: tuple[str, ...] = ()  # operations of a traced module that no amount includes
-    memory: Any = None  # regard.costs.Memory, in bytes
+    remember: Callable[[], Any] | None = field(default=None, repr=False, compare=False)  # computes `memory`
+    notes: tuple[str, ...] = ()  # assumptions of a trace
     formulas: Callable[[], tuple[Part, dict[Any, int]]] | None = field(
         default=None, repr=False, compare=False
     )
@@ -149,6 +150,17 @@ class Cost:
     @property
     def total(self) -> Amounts:
         return self.tree.total
+
+    @cached_property
+    def memory(self) -> Any:
+        """regard.costs.Memory, in bytes, computed at the first use; None for a declaration without a width."""
+        return None if self.remember is None else self.remember()
+
+    def explain_peak(self) -> str:
+        """Where the peak of a training step is, what is alive there, and what would lower it, in words."""
+        if self.memory is None:
+            raise SpecError(f"the memory of {self.name} is not known")
+        return self.memory.explain_peak()
 
     @property
     def parameters(self) -> Amount:
@@ -215,7 +227,7 @@ class Cost:
 
     def fits(self, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits."""
-        from .memory.report import fits
+        from .memory.declared import fits
 
         if self.request is None:
             raise SpecError(
@@ -261,6 +273,7 @@ class Cost:
             "bottleneck": None if self.bottleneck is None else vars(self.bottleneck),
             "memory": None if self.memory is None else self.memory.plain(),
             "uncounted": list(self.uncounted),
+            "notes": list(self.notes),
             "tree": self.tree.plain(),
         }
 

@@ -1,20 +1,26 @@
-"""Simulated training steps and forward passes: forward, loss, backward, optimizer."""
+"""A training step of a module on meta tensors: forward, loss, backward, optimizer."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
-from ... import spec
-from ...spec.base import require_known
-from ..sizes import Length, Numbers, Symbols
-from .modules import Environment, model_of
-from .rules import ModelTape, Rules
-from .tape import Bytes, Value, Weight
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+from ...compat import run_backward
+from ...errors import ShapeError, SpecError
+from ...spec.base import require_known, require_positive
+from ..trace.nested import tensors_in
+from ..trace.tracer import Trace
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 IMPLEMENTATIONS = ("auto", "for_loop", "foreach", "fused")
-STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-LOW = {"bfloat16": 2, "float16": 2}
+STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adamw8bit": 2}
+AUTOCAST = ("bfloat16", "float16")
+BLOCK_8BIT = 256  # values that share one float32 scale in 8-bit states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,20 +29,28 @@ class TrainingStep:
 
     implementation: of the optimizer, as in PyTorch: for_loop (one weight after the other), foreach (the default on a
     GPU), fused (one kernel). autocast: "bfloat16" or "float16" for matrix products in that dtype. checkpointing:
-    None follows the declaration. master_weights: the optimizer updates float32 copies of 16-bit weights.
+    None follows the declaration or the model; "reentrant" for PyTorch's older form. master_weights: the optimizer
+    updates float32 copies of 16-bit weights. accumulate: batches per optimizer step. frozen: patterns of parameter
+    names that are not trained, such as "embedding.*". loss: output → loss, in place of the model's own.
     """
 
     optimizer: str = "adamw"
     implementation: str = "auto"
     autocast: str | None = None
-    checkpointing: bool | None = None
+    checkpointing: bool | str | None = None
     master_weights: bool = False
+    accumulate: int = 1
+    frozen: tuple[str, ...] = ()
+    loss: Callable[[Any], Tensor] | None = None
 
     def __post_init__(self):
         require_known("optimizer", self.optimizer, OPTIMIZERS)
         require_known("implementation", self.implementation, IMPLEMENTATIONS)
+        require_positive("accumulate", self.accumulate)
         if self.autocast is not None:
-            require_known("autocast", self.autocast, tuple(LOW))
+            require_known("autocast", self.autocast, AUTOCAST)
+        if isinstance(self.checkpointing, str):
+            require_known("checkpointing", self.checkpointing, ("reentrant",))
 
     @property
     def states(self) -> int:
@@ -49,118 +63,161 @@ class TrainingStep:
         return "foreach" if device == "cuda" else "for_loop"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A declaration with its sizes, ready to be simulated with numbers or with symbols."""
-
-    spec: spec.Spec
-    n: int
-    m: int
-    batch: int
-    rules: Rules
-    kernel: Callable[[spec.Attention, int, int, bool], str]
-    checkpoint: bool | None = None
-
-    def env(self, tape: ModelTape, reader: Numbers | Symbols) -> Environment:
-        return Environment(tape, reader, reader.size("b", self.batch), self.kernel, self.checkpoint)
-
-    def rows(self, reader: Numbers | Symbols) -> tuple[Length, Length]:
-        n = Length(self.n, reader.size("n", self.n))
-        return n, n if self.n == self.m else Length(self.m, reader.size("m", self.m))
-
-
-class Simulation:
-    """A model with its weights and inputs allocated; each pass adds to the log."""
-
-    def __init__(self, setting: Setting, reader: Numbers | Symbols, grad: bool):
-        self.setting, self.tape = setting, ModelTape(setting.rules, grad)
-        self.tape.training = grad
-        env = setting.env(self.tape, reader)
-        self.n, self.m = setting.rows(reader)
-        with self.tape.part("weights"):
-            self.model = model_of(env, setting.spec)
-        with self.tape.part("inputs"):
-            self.inputs = self._inputs(env)
-            self.targets = self._targets(env.batch) if grad else None
-
-    def _inputs(self, env: Environment) -> list[Value]:
-        tape, declared, b = self.tape, self.setting.spec, env.batch
-        width = self.setting.rules.width
-        if isinstance(declared, spec.Vision):
-            size = declared.channels * declared.image[0] * declared.image[1]
-            return [tape.value(b * size, width)]
-        if isinstance(declared, spec.EncoderDecoder):
-            return [self._one(declared.encoder, b, self.m), self._one(declared.decoder, b, self.n)]
-        given = [self._one(declared, b, self.n)]
-        cross = getattr(getattr(declared, "block", declared), "cross", None)
-        if cross is not None:
-            given.append(tape.value(b * self.m.amount * cross.sizes.d_context, width))
-        return given
-
-    def _one(self, declared: Any, b: Bytes, n: Length) -> Value:
-        if getattr(declared, "embedding", None) is not None:
-            return self.tape.value(b * n.amount, 8)
-        return self.tape.value(b * n.amount * declared.d_model, self.setting.rules.width)
-
-    def forward(self) -> Value:
-        match self.setting.spec, self.inputs:
-            case spec.EncoderDecoder(), [source, target]:
-                return self.model(source, self.m, target, self.n)
-            case _, [x, context]:
-                return self.model(x, self.n, context, self.m)
-        return self.model(self.inputs[0], self.n)
-
-    def loss(self) -> Value:
-        """Cross-entropy if the model returns logits, else the mean square of its output."""
-        low = self.setting.rules.low
-        self.tape.casts = None if low is None else {}
-        try:
-            out = self.forward()
-            with self.tape.part("loss"):
-                if self.targets is None:
-                    return self.tape.mean_square(out)
-                return self.tape.cross_entropy(out, self.targets)
-        finally:
-            self.tape.casts = None
-
-    def _targets(self, b: Bytes) -> Value | None:
-        """Class or token ids, if the model has a head that scores them."""
-        declared = self.setting.spec
-        declared = declared.decoder if isinstance(declared, spec.EncoderDecoder) else declared
-        match getattr(declared, "head", None):
-            case spec.ClassifierHead():
-                return self.tape.value(b, 8)
-            case spec.LanguageHead() | spec.MaskedHead():
-                return self.tape.value(b * self.n.amount, 8)
+def training_of(train: Any) -> TrainingStep | None:
+    if train is None or train is False:
         return None
-
-    def backward(self, loss: Value) -> None:
-        with self.tape.part("backward"):
-            self.tape.backward(loss, {w.node: w for w in self.tape.weights if w.node is not None})
-
-
-def optimizer_step(tape: ModelTape, weights: list[Weight], training: TrainingStep) -> None:
-    """Temporary storages of an optimizer step: foreach holds a copy of one state for all weights at once."""
-    implementation, bytes_of = training.implementation_on(tape.rules.device), [w.bytes for w in weights]
-    if training.master_weights:
-        bytes_of = [w.entries * 4 for w in weights]
-        copies = [tape.new(size) for size in bytes_of]  # gradients in float32
-    if training.states == 2 and implementation == "foreach":
-        roots = [tape.new(size) for size in bytes_of]
-        del roots
-    elif training.states == 2 and implementation == "for_loop":
-        for size in bytes_of:
-            root = tape.new(size)
-            divided = tape.new(size)
-            del root, divided
-    if training.master_weights:
-        del copies
+    if train is True:
+        return TrainingStep()
+    if not isinstance(train, TrainingStep):
+        raise SpecError(f"train={train!r}: use True, False or rg.TrainingStep(optimizer='adamw', …)")
+    return train
 
 
-def states(tape: ModelTape, weights: list[Weight], training: TrainingStep) -> list[Any]:
-    """The storages of the optimizer state, and of master weights."""
-    width = [4 if training.master_weights else w.width for w in weights]
-    stored = [tape.new(w.entries * size) for w, size in zip(weights, width) for _ in range(training.states)]
-    if training.states == 2 and training.implementation_on(tape.rules.device) == "fused":
-        stored += [tape.new(4) for _ in weights]  # the step counters
-    return stored + ([tape.new(4 * w.entries) for w in weights] if training.master_weights else [])
+def autocast_region(training: TrainingStep | None, device: str) -> AbstractContextManager[Any]:
+    if training is None or training.autocast is None:
+        return nullcontext()
+    return torch.autocast("cuda" if device == "cuda" else "cpu", dtype=getattr(torch, training.autocast))
+
+
+def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
+    for name, p in module.named_parameters():
+        if any(fnmatch(name, pattern) for pattern in patterns):
+            p.requires_grad_(False)
+
+
+def loss_of(out: Any, targets: Tensor | None, training: TrainingStep) -> Tensor:
+    """The loss: the given one, the model's own, cross-entropy with targets, else the mean square of the outputs."""
+    if training.loss is not None:
+        return training.loss(out)
+    own = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    if targets is not None:
+        return F.cross_entropy(out.flatten(0, -2), targets)
+    flat = [x for x in tensors_in(out) if x.requires_grad and x.is_floating_point()]
+    if not flat:
+        raise ShapeError("no output requires a gradient: a training step needs trainable weights")
+    if len(flat) == 1:
+        return flat[0] if not flat[0].dim() else flat[0].square().mean()
+    return torch.stack([x.square().mean() for x in flat]).sum()
+
+
+class Optimizer:
+    """torch.optim's optimizer of the trainable parameters, or 8-bit states; with float32 copies if requested."""
+
+    def __init__(self, parameters: list[nn.Parameter], training: TrainingStep, device: str):
+        self.parameters, self.training = [p for p in parameters if p.requires_grad], training
+        self.masters: list[Tensor] = []
+        self.state8: list[Tensor] = []
+        trained: list[Any] = self.parameters
+        if training.master_weights:
+            with torch.no_grad():
+                trained = self.masters = [nn.Parameter(p.float()) for p in self.parameters]
+        self.inner = None if training.optimizer == "adamw8bit" else _optimizer(trained, training, device)
+
+    def step(self) -> None:
+        for master, p in zip(self.masters, self.parameters):
+            master.grad = None if p.grad is None else p.grad.float()
+        if self.inner is None:
+            self._step_8bit()
+        else:
+            self.inner.step()
+        with torch.no_grad():
+            for master, p in zip(self.masters, self.parameters):
+                p.copy_(master)
+                master.grad = None
+
+    def _step_8bit(self) -> None:
+        """Two states of one byte per value with a scale for every 256; the update itself allocates nothing."""
+        for p in self.masters or self.parameters:
+            if p.grad is not None and not self.full:
+                blocks = -(-p.numel() // BLOCK_8BIT)
+                self.state8 += [torch.empty_like(p, dtype=torch.uint8) for _ in range(2)]
+                self.state8 += [p.new_empty(blocks, dtype=torch.float32) for _ in range(2)]
+
+    @property
+    def full(self) -> bool:
+        return len(self.state8) >= 4 * len(self.masters or self.parameters)
+
+    def zero_grad(self) -> None:
+        for p in self.parameters:
+            p.grad = None
+
+    def tensors(self) -> list[Tensor]:
+        """The optimizer state, without counters that stay on the CPU."""
+        if self.inner is None:
+            return self.state8
+        return [x for s in self.inner.state.values() for x in s.values() if isinstance(x, Tensor)]
+
+
+def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> Any:
+    implementation = training.implementation_on(device)
+    options: dict[str, Any] = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    if training.optimizer in ("sgd", "momentum"):
+        momentum = 0.9 if training.optimizer == "momentum" else 0.0
+        return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, **options)
+    kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, **options)
+
+
+@dataclass
+class Step:
+    """The keys of storages by what they are, and where the step begins among the events of the meter."""
+
+    trace: Trace
+    begin: int
+    weights: set[int]
+    inputs: set[int]
+    gradients: set[int]
+    state: set[int]
+    saved: set[int]  # alive after the forward pass
+    owners: dict[int, str]  # storages of parameters, gradients and states → module
+
+
+def run_step(
+    trace: Trace,
+    module: nn.Module,
+    given: tuple[tuple, dict],
+    targets: Tensor | None,
+    training: TrainingStep,
+) -> Step:
+    """One traced training step. The module's parameters and the inputs are meta tensors that the meter knows."""
+    meter = trace.meter
+    weights, inputs = _keys(meter, module), set(meter.alive.values())
+    optimizer = Optimizer(list(module.parameters()), training, trace.device)
+    if not optimizer.parameters:
+        raise ShapeError("no output requires a gradient: a training step needs trainable weights")
+    masters = {k for k in map(meter.key_of, optimizer.masters) if k is not None}
+    begin = len(meter.events)
+    before, saved = set(meter.alive.values()), set[int]()
+    for _ in range(min(training.accumulate, 2)):  # a third batch repeats the second
+        with meter.during("forward"):
+            loss = [_loss(trace, module, given, targets, training)]
+        saved = saved or set(meter.alive.values()) - before
+        with meter.during("backward"):
+            run_backward(loss.pop())
+    owners: dict[int, str] = {}
+    for name, p in [*module.named_parameters(), *module.named_buffers()]:
+        for x in (p, p.grad):
+            if x is not None and (key := meter.key_of(x)) is not None:
+                owners[key] = name.rpartition(".")[0]
+    gradients = set(owners) - weights
+    with meter.during("optimizer"):
+        optimizer.step()
+    state = {k for k in map(meter.key_of, optimizer.tensors()) if k is not None} | masters
+    optimizer.zero_grad()
+    meter.stop()
+    return Step(trace, begin, weights, inputs - weights, gradients, state, saved - gradients, owners)
+
+
+def _loss(
+    trace: Trace, module: nn.Module, given: tuple[tuple, dict], targets: Tensor | None, training: TrainingStep
+) -> Tensor:
+    args, kwargs = given
+    with autocast_region(training, trace.device):
+        return loss_of(module(*args, **kwargs), targets, training)
+
+
+def _keys(meter: Any, module: nn.Module) -> set[int]:
+    tensors = [*module.parameters(), *module.buffers()]
+    return {k for k in map(meter.key_of, tensors) if k is not None}

@@ -1,4 +1,4 @@
-"""Replacements for the fused attention calls of a traced module, which count their pairs, FLOPs and memory."""
+"""Fused attention calls of a traced module: their pairs and FLOPs, the kernel that runs, what it saves and needs."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,10 +8,21 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ...compat import without_function_modes
 from ..tree import Amounts, Pairs
+from . import autocast
 
 FUSED = "scaled_dot_product_attention"
 MAX_MASK_PAIRS = 1 << 24  # a mask_mod is evaluated up to this size
+HALF = (torch.float16, torch.bfloat16)
+_sdpa = F.scaled_dot_product_attention
+
+
+class Gpu(NamedTuple):
+    """What the choice of a kernel and its workspace depend on; an H100 or H200 unless stated."""
+
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 132
 
 
 class CallPairs(NamedTuple):
@@ -78,42 +89,159 @@ def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, c
     return CallPairs(int(allowed.sum()) * repeats, full, full, "mask")
 
 
-class FusedAttention(torch.autograd.Function):
+# -- kernels ------------------------------------------------------------------------------------------------------
+
+
+class SdpaCall(NamedTuple):
+    """What PyTorch chooses a kernel by."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+
+    @property
+    def grouped(self) -> bool:
+        return self.q.shape[-3] != self.k.shape[-3]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.q.shape[-1], self.v.shape[-1]
+
+
+def kernel_of(call: SdpaCall, device: str, gpu: Gpu) -> str:
+    """The kernel that scaled_dot_product_attention runs: cpu, cudnn, flash, efficient or math."""
+    if call.q.dim() != 4 or not call.q.numel() or not call.k.numel():
+        return "math"
+    if device == "cpu":
+        trained = call.mask is not None and call.mask.requires_grad
+        return "math" if call.dropout_p or trained or call.widths[0] != call.widths[1] else "cpu"
+    if device != "cuda":
+        return "math"
+    half, (d_k, d_v) = call.q.dtype in HALF, call.widths
+    square = call.q.shape[-2] == call.k.shape[-2]
+    trained = call.mask is not None and call.mask.requires_grad
+    if (
+        half
+        and gpu.capability[0] >= 9
+        and d_k % 8 == d_v % 8 == 0
+        and max(d_k, d_v) <= 128
+        and not trained
+        and not (call.is_causal and not square)
+        and call.q.shape[-2] > 1
+    ):
+        return "cudnn"
+    if half and call.mask is None and d_k == d_v <= 256 and not (call.is_causal and not square):
+        return "flash"
+    whole = 8 if half else 4
+    if call.q.dtype in (*HALF, torch.float32) and not call.grouped and d_k % whole == d_v % whole == 0:
+        return "efficient"
+    return "math"
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def saved_rows(kernel: str, n: int) -> int:
+    """Numbers per head of the saved log-sum-exp: the memory-efficient kernel pads them to 32 queries."""
+    return _up(n, 32) if kernel == "efficient" else n
+
+
+def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Bytes that the backward kernel needs beside the gradients: Σ o·do, and a float32 gradient of q on a GPU."""
+    b, h, n, d = q.shape
+    rows, m = b * h, k.shape[-2]
+    if kernel == "cpu":
+        return 4 * rows * n
+    if kernel == "cudnn":
+        return 4 * rows * n * (d + 1)
+    if kernel == "efficient":
+        return 4 * rows * (_up(n, 64) * d + 2 * n) if q.dtype == torch.float32 else 4 * rows * 2 * n
+    expanded = 0 if h == k.shape[1] else 2 * b * m * h * d * q.element_size()
+    return 4 * rows * _up(n, 128) * (_up(d, 32) + 1) + expanded
+
+
+class FusedKernel(torch.autograd.Function):
     """Fused attention without arithmetic: allocates the result, what is saved, and gradients of the right sizes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, trace, call, tables):
+    def forward(ctx, q, k, v, mask, trace, kernel):
         b, h, n = q.shape[0], q.shape[-3], q.shape[-2]
-        out = q.new_empty(*q.shape[:-3], n, h, v.shape[-1]).transpose(-3, -2)
-        lse = q.new_empty(b, h, n, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-        stored = [q.new_empty(*q.shape[:-1], k.shape[-2]) for _ in range(tables)]
-        ctx.save_for_backward(q, k, v, out, lse, *stored)
-        ctx.trace, ctx.call, ctx.path = trace, call, trace.path
+        if kernel == "math":
+            out = q.new_empty(b, h, n, v.shape[-1])
+        else:
+            out = q.new_empty(b, n, h, v.shape[-1]).transpose(-3, -2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = q.new_empty(b, h, saved_rows(kernel, n), dtype=wide)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        ctx.trace, ctx.kernel = trace, kernel
         return out
 
     @staticmethod
-    def backward(ctx, *grads):
-        saved = ctx.saved_tensors
+    def backward(ctx, grad):
+        q, k, v, _, _, mask = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        size = backward_workspace(ctx.kernel, q, k, v)
+        ctx.trace.meter.workspace(size, ctx.trace.path, f"{FUSED} ({ctx.kernel})")
+        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+        return (*grads, of_mask, None, None)
+
+
+class CountBackward(torch.autograd.Function):
+    """The identity; its backward pass adds the amounts of a call that was counted as a whole."""
+
+    @staticmethod
+    def forward(ctx, out, trace, call, path):
+        ctx.trace, ctx.call, ctx.path = trace, call, path
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad):
         ctx.trace.add(FUSED, ctx.call.backward(), ctx.path)
-        return (*(torch.empty_like(x) for x in saved[:3]), None, None, None)
+        return grad, None, None, None
 
 
-def count_attention(
-    trace: Any,
-    q: Float[Tensor, "*h n d_k"],
-    k: Float[Tensor, "*h_kv m d_k"],
-    v: Float[Tensor, "*h_kv m d_v"],
-    pairs: CallPairs,
-    tables: int = 0,
-) -> Float[Tensor, "*h n d_v"]:
-    """One attention call, counted. `tables`: the number of n × m tables it saves; a fused kernel saves none."""
-    heads = q.shape[:-2].numel()
-    call = Call(heads, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], pairs)
-    trace.add(FUSED, call.forward(q.element_size()))
-    trace.pairs.append(call.per_head(trace.path))
-    batched = q if q.dim() >= 4 else q[(None,) * (4 - q.dim())]
-    out = FusedAttention.apply(batched, k, v, trace, call, tables)
-    return out.reshape(*q.shape[:-1], v.shape[-1]) if q.dim() < 4 else out
+def count_attention(trace: Any, call: SdpaCall, pairs: CallPairs) -> Float[Tensor, "*h n d_v"]:
+    """One attention call, counted by its pairs and run by the kernel that the device would take."""
+    q, k, v = call.q, call.k, call.v
+    counted = Call(q.shape[:-2].numel(), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], pairs)
+    amounts = counted.forward(q.element_size())
+    if trace.in_backward:  # computed again by a checkpoint
+        trace.add(FUSED, Amounts(executed_backward_flops=amounts.executed_flops))
+    else:
+        trace.add(FUSED, amounts)
+        trace.pairs.append(counted.per_head(trace.path))
+    path, before = trace.path, trace.counts
+    trace.counts = False
+    try:
+        out = _run(trace, call)
+    finally:
+        trace.counts = before
+    if torch.is_grad_enabled() and out.requires_grad:
+        out = CountBackward.apply(out, trace, counted, path)
+    return out
+
+
+def _run(trace: Any, call: SdpaCall) -> Tensor:
+    q, k, v, mask = call[:4]
+    kernel = kernel_of(call, trace.device, trace.gpu)
+    trace.launches[trace.meter.phase] += 1
+    if kernel == "math":
+        with trace.uncounted_backward():
+            grouped = call.grouped and q.dim() == 4
+            return _sdpa(q, k, v, mask, call.dropout_p, call.is_causal, enable_gqa=grouped)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    if mask is not None and kernel == "efficient" and mask.shape[-1] % 16:
+        mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    if kernel == "flash" and q.shape[-1] % 8:
+        width = q.shape[-1]
+        q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
+        return FusedKernel.apply(q, k, v, None, trace, kernel)[..., :width]
+    return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 
 def sdpa(trace: Any) -> Any:
@@ -129,11 +257,12 @@ def sdpa(trace: Any) -> Any:
         **_,  # scale and enable_gqa do not change the cost
     ):
         real = None if attn_mask is None else trace.value_of(attn_mask)
-        if not query.is_meta:
-            query, key, value = (trace.to_meta(x) for x in (query, key, value))
-        tables = 3 if dropout_p and trace.device == "cpu" else 0  # weights, dropout mask, and their product
+        with without_function_modes():
+            tensors = [x if x is None else trace.to_meta(x) for x in (query, key, value, attn_mask)]
+        query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
         pairs = call_pairs(query, key, attn_mask, real, is_causal)
-        return count_attention(trace, query, key, value, pairs, tables)
+        call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal)
+        return count_attention(trace, call, pairs)
 
     return scaled_dot_product_attention
 
@@ -150,7 +279,7 @@ def flex(trace: Any) -> Any:
             computed = _block_pairs(block_mask, heads, n, m)
             needed, mask = _allowed_pairs(block_mask, heads, n, m)
             pairs = CallPairs(computed if needed is None else needed, computed, full, mask)
-        out = count_attention(trace, query, key, value, pairs)
+        out = count_attention(trace, SdpaCall(query, key, value, None, 0.0, False), pairs)
         return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
 
     return flex_attention
@@ -202,5 +331,5 @@ def fused_attention(trace: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tens
     real = None if mask is None else trace.value_of(mask)
     allowed = None if real is None else ~real.bool() if real.dim() > 2 else ~real.bool()[:, None, None, :]
     pairs = call_pairs(q, k, mask, allowed, False)
-    o = count_attention(trace, q, k, v, pairs).transpose(1, 2).flatten(-2)
+    o = count_attention(trace, SdpaCall(q, k, v, None, 0.0, False), pairs).transpose(1, 2).flatten(-2)
     return F.linear(o, out, out_bias), None

@@ -1,0 +1,137 @@
+"""Operations whose result has a shape or a choice that depends on values.
+
+Known values decide. A router's choice of unknown values (top-k, argmax, sort) is taken to be balanced: query i takes
+experts i·k, i·k + 1, … modulo their number, so that each gets the same share.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import aten_operator, aten_operators
+
+BALANCED = "experts are counted at the routed number (top-k), with balanced routing: the choice depends on values"
+
+
+def _by_value(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The result on known values; the arguments must be known."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    for x in tensors:
+        trace.known(x)
+    outs = [_as_meta(trace, x) for x in trace.computed(func, args, kwargs)]
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _as_meta(trace: Any, value: Tensor) -> Tensor:
+    twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    trace.set_value(twin, value)
+    return twin
+
+
+def _index(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """x[mask] with a bool mask becomes x[positions]."""
+    x, indices = args[:2]
+    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    positions: list[Tensor | None] = []
+    for i in indices:
+        if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8):
+            positions += [_as_meta(trace, p) for p in trace.known(i).nonzero(as_tuple=True)]
+        else:
+            positions.append(i)
+    out = func(x, positions, *args[2:], **kwargs)
+    values = [x, *(p for p in positions if p is not None)]
+    if trace.all_known(*values):
+        trace.set_value(out, trace.computed(func, (x, positions), {})[0])
+    return out
+
+
+def _equal(trace: Any, func: Any, args: tuple, kwargs: dict) -> bool:
+    if args[0].shape != args[1].shape:
+        return False
+    return bool(torch.equal(trace.known(args[0]), trace.known(args[1])))
+
+
+def _topk(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    values, indices = func(*args, **kwargs)
+    if trace.all_known(args[0]):
+        for twin, value in zip((values, indices), trace.computed(func, args, kwargs)):
+            trace.set_value(twin, value)
+        return values, indices
+    axis = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    trace.notes[BALANCED] = None
+    trace.set_value(indices, _balanced(indices.shape, axis, args[0].shape[axis] if args[0].dim() else 1))
+    return values, indices
+
+
+def _balanced(shape: torch.Size, axis: int, choices: int) -> Tensor:
+    order = torch.arange(shape.numel())
+    if not shape:
+        return order.reshape(shape) % max(choices, 1)
+    moved = [*shape]
+    width = moved.pop(axis)
+    return (order % max(choices, 1)).reshape(*moved, width).movedim(-1, axis)
+
+
+def _argmax(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    out = func(*args, **kwargs)
+    if trace.all_known(args[0]):
+        trace.set_value(out, trace.computed(func, args, kwargs)[0])
+    elif len(args) > 1 and args[1] is not None:
+        trace.notes[BALANCED] = None
+        trace.set_value(out, torch.arange(out.numel()).reshape(out.shape) % args[0].shape[args[1]])
+    return out
+
+
+def _sort(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    out = func(*args, **kwargs)
+    values, indices = out if isinstance(out, tuple) else (None, out)
+    if trace.all_known(args[0]):
+        real = trace.computed(func, args, kwargs)
+        for twin, value in zip((values, indices) if values is not None else (indices,), real):
+            trace.set_value(twin, value)
+    return out
+
+
+def _grouped_mm(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """Products of groups of rows, each with its own matrix."""
+    a, b = args[:2]
+    dtype = kwargs.get("out_dtype") or a.dtype
+    if a.dim() == b.dim() == 2:
+        offsets = args[2] if len(args) > 2 else kwargs["offs"]
+        return torch.empty(offsets.shape[0], a.shape[0], b.shape[1], dtype=dtype, device="meta")
+    if a.dim() == 2:
+        return torch.empty(a.shape[0], b.shape[-1], dtype=dtype, device="meta")
+    return torch.empty(*a.shape[:-1], b.shape[-1], dtype=dtype, device="meta")
+
+
+def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> None:
+    """A fused optimizer writes its tensors in place and allocates nothing."""
+    return None
+
+
+def _histogram(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Counts of known values; of unknown ones, an even share each."""
+    if trace.all_known(args[0]):
+        return _by_value(trace, func, args, kwargs)
+    return NotImplemented
+
+
+_DYNAMIC = (
+    "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "repeat_interleave",
+    "_unique",
+)  # fmt: skip
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **{packet: _by_value for packet in aten_operators(*_DYNAMIC)},
+    aten_operator("index"): _index,
+    aten_operator("equal"): _equal,
+    aten_operator("topk"): _topk,
+    aten_operator("argmax"): _argmax,
+    aten_operator("sort"): _sort,
+    aten_operator("argsort"): _sort,
+    aten_operator("histc"): _histogram,
+    aten_operator("_grouped_mm"): _grouped_mm,
+    **{p: _in_place for p in aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_")},
+}

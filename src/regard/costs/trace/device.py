@@ -1,0 +1,151 @@
+"""Meta tensors that say they are on a device, and calls that run differently there than on meta tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...compat import without_function_modes
+
+CONSTRUCTORS = [
+    getattr(torch, name)
+    for name in """empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices
+    triu_indices scalar_tensor empty_strided empty_permuted hann_window hamming_window blackman_window
+    bartlett_window kaiser_window range""".split()
+]
+
+
+class OnDevice(TorchFunctionMode):
+    """Meta tensors report this device; what would be created there becomes a meta tensor."""
+
+    def __init__(self, trace: Any, replaced: dict[Any, Callable]):
+        super().__init__()
+        self.trace = trace
+        self.device = torch.device("cuda", 0) if trace.device == "cuda" else torch.device(trace.device)
+        self.handlers: dict[Any, Callable] = {
+            Tensor.device.__get__: lambda x: self.device if x.is_meta else x.device,
+            Tensor.is_cuda.__get__: lambda x: self.device.type == "cuda" if x.is_meta else x.is_cuda,
+            Tensor.is_cpu.__get__: lambda x: self.device.type == "cpu" if x.is_meta else x.is_cpu,
+            Tensor.is_meta.__get__: lambda x: False,
+            Tensor.get_device: lambda x: 0 if self.device.type == "cuda" and x.is_meta else -1,
+            Tensor.to: self._to,
+            Tensor.cuda: lambda x, *_, **__: self._placed_copy(x),
+            Tensor.cpu: lambda x, *_, **__: self._placed_copy(x) if self.device.type == "cpu" else self._read(x),
+            Tensor.numpy: lambda x, *a, **k: self._read(x).numpy(*a, **k),
+            Tensor.tolist: lambda x: self._read(x).tolist(),
+            Tensor.data_ptr: lambda x: 0 if x.is_meta else x.data_ptr(),
+            Tensor.__reduce_ex__: lambda x, *a: x.__reduce_ex__(*a),
+            torch.tensor: self._tensor,
+            torch.as_tensor: self._as_tensor,
+            **{constructor: self._created(constructor) for constructor in CONSTRUCTORS},
+            **replaced,
+        }
+        if self.device.type == "cuda":
+            self.handlers |= {F.dropout: dropout, torch.dropout: dropout, torch.rms_norm: rms_norm}
+            self.handlers |= {F.rms_norm: rms_norm}
+        self._inside = {
+            Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_meta.__get__,
+            Tensor.get_device, Tensor.data_ptr, Tensor.__reduce_ex__,
+        }  # fmt: skip
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        handler = self.handlers.get(func)
+        if handler is None:
+            if kwargs and kwargs.get("device") is not None:
+                kwargs = {**kwargs, "device": self._where(kwargs["device"])}
+            return func(*args, **(kwargs or {}))
+        if func in self._inside:
+            with without_function_modes():
+                return handler(*args, **(kwargs or {}))
+        return handler(*args, **(kwargs or {}))
+
+    def _where(self, device: Any) -> torch.device:
+        """The device on which a tensor for `device` is created here: meta, if that is the simulated one."""
+        device = self.device if device is None and self.device.type == "cpu" else torch.device(device or "cpu")
+        return torch.device("meta") if device.type == self.device.type else device
+
+    def _created(self, constructor: Callable) -> Callable:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            return constructor(*args, **{**kwargs, "device": self._where(kwargs.get("device"))})
+
+        return create
+
+    def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if isinstance(data, Tensor):
+            return self._as_tensor(data, device=device, **kwargs).detach().clone()
+        with without_function_modes():
+            real = torch.tensor(data, *args, **kwargs)
+        counter = self.device.type == "cpu" and not real.dim()  # such as the steps of an optimizer
+        return self.trace.placed(real) if self._where(device).type == "meta" and not counter else real
+
+    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+        if not isinstance(data, Tensor):
+            return self._tensor(data, dtype=dtype, device=device)
+        data = data if dtype is None else data.to(dtype)
+        return data if device is None else data.to(device)
+
+    def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x.to(device, dtype, …) with the device as it is here."""
+        args = tuple(a.dtype if isinstance(a, Tensor) else a for a in args)
+        target = kwargs.pop("device", None)
+        if args and isinstance(args[0], str | torch.device | int) and not isinstance(args[0], bool):
+            target, args = args[0], args[1:]
+        if args and args[0] is None:
+            args = args[1:]
+        other = kwargs.pop("other", None)
+        if other is not None:
+            kwargs["dtype"] = other.dtype
+        kwargs.pop("non_blocking", None)
+        with without_function_modes():
+            meta = x.is_meta
+        if target is not None:
+            there = self._where("cuda" if isinstance(target, int) else target).type == "meta"
+            if there and not meta:
+                x = self.trace.placed(x)
+            elif not there and meta:
+                x = self._read(x)
+        kinds = [a for a in args if isinstance(a, torch.dtype)]
+        dtype = kwargs.pop("dtype", None) or (kinds[0] if kinds else None)
+        copy = kwargs.pop("copy", False)
+        with without_function_modes():
+            return x.to(x.dtype if dtype is None else dtype, copy=copy, **kwargs)
+
+    def _placed_copy(self, x: Tensor) -> Tensor:
+        with without_function_modes():
+            return x if x.is_meta else self.trace.placed(x)
+
+    def _read(self, x: Tensor) -> Tensor:
+        with without_function_modes():
+            return self.trace.known(x) if x.is_meta else x
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> Tensor:
+    """On a GPU dropout is one kernel that saves a mask of one byte per entry."""
+    p, training = _.get("p", p), _.get("train", training)
+    return torch.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
+
+
+def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """On a GPU x / rms is one kernel, which saves x and one number per row."""
+    return FusedRmsNorm.apply(x, weight, len(normalized_shape))
+
+
+class FusedRmsNorm(torch.autograd.Function):
+    """PyTorch's fused RMS norm without arithmetic."""
+
+    @staticmethod
+    def forward(ctx, x, weight, axes):
+        rows = x.shape[: x.dim() - axes]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty((*rows, *(1,) * axes), dtype=wide))
+        dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+        return torch.empty_like(x, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        return dx, None if weight is None else torch.empty_like(weight), None

@@ -1,0 +1,108 @@
+"""What operations allocate while they run and free before they return, by device: facts of PyTorch's kernels.
+
+Compared with its allocators by tests/costs/memory and bench/cost_memory.py. What is not listed needs nothing.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import Gpu
+
+Needs = Callable[[tuple, dict, list[Tensor], Gpu], int]
+
+
+def workspace(name: str, args: tuple, kwargs: dict, outs: list[Tensor], device: str, gpu: Gpu) -> int:
+    """Bytes of workspace of this operation."""
+    needs = (CUDA if device == "cuda" else CPU).get(name)
+    return 0 if needs is None else int(needs(args, kwargs, outs, gpu))
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+# -- both devices -------------------------------------------------------------------------------------------------
+
+
+def _safe_softmax(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+    """A softmax, then zeros in rows without a key: the softmax and a table of bools."""
+    return _bytes(outs[0]) + outs[0].numel()
+
+
+# -- a GPU --------------------------------------------------------------------------------------------------------
+
+
+def _sum(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+    """The sum of a table over its rows: the gradient of a bias."""
+    x = args[0]
+    if len(args) < 2 or not isinstance(args[1], list | tuple) or not x.dim() or not outs[0].numel():
+        return 0
+    axes = {a % x.dim() for a in args[1]}
+    if axes != set(range(len(axes))) or len(axes) == x.dim():
+        return 0
+    rows = prod(x.shape[: len(axes)])
+    return sum_needs(rows, x.numel() // max(rows, 1), gpu.multiprocessors)
+
+
+def sum_needs(rows: int, columns: int, multiprocessors: int) -> int:
+    """The scratch memory of PyTorch's sum over the rows of a table on a GPU: 132 MiB for 8192 × 3072.
+
+    The rows are split among blocks of 128 threads until every multiprocessor has sixteen blocks; each thread stores
+    one partial result, four columns wide.
+    """
+    if rows < 1 or columns < 1:
+        return 0
+    vector = 4 if columns % 4 == 0 else 2 if columns % 2 == 0 else 1
+    most, across = 512 // vector, columns // vector
+    width = min(_power(across, most), 32)
+    height = min(_power(rows, most), most // width)
+    width = min(_power(across, most), most // height)
+    each, grid = rows, -(-across // width)
+    if each < min(16 * height, 256):
+        return 0
+    each = -(-each // height)
+    fill = multiprocessors * (2048 // (width * height))
+    if each < 256 or grid > fill:
+        return 0
+    shares = max(min(-(-fill // grid), -(-each // 16)), -(-each // 256))
+    return 4 * columns * shares * width * vector if shares > 1 else 0
+
+
+def _power(size: int, most: int) -> int:
+    """The largest power of two that is at most `size` and `most`."""
+    return most if size >= most else 1 << (size.bit_length() - 1)
+
+
+def _embedding_gradient(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+    grad, ids = args[:2]
+    return sort_needs(ids.numel(), outs[0].shape[0], grad.shape[-1])
+
+
+def sort_needs(rows: int, vocab: int, d: int) -> int:
+    """The gradient of an embedding with more than 3072 ids sorts them and sums runs of ten."""
+    if rows <= 3072:
+        return 0
+    return 4 * d * (rows // 10 + min(rows, vocab)) + 48 * rows + (800 << 10)
+
+
+# -- the CPU ------------------------------------------------------------------------------------------------------
+
+
+def _emulated_product(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+    """oneDNN adds up a 16-bit product in float32 beside its result (on a CPU without matrix units)."""
+    return 4 * outs[0].numel() if outs[0].dtype in (torch.bfloat16, torch.float16) else 0
+
+
+CUDA: dict[str, Needs] = {
+    "_safe_softmax": _safe_softmax,
+    "sum": _sum,
+    "embedding_dense_backward": _embedding_gradient,
+}
+CPU: dict[str, Needs] = {
+    "_safe_softmax": _safe_softmax,
+    **{name: _emulated_product for name in ("mm", "addmm", "bmm", "baddbmm")},
+}

@@ -1,0 +1,81 @@
+"""When each storage is allocated and freed, in which phase of a step, and by which module."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...compat import storage_id
+
+
+class Record(NamedTuple):
+    """A storage: its bytes, the phase and the module that allocated it, and the operation."""
+
+    bytes: int
+    phase: str  # setup, forward, backward, optimizer
+    path: str
+    operation: str
+    workspace: bool = False  # freed before the operation returns
+
+
+class Meter:
+    """Events in order: (key, +1) where the storage `records[key]` is allocated, (key, −1) where it is freed."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.events: list[tuple[int, int]] = []
+        self.alive: dict[int, int] = {}  # id of a storage → key
+        self.marks: dict[str, int] = {}  # end of a phase → number of events
+        self.phase = "setup"
+        self._references: dict[int, weakref.ref] = {}
+
+    def track(self, x: Tensor, path: str = "", operation: str = "") -> None:
+        """Note the storage of x, if it is new."""
+        storage = x.untyped_storage()
+        at = storage_id(x)
+        if at in self.alive:
+            return
+        key = self._new(Record(storage.nbytes(), self.phase, path, operation))
+        self.alive[at] = key
+        self._references[at] = weakref.ref(storage, lambda _, at=at: self._freed(at))
+
+    def workspace(self, size: int, path: str, operation: str) -> None:
+        """Bytes that an operation allocates and frees while it runs."""
+        if size > 0:
+            key = self._new(Record(size, self.phase, path, operation, workspace=True))
+            self.events.append((key, -1))
+
+    def _new(self, record: Record) -> int:
+        self.records.append(record)
+        key = len(self.records) - 1
+        self.events.append((key, 1))
+        return key
+
+    def _freed(self, at: int) -> None:
+        self._references.pop(at, None)
+        self.events.append((self.alive.pop(at), -1))
+
+    def key_of(self, x: Tensor) -> int | None:
+        return self.alive.get(storage_id(x))
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+            self.marks[phase] = len(self.events)
+
+    def stop(self) -> None:
+        """Later releases are not noted: what is alive now stays so to the end."""
+        self._references.clear()
+
+    def alive_at(self, count: int) -> set[int]:
+        """Keys of the storages that are alive after so many events."""
+        alive: set[int] = set()
+        for key, change in self.events[:count]:
+            alive.add(key) if change > 0 else alive.discard(key)
+        return alive
