@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from ..costs.entry import cost as price
 from ..costs.layer_types import compare as compared
-from ..costs.memory.report import fits
+from ..costs.memory.declared import fits
 from ..costs.memory.step import IMPLEMENTATIONS, OPTIMIZERS, TrainingStep
 from ..costs.time import estimate, load_roofline, measure_time
 from ..costs.tree import Cost

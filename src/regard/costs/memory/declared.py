@@ -226,25 +226,25 @@ def fits(request: Request, budget: int, vary: str = "batch") -> int:
 
 def largest(peak: Callable[[int], int], budget: int, limit: int = 1 << 30) -> int:
     """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
-    low, low_peak = 0, 0
-    size, high, high_peak = 1, limit + 1, None
-    while high - low > 1:
+    low, low_peak, size = 0, 0, 1
+    high, high_peak = limit + 1, 0
+    while high_peak <= budget and low < limit:  # an upper bound, by what the last size leaves free
         used = peak(size)
+        if used > budget:
+            high, high_peak = size, used
+            break
+        low, low_peak = size, used
+        size = min(limit, low * min(64, max(2, 2 * budget // max(used, 1))))
+    halve = False
+    while high_peak > budget and high - low > 1:  # where the peak is a line, one or two steps suffice
+        share = 0.5 if halve else (budget - low_peak) / (high_peak - low_peak)
+        size = min(max(low + int((high - low) * share), low + 1), high - 1)
+        used, before = peak(size), high - low
         if used <= budget:
             low, low_peak = size, used
         else:
             high, high_peak = size, used
-        if high_peak is None:
-            factor = 2 if low < 2 else max(2, min(64, budget // max(low_peak, 1)))
-            size = min(low * factor, limit)
-            if low == limit:
-                break
-            continue
-        share = (budget - low_peak) / max(high_peak - low_peak, 1)
-        guess = low + int((high - low) * share)
-        size = min(max(guess, low + 1), high - 1)
-        if size == high - 1 and high - low > 8 and guess >= high:
-            size = (low + high) // 2
+        halve = high - low > before // 4
     return low
 
 

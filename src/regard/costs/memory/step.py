@@ -184,9 +184,9 @@ def run_step(
     """One traced training step. The module's parameters and the inputs are meta tensors that the meter knows."""
     meter = trace.meter
     weights, inputs = _keys(meter, module), set(meter.alive.values())
-    optimizer = Optimizer(list(module.parameters()), training, trace.device)
-    if not optimizer.parameters:
+    if not any(p.requires_grad for p in module.parameters()):
         raise ShapeError("no output requires a gradient: a training step needs trainable weights")
+    optimizer = Optimizer(list(module.parameters()), training, trace.device)
     masters = {k for k in map(meter.key_of, optimizer.masters) if k is not None}
     begin = len(meter.events)
     before, saved = set(meter.alive.values()), set[int]()
