@@ -422,9 +422,7 @@ def below_autocast() -> Any:
 
 
 # () → context manager in which function modes and subclasses do not intercept calls.
-without_function_modes: Callable[[], Any] = _first(
-    lambda: torch._C.DisableTorchFunction, lambda: nullcontext
-)
+without_function_modes: Callable[[], Any] = _first(lambda: torch._C.DisableTorchFunction, lambda: nullcontext)
 
 
 def node_number() -> int:

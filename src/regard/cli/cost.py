@@ -162,6 +162,7 @@ def of(request: CostRequest) -> None:
     if request.latex:
         typer.echo(result.latex)
         return
+    result.memory  # noqa: B018 (computed now, so that the table has it)
     extra = _extra(result, request)
     if request.as_json:
         typer.echo(

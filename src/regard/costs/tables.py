@@ -4,6 +4,7 @@ import html as escape
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from .memory.declared import declared_rows
 from .tree import CONVENTION, Amounts, Cost, Part
 
 HEADINGS = {
@@ -69,14 +70,23 @@ def remarks(cost: Cost) -> list[str]:
     lines = [*_biases(cost), *_pairs(cost), *_scores(cost)]
     if (bottleneck := cost.bottleneck) is not None:
         lines.append(str(bottleneck))
-    if cost.memory is not None:
-        width = max((len(name) for name, _ in cost.memory.rows()), default=0)
-        lines += [f"memory  {name:<{width}}  {size:>18,} bytes" for name, size in cost.memory.rows()]
-        if cost.memory.peak is not None:
-            lines.append(cost.explain_peak())
+    lines += _memory(cost)
     lines += [f"not counted: {name}" for name in cost.uncounted]
     lines += [f"assumed: {note}" for note in cost.notes]
     return [*lines, CONVENTION]
+
+
+def _memory(cost: Cost) -> list[str]:
+    """Everything if it was computed or a training step was requested; else what has a formula."""
+    if not cost.sizes.get("train") and "memory" not in vars(cost) and cost.request is not None:
+        rows, later = declared_rows(cost.request), ["memory  peaks are computed on request: cost.memory"]
+    elif cost.memory is None:
+        return []
+    else:
+        rows = cost.memory.rows()
+        later = [] if cost.memory.peak is None else [cost.explain_peak()]
+    width = max((len(name) for name, _ in rows), default=0)
+    return [*(f"memory  {name:<{width}}  {size:>18,} bytes" for name, size in rows), *later] if rows else []
 
 
 def _biases(cost: Cost) -> list[str]:

@@ -128,8 +128,9 @@ from regard.costs import cost
 for name in sys.argv[1:]:
     n = {"vit-b16": None, "tiny-vit": None, "bert-base": 512, "tiny-bert": 128}.get(name, 1024)
     start = time.process_time()
-    result = cost(name, n=n, train=True)
+    result = cost(name, n=n)
     assert f"{result.parameters:,}" in str(result)
+    assert cost(name, n=n, train=True).total.backward_flops > result.flops
     print(name, time.process_time() - start)
 """
 

@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import statistics
-import time
-from functools import cache
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -15,11 +12,11 @@ import regard as rg
 from ledger_cases import cases
 from memory_witness import Trained, checkpointed, counted, length, saved, small
 from regard.costs.entry import cost
-from regard.costs.memory.report import fits, formulas, memory_of, one_attention, peak_memory
-from regard.costs.memory.rules import sort_needs, sum_needs
+from regard.costs.memory.allocator import Caching, OutOfMemory, Plain, replay
+from regard.costs.memory.declared import fits, formulas, largest, memory_of, one_attention, peak_memory
 from regard.costs.memory.step import TrainingStep
-from regard.costs.memory.tape import Tape, peak
 from regard.costs.sizes import Request
+from regard.costs.trace.kernels import sort_needs, sum_needs
 
 MODELS = ("transformer-base", "gpt2", "vit-b16", "bert-base")
 ROWS = json.loads((Path(__file__).parents[3] / "bench/results/2026-11-15-h200-cost.json").read_text())
@@ -115,28 +112,6 @@ def test_saved_bytes_are_those_that_autograd_saves(name):
     assert abs(predicted - real_bytes) <= 4096  # the loss itself, numbers of a few bytes
 
 
-def test_stored_attention_weights_are_saved_like_in_an_unfused_implementation():
-    declared = rg.Attention(20, heads=4, biases="none", output=False)
-    b, n = 3, 7
-    weights = [torch.randn(20, 20, requires_grad=True) for _ in range(3)]
-    x = torch.randn(b, n, 20)
-
-    def by_hand():
-        q, k, v = ((x @ w).view(b, n, 4, 5).transpose(1, 2).contiguous() for w in weights)
-        scores = q @ k.mT
-        return scores.softmax(-1) @ v
-
-    # contiguous copies stand for the projections, whose own storage the copies free; x is given from outside
-    real = sum(s.nbytes() for s in saved(by_hand).values()) - x.numel() * 4
-    loss = b * n * 20 * 4 + 4  # the stand-in loss keeps the output
-    result = memory_of(Request(declared, n, n, b, train=True, backend="reference"))
-    assert result.saved_total - loss == result.saved_by_method["attention weights stored"] - loss == real
-    assert (
-        result.saved_by_method["attention weights streamed"] - loss
-        == real - 4 * b * 4 * n * n + 4 * b * 4 * n
-    )
-
-
 @pytest.mark.parametrize(
     "optimizer, build",
     [
@@ -194,33 +169,41 @@ def test_the_kv_cache_has_the_size_of_a_filled_cache(name, context):
 # -- the H200 -----------------------------------------------------------------------------------------------------
 
 
-@cache
-def peaks():
-    """(predicted, counted, requested) of every row."""
-    found = []
-    for row in ROWS["memory"]:
-        training = TrainingStep(
-            implementation=row["implementation"], autocast=row["autocast"], checkpointing=row["checkpointing"]
-        )
-        asked = Request(
-            rg.preset(row["model"]), row["n"], row["n"], row["batch"], train=training, device="cuda"
-        )
-        found.append((peak_memory(asked), row["peak"], row["requested"]))
-    return found
+def h200_row(model, batch, autocast, checkpointing):
+    """(predicted, counted) peak of one stored row."""
+    row = next(
+        r for r in ROWS["memory"]
+        if (r["model"], r["batch"], r["autocast"], r["checkpointing"]) == (model, batch, autocast, checkpointing)
+    )  # fmt: skip
+    training = TrainingStep(
+        implementation=row["implementation"], autocast=row["autocast"], checkpointing=row["checkpointing"]
+    )
+    asked = Request(rg.preset(model), row["n"], row["n"], row["batch"], train=training, device="cuda")
+    return memory_of(asked), row
 
 
 @unchecked
-def test_peaks_measured_on_the_h200_are_predicted_within_5_percent_and_the_median_within_2():
-    asked = {(r["model"], r["batch"], r["autocast"], r["checkpointing"]) for r in ROWS["memory"]}
-    for name in MODELS:
-        assert len({a for a in asked if a[0] == name}) >= 8  # two batches, two dtypes, with and without
-    errors = [off(predicted, peak) for predicted, peak, _ in peaks()]
-    assert max(errors) < 0.05 and statistics.median(errors) < 0.02
+@pytest.mark.parametrize(
+    "model, batch, autocast, checkpointing",
+    [("bert-base", 12, "bfloat16", False), ("vit-b16", 48, None, True)],
+)
+def test_peaks_measured_on_the_h200_are_predicted_within_half_a_percent(
+    model, batch, autocast, checkpointing
+):
+    predicted, row = h200_row(model, batch, autocast, checkpointing)
+    assert off(predicted.training_peak, row["peak"]) < 0.005
+    assert off(predicted.reserved, row["reserved"]) < 0.05
 
 
+@pytest.mark.long
 @unchecked
-def test_bytes_requested_on_the_h200_are_predicted_within_a_thousandth():
-    assert max(off(predicted, requested) for predicted, _, requested in peaks()) < 0.001
+def test_every_peak_measured_on_the_h200_is_predicted_within_half_a_percent():
+    kept = [r for r in ROWS["memory"] if r["model"] != "transformer-big" and r["implementation"] == "auto"]
+    errors = []
+    for r in kept:  # transformer-big has had fused projections since
+        predicted, row = h200_row(r["model"], r["batch"], r["autocast"], r["checkpointing"])
+        errors.append(off(predicted.training_peak, row["peak"]))
+    assert max(errors) < 0.005 and statistics.median(errors) < 0.001
 
 
 @pytest.mark.parametrize(
@@ -239,37 +222,15 @@ def test_the_scratch_memory_of_an_embedding_gradient_is_that_measured(rows, meas
 
 
 @unchecked
-@pytest.mark.parametrize("name", ["gpt2", "transformer-base", "vit-b16", "bert-base", "t5-small", "tiny-gpt"])
-def test_a_memory_formula_evaluates_to_its_number(name):
-    declared = rg.preset(name)
-    n = declared.tokens if isinstance(declared, rg.Vision) else 96
-    asked = Request(declared, n, n, 3, train=True, device="cuda")
-    stack = (
-        declared.decoder
-        if isinstance(declared, rg.EncoderDecoder)
-        else getattr(declared, "encoder", declared)
-    )
-    s, block = stack.block.attention.sizes, stack.block
-    sizes = {
-        "b": 3,
-        "n": n,
-        "d_model": s.d_model,
-        "h": s.heads,
-        "layers": stack.layers,
-        "d_ff": block.feed_forward.d_ff,
-    }
-    sizes |= {"vocab": getattr(stack.embedding, "vocab", 0), "positions": 1024, "classes": 1000}
-    for method, formula in formulas(asked).items():
-        value = formula.subs({x: sizes[x.name] for x in formula.free_symbols})
-        assert int(value) == memory_of(asked).saved_by_method[method]
-
-
-@unchecked
 def test_stored_weights_grow_quadratically_in_n_and_streamed_weights_linearly():
-    result = formulas(Request(rg.Attention(64, heads=8), 128, 128, train=True))
-    n = next(x for x in result["attention weights stored"].free_symbols if x.name == "n")
-    assert result["attention weights stored"].as_poly(n).degree() == 2
-    assert result["attention weights streamed"].as_poly(n).degree() == 1
+    asked = Request(rg.Attention(64, heads=8), 128, 128, train=True)
+    result, sizes = formulas(asked), {"b": 1, "n": 128, "d_model": 64, "h": 8}
+    n = next(x for x in result["weights stored"].free_symbols if x.name == "n")
+    assert result["weights stored"].as_poly(n).degree() == 2
+    assert result["weights streamed"].as_poly(n).degree() == 1
+    for method, formula in result.items():
+        value = formula.subs({x: sizes[x.name] for x in formula.free_symbols})
+        assert value == memory_of(asked).saved_by_method[method]
 
 
 @unchecked
@@ -292,27 +253,6 @@ def test_nothing_fits_if_the_weights_do_not_and_a_learned_table_limits_n():
     asked = Request(small("gpt2", layers=1), 64, 64)
     assert fits(asked, 1000) == 0
     assert fits(asked, 10**12, "n") == 128
-
-
-@unchecked
-@pytest.mark.parametrize("name", rg.presets())
-def test_any_preset_is_priced_in_under_half_a_second_of_this_process(name):
-    declared = rg.preset(name)
-    n = None if isinstance(declared, rg.Vision) else 128
-    start = time.process_time()
-    cost(declared, n=n, batch=8, train=TrainingStep(autocast="bfloat16"), device="cuda")
-    assert time.process_time() - start < 0.5
-
-
-def test_the_tape_frees_a_storage_with_its_last_reference():
-    tape = Tape()
-    x = tape.value(10, 4)
-    y = tape.step((x,), 10, 4)
-    del x
-    assert sum(size for size, _ in tape.log.allocated.values()) == 40
-    del y
-    assert not tape.log.allocated
-    assert peak(tape.log.events).bytes == 80 and peak(tape.log.events, 512).bytes == 1024
 
 
 @pytest.mark.parametrize(
@@ -346,21 +286,153 @@ def test_a_bad_request_says_what_is_wrong(wrong, message):
     assert message in str(error.value)
 
 
-def test_hard_attention_and_additive_scores_store_their_weights():
-    for declared in (rg.Attention(64, scale=inf), rg.Attention(64, score="additive")):
-        result = memory_of(Request(declared, 64, 64, train=True))
-        assert (
-            result.saved_total
-            == result.saved_by_method["attention weights stored"]
-            > result.saved_by_method["attention weights streamed"]
-        )
-
-
 @pytest.mark.ledger("S1.Q2b.2")
 @pytest.mark.parametrize("dtype, size", [(torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2)])
 def test_eight_heads_at_a_thousand_tokens_store_eight_million_weights(dtype, size):
     asked = Request(rg.Attention(512, heads=8), 1000, 1000, dtype=dtype, train=TrainingStep())
     saved_bytes = memory_of(asked).saved_by_method
-    difference = saved_bytes["attention weights stored"] - saved_bytes["attention weights streamed"]
-    log_sum_exp = 8 * 1000 * max(size, 4)  # saved by the streaming kernel instead, one number per row
-    assert difference + log_sum_exp == 8 * 1000**2 * size
+    difference = saved_bytes["weights stored"] - saved_bytes["weights streamed"]
+    instead = (
+        8 * 1000 * max(size, 4) + 1000 * 512 * size
+    )  # a streaming kernel saves a number per row, and its output
+    assert difference + instead == 8 * 1000**2 * size
+
+
+# -- the allocator ------------------------------------------------------------------------------------------------
+
+
+def test_the_caching_allocator_rounds_splits_and_merges():
+    memory = Caching()
+    small = memory.malloc(1)
+    assert (memory.allocated, memory.reserved) == (512, 2 << 20)
+    large = memory.malloc((3 << 20) + 1)  # a block of a segment of 20 MiB
+    assert (memory.allocated, memory.reserved) == (512 + (3 << 20) + 512, 22 << 20)
+    memory.free(large)
+    whole = memory.malloc((20 << 20) - 100)  # all of it again: the parts were merged
+    assert memory.reserved == 22 << 20
+    memory.free(whole)
+    nearly = memory.malloc((20 << 20) - (1 << 20))  # a remainder of 1 MiB is not split off
+    assert memory.allocated == 512 + (20 << 20)
+    memory.free(nearly)
+    memory.free(small)
+    assert memory.allocated == 0
+
+
+def test_the_caching_allocator_returns_free_segments_before_it_is_out_of_memory():
+    memory = Caching(limit=64 << 20)
+    first = memory.malloc(40 << 20)
+    with pytest.raises(OutOfMemory):
+        memory.malloc(30 << 20)
+    memory.free(first)
+    assert memory.malloc(50 << 20).size == 50 << 20  # larger than the free segment, which goes back
+
+
+def test_a_replay_counts_state_once_and_finds_the_peak():
+    sizes = [100, 10, 20, 7]
+    step = [(1, 1), (2, 1), (1, -1), (3, 1), (2, -1)]  # 3 is state: later steps find it
+    assert replay(sizes, [(0, 1)], step, {3}, "cpu", repeats=2) == (137, 137, 1)
+    plain = Plain()
+    plain.free(plain.malloc(5))
+    assert (plain.allocated, plain.peak) == (0, 5)
+
+
+@pytest.mark.parametrize("budget", [0, 10, 99, 100, 5000])
+def test_the_largest_size_within_a_budget(budget):
+    assert largest(lambda n: 7 * n + n * n // 50, budget + 1, 400) == max(
+        n for n in range(401) if 7 * n + n * n // 50 <= budget + 1
+    )
+
+
+# -- foreign models -----------------------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(97, 24)
+        self.inner = torch.nn.TransformerEncoderLayer(24, 4, 40, batch_first=True)
+        self.head = torch.nn.Linear(24, 97, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, labels):
+        logits = self.head(self.inner(self.embedding(ids)))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def measured_step(model, given, optimizer, low=None):
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low is not None):
+            loss = model(**given)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [
+        x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()
+    ]
+    there = [*model.parameters(), *model.buffers(), *states, *given.values()]
+    return sum(x.numel() * x.element_size() for x in there) + counted(step)[0]
+
+
+@pytest.mark.parametrize(
+    "how, build",
+    [
+        ({}, lambda p: torch.optim.AdamW(p, foreach=False)),
+        ({"optimizer": "sgd"}, lambda p: torch.optim.SGD(p, foreach=False)),
+        ({"optimizer": "momentum"}, lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False)),
+        ({"optimizer": "adam", "implementation": "foreach"}, lambda p: torch.optim.Adam(p, foreach=True)),
+        ({"implementation": "fused"}, lambda p: torch.optim.AdamW(p, fused=True)),
+        ({"frozen": ("embedding*", "head*")}, lambda p: torch.optim.AdamW(p, foreach=False)),
+    ],
+    ids=["adamw", "sgd", "momentum", "foreach", "fused", "frozen"],
+)
+def test_a_module_with_labels_and_tied_weights_has_the_peak_of_the_allocator(how, build):
+    torch.manual_seed(0)
+    model = Tied()
+    given = {"ids": torch.randint(97, (7, 31)), "labels": torch.randint(97, (7, 31))}
+    predicted = cost(model, given, train=TrainingStep(**how)).memory
+    assert all(p.requires_grad and p.device.type == "cpu" for p in model.parameters())  # nothing was changed
+    if "frozen" in how:
+        model.embedding.weight.requires_grad_(False)
+    optimizer = build([p for p in model.parameters() if p.requires_grad])
+    assert off(predicted.training_peak, measured_step(model, given, optimizer)) < 0.002
+
+
+def test_accumulated_gradients_stay_while_the_next_batch_runs():
+    model, given = Tied(), {"ids": torch.zeros(5, 9).long(), "labels": torch.zeros(5, 9).long()}
+    one, two = (cost(model, given, train=TrainingStep(accumulate=k)).memory for k in (1, 2))
+    assert two.training_peak > one.training_peak and two.gradients == one.gradients
+
+
+def test_8_bit_states_take_a_byte_each_and_a_scale_per_256():
+    model, given = Tied(), {"ids": torch.zeros(2, 9).long(), "labels": torch.zeros(2, 9).long()}
+    entries = [p.numel() for p in model.parameters()]
+    result = cost(model, given, train=TrainingStep(optimizer="adamw8bit")).memory
+    assert result.optimizer_state == sum(2 * e + 2 * 4 * -(-e // 256) for e in entries)
+
+
+def test_a_gpu_is_simulated_without_one():
+    torch.manual_seed(0)
+    model, given = Tied(), {"ids": torch.zeros(64, 31).long(), "labels": torch.zeros(64, 31).long()}
+    plain, low = (
+        cost(model, given, train=TrainingStep(autocast=a), device="cuda").memory for a in (None, "bfloat16")
+    )
+    assert plain.workspace == 2 * 33 * 2**20 and plain.training_peak % 512 == 0
+    assert low.saved_total < plain.saved_total  # autocast acts
+    kinds = plain.peak.by_kind()
+    assert kinds["weights"] == plain.weights and kinds["optimizer state"] == plain.optimizer_state
+
+
+def test_the_peak_is_explained_by_module_and_kind():
+    result = cost("tiny-gpt", n=64, batch=8, train=True)
+    peak = result.memory.peak
+    assert sum(a.bytes for a in peak.alive) == result.memory.training_peak
+    text = result.explain_peak()
+    assert text.startswith(f"The peak of {result.memory.training_peak / 2**20:,.1f} MiB is in the ")
+    assert "saved for backward" in text and any("blocks.*" in a.path for a in peak.alive)
+    with pytest.raises(rg.SpecError, match="there is no training peak to explain: pass train=True"):
+        cost("tiny-gpt", n=64).explain_peak()

@@ -58,7 +58,9 @@ def _traced(request: Request, training: TrainingStep | None) -> Memory:
 
 def _or_zero(read: Callable[[Request], Any], request: Request) -> Any:
     """A fact of attention, for models that have one."""
-    return 0 if isinstance(request.spec, spec.Recurrent | spec.Convolutional | spec.Embedding) else read(request)
+    return (
+        0 if isinstance(request.spec, spec.Recurrent | spec.Convolutional | spec.Embedding) else read(request)
+    )
 
 
 def module_of(declared: Any, checkpointing: bool | str | None) -> nn.Module:
@@ -156,13 +158,23 @@ def kv_cache(request: Request) -> int:
     return values * getattr(declared, "layers", 1) * request.batch * request.itemsize
 
 
+def declared_rows(request: Request) -> list[tuple[str, int]]:
+    """What is known of the memory without running anything: rows of `Memory.rows`."""
+    if isinstance(request.spec, WITHOUT_WIDTH):
+        return []
+    one, cache = (_or_zero(f, request) for f in (one_attention, kv_cache))
+    return Memory(0, one * request.itemsize, cache).rows()
+
+
 def core_terms(b: Any, n: Any, m: Any, s: Any, layers: Any, size: int) -> dict[str, Any]:
     """Bytes that the self-attention cores save: q, k and v, and the weights, or the output and a log-sum-exp."""
     projected = s.heads * n * s.d_k + s.kv_heads * m * (s.d_k + s.d_v)
     stored = projected + s.heads * n * m
     return {
         "weights stored": layers * b * size * stored,
-        "weights streamed": layers * b * (size * (projected + s.heads * n * s.d_v) + max(size, 4) * s.heads * n),
+        "weights streamed": layers
+        * b
+        * (size * (projected + s.heads * n * s.d_v) + max(size, 4) * s.heads * n),
     }
 
 

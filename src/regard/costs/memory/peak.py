@@ -37,7 +37,9 @@ class Peak:
     path: str  # the module whose operation runs
     operation: str
     alive: tuple[Alive, ...]  # largest first
-    timeline: tuple[tuple[str, dict[str, int]], ...]  # (phase, bytes by kind) at moments of the step, in order
+    timeline: tuple[
+        tuple[str, dict[str, int]], ...
+    ]  # (phase, bytes by kind) at moments of the step, in order
 
     def by_kind(self) -> dict[str, int]:
         kinds: Counter[str] = Counter()
@@ -64,7 +66,9 @@ class Peak:
         width = max((len(a.path) for a in self.alive[:rows]), default=0)
         lines = [f"{a.bytes:>16,}  {a.kind:<18}  {a.path:<{width}}".rstrip() for a in self.alive[:rows]]
         rest = sum(a.bytes for a in self.alive[rows:])
-        return "\n".join([*lines, *([f"{rest:>16,}  in {len(self.alive) - rows} smaller ones"] if rest else [])])
+        return "\n".join(
+            [*lines, *([f"{rest:>16,}  in {len(self.alive) - rows} smaller ones"] if rest else [])]
+        )
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -84,17 +88,17 @@ def _advice(kind: str, peak: Peak) -> str:
             saved = kinds["saved for backward"]
             largest = max((a.bytes for a in peak.alive if a.kind == kind), default=0)
             return (
-                f"Checkpointing each block (TrainingStep(checkpointing=True)) would keep one input per block instead of "
-                f"{saved / MIB:,.1f} MiB, at the price of a second forward pass; autocast would halve what is saved by "
-                f"products; the largest module saves {largest / MIB:,.1f} MiB."
+                f"Checkpointing each block (TrainingStep(checkpointing=True)) would keep one input per block instead "
+                f"of {saved / MIB:,.1f} MiB, at the price of a second forward pass; autocast would halve what "
+                f"products save; the largest module saves {largest / MIB:,.1f} MiB."
             )
         case "optimizer state" | "weights" | "gradients":
             return (
-                "Weights, gradients and optimizer state dominate: 8-bit states (optimizer='adamw8bit'), frozen weights "
-                "(LoRA) or sharding over ranks lowers them; a smaller batch hardly does."
+                "Weights, gradients and optimizer state dominate: 8-bit states (optimizer='adamw8bit'), frozen "
+                "weights (LoRA) or sharding over ranks lowers them; a smaller batch hardly does."
             )
         case "temporary" | "workspace":
-            return "Temporary results dominate: a smaller batch, or the logits and the loss in chunks, lowers them."
+            return "Temporary results dominate: a smaller batch, or logits and loss in chunks, lowers them."
     return ""
 
 
@@ -153,4 +157,3 @@ def peak_of(step: Step, at: int, size: int, workspaces: int) -> Peak:
     record = meter.records[events[step.begin + at][0]] if events[step.begin :] else Record(0, "", "", "")
     entries = sorted((Alive(size, kind, path) for (kind, path), size in sums.items() if size), reverse=True)
     return Peak(size, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
-

@@ -5,19 +5,19 @@ All of it comes from running the module on meta tensors (trace/) and replaying w
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import SpecError
-from ..trace.attention import Gpu
+from ..trace.attention import H200, Gpu
 from ..trace.tracer import Trace, tracing
 from ..trace.twin import inputs_of, twin_of
 from .allocator import Usage, replay
 from .peak import Peak, merged, peak_of
-from .step import Step, TrainingStep, autocast_region, freeze, run_step
+from .step import Step, TrainingStep, freeze, run_step
 
 WORKSPACE = 33 << 20  # cuBLAS 32 MiB and cuBLASLt 1 MiB per thread that multiplies (H100, H200)
 
@@ -37,7 +37,9 @@ class Memory:
     optimizer_state: int = 0
     master_weights: int = 0
     saved: dict[str, int] = field(default_factory=dict)  # for the backward pass, by module
-    saved_by_method: dict[str, int] = field(default_factory=dict)  # by attention cores, for each kind of kernel
+    saved_by_method: dict[str, int] = field(
+        default_factory=dict
+    )  # by attention cores, for each kind of kernel
     training_peak: int = 0  # of a training step
     reserved: int = 0  # taken from the device for it, with the gaps of the allocator
     peak_part: str = ""  # the phase in which the training peak occurs
@@ -73,7 +75,10 @@ class Memory:
                 ("float32 master weights", self.master_weights),
                 *((f"saved for backward: {part}", size) for part, size in self.saved.items()),
                 ("saved for backward, total", self.saved_total),
-                *((f"saved by attention cores, {method}", size) for method, size in self.saved_by_method.items()),
+                *(
+                    (f"saved by attention cores, {method}", size)
+                    for method, size in self.saved_by_method.items()
+                ),
                 (f"training peak, in {self.peak_part}", self.training_peak),
                 ("taken from the device", self.reserved if self.reserved != self.training_peak else 0),
             ]
@@ -95,7 +100,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     training: TrainingStep | None = None
     device: str = "cpu"
-    gpu: Gpu = Gpu()
+    gpu: Gpu = H200
 
 
 def traced(module: nn.Module, setting: Setting) -> tuple[Trace, nn.Module, Memory]:
@@ -129,8 +134,8 @@ def checkpoint(module: nn.Module, training: TrainingStep) -> None:
             module.gradient_checkpointing_disable()
     elif wanted and not getattr(module, "spec", None):
         raise SpecError(
-            f"{type(module).__name__} has no gradient_checkpointing_enable(); call torch.utils.checkpoint in its forward, "
-            f"and leave checkpointing out here"
+            f"{type(module).__name__} has no gradient_checkpointing_enable(); call torch.utils.checkpoint in its "
+            f"forward, and leave checkpointing out here"
         )
 
 
@@ -153,7 +158,9 @@ SMALL_LT = 1 << 20
 
 
 def _inference(trace: Trace, module: nn.Module) -> Memory:
-    begin = next((i for i, (k, _) in enumerate(trace.meter.events) if trace.meter.records[k].phase != "setup"), 0)
+    begin = next(
+        (i for i, (k, _) in enumerate(trace.meter.events) if trace.meter.records[k].phase != "setup"), 0
+    )
     used = usage(trace, begin, set(), training=False)
     workspace = WORKSPACE if trace.device == "cuda" else 0
     return Memory(_weights(module), inference_peak=used.peak, workspace=workspace, reserved=used.reserved)
@@ -186,5 +193,3 @@ def memory_of_step(step: Step, training: TrainingStep) -> Memory:
         peak=peak_of(step, used.at, used.peak, workspace),
         step=step,
     )
-
-

@@ -25,6 +25,9 @@ class Gpu(NamedTuple):
     multiprocessors: int = 132
 
 
+H200 = Gpu()
+
+
 class CallPairs(NamedTuple):
     """The pairs of one call over all heads and batch rows: allowed by its mask, computed by its kernel, and n · m."""
 

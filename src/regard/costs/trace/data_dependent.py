@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ...compat import aten_operator, aten_operators
 
-BALANCED = "experts are counted at the routed number (top-k), with balanced routing: the choice depends on values"
+BALANCED = (
+    "experts are counted at the routed number (top-k), with balanced routing: the choice depends on values"
+)
 
 
 def _by_value(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -109,7 +111,7 @@ def _grouped_mm(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> None:
     """A fused optimizer writes its tensors in place and allocates nothing."""
-    return None
+    return
 
 
 def _histogram(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -124,7 +126,7 @@ _DYNAMIC = (
     "_unique",
 )  # fmt: skip
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **{packet: _by_value for packet in aten_operators(*_DYNAMIC)},
+    **dict.fromkeys(aten_operators(*_DYNAMIC), _by_value),
     aten_operator("index"): _index,
     aten_operator("equal"): _equal,
     aten_operator("topk"): _topk,
@@ -133,5 +135,5 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten_operator("argsort"): _sort,
     aten_operator("histc"): _histogram,
     aten_operator("_grouped_mm"): _grouped_mm,
-    **{p: _in_place for p in aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_")},
+    **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), _in_place),
 }

@@ -12,10 +12,35 @@ from ...compat import without_function_modes
 
 CONSTRUCTORS = [
     getattr(torch, name)
-    for name in """empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices
-    triu_indices scalar_tensor empty_strided empty_permuted hann_window hamming_window blackman_window
-    bartlett_window kaiser_window range""".split()
+    for name in [
+        "empty",
+        "ones",
+        "zeros",
+        "full",
+        "arange",
+        "linspace",
+        "logspace",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "eye",
+        "tril_indices",
+        "triu_indices",
+        "scalar_tensor",
+        "empty_strided",
+        "empty_permuted",
+        "hann_window",
+        "hamming_window",
+        "blackman_window",
+        "bartlett_window",
+        "kaiser_window",
+        "range",
+    ]
 ]
+
+
+INDEX = 7  # of the simulated device: what a cache keeps for it is never taken for a real one
 
 
 class OnDevice(TorchFunctionMode):
@@ -24,16 +49,18 @@ class OnDevice(TorchFunctionMode):
     def __init__(self, trace: Any, replaced: dict[Any, Callable]):
         super().__init__()
         self.trace = trace
-        self.device = torch.device("cuda", 0) if trace.device == "cuda" else torch.device(trace.device)
+        self.device = torch.device(trace.device, INDEX)
         self.handlers: dict[Any, Callable] = {
             Tensor.device.__get__: lambda x: self.device if x.is_meta else x.device,
             Tensor.is_cuda.__get__: lambda x: self.device.type == "cuda" if x.is_meta else x.is_cuda,
             Tensor.is_cpu.__get__: lambda x: self.device.type == "cpu" if x.is_meta else x.is_cpu,
             Tensor.is_meta.__get__: lambda x: False,
-            Tensor.get_device: lambda x: 0 if self.device.type == "cuda" and x.is_meta else -1,
+            Tensor.get_device: lambda x: INDEX if self.device.type == "cuda" and x.is_meta else -1,
             Tensor.to: self._to,
             Tensor.cuda: lambda x, *_, **__: self._placed_copy(x),
-            Tensor.cpu: lambda x, *_, **__: self._placed_copy(x) if self.device.type == "cpu" else self._read(x),
+            Tensor.cpu: lambda x, *_, **__: (
+                self._placed_copy(x) if self.device.type == "cpu" else self._read(x)
+            ),
             Tensor.numpy: lambda x, *a, **k: self._read(x).numpy(*a, **k),
             Tensor.tolist: lambda x: self._read(x).tolist(),
             Tensor.data_ptr: lambda x: 0 if x.is_meta else x.data_ptr(),
@@ -64,7 +91,9 @@ class OnDevice(TorchFunctionMode):
 
     def _where(self, device: Any) -> torch.device:
         """The device on which a tensor for `device` is created here: meta, if that is the simulated one."""
-        device = self.device if device is None and self.device.type == "cpu" else torch.device(device or "cpu")
+        device = (
+            self.device if device is None and self.device.type == "cpu" else torch.device(device or "cpu")
+        )
         return torch.device("meta") if device.type == self.device.type else device
 
     def _created(self, constructor: Callable) -> Callable:
@@ -84,17 +113,14 @@ class OnDevice(TorchFunctionMode):
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         if not isinstance(data, Tensor):
             return self._tensor(data, dtype=dtype, device=device)
-        data = data if dtype is None else data.to(dtype)
-        return data if device is None else data.to(device)
+        return self._to(data, device, dtype)
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x.to(device, dtype, …) with the device as it is here."""
-        args = tuple(a.dtype if isinstance(a, Tensor) else a for a in args)
+        args = tuple(a.dtype if isinstance(a, Tensor) else a for a in args if a is not None)
         target = kwargs.pop("device", None)
         if args and isinstance(args[0], str | torch.device | int) and not isinstance(args[0], bool):
             target, args = args[0], args[1:]
-        if args and args[0] is None:
-            args = args[1:]
         other = kwargs.pop("other", None)
         if other is not None:
             kwargs["dtype"] = other.dtype
@@ -128,7 +154,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = Fa
     return torch.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
 
 
-def rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """On a GPU x / rms is one kernel, which saves x and one number per row."""
     return FusedRmsNorm.apply(x, weight, len(normalized_shape))
 

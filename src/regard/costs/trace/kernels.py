@@ -5,7 +5,6 @@ Compared with its allocators by tests/costs/memory and bench/cost_memory.py. Wha
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,5 +103,5 @@ CUDA: dict[str, Needs] = {
 }
 CPU: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
-    **{name: _emulated_product for name in ("mm", "addmm", "bmm", "baddbmm")},
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _emulated_product),
 }

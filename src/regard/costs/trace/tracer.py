@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from threading import RLock
 from typing import Any
 
@@ -22,9 +23,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat
 from ...compat import DispatchMode, aten_operator, without_dispatch_modes, without_function_modes
+from ...engine import call as engine_call
 from ...engine import fused_qkv
 from ...engine import sdpa as engine_sdpa
 from ...errors import ShapeError
+from ...nn import cached_rotation
+from ...nn import position as nn_position
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import Gpu, encoder_layer, flex, fused_attention, sdpa
@@ -57,7 +61,9 @@ class Trace(DispatchMode):
         self._paths: list[str] = []  # of the modules being called, innermost last
         self._names: dict[int, str] = {}
         self._calls: list[tuple[int, str]] = [(-1, "")]  # first node of the autograd graph → module, in order
-        self._uncounted: list[tuple[int, int]] = []  # first and last node of calls that are counted as a whole
+        self._uncounted: list[
+            tuple[int, int]
+        ] = []  # first and last node of calls that are counted as a whole
         self._values: Any = WeakIdKeyDictionary()  # meta tensor → its real value
         self._masks: Any = WeakIdKeyDictionary()  # meta tensor → a mask that excludes the same pairs
         self._metas: Any = WeakIdKeyDictionary()  # real tensor → its meta twin
@@ -245,7 +251,11 @@ class Trace(DispatchMode):
                 self._values.pop(outs[0], None)
             self._propagate_mask(func, args, kwargs, outs[0])
             return
-        if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if outs[0].numel() == 1 and func.__name__.startswith(("rand.", "uniform")):  # no layer is dropped
+                self._values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
+            return
+        if "empty" in func.__name__:
             return
         for x, value in zip(outs, self.computed(func, args, kwargs)):
             self._values[x] = value
@@ -290,7 +300,11 @@ class Trace(DispatchMode):
         """An unknown tensor filled with −∞ (or the lowest number) by a known condition excludes those pairs."""
         condition, value = (args[0], args[2]) if name == "where" else (args[1], args[2])
         value = self._values.get(value) if isinstance(value, Tensor) else value
-        if condition not in self._values or value is None or value.__class__ is Tensor and value.numel() != 1:
+        if (
+            condition not in self._values
+            or value is None
+            or (value.__class__ is Tensor and value.numel() != 1)
+        ):
             return
         if float(value) > LOWEST:
             return
@@ -330,7 +344,14 @@ def tracing(trace: Trace) -> Iterator[None]:
         # The engine takes the operations of a plain call, not those for a compiler that watches it.
         for module in (engine_sdpa, fused_qkv):
             stack.enter_context(_patched(module, "eager", _always))
+        for module in (engine_sdpa, nn_position):
+            stack.enter_context(_patched(module, "readable", _on_the_cpu))
         stack.enter_context(_patched(engine_sdpa, "_sdpa", fused))
+        for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
+            cached = lru_cache(maxsize=64)(
+                getattr(module, name).__wrapped__
+            )  # without what other traces made
+            stack.enter_context(_patched(module, name, cached))
         if trace.device == "cuda":
             stack.enter_context(_patched(F, "dropout", dropout))
             stack.enter_context(_patched(F, "rms_norm", rms_norm))
@@ -357,6 +378,10 @@ def tracing(trace: Trace) -> Iterator[None]:
 
 def _always(*_: Any) -> bool:
     return True
+
+
+def _on_the_cpu(x: Tensor) -> bool:
+    return x.is_cpu
 
 
 def _with_trace(run: Callable, trace: Trace) -> Callable:

@@ -12,7 +12,7 @@ from .tracer import Trace
 
 
 def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy whose parameters and buffers are meta tensors, in `dtype` where they are float32; the meter knows them."""
+    """A copy whose parameters and buffers are metered meta tensors, in `dtype` where they are float32."""
     memo: dict[int, Any] = {}
     for x in module.parameters():
         if id(x) not in memo:
