@@ -1,3 +1,4 @@
+# ruff: noqa: B023, E501 (each call runs before the loop goes on; a table of sizes)
 """What do kernels allocate while they run? The workspace of single operations on a GPU, and the choice of SDPA.
 
 `PYTHONPATH=src python3 bench/cost_kernels_gpu.py OUT.json`: for each operation the bytes at its peak beyond its
