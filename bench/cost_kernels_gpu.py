@@ -1,4 +1,4 @@
-# ruff: noqa: B023, E501 (each call runs before the loop goes on; a table of sizes)
+# ruff: noqa: B023 (each call runs before the loop goes on)
 """What do kernels allocate while they run? The workspace of single operations on a GPU, and the choice of SDPA.
 
 `PYTHONPATH=src python3 bench/cost_kernels_gpu.py OUT.json`: for each operation the bytes at its peak beyond its
@@ -8,6 +8,7 @@ results; for attention the kernel that PyTorch chooses, and what it saves. Facts
 import json
 import sys
 import time
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,9 @@ def operations():
                 yield "addmm", size, lambda: F.linear(x, y, bias)
             yield "cumsum", size, lambda: x.cumsum(0)
             yield "topk", size, lambda: x[:, : min(columns, 64)].topk(2, -1)
+
+
+def gathers_and_convolutions():
     for rows, vocab, d in (
         (700, 1000, 64),
         (3000, 5000, 320),
@@ -232,7 +236,7 @@ def main() -> None:
         n for n in torch._C._dispatch_get_all_op_names()
         if torch._C._dispatch_has_kernel_for_dispatch_key(n, "AutocastCUDA")
     ]  # fmt: skip
-    for name, size, call in operations():
+    for name, size, call in chain(operations(), gathers_and_convolutions()):
         try:
             rows["operations"].append([name, size, *extra(call)])
         except Exception as e:

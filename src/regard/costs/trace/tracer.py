@@ -202,6 +202,13 @@ class Trace(DispatchMode):
         with without_function_modes():
             return self._values.get(x, self._masks.get(x)) if x.is_meta else x
 
+    def readable(self, x: Tensor) -> bool:
+        """Whether the engine reads this table of rows without a key; where it is unknown, no row is empty."""
+        with without_function_modes():
+            if x.is_meta and x not in self._values:
+                self._values[x] = torch.zeros(x.shape, dtype=x.dtype)
+        return x.is_cpu
+
     def set_value(self, x: Tensor, value: Tensor) -> None:
         self._values[x] = value
 
@@ -344,8 +351,8 @@ def tracing(trace: Trace) -> Iterator[None]:
         # The engine takes the operations of a plain call, not those for a compiler that watches it.
         for module in (engine_sdpa, fused_qkv):
             stack.enter_context(_patched(module, "eager", _always))
-        for module in (engine_sdpa, nn_position):
-            stack.enter_context(_patched(module, "readable", _on_the_cpu))
+        stack.enter_context(_patched(engine_sdpa, "readable", trace.readable))
+        stack.enter_context(_patched(nn_position, "readable", _on_the_cpu))
         stack.enter_context(_patched(engine_sdpa, "_sdpa", fused))
         for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
             cached = lru_cache(maxsize=64)(
