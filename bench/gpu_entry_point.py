@@ -27,7 +27,9 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
-from regard.engine import cuda as kernels
+from regard.engine.compiled_ops import Options
+from regard.engine.cuda.call import task
+from regard.engine.cuda.host import PreparedAttention
 from regard.position import ByDistance
 
 REACH = 512
@@ -204,7 +206,7 @@ def _short(n: int, d: int, pattern, backward: bool) -> tuple[dict[str, float], d
     inputs = [x.requires_grad_(backward) for x in (q, k, v)]
     mask = torch.zeros(n, n, dtype=q.dtype, device="cuda")
     mask.masked_fill_(~pattern.allowed(n, device="cuda"), -torch.inf)
-    prepared = kernels.PreparedAttention(kernels.task(q, v, (pattern, 0, 1, d**-0.5)), backward)
+    prepared = PreparedAttention(task(q, v, Options(pattern, 0, 1, d**-0.5)), backward)
     calls_by_name = {
         "auto": lambda q, k, v: rg.attention(q, k, v, pattern),
         "kernels": prepared,

@@ -21,8 +21,9 @@ import torch
 from gpu_patterns import MAIN, OTHER, dense, tensors
 from torch.profiler import ProfilerActivity, profile
 
-from regard.engine import cuda as kernels
-from regard.engine.cuda.configs import HALF
+from regard.engine.compiled_ops import Options
+from regard.engine.cuda.call import HALF, task
+from regard.engine.cuda.host import PreparedAttention
 from regard.pattern import Pattern, causal, every, window
 
 PLAIN = "plain Triton"
@@ -49,8 +50,8 @@ SHORT_NAMES = (
 
 
 def attend(q, k, v, pattern, configs):
-    where = pattern, 0, 1, q.shape[-1] ** -0.5
-    return kernels.attend(q, k, v, kernels.task(q, v, where, configs=configs))[0]
+    options = Options(pattern, 0, 1, q.shape[-1] ** -0.5)
+    return PreparedAttention(task(q, v, options, configs=configs), True)(q, k, v)
 
 
 def off(job) -> str:
@@ -87,7 +88,7 @@ def _off(pattern, n, d, configs, h_kv, dtype) -> str:
 
 def jobs(widths) -> list:
     bf16, half = torch.bfloat16, torch.float16
-    out = [(p, 1280, d, "stored", 8, bf16) for d in widths for p, _ in MAIN + OTHER]  # heads dealt together
+    out = [(p, 1280, d, "stored", 8, bf16) for d in widths for p, _ in MAIN + OTHER]  # flattened heads
     out += [
         (MAIN[2][0], n, d, "stored", h, t) for d in widths for n, h, t in ((1201, 2, bf16), (4500, 8, half))
     ]

@@ -14,14 +14,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import regard as rg
-from regard.engine import cuda as kernels
+from regard.engine.compiled_ops import Options
+from regard.engine.cuda import host
+from regard.engine.cuda.call import task
 
 CASES = [(rg.causal() & (rg.window(128) | rg.every(64)), 16384, d) for d in (64, 128)]
 CALLS = 60
 
 
 def microseconds(fn) -> float:
-    """Of the CPU, a call."""
+    """Of the CPU, per call."""
     for _ in range(5):
         fn()
     torch.cuda.synchronize()
@@ -46,9 +48,9 @@ def kernels_of(fn) -> list[tuple[float, int, str]]:
 
 
 def stations(fn) -> dict[str, float]:
-    """Median microseconds between the stations of fn(), a call of autograd.grad over one remembered call."""
+    """Median microseconds between the stations of fn(), a call of autograd.grad over one prepared call."""
     marks: dict[str, float] = {}
-    inner = kernels.PreparedAttention.backward
+    inner = host.PreparedAttention.backward
 
     def timed(*args):
         marks["enter"] = time.perf_counter()
@@ -57,7 +59,7 @@ def stations(fn) -> dict[str, float]:
         return out
 
     found = defaultdict(list)
-    kernels.PreparedAttention.backward = timed
+    host.PreparedAttention.backward = timed
     try:
         for _ in range(CALLS):
             torch.cuda.synchronize()
@@ -69,7 +71,7 @@ def stations(fn) -> dict[str, float]:
             found["backward itself"].append(marks["leave"] - marks["enter"])
             found["back"].append(end - marks["leave"])
     finally:
-        kernels.PreparedAttention.backward = inner
+        host.PreparedAttention.backward = inner
     return {name: 1e6 * float(torch.tensor(times).median()) for name, times in found.items()}
 
 
@@ -80,16 +82,16 @@ def one(pattern, n: int, d: int) -> None:
     def apart(attend):
         return lambda: torch.autograd.grad(attend(*inputs), inputs, do)
 
-    task = kernels.task(q, v, (pattern, 0, 1, d**-0.5))
-    direct = kernels.PreparedAttention(task, True)
+    made = task(q, v, Options(pattern, 0, 1, d**-0.5))
+    direct = host.PreparedAttention(made, True)
     public = partial(rg.attention, pattern=pattern)
-    o, lse = kernels.forward(q, k, v, task)
+    o, lse = host.forward(q, k, v, made)
     print(f"\n{pattern!r} n={n} d={d}; microseconds")
     for took, count, name in kernels_of(apart(direct)):
         print(f"  GPU {took:8.1f} in {count} launches of {name[:70]}")
     times = {
-        "forward, called directly": lambda: kernels.forward(q, k, v, task),
-        "backward, called directly": lambda: kernels.backward((q, k, v, o, lse), (do, None), task),
+        "forward, called directly": lambda: host.forward(q, k, v, made),
+        "backward, called directly": lambda: host.backward((q, k, v, o, lse), (do, None), made),
         "forward under autograd": lambda: direct(*inputs),
         "both under autograd": apart(direct),
         "both by rg.attention": apart(public),

@@ -25,11 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard as rg
-from regard.engine.cuda.call import CallLayout, Task, layout
-from regard.engine.cuda.configs import Config, Configs, default
+from regard.engine.cuda import launches
+from regard.engine.cuda.call import CallLayout, Config, Configs, Task, default, layout
 from regard.engine.cuda.host import forward
 from regard.engine.cuda.prepared import Program
-from regard.engine.cuda.triton import launches
 from regard.pattern import Pattern, causal, dilated, every, strided, window
 
 HEADS = 16
@@ -189,11 +188,11 @@ def check(widths) -> None:
 def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
     """A call that launches one direction alone, and the pieces it needs."""
     configs = Configs(config, config, config, config if kind == "stream" else None)
-    task = Task(pattern, 0, 1, d**-0.5, configs)
+    task = Task(pattern, 0, 1, d**-0.5, 0.0, configs)
     q, k, v, do = tensors(n, d, 4)
     if kind in ("forward", "stream"):
         return lambda: forward(q, k, v, task)
-    o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, default(d, d, q.dtype)))
+    o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, 0.0, default(d, d, q.dtype)))
     call = CallLayout(task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
     by_queries, by_keys = launches.passes(call, config, False), launches.passes(call, config, True)
     made = launches.dq(call, by_queries) if kind == "dq" else launches.dkv(call, by_keys)

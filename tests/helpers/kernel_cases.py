@@ -1,6 +1,6 @@
-"""Cases of the Triton kernels, each held against the formula in float64. As a program, it runs those it is named:
+"""Cases of the Triton kernels, each compared with the formula in float64. As a program, it runs those that are named:
 
-    TRITON_INTERPRET=1 python kernel_cases.py cpu NAME …     most with small tiles, one line of JSON a case
+    TRITON_INTERPRET=1 python kernel_cases.py cpu NAME …     most with small tiles, one line of JSON per case
     python kernel_cases.py cuda NAME …                       with the configurations stored for a GPU
 
 The rule: max|fast − ref| ≤ 2 · max|plain − ref| + 4 ulp of max|ref|, where plain is ordinary PyTorch in the same
@@ -54,7 +54,7 @@ SEED = 0x1234_5678_9ABC_DEF
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the kernels. `at` is where the queries stand; None: the last is with the last key."""
+    """One call of the kernels. `at` is the query offset; None: the last query is at the last key."""
 
     name: str
     pattern: Pattern
@@ -71,7 +71,7 @@ class Case:
     lengths: tuple[int, ...] | None = None  # keys past them hold NaN, values infinity
     given: str = "o and lse"  # which outputs have a gradient
     order: str = "b h n d"  # of the axes in memory
-    one_key: bool = False  # no query sees two keys: see `terms`
+    one_key: bool = False  # no query has two keys: see `terms`
     reach: int | None = None  # of a table of distances, which learns
     slopes: bool = False  # a bias falls with distance, by slopes that learn
     dropout_p: float = 0.0
@@ -96,11 +96,8 @@ SMALL = [
     # Compositions
     Case("window | every", window(4) | every(8), n=50, m=50),
     Case("causal window | every", BOTH, n=50, m=50),
-    Case("window | rows | every", window(2) | rows(8, 2) | every(16)),
-    Case("causal strided", causal() & strided(8), n=41, m=41, h=2, h_kv=2),
     Case("window | strided", window(3) | strided(8)),
     Case("causal | prefix", causal() | prefix(13)),
-    Case("sinks | window | every", sinks(2) | window(3) | every(13, 5), n=53, m=53),
     Case("a relation of several conditions", LATTICE | causal() & window(4), n=41, m=41),
     # Several passes, and tiles that are split
     Case("window, then rows", window(2) | rows(16), n=67, m=67),
@@ -108,11 +105,12 @@ SMALL = [
     Case("split keys", full(), n=283, m=5, at=(0, 1)),
     Case("split keys that go on", causal() & (window(2) | every(64)), n=291, m=291),
     Case("tiles without a rest", full(), n=32, m=32),
+    Case("sinks | window | every", sinks(2) | window(3) | every(13, 5), n=53, m=53),
     Case("window, then two kinds of rows", window(3) | rows(13, 5) | rows(17, 1), n=97, m=97),
     Case("sinks | window, then rows", sinks(2) | window(3) | rows(13, 5), n=97, m=97),
     Case("split rows that go on", causal() & (window(2) | rows(64)), n=291, m=291),
     # Shapes
-    Case("grouped heads", BOTH, h=4, h_kv=2, b=2, n=19, m=23),
+    Case("grouped heads", BOTH, h=4, h_kv=2, n=19, m=23),
     Case("values narrower", BOTH, d_k=24, d_v=5),
     Case("width 1", full(), n=7, m=11, d_k=1, d_v=1),
     Case("n < m", BOTH, n=7, m=53),
@@ -120,36 +118,32 @@ SMALL = [
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
     Case("heads behind positions", BOTH, h=2, h_kv=2, b=2, n=19, m=19, order="b n h d"),
-    # Where queries stand, what they may see
+    # Query offsets, lengths
     Case("every second position", blocks(7) | rows(5), at=(-7, 2)),
     Case("empty rows", window(5) - window(2) - blocks(9)),
     Case("nothing at all", sinks(0), n=5, m=7),
     Case("lengths", window(3) | every(8), b=3, lengths=(37, 17, 0)),
-    Case("lengths in groups", window(3) | every(4), b=2, h=2, n=19, m=23, lengths=(9, 22), order="b n h d"),
     # Scales and gradients
     Case("scale -0.3", BOTH, scale=-0.3),
     Case("scale 0", BOTH, scale=0.0),
     Case("gradient of o alone", BOTH, given="o"),
     # A bias by distance and its gradient: along diagonals, at places of their own, past the reach
-    Case("table", full(), n=35, m=41, h=2, h_kv=1, reach=9),
-    Case("table of every distance", BOTH, n=67, m=67, reach=80),
+    Case("table", full(), n=19, m=35, h=2, h_kv=1, reach=9),
     Case("slopes", BOTH, h=2, h_kv=2, slopes=True),
     Case("table over strided keys", causal() & (strided(6) | every(4)), reach=30),
     Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),
     Case("table, every second position", blocks(7) | every(4), n=17, at=(1, 2), reach=15),
-    Case("table and slopes, lengths", window(3) | every(8), b=2, reach=6, slopes=True, lengths=(37, 17)),
-    Case("table, split rows", full(), n=5, m=283, reach=150),
+    Case("table and slopes, lengths", window(3) | every(8), reach=6, slopes=True, lengths=(17,)),
     # Dropout
-    Case("dropout, split keys", full(), n=283, m=5, at=(0, 1), dropout_p=0.5),
-    Case("dropout", BOTH, b=2, h=2, h_kv=1, dropout_p=0.3),
+    Case("dropout", BOTH, n=19, m=23, b=2, h=2, h_kv=1, dropout_p=0.3),
     Case("dropout with a table, half", window(3) | every(8), reach=5, dropout_p=0.1, dtype="float16"),
     # Half precision
     Case("half window | every", window(4) | every(8), n=50, m=50, dtype="float16"),
     Case("half in groups, lengths", BOTH, h=2, d_k=24, d_v=40, lengths=(11,), dtype="float16"),
 ]
 
-BRIEF = [
-    replace(case, name=f"brief, {case.name}", stored=True)
+SHORT = [
+    replace(case, name=f"short, {case.name}", stored=True)
     for case in [
         Case("causal window | every", BOTH, n=131, m=131, d_k=64, d_v=64),
         Case("dilated", dilated(3, 4), n=139, m=139),
@@ -167,7 +161,13 @@ BRIEF = [
     ]
 ]
 
-MORE = [  # the same, on a GPU alone
+OTHERS = [  # in `make long`, and on a GPU
+    Case("window | rows | every", window(2) | rows(8, 2) | every(16)),
+    Case("causal strided", causal() & strided(8), n=41, m=41, h=2, h_kv=2),
+    Case("lengths in groups", window(3) | every(4), b=2, h=2, n=19, m=23, lengths=(9, 22), order="b n h d"),
+    Case("table of every distance", BOTH, n=67, m=67, reach=80),
+    Case("table, split rows", full(), n=5, m=283, reach=150),
+    Case("dropout, split keys", full(), n=283, m=5, at=(0, 1), dropout_p=0.5),
     Case("window | two everys", window(2) | every(6) | every(10, 3)),
     Case("sinks | window", sinks(3) | window(4)),
     Case("causal - window", causal() - window(2)),
@@ -195,14 +195,11 @@ MORE = [  # the same, on a GPU alone
     Case("half split keys", full(), n=283, m=5, at=(0, 1), dtype="float16"),
 ]
 
-TWICE = (
-    "split rows",
-    "dropout",
+REPEATED = ("split rows", "dropout")  # run a second time; on a GPU every case is
+PREPARED = (
     "values narrower",
-    "heads behind positions",
-    "brief, grouped heads",
-    "brief, heads behind positions",
-)  # on a GPU every case is run twice
+    "short, heads behind positions",
+)  # run as prepared calls too; on a GPU every case is
 
 
 LONG = 2100  # its backward pass takes several launches: see cuda/backend.py, MAX_PAIRS
@@ -218,7 +215,7 @@ LARGE = {
 
 
 def _wide_batch(case: Case, dtype: str) -> Case:
-    """A small case eight times side by side, so that a maximum is one over many numbers."""
+    """A small case in eight batch rows, so that a maximum is one over many numbers."""
     lengths = None if case.lengths is None else 8 * case.lengths
     return replace(case, name=f"{case.name}, {dtype}", b=8 * case.b, lengths=lengths, dtype=dtype)
 
@@ -229,8 +226,8 @@ def _large(name: str, d: int, dtype: str) -> Case:
 
 
 def _on_gpu() -> Iterator[Case]:
-    """What is run each time: all small cases in bfloat16, some in float32, large ones."""
-    singles = [case for case in [*SMALL, *MORE] if case.dtype == "float32"]
+    """What is always run: all small cases in bfloat16, some in float32, large ones."""
+    singles = [case for case in [*SMALL, *OTHERS] if case.dtype == "float32"]
     yield from (_wide_batch(case, "bfloat16") for case in singles)
     yield from (_wide_batch(case, "float32") for case in singles if case.name in IN_FLOAT32)
     yield from (_large(name, 128, "bfloat16") for name in LARGE)
@@ -238,12 +235,12 @@ def _on_gpu() -> Iterator[Case]:
     for d in (64, 128):  # the rows of a head apart
         case = _large("causal window | every", d, "float16")
         yield replace(case, name=f"{case.name}, heads behind positions", order="b n h d")
-    together = {"n": 2112, "m": 2112, "b": 2, "h_kv": 4}  # heads that are dealt together: 64 divides 2112
+    flattened = {"n": 2112, "m": 2112, "b": 2, "h_kv": 4}  # flattened heads: 64 divides 2112
     for name, d in product(("causal window | every", "window | every"), (64, 128)):
-        case = replace(_large(name, d, "bfloat16"), **together)
-        yield replace(case, name=f"{name}, heads together, d = {d}")
-    # of the keys that all see, parts of dk and dv, which the launch of the other keys adds up; grouped, no head is
-    # dealt with another
+        case = replace(_large(name, d, "bfloat16"), **flattened)
+        yield replace(case, name=f"{name}, flattened heads, d = {d}")
+    # Of the keys that all queries may attend to, parts of dk and dv, which the launch of the other keys adds up;
+    # grouped heads are not flattened.
     parts = causal() & (window(40) | every(32))
     for d, n, h_kv in ((64, 3072, 4), (128, 3072, 4), (128, 3100, 2)):
         name = f"causal window | every, in parts, d = {d}, h_kv = {h_kv}"
@@ -260,17 +257,17 @@ def _on_gpu() -> Iterator[Case]:
     yield Case("causal window | every, d = 256", LARGE["causal window | every"], **shape)
 
 
-def _at_length() -> Iterator[Case]:
-    """All the rest: every case in every dtype."""
+def _every_dtype() -> Iterator[Case]:
+    """The other cases: every case in every dtype."""
     run = {case.name for case in _on_gpu()}
     for dtype in ("bfloat16", "float16", "float32"):
-        every_one = [_wide_batch(case, dtype) for case in [*SMALL, *MORE] if case.dtype == "float32"]
+        every_one = [_wide_batch(case, dtype) for case in [*SMALL, *OTHERS] if case.dtype == "float32"]
         every_one += [_large(name, d, dtype) for name in LARGE for d in (64, 128)]
         yield from (case for case in every_one if case.name not in run)
 
 
 IN_FLOAT32 = ("window | every", "grouped heads", "lengths", "split rows that go on", "table", "dropout")
-ON_GPU, AT_LENGTH = list(_on_gpu()), list(_at_length())
+ON_GPU, EVERY_DTYPE = list(_on_gpu()), list(_every_dtype())
 
 
 def tensors(case: Case, device: str) -> list[Tensor]:
@@ -316,16 +313,16 @@ def philox(counter: list[np.ndarray], seed: int, rounds: int = 7) -> np.ndarray:
     return c[0]
 
 
-def stay(case: Case, device: str) -> Tensor:
+def dropout_factors(case: Case, device: str) -> Tensor:
     """What weights are multiplied with: 0 or 1/(1 − p), by seed, head, row and key."""
     shape = case.b * case.h, case.n, case.m
     head, row, key = np.indices(shape)
-    drawn = philox([key, row, head, np.zeros(shape)], SEED)
-    kept = torch.from_numpy(drawn >= round(case.dropout_p * 2**32)).double() / (1 - case.dropout_p)
+    random = philox([key, row, head, np.zeros(shape)], SEED)
+    kept = torch.from_numpy(random >= round(case.dropout_p * 2**32)).double() / (1 - case.dropout_p)
     return rearrange(kept, "(b h) n m -> b h n m", b=case.b).to(device)
 
 
-def written(x: Tensor, order: str) -> Tensor:
+def in_memory_order(x: Tensor, order: str) -> Tensor:
     """The same numbers, laid out in memory in this order of axes."""
     return rearrange(rearrange(x, f"b h n d -> {order}").contiguous(), f"{order} -> b h n d")
 
@@ -352,54 +349,62 @@ def dense(case: Case, device: str) -> Any:
         wide = found.scores if q.dtype == torch.float64 else found.scores.float()
         o = found.o
         if case.dropout_p:
-            o = (found.weights * stay(case, device).to(q.dtype)) @ v
+            o = (found.weights * dropout_factors(case, device).to(q.dtype)) @ v
         return o, reference.log_sum_exp(wide, allowed)
 
     return attend
 
 
-def fast(case: Case, device: str, configs: Any) -> Any:
-    """(q, k, v) → (o, lse) by the kernels."""
-    from regard.engine import cuda as kernels
+def options(case: Case) -> Any:
+    """What the kernels compute."""
+    from regard.engine.compiled_ops import Options
 
-    start, step = query_offset(case.pattern, case.n, case.m, case.at)
+    scale = case.d_k**-0.5 if case.scale is None else case.scale
+    return Options(case.pattern, *query_offset(case.pattern, case.n, case.m, case.at), scale, case.dropout_p)
+
+
+def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
+    """o, lse, dq, dk, dv and the gradients of the bias, by the kernels."""
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import Extras, task
+
+    q, k, v, do, dlse = tensors(case, device)
+    q, k, v = (in_memory_order(x, case.order) for x in (q, k, v))
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = (written(x, case.order) for x in (q, k, v))
-        extras = kernels.BiasAndDropout(**parts, seed=SEED)
-        scale = case.d_k**-0.5 if case.scale is None else case.scale
-        task = kernels.task(q, v, (case.pattern, start, step, scale), extras, case.dropout_p, configs)
-        return kernels.attend(q, k, v, task, lengths, extras)
-
-    return attend
+    parts = bias(case, device, q.dtype)
+    extras = Extras(**parts, lengths=lengths, seed=SEED)
+    made = task(q, v, options(case), extras, configs)
+    o, lse = host.forward(q, k, v, made, extras)
+    grads = do if "o" in case.given.split() else torch.zeros_like(o), dlse if "lse" in case.given else None
+    found = host.backward((q, k, v, o, lse), grads, made, extras, bool(parts))
+    return [o, lse, *(x for x in found if x is not None)]
 
 
-def remembered(case: Case, device: str, configs: Any, dtype: torch.dtype) -> bool:
-    """Whether a plain call gives the same bits when it is remembered, made first and made again."""
-    from regard.engine import cuda as kernels
+def repeatable(case: Case, device: str, configs: Any) -> bool:
+    """Whether a plain call gives the same bits when it is prepared, called first and called again."""
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
 
     if case.lengths or case.reach is not None or case.slopes or case.dropout_p or (case.scale or 1.0) < 0:
         return True
-    start, step = query_offset(case.pattern, case.n, case.m, case.at)
-    q, k, v, do, _ = (x.to(dtype) for x in tensors(case, device))
-    inputs = [written(x, case.order).requires_grad_() for x in (q, k, v)]
-    scale = case.d_k**-0.5 if case.scale is None else case.scale
-    task = kernels.task(q, v, (case.pattern, start, step, scale), configs=configs)
-    o, _ = kernels.attend(*inputs, task)
-    found = [o, *torch.autograd.grad(o, inputs, do)]
-    again = kernels.PreparedAttention(task, True)
-    for _ in range(3):
+    q, k, v, do, _ = tensors(case, device)
+    inputs = [in_memory_order(x, case.order).requires_grad_() for x in (q, k, v)]
+    made = task(q, v, options(case), configs=configs)
+    saved = [x.detach() for x in inputs]
+    o, lse = host.forward(*saved, made)
+    found = [o, *host.backward((*saved, o, lse), (do, None), made)[:3]]
+    again = host.PreparedAttention(made, True)
+    for _ in range(2):  # the first call prepares, the second looks up
         o = again(*inputs)
         if not all(map(torch.equal, found, [o, *torch.autograd.grad(o, inputs, do)])):
             return False
-    plain = kernels.PreparedAttention(again.task, False)
-    return all(torch.equal(found[0], plain(q, k, v)) for _ in range(3)) and replayable(plain, q, k, v)
+    plain = host.PreparedAttention(again.task, False)
+    return all(torch.equal(found[0], plain(q, k, v)) for _ in range(2)) and replayable(plain, q, k, v)
 
 
 def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a call inside a CUDA graph reuses no spare memory, and leaves none."""
-    from regard.engine.cuda import PreparedAttention, host
+    from regard.engine.cuda import host
     from regard.engine.cuda.prepared import PREPARED
 
     given: list[Tensor | None] = []
@@ -407,12 +412,12 @@ def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:
     def watched(run: Any) -> Any:
         return lambda *x: given.append(x[-1]) or run(*x)
 
-    for key, found in list(PREPARED.entries.items()):
+    for key, found in list(PREPARED.values.items()):
         if key[0] is plain.token:
             PREPARED.put(key, (watched(found[0]), found[1]))
     before, host._in_graph = host._in_graph, lambda x: True
     try:
-        fresh = PreparedAttention(plain.task, False)
+        fresh = host.PreparedAttention(plain.task, False)
         for attention in (plain, fresh, fresh):
             attention(q, k, v)
     finally:
@@ -441,40 +446,40 @@ def ulp(ref: Tensor, dtype: torch.dtype) -> float:
 def errors(
     names: tuple[str, ...], fast: list[Tensor], plain: list[Tensor], ref: list[Tensor]
 ) -> dict[str, tuple[float, float]]:
-    """For each output its largest error and what the rule grants; an infinite error where −∞ stands elsewhere."""
+    """For each output its largest error and the error allowed; an infinite error where −∞ is in other places."""
     out = {}
     for name, f, p, r in zip(names, fast, plain, ref, strict=True):
         none = r == -inf
         wrong = f.shape != r.shape or not torch.equal(f == -inf, none)
         dtype = f.dtype
         f, p, r = (x.double().masked_fill(none, 0.0) for x in (f, p, r))
-        granted = 2 * float((p - r).abs().max()) + 4 * ulp(r, dtype)
-        out[name] = inf if wrong else float((f - r).abs().max()), granted
+        allowed_error = 2 * float((p - r).abs().max()) + 4 * ulp(r, dtype)
+        out[name] = inf if wrong else float((f - r).abs().max()), allowed_error
     return out
 
 
 def branches(case: Case, configs: Any) -> list[str]:
-    """Which ways through the kernels a case takes, forward and for dk and dv ("by keys")."""
+    """Which branches of the kernels a case takes, forward and for dk and dv ("by keys")."""
     from regard.engine.cuda.schedule import device_passes
 
     start, step = query_offset(case.pattern, case.n, case.m, case.at)
     out = []
     for direction, config in ("by rows", configs.forward), ("by keys", configs.dkv):
         by_keys = direction == "by keys"
-        way = device_passes(
+        route = device_passes(
             (case.pattern, start, step), (case.n, case.m), config, by_keys, torch.device("cpu")
         )
-        for one in way.steps:
+        for one in route.steps:
             split, goes_on = "split" if one.work.slots else "whole", "goes on" if one.accumulates else "first"
             out.append(f"{direction}, {split}, {goes_on}")
-            out.append(f"{direction}, {'keeps some' if one.keep else 'keeps all'}")
+            out.append(f"{direction}, {'keeps some' if one.keep is not None else 'keeps all'}")
             out.append(f"{direction}, {one.work.segments} segments")
             out.append(f"{direction}, {'ragged' if one.work.ragged else 'full'}")
     return sorted(set(out))
 
 
 def terms(case: Case, device: str) -> dict[str, float]:
-    """The largest Σ|term| behind a number of dq and of dk.
+    """The largest Σ|term| of a number of dq and of dk.
 
     A query with one key has weight 1 and no gradient through it: do·v − do·o = 0. Plain PyTorch subtracts a number
     from itself; the kernels add up either side apart, so what is left is the rounding of the terms.
@@ -521,42 +526,42 @@ def counted(module: Any, fn: Any) -> tuple[Any, int]:
 
 
 def outcome(case: Case, device: str) -> dict[str, Any]:
-    """What the rule says of a case, whether a second run gives the same bits, which branches it took."""
-    from regard.engine.cuda.configs import Config, Configs
+    """The errors of a case, whether a second run gives the same bits, which branches it took."""
+    from regard.engine.cuda.call import Config, Configs
     from regard.engine.cuda.triton import short_backward
 
     small = Configs(Config(16, 16, 1, 1), Config(32, 16, 1, 1), Config(32, 16, 1, 1))
     configs = small if device == "cpu" and not case.stored else None
     dtype = getattr(torch, case.dtype)
     exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
-    found, brief = counted(short_backward, lambda: run(case, fast(case, device, configs), device, dtype))
+    found, one_launch = counted(short_backward, lambda: fast(case, device, configs))
     names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
-    told = errors(names, found, plain, exact)
+    result = errors(names, found, plain, exact)
     if case.one_key:
         for name, size in terms(case, device).items():
-            told[name] = told[name][0], 4 * torch.finfo(dtype).eps * size
+            result[name] = result[name][0], 4 * torch.finfo(dtype).eps * size
     if case.reach == 0:
-        granted = 4 * torch.finfo(dtype).eps * cancelled(case, device)  # each term is rounded once
-        told["dtable"] = told["dtable"][0], max(told["dtable"][1], granted)
-    out: dict[str, Any] = {"name": case.name, "errors": told, "brief": brief}
-    if device == "cuda" or case.name in TWICE:
-        again = run(case, fast(case, device, configs), device, dtype)
+        allowed_error = 4 * torch.finfo(dtype).eps * cancelled(case, device)  # each term is rounded once
+        result["dtable"] = result["dtable"][0], max(result["dtable"][1], allowed_error)
+    out: dict[str, Any] = {"name": case.name, "errors": result, "one_launch": one_launch}
+    if device == "cuda" or case.name in REPEATED:
+        again = fast(case, device, configs)
         out["same"] = all(torch.equal(x, y) for x, y in zip(found, again))
-    if device == "cuda" or case.name in TWICE:
-        out["again"] = remembered(case, device, configs, dtype)
+    if device == "cuda" or case.name in PREPARED:
+        out["prepared"] = repeatable(case, device, configs)
     if configs is not None:
         out["branches"] = branches(case, configs)
     return out
 
 
-def complaints(told: dict[str, Any]) -> str:
-    """What is wrong with a case, or nothing."""
-    if "failure" in told:
-        return told["failure"]
+def complaints(result: dict[str, Any]) -> str:
+    """What is wrong with a case; empty if nothing is."""
+    if "failure" in result:
+        return result["failure"]
     over = [
-        f"{name} is {error:.3g} off; the rule grants {granted:.3g}"
-        for name, (error, granted) in told["errors"].items()
-        if not error <= granted
+        f"{name} is {error:.3g} off; allowed are {allowed_error:.3g}"
+        for name, (error, allowed_error) in result["errors"].items()
+        if not error <= allowed_error
     ]
     return "\n".join(over)
 
@@ -569,28 +574,28 @@ def outcomes(
     names = [case.name for case in cases]
     with ThreadPoolExecutor(processes) as pool:
         shares = pool.map(lambda p: _share(names[p::processes], device, end), range(processes))
-        return {name: told for share in shares for name, told in share.items()}
+        return {name: result for share in shares for name, result in share.items()}
 
 
 def _share(names: list[str], device: str, end: float) -> dict[str, dict[str, Any]]:
     """The outcomes of these cases in order, in a new process after each crash."""
     out: dict[str, dict[str, Any]] = {}
     while left := [name for name in names if name not in out]:
-        lines, said = _child(left, device, max(1.0, end - time.monotonic()))
-        out |= {told["name"]: told for told in map(json.loads, lines)}
+        lines, message = _child(left, device, max(1.0, end - time.monotonic()))
+        out |= {result["name"]: result for result in map(json.loads, lines)}
         if all(name in out for name in left):
             break
-        late = time.monotonic() >= end
-        dead = [name for name in left if name not in out]
+        is_late = time.monotonic() >= end
+        missing = [name for name in left if name not in out]
         out |= {
-            name: {"failure": f"not reached in time\n{said}" if late else said}
-            for name in dead[: None if late else 1]
+            name: {"failure": f"not reached in time\n{message}" if is_late else message}
+            for name in missing[: None if is_late else 1]
         }
     return out
 
 
 def _child(names: list[str], device: str, seconds: float) -> tuple[list[str], str]:
-    """Whole lines of its output, and the end of what it said besides."""
+    """Whole lines of its output, and the end of its other output."""
     here = Path(__file__)
     paths = [str(here.parents[2] / "src"), str(here.parent), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -598,28 +603,28 @@ def _child(names: list[str], device: str, seconds: float) -> tuple[list[str], st
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = subprocess.Popen([sys.executable, str(here), device, *names], stdout=out, stderr=err, env=env)
         try:
-            said = f"the process ended with {child.wait(seconds)}"
+            message = f"the process ended with {child.wait(seconds)}"
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-            said = f"stopped after {seconds:.0f} s"
+            message = f"stopped after {seconds:.0f} s"
         out.seek(0)
         err.seek(0)
-        return [line for line in out if line.endswith("\n")], f"{said}\n{err.read()[-3000:]}"
+        return [line for line in out if line.endswith("\n")], f"{message}\n{err.read()[-3000:]}"
 
 
 def main(device: str, *names: str) -> None:
     torch.set_num_threads(1)
-    known = {case.name: case for case in [*SMALL, *BRIEF, *MORE, *ON_GPU, *AT_LENGTH]}
+    known = {case.name: case for case in [*SMALL, *SHORT, *OTHERS, *ON_GPU, *EVERY_DTYPE]}
     for name in names:
         try:
-            told = outcome(known[name], device)
+            result = outcome(known[name], device)
         except Exception as error:
-            told = {"name": name, "failure": traceback.format_exc()[-3000:]}
+            result = {"name": name, "failure": traceback.format_exc()[-3000:]}
             if "CUDA error" in str(error) and "out of memory" not in str(error):
-                print(json.dumps(told), flush=True)
+                print(json.dumps(result), flush=True)
                 raise  # nothing more can run in this process
-        print(json.dumps(told), flush=True)
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ PTX. Names and line information are normalized, so equal hashes mean that the ke
 """
 
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -94,36 +93,25 @@ def ptx_of(kernel, args, kwargs) -> str:
     raise AssertionError("no PTX was made")
 
 
-def package() -> str:
-    """The package of the kernels; version 0.1 has another name for it."""
-    return "regard.engine.cuda" if find_spec("regard.engine.cuda") else "regard.engine.kernels"
-
-
 def hopper_on_cpu() -> None:
     """Let the Hopper variant take CPU tensors: its condition on the device is left out."""
     import torch
 
+    from regard.engine.cuda import launches
+
     properties = SimpleNamespace(multi_processor_count=132)
     torch.cuda.get_device_properties = lambda device=None: properties
-    try:
-        from regard.engine.cuda.hopper import launches
-    except ImportError:  # version 0.1
-        calls, streams = (import_module(f"{package()}.{name}") for name in ("calls", "streams"))
-        lines = inspect.getsource(streams.stream_route)
-        lines = re.sub(r'device\.type != "cuda" or .*!= 9', "False", lines)
-        exec(lines, vars(streams))
-        calls.stream_route = streams.stream_route
-    else:
-        launches.is_hopper = lambda device: True
+    launches.is_hopper = lambda device: True
 
 
 def calls():
     """(name, function) of every call that is made."""
     import torch
 
-    kernels = import_module(package())
+    from regard.engine.compiled_ops import NO_SEED, Options
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import Extras, task
     from regard.pattern import blocks, causal, dilated, every, full, rows, window
-    from regard.position import ByDistance
 
     sparse = causal() & (window(128) | every(64))
     bf16, half, single = torch.bfloat16, torch.float16, torch.float32
@@ -131,28 +119,17 @@ def calls():
     def attend(pattern, n, d=64, dtype=bf16, h=2, h_kv=2, m=None, d_v=None, lse=False, **more):
         def run():
             shapes = (1, h, n, d), (1, h_kv, m or n, d), (1, h_kv, m or n, d_v or d)
-            x = [torch.zeros(s, dtype=dtype).requires_grad_() for s in shapes]
-            given, learn = dict(more), list(x)
-            if "reach" in more or "slopes" in more:
-                parts = {}
-                if given.pop("reach", None):
-                    parts["table"] = torch.zeros(h, 2 * more["reach"] + 1, requires_grad=True)
-                if given.pop("slopes", None):
-                    parts["slopes"] = torch.zeros(h, requires_grad=True)
-                given["bias"] = ByDistance(**parts)
-                learn += parts.values()
-            if "lengths" in more:
-                given["lengths"] = torch.tensor(more["lengths"])
-            if hasattr(kernels, "BiasAndDropout"):
-                parts = {name: getattr(given.get("bias"), name, None) for name in ("table", "slopes")}
-                extras = kernels.BiasAndDropout(**parts, seed=given.get("seed", 1 << 33))
-                where = pattern, 0, 1, d**-0.5
-                task = kernels.task(x[0], x[2], where, extras, given.get("dropout_p", 0.0))
-                o, logs = kernels.attend(*x, task, given.get("lengths"), extras)
-            else:  # version 0.1
-                o, logs = kernels.attend(*x, pattern, 0, 1, **given)
-            outs = (o, logs) if lse else (o,)
-            torch.autograd.grad(outs, learn, [torch.zeros_like(y) for y in outs], materialize_grads=True)
+            q, k, v = (torch.zeros(s, dtype=dtype) for s in shapes)
+            extras = Extras(
+                torch.zeros(h, 2 * more["reach"] + 1) if "reach" in more else None,
+                torch.zeros(h) if "slopes" in more else None,
+                torch.tensor(more["lengths"]) if "lengths" in more else None,
+                more.get("seed", NO_SEED),
+            )
+            made = task(q, v, Options(pattern, 0, 1, d**-0.5, more.get("dropout_p", 0.0)), extras)
+            o, logs = host.forward(q, k, v, made, extras)
+            grads = torch.zeros_like(o), torch.zeros_like(logs) if lse else None
+            host.backward((q, k, v, o, logs), grads, made, extras, "reach" in more or "slopes" in more)
 
         return run
 
@@ -192,12 +169,9 @@ def fused(torch):
             c = torch.zeros(2, m, own, dtype=dtype) if m else None
             long = torch.tensor(lengths) if lengths else None
             seed = torch.zeros(1, dtype=torch.int64) if dropout_p else None
-            if hasattr(torch.ops.regard, "fused_qkv"):
-                name, rest = "fused_qkv", ([heads, kv_heads, d, d, int(causal)], [d**-0.5, dropout_p])
-            else:  # version 0.1
-                name, rest = "joint", ([heads, kv_heads, d, d], causal, d**-0.5, dropout_p)
-            o = getattr(torch.ops.regard, name)(x, c, long, seed, *rest)
-            getattr(torch.ops.regard, f"{name}_backward")(o, x, c, long, seed, *rest)
+            rest = [heads, kv_heads, d, d, int(causal)], [d**-0.5, dropout_p]
+            o = torch.ops.regard.fused_qkv(x, c, long, seed, *rest)
+            torch.ops.regard.fused_qkv_backward(o, x, c, long, seed, *rest)
 
         return call
 

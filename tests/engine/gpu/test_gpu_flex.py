@@ -1,4 +1,4 @@
-"""Documents and functions on CUDA, through the door: FlexAttention compiled, forward, backward and log-sum-exp.
+"""Documents and functions on CUDA, through `attention`: FlexAttention compiled, forward, backward and log-sum-exp.
 
 PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu_flex.py
 """
@@ -87,7 +87,7 @@ def assert_within_twice_the_error_of_plain(mine, inputs, pattern, **more):
 PATTERNS = {
     "documents": lambda: documents(ids()),
     "documents and causal": lambda: documents(ids()) & causal(),
-    "documents a row": lambda: documents(torch.stack([ids(), ids().flip(0)])) & causal(),
+    "documents per batch row": lambda: documents(torch.stack([ids(), ids().flip(0)])) & causal(),
     "a function": lambda: where(lambda i, j: (i + j) % 3 == 0),
     "a function or a window": lambda: where(lambda i, j: j < 100) | window(50),
     "a function with an empty row": lambda: where(lambda i, j: (i != 140) & (i // 200 == j // 200)),

@@ -90,30 +90,28 @@ def one_launch(n: int, m: int, heads: int, width: int) -> bool:
 
 def _on_hopper(f: CallFacts) -> bool:
     """Whether the forward pass is one of the kernels for Hopper."""
-    if (
-        f.device_type != "cuda"
-        or not torch.cuda.is_available()
-        or f.lengths
-        or f.bias != "none"
-        or f.dropout_p
-    ):
+    extras = f.lengths or f.bias != "none" or f.dropout_p
+    if f.device_type != "cuda" or not torch.cuda.is_available() or extras:
         return False
-    from . import task
     from .call import CallLayout, contiguous
-    from .hopper.launches import passes
+    from .launches import hopper_passes
 
-    q, k, v = f.like()
-    made = task(q, v, (f.pattern, *f.offset, f.factor))
-    layouts = tuple(contiguous(*x.shape) for x in (q, k, v))
-    call = CallLayout(made, layouts, f.dtype, torch.device(f.device))
-    return passes(call, made.configs.hopper_forward, False) is not None
+    layouts = tuple(contiguous(*x.shape) for x in f.like())
+    call = CallLayout(_plain_task(f), layouts, f.dtype, torch.device(f.device))
+    return hopper_passes(call, call.task.configs.hopper_forward, False) is not None
+
+
+def _plain_task(f: CallFacts) -> Any:
+    from .call import task
+
+    q, _, v = f.like()
+    return task(q, v, Options(f.pattern, *f.offset, f.factor))
 
 
 def _prepared_launches(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    from . import PreparedAttention, task
+    from .host import PreparedAttention
 
-    q, _, v = f.like()
-    return PreparedAttention(task(q, v, (f.pattern, *f.offset, f.factor)), f.grad)
+    return PreparedAttention(_plain_task(f), f.grad)
 
 
 def _run(call: Call, f: CallFacts) -> Outputs:
@@ -159,11 +157,13 @@ class _Attend(torch.autograd.Function):
 
 def forward(qkv: Any, extras: Any, seed: int, options: Options) -> tuple[Tensor, Tensor]:
     """o and lse. qkv: q, k, v; extras: table, slopes, lengths."""
-    from . import BiasAndDropout
-    from . import forward as run
+    from . import host
+    from .call import Extras, task
 
-    more = BiasAndDropout(*extras[:2], seed)
-    o, lse = run(*qkv, _task(qkv[0], qkv[2], more, options), extras[2], more)
+    table, slopes, lengths = extras
+    more = Extras(table, slopes, lengths, seed)
+    q, k, v = qkv
+    o, lse = host.forward(q, k, v, task(q, v, options, more), more)
     return o.contiguous(), lse.contiguous()
 
 
@@ -176,19 +176,12 @@ def backward(
     of_bias: bool,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes; of the last two only if `of_bias`. saved: q, k, v, o, lse."""
-    from . import BiasAndDropout
-    from . import backward as run
+    from . import host
+    from .call import Extras, task
 
     q, _, v, o, _ = saved
-    more = BiasAndDropout(*extras[:2], seed)
-    task = _task(q, v, more, options)
+    table, slopes, lengths = extras
+    more = Extras(table, slopes, lengths, seed)
     grad = torch.zeros_like(o) if grads[0] is None else grads[0]
-    results = run(saved, (grad, grads[1]), task, extras[2], more, of_bias)
+    results = host.backward(saved, (grad, grads[1]), task(q, v, options, more), more, of_bias)
     return tuple(None if g is None else g.contiguous() for g in results)
-
-
-def _task(q: Tensor, v: Tensor, more: Any, options: Options) -> Any:
-    from . import task
-
-    *where, dropout_p = options
-    return task(q, v, tuple(where), more, dropout_p)

@@ -1,4 +1,4 @@
-"""One call as the kernels see it: what it computes, and shapes and strides of its tensors.
+"""One call as the kernels see it: what it computes, shapes and strides of its tensors, the tile sizes of its kernels.
 
     bias(i, j) = table[clip(j − i, ±reach)] − slope · |j − i|       held in base 2 here, as scores are
 
@@ -10,51 +10,105 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ...pattern import Pattern
-from .configs import Configs, default
+from ..compiled_ops import NO_SEED, Options
 
 LOG2E = 1.4426950408889634
-SEEDS = 1 << 33, 1 << 62  # every seed in this range takes 64 bits, so one compiled kernel serves all of them
 
 
-@dataclass(frozen=True, eq=False)
-class BiasAndDropout:
-    """The bias tensors and the dropout seed of one call; None: no such part."""
+# The stored configurations, by direction, width and dtype: chosen on an H200 (bench/gpu_patterns.py --group sweep).
+# There is no tuning at run time, so the first call is fast.
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel: members of a tile, members of a block, warps, stages of the load pipeline, a cap on registers.
+
+    lines: the kernel has a cheaper test for blocks that a straight line cuts (see mask.py).
+    """
+
+    tile: int
+    block: int
+    warps: int
+    stages: int
+    registers: int | None = None
+    lines: bool = False
+
+
+@dataclass(frozen=True)
+class Configs:
+    forward: Config
+    dq: Config
+    dkv: Config
+    hopper_forward: Config | None = None  # of the kernels for Hopper; None: only the general ones
+    hopper_dq: Config | None = None
+    hopper_dkv: Config | None = None
+
+    def without_caps(self) -> "Configs":
+        """For calls with a bias or dropout, whose kernels hold more: a cap would make them spill."""
+        forward, dq, dkv = (replace(x, registers=None) for x in (self.forward, self.dq, self.dkv))
+        return Configs(forward, dq, dkv, self.hopper_forward)
+
+
+HALF = {  # by the larger of the two padded widths
+    32: Configs(Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    64: Configs(
+        Config(64, 64, 4, 3), Config(64, 64, 4, 3, 168), Config(64, 64, 4, 3, 168),
+        Config(64, 64, 4, 1, 128, lines=True), Config(64, 64, 4, 1, 168), Config(64, 64, 4, 1),
+    ),
+    128: Configs(
+        Config(64, 64, 4, 3), Config(64, 64, 4, 2), Config(64, 64, 4, 2),
+        Config(64, 64, 4, 1, 168, lines=True), Config(64, 64, 4, 1), Config(64, 64, 4, 1),
+    ),
+    256: Configs(Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 8, 2)),
+}  # fmt: skip
+SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles would overflow the registers
+    32: Configs(Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    64: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
+    128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
+    256: Configs(Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+}
+
+
+def padded(d: int) -> int:
+    """The width a kernel works with: the next power of two, at least 16."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
+    """The stored configuration of these widths, at most 256."""
+    return (SINGLE if dtype == torch.float32 else HALF)[max(32, padded(d_k), padded(d_v))]
+
+
+# What is computed
+
+
+class Extras(NamedTuple):
+    """The inputs of a call beside q, k and v; None: no such input. The seed is that of dropout."""
 
     table: Float[Tensor, "h r"] | None = None
     slopes: Float[Tensor, " h"] | None = None
-    seed: int = SEEDS[0]
+    lengths: Int[Tensor, " b"] | None = None
+    seed: int = NO_SEED
 
-    def in_base2(self) -> "BiasAndDropout":
-        """Contiguous, in float32 and base 2, as the kernels read them."""
-        if self.table is None and self.slopes is None:
+    def on(self, device: torch.device) -> "Extras":
+        """As the kernels read them: contiguous, the bias in float32 and base 2, lengths as int32 on this device."""
+        if self[:3] == (None, None, None):
             return self
-        table, slopes = (
-            None if x is None else (x.detach().float() * LOG2E).contiguous()
-            for x in (self.table, self.slopes)
-        )
-        return BiasAndDropout(table, slopes, self.seed)
+        table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in self[:2])
+        lengths = None if self.lengths is None else self.lengths.to(device, torch.int32).contiguous()
+        return Extras(table, slopes, lengths, self.seed)
 
 
-PLAIN = BiasAndDropout()
-
-
-def sample_seed() -> Tensor:
-    """From PyTorch's CPU generator, so that reading it does not synchronize with the GPU."""
-    return torch.randint(*SEEDS, ())
+PLAIN = Extras()
 
 
 def base2(scale: float) -> float:
     """The scale of scores in base 2. Never 0, because it multiplies the −∞ of pairs that are not allowed."""
     return max(scale * LOG2E, 1e-30)
-
-
-def dropout_threshold(dropout_p: float) -> int:
-    """A weight is dropped where its random 32-bit number is below this."""
-    return min(round(dropout_p * 2**32), 2**32 - 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +119,10 @@ class Task:
     start: int  # query r is at position start + step · r
     step: int
     scale: float
+    dropout_p: float
     configs: Configs
     reach: int | None = None  # of the bias table; None: no table
     has_slopes: bool = False
-    dropout_p: float = 0.0
 
     @property
     def plain(self) -> bool:
@@ -76,41 +130,32 @@ class Task:
         return self.reach is None and not self.has_slopes and self.dropout_p == 0
 
 
-class Sizes(NamedTuple):
-    """What selects the stored configuration of a task."""
-
-    d_k: int
-    d_v: int
-    dtype: torch.dtype
-
-
-Where = tuple[Pattern, int, int, float]  # pattern, start, step, scale
-
-
 @lru_cache(maxsize=256)
-def _task(sizes: Sizes, where: Where, more: tuple[int | None, bool, float], configs: Configs | None) -> Task:
-    made = Task(*where, configs or default(*sizes), *more)
-    return made if made.plain or configs else replace(made, configs=made.configs.without_caps())
+def _task(options: Options, reach: int | None, has_slopes: bool, configs: Configs, is_default: bool) -> Task:
+    made = Task(*options, configs, reach, has_slopes)
+    return replace(made, configs=configs.without_caps()) if is_default and not made.plain else made
 
 
 def task(
     q: Float[Tensor, "b h n d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
-    where: Where,
-    extras: BiasAndDropout = PLAIN,
-    dropout_p: float = 0.0,
+    options: Options,
+    extras: Extras = PLAIN,
     configs: Configs | None = None,
 ) -> Task:
     """The task, with the stored configuration of these widths unless one is given."""
     reach = None if extras.table is None else extras.table.shape[-1] // 2
-    sizes = Sizes(q.shape[-1], v.shape[-1], q.dtype)
-    return _task(sizes, where, (reach, extras.slopes is not None, dropout_p), configs)
+    stored = default(q.shape[-1], v.shape[-1], q.dtype) if configs is None else configs
+    return _task(options, reach, extras.slopes is not None, stored, configs is None)
 
 
 @lru_cache(maxsize=64)
 def negated(task: Task) -> Task:
     """The same task with the sign of its scale changed: kernels take the running maximum before scaling."""
     return replace(task, scale=-task.scale)
+
+
+# Shapes and strides
 
 
 class Layout(NamedTuple):
@@ -154,15 +199,16 @@ class CallLayout(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
         """b, h, h_kv, n, m, d_k, d_v."""
-        (b, h, n, d_k), (h_kv, m), d_v = (
-            self.tensors[0].shape, self.tensors[1].shape[1:3], self.tensors[2].shape[-1]
-        )  # fmt: skip
-        return b, h, h_kv, n, m, d_k, d_v
+        q, k, v = (x.shape for x in self.tensors[:3])
+        return q[0], q[1], k[1], q[2], k[2], q[3], v[3]
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Which of the inputs that not every call has are there, in order."""
-        there = self.has_dlse, self.has_lengths, self.task.reach is not None, self.task.has_slopes
-        return tuple(
-            name for name, is_there in zip(("dlse", "lengths", "table", "slopes"), there) if is_there
-        )
+        """Which of the inputs that not every call has are there, in the order of `Extras`, after dlse."""
+        there = {
+            "dlse": self.has_dlse,
+            "table": self.task.reach is not None,
+            "slopes": self.task.has_slopes,
+            "lengths": self.has_lengths,
+        }
+        return tuple(name for name, is_there in there.items() if is_there)

@@ -6,20 +6,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ... import compat
-from ...errors import BackendError
-from .call import PLAIN, BiasAndDropout, CallLayout, Task, contiguous, layout, negated
-from .configs import padded
-from .hopper import launches as hopper
+from ..call import Call
+from ..reference_backend import gradients
+from . import launches
+from .call import PLAIN, CallLayout, Extras, Task, contiguous, layout, negated, padded
 from .prepared import PREPARED, current_device, raw_stream
-from .triton import launches as triton
-from .triton import short_backward
-
-DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
 _find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
 ForwardCall = Callable[..., tuple[Tensor, Tensor]]
@@ -30,19 +25,19 @@ BackwardCall = Callable[..., tuple[Tensor | None, ...]]
 
 
 def prepared_forward(call: CallLayout) -> ForwardCall:
-    """(q, k, v, lengths, extras, spare_lse) → (o, lse)."""
+    """(q, k, v, extras, spare_lse) → (o, lse)."""
     found = _find(("forward", call))
     return PREPARED.put(("forward", call), _forward_call(call)) if found is None else found
 
 
 def prepared_backward(call: CallLayout) -> BackwardCall:
-    """((q, k, v, o, do, lse), dlse, lengths, extras) → dq, dk, dv; of table and slopes if the bias learns."""
+    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; of table and slopes if the bias learns."""
     found = _find(("backward", call))
     return PREPARED.put(("backward", call), _backward_call(call)) if found is None else found
 
 
 def _forward_call(call: CallLayout) -> ForwardCall:
-    passes, program = hopper.forward(call) or triton.forward(call)
+    passes, program = launches.forward(call)
     b, h, _, n, _, _, d_v = call.sizes
     shape, dtype, device = (b, h, n, d_v), torch.float32 if passes.joins else call.dtype, call.device
     like, run, plain = torch.empty_like, program.run, not call.optional_inputs
@@ -52,42 +47,35 @@ def _forward_call(call: CallLayout) -> ForwardCall:
     # A kernel that goes on from an earlier pass reads lse, so a spare tensor would not do.
     accumulates = passes.joins
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, extras: BiasAndDropout,
-        spare_lse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(q, k, v, extras, spare_lse=None):
         if covers:
             o = like(q) if o_is_like_q else torch.empty(shape, dtype=dtype, device=device)
             lse = like(rows) if spare_lse is None or accumulates else spare_lse
         else:
             o = torch.zeros(shape, dtype=dtype, device=device)
             lse = torch.full(shape[:3], -torch.inf, device=device)
-        if plain:
-            run((q, k, v, o, lse), extras.seed)
-        else:
-            run((q, k, v, o, lse, *_present(lengths, extras.table, extras.slopes)), extras.seed)
+        run((q, k, v, o, lse) if plain else (q, k, v, o, lse, *_present(*extras[:3])), extras.seed)
         return o.to(call.dtype) if accumulates else o, lse
 
     return forward
 
 
 def _backward_call(call: CallLayout) -> BackwardCall:
-    outputs, program, final = short_backward.backward(call) or hopper.backward(call) or triton.backward(call)
+    outputs, program, final = launches.backward(call)
     run, dtype = program.run, call.dtype
     if final and not call.optional_inputs:
 
-        def backward(tensors, dlse, lengths, extras):
+        def backward(tensors, dlse, extras):
             grads = outputs(tensors)
             run((*tensors, *grads), extras.seed)
             return grads
 
     else:
 
-        def backward(tensors, dlse, lengths, extras):
+        def backward(tensors, dlse, extras):
             out = outputs(tensors)
-            more = _present(dlse, lengths, extras.table, extras.slopes)
-            run((*tensors, *more, *out), extras.seed)
-            of_bias = triton.bias_gradients(call, out[3:]) if call.bias_gradient else ()
+            run((*tensors, *_present(dlse, *extras[:3]), *out), extras.seed)
+            of_bias = launches.bias_gradients(call, out[3:]) if call.bias_gradient else ()
             return *(x.to(dtype) for x in out[:3]), *of_bias
 
     return backward
@@ -105,20 +93,23 @@ def forward(
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
     task: Task,
-    lengths: Int[Tensor, " b"] | None = None,
-    extras: BiasAndDropout = PLAIN,
+    extras: Extras = PLAIN,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """o and ln Σ exp(scores); zeros and −∞ for a query that has no allowed key."""
+    """o and ln Σ exp(scores); zeros and −∞ for a query that has no allowed key.
+
+    Keys at and past lengths[b] are hidden, whatever they hold. Dropout applies to the weights after the softmax.
+    """
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
         return q.new_zeros((*q.shape[:3], v.shape[-1])), lse
     if task.scale < 0:
-        return forward(-q, k, v, negated(task), lengths, extras)
+        return forward(-q, k, v, negated(task), extras)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    call = CallLayout(task, (layout(q), layout(k), layout(v)), q.dtype, q.device, lengths is not None)
+    there = extras.lengths is not None
+    call = CallLayout(task, (layout(q), layout(k), layout(v)), q.dtype, q.device, there)
     with _device_of(q):
-        o, lse = prepared_forward(call)(q, k, v, _int32(lengths, q), extras.in_base2())
+        o, lse = prepared_forward(call)(q, k, v, extras.on(q.device))
     return _narrowed(o, d_v), lse
 
 
@@ -126,8 +117,7 @@ def backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     grads: tuple[Tensor, Tensor | None],
     task: Task,
-    lengths: Int[Tensor, " b"] | None = None,
-    extras: BiasAndDropout = PLAIN,
+    extras: Extras = PLAIN,
     bias_gradient: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v and, if `bias_gradient`, of table and slopes.
@@ -136,26 +126,24 @@ def backward(
     """
     (q, k, v, o, lse), (do, dlse) = saved, grads
     if not q.numel() or not k.numel():
-        return tuple(
-            None if x is None else torch.zeros_like(x) for x in (q, k, v, extras.table, extras.slopes)
-        )
+        return tuple(None if x is None else torch.zeros_like(x) for x in (q, k, v, *extras[:2]))
     if task.scale < 0:
-        dq, *others = backward((-q, k, v, o, lse), grads, negated(task), lengths, extras, bias_gradient)
+        dq, *others = backward((-q, k, v, o, lse), grads, negated(task), extras, bias_gradient)
         assert dq is not None
         return -dq, *others
     d_k, d_v, least = q.shape[-1], v.shape[-1], _min_value_width(q)
     q, k = aligned_rows(q), aligned_rows(k)
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    layouts = layout(q), layout(k), layout(v), layout(o), layout(do)
-    there = lengths is not None, dlse is not None, bias_gradient
+    layouts = tuple(map(layout, (q, k, v, o, do)))
+    there = extras.lengths is not None, dlse is not None, bias_gradient
     run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *there))
     with _device_of(q):
-        made = run((q, k, v, o, do, lse), dlse, _int32(lengths, q), extras.in_base2())
+        made = run((q, k, v, o, do, lse), dlse, extras.on(q.device))
     dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
     if not bias_gradient:
         return dq, dk, dv, None, None
-    return dq, dk, dv, *map(_like_parameter, made[3:], (extras.table, extras.slopes))
+    return dq, dk, dv, *map(_like_parameter, made[3:], extras[:2])
 
 
 def _narrowed(x: Tensor | None, d: int) -> Tensor:
@@ -195,59 +183,6 @@ def _device_of(q: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(q.device)
 
 
-def _int32(lengths: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if lengths is None else lengths.to(q.device, torch.int32).contiguous()
-
-
-class _Attend(torch.autograd.Function):
-    """(q, k, v, table, slopes) → (o, lse), both differentiable."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, table, slopes, lengths, seed, task):
-        o, lse = forward(q, k, v, task, lengths, BiasAndDropout(table, slopes, seed))
-        ctx.save_for_backward(q, k, v, o, lse, table, slopes, lengths)
-        ctx.task, ctx.seed = task, seed
-        ctx.set_materialize_grads(False)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, dlse):
-        *saved, table, slopes, lengths = ctx.saved_tensors
-        if do is None and dlse is None:
-            return (None,) * 8
-        do = torch.zeros_like(saved[3]) if do is None else do
-        bias_gradient = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-        extras = BiasAndDropout(table, slopes, ctx.seed)
-        return *backward(saved, (do, dlse), ctx.task, lengths, extras, bias_gradient), None, None, None
-
-
-def attend(
-    q: Float[Tensor, "b h n d_k"],
-    k: Float[Tensor, "b h_kv m d_k"],
-    v: Float[Tensor, "b h_kv m d_v"],
-    task: Task,
-    lengths: Int[Tensor, " b"] | None = None,
-    extras: BiasAndDropout = PLAIN,
-) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, and ln Σ exp(scores): (o, lse).
-
-    Keys at and past lengths[b] are hidden, whatever they hold. Dropout applies to the weights after the softmax.
-    """
-    _check(q, k, v)
-    return _Attend.apply(q, k, v, extras.table, extras.slopes, lengths, extras.seed, task)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise BackendError(
-            f"the Triton kernels take float32, float16 or bfloat16, one for all; "
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if not q.device == k.device == v.device:
-        raise BackendError(f"q, k, v are on {q.device}, {k.device}, {v.device}: move them to one device")
-
-
 # Repeated calls without bias, dropout, lengths and log-sum-exp: on a short call the GPU waits for Python, and here
 # nothing is left to decide but the strides, which is one lookup, forward and backward.
 
@@ -274,15 +209,12 @@ class PreparedAttention:
         """o, lse, and what the backward pass finds its launches by."""
         key = self.token, q.stride(), k.stride(), v.stride()
         run, token = _find(key, _UNKNOWN)
-        if (
-            run is not None
-            and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-            and _on_current_device(q)
-        ):
+        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        if run is not None and aligned and _on_current_device(q):
             spare = self.spare
             if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
                 spare = None
-            o, lse = run(q, k, v, None, PLAIN, spare)
+            o, lse = run(q, k, v, PLAIN, spare)
             return o, lse, token
         token = None
         if _readable(q, k, v):
@@ -298,12 +230,10 @@ class PreparedAttention:
         q, k, v, o, lse = saved
         run = None if token is None else _find((token, do.stride()))
         if run is not None and not do.data_ptr() & 15 and _on_current_device(do):
-            return run((q, k, v, o, do, lse), None, None, PLAIN)
+            return run((q, k, v, o, do, lse), None, PLAIN)
         if token is not None and _readable(q, k, v, o, do):
-            layouts = layout(q), layout(k), layout(v), layout(o), layout(do)
-            PREPARED.put(
-                (token, do.stride()), prepared_backward(CallLayout(self.task, layouts, q.dtype, q.device))
-            )
+            call = CallLayout(self.task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
+            PREPARED.put((token, do.stride()), prepared_backward(call))
         return backward((q, k, v, o, lse), (do, None), self.task)[:3]
 
 
@@ -340,9 +270,6 @@ class _Repeated(torch.autograd.Function):
     def backward(ctx, grad):
         saved = ctx.saved_tensors
         if _grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            from ..call import Call
-            from ..reference_backend import gradients
-
             (q, k, v, _, _), task = saved, ctx.attention.task
             call = Call(q, k, v, task.pattern, scale=task.scale, at=(task.start, task.step))
             return *gradients((grad, None), call), None

@@ -1,19 +1,36 @@
-"""A pattern as a Triton function: `allowed(i, j)`, compiled into the kernels that need a mask."""
+"""A pattern as the kernels test it: a Triton function `allowed(i, j)`, and which test a block of pairs needs.
+
+Most patterns are two bounds on j that move with i, with exceptions for some keys:
+
+    only(j) ∧ (j ≥ i − before ∨ low(j)) ∧ (j ≤ i + after ∨ high(j))
+
+`causal() & (window(128) | every(64))` is after = 0, before = 128 but for keys ≡ 0 mod 64. What depends on j alone
+is computed once per key; a pair costs one comparison per bound, and only in blocks that the bound cuts.
+"""
 
 import hashlib
 import linecache
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
+from operator import and_
 from typing import Any
 
+import numpy as np
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from ...errors import BackendError
-from ...pattern import Both, Pattern, Relation
-from ...progression import FAR
-from ..plan import Pass, plan, transposed
+from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full
+from ...pattern.classification import of_relation
+from ...progression import FAR, Ints
+
+# Marks of blocks: places past the last key, past the upper, before the lower bound; some places are exempt.
+END, UPPER, LOWER, FREES = 16, 32, 64, 128
+NO_KEY_FREE = (1, 1)  # no place leaves 1 when divided by 1
+
+Some = NDArray[np.bool_]
+Free = tuple[int, int]  # (k, r): places ≡ r mod k
 
 
 def expression(pattern: Pattern) -> str:
@@ -37,22 +54,17 @@ def expression(pattern: Pattern) -> str:
 
 def _condition(r: Relation) -> str:
     """Remainders are taken of i and of j, never of i − j: a tile has rows + columns of those, not rows × columns."""
-    holds = []
-    if r.divisor > 1:
-        holds.append(f"{_residue('i', r.divisor)} == j % {r.divisor}")
-    if r.query_class[0] > 1:
-        holds.append(f"{_residue('i', r.query_class[0])} == {r.query_class[1]}")
-    if r.key_class[0] > 1:
-        holds.append(f"j % {r.key_class[0]} == {r.key_class[1]}")
-    if r.query_below < FAR:
-        holds.append(f"i < {r.query_below}")
-    if r.key_below < FAR:
-        holds.append(f"j < {r.key_below}")
-    holds += [f"i - {_residue('i', size)} == j - j % {size}" for size in r.blocks]
-    if r.far < FAR:
-        holds.append(f"i - j <= {r.far}")
-    if r.near > -FAR:
-        holds.append(f"j - i <= {-r.near}" if r.near else "j <= i")
+    conditions = (
+        (r.divisor > 1, f"{_residue('i', r.divisor)} == j % {r.divisor}"),
+        (r.query_class[0] > 1, f"{_residue('i', r.query_class[0])} == {r.query_class[1]}"),
+        (r.key_class[0] > 1, f"j % {r.key_class[0]} == {r.key_class[1]}"),
+        (r.query_below < FAR, f"i < {r.query_below}"),
+        (r.key_below < FAR, f"j < {r.key_below}"),
+        *((True, f"i - {_residue('i', size)} == j - j % {size}") for size in r.blocks),
+        (r.far < FAR, f"i - j <= {r.far}"),
+        (r.near > -FAR, f"j - i <= {-r.near}" if r.near else "j <= i"),
+    )
+    holds = [text for is_tested, text in conditions if is_tested]
     if len(holds) <= 1:
         return f"({holds[0] if holds else 'j == j'})"
     return f"({' & '.join(f'({one})' for one in holds)})"
@@ -65,10 +77,8 @@ def _residue(name: str, k: int) -> str:
 
 @lru_cache(maxsize=1024)
 def compiled(pattern: Pattern) -> Any:
-    """`allowed(i, j)` as a Triton function."""
-    return function(
-        "allowed", "i, j", expression(pattern), triton.jit, {"tl": tl}
-    )  # the interpreter needs tl
+    """`allowed(i, j)` as a Triton function. The interpreter needs tl."""
+    return function("allowed", "i, j", expression(pattern), triton.jit, {"tl": tl})
 
 
 def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:
@@ -83,50 +93,160 @@ def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, An
     return jit(space[name])
 
 
-@dataclass(frozen=True, eq=False)
-class PlanPass:
-    """A pass to run, and the tile members whose results count: `keep` reads members only, or is None."""
-
-    one: Pass
-    keep: Pattern | None = None
+# Bounds
 
 
-def plan_passes(
-    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
-) -> tuple[PlanPass, ...]:
-    """The passes of a plan, without conditions on the tile's own members.
+@dataclass(frozen=True)
+class Band:
+    """None: no such bound, no such exception."""
 
-    `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
-    otherwise each block would need a mask for a key or two, which costs more than computing those keys.
+    before: int | None = None
+    after: int | None = None
+    low: Pattern | None = None
+    high: Pattern | None = None
+    only: Pattern | None = None
+
+
+def band(pattern: Pattern) -> Band | None:
+    """The pattern as bounds, or None where it is not of that kind."""
+    if reads_keys_only(pattern):
+        return Band() if pattern == full() else Band(only=pattern)
+    match pattern:
+        case Word():
+            return _of_relation(pattern.relation)
+        case Both(left, right):
+            return _both(band(left), band(right))
+        case Either(left, right) if reads_keys_only(right):
+            return _either(band(left), right)
+        case Either(left, right) if reads_keys_only(left):
+            return _either(band(right), left)
+    return None
+
+
+def _of_relation(r: Relation) -> Band | None:
+    if r != Relation(near=r.near, far=r.far):
+        return None
+    return Band(r.far if r.far < FAR else None, -r.near if r.near > -FAR else None)
+
+
+def reads_keys_only(pattern: Pattern) -> bool:
+    return not pattern.has_data and not pattern.reads_query
+
+
+def _both(a: Band | None, b: Band | None) -> Band | None:
+    if a is None or b is None:
+        return None
+    try:
+        before, low = _tighter(a.before, a.low, b.before, b.low)
+        after, high = _tighter(a.after, a.high, b.after, b.high)
+    except ValueError:
+        return None
+    only = a.only if b.only is None else b.only if a.only is None else a.only & b.only
+    return Band(before, after, low, high, only)
+
+
+def _tighter(
+    a: int | None, free: Pattern | None, b: int | None, freed: Pattern | None
+) -> tuple[int | None, Pattern | None]:
+    """Two bounds as one; the wider adds nothing unless the tighter has exceptions."""
+    if a is None or b is None:
+        return (b, freed) if a is None else (a, free)
+    if b < a:
+        a, free, b, freed = b, freed, a, free
+    if free is None or (a == b and free == freed):
+        return a, free
+    raise ValueError
+
+
+def _either(a: Band | None, keys: Pattern) -> Band | None:
+    if a is None or a.only is not None:
+        return None
+    low = None if a.before is None else keys if a.low is None else a.low | keys
+    high = None if a.after is None else keys if a.high is None else a.high | keys
+    return Band(a.before, a.after, low, high)
+
+
+def marks(found: Band | None, i: Run, j: Run) -> Ints:
+    """For each segment j of a tile i: 1 where the lower bound cuts it, + 2 where the upper one does; 4: unknown."""
+    if found is None:
+        return np.full(len(i.first), 4)
+    never = np.zeros(len(i.first), dtype=bool)
+    uncut = [np.logical_not(_all(words, i, j)) for words in (found.low, found.high)]
+    lower = never if found.before is None else (i.last - j.first > found.before) & uncut[0]
+    upper = never if found.after is None else (j.last - i.first > found.after) & uncut[1]
+    if found.only is not None:
+        lower = lower | ~classify(found.only, i, j).all
+    return lower + 2 * upper
+
+
+def _all(pattern: Pattern | None, i: Run, j: Run) -> Any:
+    return False if pattern is None else classify(pattern, i, j).all
+
+
+def without_certain_words(pattern: Pattern, i: Run, j: Run) -> Pattern:
+    """The pattern without the words that hold for every pair of each of these runs: no need to test them."""
+
+    def leaf(word: Pattern) -> Pattern:
+        if not isinstance(word, Word):
+            return word
+        conditions, left = list(word.relation.conditions()), []
+        for condition in conditions:
+            known = of_relation(condition, i, j)
+            if known.none.all():
+                return ~full()
+            if not known.all.all():
+                left.append(condition)
+        if len(left) == len(conditions):
+            return word
+        return Related(reduce(and_, left)) if left else full()
+
+    return pattern.fold(leaf, partial(_joined, how=Both), partial(_joined, how=Either), Not)
+
+
+def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
+    neutral, strong = (full(), ~full()) if how is Both else (~full(), full())
+    if strong in (left, right):
+        return strong
+    if left == neutral:
+        return right
+    return left if right == neutral else how(left, right)
+
+
+# Blocks that a straight line cuts. In a run of consecutive keys, a bound hides a pair where place − limit(row) has
+# the wrong sign, whatever the key is. That difference, saturated to 0 … 1, is one addition; Hopper has twice as many
+# units for additions as for comparisons and selections (NVIDIA's throughput tables).
+
+
+def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> tuple[Ints, tuple[Free, Free]]:
+    """The marks of blocks of keys j, where i are the queries of their tiles and `cut` is the result of `marks`.
+
+    Also the places of keys that are free of the lower and of the upper bound, in the blocks marked so. Every query
+    may attend to a key of a block that a bound cuts, so its largest score is that of an allowed pair.
     """
-    make = transposed if by_keys else plan
-    out = []
-    for one in make(pattern, n, m, start, step, tile).passes:
-        own = [c for c in _conjuncts(one.pattern) if _reads_only(c, "j" if by_keys else "i")]
-        others = [c for c in _conjuncts(one.pattern) if c not in own]
-        if own and others:
-            core = make(_all(others), n, m, start, step, tile)
-            if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
-                out.append(PlanPass(core.passes[0], _all(own)))
-                continue
-        out.append(PlanPass(one))
-    return tuple(out)
+    run = alone & (i.step == 1) & (j.step == 1) & ~short
+    lower, upper = run & (cut == 1), run & (cut == 2)
+    if found.before is not None:
+        lower &= j.last >= i.last - found.before
+    if found.after is not None:
+        upper &= j.first <= i.first + found.after
+    marks = np.where(short & (cut == 0), END, cut)
+    marks, below = _marked(marks, LOWER, lower, found.low, i, j)
+    marks, above = _marked(marks, UPPER, upper, found.high, i, j)
+    return marks, (below, above)
 
 
-def _conjuncts(pattern: Pattern) -> Iterator[Pattern]:
-    if isinstance(pattern, Both):
-        yield from _conjuncts(pattern.left)
-        yield from _conjuncts(pattern.right)
-    else:
-        yield pattern
-
-
-def _all(patterns: list[Pattern]) -> Pattern:
-    out = patterns[0]
-    for other in patterns[1:]:
-        out = out & other
-    return out
-
-
-def _reads_only(pattern: Pattern, name: str) -> bool:
-    return not (pattern.reads_query if name == "j" else pattern.reads_key)
+def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j: Run) -> tuple[Ints, Free]:
+    """Mark some blocks; also those with keys free of the bound, if these have the same places in all of them."""
+    if word is None:
+        return np.where(some, mark, marks), NO_KEY_FREE
+    asks = word.relation if isinstance(word, Word) else Relation()
+    k, residue = asks.key_class
+    if k == 1 or asks != Relation(key_class=asks.key_class):
+        return np.where(some & classify(word, i, j).none, mark, marks), NO_KEY_FREE
+    at = (residue - j.first) % k  # the first place of a free key
+    free = some & (at < j.count)
+    marks = np.where(some & ~free, mark, marks)
+    places = np.unique(at[free])
+    if len(places) != 1:
+        return marks, NO_KEY_FREE
+    return np.where(free, mark + FREES, marks), (k, int(places[0]))

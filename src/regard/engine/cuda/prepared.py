@@ -6,44 +6,21 @@ One bounded cache, shared by all threads, holds every prepared call.
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import compat
-from .configs import Config
+from ..call import Cache
+from .call import Config
 
 # Bound to names of this module: on the path of a launch every attribute lookup counts.
 _address = Tensor.data_ptr
 current_device, raw_stream = compat.current_device, compat.raw_stream
 hooks_set = compat.triton_hooks()
 
-T = TypeVar("T")
-
-
-class BoundedCache:
-    """At most `size` entries; the oldest is evicted first. Only writing takes the lock."""
-
-    def __init__(self, size: int):
-        self.size, self.lock = size, Lock()
-        self.entries: dict[Any, Any] = {}
-        self.get = self.entries.get
-
-    def put(self, key: Any, value: T) -> T:
-        with self.lock:
-            while len(self.entries) >= self.size:
-                del self.entries[next(iter(self.entries))]
-            self.entries[key] = value
-        return value
-
-    def clear(self) -> None:
-        with self.lock:
-            self.entries.clear()
-
-
-PREPARED = BoundedCache(1024)
+PREPARED = Cache(1024)
 
 
 class Launch:
@@ -111,26 +88,19 @@ class Program:
         workspace: dict[str, int], device: torch.device, zeroed: bool = False,
     ):  # fmt: skip
         launches = [(launch, names) for launch, names in launches if launch.grid[0]]
-        ends = [
-            _tables_from(names) for _, names in launches
-        ]  # tables at the end are fixed arguments of a launch
+        # Tables at the end are fixed arguments of a launch.
+        ends = [_tables_from(names) for _, names in launches]
         self.tables = [
             x for (_, names), end in zip(launches, ends) for x in names[:end] if isinstance(x, Tensor)
         ]
         self.uses_seed = any("seed" in names for _, names in launches)
         fixed = ["seed", *map(id, self.tables)] if self.uses_seed else []
         index = {name: at for at, name in enumerate([*inputs, *fixed, *workspace])}
-        self.launches = [
-            (
-                launch,
-                itemgetter(*(index[id(x) if isinstance(x, Tensor) else x] for x in names[:end])),
-                names[end:],
-            )
-            for (launch, names), end in zip(launches, ends)
-        ]
-        self.pieces = [
-            -(-size // 4) * 4 for size in workspace.values()
-        ]  # each begins at a multiple of 16 bytes
+        self.launches: list[tuple[Launch, Any, Arguments]] = []
+        for (launch, names), end in zip(launches, ends):
+            pick = itemgetter(*(index[id(x) if isinstance(x, Tensor) else x] for x in names[:end]))
+            self.launches.append((launch, pick, names[end:]))
+        self.pieces = [-(-size // 4) * 4 for size in workspace.values()]  # from multiples of 16 bytes on
         self.size, self.device = sum(self.pieces), device
         self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
@@ -172,17 +142,24 @@ def _tables_from(names: Arguments) -> int:
     return end
 
 
+class Backward(NamedTuple):
+    """A prepared backward pass."""
+
+    outputs: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]  # (q, k, v, …) → dq, dk, dv, to be filled
+    program: Program
+    final: bool = True  # dq, dk and dv are all there is, in the dtype of the call
+
+
 def launch_cached(
-    kernel: Any, programs: int, warps: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...],
-    sizes: tuple[tuple[str, Any], ...],
-) -> None:  # fmt: skip
-    """Run a kernel over tensors, then numbers, then sizes that are known when it is compiled.
+    kernel: Any, programs: int, warps: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], static: Any
+) -> None:
+    """Run a kernel over tensors, then numbers, then what it is compiled for.
 
     Triton compiles for the dtypes and for addresses that 16 divides, so those are part of the key.
     """
     kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-    key = kernel, programs, warps, numbers, sizes, kinds, tensors[0].device
+    key = kernel, programs, warps, numbers, static, kinds, tensors[0].device
     launch = PREPARED.get(key)
     if launch is None:
-        launch = PREPARED.put(key, Launch(kernel, programs, Config(0, 0, warps, 1), *numbers, **dict(sizes)))
+        launch = PREPARED.put(key, Launch(kernel, programs, Config(0, 0, warps, 1), *numbers, S=static))
     launch.direct(*tensors)

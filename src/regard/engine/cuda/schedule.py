@@ -9,25 +9,26 @@ every time.
 Roles swap for a transposed plan: tiles are of keys, blocks hold query rows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, reduce
+from operator import and_
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern, Run, classify
+from ...pattern import Both, Pattern, Run, classify
 from ...progression import Ints
-from ..plan import Pass
-from .block_tests import NO_KEY_FREE, Free, band, lines, marks, without_certain_words
-from .configs import Config
-from .mask import PlanPass, compiled, plan_passes
+from ..plan import Pass, plan, transposed
+from .call import Config
+from .mask import NO_KEY_FREE, Free, band, lines, marks, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
-BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see band.marks, lines)
+BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see mask.marks and mask.lines)
 ITEM = 8  # int32 words per item; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
 MIN_SPLIT = 16  # blocks; shorter tiles are never split
@@ -55,24 +56,37 @@ class Schedule:
         return bool((np.diff(self.ends, prepend=0) == 0).any())
 
 
-def schedule(
-    one: Pass, block: int, start: int, step: int, by_keys: bool, device: torch.device, lined: bool = False
-) -> Schedule:
+class _Sides(NamedTuple):
+    """Where queries are, and whether tiles are of keys."""
+
+    start: int
+    step: int
+    by_keys: bool
+
+    def runs(self, tiles: Ints, parts: Ints) -> tuple[Run, Run]:
+        """The positions of queries and those of keys; of each, (x, 3): first, step, count."""
+        rows, keys = (parts, tiles) if self.by_keys else (tiles, parts)
+        first, hop, count = rows.T
+        return Run(self.start + self.step * first, self.step * hop, count), Run(*keys.T)
+
+
+def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> Schedule:
     """Cut the parts of each tile into blocks and order the items by length, longest first.
 
-    lined: by queries, blocks that a straight line cuts have marks of their own, for kernels that know them.
+    config.lines: by queries, blocks that a straight line cuts have marks of their own, for kernels that know them.
     """
+    block, lined = config.block, config.lines
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
     whole, rest = _cut_whole(*_joined(tile, one.parts[:, :3]), block)
     mixed = _cut(rest[:, 0], rest[:, 1:], block)
     mixed[:, 1] += 1 << 40  # after the blocks of `whole`
     segs = np.concatenate([whole, mixed])
-    kind = _kinds(one, segs, block, start, step, by_keys)
+    kind = _kinds(one, segs, block, sides)
     segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
-    pattern = without_certain_words(one.pattern, one, start, step, by_keys)
-    blocks[:, 9], free = _marks(one, pattern, segs, block, (start, step), by_keys, lined)
+    pattern = without_certain_words(one.pattern, *sides.runs(one.tiles[tile], one.parts[:, :3]))
+    blocks[:, 9], free = _marks(one, pattern, segs, block, sides, lined)
     blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
     items, joins = _items(one.tiles, owner, kind, max(MIN_SPLIT, -(-len(blocks) // TARGET_ITEMS)))
@@ -87,7 +101,7 @@ def schedule(
         items=move(items, ITEM)[: len(items)],
         blocks=move(blocks, WIDTH),
         joins=move(joins, ITEM)[: len(joins)],
-        marks=_all_marks(blocks[:, 9] & 119, by_keys or lined),
+        marks=_all_marks(blocks[:, 9] & 119, sides.by_keys or lined),
         free=free,
         segments=most,
         ragged=bool((kind == RAGGED).any()),
@@ -105,14 +119,11 @@ def repeated(work: Schedule, times: int, apart: int) -> Schedule:
     return replace(work, blocks=torch.from_numpy(blocks).to(work.blocks.device), ends=ends)
 
 
-def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bool) -> Ints:
+def _kinds(one: Pass, segs: Ints, block: int, sides: _Sides) -> Ints:
     """FULL, RAGGED or EMPTY for the block of each segment."""
     if not len(segs):
         return np.zeros(0, dtype=np.int64)
-    tile = Run(*one.tiles[segs[:, 0]].T)
-    part = Run(*segs[:, 3:].T)
-    i, j = (part, tile) if by_keys else (tile, part)
-    found = classify(one.pattern, Run(start + step * i.first, step * i.step, i.count), j)
+    found = classify(one.pattern, *sides.runs(one.tiles[segs[:, 0]], segs[:, 3:]))
     first = np.flatnonzero(_changes(segs, 2))
     size = np.diff(first, append=len(segs))
     held = np.add.reduceat(segs[:, 5], first)
@@ -122,21 +133,17 @@ def _kinds(one: Pass, segs: Ints, block: int, start: int, step: int, by_keys: bo
 
 
 def _marks(
-    one: Pass, pattern: Pattern, segs: Ints, block: int, at: tuple[int, int], by_keys: bool, lined: bool
+    one: Pass, pattern: Pattern, segs: Ints, block: int, sides: _Sides, lined: bool
 ) -> tuple[Ints, tuple[Free, Free]]:
     """What is to be tested in each block, 0 in full ones; and the places that are free of a bound."""
     nowhere = NO_KEY_FREE, NO_KEY_FREE
     if not len(segs):
         return np.zeros(0, dtype=np.int64), nowhere
-    tile = Run(*one.tiles[segs[:, 0]].T)
-    part = Run(*segs[:, 4:].T)
-    i, j = (part, tile) if by_keys else (tile, part)
-    start, step = at
-    i, found = Run(start + step * i.first, step * i.step, i.count), band(pattern)
-    first = np.flatnonzero(_changes(segs, 3))
+    i, j = sides.runs(one.tiles[segs[:, 0]], segs[:, 4:])
+    found, first = band(pattern), np.flatnonzero(_changes(segs, 3))
     cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
     short = np.add.reduceat(segs[:, 6], first) < block
-    if by_keys or not lined or found is None or found.only is not None:
+    if sides.by_keys or not lined or found is None or found.only is not None:
         return np.where(short & (cut == 0), 1, cut), nowhere  # empty places are hidden by either test
     alone = np.diff(first, append=len(segs)) == 1
     i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
@@ -269,10 +276,8 @@ class DevicePass:
     """One pass, ready to launch."""
 
     work: Schedule
-    allowed: Any
-    keep: Any
+    keep: Pattern | None  # the tile members whose results count: it reads members only; None: all
     accumulates: bool  # some of its results are added to those of an earlier pass
-    keep_pattern: Pattern | None = None  # what `keep` was compiled from
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,29 +304,54 @@ def device_passes(
 
     where: pattern, start, step. size: n, m.
     """
-    (pattern, start, step), (n, m) = where, size
-    written = np.zeros(m if by_keys else n, dtype=bool)
+    sides = _Sides(*where[1:], by_keys)
+    written = np.zeros(size[by_keys], dtype=bool)
     steps: list[DevicePass] = []
     covers = False
-    for stretch in plan_passes(pattern, n, m, start, step, config.tile, by_keys):
-        mine = _owned(stretch, *((0, 1) if by_keys else (start, step)))
+    for one, keep in _kept_passes(where, size, config.tile, by_keys):
+        mine = _owned(one, keep, sides)
         accumulates = bool(written[mine].any())
         covers = covers or (not accumulates and not steps and len(mine) == len(written))
         written[mine] = True
-        work = schedule(stretch.one, config.block, start, step, by_keys, device, config.lines)
-        keep = None if stretch.keep is None else compiled(stretch.keep)
-        steps.append(DevicePass(work, compiled(work.pattern), keep, accumulates, stretch.keep))
-    return DevicePasses(
-        tuple(steps), covers or (bool(written.all()) and not any(s.accumulates for s in steps))
-    )
+        steps.append(DevicePass(schedule(one, config, sides, device), keep, accumulates))
+    covers = covers or (bool(written.all()) and not any(s.accumulates for s in steps))
+    return DevicePasses(tuple(steps), covers)
 
 
-def _owned(stretch: PlanPass, start: int, step: int) -> Ints:
-    """The members whose results this stretch writes."""
-    first, hop, count = stretch.one.tiles.T
+def _kept_passes(
+    where: tuple[Pattern, int, int], size: tuple[int, int], tile: int, by_keys: bool
+) -> Iterator[tuple[Pass, Pattern | None]]:
+    """The passes of a plan without conditions on the tile's own members, and those conditions.
+
+    `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
+    otherwise each block would need a mask for a key or two, which costs more than computing those keys.
+    """
+    (pattern, start, step), (n, m) = where, size
+    make = transposed if by_keys else plan
+    for one in make(pattern, n, m, start, step, tile).passes:
+        own: list[Pattern] = []
+        others: list[Pattern] = []
+        for condition in _conjuncts(one.pattern):
+            reads_others = condition.reads_query if by_keys else condition.reads_key
+            (others if reads_others else own).append(condition)
+        if own and others:
+            core = make(reduce(and_, others), n, m, start, step, tile)
+            if len(core.passes) == 1 and core.computed <= 1.1 * one.computed:
+                yield core.passes[0], reduce(and_, own)
+                continue
+        yield one, None
+
+
+def _conjuncts(pattern: Pattern) -> list[Pattern]:
+    return [*_conjuncts(pattern.left), *_conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
+
+
+def _owned(one: Pass, keep: Pattern | None, sides: _Sides) -> Ints:
+    """The members whose results this pass writes."""
+    first, hop, count = one.tiles.T
     place = np.arange(int(count.max(initial=0)))
     members = (first[:, None] + hop[:, None] * place)[place < count[:, None]]
-    if stretch.keep is None:
+    if keep is None:
         return members
-    at = start + step * members
-    return members[stretch.keep.allows(at, at)]
+    at = members if sides.by_keys else sides.start + sides.step * members
+    return members[keep.allows(at, at)]

@@ -106,13 +106,13 @@ def _whole_tiles(size: Ints, programs: int, dynamic_share: float, tiles_each: in
     load = [(0, p) for p in range(programs)]
     program_of = np.zeros(len(size), dtype=np.int64)
     by_length = np.argsort(-size, kind="stable")
-    dealt = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - dynamic_share) * (size + 1).sum())
-    dealt = min(max(int(dealt) + 1, programs), len(size))
-    for tile in by_length[:dealt]:
+    assigned = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - dynamic_share) * (size + 1).sum())
+    assigned = min(max(int(assigned) + 1, programs), len(size))
+    for tile in by_length[:assigned]:
         work, program = load[0]
         program_of[tile] = program
         heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
-    program_of[by_length[dealt:]] = programs + np.arange(len(size) - dealt) // tiles_each
+    program_of[by_length[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
     order = np.arange(len(size))[:: -1 if backwards else 1]
     order = order[np.argsort(program_of[order], kind="stable")]
     return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
@@ -169,7 +169,7 @@ def flatten_heads(
     size = times * sum(len(one.work.blocks) for one in passes.steps)
     if times == 1 or step != 1 or size > MAX_BLOCKS or times * n > MAX_POSITION:
         return passes, layouts
-    words = [p for one in passes.steps for p in (one.work.pattern, one.keep_pattern) if p is not None]
+    words = [p for one in passes.steps for p in (one.work.pattern, one.keep) if p is not None]
     long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in layouts)
     contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
     if not contiguous_heads or exceeds_int32(*long) or not all(is_shift_invariant(p, n) for p in words):

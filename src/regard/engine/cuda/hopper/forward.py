@@ -8,20 +8,10 @@ Shared memory holds one block of keys and two of values.
     keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
 """
 
-from functools import lru_cache
-from typing import Any
+from .static import gl, gluon, hopper, rescale_ptx, weights_ptx
 
-import torch
-
-from .... import compat
-from ....pattern import Pattern
-from ..block_tests import band
-from ..mask import expression, function
-from .ptx import rescale_ptx, weights_ptx
-
-gluon, gl, _hopper = compat.gluon()
-async_copy, warpgroup_mma = _hopper.async_copy, _hopper.warpgroup_mma
-warpgroup_mma_wait = _hopper.warpgroup_mma_wait
+async_copy, warpgroup_mma = hopper.async_copy, hopper.warpgroup_mma
+warpgroup_mma_wait = hopper.warpgroup_mma_wait
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -29,53 +19,6 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 BEGINS, LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (8, 112, 32, 64, 128))
 FAR = gl.constexpr(1 << 30)
 HIDDEN = gl.constexpr(-1e38)  # added to a score: no weight is left of it
-PER_ROW = (
-    8  # threads that copy one row, 16 bytes each at a time: fewer, and a thread works out fewer addresses
-)
-
-
-@lru_cache(maxsize=1024)
-def tests(pattern: Pattern) -> dict[str, Any]:
-    """What the kernel tests in a block that needs it: two bounds, or else every pair."""
-    found = band(pattern)
-    names = ("lowest", "highest", "low_of", "high_of", "allowed")
-    if found is None:
-        allowed = function("allowed", "i, j", expression(pattern), gluon.jit, {"gl": gl})
-        return dict(zip(names, (None, None, None, None, allowed)))
-    far = 1 << 30
-
-    def freed(keys: Pattern | None, to: int) -> str:
-        body = "j" if keys is None else f"gl.where({expression(keys)}, {to}, j)"
-        return body if found.only is None else f"gl.where({expression(found.only)}, {body}, {-to})"
-
-    bodies = (
-        ("i", f"i * 0 - {far // 2}" if found.before is None else f"i - {found.before}"),
-        ("i", f"i * 0 + {far // 2}" if found.after is None else f"i + {found.after}"),
-        ("j", freed(found.high, -far)),
-        ("j", freed(found.low, far)),
-    )
-    made = [function(name, arg, body, gluon.jit, {"gl": gl}) for name, (arg, body) in zip(names, bodies)]
-    return dict(zip(names, (*made, None)))
-
-
-@lru_cache
-def layouts(block: int, d: int, warps: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Which thread holds what: rows being copied, one number per key, scores, outputs, and rows in shared memory."""
-    return {
-        "LOAD": gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
-        "FLAT": gl.BlockedLayout([1], [32], [warps], [0]),
-        "SCORES": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block, 16]),
-        "OUT": gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
-        "SHARED": gl.NVMMASharedLayout.get_default_for(
-            [block, d], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-        ),
-    }
-
-
-@lru_cache(maxsize=1024)
-def keep(pattern: Pattern) -> Any:
-    """Whether results of a query at i count: a pattern that reads i alone."""
-    return function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
 
 
 @gluon.jit
@@ -92,9 +35,8 @@ def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
         c1, a1, b1 = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
     if SEGMENTS > 2:
         c2, a2, b2 = gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
-    return (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8), gl.load(at + 10), gl.load(at + 11)), gl.load(
-        at + 9
-    )
+    row = (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8), gl.load(at + 10), gl.load(at + 11))
+    return row, gl.load(at + 9)
 
 
 @gluon.jit
@@ -124,43 +66,37 @@ def _keys(row, c, past, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _note(
-    noted, place, row, marks, flat, low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr,
-    MARKS: gl.constexpr, SEGMENTS: gl.constexpr,
-):  # fmt: skip
-    """Store what the keys of a block are tested by, one number per key and test; MARKS: all marks that occur."""
-    if (MARKS & 7) != 0 and (marks & 7) != 0:
-        j = _keys(row, flat, -1, SEGMENTS)
-        if allowed is not None:
+def _note(noted, place, row, marks, flat, S: gl.constexpr):
+    """Store what the keys of a block are tested by, one number per key and test."""
+    if (S.MARKS & 7) != 0 and (marks & 7) != 0:
+        j = _keys(row, flat, -1, S.SEGMENTS)
+        if S.allowed is not None:
             noted.index(place).store(j)
         else:
             if marks & 1:
-                noted.index(place).store(gl.where(j >= 0, high_of(j), -FAR))
+                noted.index(place).store(gl.where(j >= 0, S.high_of(j), -FAR))
             if marks & 2:
-                noted.index(place + 1).store(gl.where(j >= 0, low_of(j), FAR))
+                noted.index(place + 1).store(gl.where(j >= 0, S.low_of(j), FAR))
 
 
 @gluon.jit
-def _hide(
-    scores, noted, place, marks, a, end, first, hop, start, step, lowest: gl.constexpr, highest: gl.constexpr,
-    allowed: gl.constexpr, below: gl.constexpr, above: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
+def _hide(scores, noted, place, marks, a, end, first, hop, start, step, S: gl.constexpr):
     """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched."""
     MMA: gl.constexpr = scores.type.layout
-    if allowed is None:
-        scores = _hide_past_line(scores, marks, a, end, start + step * first, lowest, highest, below, above)
-    if (MARKS & 7) != 0 and (marks & 7) != 0:
-        i = start + step * (first + hop * gl.arange(0, R, layout=gl.SliceLayout(1, MMA)))
-        if allowed is not None:
+    if S.allowed is None:
+        scores = _hide_past_line(scores, marks, a, end, start + step * first, S)
+    if (S.MARKS & 7) != 0 and (marks & 7) != 0:
+        i = start + step * (first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA)))
+        if S.allowed is not None:
             j = noted.index(place).load(gl.SliceLayout(0, MMA))
-            scores = gl.where(allowed(i[:, None], j[None, :]) & (j >= 0)[None, :], scores, -float("inf"))
+            scores = gl.where(S.allowed(i[:, None], j[None, :]) & (j >= 0)[None, :], scores, -float("inf"))
         else:
             if marks & 1:
                 high = noted.index(place).load(gl.SliceLayout(0, MMA))
-                scores = gl.where(high[None, :] >= lowest(i)[:, None], scores, -float("inf"))
+                scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
             if marks & 2:
                 low = noted.index(place + 1).load(gl.SliceLayout(0, MMA))
-                scores = gl.where(low[None, :] <= highest(i)[:, None], scores, -float("inf"))
+                scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
     return scores
 
 
@@ -193,15 +129,13 @@ def _unless_free(hidden, marks, free: gl.constexpr):
 
 
 @gluon.jit
-def _hide_past_line(
-    scores, marks, a, end, i, lowest: gl.constexpr, highest: gl.constexpr, below: gl.constexpr, above: gl.constexpr,
-):  # fmt: skip
+def _hide_past_line(scores, marks, a, end, i, S: gl.constexpr):
     """If a line cuts the block of keys from a on, hide the pairs beyond it; i is the position of the first query."""
     if (marks & LINES) != 0:
         if (marks & LOWER) != 0:
-            scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - lowest(i)), marks, below)
+            scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - S.lowest(i)), marks, S.below)
         elif (marks & UPPER) != 0:
-            scores += HIDDEN * _unless_free(_past(scores, -1, 1, highest(i) - a), marks, above)
+            scores += HIDDEN * _unless_free(_past(scores, -1, 1, S.highest(i) - a), marks, S.above)
         else:
             scores += HIDDEN * _past(scores, 0, 1, end - 1)
     return scores
@@ -287,13 +221,13 @@ def _unpaired(x, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _mine(first, hop, count, start, step, keep: gl.constexpr, R: gl.constexpr, LAYOUT: gl.constexpr):
+def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of a tile, and which of them are to be written."""
-    a = gl.arange(0, R, layout=LAYOUT)
+    a = gl.arange(0, S.R, layout=LAYOUT)
     x = first + hop * a
     mine = a < count
-    if keep is not None:
-        mine = mine & keep(start + step * x, start + step * x)
+    if S.keep is not None:
+        mine = mine & S.keep(start + step * x, start + step * x)
     return x, mine
 
 
@@ -310,25 +244,19 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _close(
-    O, LSE, place, first, hop, marks, acc, top, total, start, step, o_n,
-    keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, LOAD: gl.constexpr,
-):  # fmt: skip
+def _close(O, LSE, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
     """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
     count = (marks >> 8) & 255
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
-    x, mine = _mine(first, hop, count, start, step, keep, R, ROWS)
+    x, mine = _mine(first, hop, count, start, step, ROWS, S)
     gl.store(LSE + x, (top + _log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
-    scale = gl.convert_layout(
-        _reciprocal(gl.where(total > 0.0, total, 1.0)), gl.SliceLayout(1, acc.type.layout)
-    )
+    scale = gl.convert_layout(_reciprocal(gl.where(total > 0.0, total, 1.0)), ROWS)
     place.store((acc * scale[:, None]).to(place.dtype))
-    LINES: gl.constexpr = gl.SliceLayout(1, LOAD)
-    x, mine = _mine(first, hop, count, start, step, keep, R, LINES)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LOAD))
-    gl.store(O + (x * o_n)[:, None] + d[None, :], place.load(LOAD), mask=mine[:, None])
+    x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
+    d = gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))
+    gl.store(O + (x * o_n)[:, None] + d[None, :], place.load(S.LOAD), mask=mine[:, None])
 
 
 @gluon.jit
@@ -385,78 +313,73 @@ def _copy_block(place, X, spot, stride, c, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_queries(qs, Q, row, marks, q_n, R: gl.constexpr, LOAD: gl.constexpr):
+def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
-        x = _of_tile(row, marks, R, gl.SliceLayout(1, LOAD))
+        x = _of_tile(row, marks, S.R, gl.SliceLayout(1, S.LOAD))
         fetch(qs, _addresses(Q, x * q_n, qs.shape[1]))
 
 
 @gluon.jit
 def _first_copies(
-    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, low_of: gl.constexpr,
-    high_of: gl.constexpr, allowed: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, SEGMENTS: gl.constexpr,
-    LOAD: gl.constexpr,
+    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
 ):  # fmt: skip
     """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
-    row, marks = _row(CHUNKS + 4, 0, SEGMENTS)
-    following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), SEGMENTS)
-    _fetch_queries(qs, Q, row, marks, q_n, R, LOAD)
-    spot = _spot(row, c, SEGMENTS)
-    _note(noted, lo % 2 * 2, row, marks, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
-    _copy_block(ks, K, spot, k_m, c, SEGMENTS)
+    row, marks = _row(CHUNKS + 4, 0, S.SEGMENTS)
+    following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
+    _fetch_queries(qs, Q, row, marks, q_n, S)
+    spot = _spot(row, c, S.SEGMENTS)
+    _note(noted, lo % 2 * 2, row, marks, flat, S)
+    _copy_block(ks, K, spot, k_m, c, S.SEGMENTS)
     async_copy.commit_group()
-    _copy_block(vs.index(0), V, spot, v_m, c, SEGMENTS)
+    _copy_block(vs.index(0), V, spot, v_m, c, S.SEGMENTS)
     async_copy.commit_group()
-    _note(noted, (lo + 1) % 2 * 2, following, coming, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
+    _note(noted, (lo + 1) % 2 * 2, following, coming, flat, S)
     return row, marks, following, coming
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_forward(
     Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2, lowest: gl.constexpr, highest: gl.constexpr,
-    low_of: gl.constexpr, high_of: gl.constexpr, allowed: gl.constexpr, keep: gl.constexpr, below: gl.constexpr,
-    above: gl.constexpr, MARKS: gl.constexpr, R: gl.constexpr, D: gl.constexpr, SEGMENTS: gl.constexpr,
-    LOAD: gl.constexpr, FLAT: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, SHARED: gl.constexpr,
+    heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of R queries, blocks of R keys, heads of width D; program p has chunk p // all_heads of one head."""
+    """Program p has chunk p // all_heads of one head."""
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    c, flat = gl.arange(0, R, layout=gl.SliceLayout(1, LOAD)), gl.arange(0, R, layout=FLAT)
+    c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty
-    qs, ks = gl.allocate_shared_memory(KIND, [R, D], SHARED), gl.allocate_shared_memory(KIND, [R, D], SHARED)
-    vs = gl.allocate_shared_memory(KIND, [2, R, D], SHARED)
-    noted = gl.allocate_shared_memory(gl.int32, [4, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    zero, acc = gl.zeros([R, R], gl.float32, layout=SCORES), gl.zeros([R, D], gl.float32, layout=OUT)
+    qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
+    ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
+    vs = gl.allocate_shared_memory(KIND, [2, S.R, S.D], S.SHARED)
+    noted = gl.allocate_shared_memory(gl.int32, [4, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    zero, acc = (
+        gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES),
+        gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
+    )
     row, mark, following, coming = _first_copies(
-        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, low_of, high_of, allowed,
-        MARKS, R, SEGMENTS, LOAD,
-    )  # fmt: skip
+        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S
+    )
     first, hop, _ = _tile(row, mark)
     begun, end = row[0], row[8]
     next_first, next_hop, _ = _tile(following, coming)
-    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), SEGMENTS)
-    spot = _spot(following, c, SEGMENTS)
+    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), S.SEGMENTS)
+    spot = _spot(following, c, S.SEGMENTS)
     async_copy.wait_group(1)
     barrier()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
-    _copy_block(ks, K, spot, k_m, c, SEGMENTS)
+    _copy_block(ks, K, spot, k_m, c, S.SEGMENTS)
     if lo < last:  # a first tile of one block
-        _fetch_queries(qs, Q, following, coming, q_n, R, LOAD)
+        _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
-    scores = _hide(
-        scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step,
-        lowest, highest, allowed, below, above, MARKS, R,
-    )  # fmt: skip
+    scores = _hide(scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step, S)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
     left = _pairs(weights)
     at = 0
     for t in range(lo, last):
@@ -464,28 +387,25 @@ def hopper_forward(
         barrier()
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead = _spot(row, c, SEGMENTS)
-        _note(noted, t % 2 * 2, row, after, flat, low_of, high_of, allowed, MARKS, SEGMENTS)
-        later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), SEGMENTS)
+        ahead = _spot(row, c, S.SEGMENTS)
+        _note(noted, t % 2 * 2, row, after, flat, S)
+        later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S.SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        _copy_block(ks, K, ahead, k_m, c, SEGMENTS)
-        _copy_block(vs.index(1 - at), V, spot, v_m, c, SEGMENTS)
+        _copy_block(ks, K, ahead, k_m, c, S.SEGMENTS)
+        _copy_block(vs.index(1 - at), V, spot, v_m, c, S.SEGMENTS)
         if t + 2 <= last:
-            _fetch_queries(qs, Q, row, after, q_n, R, LOAD)
+            _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
         scores = _hide(
-            scores, noted, (t + 1) % 2 * 2, coming, spot[0], spot[2], next_first, next_hop, start, step,
-            lowest, highest, allowed, below, above, MARKS, R,
-        )  # fmt: skip
+            scores, noted, (t + 1) % 2 * 2, coming, spot[0], spot[2], next_first, next_hop, start, step, S
+        )
         acc = warpgroup_mma_wait(0, deps=[product_v])
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
-            _close(
-                O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD
-            )  # fmt: skip
-            acc = gl.zeros([R, D], gl.float32, layout=OUT)
+            _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+            acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         else:
             acc = _faded(acc, fade)
         left = _pairs(weights)
@@ -496,4 +416,4 @@ def hopper_forward(
     async_copy.wait_group(0)
     barrier()
     acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
-    _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, keep, R, D, LOAD)
+    _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)

@@ -9,42 +9,48 @@ the transposed plan; the dq kernel also writes the two numbers per row that the 
 import triton
 import triton.language as tl
 
-from .common import VARYING, ends, head_of, is_kept, item_of, members, rows_of, store_rows, with_bias
+from .forward import VARYING, bias_of, ends, is_kept, item_of, members, rows_of, store_rows, with_bias
+
+
+@triton.jit
+def row_numbers(LSE, DLSE, O, r, o_n, do, valid, S: tl.constexpr):
+    """lse in base 2 and delta of query rows r. An empty row has lse −∞; +∞ makes every weight exp2(−∞) = 0."""
+    o = rows_of(O, r, o_n, valid, S.d_v, S.DV, True, S.WIDE)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if S.HAS_DLSE:
+        delta -= tl.load(DLSE + r, mask=valid, other=0.0)
+    lse2 = tl.load(LSE + r, mask=valid, other=-float("inf")) * 1.4426950408889634
+    return tl.where(lse2 == -float("inf"), float("inf"), lse2), delta
 
 
 @triton.jit
 def dscores_of_keys(
-    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
-    TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
-    allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, begins, latest, dropout,
+    S: tl.constexpr,
 ):  # fmt: skip
     """ds of the rows of a tile and the keys of block t; those keys, and their rows of K."""
-    HIDES: tl.constexpr = RAGGED or LENGTHS
-    c = tl.arange(0, B)
-    j = members(BLOCKS, t, c, SEGMENTS)
+    HIDES: tl.constexpr = S.RAGGED or S.LENGTHS
+    c = tl.arange(0, S.B)
+    j = members(BLOCKS, t, c, S.SEGMENTS)
     valid = c < tl.load(BLOCKS + t * 12 + 8)
-    if LENGTHS:
+    if S.LENGTHS:
         valid = valid & (j < limit)
-    k = rows_of(K, j, k_m, valid, d_k, DK, HIDES, WIDE)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    v = rows_of(V, j, v_m, valid, d_v, DV, HIDES, WIDE)
-    dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    k = rows_of(K, j, k_m, valid, S.d_k, S.DK, HIDES, S.WIDE)
+    scores = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
+    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, HIDES, S.WIDE)
+    dweights = tl.dot(do, tl.trans(v), input_precision=S.PRECISION)
     scores = scores * scale2
-    if BIAS:
-        low, high = ends(BLOCKS, t, B, SEGMENTS)
-        scores = with_bias(
-            scores, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - begins, BIAS
-        )
+    if S.BIAS:
+        low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
+        scores = with_bias(scores, bias, i[:, None], j[None, :], low - latest, high - begins, S.BIAS)
     weights = tl.exp2(scores - lse2[:, None])
-    if DROPS:
-        dweights = tl.where(is_kept(seed, bh, r[:, None], j[None, :], below), dweights * boost, 0.0)
-    if LENGTHS:
+    if S.DROPS:
+        dweights = tl.where(is_kept(dropout, r[:, None], j[None, :]), dweights * dropout[3], 0.0)
+    if S.LENGTHS:
         weights = tl.where(valid[None, :], weights, 0.0)
-    if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
+    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            weights = tl.where(allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
+            weights = tl.where(S.allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
     return weights * (dweights - delta[:, None]), j, k
 
 
@@ -52,31 +58,26 @@ def dscores_of_keys(
 def dq_kernel(
     Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, FAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    heads, all_heads, group, n, start, step, scale, scale2, reach, below, boost,
-    BIAS: tl.constexpr, DROPS: tl.constexpr,
-    allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
-    SPLIT: tl.constexpr, HAS_DLSE: tl.constexpr, LEARNS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    heads, all_heads, group, n, start, step, scale, scale2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of R queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4).
+    """dq of a tile of queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4).
 
-    LEARNS: the bias has a gradient. Then what does not depend on single distances goes to FAR, 4 numbers per program:
-    Σ ds at −reach and below, at reach and above, and Σ ds |j − i|.
+    If the bias has a gradient, what does not depend on single distances goes to FAR, 4 numbers per program: Σ ds at
+    −reach and below, at reach and above, and Σ ds |j − i|.
     """
     pid = tl.program_id(0)
     bh = pid % all_heads
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
     first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
-    a = tl.arange(0, R)
+    a = tl.arange(0, S.R)
     r = first + hop * a
     in_tile = a < count
     i = start + step * r
     begins = start + step * first
-    latest = begins + step * hop * (R - 1)
+    latest = begins + step * hop * (S.R - 1)
     limit = 0
-    if LENGTHS:
+    if S.LENGTHS:
         limit = tl.load(LIMITS + b)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
@@ -86,113 +87,100 @@ def dq_kernel(
     DQ += b * dq_b + h * dq_h
     row = bh.to(tl.int64) * n
     STATS += 4 * row
-    slope = 0.0
-    if BIAS:
-        TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
+    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
 
-    q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, WIDE)
-    do = rows_of(DO, r, do_n, in_tile, d_v, DV, True, WIDE)
-    o = rows_of(O, r, o_n, in_tile, d_v, DV, True, WIDE)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(DLSE + row + r, mask=in_tile, other=0.0)
-    lse2 = tl.load(LSE + row + r, mask=in_tile, other=-float("inf")) * 1.4426950408889634
-    lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)  # an empty row: every weight exp2(−∞) = 0
+    q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
+    do = rows_of(DO, r, do_n, in_tile, S.d_v, S.DV, True, S.WIDE)
+    lse2, delta = row_numbers(LSE + row, DLSE + row, O, r, o_n, do, in_tile, S)
     stored = in_tile
-    if keep is not None:
-        stored = in_tile & keep(i, i)
+    if S.keep is not None:
+        stored = in_tile & S.keep(i, i)
     tl.store(STATS + 4 * r, lse2, mask=stored)
     tl.store(STATS + 4 * r + 1, delta, mask=stored)
 
-    dq = tl.zeros((R, DK), tl.float32)
-    under = tl.zeros((R,), tl.float32)
-    over = tl.zeros((R,), tl.float32)
-    sloped = tl.zeros((R,), tl.float32)
+    dq = tl.zeros((S.R, S.DK), tl.float32)
+    under = tl.zeros((S.R,), tl.float32)
+    over = tl.zeros((S.R,), tl.float32)
+    sloped = tl.zeros((S.R,), tl.float32)
     for t in range(lo, hi):
         dscores, j, k = dscores_of_keys(
-            q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
-            TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
-            d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+            q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, begins, latest, dropout, S
         )  # fmt: skip
-        if LEARNS:
+        if S.LEARNS:
             x = j[None, :] - i[:, None]
-            if BIAS >= 2:
+            if S.BIAS >= 2:
                 sloped += tl.sum(dscores * tl.abs(x).to(tl.float32), 1)
-            if BIAS != 2:
+            if S.BIAS != 2:
                 under += tl.sum(tl.where(x <= -reach, dscores, 0.0), 1)
                 over += tl.sum(tl.where((x >= reach) & (x > -reach), dscores, 0.0), 1)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=S.PRECISION)
     dq = dq * scale
-    if LEARNS:
+    if S.LEARNS:
         FAR += pid.to(tl.int64) * 4
         tl.store(FAR, tl.sum(tl.where(stored, under, 0.0), 0))
         tl.store(FAR + 1, tl.sum(tl.where(stored, over, 0.0), 0))
         tl.store(FAR + 2, tl.sum(tl.where(stored, sloped, 0.0), 0))
-    if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
+    if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
-            at = (slot.to(tl.int64) * all_heads + bh) * R + a
-            tl.store(PART + at[:, None] * DK + tl.arange(0, DK)[None, :], dq)
+            at = (slot.to(tl.int64) * all_heads + bh) * S.R + a
+            tl.store(PART + at[:, None] * S.DK + tl.arange(0, S.DK)[None, :], dq)
             stored = a < 0
-    if ACCUMULATES:
-        dq += rows_of(DQ, r, dq_n, stored, d_k, DK, True, WIDE).to(tl.float32)
-    store_rows(DQ, r, dq_n, dq, stored, d_k, DK, WIDE)
+    if S.ACCUMULATES:
+        dq += rows_of(DQ, r, dq_n, stored, S.d_k, S.DK, True, S.WIDE).to(tl.float32)
+    store_rows(DQ, r, dq_n, dq, stored, S.d_k, S.DK, S.WIDE)
 
 
 @triton.jit
 def _visit_rows(
     k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
-    TABLE, SLOPES, reach, begins, latest, seed, h, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
-    GROUP: tl.constexpr, allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    TABLE, SLOPES, reach, begins, latest, dropout, h, S: tl.constexpr,
 ):  # fmt: skip
     """Scores are stored as (keys, rows), so that weights and ds are left factors without a transpose."""
+    seed, bh, below, boost = dropout
     t = lo + u
-    if GROUP > 1:  # all blocks of the first head, then all of the next
+    if S.GROUP > 1:  # all blocks of the first head, then all of the next
         t = lo + u % (hi - lo)
         g = (u // (hi - lo)).to(tl.int64)
         Q += g * q_h
         DO += g * do_h
         STATS += g * 4 * n
         h, bh = h + g, bh + g.to(tl.int32)
-    c = tl.arange(0, B)
-    r = members(BLOCKS, t, c, SEGMENTS)
+    c = tl.arange(0, S.B)
+    r = members(BLOCKS, t, c, S.SEGMENTS)
     valid = c < tl.load(BLOCKS + t * 12 + 8)
     word = tl.arange(0, 4)
-    if RAGGED:
+    if S.RAGGED:
         stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=valid[:, None], other=0.0)
     else:
         stats = tl.load(STATS + r[:, None] * 4 + word[None, :])
     lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
     delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
-    q = rows_of(Q, r, q_n, valid, d_k, DK, RAGGED, WIDE)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    q = rows_of(Q, r, q_n, valid, S.d_k, S.DK, S.RAGGED, S.WIDE)
+    scores = tl.dot(k, tl.trans(q), input_precision=S.PRECISION)
     i = start + step * r
     scores = scores * scale2
-    if BIAS:
-        TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
-        low, high = ends(BLOCKS, t, B, SEGMENTS)
-        min_distance, max_distance = begins - start - step * high, latest - start - step * low
-        scores = with_bias(
-            scores, TABLE, slope, reach, i[None, :], j[:, None], min_distance, max_distance, BIAS
-        )
+    if S.BIAS:
+        bias = bias_of(TABLE, SLOPES, h, reach, S.BIAS)
+        low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
+        near, far = begins - start - step * high, latest - start - step * low
+        scores = with_bias(scores, bias, i[None, :], j[:, None], near, far, S.BIAS)
     weights = tl.exp2(scores - lse2[None, :])
-    if LENGTHS:
+    if S.LENGTHS:
         weights = tl.where(live[:, None], weights, 0.0)
-    if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
+    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            weights = tl.where(allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
-    do = rows_of(DO, r, do_n, valid, d_v, DV, RAGGED, WIDE)
+            weights = tl.where(S.allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
+    do = rows_of(DO, r, do_n, valid, S.d_v, S.DV, S.RAGGED, S.WIDE)
     kept = weights
-    if DROPS:
-        kept_pairs = is_kept(seed, bh, r[None, :], j[:, None], below)
+    if S.DROPS:
+        kept_pairs = is_kept((seed, bh, below, boost), r[None, :], j[:, None])
         kept = tl.where(kept_pairs, weights * boost, 0.0)
-    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
-    dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    if DROPS:
+    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=S.PRECISION)
+    dweights = tl.dot(v, tl.trans(do), input_precision=S.PRECISION)
+    if S.DROPS:
         dweights = tl.where(kept_pairs, dweights * boost, 0.0)
     dscores = weights * (dweights - delta[None, :])
-    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
+    dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=S.PRECISION)
     return dk, dv
 
 
@@ -200,60 +188,52 @@ def _visit_rows(
 def dkv_kernel(
     Q, K, V, DO, STATS, DK_OUT, DV_OUT, PART, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    heads, all_heads, n, start, step, scale, scale2, reach, below, boost,
-    BIAS: tl.constexpr, DROPS: tl.constexpr,
-    allowed: tl.constexpr, keep: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    heads, all_heads, n, start, step, scale, scale2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of R keys of one key head, over the rows of each of its GROUP query heads in turn."""
+    """dk and dv of a tile of keys of one key head, over the rows of each of its GROUP query heads in turn."""
     pid = tl.program_id(0)
     bh = pid % all_heads
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
     first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
-    a = tl.arange(0, R)
+    a = tl.arange(0, S.R)
     j = first + hop * a
     in_tile = a < count
     live = in_tile
-    if LENGTHS:
+    if S.LENGTHS:
         live = in_tile & (j < tl.load(LIMITS + b))
-    Q += b * q_b + h * GROUP * q_h
+    Q += b * q_b + h * S.GROUP * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
-    DO += b * do_b + h * GROUP * do_h
+    DO += b * do_b + h * S.GROUP * do_h
     DK_OUT += b * dk_b + h * dk_h
     DV_OUT += b * dv_b + h * dv_h
-    STATS += 4 * bh.to(tl.int64) * GROUP * n
+    STATS += 4 * bh.to(tl.int64) * S.GROUP * n
 
-    k = rows_of(K, j, k_m, live, d_k, DK, True, WIDE)
-    v = rows_of(V, j, v_m, live, d_v, DV, True, WIDE)
-    dk = tl.zeros((R, DK), tl.float32)
-    dv = tl.zeros((R, DV), tl.float32)
-    for u in range(GROUP * (hi - lo)):
+    k = rows_of(K, j, k_m, live, S.d_k, S.DK, True, S.WIDE)
+    v = rows_of(V, j, v_m, live, S.d_v, S.DV, True, S.WIDE)
+    dk = tl.zeros((S.R, S.DK), tl.float32)
+    dv = tl.zeros((S.R, S.DV), tl.float32)
+    for u in range(S.GROUP * (hi - lo)):
         dk, dv = _visit_rows(
-            k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n,
-            n, scale2, dk, dv, TABLE, SLOPES, reach, first, first + hop * (R - 1), seed,
-            h * GROUP, bh * GROUP, below, boost, BIAS, DROPS,
-            GROUP, allowed, B,
-            d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+            k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
+            TABLE, SLOPES, reach, first, first + hop * (S.R - 1), (seed, bh * S.GROUP, below, boost), h * S.GROUP, S
         )  # fmt: skip
     dk = dk * scale
     stored = in_tile
-    if keep is not None:
-        stored = in_tile & keep(j, j)
-    if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
+    if S.keep is not None:
+        stored = in_tile & S.keep(j, j)
+    if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
-            at = ((slot.to(tl.int64) * all_heads + bh) * R + a) * (DK + DV)
-            tl.store(PART + at[:, None] + tl.arange(0, DK)[None, :], dk)
-            tl.store(PART + at[:, None] + DK + tl.arange(0, DV)[None, :], dv)
+            at = ((slot.to(tl.int64) * all_heads + bh) * S.R + a) * (S.DK + S.DV)
+            tl.store(PART + at[:, None] + tl.arange(0, S.DK)[None, :], dk)
+            tl.store(PART + at[:, None] + S.DK + tl.arange(0, S.DV)[None, :], dv)
             stored = a < 0
-    if ACCUMULATES:
-        dk += rows_of(DK_OUT, j, dk_m, stored, d_k, DK, True, WIDE).to(tl.float32)
-        dv += rows_of(DV_OUT, j, dv_m, stored, d_v, DV, True, WIDE).to(tl.float32)
-    store_rows(DK_OUT, j, dk_m, dk, stored, d_k, DK, WIDE)
-    store_rows(DV_OUT, j, dv_m, dv, stored, d_v, DV, WIDE)
+    if S.ACCUMULATES:
+        dk += rows_of(DK_OUT, j, dk_m, stored, S.d_k, S.DK, True, S.WIDE).to(tl.float32)
+        dv += rows_of(DV_OUT, j, dv_m, stored, S.d_v, S.DV, True, S.WIDE).to(tl.float32)
+    store_rows(DK_OUT, j, dk_m, dk, stored, S.d_k, S.DK, S.WIDE)
+    store_rows(DV_OUT, j, dv_m, dv, stored, S.d_v, S.DV, S.WIDE)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -367,11 +347,7 @@ def _near(SUMS, ds, BLOCKS, t, at, row_step, reach, R: tl.constexpr, B: tl.const
 def bias_kernel(
     Q, K, V, DO, STATS, NEAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
-    items, programs, heads, all_heads, group, n, start, step, scale2, reach, below, boost,
-    BIAS: tl.constexpr, DROPS: tl.constexpr,
-    allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    items, programs, heads, all_heads, group, n, start, step, scale2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
     """Program p of a head adds items p, p + programs, … to its row of NEAR."""
     pid = tl.program_id(0)
@@ -379,35 +355,34 @@ def bias_kernel(
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
     limit = 0
-    if LENGTHS:
+    if S.LENGTHS:
         limit = tl.load(LIMITS + b)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
     V += b * v_b + (h // group) * v_h
     DO += b * do_b + h * do_h
     STATS += 4 * bh.to(tl.int64) * n
-    TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
+    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
     NEAR += pid.to(tl.int64) * (2 * reach + 1) + reach
-    a = tl.arange(0, R)
+    a = tl.arange(0, S.R)
     for w in range(pid // all_heads, items, programs):
         first, hop, count, lo, mid, hi, _slot = item_of(ITEMS, w)
         r = first + hop * a
         i = start + step * r
         at = start + step * first
         in_tile = a < count
-        if keep is not None:
-            in_tile = in_tile & keep(i, i)
-        q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, WIDE)
-        do = rows_of(DO, r, do_n, in_tile, d_v, DV, True, WIDE)
+        if S.keep is not None:
+            in_tile = in_tile & S.keep(i, i)
+        q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
+        do = rows_of(DO, r, do_n, in_tile, S.d_v, S.DV, True, S.WIDE)
         lse2 = tl.load(STATS + 4 * r, mask=in_tile, other=float("inf"))  # no weight in rows that do not count
         delta = tl.load(STATS + 4 * r + 1, mask=in_tile, other=0.0)
-        latest = at + step * hop * (R - 1)
+        latest = at + step * hop * (S.R - 1)
         for t in range(lo, hi):
-            low, high = ends(BLOCKS, t, B, SEGMENTS)
+            low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
             if (high - at > -reach) & (low - latest < reach):
                 ds, _j, _k = dscores_of_keys(
-                    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta,
-                    TABLE, slope, reach, at, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
-                    d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+                    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, at, latest,
+                    dropout, S,
                 )  # fmt: skip
-                _near(NEAR, ds, BLOCKS, t, at, step * hop, reach, R, B, SEGMENTS)
+                _near(NEAR, ds, BLOCKS, t, at, step * hop, reach, S.R, S.B, S.SEGMENTS)

@@ -1,50 +1,214 @@
-"""o = softmax(scale · q kᵀ + bias) v over the blocks of a schedule: one program per tile of queries and head."""
+"""o = softmax(scale · q kᵀ + bias) v over the blocks of a schedule: one program per tile of queries and head.
 
+The first half is what the Triton kernels share: items and blocks of a schedule, rows of tensors, bias, dropout.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-from .common import VARYING, ends, head_of, is_kept, item_of, members, rows_of, store_rows, with_bias
+from ....pattern import Pattern
+from ..call import CallLayout, Config, padded
+from ..mask import compiled
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known statistical test
+TABLE, SLOPES = 1, 2  # the parts of a bias, added up to BIAS
+# Numbers that must not make Triton compile again.
+VARYING = ["heads", "all_heads", "n", "start", "reach", "seed", "below"]
+
+
+class Static(NamedTuple):
+    """What a kernel is compiled for, S in the kernels: tiles of R members, blocks of B, padded widths DK and DV."""
+
+    allowed: Any  # (i, j) → whether the pair is allowed
+    R: int
+    B: int
+    d_k: int
+    d_v: int
+    DK: int
+    DV: int
+    PRECISION: str  # of products of float32
+    keep: Any = None  # (x, x) → whether the results of member x count; None: all do
+    SEGMENTS: int = 1  # the largest number in any block
+    RAGGED: bool = True  # some block needs a mask
+    SPLIT: bool = False  # some tile is split into items, which write parts
+    ACCUMULATES: bool = False  # this pass goes on from the results of an earlier one
+    LENGTHS: bool = False
+    BIAS: int = 0
+    DROPS: bool = False
+    WIDE: bool = False  # offsets take 64 bits
+    GROUP: int = 1  # dk and dv: query heads per key head
+    HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
+    LEARNS: bool = False  # dq: the bias has a gradient
+
+
+def static(pattern: Pattern, config: Config, call: CallLayout) -> Static:
+    """For a call of this layout. Products of float32 are IEEE's, unless PyTorch's own setting allows TF32."""
+    *_, d_k, d_v = call.sizes
+    ieee = call.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    sizes = config.tile, config.block, d_k, d_v, padded(d_k), padded(d_v)
+    return Static(compiled(pattern), *sizes, "ieee" if ieee else "tf32")
+
+
+@triton.jit
+def item_of(ITEMS, w):
+    """The seven words of an item: tile (first, step, count), blocks (first, first masked, end), slot."""
+    at = ITEMS + w * 8
+    first, hop, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+    return first, hop, count, tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+
+
+@triton.jit
+def members(BLOCKS, t, c, SEGMENTS: tl.constexpr):
+    """The keys (or rows) at places c of block t."""
+    at = BLOCKS + t * 12
+    x = tl.load(at) + tl.load(at + 1) * c
+    if SEGMENTS > 1:
+        x = tl.where(c < tl.load(at + 2), x, tl.load(at + 3) + tl.load(at + 4) * c)
+    if SEGMENTS > 2:
+        x = tl.where(c < tl.load(at + 5), x, tl.load(at + 6) + tl.load(at + 7) * c)
+    return x
+
+
+@triton.jit
+def ends(BLOCKS, t, B: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The first and last of `members`; for several progressions, bounds that hold for all of them."""
+    at = BLOCKS + t * 12
+    low = tl.load(at)
+    high = low + tl.load(at + 1) * (B - 1)
+    if SEGMENTS > 1:
+        low = low * 0 - (1 << 29)
+        high = high * 0 + (1 << 29)
+    return low, high
+
+
+@triton.jit
+def addresses(X, x, stride, D: tl.constexpr, WIDE: tl.constexpr):
+    """Pointers to rows x of X, (len(x), D); the product in 64 bits where 32 would overflow."""
+    if WIDE:
+        return X + (x.to(tl.int64) * stride)[:, None] + tl.arange(0, D)[None, :]
+    else:
+        return X + (x * stride)[:, None] + tl.arange(0, D)[None, :]
+
+
+@triton.jit
+def rows_of(X, x, stride, valid, d: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr):
+    """Rows x of X, (len(x), D): zeros past the true width d and, where MASKED, in rows that are not valid."""
+    at = addresses(X, x, stride, D, WIDE)
+    if MASKED:
+        if d != D:
+            return tl.load(at, mask=valid[:, None] & (tl.arange(0, D) < d)[None, :], other=0.0)
+        else:
+            return tl.load(at, mask=valid[:, None], other=0.0)
+    else:
+        if d != D:
+            return tl.load(at, mask=(tl.arange(0, D) < d)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def store_rows(X, x, stride, value, valid, d: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Rows x of X ← value, where valid."""
+    at = addresses(X, x, stride, D, WIDE)
+    if d != D:
+        tl.store(at, value.to(X.dtype.element_ty), mask=valid[:, None] & (tl.arange(0, D) < d)[None, :])
+    else:
+        tl.store(at, value.to(X.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _read(at):
+    """Entries of the table, each read by the thread that holds the score.
+
+    An ordinary load of this shape would get a layout of its own, and force it on the softmax that follows.
+    """
+    if INTERPRETED:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def with_bias(scores, bias, i, j, min_distance, max_distance, BIAS: tl.constexpr):
+    """scores + bias of pairs (i, j), which broadcast; distances lie between the given minimum and maximum.
+
+    bias: as `bias_of` gives it. A block entirely past the reach needs one entry of the table.
+    """
+    TABLE, slope, reach = bias
+    x = j - i
+    if BIAS >= 2:
+        scores -= slope * tl.abs(x).to(tl.float32)
+    if BIAS != 2:
+        if (max_distance > -reach) & (min_distance < reach):
+            scores += _read(TABLE + tl.minimum(tl.maximum(x, -reach), reach))
+        else:
+            scores += tl.load(TABLE + tl.minimum(tl.maximum(min_distance, -reach), reach))
+    return scores
+
+
+@triton.jit
+def bias_of(TABLE, SLOPES, h, reach, BIAS: tl.constexpr):
+    """The bias of head h: a pointer to distance 0 in its table, its slope, and the reach."""
+    slope = 0.0
+    if BIAS >= 2:
+        slope = tl.load(SLOPES + h)
+    if BIAS == 1 or BIAS == 3:
+        TABLE += h * (2 * reach + 1) + reach
+    return TABLE, slope, reach
+
+
+@triton.jit
+def is_kept(dropout, r, j):
+    """Whether the weight of query row r on key j is kept, which broadcast. dropout: seed, head, threshold, factor."""
+    seed, bh, below, _ = dropout
+    r, j = tl.broadcast(r, j)
+    zero = j * 0
+    random, _, _, _ = tl.philox(seed, j, r, zero + bh, zero, ROUNDS)
+    return random >= below.to(tl.uint32)
 
 
 @triton.jit
 def _visit(
-    q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc,
-    TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
-    allowed: tl.constexpr, B: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr, LENGTHS: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc, bias, begins, latest, dropout,
+    S: tl.constexpr,
 ):  # fmt: skip
     """One block of keys joins the running softmax: top is the largest score so far (base 2), total the sum."""
-    c = tl.arange(0, B)
-    j = members(BLOCKS, t, c, SEGMENTS)
-    HIDES: tl.constexpr = RAGGED or LENGTHS
+    c = tl.arange(0, S.B)
+    j = members(BLOCKS, t, c, S.SEGMENTS)
+    HIDES: tl.constexpr = S.RAGGED or S.LENGTHS
     valid = c < tl.load(BLOCKS + t * 12 + 8)
-    if LENGTHS:
+    if S.LENGTHS:
         valid = valid & (j < limit)
-    k = rows_of(K, j, k_m, valid, d_k, DK, HIDES, WIDE)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    k = rows_of(K, j, k_m, valid, S.d_k, S.DK, HIDES, S.WIDE)
+    scores = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
     unit = scale2
-    if BIAS:
-        low, high = ends(BLOCKS, t, B, SEGMENTS)
-        scores = with_bias(
-            scores * scale2, TABLE, slope, reach, i[:, None], j[None, :], low - latest, high - begins, BIAS
-        )
+    if S.BIAS:
+        low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
+        scores *= scale2
+        scores = with_bias(scores, bias, i[:, None], j[None, :], low - latest, high - begins, S.BIAS)
         unit = 1.0
-    if LENGTHS:
+    if S.LENGTHS:
         scores = tl.where(valid[None, :], scores, -float("inf"))
-    if RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
+    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if t >= mid:
-            scores = tl.where(allowed(i[:, None], j[None, :]) & valid[None, :], scores, -float("inf"))
+            scores = tl.where(S.allowed(i[:, None], j[None, :]) & valid[None, :], scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
     weights = tl.exp2(scores * unit - base[:, None])
     fade = tl.exp2(top - base)
     total = total * fade + tl.sum(weights, 1)
-    if DROPS:
-        weights = tl.where(is_kept(seed, bh, r[:, None], j[None, :], below), weights * boost, 0.0)
-    v = rows_of(V, j, v_m, valid, d_v, DV, HIDES, WIDE)
+    if S.DROPS:
+        weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * dropout[3], 0.0)
+    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, HIDES, S.WIDE)
     acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
     return higher, total, acc
 
 
@@ -52,65 +216,57 @@ def _visit(
 def forward_kernel(
     Q, K, V, O, LSE, PART_O, PART_LSE, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2, reach, below, boost, BIAS: tl.constexpr, DROPS: tl.constexpr,
-    allowed: tl.constexpr, keep: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SEGMENTS: tl.constexpr,
-    RAGGED: tl.constexpr, LENGTHS: tl.constexpr, ACCUMULATES: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    heads, all_heads, group, n, start, step, scale2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of R queries, blocks of B keys. ACCUMULATES: this pass continues from the o and lse of an earlier one."""
+    """Tiles of queries, blocks of keys."""
     pid = tl.program_id(0)
     bh = pid % all_heads
     b = (bh // heads).to(tl.int64)
     h = (bh % heads).to(tl.int64)
     first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
-    a = tl.arange(0, R)
+    a = tl.arange(0, S.R)
     r = first + hop * a
     in_tile = a < count
     i = start + step * r
     begins = start + step * first
-    latest = begins + step * hop * (R - 1)
+    latest = begins + step * hop * (S.R - 1)
     limit = 0
-    if LENGTHS:
+    if S.LENGTHS:
         limit = tl.load(LIMITS + b)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
     V += b * v_b + (h // group) * v_h
     O += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * n
-    slope = 0.0
-    if BIAS:
-        TABLE, slope = head_of(TABLE, SLOPES, h, reach, BIAS)
+    bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
 
-    q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, WIDE)
-    top = tl.full((R,), -float("inf"), tl.float32)
-    total = tl.zeros((R,), tl.float32)
-    acc = tl.zeros((R, DV), tl.float32)
-    if ACCUMULATES:  # as if the earlier pass had been one key of weight 1 and value o
+    q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
+    top = tl.full((S.R,), -float("inf"), tl.float32)
+    total = tl.zeros((S.R,), tl.float32)
+    acc = tl.zeros((S.R, S.DV), tl.float32)
+    if S.ACCUMULATES:  # as if the earlier pass had been one key of weight 1 and value o
         begun = a < tl.where(slot < 0, count, 0)
         top = tl.load(LSE + r, mask=begun, other=-float("inf")) * 1.4426950408889634
         total = tl.where(top == -float("inf"), 0.0, 1.0)
-        acc = rows_of(O, r, o_n, begun, d_v, DV, True, WIDE).to(tl.float32)
+        acc = rows_of(O, r, o_n, begun, S.d_v, S.DV, True, S.WIDE).to(tl.float32)
 
     for t in range(lo, hi):
         top, total, acc = _visit(
-            q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc,
-            TABLE, slope, reach, begins, latest, seed, bh, below, boost, BIAS, DROPS, allowed, B,
-            d_k, d_v, DK, DV, SEGMENTS, LENGTHS, RAGGED, PRECISION, WIDE,
+            q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc, bias, begins, latest, dropout, S
         )  # fmt: skip
 
     lse = (top + tl.log2(total)) * 0.6931471805599453  # log2(0) = −∞: an empty row
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    if SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
+    if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
-            at = (slot.to(tl.int64) * all_heads + bh) * R + a
+            at = (slot.to(tl.int64) * all_heads + bh) * S.R + a
             tl.store(PART_LSE + at, lse)
-            tl.store(PART_O + at[:, None] * DV + tl.arange(0, DV)[None, :], acc)
+            tl.store(PART_O + at[:, None] * S.DV + tl.arange(0, S.DV)[None, :], acc)
             in_tile = a < 0
-    if keep is not None:
-        in_tile = in_tile & keep(i, i)
+    if S.keep is not None:
+        in_tile = in_tile & S.keep(i, i)
     tl.store(LSE + r, lse, mask=in_tile)
-    store_rows(O, r, o_n, acc, in_tile, d_v, DV, WIDE)
+    store_rows(O, r, o_n, acc, in_tile, S.d_v, S.DV, S.WIDE)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -6,24 +6,44 @@ the weights are recomputed. So a training step reads q, k, v twice, writes o and
 fused projection gets one fused gradient.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import LOG2E
-from ..configs import padded
+from ..call import LOG2E, padded
 from ..prepared import launch_cached
-from .common import dropout_threshold_16, kept_pairs
+from .forward import ROUNDS, rows_of, store_rows
+
+
+class Static(NamedTuple):
+    """What a kernel is compiled for: N queries and M keys, padded as the widths are."""
+
+    HEADS: int
+    GROUP: int
+    CAUSAL: bool
+    LENGTHS: bool
+    DROPS: bool
+    N: int
+    M: int
+    d_k: int
+    d_v: int
+    DK: int
+    DV: int
+    PRECISION: str
 
 
 @triton.jit
-def _pointers(X, row, stride, valid, d: tl.constexpr, D: tl.constexpr):
-    """Pointers to d numbers of some rows, and which of them are inside the tensor."""
-    c = tl.arange(0, D)
-    return X + (row * stride)[:, None] + c[None, :], valid[:, None] & (c < d)[None, :]
+def _kept_pairs(SEED, rows, where, below, R: tl.constexpr, C: tl.constexpr):
+    """Which of C weights in each of R rows are kept; a Philox number of 128 bits decides for eight neighbors."""
+    r = rows[:, None] + tl.zeros((1, C // 8), tl.int32)
+    c = tl.arange(0, C // 8)[None, :] + tl.zeros((R, 1), tl.int32)
+    x, y, z, w = tl.philox(tl.load(SEED), c, r, c * 0 + where, c * 0, ROUNDS)
+    words = tl.join(tl.join(x, y), tl.join(z, w))
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(halves, (R, C)) >= below.to(tl.uint32)
 
 
 @triton.jit
@@ -41,85 +61,69 @@ def _weights(q, k, i, j, valid, scale2, CAUSAL: tl.constexpr, PRECISION: tl.cons
 
 
 @triton.jit
-def _keys(LIMITS, b, m, j, LENGTHS: tl.constexpr):
-    if LENGTHS:
-        return j < tl.minimum(tl.load(LIMITS + b), m)
-    else:
-        return j < m
+def _keys(C, LIMITS, b, h_kv, m, c_m, k_at, v_at, S: tl.constexpr):
+    """Positions of the keys, which of them are valid, and k and v of one head."""
+    j = tl.arange(0, S.M)
+    valid = j < m
+    if S.LENGTHS:
+        valid = j < tl.minimum(tl.load(LIMITS + b), m)
+    C += b * m * c_m
+    k = rows_of(C + k_at + h_kv * S.d_k, j, c_m, valid, S.d_k, S.DK, True, False)
+    v = rows_of(C + v_at + h_kv * S.d_v, j, c_m, valid, S.d_v, S.DV, True, False)
+    return j, valid, k, v
 
 
 @triton.jit(do_not_specialize=["below"])
 def forward_kernel(
-    X, C, O, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, DROPS: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    X, C, O, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, S: tl.constexpr
 ):  # fmt: skip
     """o of one head."""
     bh = tl.program_id(0)
-    b, h = (bh // HEADS).to(tl.int64), bh % HEADS
-    i, j = tl.arange(0, N), tl.arange(0, M)
-    valid = _keys(LIMITS, b, m, j, LENGTHS)
-    at, inside = _pointers(X + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
-    q = tl.load(at, mask=inside, other=0.0)
-    C += b * m * c_m
-    at, inside = _pointers(C + k_at + h // GROUP * d_k, j, c_m, valid, d_k, DK)
-    k = tl.load(at, mask=inside, other=0.0)
-    at, inside = _pointers(C + v_at + h // GROUP * d_v, j, c_m, valid, d_v, DV)
-    v = tl.load(at, mask=inside, other=0.0)
-    weights = _weights(q, k, i, j, valid, scale2, CAUSAL, PRECISION)
-    if DROPS:
-        weights = tl.where(kept_pairs(SEED, i, bh, below, N, M), weights * boost, 0.0)
-    o = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-    at, inside = _pointers(O + (b * n * HEADS + h) * d_v, i, HEADS * d_v, i < n, d_v, DV)
-    tl.store(at, o.to(O.dtype.element_ty), mask=inside)
+    b, h = (bh // S.HEADS).to(tl.int64), bh % S.HEADS
+    i = tl.arange(0, S.N)
+    q = rows_of(X + b * n * x_n + h * S.d_k, i, x_n, i < n, S.d_k, S.DK, True, False)
+    j, valid, k, v = _keys(C, LIMITS, b, h // S.GROUP, m, c_m, k_at, v_at, S)
+    weights = _weights(q, k, i, j, valid, scale2, S.CAUSAL, S.PRECISION)
+    if S.DROPS:
+        weights = tl.where(_kept_pairs(SEED, i, bh, below, S.N, S.M), weights * boost, 0.0)
+    o = tl.dot(weights.to(v.dtype), v, input_precision=S.PRECISION)
+    store_rows(O + (b * n * S.HEADS + h) * S.d_v, i, S.HEADS * S.d_v, o, i < n, S.d_v, S.DV, False)
 
 
 @triton.jit(do_not_specialize=["below"])
 def backward_kernel(
-    X, C, DO, DX, DC, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr, LENGTHS: tl.constexpr, DROPS: tl.constexpr,
-    N: tl.constexpr, M: tl.constexpr, d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    X, C, DO, DX, DC, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, scale, S: tl.constexpr
 ):  # fmt: skip
     """dk and dv of one key head, and dq of the query heads that share it."""
     pid = tl.program_id(0)
-    KV: tl.constexpr = HEADS // GROUP
+    KV: tl.constexpr = S.HEADS // S.GROUP
     b, h_kv = (pid // KV).to(tl.int64), pid % KV
-    i, j = tl.arange(0, N), tl.arange(0, M)
-    valid = _keys(LIMITS, b, m, j, LENGTHS)
-    C += b * m * c_m
-    at, inside = _pointers(C + k_at + h_kv * d_k, j, c_m, valid, d_k, DK)
-    k = tl.load(at, mask=inside, other=0.0)
-    at, inside = _pointers(C + v_at + h_kv * d_v, j, c_m, valid, d_v, DV)
-    v = tl.load(at, mask=inside, other=0.0)
-    dk = tl.zeros((M, DK), tl.float32)
-    dv = tl.zeros((M, DV), tl.float32)
-    for g in range(GROUP):  # a variable from outside must keep its shape: (N, …) has names of its own
-        h = h_kv * GROUP + g
-        at_i, inside_i = _pointers(X + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
-        q = tl.load(at_i, mask=inside_i, other=0.0)
-        at_i, inside_i = _pointers(DO + (b * n * HEADS + h) * d_v, i, HEADS * d_v, i < n, d_v, DV)
-        do = tl.load(at_i, mask=inside_i, other=0.0)
-        weights = _weights(q, k, i, j, valid, scale2, CAUSAL, PRECISION)
-        dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    i = tl.arange(0, S.N)
+    j, valid, k, v = _keys(C, LIMITS, b, h_kv, m, c_m, k_at, v_at, S)
+    dk = tl.zeros((S.M, S.DK), tl.float32)
+    dv = tl.zeros((S.M, S.DV), tl.float32)
+    for g in range(S.GROUP):
+        h = h_kv * S.GROUP + g
+        of_head = b * n * x_n + h * S.d_k
+        q = rows_of(X + of_head, i, x_n, i < n, S.d_k, S.DK, True, False)
+        DO_HEAD = DO + (b * n * S.HEADS + h) * S.d_v
+        do = rows_of(DO_HEAD, i, S.HEADS * S.d_v, i < n, S.d_v, S.DV, True, False)
+        weights = _weights(q, k, i, j, valid, scale2, S.CAUSAL, S.PRECISION)
+        dweights = tl.dot(do, tl.trans(v), input_precision=S.PRECISION)
         kept = weights
-        if DROPS:
-            is_kept = kept_pairs(SEED, i, (b * HEADS + h).to(tl.int32), below, N, M)
+        if S.DROPS:
+            is_kept = _kept_pairs(SEED, i, (b * S.HEADS + h).to(tl.int32), below, S.N, S.M)
             kept = tl.where(is_kept, weights * boost, 0.0)
             dweights = tl.where(is_kept, dweights * boost, 0.0)
-        dv = tl.dot(tl.trans(kept.to(do.dtype)), do, dv, input_precision=PRECISION)
+        dv = tl.dot(tl.trans(kept.to(do.dtype)), do, dv, input_precision=S.PRECISION)
         delta = tl.sum(weights * dweights, 1)
         dscores = (weights * (dweights - delta[:, None]) * scale).to(q.dtype)
-        dq = tl.dot(dscores, k, input_precision=PRECISION)
-        at_i, inside_i = _pointers(DX + b * n * x_n + h * d_k, i, x_n, i < n, d_k, DK)
-        tl.store(at_i, dq.to(DX.dtype.element_ty), mask=inside_i)
-        dk = tl.dot(tl.trans(dscores), q, dk, input_precision=PRECISION)
+        dq = tl.dot(dscores, k, input_precision=S.PRECISION)
+        store_rows(DX + of_head, i, x_n, dq, i < n, S.d_k, S.DK, False)
+        dk = tl.dot(tl.trans(dscores), q, dk, input_precision=S.PRECISION)
     DC += b * m * c_m
-    at, inside = _pointers(DC + k_at + h_kv * d_k, j, c_m, j < m, d_k, DK)
-    tl.store(at, dk.to(DC.dtype.element_ty), mask=inside)
-    at, inside = _pointers(DC + v_at + h_kv * d_v, j, c_m, j < m, d_v, DV)
-    tl.store(at, dv.to(DC.dtype.element_ty), mask=inside)
+    store_rows(DC + k_at + h_kv * S.d_k, j, c_m, dk, j < m, S.d_k, S.DK, False)
+    store_rows(DC + v_at + h_kv * S.d_v, j, c_m, dv, j < m, S.d_v, S.DV, False)
 
 
 def forward(
@@ -157,25 +161,19 @@ def backward(
 
 def _arguments(
     x: Tensor, c: Tensor, own: bool, lengths: Tensor | None, options
-) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...], int]:
-    """Numbers, compile-time sizes and warps of both kernels."""
+) -> tuple[tuple[Any, ...], Static, int]:
+    """Numbers, compile-time sizes and warps of both kernels.
+
+    Weights with a random 16-bit number below `below` are dropped; the others are multiplied by `boost`.
+    """
     queries, keys = options.heads * options.d_k, options.kv_heads * options.d_k
     begins = queries if own else 0
-    n, m = x.shape[1], c.shape[1]
-    below, boost = dropout_threshold_16(options.dropout_p)
+    n, m, d_k, d_v = x.shape[1], c.shape[1], options.d_k, options.d_v
+    below = min(round(options.dropout_p * 2**16), 2**16 - 1)
+    boost = 1.0 / (1.0 - below / 2**16)
     numbers = x.shape[2], c.shape[2], begins, begins + keys, n, m, below, options.scale * LOG2E, boost
-    sizes = {
-        "HEADS": options.heads,
-        "GROUP": options.heads // options.kv_heads,
-        "CAUSAL": options.causal,
-        "LENGTHS": lengths is not None,
-        "DROPS": below > 0,
-        "N": padded(n),
-        "M": padded(m),
-        "d_k": options.d_k,
-        "d_v": options.d_v,
-        "DK": padded(options.d_k),
-        "DV": padded(options.d_v),
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
-    }
-    return numbers, tuple(sizes.items()), 4 if max(sizes["N"], sizes["M"]) <= 64 else 8
+    sizes = Static(
+        options.heads, options.heads // options.kv_heads, options.causal, lengths is not None, below > 0,
+        padded(n), padded(m), d_k, d_v, padded(d_k), padded(d_v), "ieee" if x.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    return numbers, sizes, 4 if max(sizes.N, sizes.M) <= 64 else 8

@@ -21,108 +21,83 @@ from torch import Tensor
 from ....pattern import Pattern
 from ....progression import Ints
 from ...parts import row_steps
-from .. import configs
 from ..backend import one_launch
-from ..call import CallLayout, Layout, base2, exceeds_int32
-from ..configs import Config, padded
-from ..mask import compiled
-from ..prepared import Launch, Program
-from .common import rows_of, store_rows
-from .launches import Backward, matmul_precision
+from ..call import CallLayout, Config, Layout, base2, default, exceeds_int32, padded
+from ..prepared import Backward, Launch, Program
+from .backward import row_numbers
+from .forward import rows_of, static, store_rows
 
 # By the larger of the two padded widths: a tile and a block of as many members.
 HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
 SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
 EMPTY_PLACE = -1  # marks an empty place in a tile or a block
 HEAVY = 1.5  # members with so many times the median number of partners get tiles of their own
-ITEM = 4  # int32 words per item; 3 are used
 
 Table = NDArray[np.bool_]
 
 
 @triton.jit
-def _row_numbers(
-    LSE, DLSE, O, r, o_n, do, valid,
-    d_v: tl.constexpr, DV: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """lse in base 2 and delta of query rows r. An empty row has lse −∞; +∞ makes every weight exp2(−∞) = 0."""
-    o = rows_of(O, r, o_n, valid, d_v, DV, True, False)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        delta -= tl.load(DLSE + r, mask=valid, other=0.0)
-    lse2 = tl.load(LSE + r, mask=valid, other=-float("inf")) * 1.4426950408889634
-    return tl.where(lse2 == -float("inf"), float("inf"), lse2), delta
-
-
-@triton.jit
 def _for_queries(
     Q, K, V, O, DO, LSE, DLSE, DQ, MEMBERS, BLOCKS, lo, mid, hi, q_n, k_m, v_m, o_n, do_n, dq_n,
-    start, step, scale, scale2, allowed: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+    start, step, scale, scale2, S: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of R queries of one head."""
-    r = tl.load(MEMBERS + tl.arange(0, R))
+    r = tl.load(MEMBERS + tl.arange(0, S.R))
     in_tile = r >= 0
     i = start + step * r
-    q = rows_of(Q, r, q_n, in_tile, d_k, DK, True, False)
-    do = rows_of(DO, r, do_n, in_tile, d_v, DV, True, False)
-    lse2, delta = _row_numbers(LSE, DLSE, O, r, o_n, do, in_tile, d_v, DV, HAS_DLSE)
-    dq = tl.zeros((R, DK), tl.float32)
+    q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, False)
+    do = rows_of(DO, r, do_n, in_tile, S.d_v, S.DV, True, False)
+    lse2, delta = row_numbers(LSE, DLSE, O, r, o_n, do, in_tile, S)
+    dq = tl.zeros((S.R, S.DK), tl.float32)
     for t in range(lo, hi):
-        j = tl.load(BLOCKS + t * B + tl.arange(0, B))
+        j = tl.load(BLOCKS + t * S.B + tl.arange(0, S.B))
         valid = j >= 0
-        k = rows_of(K, j, k_m, valid, d_k, DK, True, False)
-        v = rows_of(V, j, v_m, valid, d_v, DV, True, False)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale2
+        k = rows_of(K, j, k_m, valid, S.d_k, S.DK, True, False)
+        v = rows_of(V, j, v_m, valid, S.d_v, S.DV, True, False)
+        scores = tl.dot(q, tl.trans(k), input_precision=S.PRECISION) * scale2
         weights = tl.exp2(scores - lse2[:, None])
         if t >= mid:
-            weights = tl.where(allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
-        dweights = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            weights = tl.where(S.allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
+        dweights = tl.dot(do, tl.trans(v), input_precision=S.PRECISION)
         dscores = weights * (dweights - delta[:, None])
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
-    store_rows(DQ, r, dq_n, dq * scale, in_tile, d_k, DK, False)
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=S.PRECISION)
+    store_rows(DQ, r, dq_n, dq * scale, in_tile, S.d_k, S.DK, False)
 
 
 @triton.jit
 def _for_keys(
     Q, K, V, O, DO, LSE, DLSE, DK_OUT, DV_OUT, MEMBERS, BLOCKS, lo, mid, hi,
-    q_h, q_n, k_m, v_m, o_h, o_n, do_h, do_n, dk_m, dv_m, n, start, step, scale, scale2,
-    allowed: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+    q_h, q_n, k_m, v_m, o_h, o_n, do_h, do_n, dk_m, dv_m, n, start, step, scale, scale2, S: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of R keys, over the rows of each of its GROUP query heads in turn."""
-    j = tl.load(MEMBERS + tl.arange(0, R))
+    j = tl.load(MEMBERS + tl.arange(0, S.R))
     in_tile = j >= 0
-    k = rows_of(K, j, k_m, in_tile, d_k, DK, True, False)
-    v = rows_of(V, j, v_m, in_tile, d_v, DV, True, False)
-    dk = tl.zeros((R, DK), tl.float32)
-    dv = tl.zeros((R, DV), tl.float32)
-    for u in range(GROUP * (hi - lo)):
+    k = rows_of(K, j, k_m, in_tile, S.d_k, S.DK, True, False)
+    v = rows_of(V, j, v_m, in_tile, S.d_v, S.DV, True, False)
+    dk = tl.zeros((S.R, S.DK), tl.float32)
+    dv = tl.zeros((S.R, S.DV), tl.float32)
+    for u in range(S.GROUP * (hi - lo)):
         t = lo + u
         g = 0
-        if GROUP > 1:  # all blocks of the first head, then all of the next
+        if S.GROUP > 1:  # all blocks of the first head, then all of the next
             t = lo + u % (hi - lo)
             g = u // (hi - lo)
-        r = tl.load(BLOCKS + t * B + tl.arange(0, B))
+        r = tl.load(BLOCKS + t * S.B + tl.arange(0, S.B))
         valid = r >= 0
         i = start + step * r
-        q = rows_of(Q + g * q_h, r, q_n, valid, d_k, DK, True, False)
-        do = rows_of(DO + g * do_h, r, do_n, valid, d_v, DV, True, False)
-        lse2, delta = _row_numbers(
-            LSE + g * n, DLSE + g * n, O + g * o_h, r, o_n, do, valid, d_v, DV, HAS_DLSE
-        )
-        scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale2
+        q = rows_of(Q + g * q_h, r, q_n, valid, S.d_k, S.DK, True, False)
+        do = rows_of(DO + g * do_h, r, do_n, valid, S.d_v, S.DV, True, False)
+        lse2, delta = row_numbers(LSE + g * n, DLSE + g * n, O + g * o_h, r, o_n, do, valid, S)
+        scores = tl.dot(k, tl.trans(q), input_precision=S.PRECISION) * scale2
         weights = tl.exp2(scores - lse2[None, :])
         if t >= mid:
-            weights = tl.where(allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
-        dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
-        dweights = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            weights = tl.where(S.allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
+        dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=S.PRECISION)
+        dweights = tl.dot(v, tl.trans(do), input_precision=S.PRECISION)
         dscores = weights * (dweights - delta[None, :])
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
-    store_rows(DK_OUT, j, dk_m, dk * scale, in_tile, d_k, DK, False)
-    store_rows(DV_OUT, j, dv_m, dv, in_tile, d_v, DV, False)
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=S.PRECISION)
+    store_rows(DK_OUT, j, dk_m, dk * scale, in_tile, S.d_k, S.DK, False)
+    store_rows(DV_OUT, j, dv_m, dv, in_tile, S.d_v, S.DV, False)
 
 
 @triton.jit(do_not_specialize=["heads", "for_keys", "all_heads", "n", "start"])
@@ -130,27 +105,23 @@ def short_backward_kernel(
     Q, K, V, O, DO, LSE, DLSE, DQ, DK_OUT, DV_OUT, ITEMS, MEMBERS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    heads, all_heads, for_keys, n, start, step, scale, scale2,
-    allowed: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
-    d_k: tl.constexpr, d_v: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+    heads, all_heads, for_keys, n, start, step, scale, scale2, S: tl.constexpr,
 ):  # fmt: skip
     """The first `for_keys` items are tiles of keys, the others of queries; a program for each and each head."""
     pid = tl.program_id(0)
-    first = for_keys * (all_heads // GROUP)
+    first = for_keys * (all_heads // S.GROUP)
     if pid < first:
-        bh = pid % (all_heads // GROUP)
-        w = pid // (all_heads // GROUP)
-        b = (bh // (heads // GROUP)).to(tl.int64)
-        h = (bh % (heads // GROUP)).to(tl.int64)
+        bh = pid % (all_heads // S.GROUP)
+        w = pid // (all_heads // S.GROUP)
+        b = (bh // (heads // S.GROUP)).to(tl.int64)
+        h = (bh % (heads // S.GROUP)).to(tl.int64)
         lo, mid, hi = tl.load(ITEMS + w * 4), tl.load(ITEMS + w * 4 + 1), tl.load(ITEMS + w * 4 + 2)
-        row = bh.to(tl.int64) * GROUP * n
+        row = bh.to(tl.int64) * S.GROUP * n
         _for_keys(
-            Q + b * q_b + h * GROUP * q_h, K + b * k_b + h * k_h, V + b * v_b + h * v_h,
-            O + b * o_b + h * GROUP * o_h, DO + b * do_b + h * GROUP * do_h, LSE + row, DLSE + row,
-            DK_OUT + b * dk_b + h * dk_h, DV_OUT + b * dv_b + h * dv_h, MEMBERS + w * R, BLOCKS, lo, mid, hi,
-            q_h, q_n, k_m, v_m, o_h, o_n, do_h, do_n, dk_m, dv_m, n, start, step, scale, scale2,
-            allowed, GROUP, R, B, d_k, d_v, DK, DV, HAS_DLSE, PRECISION,
+            Q + b * q_b + h * S.GROUP * q_h, K + b * k_b + h * k_h, V + b * v_b + h * v_h,
+            O + b * o_b + h * S.GROUP * o_h, DO + b * do_b + h * S.GROUP * do_h, LSE + row, DLSE + row,
+            DK_OUT + b * dk_b + h * dk_h, DV_OUT + b * dv_b + h * dv_h, MEMBERS + w * S.R, BLOCKS, lo, mid, hi,
+            q_h, q_n, k_m, v_m, o_h, o_n, do_h, do_n, dk_m, dv_m, n, start, step, scale, scale2, S,
         )  # fmt: skip
     else:
         bh = (pid - first) % all_heads
@@ -160,10 +131,10 @@ def short_backward_kernel(
         lo, mid, hi = tl.load(ITEMS + w * 4), tl.load(ITEMS + w * 4 + 1), tl.load(ITEMS + w * 4 + 2)
         row = bh.to(tl.int64) * n
         _for_queries(
-            Q + b * q_b + h * q_h, K + b * k_b + (h // GROUP) * k_h, V + b * v_b + (h // GROUP) * v_h,
+            Q + b * q_b + h * q_h, K + b * k_b + (h // S.GROUP) * k_h, V + b * v_b + (h // S.GROUP) * v_h,
             O + b * o_b + h * o_h, DO + b * do_b + h * do_h, LSE + row, DLSE + row,
-            DQ + b * dq_b + h * dq_h, MEMBERS + w * R, BLOCKS, lo, mid, hi, q_n, k_m, v_m, o_n, do_n, dq_n,
-            start, step, scale, scale2, allowed, R, B, d_k, d_v, DK, DV, HAS_DLSE, PRECISION,
+            DQ + b * dq_b + h * dq_h, MEMBERS + w * S.R, BLOCKS, lo, mid, hi, q_n, k_m, v_m, o_n, do_n, dq_n,
+            start, step, scale, scale2, S,
         )  # fmt: skip
 
 
@@ -174,8 +145,8 @@ def config_of(call: CallLayout) -> Config | None:
     """
     b, h, _, n, m, d_k, d_v = call.sizes
     width = max(64, padded(d_k), padded(d_v))
-    stored = any(call.task.configs is one for one in (*configs.HALF.values(), *configs.SINGLE.values()))
-    if not stored or call.has_lengths or not call.task.plain or not one_launch(n, m, b * h, width):
+    is_stored = call.task.configs is default(d_k, d_v, call.dtype)
+    if not is_stored or call.has_lengths or not call.task.plain or not one_launch(n, m, b * h, width):
         return None
     return None if exceeds_int32(*call.tensors) else (SINGLE if call.dtype == torch.float32 else HALF)[width]
 
@@ -186,19 +157,17 @@ def backward(call: CallLayout) -> Backward | None:
     if config is None:
         return None
     q, k, v, o, do = call.tensors
-    b, h, h_kv, n, m, d_k, d_v = call.sizes
+    b, h, h_kv, n, m, _, _ = call.sizes
     task = call.task
-    tables_, for_keys = tables(
-        task.pattern, (n, m), (task.start, task.step), (config.tile, config.block), call.device
-    )
+    place, tile = (task.start, task.step), (config.tile, config.block)
+    tables_, for_keys = tables(task.pattern, (n, m), place, tile, call.device)
     for_queries = len(tables_[0]) - for_keys
     launch = Launch(
         short_backward_kernel, for_keys * b * h_kv + for_queries * b * h, config,
         *q.strides, *k.strides, *v.strides, *o.strides, *do.strides,
         *(x for like in (q, k, v) for x in _like(like)),
         h, b * h, for_keys, n, task.start, task.step, task.scale, base2(task.scale),
-        allowed=compiled(task.pattern), GROUP=h // h_kv, R=config.tile, B=config.block, d_k=d_k, d_v=d_v,
-        DK=padded(d_k), DV=padded(d_v), HAS_DLSE=call.has_dlse, PRECISION=matmul_precision(call.dtype),
+        S=static(task.pattern, config, call)._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
     dlse = "dlse" if call.has_dlse else "lse"
     names = "q", "k", "v", "o", "do", "lse", dlse, "dq", "dk", "dv", *tables_
@@ -244,11 +213,11 @@ class TileLists:
 def tile_lists(allowed: Table, hops: list[int], tile: int, block: int) -> TileLists:
     """The cheapest assignment of members (rows of the table) to tiles; each tile costs one more block."""
     bits = np.packbits(allowed, axis=1)  # eight pairs at a time
-    ways = [_tiles(order, tile) for order in _orders(allowed, hops)]
-    met = [_met(bits, way, allowed.shape[1], by_all=False) for way in ways]
+    tilings = [_tiles(order, tile) for order in _orders(allowed, hops)]
+    met = [_met(bits, one, allowed.shape[1], by_all=False) for one in tilings]
     cost = [int((-(-x.sum(1) // block) + 1).sum()) for x in met]
     best = cost.index(min(cost))
-    return _cut(ways[best], met[best], _met(bits, ways[best], allowed.shape[1], by_all=True), block)
+    return _cut(tilings[best], met[best], _met(bits, tilings[best], allowed.shape[1], by_all=True), block)
 
 
 def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:

@@ -1,4 +1,5 @@
-"""Short calls on a GPU, as lists: every allowed pair is visited once from either side, and little else is."""
+"""The backward pass of short calls by one launch: its lists visit every allowed pair once, from either side; and
+prepared calls under autograd."""
 
 import gc
 import importlib.util
@@ -40,7 +41,7 @@ def made(pattern, n, m, by_keys, place=(0, 1)):
 
 
 def visited(allowed, found):
-    """How often each pair is added up: those of a block before the first masked one without a look at the table."""
+    """How often each pair is added up: those of a block before the first masked one without a mask."""
     seen = np.zeros(allowed.shape, dtype=int)
     for (first, masked, end, _), members in zip(found.items, found.members, strict=True):
         members = members[members >= 0]
@@ -62,7 +63,7 @@ def test_every_allowed_pair_is_visited_once_and_every_member_is_written_once(pat
 
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=3))
-def test_so_are_those_of_any_table_whatever_the_hops(data, n, m, hops):
+def test_every_allowed_pair_of_any_table_is_visited_once_whatever_the_steps(data, n, m, hops):
     from regard.engine.cuda.triton.short_backward import tile_lists
 
     bits = data.draw(st.integers(0, 2 ** (n * m) - 1))
@@ -76,18 +77,18 @@ def blocks_of(pattern, n, by_keys):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "by_keys", "most"),
+    ("pattern", "by_keys", "max_blocks"),
     [
         (dilated(5, 7), False, 32),  # 8 tiles of a residue or two, 4 blocks each; 88 of neighbours
         (causal() & strided(8), True, 16),  # a tile of each residue: its 16 keys, 2 blocks
-        (causal() & every(16), True, 16),  # one tile of the 8 keys that are seen, by every query
-        (window(2) | rows(16), False, 40),  # 16 blocks for the rows that see all, 3 for each of 8 tiles beside
+        (causal() & every(16), True, 16),  # one tile of the 8 allowed keys, with every query
+        (window(2) | rows(16), False, 40),  # 16 blocks for the rows without a limit, 3 for each of the other 8 tiles
     ],
     ids=repr,
 )  # fmt: skip
-def test_members_that_meet_the_same_share_a_tile(pattern, by_keys, most):
+def test_members_with_the_same_partners_share_a_tile(pattern, by_keys, max_blocks):
     n = 128
-    assert blocks_of(pattern, n, by_keys) <= most < (n // TILE) * (n // BLOCK)
+    assert blocks_of(pattern, n, by_keys) <= max_blocks < (n // TILE) * (n // BLOCK)
 
 
 def test_the_longest_tile_comes_first():
@@ -96,12 +97,12 @@ def test_the_longest_tile_comes_first():
     assert length[0] == 16 and (np.diff(length) <= 0).all()
 
 
-def test_a_block_that_all_members_meet_needs_no_mask_though_the_tile_is_not_full():
+def test_a_block_allowed_for_all_members_needs_no_mask_though_the_tile_is_not_full():
     _, found = made(full(), 20, 19, False)
     assert [list(item) for item in found.items] == [[0, 2, 3, 0], [3, 5, 6, 0]]
 
 
-def laid(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
+def layouts(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
     from regard.engine.cuda.call import contiguous as dense
 
     q, k, v = dense(1, h, n, d_k), dense(1, h_kv, m, d_k), dense(1, h_kv, m, d_v)
@@ -109,10 +110,10 @@ def laid(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
 
 
 def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
-    from regard.engine.cuda.call import Task
-    from regard.engine.cuda.configs import default
+    from regard.engine.cuda.call import Task, default
 
-    return Task(causal() & window(9), 0, 1, 0.1, **{"configs": default(d_k, d_v, dtype)} | more)
+    given = {"dropout_p": 0.0, "configs": default(d_k, d_v, dtype)} | more
+    return Task(causal() & window(9), 0, 1, 0.1, **given)
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
@@ -121,33 +122,33 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
     from regard.engine.cuda.call import contiguous as dense
     from regard.engine.cuda.triton import short_backward
 
-    def config_of(task, layouts, dtype):
-        return short_backward.config_of(CallLayout(task, layouts, dtype, torch.device("cpu")))
+    def config_of(task, tensors, dtype):
+        return short_backward.config_of(CallLayout(task, tensors, dtype, torch.device("cpu")))
 
     half = torch.bfloat16
-    assert config_of(task(), laid(), half) is not None
-    assert config_of(task(128, 40), laid(d_k=128, d_v=40), half) is not None
-    assert config_of(task(dtype=torch.float32), laid(), torch.float32) is not None
+    assert config_of(task(), layouts(), half) is not None
+    assert config_of(task(128, 40), layouts(d_k=128, d_v=40), half) is not None
+    assert config_of(task(dtype=torch.float32), layouts(), torch.float32) is not None
     side, heads = int(backend.MAX_PAIRS**0.5), backend.MAX_ALL_PAIRS // backend.MAX_PAIRS
-    assert config_of(task(), laid(side, side), half) is not None
-    assert config_of(task(), laid(side, side, h=heads), half) is not None
-    assert config_of(task(), laid(side, side, h=heads + 2), half) is None
-    assert config_of(task(), laid(side, side + 1), half) is None
-    assert config_of(task(256, 64), laid(d_k=256), half) is None
-    assert config_of(task(reach=3), laid(), half) is None
-    assert config_of(task(dropout_p=0.1), laid(), half) is None
-    asked = replace(task().configs)
-    assert config_of(task(configs=asked), laid(), half) is None
+    assert config_of(task(), layouts(side, side), half) is not None
+    assert config_of(task(), layouts(side, side, h=heads), half) is not None
+    assert config_of(task(), layouts(side, side, h=heads + 2), half) is None
+    assert config_of(task(), layouts(side, side + 1), half) is None
+    assert config_of(task(256, 64), layouts(d_k=256), half) is None
+    assert config_of(task(reach=3), layouts(), half) is None
+    assert config_of(task(dropout_p=0.1), layouts(), half) is None
+    equal = replace(task().configs)
+    assert config_of(task(configs=equal), layouts(), half) is None
     far = dense(1, 2, 128, 64)._replace(stride=(1 << 40, 1 << 33, 1 << 26, 1))
-    assert config_of(task(), (far, *laid()[1:]), half) is None
+    assert config_of(task(), (far, *layouts()[1:]), half) is None
 
 
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
     from regard.engine.cuda.triton.short_backward import tables
 
-    asked = causal() & window(9), (97, 101), (4, 1), (64, 64), torch.device("cpu")
-    (items, members, blocks), for_keys = tables(*asked)
-    assert tables(*asked)[0][0] is items
+    given = causal() & window(9), (97, 101), (4, 1), (64, 64), torch.device("cpu")
+    (items, members, blocks), for_keys = tables(*given)
+    assert tables(*given)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)
     assert {x.dtype for x in (items, members, blocks)} == {torch.int32}
     assert members.shape == (4, 64) and blocks.shape == (int(items[-1, 2]), 64)
@@ -157,8 +158,8 @@ PATTERN = causal() & window(2)
 
 
 @pytest.fixture
-def remembered(monkeypatch):
-    """A call that is remembered, with the formula in the place of the kernels: what is left is autograd's."""
+def prepared(monkeypatch):
+    """A prepared call with the formula in place of the kernels: what is left is autograd's."""
     from regard.engine.cuda import host
 
     def formula(q, k, v, *rest):
@@ -187,30 +188,30 @@ def qkv(n=5, d=2):
     return [torch.randn(1, 2, n, d, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3)]
 
 
-def test_a_remembered_call_has_gradients_and_those_have_gradients(remembered):
+def test_a_prepared_call_has_gradients_and_double_backward(prepared):
     for _ in range(2):
-        assert gradcheck(remembered, qkv()) and gradgradcheck(remembered, qkv())
+        assert gradcheck(prepared, qkv()) and gradgradcheck(prepared, qkv())
     q, k, v = qkv()
-    remembered(q.detach(), k, v.detach()).sum().backward()
+    prepared(q.detach(), k, v.detach()).sum().backward()
     assert k.grad is not None and q.grad is None and v.grad is None
 
 
-def test_an_input_that_was_changed_in_between_is_an_error(remembered):
+def test_an_input_that_was_changed_in_between_is_an_error(prepared):
     for which in range(3):
         inputs = qkv()
-        o = remembered(*inputs)
+        o = prepared(*inputs)
         with torch.no_grad():
             inputs[which].add_(1.0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             o.sum().backward()
 
 
-def test_what_is_kept_for_the_backward_pass_goes_with_its_output(remembered):
+def test_what_is_saved_for_the_backward_pass_is_freed_with_its_output(prepared):
     inputs = qkv()
-    remembered(*inputs)
+    prepared(*inputs)
     gc.disable()
     try:
-        o = remembered(*inputs)
+        o = prepared(*inputs)
         node, at = weakref.ref(o.grad_fn), weakref.ref(o)
         del o
         assert node() is None and at() is None

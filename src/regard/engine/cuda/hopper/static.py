@@ -1,13 +1,100 @@
-"""Steps of the Hopper kernels that single warps skip, in PTX: in Gluon, all warps branch or none.
-
-A thread holds numbers of two rows: 0 and 1 of the first, 2 and 3 of the second, 4 and 5 of the first again …
-"""
+"""What the Hopper kernels are compiled for: sizes, layouts, the tests of a pattern, and steps in PTX."""
 
 import struct
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-MAX_SUM = (
-    4096.0  # what a thread's weights of one row and block may sum up to before the base of the row moves
-)
+import torch
+
+from .... import compat
+from ....pattern import Pattern
+from ..call import CallLayout, Config
+from ..mask import NO_KEY_FREE, Free, band, expression, function
+from ..schedule import DevicePass
+
+gluon, gl, hopper = compat.gluon()
+# Threads that copy one row, 16 bytes each at a time: with fewer, a thread computes fewer addresses.
+PER_ROW = 8
+
+
+class Static(NamedTuple):
+    """What a kernel is compiled for, S in the kernels: tiles and blocks of R members, heads of width D.
+
+    Layouts say which thread holds what: rows being copied, one number per key, scores, outputs; and rows in shared
+    memory.
+    """
+
+    lowest: Any  # i → the lower bound of its keys, if a block is tested by two bounds
+    highest: Any
+    low_of: Any  # j → what is compared with the upper bound, j unless it is free of it
+    high_of: Any
+    allowed: Any  # (i, j) → whether the pair is allowed, if every pair is tested; else None
+    keep: Any  # (x, x) → whether the results of member x count; None: all do
+    MARKS: int  # all marks that occur
+    R: int
+    D: int
+    SEGMENTS: int
+    LOAD: Any
+    FLAT: Any
+    SCORES: Any
+    OUT: Any
+    SHARED: Any
+    below: Free = NO_KEY_FREE  # forward: places that no lower bound hides
+    above: Free = NO_KEY_FREE
+    HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
+    GROUP: int = 1  # dk and dv: query heads per key head
+    SPLIT: bool = False  # dk and dv: some tiles are shared by programs, which store parts
+    WAITS: bool = False  # dk and dv: for the previous kernel, which computes lse and delta
+    ADDS: bool = False  # dk and dv: at its end, this launch adds up the parts that the previous one left
+    adds: Any = None  # … of the keys that this selects
+
+
+def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
+    work, block, warps, d = step.work, config.block, config.warps, call.tensors[0].shape[-1]
+    kind = gl.bfloat16 if call.dtype == torch.bfloat16 else gl.float16
+    layouts = (
+        gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
+        gl.BlockedLayout([1], [32], [warps], [0]),
+        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block, 16]),
+        gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
+        gl.NVMMASharedLayout.get_default_for([block, d], kind),
+    )
+    sizes = work.marks, config.tile, d, work.segments
+    return Static(*(*tests(work.pattern), keep(step.keep), *sizes, *layouts))
+
+
+@lru_cache(maxsize=1024)
+def tests(pattern: Pattern) -> tuple[Any, ...]:
+    """What the kernel tests in a block that needs it, as in `Static`: two bounds, or else every pair."""
+    found = band(pattern)
+    if found is None:
+        return None, None, None, None, function("allowed", "i, j", expression(pattern), gluon.jit, {"gl": gl})
+    far = 1 << 30
+
+    def freed(keys: Pattern | None, to: int) -> str:
+        body = "j" if keys is None else f"gl.where({expression(keys)}, {to}, j)"
+        return body if found.only is None else f"gl.where({expression(found.only)}, {body}, {-to})"
+
+    bodies = (
+        ("lowest", "i", f"i * 0 - {far // 2}" if found.before is None else f"i - {found.before}"),
+        ("highest", "i", f"i * 0 + {far // 2}" if found.after is None else f"i + {found.after}"),
+        ("low_of", "j", freed(found.high, -far)),
+        ("high_of", "j", freed(found.low, far)),
+    )
+    return *(function(*one, gluon.jit, {"gl": gl}) for one in bodies), None
+
+
+@lru_cache(maxsize=1024)
+def keep(pattern: Pattern | None) -> Any:
+    """Whether results of a query at i count: a pattern that reads i alone; None: all do."""
+    return None if pattern is None else function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
+
+
+# Steps that single warps skip: in Gluon, all warps branch or none. A thread holds numbers of two rows: 0 and 1 of the
+# first, 2 and 3 of the second, 4 and 5 of the first again …
+
+# What a thread's weights of one row and block may sum up to before the base of the row moves.
+MAX_SUM = 4096.0
 SCORES = 32  # scores that a thread holds: 64 × 64, in four warps
 
 

@@ -1,4 +1,4 @@
-"""The streaming kernels, compiled for a Hopper GPU where there is none: what they are given is what they take.
+"""The kernels, compiled for a Hopper GPU where there is none: what they are given is what they take.
 
 In a process of its own: the compiler complains about its own leaks when it ends.
 """
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -20,32 +21,34 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SPARSE = causal() & (window(128) | every(64))
 CASES = [
     ("hopper_forward", SPARSE, 64),
-    ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
     ("hopper_forward", window(40) - dilated(3, 5), 64),  # not two bounds: every pair is tested
     ("hopper_dq", SPARSE, 64),
     ("hopper_dkv", SPARSE, 64),  # the keys that every query may attend to, in parts
-    ("hopper_dkv", SPARSE, 128, 1),  # the other keys, and then the parts are added up
+    ("hopper_dkv", SPARSE, 64, 1),  # the other keys, and then the parts are added up
+]
+OTHER_CASES = [  # in `make long`
+    ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
+    ("hopper_dkv", SPARSE, 128, 1),
 ]
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
 
 def launches_of(which, pattern, d, n=8192):
-    """What would be launched, and the configuration it is made for."""
-    from regard.engine.cuda.call import CallLayout, Task, contiguous
-    from regard.engine.cuda.configs import default
-    from regard.engine.cuda.hopper import launches as hopper
+    """What would be launched, and the configuration it is prepared for."""
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
 
-    hopper.is_hopper, hopper.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
+    launches.is_hopper, launches.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
     like, configs = contiguous(1, 2, n, d), default(d, d, torch.bfloat16)
-    task = Task(pattern, 0, 1, d**-0.5, configs)
+    task = Task(pattern, 0, 1, d**-0.5, 0.0, configs)
     call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
     if which == "hopper_forward":
-        _, program = hopper.forward(call._replace(tensors=(like,) * 3))
+        _, program = launches.forward(call._replace(tensors=(like,) * 3))
         return [launch for launch, *_ in program.launches], configs.hopper_forward
     if which == "hopper_dq":
-        made = hopper.dq(call, hopper.passes(call, configs.hopper_dq, False))
+        made = launches.hopper_dq(call, launches.hopper_passes(call, configs.hopper_dq, False))
         return [launch for launch, _ in made], configs.hopper_dq
-    made, _ = hopper.dkv(call, hopper.passes(call, configs.hopper_dkv, True))
+    made, _ = launches.hopper_dkv(call, launches.hopper_passes(call, configs.hopper_dkv, True))
     return [launch for launch, _ in made], configs.hopper_dkv
 
 
@@ -84,17 +87,18 @@ def compiled(launch):
 
 
 def main():
-    """One line a case, as JSON."""
-    from regard.engine.cuda.hopper.launches import programs_per_multiprocessor
+    """One line per case, as JSON."""
+    from regard.engine.cuda.launches import programs_per_multiprocessor
 
-    for which, pattern, d, *nth in CASES:
+    others = len(sys.argv) > 1
+    for which, pattern, d, *nth in OTHER_CASES if others else CASES:
         launches, config = launches_of(which, pattern, d)
         launch = launches[nth[0] if nth else 0]
         made = compiled(launch)
         found = {
             "kernel": launch.kernel.__name__,
-            "every_pair": launch.sizes["allowed"] is not None,
-            "segments": launch.sizes["SEGMENTS"],
+            "every_pair": launch.sizes["S"].allowed is not None,
+            "segments": launch.sizes["S"].SEGMENTS,
             "shared": made.metadata.shared * programs_per_multiprocessor(config),
             "bytes": len(made.asm["cubin"]),
             "early": launch.options.get("launch_pdl", False),
@@ -102,11 +106,29 @@ def main():
         ptx = made.asm["ptx"]
         found |= {"products": ptx.count("wgmma.mma_async"), "order": order(ptx)}
         print(json.dumps(found))
+    for name in OTHER_FUSED if others else FUSED:
+        print(json.dumps({"fused": name, "launches": fused(name)}))
+
+
+FUSED = ("fused context of unequal length 60 x 20", "fused context of unequal length 33 x 100")
+OTHER_FUSED = ("fused context", "fused context of unequal length 20 x 60")
+
+
+def fused(name):
+    """The PTX sizes of the kernels of one call that reads a fused projection."""
+    from triton.runtime.jit import JITFunction
+
+    from kernel_fingerprints import fused, ptx_of
+
+    made = []
+    with mock.patch.object(JITFunction, "run", lambda self, *a, grid, warmup, **k: made.append((self, a, k))):
+        dict(fused(torch))[name]()
+    return {kernel.__name__: len(ptx_of(kernel, a, k)) for kernel, a, k in made}
 
 
 def order(ptx):
-    """What comes when: the first copies of rows (16 bytes) and of numbers (4), the first store, waiting, letting the
-    next begin, and the call of what adds up parts."""
+    """The order of the first copies of rows (16 bytes) and of numbers (4), the first store, waiting, letting the next
+    kernel start, and the call of what adds up parts."""
     entry = ptx[ptx.index(".entry") :]
     entry = entry[: entry.index("\n}\n")]
     marks = {
@@ -117,70 +139,99 @@ def order(ptx):
     return [name for name in sorted(at, key=at.__getitem__) if at[name] >= 0]
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
+def run(tmp_path_factory, *arguments):
+    """What a process of its own prints, line by line."""
+    helpers = Path(__file__).parents[2] / "helpers"
+    paths = os.pathsep.join([str(helpers), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "PYTHONPATH": paths}
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def other_results(tmp_path_factory):
+    return run(tmp_path_factory, "others")
+
+
+def assert_compiled(result, name, every_pair=False, segments=1):
+    assert result["kernel"] == name
+    assert result["every_pair"] == every_pair and result["segments"] == segments
+    assert result["bytes"] > 1000 and result["products"] > 0
+    assert 0 < result["shared"] <= SHARED
+
+
 @pytest.mark.parametrize("at", range(len(CASES)), ids=["-".join(map(repr, case)) for case in CASES])
-def test_it_compiles_and_as_many_programs_fit_as_are_counted_on(told, at):
-    assert told[at]["kernel"] == CASES[at][0]
-    assert told[at]["every_pair"] == (at == 2) and told[at]["segments"] == 1 + (at == 1)
-    assert told[at]["bytes"] > 1000 and told[at]["products"] > 0
-    assert 0 < told[at]["shared"] <= SHARED
+def test_it_compiles_and_as_many_programs_fit_as_the_work_is_split_for(results, at):
+    assert_compiled(results[at], CASES[at][0], every_pair=at == 1)
 
 
-def test_what_may_begin_early_waits_before_it_reads_what_the_kernel_before_makes(told):
-    assert [x["early"] for x in told] == [False, False, False, True, True, True]
-    assert all({"wait", "let"}.isdisjoint(x["order"]) for x in told[:3])
-    dq, parts, rest = (x["order"] for x in told[3:])
-    assert dq[:2] == ["wait", "let"]  # what comes before may have made any of its tensors
-    # dq comes before: it has waited for q, k, v and do, and makes lse and delta; then all may begin
+@pytest.mark.long
+def test_so_it_does_for_wide_heads_and_blocks_of_two_progressions(other_results):
+    assert_compiled(other_results[0], "hopper_forward", segments=2)
+    assert_compiled(other_results[1], "hopper_dkv")
+
+
+def test_a_kernel_that_starts_early_waits_before_it_reads_what_the_previous_kernel_computes(results):
+    assert [x["early"] for x in results[:5]] == [False, False, True, True, True]
+    assert all({"wait", "let"}.isdisjoint(x["order"]) for x in results[:2])
+    dq, parts, rest = (x["order"] for x in results[2:5])
+    assert dq[:2] == ["wait", "let"]  # the previous kernel may have computed any of its tensors
+    # dq is the previous kernel: it has waited for q, k, v and do, and computes lse and delta; then all may start
     assert parts == ["rows", "wait", "numbers", "let", "store"]
-    # what comes before has waited for dq: it begins at once, and adds up parts when that is through
+    # the previous kernel has waited for dq: this one starts at once, and adds up parts when that one has ended
     assert rest == ["rows", "numbers", "let", "store", "wait", "add"]
 
 
-def test_the_fused_kernels_compile_for_contexts_of_any_length(tmp_path):
-    """Also where queries and keys are padded to different sizes, forward and backward."""
-    program = Path(__file__).parents[2] / "helpers" / "kernel_fingerprints.py"
-    done = subprocess.run(
-        [sys.executable, program, tmp_path / "out.json", "fused context"],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found) == 8 and not [x for x in found.items() if x[1].startswith("failed")]
+def compiled_both_ways(results, names):
+    sizes = {x["fused"]: x["launches"] for x in results if "fused" in x}
+    kernels = {"forward_kernel", "backward_kernel"}
+    return set(sizes) == set(names) and all(
+        set(x) == kernels and min(x.values()) > 1000 for x in sizes.values()
+    )
+
+
+def test_the_fused_kernels_compile_where_queries_and_keys_are_padded_to_different_sizes(results):
+    assert compiled_both_ways(results, FUSED)
+
+
+@pytest.mark.long
+def test_the_fused_kernels_compile_for_contexts_of_any_length(other_results):
+    assert compiled_both_ways(other_results, OTHER_FUSED)
 
 
 @pytest.mark.parametrize(
     ("pattern", "launches"),
     [
         (SPARSE, ["parts", "adds"]),
-        (every(64), ["parts", "sum_kernel"]),  # nobody comes next
+        (every(64), ["parts", "sum_kernel"]),  # there is no next launch
         (causal() & window(128), ["whole"]),
     ],
     ids=repr,
 )
 def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern, launches):
-    from regard.engine.cuda.hopper import launches as hopper
+    from regard.engine.cuda import launches as module
 
     for name in ("is_hopper", "programs_at_a_time"):  # put back what launches_of replaces
-        monkeypatch.setattr(hopper, name, getattr(hopper, name))
+        monkeypatch.setattr(module, name, getattr(module, name))
     made, _ = launches_of("hopper_dkv", pattern, 64)
     kinds = {(True, False): "parts", (False, True): "adds", (False, False): "whole"}
+    found = [x.sizes.get("S") for x in made]
     assert launches == [
-        kinds.get((x.sizes.get("SPLIT"), x.sizes.get("ADDS")), x.kernel.__name__) for x in made
+        x.kernel.__name__ if s is None else kinds[s.SPLIT, s.ADDS] for x, s in zip(made, found)
     ]
     if (
         "adds" in launches
     ):  # for each of two heads of 8192 keys, 128 in two tiles that every query may attend to
         numbers = dict(zip(made[1].kernel.arg_names[12:], made[1].numbers))
         assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
-        assert made[1].sizes["adds"] is None
+        assert made[1].sizes["S"].adds is None
 
 
 if __name__ == "__main__":

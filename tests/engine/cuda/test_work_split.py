@@ -1,4 +1,4 @@
-"""What the streaming kernels are told to visit: every allowed pair once, in runs that programs share fairly."""
+"""What the Hopper kernels visit: every allowed pair once, in runs of blocks that balance the load of programs."""
 
 import importlib.util
 
@@ -22,14 +22,14 @@ CPU = torch.device("cpu")
 
 
 def steps(pattern, n, by_keys):
-    """As the streaming kernels run them: forward, by queries, they know of lines."""
-    from regard.engine.cuda.configs import Config
+    """As the Hopper kernels run them: forward, by queries, they have a test for lines."""
+    from regard.engine.cuda.call import Config
     from regard.engine.cuda.schedule import device_passes
 
     return device_passes((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU).steps
 
 
-def dealt(work, programs, group=1, multiple=1, **how):
+def split(work, programs, group=1, multiple=1, **how):
     from regard.engine.cuda.work_split import split_work
 
     return split_work(work, 2, programs, group, multiple, **how)
@@ -46,9 +46,9 @@ def tile(row):
     return int(row[10]) + int(row[11]) * np.arange(int(row[9]) >> 8 & 255)
 
 
-def kept(work, row, own, by_keys):
-    """Which pairs of a tile and a block the kernels weigh, by the marks of the block."""
-    from regard.engine.cuda.block_tests import band
+def weighed(work, row, own, by_keys):
+    """Which pairs of a tile and a block get a weight, by the marks of the block."""
+    from regard.engine.cuda.mask import band
 
     there, marks = members(row), int(row[9]) & 255
     i, j = (there[None], own[:, None]) if by_keys else (own[:, None], there[None])
@@ -76,13 +76,13 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
     n = 700 if every(16) in pattern.leaves() else 203  # so that a tile has several blocks of each word
     seen = np.zeros((group, n, n), dtype=int)
     for step in steps(pattern, n, by_keys):
-        for row in dealt(step.work, 10, group, 2).blocks.numpy():
+        for row in split(step.work, 10, group, 2).blocks.numpy():
             own = tile(row)
-            if step.keep_pattern is not None:
-                own = own[step.keep_pattern.allows(own, own)]
+            if step.keep is not None:
+                own = own[step.keep.allows(own, own)]
             there = members(row)
             assert len(there) <= 16
-            seen[row[9] >> 16][np.ix_(own, there)] += kept(step.work, row, own, by_keys)
+            seen[row[9] >> 16][np.ix_(own, there)] += weighed(step.work, row, own, by_keys)
     allowed = pattern.allowed(n).numpy()
     allowed = allowed.T if by_keys else allowed
     assert (seen == allowed).all()
@@ -94,7 +94,7 @@ def test_every_allowed_pair_is_visited_once_by_each_head_of_a_group(pattern, gro
     ids=repr,
 )
 def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(pattern, masked):
-    from regard.engine.cuda.configs import Config
+    from regard.engine.cuda.call import Config
     from regard.engine.cuda.schedule import device_passes
 
     (step,) = device_passes((pattern, 0, 1), (704, 704), Config(16, 8, 1, 1), False, CPU).steps
@@ -105,41 +105,40 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
 
 
 def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
-    from regard.engine.cuda.call import Layout
+    from regard.engine.cuda.call import Config, Layout
     from regard.engine.cuda.call import contiguous as dense
-    from regard.engine.cuda.configs import Config
     from regard.engine.cuda.schedule import device_passes
     from regard.engine.cuda.work_split import flatten_heads
 
-    way = device_passes((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
-    lie = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
-    return flatten_heads(way, step, (lie, lie))
+    route = device_passes((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
+    layout = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
+    return flatten_heads(route, step, (layout, layout))
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_heads_dealt_together_each_visit_every_allowed_pair_of_their_own(pattern, by_keys):
+def test_flattened_heads_each_visit_every_allowed_pair_of_their_own(pattern, by_keys):
     n, heads = 208, 6
-    way, long = route_of_heads(pattern, n, by_keys)
+    route, long = route_of_heads(pattern, n, by_keys)
     assert long[0].shape == (1, 1, heads * n, 8)
     seen = np.zeros((heads * n, heads * n), dtype=int)
-    for step in way.steps:
-        for row in dealt(step.work, 20, multiple=2).blocks.numpy():
+    for step in route.steps:
+        for row in split(step.work, 20, multiple=2).blocks.numpy():
             own, there = tile(row), members(row)
-            if step.keep_pattern is not None:
-                own = own[step.keep_pattern.allows(own, own)]
-            seen[np.ix_(own, there)] += kept(step.work, row, own, by_keys)
+            if step.keep is not None:
+                own = own[step.keep.allows(own, own)]
+            seen[np.ix_(own, there)] += weighed(step.work, row, own, by_keys)
     allowed = pattern.allowed(n).numpy()
     assert (seen == np.kron(np.eye(heads, dtype=int), allowed.T if by_keys else allowed)).all()
 
 
-def test_dealt_together_no_program_is_left_and_none_has_much_more_than_its_share():
+def test_with_flattened_heads_every_program_has_work_and_none_much_more_than_its_share():
     pattern = causal() & (window(40) | every(16))
     apart, _ = route_of_heads(pattern, 1040, False, b=1, h=1)
-    together, _ = route_of_heads(pattern, 1040, False)
+    flattened, _ = route_of_heads(pattern, 1040, False)
     runs = [
-        np.diff(dealt(work, programs).chunks.numpy()[:, :2]).ravel()
-        for work, programs in ((apart.steps[0].work, 2 * (20 // 6)), (together.steps[0].work, 2 * 20))
+        np.diff(split(work, programs).chunks.numpy()[:, :2]).ravel()
+        for work, programs in ((apart.steps[0].work, 2 * (20 // 6)), (flattened.steps[0].work, 2 * 20))
     ]
     assert len(runs[1]) == 20 and runs[1].max() <= 1.06 * runs[1].mean()
     assert runs[1].max() < runs[0].max()
@@ -151,36 +150,36 @@ def test_dealt_together_no_program_is_left_and_none_has_much_more_than_its_share
         {"pattern": window(40) | sinks(3)},  # the first keys of a head are not the first of all
         {"pattern": window(40) | every(16), "n": 203},  # 16 does not divide 203
         {"pattern": window(40), "step": 2},
-        {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads side by side
+        {"pattern": window(40), "strides": (3 * 208 * 8, 8, 3 * 8, 1)},  # heads behind positions
         {"pattern": window(40), "b": 1, "h": 1},
     ],
     ids=repr,
 )
-def test_heads_are_dealt_apart_where_the_mask_or_the_memory_would_tell_them_apart(case):
+def test_heads_are_not_flattened_where_mask_or_memory_forbid_it(case):
     case = {"n": 208, "by_keys": False} | case
-    _, lie = route_of_heads(**case)
-    assert lie[0].shape[2] == case["n"]
+    _, layouts = route_of_heads(**case)
+    assert layouts[0].shape[2] == case["n"]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
-def test_runs_follow_one_another_begin_a_tile_and_differ_by_little(pattern):
+def test_runs_are_adjacent_begin_a_tile_and_differ_by_little(pattern):
     for by_keys in (False, True):
         for step in steps(pattern, 515, by_keys):
-            cut = dealt(step.work, 10, multiple=2)
+            cut = split(step.work, 10, multiple=2)
             begin, end = cut.chunks.numpy()[:, :2].T
             assert torch.equal(cut.chunks[:, 4:], cut.blocks[begin])
             assert begin[0] == 0 and (begin[1:] == end[:-1]).all() and end[-1] == len(cut.blocks)
             assert ((end - begin) % 2 == 0).all() and (cut.blocks[begin, 9] & 8 != 0).all()
             if step.work.slots:
-                # none has more than its share, made even; in all they wait for it as long as if each had 2 less
+                # none has more than its share, made even; all together wait as long as if each had 2 less
                 runs = end - begin
                 assert runs.max() <= 2 * -(-len(step.work.blocks) // 10)
                 assert len(runs) * runs.max() - runs.sum() <= 2 * (len(runs) - 1)
 
 
 def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_the_same_time():
-    (split,) = (s for s in steps(causal() & (window(40) | every(16)), 2048, True) if s.work.slots)
-    cut = dealt(split.work, 16)
+    (step,) = (s for s in steps(causal() & (window(40) | every(16)), 2048, True) if s.work.slots)
+    cut = split(step.work, 16)
     begin, end = cut.chunks.numpy()[:, :2].T
     rows = cut.blocks.numpy()[:, 0]
     read = [[rows[b + t] for b, e in zip(begin, end) if b + t < e] for t in range((end - begin).max())]
@@ -189,23 +188,23 @@ def test_pieces_of_tiles_are_cut_at_the_same_rows_so_that_programs_read_them_at_
     assert sum(len(set(now)) for now in read) <= 200
 
 
-@pytest.mark.parametrize("late", [0.1, 0.5, 1.0])
-def test_the_last_tiles_are_left_for_programs_of_one_tile_each(late):
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_the_dynamic_share_is_programs_of_one_tile_each(share):
     (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
-    cut, whole = dealt(step.work, 10, dynamic_share=late), dealt(step.work, 10)
+    cut, whole = split(step.work, 10, dynamic_share=share), split(step.work, 10)
     begin, end = cut.chunks.numpy()[:, :2].T
     blocks = cut.blocks.numpy()
     tiles = np.add.reduceat(blocks[:, 9] & 8 > 0, begin)
     runs, last = end - begin, np.flatnonzero(tiles > 1).max(initial=4) + 1
     assert last == 5 and (tiles[5:] == 1).all() and (np.diff(runs[5:]) <= 0).all()
     left = (runs[5:] + 1).sum() / (runs + tiles).sum()
-    assert abs(left - min(late, 1 - (runs[:5] + tiles[:5]).sum() / (runs + tiles).sum())) < 0.05
+    assert abs(left - min(share, 1 - (runs[:5] + tiles[:5]).sum() / (runs + tiles).sum())) < 0.05
     assert sorted(map(bytes, blocks)) == sorted(map(bytes, whole.blocks.numpy()))
 
 
-def test_late_programs_of_runs_of_an_even_length_have_two_tiles_each():
+def test_dynamic_programs_of_runs_of_an_even_length_have_two_tiles_each():
     (step,) = steps(window(40), 2080, True)
-    cut = dealt(step.work, 10, multiple=2, dynamic_share=0.3)
+    cut = split(step.work, 10, multiple=2, dynamic_share=0.3)
     tiles = np.add.reduceat(cut.blocks.numpy()[:, 9] & 8 > 0, cut.chunks.numpy()[:, 0])
     assert len(tiles) > 6 and (tiles[:5] > 2).all() and (tiles[5:-1] == 2).all() and 0 < tiles[-1] <= 2
 
@@ -214,7 +213,7 @@ def test_each_program_runs_its_tiles_in_order_or_backwards():
     (step,) = steps(causal() & (window(40) | every(16)), 2080, False)
     order = {}
     for backwards in (False, True):
-        cut = dealt(step.work, 10, backwards=backwards)
+        cut = split(step.work, 10, backwards=backwards)
         words = cut.blocks.numpy()
         order[backwards] = [
             [int(row[10]) for row in words[a:b] if row[9] & 8] for a, b in cut.chunks.numpy()[:, :2]
@@ -225,7 +224,7 @@ def test_each_program_runs_its_tiles_in_order_or_backwards():
 
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS + OTHERS, ids=repr)
-def test_a_schedule_knows_every_mark_that_its_blocks_have(pattern, by_keys):
+def test_a_schedule_lists_every_mark_that_its_blocks_have(pattern, by_keys):
     for step in steps(pattern, 515, by_keys):
         found = step.work.blocks.numpy()[:, 9] & 119
         lacking = int(np.bitwise_or.reduce(found)) & ~step.work.marks
@@ -233,9 +232,9 @@ def test_a_schedule_knows_every_mark_that_its_blocks_have(pattern, by_keys):
 
 
 @pytest.mark.parametrize("group", [1, 3])
-def test_the_slots_of_a_split_tile_stand_side_by_side_and_a_whole_tile_has_none(group):
+def test_the_slots_of_a_split_tile_are_adjacent_and_a_whole_tile_has_none(group):
     (step,) = steps(causal(), 515, True)
-    cut = dealt(step.work, 10, group, 2)
+    cut = split(step.work, 10, group, 2)
     blocks, slot = cut.blocks.numpy(), cut.slot.numpy()
     joins = {int(first): (int(at), int(pieces)) for first, _, _, at, pieces, *_ in cut.joins.numpy()}
     assert joins and len(slot) == len(blocks) and set(slot) - {-1} == set(range(cut.slots))
@@ -246,9 +245,9 @@ def test_the_slots_of_a_split_tile_stand_side_by_side_and_a_whole_tile_has_none(
     assert (np.diff(slot)[blocks[1:, 9] & 8 == 0] == 0).all()  # a slot changes only where a share begins
 
 
-def test_what_fills_a_run_holds_nobody_and_begins_nothing():
+def test_the_blocks_that_fill_a_run_are_empty_and_begin_no_tile():
     (step,) = steps(causal(), 203, True)
-    cut = dealt(step.work, 10, multiple=2)
+    cut = split(step.work, 10, multiple=2)
     empty = cut.blocks[cut.blocks[:, 8] == 0]
     assert len(empty) and (empty[:, 9] & 15 == 1).all()
 
@@ -273,8 +272,8 @@ def test_what_fills_a_run_holds_nobody_and_begins_nothing():
     ],
     ids=repr,
 )
-def test_blocks_that_a_line_cuts_are_marked_so(pattern, lines, free):
-    from regard.engine.cuda.configs import Config
+def test_blocks_that_a_line_cuts_have_its_mark(pattern, lines, free):
+    from regard.engine.cuda.call import Config
     from regard.engine.cuda.schedule import device_passes
 
     (step,) = device_passes((pattern, 0, 1), (352, 352), Config(16, 16, 1, 1, lines=True), False, CPU).steps

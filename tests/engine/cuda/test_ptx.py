@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("triton")  # the package of the kernels imports it
-from regard.engine.cuda.hopper.ptx import MAX_SUM, SCORES, rescale_ptx, weights_ptx
+from regard.engine.cuda.hopper.static import MAX_SUM, SCORES, rescale_ptx, weights_ptx
 
 LANES = np.arange(32)
 COMPARE = {"ne": np.not_equal, "eq": np.equal, "gtu": lambda a, b: ~(a <= b)}

@@ -1,0 +1,427 @@
+"""Which kernels run a call, and what each is given: those for Hopper where they can, else the general ones."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import compat
+from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, padded
+from .mask import compiled
+from .prepared import Arguments, Backward, Launch, Program
+from .schedule import DevicePass, DevicePasses, device_passes
+from .triton import short_backward
+from .triton.backward import bias_kernel, dkv_kernel, dq_kernel, sum_kernel
+from .triton.forward import SLOPES, TABLE, Static, forward_kernel, merge_kernel, static
+from .work_split import WorkSplit, flatten_heads, split_work
+
+SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
+HOPPER_WIDTHS = (64, 128)  # head widths that the kernels for Hopper take
+# Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
+DYNAMIC_SHARE = 0.1
+
+Launches = list[tuple[Launch, Arguments]]
+
+
+def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
+    """Fills o and lse."""
+    by_hopper = hopper_passes(call, call.task.configs.hopper_forward, False)
+    if by_hopper is not None:
+        return by_hopper, hopper_forward(call, by_hopper)
+    task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
+    config, (q, k, v), o = task.configs.forward, call.tensors[:3], contiguous(b, h, n, d_v)
+    route, wide = passes(call, config, False), exceeds_int32(q, k, v, o)
+    rows = max((step.work.slots for step in route.steps), default=0) * b * h * config.tile
+    workspace = {"part_o": rows * padded(d_v), "part_lse": rows} if rows else {}
+    part_o, part_lse = ("part_o", "part_lse") if rows else ("lse", "lse")
+    launches: Launches = []
+    for step in route.steps:
+        attend = Launch(
+            forward_kernel, len(step.work.items) * b * h, config,
+            *q.strides, *k.strides, *v.strides, *o.strides,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(call),
+            S=_static(call, step, config, wide),
+        )  # fmt: skip
+        names = "q", "k", "v", "o", "lse", part_o, part_lse, step.work.items, step.work.blocks, *_extras(call)
+        merge = Launch(
+            merge_kernel, len(step.work.joins) * b * h, config, *o.strides, h, b * h, n, task.start, task.step,
+            keep=_kept(step), R=config.tile, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates, WIDE=wide,
+        )  # fmt: skip
+        launches += [(attend, names), (merge, ("o", "lse", part_o, part_lse, step.work.joins))]
+    return route, Program(
+        ("q", "k", "v", "o", "lse", *call.optional_inputs), launches, workspace, call.device
+    )
+
+
+def backward(call: CallLayout) -> Backward:
+    """Fills dq, dk and dv; for the gradient of a bias also sums of ds (see `bias_gradients`)."""
+    return short_backward.backward(call) or hopper_backward(call) or general_backward(call)
+
+
+# The general kernels
+
+
+def passes(call: CallLayout, config: Config, by_keys: bool) -> DevicePasses:
+    """The passes of the plan, by tiles of queries or of keys."""
+    task, (_, _, _, n, m, _, _) = call.task, call.sizes
+    return device_passes((task.pattern, task.start, task.step), (n, m), config, by_keys, call.device)
+
+
+def general_backward(call: CallLayout) -> Backward:
+    b, h, h_kv, n, m, d_k, d_v = call.sizes
+    task, device, reach = call.task, call.device, call.task.reach or 0
+    by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
+    launches = dq(call, by_queries) + dkv(call, by_keys)
+    counts = [len(step.work.items) for step in by_queries.steps]
+    learns_table = call.bias_gradient and task.reach is not None
+    sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
+    if learns_table:
+        programs = _bias_programs(call, counts)
+        launches += table_gradient(call, by_queries, programs)
+        sums.append("near")
+    part = part_size(call, by_queries, by_keys)
+    workspace = {"stats": b * h * n * 4} | ({"part": part} if part else {})
+    inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv", *sums
+    program = Program(inputs, launches, workspace, device, zeroed=not by_queries.covers)
+    gradients = [
+        (torch.empty if route.covers else torch.zeros, shape, torch.float32 if route.joins else call.dtype)
+        for route, shape in (
+            (by_queries, (b, h, n, d_k)), (by_keys, (b, h_kv, m, d_k)), (by_keys, (b, h_kv, m, d_v)),
+        )
+    ]  # fmt: skip
+
+    def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        made = [make(shape, dtype=dtype, device=device) for make, shape, dtype in gradients]
+        if call.bias_gradient:
+            made += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
+        if learns_table:
+            made.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
+        return tuple(made)
+
+    return Backward(outputs, program, not (call.bias_gradient or by_queries.joins or by_keys.joins))
+
+
+def dq(call: CallLayout, route: DevicePasses) -> Launches:
+    """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row."""
+    (b, h, h_kv, n, _, d_k, _), task, (q, k, v, o, do) = call.sizes, call.task, call.tensors
+    config, out = task.configs.dq, contiguous(b, h, n, d_k)
+    wide = exceeds_int32(*call.tensors, out)
+    dlse, part = "dlse" if call.has_dlse else "lse", _part(route)
+    launches: Launches = []
+    for nth, step in enumerate(route.steps):
+        launch = Launch(
+            dq_kernel, len(step.work.items) * b * h, config,
+            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *out.strides,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(call),
+            S=_static(call, step, config, wide)._replace(HAS_DLSE=call.has_dlse, LEARNS=call.bias_gradient),
+        )  # fmt: skip
+        far = f"far{nth}" if call.bias_gradient else "lse"
+        names = "q", "k", "v", "o", "do", "lse", dlse, "stats", "dq", part, far
+        launches.append((launch, (*names, step.work.items, step.work.blocks, *_extras(call))))
+        total = _sum(out, (0, padded(d_k)), step, config, (task.start, task.step), wide)
+        launches.append((total, ("dq", part, step.work.joins)))
+    return launches
+
+
+def dkv(call: CallLayout, route: DevicePasses) -> Launches:
+    """Fills dk and dv from stats."""
+    (b, h, h_kv, n, m, d_k, d_v), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
+    config, dk, dv = task.configs.dkv, contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
+    wide, both = exceeds_int32(q, k, v, do, dk, dv), padded(d_k) + padded(d_v)
+    launches: Launches = []
+    for step in route.steps:
+        launch = Launch(
+            dkv_kernel, len(step.work.items) * b * h_kv, config,
+            *q.strides, *k.strides, *v.strides, *do.strides, *dk.strides, *dv.strides,
+            h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(call),
+            S=_static(call, step, config, wide)._replace(GROUP=h // h_kv),
+        )  # fmt: skip
+        names = "q", "k", "v", "do", "stats", "dk", "dv", _part(route), step.work.items, step.work.blocks
+        launches.append((launch, (*names, *_extras(call))))
+        for name, out, part_at in (("dk", dk, 0), ("dv", dv, padded(d_k))):
+            total = _sum(out, (part_at, both), step, config, (0, 1), wide)
+            launches.append((total, (name, _part(route), step.work.joins)))
+    return launches
+
+
+def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
+    """Fills near, one row of sums per program: Σ ds by distance, short of ±reach."""
+    (b, h, h_kv, n, _, _, _), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
+    config, wide = task.configs.dq, exceeds_int32(q, k, v, do)
+    launches: Launches = []
+    for step in route.steps:
+        launch = Launch(
+            bias_kernel, programs * b * h, config,
+            *q.strides, *k.strides, *v.strides, *do.strides, len(step.work.items), programs,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(call),
+            S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
+        )  # fmt: skip
+        names = "q", "k", "v", "do", "stats", "near", step.work.items, step.work.blocks
+        launches.append((launch, (*names, *_extras(call))))
+    return launches
+
+
+def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """Of the table, (h, 2·reach + 1), and of the slopes, (h,), in float32.
+
+    sums: Σ ds of each pass far from the diagonal, then near to it. Past the reach, ds belongs to the table's ends.
+    """
+    learns_table = call.task.reach is not None
+    near = sums[-1].sum((0, 1)) if learns_table else None
+    parts = sums[:-1] if learns_table else sums
+    if not parts:  # no pair at all
+        return near, None
+    far = torch.cat(parts).sum((0, 1))  # (h, 4): Σ ds below −reach, above reach, and times |j − i|
+    if near is not None:
+        near[:, 0] += far[:, 0]
+        near[:, -1] += far[:, 1]
+    return near, -far[:, 2] if call.task.has_slopes else None
+
+
+def _bias_programs(call: CallLayout, counts: list[int]) -> int:
+    """Programs per head, each with a row of sums: about as many as a GPU runs at a time, and no more than items."""
+    b, h = call.sizes[:2]
+    at_a_time = 2 * _multiprocessors(call.device) if call.device.type == "cuda" else 2
+    return min(max(at_a_time // (b * h), 1), max(counts, default=1))
+
+
+def part_size(call: CallLayout, by_queries: DevicePasses, by_keys: DevicePasses) -> int:
+    """Numbers in the parts of split tiles of one pass; passes run one after the other and share the room."""
+    b, h, h_kv, _, _, d_k, d_v = call.sizes
+    dq, dkv = call.task.configs.dq, call.task.configs.dkv
+    sizes = [step.work.slots * b * h * dq.tile * padded(d_k) for step in by_queries.steps]
+    both = padded(d_k) + padded(d_v)
+    return max(sizes + [step.work.slots * b * h_kv * dkv.tile * both for step in by_keys.steps], default=0)
+
+
+def _part(route: DevicePasses) -> str:
+    """The buffer for parts of split tiles; lse takes its place where there are none, and is not read."""
+    return "part" if any(step.work.slots for step in route.steps) else "lse"
+
+
+def _sum(
+    out: Layout, part: tuple[int, int], step: DevicePass, config: Config, at: tuple[int, int], wide: bool
+) -> Launch:
+    """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
+    b, h, _, d = out.shape
+    return Launch(
+        sum_kernel, len(step.work.joins) * b * h * (config.tile // SLICE), config,
+        *out.strides, h, b * h, *at, part[0],
+        keep=_kept(step), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
+        ACCUMULATES=step.accumulates, WIDE=wide,
+    )  # fmt: skip
+
+
+def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> Static:
+    """What the kernels of one pass are compiled for."""
+    task, work = call.task, step.work
+    return static(work.pattern, config, call)._replace(
+        keep=_kept(step), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.slots > 0,
+        ACCUMULATES=step.accumulates, LENGTHS=call.has_lengths, DROPS=task.dropout_p > 0, WIDE=wide,
+        BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
+    )  # fmt: skip
+
+
+def _kept(step: DevicePass) -> Any:
+    return None if step.keep is None else compiled(step.keep)
+
+
+def _numbers(call: CallLayout) -> tuple[Any, ...]:
+    """Reach of the table, random 32-bit number below which a weight is dropped, factor of the weights kept."""
+    dropout_p = call.task.dropout_p
+    below = min(round(dropout_p * 2**32), 2**32 - 1)
+    return call.task.reach or 0, below, 1.0 / (1.0 - dropout_p)
+
+
+def _extras(call: CallLayout) -> tuple[str, ...]:
+    """Lengths, table, slopes and seed; lse takes the place of what is not there, and is not read."""
+    there = call.optional_inputs
+    return *(name if name in there else "lse" for name in ("lengths", "table", "slopes")), "seed"
+
+
+# The kernels for Hopper
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether the kernels run on this device: compute capability 9, and a Triton that has Gluon."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return hopper and compat.has_gluon()
+
+
+def hopper_passes(call: CallLayout, config: Config | None, by_keys: bool) -> DevicePasses | None:
+    """The passes of the plan where the Hopper kernels can run them; else None.
+
+    They need 16-bit types, one head width for all, no bias, dropout or lengths, and no pass that goes on from an
+    earlier one. By queries no tile may be split or be without a key. The scale may not be negative, because the
+    largest score is scaled last.
+    """
+    task, d = call.task, call.tensors[0].shape[-1]
+    if config is None or call.has_lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
+        return None
+    if d not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
+        return None
+    if any(x.shape[-1] != d or not x.aligned or any(s % 8 for s in x.strides) for x in call.tensors):
+        return None
+    if not is_hopper(call.device):
+        return None
+    route = passes(call, config, by_keys)
+    simple = all(not (s.accumulates or s.work.empty or (s.work.slots and not by_keys)) for s in route.steps)
+    return route if simple else None
+
+
+def programs_per_multiprocessor(config: Config) -> int:
+    """By their registers."""
+    return 65536 // (32 * config.warps * (config.registers or 255))
+
+
+def programs_at_a_time(config: Config, device: torch.device) -> int:
+    return programs_per_multiprocessor(config) * _multiprocessors(device)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def hopper_forward(call: CallLayout, route: DevicePasses) -> Program:
+    """Fills o and lse."""
+    from .hopper.forward import hopper_forward  # Gluon is imported only where there is a Hopper GPU
+    from .hopper.static import hopper_static
+
+    flat, (q, k, v) = flatten_heads(route, call.task.step, call.tensors)
+    task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
+    config: Any = task.configs.hopper_forward
+    at_a_time = programs_at_a_time(config, call.device)
+    launches: Launches = []
+    for step in flat.steps:
+        cut = split_work(step.work, b * h, at_a_time, dynamic_share=DYNAMIC_SHARE)
+        launch = Launch(
+            hopper_forward, len(cut.chunks) * b * h, config,
+            *q.strides, *k.strides, *v.strides, *contiguous(b, h, n, d).strides,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
+            S=hopper_static(step, config, call)._replace(below=step.work.free[0], above=step.work.free[1]),
+        )  # fmt: skip
+        launches.append((launch, ("q", "k", "v", "o", "lse", cut.chunks, cut.blocks)))
+    return Program(("q", "k", "v", "o", "lse"), launches, {}, call.device)
+
+
+def hopper_backward(call: CallLayout) -> Backward | None:
+    """Fills dq, dk and dv; None where these kernels cannot run the call."""
+    by_queries = hopper_passes(call, call.task.configs.hopper_dq, False)
+    by_keys = hopper_passes(call, call.task.configs.hopper_dkv, True)
+    if by_queries is None or by_keys is None:
+        return None
+    q, k, dtype, device = call.tensors[0].shape, call.tensors[1].shape, call.dtype, call.device
+    for_keys, parts = hopper_dkv(call, by_keys)
+    rows = math.prod(q[:3])
+    workspace = {"lse2": rows, "delta": rows} | parts
+    make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
+    inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
+    launches, zeroed = hopper_dq(call, by_queries) + for_keys, make is torch.zeros
+    program = Program(inputs, launches, workspace, device, zeroed)
+
+    def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """dk and dv are halves of one tensor, so that one launch adds up the parts of both."""
+        if q == k:
+            return make((3, *q), dtype=dtype, device=device).unbind(0)
+        return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)
+
+    return Backward(outputs, program)
+
+
+def hopper_dq(call: CallLayout, route: DevicePasses) -> Launches:
+    """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse)."""
+    from .hopper.backward import hopper_dq
+    from .hopper.static import hopper_static
+
+    route, (q, k, v, o, do) = flatten_heads(route, call.task.step, call.tensors)
+    task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
+    config: Any = task.configs.hopper_dq
+    dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
+    launches: Launches = []
+    for step in route.steps:
+        cut = split_work(step.work, b * h, at_a_time, multiple=2, backwards=True)
+        launch = Launch(
+            hopper_dq, len(cut.chunks) * b * h, config,
+            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
+            early=True, S=hopper_static(step, config, call)._replace(HAS_DLSE=call.has_dlse),
+        )  # fmt: skip
+        names = "q", "k", "v", "o", "do", "lse", dlse, "lse2", "delta", "dq", cut.chunks, cut.blocks
+        launches.append((launch, names))
+    return launches
+
+
+def hopper_dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
+    """Fills dk and dv; also the workspace for the parts of split tiles.
+
+    Split tiles come first: the next launch adds up their parts if it can, else a launch at the end does.
+    """
+    b, h_kv, m, d = call.tensors[1].shape
+    config: Any = call.task.configs.hopper_dkv
+    both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
+    steps = sorted(route.steps, key=lambda x: not x.work.slots)
+    launches: Launches = []
+    sums: Launches = []
+    workspace: dict[str, int] = {}
+    part, before = "delta", None  # a launch without parts is given a buffer that it does not read
+    for nth, step in enumerate(steps):
+        adds = before if _adds(steps, nth) else None
+        cut, launch = _by_keys(call, step, adds, waits=nth == 0)
+        if cut.slots:
+            part = f"part{nth}"
+            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * d
+        slots = cut.slot if adds is None else adds[1]
+        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, cut.chunks, cut.blocks, slots
+        launches.append((launch, names))
+        if cut.slots and not _adds(steps, nth + 1):
+            total = Launch(
+                sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
+                *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=_kept(step), R=config.tile, SLICE=SLICE,
+                d=d, D=d, PART_WIDTH=d, ACCUMULATES=False, WIDE=exceeds_int32(both),
+            )  # fmt: skip
+            sums.append((total, ("dk", part, cut.joins)))
+        before = step, cut.joins
+    return launches + sums, workspace
+
+
+def _adds(steps: list[DevicePass], at: int) -> bool:
+    """Whether step `at` adds up what the one before has left in parts: it has programs, and no parts of its own."""
+    if not 0 < at < len(steps):
+        return False
+    before, work = steps[at - 1].work, steps[at].work
+    return before.slots > 0 and not work.slots and len(work.ends) > 0
+
+
+def _by_keys(
+    call: CallLayout, step: DevicePass, left: tuple[DevicePass, Tensor] | None, waits: bool
+) -> tuple[WorkSplit, Launch]:
+    """The launch of one pass of dk and dv; left: the pass before and its joins, if this one adds up its parts.
+
+    Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
+    the same time.
+    """
+    from .hopper.backward import hopper_dkv
+    from .hopper.static import hopper_static, keep
+
+    layouts, task = call.tensors, call.task
+    h, (rows, h_kv, m) = layouts[0].shape[1], layouts[1].shape[:3]
+    config: Any = task.configs.hopper_dkv
+    whole = not step.work.slots
+    if whole:
+        flat, layouts = flatten_heads(DevicePasses((step,), True), task.step, layouts)
+        (step,) = flat.steps
+    q, k, v, _, do = layouts
+    (b, heads, _, _), group = k.shape, h // h_kv
+    at_a_time = programs_at_a_time(config, call.device)
+    cut = split_work(step.work, b * heads, at_a_time, group, 2, DYNAMIC_SHARE if whole else 0.0)
+    launch = Launch(
+        hopper_dkv, len(cut.chunks) * b * heads, config,
+        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],
+        0 if left is None else len(left[1]), rows * h_kv, m, task.start, task.step, task.scale, base2(task.scale),
+        early=True, S=hopper_static(step, config, call)._replace(
+            WAITS=waits, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
+            adds=None if left is None else keep(left[0].keep),
+        ),
+    )  # fmt: skip
+    return cut, launch

@@ -1,0 +1,74 @@
+"""The Triton kernels without a GPU: small cases under Triton's interpreter, in processes of their own.
+
+In float32 and float16 the interpreter computes as a GPU does, but for rounding. Its bfloat16 is silently wrong: for
+that, see test_gpu.py.
+"""
+
+import importlib.util
+from itertools import product
+
+import pytest
+import torch
+
+from kernel_cases import OTHERS, PREPARED, REPEATED, SHORT, SMALL, complaints, outcomes
+from regard.engine.compiled_ops import Options
+from regard.pattern import causal
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def results():
+    return outcomes([*SMALL, *SHORT], "cpu", processes=2)
+
+
+@pytest.mark.parametrize("name", [case.name for case in [*SMALL, *SHORT]])
+def test_o_lse_and_gradients_are_as_exact_as_plain_pytorch(results, name):
+    assert not complaints(results[name])
+
+
+@pytest.fixture(scope="module")
+def other_results():
+    return outcomes(OTHERS, "cpu", processes=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [case.name for case in OTHERS])
+def test_so_are_those_of_the_other_cases(other_results, name):
+    assert not complaints(other_results[name])
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_a_second_run_gives_the_same_bits(results, name):
+    assert results[name]["same"]
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_prepared_call_gives_the_same_bits(results, name):
+    assert results[name]["prepared"]
+
+
+@pytest.mark.parametrize("case", [*SMALL, *SHORT], ids=lambda case: case.name)
+def test_the_backward_pass_of_a_short_call_is_one_launch_unless_a_configuration_is_given(results, case):
+    assert results[case.name]["one_launch"] == case.stored
+
+
+def test_the_cases_take_every_branch_of_the_kernels(results):
+    taken = {branch for one in results.values() for branch in one.get("branches", ())}
+    branches = [f"{length}, {place}" for length, place in product(("whole", "split"), ("first", "goes on"))]
+    branches += ["keeps all", "keeps some", "1 segments", "2 segments", "3 segments", "full", "ragged"]
+    assert {f"{direction}, {one}" for direction, one in product(("by rows", "by keys"), branches)} <= taken
+
+
+@pytest.mark.parametrize("n, m", [(0, 5), (5, 0), (0, 0)])
+def test_no_query_or_no_key_gives_zeros_and_minus_infinity(n, m):
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    q, k, v = (torch.zeros(1, 2, *shape) for shape in ((n, 4), (m, 4), (m, 3)))
+    made = task(q, v, Options(causal(), 0, 1, 0.5))
+    o, lse = host.forward(q, k, v, made)
+    assert torch.equal(o, torch.zeros(1, 2, n, 3))
+    assert torch.equal(lse, torch.full((1, 2, n), -torch.inf))
+    grads = host.backward((q, k, v, o, lse), (torch.ones_like(o), None), made)[:3]
+    assert all(map(torch.equal, grads, map(torch.zeros_like, (q, k, v))))
