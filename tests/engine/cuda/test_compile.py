@@ -98,7 +98,7 @@ def main():
         found = {
             "kernel": launch.kernel.__name__,
             "every_pair": launch.sizes["S"].allowed is not None,
-            "segments": launch.sizes["S"].SEGMENTS,
+            "segments": int(launch.sizes["S"].SEGMENTS),
             "shared": made.metadata.shared * programs_per_multiprocessor(config),
             "bytes": len(made.asm["cubin"]),
             "early": launch.options.get("launch_pdl", False),
@@ -224,7 +224,7 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
     kinds = {(True, False): "parts", (False, True): "adds", (False, False): "whole"}
     found = [x.sizes.get("S") for x in made]
     assert launches == [
-        x.kernel.__name__ if s is None else kinds[s.SPLIT, s.ADDS] for x, s in zip(made, found)
+        x.kernel.__name__ if s is None else kinds[bool(s.SPLIT), bool(s.ADDS)] for x, s in zip(made, found)
     ]
     if (
         "adds" in launches

@@ -3,12 +3,14 @@
 One bounded cache, shared by all threads, holds every prepared call.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ... import compat
@@ -20,7 +22,16 @@ _address = Tensor.data_ptr
 current_device, raw_stream = compat.current_device, compat.raw_stream
 hooks_set = compat.triton_hooks()
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 PREPARED = Cache(1024)
+
+
+def constants(static: Any) -> Any:
+    """A NamedTuple that a kernel is compiled for, as Triton 3.6 needs it: each field a constant of its own."""
+    if INTERPRETED or not isinstance(static, tuple):
+        return static
+    return type(static)(*(x if x is None or callable(x) else tl.constexpr(x) for x in static))
 
 
 class Launch:
@@ -32,7 +43,8 @@ class Launch:
     def __init__(
         self, kernel: Any, programs: int, config: Config, *numbers: Any, early: bool = False, **sizes: Any
     ):
-        self.kernel, self.grid, self.numbers, self.sizes = kernel, (programs, 1, 1), numbers, sizes
+        self.kernel, self.grid, self.numbers = kernel, (programs, 1, 1), numbers
+        self.sizes = {name: constants(x) for name, x in sizes.items()}
         # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         if early:

@@ -3,7 +3,6 @@
 The first half is what the Triton kernels share: items and blocks of a schedule, rows of tensors, bias, dropout.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +10,11 @@ import triton
 import triton.language as tl
 
 from ....pattern import Pattern
+from .. import prepared
 from ..call import CallLayout, Config, padded
 from ..mask import compiled
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(prepared.INTERPRETED)
 ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known statistical test
 TABLE, SLOPES = 1, 2  # the parts of a bias, added up to BIAS
 # Numbers that must not make Triton compile again.
