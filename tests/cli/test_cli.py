@@ -210,3 +210,11 @@ def test_yaml_aliases_are_refused(tmp_path):
     file.write_text("kind: Attention\nd_model: &size 12\nheads: *size\n")
     with pytest.raises(rg.FormatError, match=r"YAML aliases \(\*name\) are not read"):
         targets.read(str(file))
+
+
+def test_explain_refuses_an_unknown_device_and_has_every_field_as_json():
+    with pytest.raises(rg.SpecError, match=r"^unknown device 'gpu'; use cpu or cuda$"):
+        regard("explain", "causal()", "--device", "gpu")
+    fields = json.loads(regard("explain", "causal() & window(9)", "--n", "512", "--json"))
+    expected = rg.explain(rg.causal() & rg.window(9), n=512)
+    assert fields["variant"] == expected.variant and fields["needed"] == expected.needed == 10 * 512 - 45

@@ -11,7 +11,8 @@ from lens_models import small
 typer = pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from regard.cli.look import encoded, load, look, namer, read_input  # noqa: E402
+from regard.cli.look import encoded, load, look, namer, own_output, read_input  # noqa: E402
+from regard.training.data.tokens import START  # noqa: E402
 
 app = typer.Typer()
 app.command()(look)
@@ -149,3 +150,30 @@ def test_a_run_without_a_model_yet_gets_a_hint(tmp_path):
     (tmp_path / "recipe.json").write_text("{}")
     with pytest.raises(rg.FormatError, match=r"has no model yet; `regard train --out .*` continues the run"):
         load(str(tmp_path))
+
+
+def test_a_decoder_without_a_target_reads_what_the_model_generates(tmp_path):
+    torch.manual_seed(3)
+    model = rg.preset("tiny").build().eval()
+    rg.save(model, tmp_path / "model")
+    source = "5,6,7,8,9"
+    written = own_output(load(str(tmp_path / "model")), torch.tensor([[5, 6, 7, 8, 9]]))
+    assert written[0, 0] == START and written.shape[1] != 5
+    result = run(tmp_path / "model", source, "--json")
+    assert result.exit_code == 0 and "the decoder reads what the model generates" in result.stderr
+    sizes = [(layer["n"], layer["m"]) for layer in json.loads(result.stdout)["layers"]]
+    n = written.shape[1]
+    assert set(sizes) == {(5, 5), (n, n), (n, 5)}
+    given = run(tmp_path / "model", source, "--target", "1,6,7", "--json")
+    assert "generates" not in given.stderr and {
+        layer["n"] for layer in json.loads(given.stdout)["layers"]
+    } == {5, 3}
+
+
+def test_an_encoder_decoder_of_transformers_reads_its_own_output(tmp_path):
+    config = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config |= {"vocab_size": 40, "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(tmp_path / "config.json", "5,6,7", "--json")
+    assert result.exit_code == 0 and "the decoder reads what the model generates" in result.stderr
+    assert {layer["m"] for layer in json.loads(result.stdout)["layers"]} != {3}

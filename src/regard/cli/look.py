@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import FormatError, SpecError
+from ..generation import generate
 from ..lens.text_table import Table
 from ..lens.view import look as see
 from ..nn import stack
-from ..training.data.tokens import Tokens
+from ..training.data.tokens import END, START, Tokens
 from ..training.recipes.run import TOKENS
 from . import targets
 
@@ -35,7 +36,12 @@ class LoadedModel(NamedTuple):
 def look(
     model: Annotated[str, typer.Argument(help=targets.FORMS)],
     given: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT)],
-    target: Annotated[str | None, typer.Option(help="The input of the decoder, in the same forms.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="The input of the decoder, in the same forms; by default what the model generates itself."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write a page (.html) or a picture (.svg, .png, .pdf).")
     ] = None,
@@ -53,6 +59,12 @@ def look(
     loaded = load(model)
     ids = read_input(given, loaded)
     after = None if target is None else read_input(target, loaded)
+    if after is None and has_decoder_input(loaded):
+        after = own_output(loaded, ids)
+        shown = " ".join(_names(loaded.tokenizer, after[0].tolist()))
+        typer.echo(
+            f"the decoder reads what the model generates: {shown} (--target gives another text)", err=True
+        )
     view = see(loaded.model, arguments(loaded, ids, after), namer(loaded.tokenizer))
     if effects:
         view.remove_heads()
@@ -88,13 +100,19 @@ def load(source: str) -> LoadedModel:
 
 
 def _huggingface(config: Any, folder: Path) -> LoadedModel:
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        AutoModel,
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+    )
 
+    kind: Any = AutoModelForSeq2SeqLM if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else AutoModel
     if any((folder / name).is_file() for name in WEIGHTS):
-        model = AutoModel.from_pretrained(str(folder), local_files_only=True)
+        model = kind.from_pretrained(str(folder), local_files_only=True)
     else:
         typer.echo(f"{folder} has no weights: they are random, not trained", err=True)
-        model = AutoModel.from_config(config)
+        model = kind.from_config(config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError):
@@ -125,12 +143,23 @@ def namer(tokenizer: Any) -> Any:
     return lambda ids: [tokenizer.id_to_token(i) for i in ids]
 
 
+def _names(tokenizer: Any, ids: list[int]) -> list[str]:
+    """The tokens of these ids, or the ids themselves where the model has no tokenizer."""
+    if tokenizer is None:
+        return [str(i) for i in ids]
+    return (
+        namer(tokenizer)(ids)
+        if not hasattr(tokenizer, "convert_ids_to_tokens")
+        else tokenizer.convert_ids_to_tokens(ids)
+    )
+
+
 def read_input(given: str, loaded: LoadedModel) -> Tensor:
     """Ids (1, n), or an image or array (1, …)."""
     path = Path(given)
     if given.startswith("random:"):
         return _random(given, loaded)
-    if given and all(part.strip().isdigit() for part in given.split(",")):
+    if given and all(part.strip().isdecimal() for part in given.split(",")):
         return torch.tensor([[int(part) for part in given.split(",")]])
     if path.suffix.lower() in IMAGES:
         return _image(path, loaded)
@@ -154,7 +183,7 @@ def encoded(text: str, tokenizer: Any) -> list[int]:
 
 
 def _random(given: str, loaded: LoadedModel) -> Tensor:
-    if not (count := given.removeprefix("random:")).isdigit() or int(count) < 1:
+    if not (count := given.removeprefix("random:")).isdecimal() or int(count) < 1:
         raise FormatError(f"{given!r}: write random:64 for 64 random tokens")
     if size := image_size(loaded.config):
         return torch.rand(1, *size)
@@ -211,14 +240,37 @@ def _array(path: Path) -> Tensor:
         raise FormatError(f"cannot read {path} as an array: {e}") from e
 
 
+def has_decoder_input(loaded: LoadedModel) -> bool:
+    """Whether the model is an encoder-decoder, whose decoder reads a text of its own."""
+    return isinstance(loaded.model, stack.EncoderDecoder) or bool(
+        getattr(loaded.config, "is_encoder_decoder", False)
+    )
+
+
+def own_output(loaded: LoadedModel, ids: Tensor) -> Tensor:
+    """What an encoder-decoder generates for a source, greedily, from its start token on (1, n)."""
+    length = 2 * ids.shape[1] + 10
+    if isinstance(loaded.model, stack.EncoderDecoder):
+        result = generate(
+            loaded.model, [[START]], source=ids, max_new_tokens=length, eos_id=END, return_log_probs=False
+        )
+        return torch.tensor([[START, *result.rows()[0]]])
+    model: Any = loaded.model
+    if not hasattr(model, "generate") or not model.can_generate():
+        raise SpecError(
+            f"{type(model).__name__} is an encoder-decoder that does not generate; give the decoder's input with "
+            f"--target"
+        )
+    return model.generate(ids, max_new_tokens=length, do_sample=False, num_beams=1)
+
+
 def arguments(loaded: LoadedModel, ids: Tensor, after: Tensor | None) -> Any:
-    """The arguments of the model's forward."""
+    """The arguments of the model's forward; after: the input of the decoder of an encoder-decoder."""
     if not hasattr(loaded.config, "model_type"):
-        two_inputs = isinstance(loaded.model, stack.EncoderDecoder)
-        return (ids, ids if after is None else after) if two_inputs or after is not None else ids
+        return ids if after is None else (ids, after)
     if ids.is_floating_point():
         return {"pixel_values": ids}
     named = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if getattr(loaded.config, "is_encoder_decoder", False):
-        named["decoder_input_ids"] = ids if after is None else after
+    if after is not None:
+        named["decoder_input_ids"] = after
     return named

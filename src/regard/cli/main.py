@@ -135,9 +135,11 @@ def explain(
     from ..pattern import parse_pattern
 
     declared = parse_pattern(pattern)
+    if device not in ("cpu", "cuda"):
+        raise regard.SpecError(f"unknown device {device!r}; use cpu or cuda")
     explanation = regard.explain(declared, n=n, device=device)
     if as_json:
-        fields = ("n", "m", "needed", "computed", "waste", "backend", "reason", "passes")
+        fields = ("n", "m", "rows", "needed", "computed", "waste", "backend", "variant", "reason", "passes")
         typer.echo(json.dumps({"pattern": repr(declared), **{f: getattr(explanation, f) for f in fields}}))
         return
     if draw:

@@ -22,7 +22,15 @@ from starlette.exceptions import HTTPException
 import regard
 
 from .. import spec
-from ..cli.look import LoadedModel, arguments, encoded, namer, vocabulary
+from ..cli.look import (
+    LoadedModel,
+    arguments,
+    encoded,
+    has_decoder_input,
+    namer,
+    own_output,
+    vocabulary,
+)
 from ..errors import FormatError, RegardError, SpecError
 from ..lens.html_report import page
 from ..lens.view import look
@@ -161,7 +169,9 @@ def _heads(request: LookRequest, loaded: LoadedModel) -> str:
         raise FormatError("this text has no tokens")
     if len(ids) > MAX_TOKENS:
         raise SpecError(f"{len(ids)} tokens are too many to show; the limit is {MAX_TOKENS}")
-    return page(look(loaded.model, arguments(loaded, torch.tensor([ids]), None), namer(loaded.tokenizer)))
+    source = torch.tensor([ids])
+    after = own_output(loaded, source) if has_decoder_input(loaded) else None
+    return page(look(loaded.model, arguments(loaded, source, after), namer(loaded.tokenizer)))
 
 
 def _ids(text: str, loaded: LoadedModel) -> list[int]:
