@@ -21,6 +21,7 @@ from .generation import beam as beam
 from .generation import generate as generate
 from .generation import greedy as greedy
 from .generation import sample as sample
+from .interop.use import use as use
 from .laws import check as check
 from .lens.recorder import Recorder as Recorder
 from .lens.view import View as View

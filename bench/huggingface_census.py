@@ -1,0 +1,388 @@
+"""Does attn_implementation="regard" equal "eager" in every model family of transformers that uses its registry?
+
+Families are built with tiny configurations: those of the test folder of the transformers repository (`--tests
+FOLDER`, a checkout that the user has; nothing is downloaded). For each model class: all float outputs, the gradients
+of all parameters, and greedy and beam generation, in float32, relative to the largest number of the tensor. "sdpa" is
+compared in the same manner, for scale. Each family runs in a process of its own and its result is stored at once, so
+that an interrupted run goes on where it was.
+
+    python bench/huggingface_census.py --tests ~/transformers --out bench/results/huggingface_census.jsonl
+    python bench/huggingface_census.py --table > docs/huggingface_families.md
+"""
+
+import argparse
+import copy
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+TOLERANCE = 1e-5
+LIMIT_S = 240
+PREFACE = """\
+{equal} of {rows} families that call the attention registry equal eager: all float outputs and all gradients within
+{tolerance} (relative to the largest number), greedy and beam generation the same tokens. Made by
+`bench/huggingface_census.py` in float32 on the CPU, with the tiny configurations of the transformers test folders.
+The first key of every padding mask is visible: for a query without any key regard gives zeros, eager the mean of all
+values. The numbers are the worst relative difference over the classes of the family, for regard and for sdpa.
+"""
+
+
+def families() -> list[str]:
+    """The folders of transformers whose modeling files call the attention registry."""
+    import transformers
+
+    root = Path(transformers.__file__).parent / "models"
+    return sorted(
+        {
+            f.parent.name
+            for f in root.glob("*/modeling_*.py")
+            if "ALL_ATTENTION_FUNCTIONS" in f.read_text("utf-8")
+        }
+    )
+
+
+def float_tensors(x: Any, path: str = "") -> dict[str, Any]:
+    """Every float tensor of a nested output, by its place in it."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return {path: x} if x.is_floating_point() else {}
+    if isinstance(x, dict):
+        return {k: v for name, y in x.items() for k, v in float_tensors(y, f"{path}.{name}").items()}
+    if isinstance(x, tuple | list):
+        return {k: v for place, y in enumerate(x) for k, v in float_tensors(y, f"{path}[{place}]").items()}
+    return {}
+
+
+def difference(found: Any, expected: Any) -> float:
+    import torch
+
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    both = torch.isfinite(expected)
+    if not torch.equal(both, torch.isfinite(found)):
+        return float("inf")
+    size = expected[both].abs().max() if both.any() else torch.tensor(1.0)
+    gap = (found - expected)[both].abs().max() if both.any() else torch.tensor(0.0)
+    return float(gap / size.clamp(min=1e-6))
+
+
+def testers(folder: str) -> list[Any]:
+    """The test cases of a family of the transformers repository, set up with their tiny configurations."""
+    root = Path(sys.path[0])
+    found = []
+    for file in sorted((root / "tests" / "models" / folder).glob("test_modeling_*.py")):
+        module = importlib.import_module(f"tests.models.{folder}.{file.stem}")
+        for name, cls in vars(module).items():
+            if not inspect.isclass(cls) or cls.__module__ != module.__name__ or not name.endswith("Test"):
+                continue
+            if not hasattr(cls, "all_model_classes") or not hasattr(cls, "setUp"):
+                continue
+            case = cls()
+            case.setUp()
+            if case.all_model_classes and hasattr(case, "model_tester"):
+                found.append(case)
+    return found
+
+
+def without_dropout(config: Any) -> None:
+    for part in [
+        config,
+        *[getattr(config, k) for k in getattr(config, "sub_configs", {}) if getattr(config, k, None)],
+    ]:
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or "pdrop" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def outcome(model: Any, inputs: dict[str, Any], generate: Any) -> dict[str, Any]:
+    """Outputs, gradients and generated tokens of a model."""
+    import torch
+
+    torch.manual_seed(0)
+    model.eval()
+    model.zero_grad()
+    out = model(**inputs)
+    outputs = float_tensors(dict(out) if hasattr(out, "items") else out)
+    outputs = {k: v for k, v in outputs.items() if v is not None}
+    loss = sum((x.double().square().mean() for x in outputs.values() if x.requires_grad), torch.zeros(()))
+    gradients: dict[str, Any] = {}
+    if loss.requires_grad:
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    tokens = generate(model) if generate else {}
+    return {"outputs": {k: v.detach() for k, v in outputs.items()}, "gradients": gradients, "tokens": tokens}
+
+
+def generator(case: Any, cls: Any, config: Any, inputs: dict[str, Any]) -> Any:
+    if cls not in getattr(case, "all_generative_model_classes", ()):
+        return None
+    _, given = case.prepare_config_and_inputs_for_generate(batch_size=2)
+    allowed: set[str] = set()  # what eager, which runs first, can do
+
+    def run(model: Any) -> dict[str, Any]:
+        import torch
+
+        found = {}
+        for name, options in (("greedy", {}), ("beam", {"num_beams": 2})):
+            torch.manual_seed(0)
+            options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, **options}
+            try:
+                made = model.generate(**copy.deepcopy(given), **options)
+            except Exception as error:
+                if name in allowed:
+                    raise
+                print(f"{cls.__name__}: {name} generation is left out: {short(error)}", file=sys.stderr)
+                continue
+            allowed.add(name)
+            found[name] = made if isinstance(made, torch.Tensor) else made.sequences
+        return found
+
+    return run
+
+
+def family(folder: str) -> dict[str, Any]:
+    import torch
+
+    import regard.interop.huggingface as huggingface  # noqa: F401
+    from regard.interop.huggingface import attention
+
+    torch.manual_seed(0)
+    rows = []
+    for case in testers(folder):
+        config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
+        without_dropout(config)
+        for cls in case.all_model_classes:
+            if not cls.__module__.startswith(f"transformers.models.{folder}."):
+                continue
+            rows.append(model_class(case, cls, config, inputs, attention))
+    return {"family": folder, "classes": rows}
+
+
+def model_class(case: Any, cls: Any, config: Any, inputs: dict[str, Any], attention: Any) -> dict[str, Any]:
+    import torch
+
+    row: dict[str, Any] = {"class": cls.__name__}
+    try:
+        torch.manual_seed(0)
+        model = cls._from_config(copy.deepcopy(config), attn_implementation="eager")
+        with torch.no_grad():  # constant initial weights would hide a wrong mask
+            for p in model.parameters():
+                if p.is_floating_point() and p.numel() > 1 and float(p.std()) == 0:
+                    p.add_(0.1 * torch.randn_like(p))
+        torch.manual_seed(0)
+        prepared = case._prepare_for_class(copy.deepcopy(inputs), cls, return_labels=False)
+        for (
+            name,
+            x,
+        ) in prepared.items():  # a query without any key: zeros here, the mean of all values in eager
+            if name.endswith("attention_mask") and isinstance(x, torch.Tensor) and x.dim() == 2:
+                x[:, 0] = 1
+        generate = generator(case, cls, config, prepared)
+        expected = outcome(model, copy.deepcopy(prepared), generate)
+        again = outcome(model, copy.deepcopy(prepared), generate)
+    except Exception as error:
+        return {**row, "result": "eager fails here", "reason": short(error)}
+    row["noise"] = compare(again, expected)["worst"]
+    for name in ("regard", "sdpa"):
+        calls = [0]
+        attend = attention.attend
+
+        def counted(*args, _attend=attend, _calls=calls, **kwargs):
+            _calls[0] += 1
+            return _attend(*args, **kwargs)
+
+        try:
+            if name == "regard":
+                from transformers import AttentionInterface
+
+                AttentionInterface.register("regard", counted)
+            twin = cls._from_config(copy.deepcopy(config), attn_implementation=name)
+            twin.load_state_dict(model.state_dict())
+            found = outcome(twin, copy.deepcopy(prepared), generate)
+            row[name] = compare(found, expected)
+        except Exception as error:
+            row[name] = {"error": short(error)}
+            if name == "regard":
+                print(traceback.format_exc()[-1500:], file=sys.stderr)
+        if name == "regard":
+            row["calls"] = calls[0]
+    said = row["regard"]
+    if "error" in said:
+        row["result"], row["reason"] = "refused", said["error"]
+    elif not row["calls"]:
+        row["result"], row["reason"] = "not called", "this class does not call the registry with these inputs"
+    elif said["worst"] <= TOLERANCE and said["tokens_equal"]:
+        row["result"] = "equal"
+    elif said["tokens_equal"] and (gap := in_float64(cls, model, config, prepared)) <= 1e-9:
+        row["result"] = "equal"
+        row["reason"] = (
+            f"in float64 {gap:.0e}; float32 {said['worst']:.0e} is rounding that the model amplifies"
+        )
+    else:
+        row["result"] = "differs"
+        row["reason"] = f"{said['worst']:.1e} at {said['at']}; tokens equal: {said['tokens_equal']}"
+    return row
+
+
+def in_float64(cls: Any, model: Any, config: Any, inputs: dict[str, Any]) -> float:
+    """The worst relative difference in float64; infinite where the model cannot run in it."""
+    import torch
+
+    wide = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
+    try:
+        twin = cls._from_config(copy.deepcopy(config), attn_implementation="regard")
+        twin.load_state_dict(model.state_dict())
+        expected = outcome(copy.deepcopy(model).double(), copy.deepcopy(wide), None)
+        return compare(outcome(twin.double(), copy.deepcopy(wide), None), expected)["worst"]
+    except Exception as error:
+        print(f"{cls.__name__} in float64: {short(error)}", file=sys.stderr)
+        return float("inf")
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    worst, at = 0.0, ""
+    for kind in ("outputs", "gradients"):
+        missing = {k for k in set(found[kind]) ^ set(expected[kind]) if "attentions" not in k}
+        if missing:  # weights that nobody requested may be missing
+            return {
+                "worst": float("inf"),
+                "at": f"other {kind}: {sorted(missing)[:2]}",
+                "tokens_equal": False,
+            }
+        for name, x in expected[kind].items():
+            if name not in found[kind]:
+                continue
+            gap = difference(found[kind][name], x)
+            if (
+                kind == "gradients"
+            ):  # relative to the largest gradient of the model: some are sums of rounding alone
+                largest = max(float(g.abs().max()) for g in expected[kind].values())
+                gap = float((found[kind][name] - x).abs().max()) / max(largest, 1e-12)
+            if gap > worst:
+                worst, at = gap, f"{kind}{name}"
+    same = found["tokens"].keys() == expected["tokens"].keys() and all(
+        torch.equal(found["tokens"][k], x) for k, x in expected["tokens"].items()
+    )
+    return {"worst": worst, "at": at, "tokens_equal": same, "generated": bool(expected["tokens"])}
+
+
+def short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error!s}".replace("\n", " ")[:300]
+
+
+def run_all(out: Path, tests: str, only: list[str], again: bool) -> None:
+    """Each family in a forked process, so that imports are paid for once and a crash costs one family."""
+    sys.path.insert(0, tests)
+    importlib.import_module("tests.test_modeling_common")
+    importlib.import_module("regard.interop.huggingface")
+    stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {row["family"] for row in stored if not again or verdict(row)[0] == "equal"}
+    here = only or families()
+    for place, folder in enumerate(here):
+        if folder in done:
+            continue
+        began = time.time()
+        row = forked(folder)
+        row["seconds"] = round(time.time() - began, 1)
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        results = [c["result"] for c in row["classes"]]
+        print(
+            f"{place + 1}/{len(here)} {folder}: {results or row.get('error', 'no class')[-200:]}", flush=True
+        )
+
+
+def forked(folder: str) -> dict[str, Any]:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            signal.alarm(LIMIT_S)
+            row = family(folder)
+        except BaseException:
+            row = {"family": folder, "classes": [], "error": traceback.format_exc()[-600:]}
+        with os.fdopen(write, "w") as file:
+            file.write(json.dumps(row))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    return (
+        json.loads(text)
+        if text
+        else {"family": folder, "classes": [], "error": f"ended, or took over {LIMIT_S} s"}
+    )
+
+
+def table(out: Path) -> None:
+    import transformers
+
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = list({row["family"]: row for row in rows}.values())
+    verdicts = {row["family"]: verdict(row) for row in rows}
+    equal = sum(v[0] == "equal" for v in verdicts.values())
+    print(f'# Model families of transformers {transformers.__version__} with attn_implementation="regard"\n')
+    print(PREFACE.format(equal=equal, rows=len(rows), tolerance=f"{TOLERANCE:g}"))
+    print("| family | classes | result | regard | sdpa | reason |\n|---|--:|---|--:|--:|---|")
+    for row in sorted(rows, key=lambda r: r["family"]):
+        word, reason = verdicts[row["family"]]
+        worst = max(
+            (c["regard"]["worst"] for c in row["classes"] if "worst" in c.get("regard", {})), default=None
+        )
+        other = max(
+            (c["sdpa"]["worst"] for c in row["classes"] if "worst" in c.get("sdpa", {})), default=None
+        )
+        numbers = ["" if x is None else f"{x:.0e}" for x in (worst, other)]
+        print(
+            f"| {row['family']} | {len(row['classes'])} | {word} | {numbers[0]} | {numbers[1]} | {reason} |"
+        )
+
+
+def verdict(row: dict[str, Any]) -> tuple[str, str]:
+    compared = [c for c in row["classes"] if c["result"] not in ("not called", "eager fails here")]
+    bad = [c for c in compared if c["result"] != "equal"]
+    if bad:
+        return bad[0]["result"], f"{bad[0]['class']}: {bad[0]['reason']}".replace("|", "/")[:200]
+    if compared:
+        return "equal", next((f"{c['class']}: {c['reason']}" for c in compared if c.get("reason")), "")
+    if row.get("error") is None and not row["classes"]:
+        return "not compared", "no tiny configuration: the test folder used has no tests of this family"
+    reasons = [f"{c['class']}: {c['reason']}" for c in row["classes"]] or [
+        row.get("error", "no test folder")[-160:]
+    ]
+    return "not compared", reasons[0].replace("\n", " ").replace("|", "/")[:200]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tests", default="", help="a checkout of transformers that has tests/models")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/huggingface_census.jsonl"))
+    parser.add_argument("--table", action="store_true", help="print the stored rows as a page")
+    parser.add_argument(
+        "--again", action="store_true", help="also run the stored families that are not equal"
+    )
+    parser.add_argument("families", nargs="*", help="these families only")
+    args = parser.parse_args()
+    if args.table:
+        table(args.out)
+    else:
+        run_all(args.out, args.tests, args.families, args.again)

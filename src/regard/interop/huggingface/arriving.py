@@ -1,0 +1,221 @@
+"""What a layer of transformers gives to its attention: masks of any kind, biases, packed documents, stored keys."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import compat
+from ...errors import ShapeError, SpecError
+from ...pattern import Both, Pattern, causal, documents, full, window
+from .masks import LazyMask, Mask, TracedMask
+from .problems import is_causal
+
+# Words in the name of an argument that changes the weights. One that "regard" does not know is an error, not a loss.
+CHANGES_WEIGHTS = ("bias", "softcap", "sink", "alibi", "head_mask", "relative", "temperature")
+UserPattern = Pattern | tuple[Pattern, ...] | None
+
+
+def mask_and_bias(
+    module: nn.Module, q: Tensor, k: Tensor, given: Any, kwargs: dict[str, Any]
+) -> tuple[Mask, Tensor | None]:
+    """What a mask of any kind means, and what of it is added to the scores."""
+    batch, n, m = q.shape[0], q.shape[2], k.shape[2]
+    bias = None
+    if isinstance(given, LazyMask):
+        mask = given.mask
+        if mask.batch != batch:
+            mask = _of_batch(mask, batch, given)
+    elif isinstance(given, TracedMask):
+        mask = Mask(given.pattern, given.at, batch, n, m)
+    elif given is None:
+        mask = _unmasked(module, batch, n, m, kwargs)
+    elif not isinstance(given, Tensor):
+        raise SpecError(
+            f'attention_mask is a {type(given).__name__}; "regard" takes its own masks, a bool tensor (True = may '
+            f"attend) or a tensor that is added to the scores"
+        )
+    else:
+        given = given if given.dim() >= 3 else given[:, None, None, :]
+        given = given[:, None] if given.dim() == 3 else given
+        given = given[..., :m] if given.shape[-1] > m else given
+        mask, bias = _from_tensor(given, batch, n, m)
+    if not isinstance(given, TracedMask) and mask.dense is None:
+        mask = _with_documents(mask, kwargs)
+    return mask, bias
+
+
+def _from_tensor(given: Tensor, batch: int, n: int, m: int) -> tuple[Mask, Tensor | None]:
+    if given.dtype == torch.bool:
+        note = f"the model gave a table of {tuple(given.shape)}"
+        return Mask(full(), m - n, batch, n, m, dense=given, note=note), None
+    if not given.is_floating_point():
+        raise SpecError(
+            f"attention_mask is {given.dtype} of shape {tuple(given.shape)}: is 1 'may attend', or is it added to "
+            f"the scores? Give a bool tensor or a float one"
+        )
+    return Mask(
+        full(), m - n, batch, n, m, note="the model gave a float mask, which is added to the scores"
+    ), given
+
+
+def _unmasked(module: nn.Module, batch: int, n: int, m: int, kwargs: dict[str, Any]) -> Mask:
+    """No mask: causal where the module says so, aligned at the first key as PyTorch does; else all pairs."""
+    flag, sliding = kwargs.get("is_causal"), kwargs.get("sliding_window")
+    is_causal_ = flag if flag is not None else getattr(module, "is_causal", True)
+    if not (is_causal_ and n > 1):
+        return Mask(full(), max(0, m - n), batch, n, m)
+    pattern: Pattern = causal()
+    if sliding is not None and sliding < n:
+        pattern = Both(pattern, window(int(sliding) - 1, after=0))
+    return Mask(pattern, 0, batch, n, m)
+
+
+def _of_batch(mask: Mask, batch: int, given: LazyMask) -> Mask:
+    """A mask for another batch than that of the queries: one row for all of them, or each row repeated."""
+    if mask.keys is None and not mask.pattern.has_data and mask.dense is None:
+        return Mask(mask.pattern, mask.at, batch, mask.n, mask.m, origin=mask.origin, build=mask.build)
+    table = mask.table()
+    if batch % mask.batch:
+        raise ShapeError(f"a mask for a batch of {mask.batch} and queries for a batch of {batch}")
+    note = f"the mask is of a batch of {mask.batch} and the queries of {batch}"
+    return Mask(full(), mask.at, batch, mask.n, mask.m, dense=table.expand(batch, -1, -1, -1) if
+                mask.batch == 1 else table.repeat_interleave(batch // mask.batch, 0), note=note)  # fmt: skip
+
+
+def _with_documents(mask: Mask, kwargs: dict) -> Mask:
+    """Packed sequences: positions that start anew, or cu_seq_lens_q, begin a document that sees no other."""
+    if (
+        mask.n <= 1
+        or mask.n != mask.m
+        or mask.at != 0
+        or mask.pattern.has_data
+        or not is_causal(mask.pattern)
+    ):
+        return mask
+    ids = _ids_from_lengths(kwargs.get("cu_seq_lens_q"), mask)
+    if ids is None:
+        ids = _ids_from_positions(kwargs.get("position_ids"), mask)
+    if ids is None:
+        return mask
+    pattern = Both(mask.pattern, documents(ids))
+    return Mask(pattern, 0, mask.batch, mask.n, mask.m, keys=mask.keys, origin=mask.origin)
+
+
+def _ids_from_lengths(bounds: Any, mask: Mask) -> Tensor | None:
+    if not isinstance(bounds, Tensor) or mask.batch != 1 or bounds.numel() <= 2:
+        return None
+    if int(bounds[-1]) != mask.m:
+        raise ShapeError(f"cu_seq_lens_q ends at {int(bounds[-1])} and there are {mask.m} keys")
+    places = torch.arange(mask.m, device=bounds.device, dtype=bounds.dtype)
+    return torch.bucketize(places, bounds[1:], right=True)[None]
+
+
+_last_positions: dict[str, Any] = {}
+
+
+def _ids_from_positions(given: Any, mask: Mask) -> Tensor | None:
+    """Ids of documents, where 2-D position ids of real tokens do not increase somewhere; read once per forward."""
+    if not isinstance(given, Tensor) or given.dim() != 2 or given.shape[1] != mask.m:
+        return None
+    seen = _last_positions.get("of")
+    version = compat.version(given)
+    if (
+        version is not None
+        and seen is not None
+        and seen() is given
+        and _last_positions["key"] == (version, id(mask.keys))
+    ):
+        return _last_positions["ids"]
+    starts = given[:, 1:] <= given[:, :-1]
+    if mask.keys is not None:
+        starts = starts & mask.keys[:, 1:] & mask.keys[:, :-1]
+    ids = None
+    if bool(starts.any()):
+        ids = nn.functional.pad(starts.long().cumsum(-1), (1, 0)).expand(mask.batch, -1)
+    _last_positions.update(of=weakref.ref(given), key=(version, id(mask.keys)), ids=ids)
+    return ids
+
+
+def fitting(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One dtype and one batch."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.dim() != 4:
+            raise ShapeError(
+                f"{type(module).__name__}: {name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is "
+                f"needed"
+            )
+    if not (q.dtype == k.dtype == v.dtype):
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    batch = max(q.shape[0], k.shape[0], v.shape[0])
+    if not (q.shape[0] == k.shape[0] == v.shape[0]):
+        q, k, v = (x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (q, k, v))
+    if q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            f"{type(module).__name__}: {k.shape[1]} key heads do not divide {q.shape[1]} query heads"
+        )
+    return q, k, v
+
+
+def fitting_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    bias = bias if bias.dim() == 4 else bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    need = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if bias.shape[3] > need[3]:
+        bias = bias[..., : need[3]]
+    if bias.shape[0] not in (1, need[0]) and need[0] % bias.shape[0] == 0:
+        bias = bias.repeat_interleave(need[0] // bias.shape[0], 0)
+    return bias
+
+
+def fit_keys(module: nn.Module, mask: Mask, k: Tensor) -> Mask:
+    """A mask of one column is for all keys, as broadcasting reads it; other sizes must agree."""
+    m = k.shape[2]
+    if mask.m == 1:
+        return Mask(full(), 0, mask.batch, mask.n, m, dense=mask.table().expand(-1, -1, -1, m))
+    raise ShapeError(
+        f"{type(module).__name__}: the mask is for {mask.m} keys and there are {m}. The cache does not say how many "
+        f"keys it returns: get_mask_sizes and update of its layer disagree"
+    )
+
+
+def at_stored_positions(module: nn.Module, mask: Mask, stored: Tensor | None, user: UserPattern) -> Mask:
+    """A bounded cache: the mask at the positions of the keys that this layer's cache holds."""
+    if stored is None:
+        raise SpecError(
+            f"{type(module).__name__}: the mask is for a bounded cache, but the keys do not say their positions; "
+            f"this model changes the keys after the cache returns them, so it cannot use one"
+        )
+    if user is None:
+        raise SpecError(
+            "a bounded cache without a pattern; make it with regard.interop.huggingface.BoundedCache"
+        )
+    if mask.dense is not None or mask.pattern.has_data:
+        raise SpecError(
+            "a bounded cache needs a mask that is a pattern; this one is a table or packed documents"
+        )
+    keys = mask.keys
+    if keys is not None and (mask.stored is None or len(mask.stored) != len(stored)):
+        raise SpecError(
+            "padding and bounded caches of different sizes in one model: give rows of one length, or one pattern"
+        )
+    if keys is not None:
+        users = user if isinstance(user, tuple) else (user,)
+        if any(u.shift_period != 1 for u in users):
+            raise SpecError(
+                "left padding moves the positions that this pattern names (sinks, every, blocks): a bounded cache "
+                "cannot say which keys those are; generate rows of one length together"
+            )
+    return Mask(mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, stored=stored)
+
+
+def refuse_unknown(module: nn.Module, kwargs: dict) -> None:
+    for name, x in kwargs.items():
+        if x is None or name in ("position_bias", "softcap"):
+            continue
+        if any(word in name for word in CHANGES_WEIGHTS) and isinstance(x, Tensor | float):
+            raise SpecError(
+                f'{type(module).__name__} gives {name}=…, which "regard" does not know; '
+                f'use attn_implementation="eager" for this model'
+            )

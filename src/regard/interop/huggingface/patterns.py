@@ -1,0 +1,142 @@
+"""Patterns of the user's in Hugging Face models: `rg.use`, and how they are saved with the model's configuration."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ...errors import SpecError
+from ...pattern import Pattern
+from ..use import Applied, Patterns, assign, check_patterns
+from .registration import NAME
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+FIELD = "regard_patterns"  # where the configuration keeps them
+
+
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The self-attention modules of a model that call the registry, by name. Cross attention is left alone."""
+    found = {}
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or REGISTRY not in code.co_names:
+            continue
+        last = name.rsplit(".", 2)[-2:]
+        if getattr(module, "is_cross_attention", False) or any(CROSS.search(part) for part in last):
+            continue
+        found[name] = module
+    return found
+
+
+def use_in_hugging_face(model: Any, pattern: Any) -> Applied:
+    modules = attention_modules(model)
+    if not modules:
+        raise SpecError(
+            f"{type(model).__name__}: no attention of this family goes through the registry of transformers, so it "
+            f'cannot be replaced; models that accept attn_implementation="sdpa" by their source can'
+        )
+    saved = getattr(model.config, FIELD, None)
+    if pattern is None:
+        chosen = {} if not saved else _by_name(saved, modules)
+    else:
+        chosen = assign(pattern, modules)
+    for name, given in chosen.items():
+        check_patterns(given, _heads(modules[name]), name, bool(getattr(modules[name], "is_causal", False)))
+    before = {"": model.config._attn_implementation}
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+    earlier = {key: (c._attn_implementation, getattr(c, FIELD, None)) for key, c in configs.items()}
+    had = {name: m.__dict__.get("regard_pattern", ...) for name, m in modules.items()}
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise SpecError(
+            f"{type(model).__name__} did not take attn_implementation={NAME!r}; it has {before['']!r}"
+        )
+    for name, module in modules.items():
+        module.__dict__["regard_pattern"] = chosen.get(name)
+        module.__dict__["regard_name"] = name
+    written = written_patterns(chosen, modules)
+    for config in configs.values():
+        setattr(config, FIELD, written)
+
+    def undo() -> None:
+        for key, config in configs.items():
+            implementation, patterns = earlier[key]
+            config._attn_implementation = implementation
+            if patterns is None:
+                config.__dict__.pop(FIELD, None)
+            else:
+                setattr(config, FIELD, patterns)
+        for name, module in modules.items():
+            if had[name] is ...:
+                module.__dict__.pop("regard_pattern", None)
+            else:
+                module.__dict__["regard_pattern"] = had[name]
+
+    return Applied(chosen, undo)
+
+
+def _heads(module: nn.Module) -> int | None:
+    for holder in (module, getattr(module, "config", None)):
+        for name in ("num_attention_heads", "num_heads", "n_heads", "n_head"):
+            if isinstance(count := getattr(holder, name, None), int):
+                return count
+    return None
+
+
+# As saved: {module name: {"class", "layer", "patterns"}}, patterns as JSON texts, which config.json holds.
+
+
+def written_patterns(chosen: Mapping[str, Patterns], modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    rows = {}
+    for name, module in modules.items():
+        given = chosen.get(name)
+        if given is None:
+            continue
+        each = given if isinstance(given, tuple) else (given,)
+        rows[name] = {
+            "class": type(module).__name__,
+            "layer": getattr(module, "layer_idx", None),
+            "per_head": isinstance(given, tuple),
+            "patterns": [one.json() for one in each],
+        }
+    return {"layers": rows, "complete": len(rows) == len(modules)}
+
+
+def _read_row(row: Mapping[str, Any]) -> Patterns:
+    each = tuple(Pattern.from_json(text) for text in row["patterns"])
+    return each if row["per_head"] else each[0]
+
+
+def _by_name(saved: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> dict[str, Patterns]:
+    rows = saved["layers"]
+    chosen = {}
+    for name, row in rows.items():
+        here = (
+            name
+            if name in modules
+            else next((m for m in modules if m.endswith("." + name) or name.endswith("." + m)), None)
+        )
+        if here is None:
+            raise SpecError(f"the configuration saves a pattern for {name}, which this model has not")
+        chosen[here] = _read_row(row)
+    return chosen
+
+
+def saved_pattern(module: nn.Module, saved: Mapping[str, Any]) -> Any:
+    """The saved pattern of a module of a model that was just loaded: found by its class and its layer number."""
+    rows = saved["layers"].values()
+    same = [row for row in rows if row["class"] == type(module).__name__]
+    layer = getattr(module, "layer_idx", None)
+    here = [row for row in same if row["layer"] == layer] if layer is not None else same
+    texts = {tuple(row["patterns"]) for row in here}
+    if len(texts) == 1 and (layer is not None or saved["complete"]):
+        return _read_row(here[0])
+    if not same or (layer is not None and not here):
+        return None
+    raise SpecError(
+        f"{type(module).__name__} does not know its layer number, and the saved patterns differ by layer; call "
+        f"rg.use(model) once after loading"
+    )

@@ -1,0 +1,377 @@
+"""`rg.use(model, pattern)`: a pattern of the user's in the attention layers of a model that somebody else wrote."""
+
+import fnmatch
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..engine.attention import attention
+from ..errors import SpecError, nearest
+from ..pattern import Both, Pattern, causal
+
+Patterns = Pattern | Sequence[Pattern]
+SDPA = "scaled_dot_product_attention"
+CHECKED_QUERIES = 1024  # queries for which a declared pattern must leave at least one key
+
+
+class Applied:
+    """Patterns in use. `remove()` puts the model back as it was; also at the end of a `with` block."""
+
+    def __init__(self, patterns: dict[str, Patterns], undo: Callable[[], None]):
+        self.patterns = patterns
+        self._undo: Callable[[], None] | None = undo
+
+    def remove(self) -> None:
+        """Put the model back as it was. A second call does nothing."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def __enter__(self) -> "Applied":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        lines = [f"  {name}: {given!r}" for name, given in self.patterns.items()]
+        return "\n".join([f"Applied to {len(lines)} attention layers", *lines])
+
+
+def use(model: Any, pattern: Any = None) -> Applied:
+    """Let every self-attention of the model attend to the pattern's pairs only, on top of its own mask.
+
+    pattern: one for all layers; a sequence with one per query head; or a mapping from a layer (its number, or its
+    module name, * allowed) to one of these. None: Hugging Face models run by regard, with the patterns saved in their
+    configuration, if any. Positions count from the first key; in a left-padded row from its first real token.
+    Works for Hugging Face models whose attention goes through their registry, for nn.MultiheadAttention and what is
+    built from it, for timm, and for any module that calls F.scaled_dot_product_attention.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"rg.use takes a torch.nn.Module, not a {type(model).__name__}")
+    if is_hugging_face(model):
+        from .huggingface.patterns import use_in_hugging_face
+
+        return use_in_hugging_face(model, pattern)
+    if pattern is None:
+        raise SpecError(
+            "rg.use(model) without a pattern is for Hugging Face models; give a pattern: rg.use(model, rg.causal())"
+        )
+    found = {name: m for name, m in model.named_modules() if _replaceable(m)}
+    if not found:
+        raise SpecError(
+            f"{type(model).__name__} has no attention that can be replaced: no nn.MultiheadAttention, and no module "
+            f"whose forward calls F.{SDPA}"
+        )
+    chosen = assign(pattern, found)
+    for name, given in chosen.items():
+        check_patterns(given, getattr(found[name], "num_heads", None), name, False)
+    undo = [_install(found[name], given) for name, given in chosen.items()]
+    undo += [_without_nested_tensors(m) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
+
+    def back() -> None:
+        for step in reversed(undo):
+            step()
+
+    return Applied(chosen, back)
+
+
+def is_hugging_face(model: nn.Module) -> bool:
+    """Whether transformers is loaded and the model is one of its classes."""
+    loaded = sys.modules.get("transformers")
+    return loaded is not None and isinstance(model, loaded.PreTrainedModel)
+
+
+def assign(pattern: Any, modules: Mapping[str, nn.Module]) -> dict[str, Patterns]:
+    """Which of the attention modules gets which pattern."""
+    if not isinstance(pattern, Mapping):
+        return {name: _declared(pattern) for name in modules}
+    names, chosen = list(modules), {}
+    for key, given in pattern.items():
+        if isinstance(key, int):
+            if not -len(names) <= key < len(names):
+                raise SpecError(
+                    f"layer {key}: the model has {len(names)} attention layers, 0 … {len(names) - 1}"
+                )
+            here = [names[key]]
+        else:
+            here = [name for name in names if fnmatch.fnmatchcase(name, str(key))]
+            if not here:
+                raise SpecError(f"no attention layer is named {key!r}; {nearest(str(key), names)}")
+        chosen.update(dict.fromkeys(here, _declared(given)))
+    return {name: chosen[name] for name in names if name in chosen}
+
+
+def _declared(given: Any) -> Patterns:
+    """A pattern, or a tuple of them; without data, which belongs to one input and not to a model."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(_one(x) for x in given)
+    return _one(given)
+
+
+def _one(given: Any) -> Pattern:
+    if not isinstance(given, Pattern):
+        raise SpecError(
+            f"{given!r} is no pattern; use rg.causal(), rg.window(2), …, or one per head in a list"
+        )
+    if given.has_data:
+        raise SpecError(f"{given!r} carries data of one input, so it cannot be declared for a model")
+    return given
+
+
+def check_patterns(given: Patterns, heads: int | None, name: str, past_only: bool) -> None:
+    """Refuse a wrong number of heads, and a pattern that leaves some query without any key."""
+    each = given if isinstance(given, tuple) else (given,)
+    if isinstance(given, tuple) and heads is not None and len(given) != heads:
+        raise SpecError(f"{name}: {len(given)} patterns for {heads} query heads; give one for each head")
+    for one in dict.fromkeys(each):
+        assert isinstance(one, Pattern)
+        seen = causal() & one if past_only else one
+        counts = seen.row_counts(CHECKED_QUERIES)
+        if (counts == 0).any():
+            first = int((counts == 0).argmax())
+            raise SpecError(
+                f"{name}: {seen!r} leaves query {first} without any key; add the query itself, for example "
+                f"{one!r} | rg.window(0)"
+            )
+
+
+# Modules of PyTorch
+
+
+def _forward_names(module: nn.Module) -> tuple[str, ...]:
+    function = inspect.unwrap(type(module).forward)
+    code = getattr(function, "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _replaceable(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or SDPA in _forward_names(module)
+
+
+def _without_nested_tensors(encoder: nn.TransformerEncoder) -> Callable[[], None]:
+    """nn.TransformerEncoder packs padded inputs into nested tensors in eval mode, past its attention modules."""
+    before = encoder.use_nested_tensor
+    encoder.use_nested_tensor = False
+
+    def undo() -> None:
+        encoder.use_nested_tensor = before
+
+    return undo
+
+
+def _install(module: nn.Module, given: Patterns) -> Callable[[], None]:
+    """Replace the forward of one attention module. A hook makes nn.TransformerEncoderLayer leave its fast path."""
+    had = "forward" in module.__dict__
+    before = module.forward
+    if isinstance(module, nn.MultiheadAttention):
+        _check_multihead(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return _multihead(module, given, *args, **kwargs)
+    else:
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _Intercepted(type(module).__name__, given) as mode:
+                out = before(*args, **kwargs)
+            if not mode.calls:
+                raise SpecError(
+                    f"{type(module).__name__} did not call F.{SDPA}, so its pattern was not used; "
+                    f"switch its fused attention on"
+                )
+            return out
+
+    module.forward = wraps(before)(forward)
+    hook = module.register_forward_pre_hook(_nothing)
+
+    def undo() -> None:
+        hook.remove()
+        if had:
+            module.forward = before
+        else:
+            del module.forward
+
+    return undo
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    return None
+
+
+class _Intercepted(TorchFunctionMode):
+    """While active, F.scaled_dot_product_attention of this thread attends to the pattern's pairs only."""
+
+    def __init__(self, name: str, given: Patterns):
+        super().__init__()
+        self.name, self.given, self.calls = name, given, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.calls += 1
+        return sdpa_with_pattern(self.given, *args, **kwargs)
+
+
+def sdpa_with_pattern(
+    given: Patterns,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *flags: Any,
+    **named: Any,
+) -> Tensor:
+    """F.scaled_dot_product_attention over the pairs that its mask and the pattern allow."""
+    options = {**dict(zip(("dropout_p", "is_causal"), flags)), **named}
+    is_causal, scale = options.get("is_causal", False), options.get("scale")
+    dropout_p = options.get("dropout_p", 0.0)
+    lead = query.shape[:-3]
+    q, k, v = (x.reshape(-1, *x.shape[-3:]) if x.dim() != 4 else x for x in (query, key, value))
+    n, m = q.shape[2], k.shape[2]
+    table, bias = None, None
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+        table, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+    at = 0 if is_causal else m - n  # PyTorch aligns its causal mask at the first key
+
+    def one(pattern, q, k, v, table, bias):
+        meant = Both(causal(), pattern) if is_causal and pattern != causal() else pattern
+        if table is None:
+            return attention(q, k, v, meant, at=at, bias=bias, scale=scale, dropout_p=dropout_p)
+        both = table & meant.allowed(n, m, at, q.device)
+        return attention(q, k, v, both, bias=bias, scale=scale, dropout_p=dropout_p)
+
+    if isinstance(given, Pattern):
+        o = one(given, q, k, v, table, bias)
+    else:
+        o = by_head(tuple(given), q, k, v, lambda p, q, k, v, heads: one(
+            p, q, k, v, _of_heads(table, heads), _of_heads(bias, heads)))  # fmt: skip
+    return o.reshape(*lead, *o.shape[-3:]) if query.dim() != 4 else o
+
+
+def _of_heads(x: Tensor | None, heads: Tensor) -> Tensor | None:
+    return x if x is None or x.shape[1] == 1 else x[:, heads]
+
+
+def by_head(
+    given: tuple[Pattern, ...], q: Tensor, k: Tensor, v: Tensor, run: Callable[..., Tensor]
+) -> Tensor:
+    """run(pattern, q, k, v, heads) for each set of query heads that have one pattern, together in their order."""
+    heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    if len(given) != heads:
+        raise SpecError(f"{len(given)} patterns for {heads} query heads; give one for each head")
+    sets: dict[Pattern, list[int]] = {}
+    for head, pattern in enumerate(given):
+        sets.setdefault(pattern, []).append(head)
+    outs, order = [], []
+    for pattern, chosen in sets.items():
+        index = torch.tensor(chosen, device=q.device)
+        shared = sorted({h // group for h in chosen})
+        whole = chosen == [h for s in shared for h in range(s * group, (s + 1) * group)]
+        kv = torch.tensor(shared if whole else [h // group for h in chosen], device=q.device)
+        outs.append(run(pattern, q[:, index], k[:, kv], v[:, kv], index))
+        order.extend(chosen)
+    back = torch.tensor(sorted(range(heads), key=order.__getitem__), device=q.device)
+    return torch.cat(outs, 1).index_select(1, back)
+
+
+# nn.MultiheadAttention
+
+
+def _check_multihead(module: nn.MultiheadAttention) -> None:
+    if module.bias_k is not None or module.add_zero_attn:
+        raise SpecError(
+            "nn.MultiheadAttention with add_bias_kv or add_zero_attn has one more key than positions, which no "
+            "pattern names; use neither"
+        )
+
+
+MULTIHEAD_OPTIONS = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+
+
+def _multihead(
+    module: nn.MultiheadAttention,
+    given: Patterns,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *flags: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """nn.MultiheadAttention.forward, its scores restricted to the pattern; in PyTorch's masks True = hidden."""
+    options = {**dict(zip(MULTIHEAD_OPTIONS, flags)), **named}
+    key_padding_mask, attn_mask = options.get("key_padding_mask"), options.get("attn_mask")
+    need_weights, average = options.get("need_weights", True), options.get("average_attn_weights", True)
+    batched = query.dim() == 3
+    if not batched:
+        query, key, value = (x.unsqueeze(0 if module.batch_first else 1) for x in (query, key, value))
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+    if not module.batch_first:
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    heads = module.num_heads
+    projections = _input_weights(module)
+    q, k, v = (
+        F.linear(x, w, b).unflatten(-1, (heads, -1)).transpose(1, 2)
+        for x, (w, b) in zip((query, key, value), projections)
+    )
+    mask = _joined_masks(attn_mask, key_padding_mask, q.shape[0], heads, q.dtype)
+    if options.get("is_causal") and attn_mask is None:
+        raise SpecError(
+            "is_causal=True without attn_mask: PyTorch refuses this too; give the mask or a causal pattern"
+        )
+    dropout = module.dropout if module.training else 0.0
+    o = sdpa_with_pattern(given, q, k, v, attn_mask=mask, dropout_p=dropout)
+    weights = None
+    if need_weights:
+        identity = torch.eye(k.shape[2], dtype=q.dtype, device=q.device).expand(*k.shape[:2], -1, -1)
+        weights = sdpa_with_pattern(given, q, k, identity, attn_mask=mask)
+        weights = weights.mean(1) if average else weights
+    o = module.out_proj(o.transpose(1, 2).flatten(-2))
+    if not module.batch_first:
+        o = o.transpose(0, 1)
+    if not batched:
+        o = o.squeeze(0 if module.batch_first else 1)
+        weights = None if weights is None else weights.squeeze(0)
+    return o, weights
+
+
+def _input_weights(module: nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
+    if module.in_proj_weight is not None:
+        weights = module.in_proj_weight.chunk(3)
+    else:
+        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return list(zip(weights, biases))
+
+
+def _joined_masks(
+    attn_mask: Tensor | None, padding: Tensor | None, batch: int, heads: int, dtype: torch.dtype
+) -> Tensor | None:
+    """PyTorch's masks (bool: True = may not; float: added) as one of F.scaled_dot_product_attention."""
+    parts = []
+    if attn_mask is not None:
+        parts.append(
+            attn_mask.reshape(-1, heads, *attn_mask.shape[-2:])
+            if attn_mask.dim() == 3
+            else attn_mask[None, None]
+        )
+    if padding is not None:
+        parts.append(padding[:, None, None, :])
+    if not parts:
+        return None
+    if all(x.dtype == torch.bool for x in parts):
+        hidden = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+        return ~hidden
+    added = [
+        torch.zeros_like(x, dtype=dtype).masked_fill(x, -torch.inf) if x.dtype == torch.bool else x
+        for x in parts
+    ]
+    return sum(added[1:], added[0])

@@ -1,0 +1,207 @@
+"""attn_implementation="regard" equals eager; the law of packed documents holds; nothing is n × m."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5Model
+
+import regard as rg
+from regard.interop import huggingface
+from regard.interop.huggingface import attention, registration
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 2048}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LEFT = torch.ones(3, 13, dtype=torch.long)
+LEFT[0, :5] = LEFT[2, :2] = 0
+IDS = torch.randint(3, 61, (3, 13), generator=torch.Generator().manual_seed(0))
+
+
+def causal_model(kind="Llama", **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **HEADS, **TOKENS, **options)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="regard").eval()
+
+
+def with_eager(model, run):
+    """What run(model) gives by "regard" and by "eager"."""
+    ours = run(model)
+    model.set_attn_implementation("eager")
+    theirs = run(model)
+    model.set_attn_implementation("regard")
+    return ours, theirs
+
+
+def relative(a, b):
+    return float(((a - b).abs().max() / b.abs().max()).detach())
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("Llama", {}),
+        ("Mistral", {"sliding_window": 4}),
+        ("Gemma2", {"sliding_window": 4, "attn_logit_softcapping": 0.5}),
+        ("GptOss", {"sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}),
+    ],
+)
+def test_logits_gradients_and_tokens_equal_eager(kind, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # YaRN's factor of the small configuration
+        model = causal_model(kind, **options)
+
+    def run(model):
+        outs = []
+        for mask in (None, LEFT, LEFT.flip(-1)):
+            logits = model(IDS, attention_mask=mask).logits
+            outs.append(logits if mask is None else logits[mask.bool()])
+        model.zero_grad()
+        outs[1].square().mean().backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        tokens = model.generate(IDS, attention_mask=LEFT, max_new_tokens=6, do_sample=False, num_beams=2)
+        return outs, grads, tokens
+
+    ours, theirs = with_eager(model, run)
+    assert max(relative(a, b) for a, b in zip(ours[0], theirs[0])) < 1e-5
+    assert ours[1].keys() == theirs[1].keys()
+    largest = max(float(g.abs().max()) for g in theirs[1].values())
+    assert max(float((ours[1][k] - g).abs().max()) for k, g in theirs[1].items()) < 1e-5 * largest
+    assert torch.equal(ours[2], theirs[2])
+
+
+def test_encoders_and_cross_attention_equal_eager():
+    torch.manual_seed(0)
+    bert = BertModel(BertConfig(**SIZES, num_attention_heads=4, attn_implementation="regard")).eval()
+    ours, theirs = with_eager(bert, lambda m: m(IDS, attention_mask=LEFT).last_hidden_state)
+    assert relative(ours, theirs) < 1e-5
+    t5 = T5Model(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)).eval()
+    t5.set_attn_implementation("regard")
+    given = {"attention_mask": LEFT, "decoder_input_ids": IDS[:, :7]}
+    ours, theirs = with_eager(t5, lambda m: m(IDS, **given).last_hidden_state)
+    assert relative(ours, theirs) < 1e-5
+
+
+def test_weights_are_returned_where_they_are_requested():
+    model = causal_model()
+    ours, theirs = with_eager(model, lambda m: m(IDS, output_attentions=True).attentions)
+    assert all(a.shape == (3, 4, 13, 13) for a in ours)
+    assert max(relative(a, b) for a, b in zip(ours, theirs)) < 1e-5
+    assert model(IDS).attentions is None
+
+
+def test_dropout_reaches_the_weights():
+    model = causal_model(attention_dropout=0.5)
+    still = model(IDS).logits
+    model.train()
+    torch.manual_seed(1)
+    first = model(IDS).logits
+    torch.manual_seed(2)
+    second = model(IDS).logits
+    assert not torch.allclose(first, second)
+    assert not torch.allclose(first, still)
+
+
+@pytest.mark.ledger("L47")
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+def test_packed_documents_are_isolated_although_a_mask_of_ones_is_given(kind):
+    model = causal_model(kind)
+    positions = torch.cat([torch.arange(6), torch.arange(7)])[None]
+    changed = IDS.clone()
+    changed[:, :6] = 7
+    given = {"position_ids": positions.expand(3, -1), "attention_mask": torch.ones_like(IDS)}
+    a, b = (model(ids, **given).logits[:, 6:] for ids in (IDS, changed))
+    assert torch.equal(a, b)
+    assert relative(a, model(IDS[:, 6:]).logits) < 1e-5
+    ours, theirs = with_eager(model, lambda m: m(IDS, **given).logits[:, 6:])
+    assert relative(ours, theirs) > 1e-3  # eager lets the second document see the first
+
+
+def test_cu_seq_lens_are_documents_too():
+    model = causal_model()
+    given = {"cu_seq_lens_q": torch.tensor([0, 6, 13]), "cu_seq_lens_k": torch.tensor([0, 6, 13])}
+    positions = torch.cat([torch.arange(6), torch.arange(7)])[None]
+    packed = model(IDS[:1], position_ids=positions, use_cache=False, **given).logits[:, 6:]
+    assert relative(packed, model(IDS[:1, 6:]).logits) < 1e-5
+
+
+def largest_allocation(run):
+    """The most bytes that one allocation takes while run() runs, as PyTorch's allocator reports it."""
+    run()  # plans and prepared calls
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
+        run()
+    return max(e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
+
+
+@pytest.mark.parametrize("case", ["causal", "sliding", "left padding", "right padding", "packed", "cached"])
+def test_no_table_of_queries_by_keys_is_allocated(case):
+    n = 1024
+    model = causal_model("Mistral", sliding_window=64) if case == "sliding" else causal_model()
+    ids = torch.randint(3, 61, (1, n), generator=torch.Generator().manual_seed(0))
+    given = {}
+    if "padding" in case:
+        mask = torch.ones_like(ids)
+        mask[:, slice(100) if case == "left padding" else slice(-100, None)] = 0
+        given["attention_mask"] = mask
+    if case == "packed":
+        given["position_ids"] = torch.cat([torch.arange(400), torch.arange(n - 400)])[None]
+    given["use_cache"] = case == "cached"
+    with torch.no_grad():
+        assert largest_allocation(lambda: model.model(ids, **given)) < n * n  # bytes of a bool table
+        model.set_attn_implementation("eager")
+        assert (
+            largest_allocation(lambda: model.model(ids, **given)) >= 4 * n * n
+        )  # the measure sees such tables
+
+
+def test_explain_says_what_ran_and_names_a_table():
+    model = causal_model()
+    [first, _] = huggingface.explain(model, IDS)
+    assert first.pattern == "causal()"
+    assert "sdpa, dense" in first.how
+    table = torch.rand(3, 1, 13, 13, generator=torch.Generator().manual_seed(0)) > 0.4
+    [first, _] = huggingface.explain(model, IDS, attention_mask=table | torch.eye(13).bool())
+    assert first.pattern == "table"
+    assert "the model gave a table" in first.how
+    [first, _] = huggingface.explain(causal_model("Gemma2", sliding_window=4), IDS)
+    assert "softcap" in first.how
+    model.set_attn_implementation("eager")
+    with pytest.raises(rg.SpecError, match='does not use "regard"'):
+        huggingface.explain(model, IDS)
+
+
+def test_an_argument_that_changes_the_weights_is_never_lost():
+    layer = causal_model().model.layers[0].self_attn
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    with pytest.raises(rg.SpecError, match=r"gives relative_bias=…, which \"regard\" does not know"):
+        attention.attend(layer, q, k, k, None, relative_bias=torch.zeros(1))
+    with pytest.raises(rg.SpecError, match="is 1 'may attend', or is it added to the scores"):
+        attention.attend(layer, q, k, k, torch.ones(1, 1, 5, 5, dtype=torch.long))
+    with pytest.raises(rg.ShapeError, match="3 key heads do not divide 4 query heads"):
+        attention.attend(layer, q, torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5, 8), None)
+
+
+def test_another_version_of_transformers_is_warned_about(monkeypatch):
+    monkeypatch.setattr(registration, "TESTED", "4.7")
+    with pytest.warns(
+        UserWarning, match=rf"transformers {transformers.__version__}: regard was tested with 4.7"
+    ):
+        huggingface.register()
+
+
+@pytest.mark.compiled
+@pytest.mark.long
+def test_a_compiled_model_and_a_static_cache_equal_eager():
+    model = causal_model()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        compiled = torch.compile(model, fullgraph=True)
+        assert relative(compiled(IDS, use_cache=False).logits, expected) < 1e-5
+    tokens = model.generate(IDS, attention_mask=LEFT, max_new_tokens=5, do_sample=False)
+    static = model.generate(
+        IDS, attention_mask=LEFT, max_new_tokens=5, do_sample=False, cache_implementation="static"
+    )
+    assert torch.equal(tokens, static)

@@ -1,0 +1,224 @@
+"""rg.use: a pattern of the user's in somebody else's model, per layer and per head, reversible and saved with it."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, BloomConfig, BloomModel, LlamaConfig
+
+import regard as rg
+from regard.interop import huggingface
+
+PATTERN = rg.causal() & (rg.window(3) | rg.sinks(2))
+IDS = torch.randint(3, 61, (2, 17), generator=torch.Generator().manual_seed(0))
+HIDDEN = torch.finfo(torch.float32).min
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def masked(model, pattern):
+    """Eager with the pattern as a float table."""
+    table = pattern.allowed(IDS.shape[1])[None, None].expand(2, 1, -1, -1)
+    return model(IDS, attention_mask=torch.where(table, 0.0, HIDDEN)).logits
+
+
+def test_a_pattern_of_all_layers_equals_its_table_and_can_be_removed(llama):
+    expected, before = masked(llama, PATTERN), llama(IDS).logits
+    applied = rg.use(llama, PATTERN)
+    torch.testing.assert_close(llama(IDS).logits, expected, rtol=1e-5, atol=1e-6)
+    assert repr(applied).startswith(
+        "Applied to 2 attention layers\n  model.layers.0.self_attn: causal() & (window(3)"
+    )
+    applied.remove()
+    applied.remove()
+    assert llama.config._attn_implementation == "eager"
+    assert not hasattr(llama.config, "regard_patterns")
+    assert torch.equal(llama(IDS).logits, before)
+
+
+def test_generation_equals_the_uncached_model_also_with_left_padding(llama):
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1)
+    mask = (padded != 0).long()
+    other = torch.randint(3, 61, (1, 20), generator=torch.Generator().manual_seed(1))
+    batch, masks = torch.cat([padded, other]), torch.cat([mask, torch.ones(1, 20, dtype=torch.long)])
+    with rg.use(llama, PATTERN), torch.no_grad():
+        tokens = IDS
+        for _ in range(7):
+            tokens = torch.cat([tokens, llama(tokens, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
+        assert torch.equal(llama.generate(IDS, **options), tokens)
+        assert torch.equal(llama.generate(batch, attention_mask=masks, **options)[:2, 3:], tokens)
+        static = llama.generate(IDS, **options, cache_implementation="static", disable_compile=True)
+        assert torch.equal(static, tokens)
+
+
+def test_each_layer_and_each_head_can_have_its_own(llama):
+    heads = [PATTERN, rg.causal(), rg.causal() & rg.window(2), PATTERN]
+    with rg.use(llama, {1: heads, "*.0.self_attn": rg.window(5)}):
+        maps = llama(IDS, output_attentions=True).attentions
+        for h, pattern in enumerate(heads):
+            assert torch.equal(maps[1][0, h] > 0, pattern.allowed(17))
+        assert torch.equal(maps[0][0, 2] > 0, (rg.causal() & rg.window(5)).allowed(17))
+        fast = llama(IDS).logits
+        assert torch.allclose(fast, llama(IDS, output_attentions=True).logits, atol=1e-6)
+
+
+def test_patterns_are_saved_with_the_model(llama, tmp_path):
+    with rg.use(llama, {0: PATTERN, 1: [rg.causal(), PATTERN, PATTERN, rg.causal()]}):
+        expected = llama(IDS).logits
+        llama.save_pretrained(tmp_path)
+    assert "regard_patterns" in json.loads((tmp_path / "config.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="regard").eval()
+    assert torch.equal(loaded(IDS).logits, expected)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    rg.use(plain)  # the patterns that the configuration holds
+    assert torch.equal(plain(IDS).logits, expected)
+
+
+def test_training_through_a_pattern_has_the_gradients_of_its_table(llama):
+    def gradients(logits):
+        llama.zero_grad()
+        logits.square().mean().backward()
+        return {name: p.grad.clone() for name, p in llama.named_parameters()}
+
+    expected = gradients(masked(llama, PATTERN))
+    with rg.use(llama, PATTERN):
+        ours = gradients(llama(IDS).logits)
+        llama.train()
+        llama.gradient_checkpointing_enable()
+        again = gradients(llama(IDS, use_cache=False).logits)
+        llama.gradient_checkpointing_disable()
+        llama.eval()
+    for name, g in expected.items():
+        torch.testing.assert_close(ours[name], g, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(again[name], g, rtol=1e-4, atol=1e-7)
+
+
+def test_an_encoder_takes_a_window():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    bert = BertModel(config).eval()
+    mask = torch.ones_like(IDS)
+    mask[1, 12:] = 0
+    with rg.use(bert, rg.window(3) | rg.sinks(1)):
+        [first, _] = huggingface.explain(bert, IDS, attention_mask=mask)
+        assert first.pattern == "window(3) | sinks(1)"
+        maps = bert(IDS, attention_mask=mask, output_attentions=True).attentions[0]
+    expected = (rg.window(3) | rg.sinks(1)).allowed(17)
+    assert torch.equal(maps[0, 0] > 0, expected)
+    assert torch.equal(maps[1, 0] > 0, expected & mask[1].bool())
+
+
+# PyTorch's own modules, and any that call F.scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_multihead_attention_equals_itself_with_a_mask(need_weights, batch_first, padded):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(12, 3, batch_first=batch_first, kdim=7, vdim=5).eval()
+    shape = (2, 11) if batch_first else (11, 2)
+    q, k, v = torch.randn(*shape, 12), torch.randn(*shape, 7), torch.randn(*shape, 5)
+    padding = (torch.arange(11) >= torch.tensor([[11], [8]])) if padded else None
+    given = {"key_padding_mask": padding, "need_weights": need_weights}
+    expected = layer(q, k, v, attn_mask=~PATTERN.allowed(11), **given)
+    with rg.use(layer, PATTERN):
+        ours = layer(q, k, v, **given)
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=1e-6)
+    if need_weights:
+        torch.testing.assert_close(ours[1], expected[1], rtol=1e-5, atol=1e-6)
+    else:
+        assert ours[1] is None
+    torch.testing.assert_close(layer(q, k, v, attn_mask=~PATTERN.allowed(11), **given)[0], expected[0])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_encoder_of_pytorch_leaves_its_fast_path_for_the_pattern(training):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).train(training)
+    x = torch.randn(2, 11, 16)
+    with torch.no_grad():
+        expected = encoder(x, mask=~PATTERN.allowed(11))
+        with rg.use(encoder, PATTERN):
+            ours = encoder(x)
+            padded = encoder(x, src_key_padding_mask=torch.arange(11).expand(2, -1) >= 9)
+        without = encoder(x)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(padded[:, :9], expected[:, :9], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(without, ours)
+    assert encoder.use_nested_tensor
+
+
+class Vision(nn.Module):
+    """As timm writes its attention."""
+
+    def __init__(self, fused=True):
+        super().__init__()
+        self.qkv, self.fused, self.num_heads = nn.Linear(8, 24), fused, 2
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        if not self.fused:
+            return x
+        return F.scaled_dot_product_attention(q, k, v, is_causal=False).transpose(1, 2).flatten(-2)
+
+
+def test_a_module_that_calls_sdpa_is_intercepted():
+    torch.manual_seed(0)
+    model = nn.Sequential(Vision(), Vision())
+    x = torch.randn(3, 10, 8)
+    q, k, v = model[0].qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+    heads = [rg.window(2), rg.window(1) | rg.sinks(1)]
+    allowed = torch.stack([p.allowed(10) for p in heads])
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2).flatten(-2)
+    with rg.use(model, {"0": heads}):
+        torch.testing.assert_close(model[0](x), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(model[1](x), Vision.forward(model[1], x))
+    with rg.use(nn.Sequential(Vision(fused=False)), rg.window(2)) as applied:
+        assert list(applied.patterns) == ["0"]
+    unused = nn.Sequential(Vision(fused=False))
+    with rg.use(unused, rg.window(2)), pytest.raises(rg.SpecError, match="its pattern was not used"):
+        unused(x)
+
+
+# Mistakes
+
+
+def test_what_cannot_be_used_says_why(llama):
+    cases = [
+        ({5: PATTERN}, r"layer 5: the model has 2 attention layers, 0 … 1"),
+        ({"foo": PATTERN}, r"no attention layer is named 'foo'"),
+        ([PATTERN] * 3, r"3 patterns for 4 query heads; give one for each head"),
+        (rg.causal() - rg.window(0), r"leaves query 0 without any key; add the query itself"),
+        (3, r"3 is no pattern; use rg.causal\(\)"),
+        (rg.documents(torch.zeros(3, dtype=torch.long)), r"carries data of one input"),
+    ]
+    for given, message in cases:
+        with pytest.raises(rg.SpecError, match=message):
+            rg.use(llama, given)
+    assert llama.config._attn_implementation == "eager"
+    with pytest.raises(rg.SpecError, match="has no attention that can be replaced"):
+        rg.use(nn.Linear(2, 2), PATTERN)
+    with pytest.raises(rg.SpecError, match=r"takes a torch.nn.Module, not a str"):
+        rg.use("llama", PATTERN)
+    with pytest.raises(rg.SpecError, match="without a pattern is for Hugging Face models"):
+        rg.use(nn.MultiheadAttention(4, 2))
+    with pytest.raises(rg.SpecError, match="add_bias_kv or add_zero_attn has one more key"):
+        rg.use(nn.MultiheadAttention(4, 2, add_zero_attn=True), PATTERN)
+    bloom = BloomModel(BloomConfig(vocab_size=11, hidden_size=8, n_layer=1, n_head=2))
+    with pytest.raises(rg.SpecError, match="no attention of this family goes through the registry"):
+        rg.use(bloom, PATTERN)
