@@ -100,7 +100,6 @@ SMALL = [
     Case("causal | prefix", causal() | prefix(13)),
     Case("a relation of several conditions", LATTICE | causal() & window(4), n=41, m=41),
     # Several passes, and tiles that are split
-    Case("window, then rows", window(2) | rows(16), n=67, m=67),
     Case("split rows", full(), n=5, m=283),
     Case("split keys", full(), n=283, m=5, at=(0, 1)),
     Case("split keys that go on", causal() & (window(2) | every(64)), n=291, m=291),
@@ -126,19 +125,16 @@ SMALL = [
     # Scales and gradients
     Case("scale -0.3", BOTH, scale=-0.3),
     Case("scale 0", BOTH, scale=0.0),
-    Case("gradient of o alone", BOTH, given="o"),
     # A bias by distance and its gradient: along diagonals, at places of their own, past the reach
     Case("table", full(), n=19, m=35, h=2, h_kv=1, reach=9),
     Case("slopes", BOTH, h=2, h_kv=2, slopes=True),
     Case("table over strided keys", causal() & (strided(6) | every(4)), reach=30),
-    Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),
     Case("table, every second position", blocks(7) | every(4), n=17, at=(1, 2), reach=15),
     Case("table and slopes, lengths", window(3) | every(8), reach=6, slopes=True, lengths=(17,)),
     # Dropout
-    Case("dropout", BOTH, n=19, m=23, b=2, h=2, h_kv=1, dropout_p=0.3),
+    Case("dropout", BOTH, n=19, m=23, h=2, h_kv=1, dropout_p=0.3),
     Case("dropout with a table, half", window(3) | every(8), reach=5, dropout_p=0.1, dtype="float16"),
     # Half precision
-    Case("half window | every", window(4) | every(8), n=50, m=50, dtype="float16"),
     Case("half in groups, lengths", BOTH, h=2, d_k=24, d_v=40, lengths=(11,), dtype="float16"),
 ]
 
@@ -162,6 +158,10 @@ SHORT = [
 ]
 
 OTHERS = [  # in `make long`, and on a GPU
+    Case("window, then rows", window(2) | rows(16), n=67, m=67),
+    Case("gradient of o alone", BOTH, given="o"),
+    Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),
+    Case("half window | every", window(4) | every(8), n=50, m=50, dtype="float16"),
     Case("window | rows | every", window(2) | rows(8, 2) | every(16)),
     Case("causal strided", causal() & strided(8), n=41, m=41, h=2, h_kv=2),
     Case("lengths in groups", window(3) | every(4), b=2, h=2, n=19, m=23, lengths=(9, 22), order="b n h d"),
