@@ -48,6 +48,22 @@ def test_removing_a_head_equals_zeroing_its_output():
             assert view.effects[0, head] == pytest.approx(moved(model(X), whole), rel=1e-5)
     model.kept = torch.ones(3, 1, 1)
     assert [row["effect"] for row in view.rows()] == [view.effects[0, h] for h in range(3)]
+    # of two layers only the one that is named changes, and a loss is measured in its own unit
+    two = nn.Sequential(Heads(), Heads())
+    view = look(two, X).remove_heads()
+    with torch.no_grad():
+        whole = two(X)
+        for layer in (0, 1):
+            two[layer].kept = torch.tensor([1.0, 0.0, 1.0])[:, None, None]
+            changed = two(X)
+            assert view.effects[layer, 1] == pytest.approx(moved(changed, whole), rel=1e-5)
+            two[layer].kept = torch.ones(3, 1, 1)
+    assert len({round(e, 6) for e in view.effects.values()}) == 6
+    by_loss = look(two, X).remove_heads(loss=lambda out: out.square().mean())
+    with torch.no_grad():
+        two[1].kept = torch.tensor([0.0, 1.0, 1.0])[:, None, None]
+        rise = float(two(X).square().mean() - whole.square().mean())
+    assert by_loss.effects[1, 0] == pytest.approx(rise, rel=1e-4)
 
 
 @pytest.mark.ledger("S0.Q1b.5")

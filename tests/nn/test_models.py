@@ -1,6 +1,7 @@
 """Whole models: every preset built and run, padding, caches, heads, pictures, and a folder to keep them in."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -135,6 +136,31 @@ def test_every_preset_runs_and_every_parameter_learns(name):
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.ledger("S1.Q5a.2", "S1.Q5a.3", "S4.1.5b.2", "S4.1.5b.3", "S1.Q5a.7")
+def test_a_model_is_embedding_blocks_norm_and_head_in_this_order():
+    """Token ids in: E[id] √d + PE, then block after block, the final norm, and x Eᵀ over the vocabulary out."""
+    embedding = Embedding(11, 8, position=rg.sinusoidal(), scaled=True)
+    block = Block(Attention(8, heads=2), rg.FeedForward(16), norm_at="pre")
+    model = built(Encoder(block, 3, embedding=embedding, head=rg.LanguageHead()))
+    assert model.head.table is None  # tied
+    x = ids(2, 5) % 11
+    with torch.no_grad():
+        state = model.embedding.table[x] * 8**0.5
+        for position in range(5):
+            for i in range(4):
+                angle = torch.tensor(position / 10000 ** (2 * i / 8), dtype=f64)
+                state[:, position, 2 * i] += angle.sin()
+                state[:, position, 2 * i + 1] += angle.cos()
+        states = []
+        for each in model.blocks:
+            state = each(state)
+            states.append(state)
+        mean, variance = state.mean(-1, keepdim=True), state.var(-1, correction=0, keepdim=True)
+        normed = (state - mean) / (variance + 1e-5).sqrt()
+        assert torch.allclose(model(x), normed @ model.embedding.table.T, atol=1e-10)
+    assert len(states) == 3 and all((a - b).abs().max() > 0.1 for a, b in pairwise(states))
+
+
 @pytest.mark.ledger("S1.Q5a.1", "S1.Q5a.5")
 def test_hello_world_has_the_attention_tables_of_the_ledger():
     c = case("shapes.hello_world")
@@ -223,6 +249,15 @@ def test_cutting_patches_and_a_linear_map_is_a_convolution():
     cut = torch.nn.functional.unfold(images, 8, stride=8).mT
     by_hand = cut @ model.patches.weight.flatten(1).mT + model.patches.bias
     assert torch.allclose(model.patches(images).flatten(2).mT, by_hand, atol=1e-12)
+    # what the encoder gets: the class token, then the patches row by row, plus the learned positions
+    seen = []
+    hook = model.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        model.class_token.normal_()
+        model(images)
+    hook.remove()
+    tokens = torch.cat([model.class_token.expand(2, 1, -1), by_hand], 1) + model.position.table
+    assert torch.allclose(seen[0], tokens, atol=1e-12)
 
 
 @pytest.mark.ledger("S4.1.5d.1", "S4.1.5d.2")

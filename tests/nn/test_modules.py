@@ -87,6 +87,19 @@ def test_the_layer_gives_the_worked_example():
         got = layer(given["X"][None])[0]
     expected = c["expected"]["output"] if isinstance(c["expected"], dict) else c["expected"]
     assert agrees(got.tolist(), expected, c["compare"])
+    # with a mask, declared or given in the call: query i mixes the values 0 … i, head by head
+    x, w = given["X"], {name: given[name] for name in ("W_Q", "W_K", "W_V")}
+    masked = torch.zeros_like(x)
+    for h in (slice(0, 2), slice(2, 4)):
+        q, k, v = (x @ w[name][:, h] for name in ("W_Q", "W_K", "W_V"))
+        for i in range(len(x)):
+            powers = (k[: i + 1] @ q[i] / 2**0.5).exp()
+            masked[i, h] = powers @ v[: i + 1] / powers.sum()
+    declared = built(Attention(4, heads=2, biases="none", pattern=rg.causal()))
+    declared.load_state_dict(layer.state_dict())
+    for told in (declared(x[None]), layer(x[None], pattern=rg.causal())):
+        assert torch.allclose(told[0], masked @ given["W_O"], atol=1e-12)
+    assert (masked @ given["W_O"] - got).abs().max() > 0.01
 
 
 @pytest.mark.ledger("S0.Q2b.3", "S0.Q2b.10", "S0.Q2b.12", "S0.Q2b.6", "S2.1.3.5", "S0.Q1a.1", "S0.Q1a.2")

@@ -170,7 +170,20 @@ def test_a_wrong_declaration_says_what_would_work(declare, message):
 # Sinusoids: law L22
 
 
-@pytest.mark.ledger("S1.Q4a.1", "S1.Q4c.1", "S1.Q4c.2")
+@pytest.mark.ledger("S1.Q4c.2", "S1.Q4a.1")
+def test_column_2i_is_the_sine_and_not_the_cosine_of_1_that_the_slip_would_give():
+    """The document's second line for column 2i reads cos(pos/pos): cos 1 = 0.540302 for every position."""
+    for base in (10000.0, 100.0):
+        encoding = pe(range(1, 50), 16, base)
+        for i in range(8):
+            column = encoding[:, 2 * i]
+            truth = [math.sin(pos / base ** (2 * i / 16)) for pos in range(1, 50)]
+            assert column.tolist() == pytest.approx(truth, abs=1e-12)
+            assert (column.diff().abs() > 1e-6).all()  # it depends on the position
+    assert float((encoding - math.cos(1)).abs().amax(0).min()) > 1e-3  # no column is that constant
+
+
+@pytest.mark.ledger("S1.Q4a.1", "S1.Q4c.1")
 @pytest.mark.parametrize("c", cases("pe.sinusoidal"), ids=lambda c: c["id"])
 def test_sinusoid_has_the_numbers_of_the_ledger(c):
     given = c["inputs"]

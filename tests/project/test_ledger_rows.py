@@ -1,8 +1,20 @@
 """Every row a test names exists; the list of rows is the ledger's."""
 
+import json
 from collections import Counter
 
-from ledger_rows import VERBS, Marker, Row, markers, markers_in, rows, summary
+from ledger_rows import (
+    VERBS,
+    Marker,
+    Row,
+    markers,
+    markers_in,
+    mutation,
+    newest_mutants,
+    row_lines,
+    rows,
+    summary,
+)
 
 # The ledger's own totals (its section 21).
 ROWS = [20, 5, 13, 12, 24, 23, 13, 6, 33, 22, 13, 30, 7, 15]
@@ -55,3 +67,24 @@ def test_the_summary_counts_by_section_and_by_verb():
     assert found["sections"] == {"a": [1, 2], "b": [1, 1]}
     assert found["verbs"]["run"] == [1, 2] and found["verbs"]["look"] == [0, 0]
     assert (found["tested"], found["untested"]) == (["A.1", "B.1"], ["A.2"])
+
+
+def test_each_row_tells_its_tests_and_whether_its_mutants_are_caught(tmp_path):
+    stored = [
+        {"rows": ["A.1", "A.2"], "outcome": "caught"},
+        {"rows": ["A.1"], "outcome": "survived"},
+        {"rows": ["B.1"], "outcome": "stale"},
+    ]
+    (tmp_path / "mutants-2026-01-01.json").write_text(json.dumps({"mutants": []}))
+    (tmp_path / "mutants-2026-01-02.json").write_text(json.dumps({"mutants": stored}))
+    outcomes = newest_mutants(tmp_path)
+    assert [mutation(r, outcomes) for r in ("A.1", "A.2", "B.1")] == [
+        "caught 1 of 2",
+        "caught 1 of 1",
+        "not mutated",
+    ]
+    marked = [Marker("A.1", "t.py:3"), Marker("A.1", "u.py:9")]
+    lines = row_lines([Row("A.1", "a", ()), Row("B.1", "b", ())], marked, outcomes)
+    assert lines[0].split() == ["A.1", "caught", "1", "of", "2", "2", "tests", "t.py:3"]
+    assert lines[1].split() == ["B.1", "not", "mutated", "0", "tests", "none"]
+    assert newest_mutants(tmp_path / "nothing") == []

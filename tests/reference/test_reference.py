@@ -201,6 +201,14 @@ def test_each_score_is_its_own_formula():
             sum(one_v[a].item() * tanh(hidden[a]) for a in range(2)), abs=1e-12
         )
     assert dots.shape == forms.shape == tanhs.shape == sums.shape == (2, N, M)
+    # the parts together: query and keys give the weights, the weights mix the values; any score may replace q·k
+    swapped = attend(torch.zeros_like(q), k, wide, bias=forms)
+    for got, scores in ((attend(q, k, wide), dots / sqrt(D_K)), (swapped, forms)):
+        for h, i in [(0, 0), (1, 6)]:
+            powers = [exp(s) for s in scores[h, i].tolist()]
+            for c in range(13):
+                mixed = sum(p * wide[h, j, c].item() for j, p in enumerate(powers)) / sum(powers)
+                assert got.o[h, i, c].item() == pytest.approx(mixed, abs=1e-12)
 
 
 @pytest.mark.ledger("S1.Q1a.1")

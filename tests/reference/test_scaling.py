@@ -167,6 +167,9 @@ def test_the_norm_keeps_its_digits_where_the_power_sums_lose_all_of_them():
     p2, p3 = a.square().sum(), a.pow(3).sum()
     assert math.isclose(jacobian_norm2(a).item(), float(exact), rel_tol=1e-12)
     assert not math.isclose((p2 - 2 * p3 + p2**2).item(), float(exact), rel_tol=0.5)
+    # The top weight is 1 after rounding, but the others are known: (16 + 10 + 2 · 9 + 2) · 1e-36, where 1 − a is 0.
+    rounded = torch.tensor([1.0, 3e-18, 1e-18], dtype=torch.float64)
+    assert math.isclose(jacobian_norm2(rounded).item(), 46e-36, rel_tol=1e-12)
 
 
 @pytest.mark.ledger("S3.Q1a.5", "S4.1.1b.1")

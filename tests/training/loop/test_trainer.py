@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import regard as rg
+from ledger_cases import cases
 from regard.schedule import constant, warmup_cosine
 from regard.training.loop import checkpoints
 from regard.training.loop.averaging import ema, last
@@ -66,6 +67,37 @@ def test_it_learns(whole):
     losses = curve(whole.folder)
     assert losses[-1] < 0.8 * losses[0]
     assert read(whole.folder, "valid")[-1]["loss"] < read(whole.folder, "valid")[0]["loss"]
+
+
+@pytest.mark.ledger("S1.Q7b.1")
+@pytest.mark.parametrize("c", cases("train.clip"), ids=lambda c: c["id"])
+def test_gradients_are_clipped_by_their_norm_and_keep_their_direction(c, tmp_path):
+    g, expected = torch.tensor(c["inputs"]["g"], dtype=torch.float32), c["expected"]
+    one = trainer(tmp_path, clip=float(c["inputs"]["max_norm"]))
+    first, second = list(one.task.parameters())[:2]
+    for p, value in ((first, g[0]), (second, g[1])):  # the norm is that of all parameters together
+        p.grad = torch.zeros_like(p)
+        p.grad.view(-1)[0] = value
+    assert float(one._clip()) == pytest.approx(expected["norm"])
+    clipped = torch.stack([p.grad.view(-1)[0] for p in (first, second)])
+    assert clipped.tolist() == pytest.approx(expected["clipped"], abs=1e-5)
+    assert float(clipped.norm()) == pytest.approx(expected["new_norm"], abs=1e-5)
+
+
+@pytest.mark.ledger("S1.Q7b.1")
+def test_an_update_uses_the_clipped_gradient(tmp_path):
+    """Plain gradient descent: the step is rate · min(1, clip/norm) · gradient."""
+    moved = {}
+    for clip in (None, 0.01):
+        one = trainer(tmp_path / str(clip), clip=clip, schedule=constant(0.5), dropout=0.0, average=None)
+        one.optimizer = torch.optim.SGD(one.task.parameters(), 1.0)
+        before = weights_of(one)
+        norm = float(one._update()[2])
+        moved[clip] = torch.cat([(a - b).flatten() for a, b in zip(weights_of(one), before)])
+        assert norm > 0.1 and float(moved[clip].norm()) == pytest.approx(
+            0.5 * min(norm, clip or norm), rel=1e-3
+        )
+    assert torch.cosine_similarity(moved[None], moved[0.01], 0) > 0.999
 
 
 @pytest.mark.ledger("S1.Q7a.1", "S1.Q7b.1")
