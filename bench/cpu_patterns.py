@@ -27,7 +27,6 @@ from torch import Tensor
 from regard.engine.attention import attention
 from regard.engine.backends import TABLE, choose
 from regard.engine.call import CallFacts
-from regard.engine.plan import plan
 from regard.pattern import Pattern, causal, dilated, every, sinks, strided, window
 
 HEADS, WIDTH, THREADS = 8, 64, 2
@@ -74,7 +73,7 @@ class Case:
     def __init__(self, pattern: Pattern, n: int, heads: int = HEADS, grad: bool = True):
         torch.manual_seed(0)
         self.pattern, self.n, self.grad, self.scale = pattern, n, grad, WIDTH**-0.5
-        self.plan = plan(pattern, n, n, 0, 1)
+        self.needed = pattern.count(n)
         self.inputs = [torch.randn(1, heads, n, WIDTH, requires_grad=grad) for _ in range(3)]
         self.out = torch.randn(1, heads, n, WIDTH)
 
@@ -116,8 +115,8 @@ def compare(pattern: Pattern, n: int, rounds: int, ways: tuple[str, ...], grad: 
         "n": n,
         "heads": HEADS,
         "passes": "forward+backward" if grad else "forward",
-        "density": case.plan.needed / n**2,
-        "computed/needed": prepared.computed / case.plan.needed,
+        "density": case.needed / n**2,
+        "computed/needed": prepared.computed / case.needed,
         "variant": prepared.variant,
         "estimate_ms": TABLE["tiles"].estimate(facts) * 1e3,
         "difference": worst,
@@ -164,7 +163,7 @@ def line(cases: list[tuple[Pattern, int]], rounds: int) -> list[dict]:
     for pattern, n in cases:
         case = Case(pattern, n)
         t = interleaved({"ours": case.run(case.ours)}, rounds)["ours"]["median"]
-        pairs = case.plan.needed
+        pairs = case.needed
         found.append(
             {"pattern": repr(pattern), "n": n, "pairs": pairs, "ms": t, "ns a pair": t * 1e6 / pairs / HEADS}
         )

@@ -172,6 +172,22 @@ class CallFacts:
         return query_offset(self.pattern, self.n, self.m, self.at)
 
     @property
+    def place(self) -> tuple[Pattern, int, int, int, int]:
+        """Pattern, n, m, start, step: what a plan depends on."""
+        return (self.pattern, self.n, self.m, *self.offset)
+
+    @property
+    def no_tiles(self) -> str | None:
+        """Why a backend that visits only the keys of a pattern cannot run this, whatever its device."""
+        if self.hard:
+            return "scale=inf has no softmax"
+        if self.bias == "tensor":
+            return "a bias tensor is n × m already"
+        if self.table:
+            return "a bool tensor is no pattern; declare one"
+        return "per-row query offsets (`at` as a tensor) are not supported" if self.row_offsets else None
+
+    @property
     def unmasked(self) -> bool:
         """Whether PyTorch's attention runs this without a mask: every pair; or every past one, for as many queries as
         keys or one query at the end."""

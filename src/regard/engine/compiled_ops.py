@@ -204,7 +204,12 @@ def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[La
     """One layout for all batch rows, or one each."""
     n, m = q.shape[2], k.shape[2]
     if extras.ids is not None:
-        return _documents(extras.ids, options.pattern, n, options.start)
+        layouts = documents.layouts_of_ids(extras.ids, options.pattern, n, options.start)
+        if layouts is None:
+            raise BackendError(
+                "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
+            )
+        return layouts
     try:
         return (layout(options.pattern, n, m, options.start, options.step),)
     except NoPlan:  # compiled graphs alone come here: they choose before the sizes are known
@@ -219,25 +224,6 @@ def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layo
     parts = np.tile(np.array([[0, 1, m, 0]], dtype=np.int64), (len(first), 1))
     all_pairs = Pass(pattern, rows, np.arange(len(first) + 1, dtype=np.int64), parts)
     return from_plans(Plan(pattern, n, m, start, step, (all_pairs,) if n and m else ()))
-
-
-def _documents(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Layout, ...]:
-    data = np.ascontiguousarray(ids.numpy())
-    layouts = _documents_of(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
-    if layouts is None:
-        raise BackendError(
-            "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
-        )
-    return layouts
-
-
-@lru_cache(maxsize=32)
-def _documents_of(
-    data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern, n: int, start: int
-) -> tuple[Layout, ...] | None:
-    """By the contents of the ids, which a graph learns anew at every call."""
-    ids = torch.from_numpy(np.frombuffer(data, dtype=dtype).reshape(shape).copy())
-    return documents.layouts_of_ids(ids, rest, n, shape[-1], start)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

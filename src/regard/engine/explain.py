@@ -99,7 +99,7 @@ def _passes(facts: CallFacts, prepared: Prepared) -> tuple[str, ...]:
     if facts.pattern.has_data or prepared.backend not in ("tiles", "triton") or prepared.variant == GATHERED:
         return ()
     try:
-        planned = plan(facts.pattern, facts.n, facts.m, *facts.offset)
+        planned = plan(*facts.place)
     except NoPlan:
         return ()
     lines = []

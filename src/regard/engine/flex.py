@@ -5,12 +5,11 @@ On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so 
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import lru_cache
 from math import inf
-from threading import Lock
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ from .. import compat
 from ..pattern import BlockGrid, Data, Pattern, positions, query_offset, where
 from ..pattern.algebra import RowMask
 from ..pattern.classification import BLOCK, both
-from .call import Call, CallFacts, Outputs, Prepared
+from .call import Cache, Call, CallFacts, Outputs, Prepared
 
 if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
     from torch.nn.attention.flex_attention import BlockMask
@@ -106,29 +105,17 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
 
 # The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
 
-MAX_MASKS = 8  # of one set of data that stay cached
-_masks: WeakKeyDictionary[Data, dict] = WeakKeyDictionary()
-_lock = Lock()  # of _masks: a WeakKeyDictionary is not made for several threads
+_masks = Cache(32)  # with what they were computed from, so that the id of a tensor stays its own
 
 
 def _block_mask(call: Call) -> "BlockMask":
-    """Created once for a pattern with one set of data, as long as the data exist and are unchanged."""
-    data = list(dict.fromkeys(leaf for leaf in call.pattern.leaves() if isinstance(leaf, Data)))
-    state = _state(data[0]) if len(data) == 1 and not torch.compiler.is_compiling() else None
+    """Created once for a pattern and the contents of its data."""
+    data = _data(call.pattern)
+    state = None if data is None or torch.compiler.is_compiling() else _state(data)
     if state is None or call.lengths is not None or isinstance(call.at, Tensor):
         return _new_block_mask(call)
-    key = (_written(call.pattern), call.n, call.m, call.at, call.q.device)
-    with _lock:
-        cached = _masks.setdefault(data[0], {}).get(key)
-    if cached is not None and cached[0] == state:
-        return cached[1]
-    mask = _new_block_mask(call)
-    with _lock:
-        masks = _masks.setdefault(data[0], {})
-        masks[key] = state, mask
-        while len(masks) > MAX_MASKS:
-            del masks[next(iter(masks))]
-    return mask
+    key = (_written(call.pattern), state, call.n, call.m, call.at, call.q.device)
+    return (_masks.get(key) or _masks.put(key, (_new_block_mask(call), data)))[0]
 
 
 def _new_block_mask(call: Call) -> "BlockMask":
@@ -182,28 +169,35 @@ def _not(inner: RowMask) -> RowMask:
 
 
 def _written(pattern: Pattern) -> str:
-    """How a pattern with one set of data is composed."""
+    """How a pattern with data is composed."""
     return pattern.fold(
         lambda word: word.text or "data", "Both({}, {})".format, "Either({}, {})".format, "Not({})".format
     )
 
 
-def _state(data: Data) -> tuple | None:
-    """What the mask was computed from; None if a change could not be noticed."""
-    if not isinstance(data, where):
-        values: list[Any] = [getattr(data, "ids", None), getattr(data, "l", None)]
-    elif isinstance(data.fn, FunctionType):
-        code, names = data.fn.__code__, data.fn.__globals__
-        values = [cell.cell_contents for cell in data.fn.__closure__ or ()]
-        values += [names[name] for name in code.co_names if name in names]
-        values += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
-    else:
-        return None
+def _data(pattern: Pattern) -> list[Any] | None:
+    """What a mask is computed from besides the words; None if not all of it is known."""
+    values: list[Any] = []
+    for data in pattern.leaves():
+        if isinstance(data, where):
+            if not isinstance(data.fn, FunctionType):
+                return None
+            code, names = data.fn.__code__, data.fn.__globals__
+            values += [code, *(cell.cell_contents for cell in data.fn.__closure__ or ())]
+            values += [names[name] for name in code.co_names if name in names]
+            values += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
+        elif isinstance(data, Data):
+            values += [type(data), *(getattr(data, field.name) for field in fields(data))]
+    return values
+
+
+def _state(values: list[Any]) -> tuple | None:
+    """The contents of these values, as they are now; None if a change could not be noticed."""
     state: list[tuple] = []
     for x in values:
         if isinstance(x, Tensor) and (written := compat.version(x)) is not None:
             state.append((id(x), written))
-        elif isinstance(x, int | float | str | None | ModuleType):
+        elif isinstance(x, int | float | str | None | ModuleType | CodeType | type):
             state.append((x, type(x)))
         else:
             return None

@@ -75,18 +75,8 @@ class Plan:
     passes: tuple[Pass, ...]
 
     @cached_property
-    def needed(self) -> int:
-        """The pairs of the pattern."""
-        return self.pattern.count(self.n, self.m, (self.start, self.step))
-
-    @cached_property
     def computed(self) -> int:
         return sum(one.computed for one in self.passes)
-
-    @property
-    def waste(self) -> float:
-        """computed / needed; 1.0 where nothing is allowed and nothing computed."""
-        return self.computed / self.needed if self.needed else 1.0 + self.computed
 
     @property
     def max_parts(self) -> int:

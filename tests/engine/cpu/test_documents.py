@@ -1,6 +1,5 @@
 """Packed documents on the CPU: the formula and its gradients, Σ length² pairs, nothing stale, nothing hidden read."""
 
-import gc
 from math import inf, nan
 
 import pytest
@@ -144,13 +143,11 @@ def test_ids_changed_in_place_are_read_again():
     assert torch.allclose(after, attention(*inputs, pattern, backend="reference"), atol=1e-12)
 
 
-def test_what_was_made_for_ids_is_forgotten_with_them():
-    pattern = documents(ids_of(4, 4))
-    attention(*qkv(8, 8), pattern & causal(), backend="tiles")
-    held = len(packed._cache)
-    del pattern
-    gc.collect()
-    assert len(packed._cache) < held
+def test_equal_ids_share_a_layout_and_few_layouts_are_cached():
+    assert packed.layouts(documents(ids_of(4, 4)), 8, 8) is packed.layouts(documents(ids_of(4, 4)), 8, 8)
+    for m in range(2, packed.MAX_CACHED + 9):
+        packed.layouts(documents(ids_of(1, m)), m + 1, m + 1)
+    assert packed._layouts.cache_info().currsize == packed.MAX_CACHED
 
 
 @pytest.mark.parametrize("poison", [nan, inf])

@@ -11,7 +11,7 @@ bias by distance, dropout       tiles of scores, the bias read along diagonals
 
 from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ PACKED, BY_DISTANCE, WITH_DROPOUT = "packed documents", "bias by distance", "dro
 class Variant(NamedTuple):
     name: str
     seconds: float
-    prepared: Callable[[], Prepared]
+    prepared: Prepared
 
 
 class Tiles:
@@ -49,21 +49,15 @@ class Tiles:
     automatic = ("cpu",)
 
     def refuses(self, f: CallFacts) -> str | None:
-        if f.hard:
-            return "scale=inf has no softmax"
+        if f.no_tiles:
+            return f.no_tiles
         if f.device_type != "cpu":
             return f"it runs on the CPU, not on {f.device_type}"
-        if f.bias == "tensor":
-            return "a bias tensor is n × m already"
-        if f.table:
-            return "a bool tensor is no pattern; declare one"
-        if f.row_offsets:
-            return "per-row query offsets (`at` as a tensor) are not supported"
         if f.pattern.has_data:
             return _no_documents(f)
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
-        return why_masked(f.pattern, f.n, f.m, *f.offset)
+        return why_masked(*f.place)
 
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # the same products as without tiles, and more steps
@@ -71,7 +65,7 @@ class Tiles:
         return self.variant(f).seconds
 
     def prepare(self, f: CallFacts) -> Prepared:
-        return self.variant(f).prepared()
+        return self.variant(f).prepared
 
     def variant(self, f: CallFacts) -> Variant:
         """The variant that runs; where several can, the fastest by estimate."""
@@ -80,14 +74,14 @@ class Tiles:
         if f.bias == "distance" or f.dropout_p:
             return _by_distance(f)
         if torch.compiler.is_compiling():
-            return Variant(MERGED, inf, lambda: _merged(f, MERGED))
+            return _merged(f)
         best = min(variants(f), key=lambda v: v.seconds)
         return best if best.name == GATHERED else best._replace(seconds=best.seconds / SAFETY_MARGIN)
 
 
 def variants(f: CallFacts) -> list[Variant]:
     """Those that can run a pattern without data, bias or dropout."""
-    return [v for v in (_gathered(f), _concatenated(f), _merged_variant(f)) if v is not None]
+    return [v for v in (_gathered(f), _concatenated(f), _merged(f)) if v is not None]
 
 
 def _no_documents(f: CallFacts) -> str | None:
@@ -114,7 +108,7 @@ def _gathered(f: CallFacts) -> Variant | None:
     if not _plain(f) or f.n * f.m > gathered_layout.MAX_PAIRS:
         return None
     width = (f.d_k + f.d_v) // 2
-    best = gathered_layout.fastest((f.pattern, f.n, f.m, *f.offset), f.flat_heads, width, f.grad)
+    best = gathered_layout.fastest(f.place, f.flat_heads, width, f.grad)
     if best is None:
         return None
     shape, nanoseconds = best
@@ -122,35 +116,26 @@ def _gathered(f: CallFacts) -> Variant | None:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
         tables = gathered_layout.GatheredLayout(allowed, shape, *f.like(), f.grad)
-        run = TileAttention((tables,), f.factor, (f.pattern, *f.offset), learns=f.grad)
-        return zeros_in(run, ~allowed.any(-1, keepdim=True))
+        return zeros_in(_function(f, tables), ~allowed.any(-1, keepdim=True))
 
     note = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"
-    return Variant(
-        GATHERED,
-        nanoseconds * 1e-9,
-        lambda: Prepared("tiles", GATHERED, lambda: shape.pairs, None, build, note),
-    )
+    prepared = Prepared("tiles", GATHERED, lambda: shape.pairs, None, build, note)
+    return Variant(GATHERED, nanoseconds * 1e-9, prepared)
 
 
 def _concatenated(f: CallFacts) -> Variant | None:
     if not _plain(f):
         return None
     saved = min(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v), MAX_SAVED_WEIGHTS)
-    best = fastest_concatenated((f.pattern, f.n, f.m, *f.offset), f.flat_heads, f.grad, saved)
+    best = fastest_concatenated(f.place, f.flat_heads, f.grad, saved)
     if best is None:
         return None
     groups, nanoseconds = best
-
-    def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return TileAttention((groups,), f.factor, (f.pattern, *f.offset), learns=f.grad)
-
     note = f"tiles of {groups.tile_rows} queries, all keys of a tile in one softmax"
-    return Variant(
-        CONCATENATED,
-        nanoseconds * 1e-9,
-        lambda: Prepared("tiles", CONCATENATED, lambda: groups.computed, None, build, note),
+    prepared = Prepared(
+        "tiles", CONCATENATED, lambda: groups.computed, None, lambda: _function(f, groups), note
     )
+    return Variant(CONCATENATED, nanoseconds * 1e-9, prepared)
 
 
 def _plain(f: CallFacts) -> bool:
@@ -159,55 +144,49 @@ def _plain(f: CallFacts) -> bool:
     return f.only_pattern and not f.observed and exact and f.pairs > 0
 
 
-def _merged_variant(f: CallFacts) -> Variant:
-    seconds = _layout(f).nanoseconds(f.flat_heads, f.grad) * 1e-9
-    return Variant(MERGED, seconds, lambda: _merged(f, MERGED))
+def _function(f: CallFacts, layout: Any) -> TileAttention:
+    return TileAttention((layout,), f.factor, (f.pattern, *f.offset), learns=f.grad)
 
 
-def _layout(f: CallFacts) -> Layout:
-    return layout(f.pattern, f.n, f.m, *f.offset)
-
-
-def _merged(f: CallFacts, name: str) -> Prepared:
-    """A merged layout: with bias and dropout, lengths, the log-sum-exp."""
-    if name == PACKED:
-        some = _run(f, _packed_layouts)
-        return Prepared("tiles", name, lambda: sum(one.computed for one in _packed_layouts(f)), some)
-    return Prepared("tiles", name, lambda: _layout(f).computed, _run(f, lambda f: (_layout(f),)))
-
-
-def _run(f: CallFacts, layouts: Callable[[CallFacts], tuple[Layout, ...]]) -> Callable[[Call], Outputs]:
-    def run(call: Call) -> Outputs:
-        if f.observed:
-            return sparse_attention(call)
-        assert call.bias is None or isinstance(call.bias, ByDistance)
-        place = f.pattern, *f.offset
-        tiles = TileAttention(layouts(f), f.factor, place, call.lengths, call.dropout_p)
-        with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
-            return attend(call.q, call.k, call.v, tiles, call.bias)
-
-    return run
-
-
-def _packed_layouts(f: CallFacts) -> tuple[Layout, ...]:
-    return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
+def _merged(f: CallFacts) -> Variant:
+    if torch.compiler.is_compiling():
+        return _with_lse(f, MERGED, inf)
+    return _with_lse(f, MERGED, layout(*f.place).nanoseconds(f.flat_heads, f.grad) * 1e-9)
 
 
 def _packed(f: CallFacts) -> Variant:
     if torch.compiler.is_compiling():
-        return Variant(PACKED, inf, lambda: _merged(f, PACKED))
-    rows = _packed_layouts(f)
+        return _with_lse(f, PACKED, inf)
+    rows = _layouts(f)
     seconds = sum(each.nanoseconds(f.flat_heads // len(rows), f.grad) for each in rows) * 1e-9
-    return Variant(PACKED, seconds / SAFETY_MARGIN, lambda: _merged(f, PACKED))
+    return _with_lse(f, PACKED, seconds / SAFETY_MARGIN)
 
 
 def _by_distance(f: CallFacts) -> Variant:
-    name = BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT
-    if torch.compiler.is_compiling():
-        return Variant(name, inf, lambda: _merged(f, name))
     if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
         call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
         seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
     else:
-        seconds = DROPOUT * _merged_variant(f).seconds
-    return Variant(name, seconds, lambda: _merged(f, name))
+        seconds = DROPOUT * _merged(f).seconds
+    return _with_lse(f, BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT, seconds)
+
+
+def _layouts(f: CallFacts) -> tuple[Layout, ...]:
+    """Merged layouts: one for all batch rows, or one each."""
+    if f.pattern.has_data:
+        return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
+    return (layout(*f.place),)
+
+
+def _with_lse(f: CallFacts, name: str, seconds: float) -> Variant:
+    """By merged layouts: with bias and dropout, lengths, the log-sum-exp."""
+
+    def run(call: Call) -> Outputs:
+        if f.observed:
+            return sparse_attention(call)
+        assert call.bias is None or isinstance(call.bias, ByDistance)
+        tiles = TileAttention(_layouts(f), f.factor, (f.pattern, *f.offset), call.lengths, call.dropout_p)
+        with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
+            return attend(call.q, call.k, call.v, tiles, call.bias)
+
+    return Variant(name, seconds, Prepared("tiles", name, lambda: sum(x.computed for x in _layouts(f)), run))

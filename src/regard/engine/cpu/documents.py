@@ -6,25 +6,22 @@ lengths share a tile, masked by their ids; a long one has the layout that it wou
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import groupby
 from operator import and_
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ... import compat
 from ...pattern import At, Both, Pattern, causal, documents, full, query_offset
 from ..parts import NoPlan
 from .layout import Layout, TileGroup
 from .strided_layout import layout
 
-MAX_SHARED = (
-    128  # keys of documents that share a tile: so many are computed faster than one call for each takes
-)
-MAX_CACHED = 16  # layouts of one tensor of ids: one for each length and pattern beside it
+MAX_SHARED = 128  # keys of documents that share a tile: they are computed faster than one call for each takes
+MAX_CACHED = 64  # layouts: one for each set of ids, length and pattern beside them
 MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
 
 Span = tuple[int, int]  # the first key of a document, and the first past it
@@ -55,43 +52,35 @@ def _factors(pattern: Pattern) -> Iterator[Pattern]:
         yield pattern
 
 
-_cache: WeakKeyDictionary[documents, dict] = WeakKeyDictionary()
-
-
 def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:
-    """One layout for all batch rows, or one each; None where the ids of a document do not follow one another.
-
-    Cached as long as the ids exist and are unchanged.
-    """
+    """One layout for all batch rows, or one each; None where the ids of a document do not follow one another."""
     split = parts(pattern)
     if split is None or split[0].ids.device.type != "cpu":
         return None
     by_ids, rest = split
     by_ids.fits(m)
     start, step = query_offset(pattern, n, m, at)
-    if step != 1:
-        return None
-    version = compat.version(by_ids.ids)
-    if version is None:
-        return layouts_of_ids(by_ids.ids, rest, n, m, start)
-    key = (rest, n, m, start)
-    cached = _cache.setdefault(by_ids, {})
-    entry = cached.get(key)
-    if entry is None or entry[0] != version:
-        if len(cached) >= MAX_CACHED:
-            cached.clear()
-        cached[key] = entry = version, layouts_of_ids(by_ids.ids, rest, n, m, start)
-    return entry[1]
+    return layouts_of_ids(by_ids.ids, rest, n, start) if step == 1 else None
 
 
-def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, m: int, start: int) -> tuple[Layout, ...] | None:
-    rows = ids.reshape(-1, m)
-    all_spans = [spans(row) for row in rows.numpy()]
+def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Layout, ...] | None:
+    """Cached by the contents of the ids, which may be another tensor at every call."""
+    data = ids.numpy()
+    return _layouts(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
+
+
+@lru_cache(maxsize=MAX_CACHED)
+def _layouts(
+    data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern, n: int, start: int
+) -> tuple[Layout, ...] | None:
+    m = shape[-1]
+    rows = np.frombuffer(data, dtype=dtype).reshape(-1, m)
+    all_spans = [spans(row) for row in rows]
     if not all(all_spans):
         return None
     return tuple(
-        Layout(n, m, start, 1, tuple(_groups(of_row, documents(row), rest, n, start)))
-        for row, of_row in zip(rows, all_spans)
+        Layout(n, m, start, 1, tuple(_groups(of_row, documents(torch.from_numpy(row)), rest, n, start)))
+        for row, of_row in zip(rows.copy(), all_spans)
         if of_row is not None
     )
 

@@ -31,25 +31,19 @@ class Triton:
     automatic = ("cuda",)
 
     def refuses(self, f: CallFacts) -> str | None:
-        if f.hard:
-            return "scale=inf has no softmax"
+        if f.no_tiles:
+            return f.no_tiles
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
-        if f.bias == "tensor":
-            return "a bias tensor is n × m already"
-        if f.table:
-            return "a bool tensor is no pattern; declare one"
         if f.pattern.has_data:
             return f"{f.pattern!r} carries data, which no progression describes"
-        if f.row_offsets:
-            return "per-row query offsets (`at` as a tensor) are not supported"
         if f.dtype == torch.float64:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
         if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
             return f"heads {max(f.d_k, f.d_v)} wide do not fit the Triton kernels, which hold {MAX_HEAD_DIM}"
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
-        return why_masked(f.pattern, f.n, f.m, *f.offset)
+        return why_masked(*f.place)
 
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # no sparse kernel is faster than the dense one
@@ -65,7 +59,7 @@ class Triton:
 
 
 def _computed(f: CallFacts) -> int:
-    return plan(f.pattern, f.n, f.m, *f.offset).computed
+    return plan(*f.place).computed
 
 
 def variant(f: CallFacts) -> str:
