@@ -9,7 +9,6 @@ from functools import lru_cache, reduce
 from operator import and_
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +17,9 @@ from ..pattern import Pattern, full, query_offset
 from ..position import ByDistance
 from .call import Call
 from .cpu import documents, tiles
-from .cpu.layout import Layout
-from .cpu.strided_layout import from_plans, layout
-from .plan import NoPlan, Pass, Plan
+from .cpu.layout import Layout, TileGroup
+from .cpu.strided_layout import layout
+from .plan import NoPlan
 
 TILE = 512  # queries at a time where every pair is visited
 SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
@@ -219,11 +218,9 @@ def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[La
 @lru_cache(maxsize=64)
 def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
     """All keys for all queries, masked: what is left where no progressions describe a pattern."""
-    first = np.arange(0, n, TILE, dtype=np.int64)
-    rows = np.stack([first, np.ones_like(first), np.minimum(TILE, n - first)], 1)
-    parts = np.tile(np.array([[0, 1, m, 0]], dtype=np.int64), (len(first), 1))
-    all_pairs = Pass(pattern, rows, np.arange(len(first) + 1, dtype=np.int64), parts)
-    return from_plans(Plan(pattern, n, m, start, step, (all_pairs,) if n and m else ()))
+    firsts = range(0, n, TILE) if m else ()
+    tiles = (TileGroup(1, r, 0, 1, min(TILE, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
+    return Layout(n, m, start, step, tuple(tiles))
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

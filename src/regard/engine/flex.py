@@ -187,7 +187,7 @@ def _data(pattern: Pattern) -> list[Any] | None:
             values += [names[name] for name in code.co_names if name in names]
             values += [*(data.fn.__defaults__ or ()), *(data.fn.__kwdefaults__ or {}).values()]
         elif isinstance(data, Data):
-            values += [type(data), *(getattr(data, field.name) for field in fields(data))]
+            values += [type(data), *(getattr(data, field.name) for field in fields(data))]  # type: ignore[arg-type]
     return values
 
 

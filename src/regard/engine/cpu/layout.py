@@ -26,8 +26,6 @@ from .memory import MAX_SAVED_WEIGHTS, Buffers, SavedWeights
 NARROW, WIDE = 64, 192
 # Rows of the fused op's blocks; of a triangle it masks the last block and skips what follows.
 FUSED_BLOCK = 256
-# Numbers in the gradients of keys of one fused call: 8 MiB in float32 stay in the cache.
-MAX_KV_GRAD = 1 << 21
 MAX_SCORES = 1 << 19  # scores of one piece
 # Scores from which on a piece is of one head: its q, k and v then stay in the caches.
 ONE_HEAD_SCORES = 1 << 17
@@ -206,12 +204,6 @@ class TileGroup:
     def as_one(self) -> "TileGroup":
         """A mergeable group as one tile."""
         return self if self.tiles == 1 else replace(self, tiles=1, rows=self.tiles * self.rows)
-
-    def within(self, width: int) -> Iterator["TileGroup"]:
-        """The group, some tiles at a time, so that their keys, `width` numbers each, are at most MAX_KV_GRAD."""
-        chunk = max(MAX_KV_GRAD // max(self.keys * width, 1), 1)
-        for t in range(0, self.tiles, chunk):
-            yield self if chunk >= self.tiles else self.tile(t, min(chunk, self.tiles - t))
 
     def small_tiles(self) -> Iterator["TileGroup"]:
         """The group in tiles of at most MAX_SPLIT[0] scores, each group at one distance: for bias and dropout."""

@@ -205,13 +205,12 @@ class Executor:
             do, v = torch.cat([do, -rows["dlse"][..., None]], -1), F.pad(v, (0, 1))
             o = F.pad(o, (0, 1), value=1.0)
         k, dv = keys["k"], keys["dv"]
-        for part in group.within(len(k) * max(k.shape[-1], v.shape[-1])):
-            do_, q_, o_, lse_ = map(part.rows_of, (do, rows["q"], o, rows["lse"]))
-            forward = kernels.FusedForward(q_, part.keys_of(k), part.keys_of(v), o_, lse_)
-            dq, dk_, dv_ = kernels.fused_backward(do_, forward, self.scale, **_fused_mask(part))
-            part.rows_of(rows["dq"]).add_(dq)
-            part.add_to_keys(keys["dk"], dk_)
-            part.add_to_keys(dv, dv_[..., : dv.shape[-1]])
+        do, q, o, lse = map(group.rows_of, (do, rows["q"], o, rows["lse"]))
+        forward = kernels.FusedForward(q, group.keys_of(k), group.keys_of(v), o, lse)
+        dq, dk, dv_ = kernels.fused_backward(do, forward, self.scale, **_fused_mask(group))
+        group.rows_of(rows["dq"]).add_(dq)
+        group.add_to_keys(keys["dk"], dk)
+        group.add_to_keys(dv, dv_[..., : dv.shape[-1]])
 
 
 def _row(piece: AnyPiece, rows: Named, name: str, e: Tensor | None) -> Tensor | None:
