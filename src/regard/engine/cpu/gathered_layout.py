@@ -11,7 +11,6 @@ from math import inf
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -195,8 +194,10 @@ class GatheredPiece:
         t, l, d = self.scores[0], self.scores[2], of_rows.shape[-1]
         product(of_pairs.mT, of_rows, alpha, buffers("part", t, l, d))
         part = buffers("part", t * l, d)  # the same memory
-        alone = self.index is None
-        into.append(part.clone() if alone else F.embedding_bag(self.copies, part, self.first, mode="sum"))
+        if self.index is None:
+            into.append(part.clone())
+        else:  # a sum of rows; the function in torch.nn.functional takes 4 µs more
+            into.append(torch.embedding_bag(part, self.copies, self.first, False, 0)[0])
 
 
 def _taken(

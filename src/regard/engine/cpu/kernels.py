@@ -44,7 +44,7 @@ def scores(
     if len(parts) == 1:
         if mask is None:
             return product(rows, parts[0].mT, scale, into)
-        if len(mask) == 1 or len(mask) == len(rows):
+        if mask.shape[0] == 1 or mask.shape[0] == rows.shape[0]:  # len() of a tensor takes longer
             return torch.baddbmm(mask, rows, parts[0].mT, alpha=scale, out=into)
         torch.bmm(rows, parts[0].mT, out=into)
         _scale_and_mask(into, scale, mask, into)

@@ -64,7 +64,7 @@ class Executor:
     def forward(self, piece: AnyPiece, rows: Named, keys: Named, e: Tensor | None) -> None:
         buffers, o = self.buffers, piece.rows_of(rows["o"])
         q = piece.load_rows(rows["q"], "q", buffers)
-        k, v = (piece.load_keys(keys[x], x, buffers) for x in ("k", "v"))
+        k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
         w = None if self.saved is None else self.saved.take(piece.scores)
         w = self._scores(piece, q if e is None else q.flip(1), k, e, w)
         if self.call.one_softmax:
@@ -123,10 +123,10 @@ class Executor:
     ) -> None:
         """Add the gradients of a piece. bias: e, and de if it is needed."""
         buffers, (e, de) = self.buffers, bias
-        q, do = (piece.load_rows(rows[x], x, buffers) for x in ("q", "do"))
+        q, do = piece.load_rows(rows["q"], "q", buffers), piece.load_rows(rows["do"], "do", buffers)
         q, do = (q, do) if e is None else (q.flip(1), do.flip(1))
-        k, v = (piece.load_keys(keys[x], x, buffers) for x in ("k", "v"))
-        w = self._weights(piece, q, k, e, _row(piece, rows, "lse", e)) if saved is None else saved
+        k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
+        w = self._weights(piece, q, k, rows, e) if saved is None else saved
         # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
         inner, outer = (self.scale, 1.0) if len(v) > 1 else (1.0, self.scale)
         ds = buffers("ds", *piece.scores) if de is None else padded(piece.scores, buffers)
@@ -137,11 +137,9 @@ class Executor:
             # δ = Σ weights ∘ do vᵀ is nearer than do·o, above all where a row has one key and ds is 0.
             compat.softmax_backward_(ds, w)
         else:
-            delta = _row(piece, rows, "delta", e)
-            assert delta is not None
-            ds.sub_(delta[..., None]).mul_(w)
-        if (dlse := _row(piece, rows, "dlse", e)) is not None:
-            ds.addcmul_(w, dlse[..., None])
+            ds.sub_(_row(piece, rows, "delta", e)[..., None]).mul_(w)
+        if "dlse" in rows:
+            ds.addcmul_(w, _row(piece, rows, "dlse", e)[..., None])
         self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer, reverse=e is not None)
         self._add_to_keys(piece, keys["dk"], ds, q, outer)
         self._add_to_keys(piece, keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0)
@@ -150,17 +148,16 @@ class Executor:
             TileBias.of(piece.tiles, self.call.far).add_gradient(de[piece.heads], ds)
 
     def _weights(
-        self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, lse: Tensor | None
+        self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named, e: Tensor | None
     ) -> Float[Tensor, "t r keys"]:
         """In the softmax over all keys of a row. Where the piece has all of them its own softmax is nearer than
         exp(s − lse), as lse is rounded."""
         s = self._scores(piece, q, k, e, None)
         if not piece.alone:
-            assert lse is not None
-            return kernels.exp_(s.sub_(lse[..., None]))
+            return kernels.exp_(s.sub_(_row(piece, rows, "lse", e)[..., None]))
         torch.softmax(s, -1, out=s)
-        if piece.has_empty_row and lse is not None:
-            s.masked_fill_((lse == inf)[..., None], 0.0)
+        if piece.has_empty_row and "lse" in rows:
+            s.masked_fill_((_row(piece, rows, "lse", e) == inf)[..., None], 0.0)
         return s
 
     def _add_dq(
@@ -213,10 +210,8 @@ class Executor:
         group.add_to_keys(dv, dv_[..., : dv.shape[-1]])
 
 
-def _row(piece: AnyPiece, rows: Named, name: str, e: Tensor | None) -> Tensor | None:
-    """One number per row, where there is one; with a bias the rows are in reverse order."""
-    if name not in rows:
-        return None
+def _row(piece: AnyPiece, rows: Named, name: str, e: Tensor | None) -> Float[Tensor, "t r"]:
+    """One number per row; with a bias the rows are in reverse order."""
     x = piece.rows_of(rows[name])
     return x if e is None else x.flip(1)
 
@@ -254,7 +249,7 @@ class TileAttention:
     ) -> Float[Tensor, "b h n d_v"]:
         """o alone, in float32 or float64."""
         if self.learns:
-            return _Attend.apply(q, k, v, None, self)[0]
+            return _apply(q, k, v, None, self)[0]
         return with_buffers(self.forward, q, k, v)[0]
 
     @cached_property
@@ -306,7 +301,7 @@ class TileAttention:
             all_fused = bias is not None and not self.dropout_p
             for group in layout.with_bias if all_fused else layout.fused:
                 run.fused(group, of_rows, of_keys, bias)
-            for piece in () if all_fused else layout.pieces(len(of_rows["q"])):
+            for piece in () if all_fused else layout.pieces(of_rows["q"].shape[0]):
                 run.forward(piece, of_rows, of_keys, bias)
         return rows["o"], rows.get("lse"), saved
 
@@ -316,7 +311,7 @@ class TileAttention:
         Once for each query head of a group of heads, as they share their keys; for each batch row too, if batch rows
         differ in their lengths or layouts. A gathered layout takes all at once.
         """
-        layouts, b = self.layouts, len(rows["q"])
+        layouts, b = self.layouts, rows["q"].shape[0]
         if isinstance(layouts[0], GatheredLayout):
             yield layouts[0], rows, keys
             return
@@ -337,8 +332,9 @@ class TileAttention:
         The fused op scales after the products forward and within them backward: unless the scale is a power of two,
         its scores differ in their last bit, and then exp(score − lse) is not the weight there was.
         """
-        with_lse = not self.one_softmax
-        fused = with_lse and (self.lengths is not None or e is not None or any(x.fused for x in self.layouts))
+        if self.one_softmax:
+            return q, self.scale, 1.0
+        fused = self.lengths is not None or e is not None or any(one.fused for one in self.layouts)
         same = not fused or abs(frexp(self.scale)[0]) == 0.5
         return (q, self.scale, 1.0) if same else (q * self.scale, 1.0, self.scale)
 
@@ -368,7 +364,7 @@ class TileAttention:
             layout = layout.unfused if e is not None or self.dropout_p else layout
             for group in layout.fused:
                 run.fused_backward(group, of_rows, of_keys)
-            for piece in layout.pieces(len(of_rows["q"])):
+            for piece in layout.pieces(of_rows["q"].shape[0]):
                 run.backward(piece, of_rows, of_keys, next(weights, None), (e, de if of_bias else None))
         dq = rows["dq"] if outside == 1.0 else rows["dq"].mul_(outside)
         de = rows["de"].sum(0) if of_bias and "de" in rows else None
@@ -441,6 +437,9 @@ class _Attend(torch.autograd.Function):
         grads = with_buffers(ctx.call.backward, grad, saved, ctx.needs_input_grad[3])
         give_back(weights, ctx.blocks)
         return *grads, None
+
+
+_apply = compat.apply_of(_Attend)
 
 
 def _double_backward(
