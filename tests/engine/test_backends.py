@@ -151,6 +151,18 @@ def test_short_calls_on_a_gpu_are_sparse_unless_there_is_little_to_skip(n, grad)
     assert on_gpu(~rg.every(64), 256) == ("sdpa" if n > 1000 and grad else "triton")
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("pattern", [None, rg.causal()], ids=repr)
+def test_grouped_heads_in_float32_on_a_gpu_store_no_scores(pattern, grad):
+    def on_gpu(n=4096, kv_heads=2, dtype=torch.float32):
+        more = {"heads": 8, "kv_heads": kv_heads, "dtype": dtype, "device": "cuda", "grad": grad}
+        return chosen(rg.full() if pattern is None else pattern, n, **more)
+
+    assert on_gpu() == "triton"  # SDPA has no fused kernel for these
+    assert on_gpu(kv_heads=8) == on_gpu(dtype=torch.bfloat16) == "sdpa"
+    assert on_gpu(n=128) == "sdpa"  # a quarter of a MiB per head
+
+
 @pytest.mark.parametrize("backend", ["tiles", "sdpa", "reference"])
 def test_every_backend_gives_the_same(backend):
     p, n = rg.causal() & (rg.window(3) | rg.every(5)), 53

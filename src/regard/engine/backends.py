@@ -19,7 +19,7 @@ from .cpu.backend import Tiles
 from .cuda.backend import Triton
 from .flex import Flex
 from .reference_backend import Reference
-from .sdpa import Sdpa
+from .sdpa import Sdpa, stores_scores
 
 
 @runtime_checkable
@@ -96,7 +96,7 @@ def _without_sizes(f: CallFacts) -> Backend:
     """The choice inside a compiled graph, whose sizes may be symbols: nothing that compares times."""
     if f.hard:
         return TABLE["reference"]
-    if f.unmasked and not f.return_lse:
+    if f.unmasked and not f.return_lse and not stores_scores(f):
         return TABLE["sdpa"]
     names = {"cpu": ("tiles",), "cuda": ("flex", "triton")}.get(f.device_type, ())
     for name in names:

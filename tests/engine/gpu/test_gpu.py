@@ -172,6 +172,22 @@ def test_a_call_that_names_the_backend_is_looked_up_the_second_time(n):
     assert all(map(torch.equal, gradients(first, (q, k, v)), gradients(second, (q, k, v))))
 
 
+@THEIRS
+def test_grouped_heads_in_float32_take_memory_in_proportion_to_the_length():
+    def peak(n):
+        shapes = (1, 8, n, 64), (1, 2, n, 64), (1, 2, n, 64)
+        q, k, v = (torch.randn(s, device="cuda").requires_grad_() for s in shapes)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(rg.attention(q, k, v, causal()).sum(), (q, k, v))
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(4096)  # compiles
+    short, long = peak(4096), peak(16384)
+    assert long < 5 * short and long < 16384**2 * 4  # less than the scores of one head
+
+
 def test_tensors_on_two_devices_are_refused():
     q, k, v = (torch.zeros(1, 1, 5, 4, device=device) for device in ("cuda", "cpu", "cuda"))
     with pytest.raises(
