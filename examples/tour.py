@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 import regard as rg
-from regard.training.lessons import LESSONS
 
 
 def patterns() -> None:
@@ -66,9 +65,10 @@ def prove() -> None:
     print(rg.check(function, laws=["L01", "L20", "L29"], budget=20))
 
 
-def learn() -> None:
+def learn(folder: Path) -> None:
     print("\nA toy translator, trained in seconds:\n")
-    print(LESSONS["T3"]())
+    result = rg.train("T3", out=folder / "T3")
+    print(f"{result}\nIts page, with the attention maps: {result.report}")
 
 
 def see(folder: Path) -> None:
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     hello_world()
     price()
     prove()
-    learn()
     folder = Path("runs")
     folder.mkdir(exist_ok=True)
+    learn(folder)
     see(folder)

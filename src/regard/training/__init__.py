@@ -5,6 +5,7 @@ from .data.image_augmentation import random_affine
 from .data.rows import Batch, Labeled, Pairs, Windows
 from .data.tokens import Tokens
 from .entry import TrainingResult, train
+from .lessons import LESSONS, LessonResult
 from .loop.averaging import ema, last
 from .loop.loss import cross_entropy
 from .loop.optimizer import AdamW
@@ -20,6 +21,7 @@ from .recipes.translation import translate
 from .report.page import report as write_report
 
 __all__ = [
+    "LESSONS",
     "RECIPES",
     "AdamW",
     "Batch",
@@ -32,6 +34,7 @@ __all__ = [
     "Labeled",
     "LabeledText",
     "LanguageModeling",
+    "LessonResult",
     "MaskedLanguageModeling",
     "MaskedText",
     "Pairs",

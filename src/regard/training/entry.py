@@ -1,4 +1,4 @@
-"""`rg.train`: train a recipe, evaluate the model and write a report."""
+"""`rg.train`: train a recipe or run a lesson, evaluate the models and write a report."""
 
 import importlib.util
 import tempfile
@@ -13,16 +13,19 @@ from torch import nn
 
 from ..errors import FormatError, SpecError
 from ..nn.serialization import load
+from .lessons import run as lessons
+from .lessons.run import LessonChoice, LessonEstimate, LessonResult
 from .loop import log
 from .loop.log import TensorBoardWriter
 from .loop.ranks import Ranks
-from .progress import ProgressBar
+from .progress import LessonBar, ProgressBar
 from .recipes import evaluation
 from .recipes.base import Recipe
 from .recipes.catalogue import recipe as recipe_by_name
 from .recipes.evaluation import Evaluation, format_score
 from .recipes.preflight import Preflight
 from .recipes.run import MODEL, RECIPE, Listener, Run
+from .report.frame import framed
 from .report.head_statistics import HeadStatistics
 from .report.page import FILE as REPORT
 from .report.page import report
@@ -66,6 +69,10 @@ class TrainingResult:
         """The trained model, in evaluation mode."""
         return load(self.folder / MODEL, device).eval()
 
+    def _repr_html_(self) -> str | None:
+        """The report, in a notebook."""
+        return None if self.report is None else framed(self.report.read_text(encoding="utf-8"))
+
     def __repr__(self) -> str:
         losses = self.losses
         parts = [str(self.folder), f"{losses[-1][0]:,} updates" if losses else "no update"]
@@ -77,6 +84,20 @@ class TrainingResult:
         return f"TrainingResult({', '.join([*parts, *(['interrupted'] if self.interrupted else [])])})"
 
 
+LessonNumber = Literal["T1", "T2", "T3", "T4", "T5", "T6", "T7", "T8", "T9", "T10", "T11", "T12", "T13"]
+
+
+@overload
+def train(
+    recipe: LessonNumber,
+    *,
+    out: str | Path | None = None,
+    device: str | torch.device | None = None,
+    dry_run: Literal[False] = False,
+    progress: bool | Listener = True,
+    threads: int | None = None,
+    **parameters: Any,
+) -> LessonResult: ...
 @overload
 def train(
     recipe: str | Path | Recipe,
@@ -110,15 +131,25 @@ def train(
     tensorboard: bool | None = None,
     threads: int | None = None,
     **parameters: Any,
-) -> TrainingResult | Preflight:
+) -> TrainingResult | Preflight | LessonResult | LessonEstimate:
     """Train a recipe, evaluate the model and write a report; called again with the same folder, it resumes.
 
-    recipe: a name of `regard.training.RECIPES` with its `parameters`, a Recipe, or the path of its JSON. out: the
-    folder of the run, by default runs/<name>. dry_run: only estimate cost, memory and time, and check the model.
-    progress: a progress bar on stderr, nothing, or a function that is called with each event. heads_every: store the
-    statistics of each attention head after so many updates. tensorboard: write its event files, by default where it
-    is installed. threads: the number of CPU threads, by default the quickest, measured on a copy before training.
+    recipe: a name of `regard.training.RECIPES` with its `parameters`, a Recipe, or the path of its JSON; or a lesson,
+    "T1" to "T13", with its settings, which gives a LessonResult. out: the folder of the run, by default runs/<name>.
+    dry_run: only estimate cost, memory and time, and check the model. progress: a progress bar on stderr, nothing, or
+    a function that is called with each event. heads_every: store the statistics of each attention head after so many
+    updates. tensorboard: write its event files, by default where it is installed. threads: the number of CPU threads,
+    by default the quickest, measured on a copy before training.
     """
+    if (lesson := read_lesson(recipe, **parameters)) is not None:
+        for name, value in (("heads_every", heads_every), ("tensorboard", tensorboard or None)):
+            if value is not None:
+                raise SpecError(
+                    f"{name}={value}: lesson {lesson.number} records its own statistics; leave it out"
+                )
+        if dry_run:
+            return lessons.estimate(lesson, device, threads)
+        return _teach(lesson, out, device, progress, threads)
     chosen = read_recipe(recipe, **parameters)
     if dry_run:
         return _dry_run(chosen, out, device)
@@ -139,6 +170,41 @@ def train(
                 run.evaluate(listener)
                 listener({"event": "report", "step": run.trainer.step, "path": str(report(run.folder))})
     return TrainingResult(run.folder, run.interrupted)
+
+
+def _teach(
+    lesson: LessonChoice,
+    out: str | Path | None,
+    device: str | torch.device | None,
+    progress: bool | Listener,
+    threads: int | None,
+) -> LessonResult:
+    bar: AbstractContextManager[Listener] = nullcontext(_ignore)
+    if callable(progress):
+        bar = nullcontext(progress)
+    elif progress:
+        bar = LessonBar()
+    folder = Path("runs") / lesson.number if out is None else Path(out)
+    with bar as listener:
+        return lessons.teach(lesson, folder, listener, device=device, threads=threads)
+
+
+def read_lesson(recipe: str | Path | Recipe, **settings: Any) -> LessonChoice | None:
+    """A lesson by its number and settings, or from the JSON that --show prints; None for anything else."""
+    if isinstance(recipe, Recipe):
+        return None
+    if str(recipe).endswith(".json"):
+        is_file = Path(recipe).is_file()
+        found = (
+            lessons.read_choice(Path(recipe).read_text(encoding="utf-8"), str(recipe)) if is_file else None
+        )
+        if found is not None and settings:
+            raise SpecError(
+                f"{next(iter(settings))}=: settings belong to lessons by number; change {recipe} instead"
+            )
+        return found
+    number = lessons.lesson_number(str(recipe))
+    return None if number is None else lessons.choose(number, **settings)
 
 
 def read_recipe(recipe: str | Path | Recipe, **parameters: Any) -> Recipe:

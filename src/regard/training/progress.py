@@ -66,21 +66,10 @@ class ProgressBar:
         self.bar.update(self.line, completed=done, description=text)
 
     def _open(self) -> bool:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-        except ModuleNotFoundError:
+        self.bar = _new_bar()
+        if self.bar is None:
             return False
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
         s = self.settings
-        self.bar = Progress(*columns, console=Console(file=sys.stderr))
         self.bar.start()
         self.line = self.bar.add_task("training", total=60 * s.minutes if s.minutes else s.steps)
         return True
@@ -89,3 +78,55 @@ class ProgressBar:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+
+
+class LessonBar:
+    """A listener that shows one bar per model of a lesson; without `rich` one line per trained model."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.lines: dict[str, Any] = {}
+
+    def __enter__(self) -> "LessonBar":
+        self.bar = _new_bar()
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        if event["event"] == "train":
+            self._show(event)
+        elif event["event"] == "drawing" and self.bar is not None:
+            self.bar.console.print(f"drawing {event['pictures']} pictures …", highlight=False)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        name, text = event["model"], f"{event['model']}  loss {event['loss']:.3f}"
+        if self.bar is None:
+            if event["step"] == event["steps"]:
+                print(text, file=sys.stderr)
+            return
+        if name not in self.lines:
+            self.lines[name] = self.bar.add_task(text, total=event["steps"])
+        self.bar.update(self.lines[name], completed=event["step"], description=text)
+
+
+def _new_bar() -> Any:
+    """A progress bar on stderr; None where `rich` is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        return None
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=Console(file=sys.stderr))

@@ -1,32 +1,11 @@
-"""Lessons: small experiments that train in seconds to a few minutes and decide a claim by a measured number.
+"""Lessons: small experiments that train in seconds to a few minutes and decide a claim by measured numbers.
 
->>> sorted(LESSONS, key=lambda t: int(t[1:]))
+>>> list(LESSONS)
 ['T1', 'T2', 'T3', 'T4', 'T5', 'T6', 'T7', 'T8', 'T9', 'T10', 'T11', 'T12', 'T13']
 """
 
-from .baselines import reversing
-from .depth import gradient_flow
-from .images import learned_offsets, vision_transformer
-from .language import agreement, phrase_book
-from .lesson import Lesson
-from .masks import entropy_rate, future_leak, padding
-from .order import bag_of_tokens, extrapolation, word_order
-from .scaling import score_scaling
+from .catalogue import LESSONS
+from .lesson import Check, Lesson
+from .run import LessonResult
 
-LESSONS = {
-    "T1": padding,
-    "T2": entropy_rate,
-    "T3": phrase_book,
-    "T4": learned_offsets,
-    "T5": word_order,
-    "T6": vision_transformer,
-    "T7": gradient_flow,
-    "T8": reversing,
-    "T9": future_leak,
-    "T10": extrapolation,
-    "T11": bag_of_tokens,
-    "T12": score_scaling,
-    "T13": agreement,
-}
-
-__all__ = ["LESSONS", "Lesson"]
+__all__ = ["LESSONS", "Check", "Lesson", "LessonResult"]

@@ -1,5 +1,6 @@
 """Images: heads with a learned offset, and a vision Transformer that learns a second task."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +12,21 @@ from torch import Tensor, nn
 
 from ... import spec
 from ...convolution import Spread, spread
+from ...lens import figures
+from ...lens.figures import style
+from ...lens.recorder import Recorder
+from ...lens.view import look
+from ...nn.convolutional import image_classifier
+from ...pattern import window
 from ...position import quadratic
 from ..data.datasets import Digits
 from ..data.image_augmentation import random_affine
-from .lesson import Lesson, fit, seeded
+from . import pictures
+from .experiment import Experiment
+from .lesson import Check, Lesson, Picture, Suggestion, check
 
 GRID, WIDTH = (4, 4), 32
+LEFT_MARK, RIGHT_MARK = 4, 7  # the patches of the two equal marks
 
 
 class Images(NamedTuple):
@@ -26,47 +36,97 @@ class Images(NamedTuple):
     labels: Int[Tensor, " rows"]
 
 
-def learned_offsets(seed: int = 0, steps: int = 160, marks: int = 4) -> Lesson:
+def learned_offsets(run: Experiment, *, seed: int = 0, steps: int = 160, marks: int = 4) -> Lesson:
     """T4: heads that score keys by a learned offset, observed while a classifier of digits trains."""
     train, test = _digits()
-    measured: dict[str, Any] = {
-        "accuracy": {},
-        "heads near an integer offset": {},
-        "center and spread, head 0": {},
-    }
-    complete = True
+    accuracy: dict[str, float] = {}
+    near: dict[str, float] = {}
+    recorded: dict[str, dict[int, list[Spread]]] = {}
+    recorders = {name: Recorder() for name in ("everywhere", "local window")}
+    views = {}
     for name, reach in (("everywhere", None), ("local window", 1)):
         torch.manual_seed(seed)
         model = Relative(reach)
-        kept: dict[int, list[Spread]] = {}
-        generator = seeded(seed)
+        recorded[name] = {}
 
-        def loss(step: int, model=model, kept=kept, generator=generator) -> Tensor:
-            if step == 1 or step % (steps // marks) == 0:
-                kept[step] = model.heads(test.pixels[:32])
-            rows = torch.randint(0, len(train.labels), (64,), generator=generator)
-            return F.cross_entropy(model(train.pixels[rows]), train.labels[rows])
+        def observe(step: int, model: Any = model, name: str = name) -> None:
+            if step == 1 or step % max(steps // marks, 1) == 0:
+                images = test.pixels[:32].to(run.device)
+                recorded[name][step] = model.heads(images)
+                recorders[name].view(step, look(model, images, grid=GRID))
 
-        fit(model, loss, steps, 5e-3)
-        measured["accuracy"][name] = _accuracy(model, test)
-        measured["heads near an integer offset"][name] = model.near_integer()
-        measured["center and spread, head 0"][name] = {
-            step: "({:+.2f}, {:+.2f}) {:.2f}".format(
-                *layers[0].center[0].tolist(), float(layers[0].spread[0])
-            )
-            for step, layers in kept.items()
-        }
-        spreads = [s for layers in kept.values() for s in layers]
-        complete = complete and len(kept) == marks + 1 and len(spreads) == 2 * len(kept)
-        complete = complete and all(
-            bool(torch.isfinite(s.center).all() & torch.isfinite(s.spread).all()) for s in spreads
+        run.fit(
+            name, model, _classes(run, train, None), steps, 5e-3, on_step=None if run.estimate else observe
         )
+        accuracy[name], near[name] = _accuracy(model, test), model.near_integer()
+        views[name] = look(model, test.pixels[:64], grid=GRID)
+    spreads = [s for layers in recorded.values() for heads in layers.values() for s in heads]
+    finite = bool(spreads) and all(
+        bool(s.center.isfinite().all() & s.spread.isfinite().all()) for s in spreads
+    )
+    local_view = views["local window"]
+    grids = [s.grid for s in local_view.statistics]
+    by_offset = torch.cat([g.by_offset for g in grids if g is not None])
+    shifts = torch.cat([g.shift for g in grids if g is not None]).float()
+    names = [f"layer {1 + i // 9}, head {i % 9}" for i in range(len(shifts))]
     return Lesson(
         "T4",
-        "heads with a learned offset classify digits, everywhere or in a local window; center and spread are stored",
-        measured,
-        complete and min(measured["accuracy"].values()) > 0.8,
+        "heads whose scores depend on a learned offset classify images, and many come to rest near a "
+        "whole-pixel shift, as a convolution has it",
+        "Two classifiers of handwritten digits (8 × 8 pixels, patches of 2 × 2) with two layers of nine "
+        "heads. Each head scores keys by their distance from a learned offset, and by content. One model "
+        "attends everywhere, the other to the neighboring patches only. Center and spread of every head are "
+        "recorded while they train.",
+        (
+            check("accuracy on test digits, everywhere", accuracy["everywhere"], "above", 0.8),
+            check("accuracy on test digits, local window", accuracy["local window"], "above", 0.8),
+            Check(
+                "centers and spreads of all heads", "recorded" if finite else "missing", "recorded", finite
+            ),
+        ),
+        {
+            "share of heads within 0.5 of a whole shift": near,
+            "center and spread of head 0, layer 0": {
+                name: {step: _described(layers[0]) for step, layers in by_step.items()}
+                for name, by_step in recorded.items()
+            },
+        },
+        (
+            Picture(
+                "Heads as taps of a convolution",
+                "Local window, after training: the mean weight of each head by offset; a ring marks its "
+                "nearest shift.",
+                lambda dark: figures.convolution_map(by_offset, shifts, names, dark=dark),
+            ),
+            Picture(
+                "Heads over training, everywhere",
+                "Entropy, distance and center of each head; a small dot is the first step, a large one the last.",
+                lambda dark: figures.head_evolution(recorders["everywhere"], dark=dark),
+            ),
+            Picture(
+                "Heads over training, local window",
+                "The same, where only neighboring patches can be attended to.",
+                lambda dark: figures.head_evolution(recorders["local window"], dark=dark),
+            ),
+            Picture(
+                "What reaches a patch through local windows",
+                "Along one side of the grid: each layer reaches one patch further; everywhere, one layer "
+                "reaches all.",
+                lambda dark: figures.receptive_field(window(1), GRID[0], 2, at=0, dark=dark),
+            ),
+            pictures.losses(run.recorder, "The local model has fewer pairs to learn from, and is not worse."),
+        ),
+        (),
+        (
+            Suggestion("Longer, with more marks.", {"steps": 400, "marks": 8}),
+            Suggestion("Other random offsets at the start.", {"seed": 1}),
+        ),
     )
+
+
+def _described(s: Spread) -> str:
+    (dy, dx), width = s.center[0].tolist(), float(s.spread[0])
+    return f"({dy:+.2f}, {dx:+.2f}) ± {width:.2f}"
 
 
 class Relative(nn.Module):
@@ -82,12 +142,13 @@ class Relative(nn.Module):
 
     def forward(self, images: Tensor, return_weights: bool = False):
         x = self.patches(rearrange(images, "b 1 (h p) (w q) -> b (h w) (p q)", p=2, q=2))
-        return self.encoder(x, pattern=self.allowed, return_weights=return_weights)
+        allowed = None if self.allowed is None else self.allowed.to(x.device)
+        return self.encoder(x, pattern=allowed, return_weights=return_weights)
 
     @torch.no_grad()
     def heads(self, images: Tensor) -> list[Spread]:
         """Center, spread and entropy of the attention of each layer's heads, relative to the query."""
-        return [spread(layer["self"], GRID) for layer in self(images, return_weights=True)[1]]
+        return [spread(layer["self"].cpu(), GRID) for layer in self(images, return_weights=True)[1]]
 
     @torch.no_grad()
     def near_integer(self) -> float:
@@ -102,78 +163,148 @@ def local(reach: int) -> Tensor:
     return rearrange(near[:, None, :, None] & near[None, :, None, :], "a b c d -> (a b) (c d)")
 
 
-def vision_transformer(seed: int = 0, steps: int = 700) -> Lesson:
+def vision_transformer(run: Experiment, *, seed: int = 0, steps: int = 700) -> Lesson:
     """T6: a vision Transformer beats a linear classifier of the pixels; a new head then learns odd or even."""
     train, test = _digits()
     torch.manual_seed(seed)
     linear = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    fit(linear, _classes(linear, train, seed, None), 400, 1e-2)
-    block = spec.Block(
-        spec.Attention(2 * WIDTH, heads=4), spec.FeedForward(4 * WIDTH, activation="gelu"), norm_at="pre"
+    run.fit("linear classifier of the pixels", linear, _classes(run, train, None), min(steps, 400), 1e-2)
+    torch.manual_seed(seed)
+    convolutional = image_classifier((8, 8), 10)
+    run.fit(
+        "convolutional network", convolutional, _classes(run, train, random_affine()), steps // 2 or 1, 4e-3
     )
-    model: Any = spec.Vision(
-        spec.Encoder(block, 3),
-        image=(8, 8),
-        patch=(2, 2),
-        channels=1,
-        head=spec.ClassifierHead(10, pool="first", hidden=2 * WIDTH),
-    ).build()
-    before = _locality(model)
-    fit(model, _classes(model, train, seed, random_affine()), steps, 2e-3)
-    accuracy = {"linear": _accuracy(linear, test), "vision Transformer": _accuracy(model, test)}
-    measured = {"near minus far, position vectors": {"initialized": before, "trained": _locality(model)}}
-    twin = _twin(model)
+    torch.manual_seed(seed)
+    model = _vision(spec.ClassifierHead(10, pool="first", hidden=2 * WIDTH))
+    before = model.position.table.detach().clone()
+    run.fit("vision Transformer", model, _classes(run, train, random_affine()), steps, 2e-3)
+    trained = model.position.table.detach().clone()
+    twin, twin_row = _twin(model)
+    accuracy = {
+        "linear": _accuracy(linear, test),
+        "convolutional": _accuracy(convolutional, test),
+        "vision Transformer": _accuracy(model, test),
+    }
     odd = [Images(rows.pixels, rows.labels % 2) for rows in (train, test)]
-    model.head = _new_head(2 * WIDTH, 2)
-    at_first = _accuracy(model, odd[1])
-    fit(model, _classes(model, odd[0], seed, None), steps // 4, 5e-4)
-    shape = tuple(model.head.w_out.weight.T.shape)
-    accuracy["odd or even, new head"] = _accuracy(model, odd[1])
+    tuned = _with_new_head(model, classes=2)
+    at_first = _accuracy(tuned, odd[1])
+    run.fit("fine-tuned: odd or even", tuned, _classes(run, odd[0], None), steps // 4 or 1, 5e-4)
+    shape = tuple(tuned.head.w_out.weight.T.shape)
+    fine_tuned = _accuracy(tuned, odd[1])
+    cosines = {"before training": before, "after training": trained}
     return Lesson(
         "T6",
-        "a vision Transformer beats a linear classifier of the pixels; a new linear head, D × K, learns another task",
+        "a vision Transformer beats a linear classifier of the pixels, and a new linear head on it learns "
+        "another task",
+        "Handwritten digits of 8 × 8 pixels are cut into 16 patches; with a class token they are a sequence "
+        "of 17 tokens for a Transformer encoder. Beside it, a linear classifier of the pixels and a small "
+        "convolutional network. Then the classifier head is replaced by a linear one that starts at zero, "
+        "and the model learns whether a digit is odd.",
+        (
+            check(
+                "accuracy of the vision Transformer minus the linear classifier's",
+                accuracy["vision Transformer"] - accuracy["linear"],
+                "above",
+                0.0,
+            ),
+            check("accuracy of the vision Transformer", accuracy["vision Transformer"], "above", 0.97),
+            check("shape of the new head, D × K", str(shape), "exactly", str((2 * WIDTH, 2))),
+            check("odd or even after fine-tuning", fine_tuned, "above", max(at_first, 0.95)),
+        ),
         {
             "accuracy": accuracy,
-            "before fine-tuning": at_first,
-            "fine-tuned head": shape,
-            **measured,
+            "odd or even before fine-tuning": at_first,
+            "cosine of position vectors, near minus far": {k: _locality(v) for k, v in cosines.items()},
             "weight to the twin over a blank patch": twin,
         },
-        accuracy["vision Transformer"] > accuracy["linear"]
-        and shape == (2 * WIDTH, 2)
-        and accuracy["odd or even, new head"] > max(at_first, 0.95),
+        (
+            pictures.bars(
+                "Accuracy on test digits",
+                "The same digits for all; the two networks are trained on randomly shifted and turned ones.",
+                {**accuracy, "odd or even,\nnew head": fine_tuned},
+                y="accuracy",
+            ),
+            *(
+                Picture(
+                    f"Positions {name}",
+                    "Each small map: the cosine of one patch's position vector with all others. Nothing "
+                    "built in makes neighbors similar; what similarity there is was learned.",
+                    lambda dark, table=table: figures.patch_positions(table, GRID, skip=1, dark=dark),
+                )
+                for name, table in cosines.items()
+            ),
+            Picture(
+                "From one mark to its twin",
+                "Two equal marks in a blank image; the attention of the left one over the patches, last "
+                "layer, mean over heads.",
+                lambda dark: _twin_figure(twin_row, dark),
+            ),
+            pictures.losses(run.recorder, "Three models from scratch, and the fine-tuned one."),
+        ),
+        (),
+        (
+            Suggestion("Half of the steps: does it still beat the linear classifier?", {"steps": 350}),
+            Suggestion("Other random weights.", {"seed": 1}),
+        ),
     )
 
 
-def _new_head(d_model: int, classes: int) -> nn.Module:
-    """A linear head on the class token, initialized to zero."""
-    from ...nn.embedding import ClassifierHead
-
-    head = ClassifierHead(spec.ClassifierHead(classes, pool="first"), d_model)
-    nn.init.zeros_(head.w_out.weight)
-    nn.init.zeros_(head.w_out.bias)
-    return head
+def _vision(head: spec.ClassifierHead) -> Any:
+    mlp = spec.FeedForward(4 * WIDTH, activation="gelu")
+    block = spec.Block(spec.Attention(2 * WIDTH, heads=4), mlp, norm_at="pre")
+    return spec.Vision(spec.Encoder(block, 3), image=(8, 8), patch=(2, 2), channels=1, head=head).build()
 
 
-@torch.no_grad()
-def _locality(model: Any) -> float:
+def _with_new_head(model: Any, classes: int) -> Any:
+    """The same model with a linear head on the class token, initialized to zero."""
+    tuned: Any = replace(model.spec, head=spec.ClassifierHead(classes, pool="first")).build()
+    kept = {name: t for name, t in model.state_dict().items() if not name.startswith("head.")}
+    missing, unexpected = tuned.load_state_dict(kept, strict=False)
+    assert not unexpected and all(name.startswith("head.") for name in missing)
+    nn.init.zeros_(tuned.head.w_out.weight)
+    nn.init.zeros_(tuned.head.w_out.bias)
+    return tuned.eval()
+
+
+def _locality(table: Float[Tensor, "tokens d"]) -> float:
     """The mean cosine of the position vectors of adjacent patches, minus that of the others."""
-    vectors = F.normalize(model.position.table[1:].detach(), dim=-1)
+    vectors = F.normalize(table[1:], dim=-1)
     cosine, near = vectors @ vectors.T, local(1) & ~torch.eye(16, dtype=torch.bool)
     far = ~near & ~torch.eye(16, dtype=torch.bool)
     return float(cosine[near].mean() - cosine[far].mean())
 
 
 @torch.no_grad()
-def _twin(model: Any) -> float:
-    """Two equal marks in a blank image: the weight from one to the other, over that to a blank patch; last layer."""
+def _twin(model: Any) -> tuple[float, Float[Tensor, " patches"]]:
+    """Two equal marks in a blank image: the weight from one to the other, over that to a blank patch; last layer.
+
+    Also all weights of the left mark's row, over the patches.
+    """
+    _, weights = model(_two_marks(), return_weights=True)
+    row = weights[-1]["self"][0, :, 1 + LEFT_MARK].mean(0)[1:]
+    blank = torch.ones(16, dtype=torch.bool)
+    blank[[LEFT_MARK, RIGHT_MARK]] = False
+    return float(row[RIGHT_MARK] / row[blank].mean()), row
+
+
+def _two_marks() -> Float[Tensor, "1 1 8 8"]:
     image = torch.full((1, 1, 8, 8), -1.0)
     image[..., 2:4, 0:2] = image[..., 2:4, 6:8] = torch.tensor([[1.0, -1.0], [1.0, 1.0]])
-    _, weights = model(image, return_weights=True)
-    row = weights[-1]["self"][0, :, 1 + 4].mean(0)[1:]  # from the left mark, the second row's first patch
-    blank = torch.ones(16, dtype=torch.bool)
-    blank[[4, 7]] = False
-    return float(row[7] / row[blank].mean())
+    return image
+
+
+def _twin_figure(row: Float[Tensor, " patches"], dark: bool) -> Any:
+    figure = style.canvas(6.5, 3.2, dark)
+    cells = style.grid(figure, 1, 2)
+    left = style.axes(figure, cells[0], dark=dark, title="the image")
+    left.imshow(_two_marks()[0, 0].numpy(), cmap="gray")
+    right = style.axes(figure, cells[1], dark=dark, title="weight by patch")
+    style.scale(figure, style.heat(right, row.reshape(GRID), dark), right, "weight", dark)
+    for ax in (left, right):
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.set_aspect("equal")
+    return figure
 
 
 def _digits() -> tuple[Images, Images]:
@@ -181,13 +312,11 @@ def _digits() -> tuple[Images, Images]:
     return Images(data.train.inputs, data.train.labels), Images(data.test.inputs, data.test.labels)
 
 
-def _classes(model: nn.Module, rows: Images, seed: int, augmentation: random_affine | None):
-    generator = seeded(seed)
-
-    def loss(step: int) -> Tensor:
+def _classes(run: Experiment, rows: Images, augmentation: random_affine | None) -> Any:
+    def loss(model: Any, generator: torch.Generator) -> Tensor:
         batch = torch.randint(0, len(rows.labels), (64,), generator=generator)
         images = rows.pixels[batch] if augmentation is None else augmentation(rows.pixels[batch])
-        return F.cross_entropy(model(images), rows.labels[batch])
+        return F.cross_entropy(model(images.to(run.device)), rows.labels[batch].to(run.device))
 
     return loss
 

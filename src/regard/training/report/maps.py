@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ...lens.view import look
+from ...lens.view import View, look
 from ...nn.stack import EncoderDecoder
 from ..data.tokens import END, START, Tokens
 from ..recipes.evaluation import Example
@@ -50,6 +50,28 @@ def _sentence(
         "source": example.source,
         "queries": tokens.words([*output, END]),
         "keys": tokens.words(source),
+        "layers": layers,
+    }
+
+
+def view_maps(title: str, view: View, batch: int = 0, role: str | None = None) -> dict[str, Any]:
+    """The maps of one sequence of a view for the page's script; role: only "self" or "cross" attention.
+
+    All attention calls have to be between the same tokens, as the self-attention of one stack is.
+    """
+    calls = [c for c in view.calls if role in (None, c.role)]
+    layers = [
+        {
+            "name": f"layer {number}",
+            "maps": _maps(torch.stack([view.map(c.layer, h, batch) for h in range(c.heads)])),
+        }
+        for number, c in enumerate(calls, 1)
+    ]
+    first = calls[0].layer
+    return {
+        "source": title,
+        "queries": list(view.queries(first, batch)),
+        "keys": list(view.keys(first, batch)),
         "layers": layers,
     }
 

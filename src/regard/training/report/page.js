@@ -39,16 +39,16 @@ function heads() {
 }
 function enlarged() {
   const { queries, keys } = sentences[state.sentence], at = weights(state.layer, state.head);
-  const cell = Math.max(20, Math.min(40, Math.floor(640 / Math.max(keys.length, queries.length)))), left = 12 + 8 * Math.max(...queries.map((t) => t.length)), top = 12 + 6.5 * Math.max(...keys.map((t) => t.length));
+  const cell = Math.max(20, Math.min(56, Math.floor(640 / Math.max(keys.length, queries.length)))), left = 12 + 8 * Math.max(...queries.map((t) => t.length)), top = 12 + 6.5 * Math.max(...keys.map((t) => t.length));
   const svg = drawn("svg", { width: left + cell * keys.length + 70, height: top + cell * queries.length + 4, role: "img" });
-  svg.setAttribute("aria-label", "weights: a row is a token being written, a column one that is read");
+  svg.setAttribute("aria-label", "weights: a row is a query, a column a key");
   keys.forEach((token, j) => svg.append(drawn("text", { transform: "translate(" + (left + cell * (j + .65)) + " " + (top - 6) + ") rotate(-50)" }, token)));
   queries.forEach((token, i) => {
     svg.append(drawn("text", { x: left - 8, y: top + cell * (i + .68), "text-anchor": "end" }, token));
     keys.forEach((key, j) => {
       const w = at(i, j), fill = "rgb(" + colour(w).join(" ") + ")";
       const box = drawn("rect", { class: "cell", x: left + cell * j, y: top + cell * i, width: cell - 1, height: cell - 1, fill });
-      box.addEventListener("mouseenter", () => { byId("reading").textContent = "writing “" + token.trim() + "”: " + (100 * w).toFixed(1) + " % of this head looks at “" + key.trim() + "”"; });
+      box.addEventListener("mouseenter", () => { byId("reading").textContent = "“" + token.trim() + "” attends to “" + key.trim() + "” with " + (100 * w).toFixed(1) + " % of this head"; });
       svg.append(box);
     });
   });
@@ -56,12 +56,16 @@ function enlarged() {
 }
 function show() { heads(); enlarged(); byId("reading").textContent = "Point at a square to read its weight."; }
 
+function layers() {
+  const named = sentences[state.sentence].layers;
+  byId("layer").replaceChildren(...named.map((l, i) => option(l.name, i)));
+  state.layer = named.length - 1;
+  byId("layer").value = state.layer;
+}
 if (sentences.length) {
   byId("sentence").append(...sentences.map((s, i) => option(s.source, i)));
-  byId("layer").append(...sentences[0].layers.map((l, i) => option(l.name, i)));
-  state.layer = sentences[0].layers.length - 1;
-  byId("layer").value = state.layer;
-  byId("sentence").addEventListener("change", (e) => { state.sentence = +e.target.value; show(); });
-  byId("layer").addEventListener("change", (e) => { state.layer = +e.target.value; show(); });
+  layers();
+  byId("sentence").addEventListener("change", (e) => { state.sentence = +e.target.value; state.head = 0; layers(); show(); });
+  byId("layer").addEventListener("change", (e) => { state.layer = +e.target.value; state.head = 0; show(); });
   show();
 }

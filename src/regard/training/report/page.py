@@ -37,16 +37,22 @@ def report(folder: str | Path) -> Path:
             raise FormatError(
                 f"{folder} contains no {name}; a report needs a run that `regard train` has finished"
             )
-    parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     title, body, data = contents(folder)
-    plain = json.dumps(data).replace("<", "\\u003c")  # so that no text can end the script element
-    filled = {"{{title}}": html.escape(title), "{{css}}": parts["css"], "{{js}}": parts["js"]}
-    page = parts["html"]
-    for name, text in (filled | {"{{data}}": plain, "{{body}}": body}).items():
-        page = page.replace(name, text, 1)
+    page = fill_page(title, body, data)
     path = folder / FILE
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def fill_page(title: str, body: str, data: dict[str, Any], kind: str = "run") -> str:
+    """The document around a body; data: for the page's script. kind: the class of the body."""
+    parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    plain = json.dumps(data).replace("<", "\\u003c")  # so that no text can end the script element
+    filled = {"{{title}}": html.escape(title), "{{css}}": parts["css"], "{{js}}": parts["js"]}
+    page = parts["html"]
+    for name, text in (filled | {"{{kind}}": kind, "{{data}}": plain, "{{body}}": body}).items():
+        page = page.replace(name, text, 1)
+    return page
 
 
 def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
@@ -62,7 +68,7 @@ def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
         headline(recipe, model, result, events, title),
         curves(events),
         examples(result),
-        _maps(bool(maps)),
+        attention_maps(bool(maps), "Cross-attention while translating", TRANSLATING),
         heads(head_statistics.read(folder)),
         costs(checks, model, events),
         laws(preflight.check_laws(model, preflight.AFTER_TRAINING)),
@@ -157,21 +163,24 @@ def examples(result: Evaluation | None) -> str:
     note = "Test rows at even intervals, not selected by hand."
     title = "Translations" if "BLEU" in result.scores else "Examples"
     return (
-        f"<h2>{title}</h2>{_table(('source', 'output', 'reference'), rows, kind='texts')}"
+        f"<h2>{title}</h2>{table(('source', 'output', 'reference'), rows, kind='texts')}"
         f'<p class="note">{note}</p>'
     )
 
 
-def _maps(available: bool) -> str:
+TRANSLATING = "A row is a generated token, a column a source token."
+
+
+def attention_maps(available: bool, title: str, note: str = "A row is a query, a column a key.") -> str:
+    """The elements in which the page's script draws attention maps."""
     if not available:
         return ""
     return (
-        "<h2>Cross-attention while translating</h2>"
-        '<div class="controls"><label>sentence <select id="sentence"></select></label>'
+        f'<h2>{_text(title)}</h2><div class="controls"><label>sentence <select id="sentence"></select></label>'
         '<label>layer <select id="layer"></select></label></div>'
         '<div id="heads" aria-label="heads"></div><div id="map"></div><p id="reading">&nbsp;</p>'
-        '<p class="note">A row is a generated token, a column a source token. Bright means a large weight; colors '
-        "show the square root of the weight, so that small weights stay visible.</p>"
+        f'<p class="note">{_text(note)} Bright means a large weight; colors show the square root of the weight, so '
+        "that small weights stay visible.</p>"
     )
 
 
@@ -201,12 +210,12 @@ def heads(statistics: list[dict[str, Any]]) -> str:
         )
         for r in statistics[-1]["heads"]
     ]
-    table = _table(
+    each = table(
         ("layer", "head", "kind", "confidence", *NUMBERS), last, numbers=(1, 3, *range(4, 4 + len(NUMBERS)))
     )
     return (
         f'<h2>Heads</h2><div class="charts">{"".join(drawn)}</div><details><summary>Each head after update '
-        f"{statistics[-1]['step']:,}</summary>{table}</details>"
+        f"{statistics[-1]['step']:,}</summary>{each}</details>"
         '<p class="note">Means over the heads of each kind of attention, on validation rows of one length.</p>'
     )
 
@@ -251,7 +260,7 @@ def costs(checks: Preflight | None, model: nn.Module, events: list[dict[str, Any
         "data. A multiply-add is 2 FLOPs; utilization excludes padding and recomputation and is relative to the "
         "speed of a large matrix product on this machine."
     )
-    shown = _table(("", "estimated", "measured"), rows, numbers=(1, 2))
+    shown = table(("", "estimated", "measured"), rows, numbers=(1, 2))
     return f'<h2>Cost</h2>{shown}<p class="note">{_text(note)}</p>'
 
 
@@ -279,10 +288,10 @@ def machine(checks: Preflight | None) -> str:
     memory = checks.machine["memory"]
     described = checks.machine | {"memory": format_bytes(memory) if memory else "–"}
     rows = [(name, str(value)) for name, value in described.items()]
-    return f"<h2>Machine</h2>{_table(('', ''), rows)}"
+    return f"<h2>Machine</h2>{table(('', ''), rows)}"
 
 
-def _table(
+def table(
     heads: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, kind: str = "", numbers: tuple[int, ...] = ()
 ) -> str:
     def cell(tag: str, i: int, text: str) -> str:
