@@ -53,7 +53,9 @@ def train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print events as JSON lines.")] = False,
 ) -> None:
-    """Train a recipe; run the same command again to resume it. Or run a lesson: its claim, its numbers, a page.
+    """Train a recipe; run the same command again to resume it.
+
+    A lesson, T1 to T13, trains its models, prints its numbers beside what was expected, and writes a page.
 
     Example: regard train translate --out runs/es --set minutes=6
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.training import recipes
 from regard.training.data.datasets import Dataset
 from regard.training.data.ragged import Ragged
 from regard.training.data.rows import IGNORED, Batch
@@ -21,6 +22,7 @@ from regard.training.recipes.evaluation import Evaluation, Example
 from regard.training.recipes.run import open_run
 from regard.training.report import page
 from regard.training.report.charts import Line, chart, decades, ticks
+from regard.training.report.expectations import expectations
 from training_run_case import regard, small
 
 
@@ -97,12 +99,14 @@ class Text(HTMLParser):
 def test_the_report_has_every_part(told):
     parsed = Text((told[1] / "report.html").read_text())
     assert parsed.headings == [
+        "The numbers that decide",
         "Curves",
         "Translations",
         "Cross-attention while translating",
         "Heads",
         "Cost",
         "Laws",
+        "Try next",
         "Machine",
     ]
     words = " ".join(parsed.words)
@@ -119,6 +123,23 @@ def test_the_report_has_every_part(told):
     ):
         assert text in words, text
     assert words.count("holds") == 7  # L29, 31, 32, 33, 48, 52, 56
+    assert "a Transformer learns to translate sentences that it has never seen" in words
+    assert f"regard train translate --out {told[1]}-longer --set steps=36" in words
+
+
+def test_a_recipe_is_judged_by_a_uniform_guess_and_by_its_laws(tmp_path):
+    recipe = small(tmp_path)
+    law = preflight.LawResult("L29", "causality", "", "holds", "", 2)
+    good, bad = (Evaluation(5, {"BLEU": 1.0, "loss": loss}, {}, ()) for loss in (5.0, 5.8))
+    assert [c.passed for c in expectations(recipe, good, (law,))] == [True, True]
+    assert [c.passed for c in expectations(recipe, bad, (replace(law, status="broken"),))] == [False, False]
+    assert expectations(recipe, good, (law,))[0].expected == "below 5.704, a uniform guess among 300"
+    image = recipes.recipe("image")
+    guessed = expectations(image, Evaluation(5, {"accuracy": 0.1, "loss": 1.0}, {}, ()), ())
+    assert [(c.name, c.passed) for c in guessed] == [
+        ("loss on test rows", True),
+        ("accuracy on test rows", False),
+    ]
 
 
 def test_the_maps_are_the_models_own_weights(told):
@@ -205,7 +226,7 @@ def test_a_browser_shows_it_and_heads_can_be_chosen(told, browser):
     assert at.locator("#map").inner_html() != before_it
     at.locator("#map rect").first.hover()
     assert re.fullmatch(
-        r"writing “.*”: \d+\.\d % of this head looks at “one”", at.locator("#reading").text_content()
+        r"“.*” attends to “one” with \d+\.\d % of this head", at.locator("#reading").text_content()
     )
     assert at.evaluate("document.documentElement.scrollWidth <= 900") and not problems
     at.close()

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import spec
-from ...lens.view import look
+from ...lens.view import View, look
 from ...pattern import causal
 from ...position import sinusoidal
 from ..report.maps import view_maps
 from . import pictures
 from .experiment import Experiment
-from .lesson import Lesson, Suggestion, check, seeded
+from .lesson import Lesson, Picture, Suggestion, check, seeded
 
 VOCAB, START = 12, 1
 TIMED = (8, 16, 32, 64, 128)
@@ -78,40 +78,46 @@ def reversing(
             ),
         ),
         {"accuracy by length": measured, "seconds of a forward pass by length": seconds},
-        (
-            pictures.lines(
-                "Accuracy against length",
-                "Reversing sequences of new random tokens; chance is 0.1.",
-                measured,
-                x="length",
-                y="accuracy",
-                levels={"chance": 0.1},
-            ),
-            pictures.tables(
-                "Cross-attention of the Transformer",
-                "Mean over its heads on one sequence: each output token attends to the mirrored source "
-                "token, from the last to the first.",
-                {f"length {last}": weights},
-                x="source token",
-                y="output token",
-                names=(list(view.queries(cross)), list(view.keys(cross))),
-            ),
-            pictures.lines(
-                "Time of a forward pass, measured",
-                "32 sequences, on the CPU of this run: the recurrent models take n steps one after the other, the "
-                "Transformer one.",
-                seconds,
-                x="length",
-                y="seconds",
-            ),
-            pictures.losses(
-                run.recorder, f"Length {last}.", [n for n in run.models if n.endswith(f"length {last}")]
-            ),
-        ),
+        _reversing_pictures(measured, seconds, weights, run, last, cross, view),
         (view_maps(f"Transformer, length {last}", view, role="cross"),),
         (
             Suggestion("Longer sequences widen the gap.", {"lengths": (8, 16, 24), "steps": 400}),
             Suggestion("Fewer steps: which model learns first?", {"steps": 150}),
+        ),
+    )
+
+
+def _reversing_pictures(
+    measured: Any, seconds: Any, weights: Any, run: Experiment, last: int, cross: Any, view: View
+) -> tuple[Picture, ...]:
+    return (
+        pictures.lines(
+            "Accuracy against length",
+            "Reversing sequences of new random tokens; chance is 0.1.",
+            measured,
+            x="length",
+            y="accuracy",
+            levels={"chance": 0.1},
+        ),
+        pictures.tables(
+            "Cross-attention of the Transformer",
+            "Mean over its heads on one sequence: each output token attends to the mirrored source "
+            "token, from the last to the first.",
+            {f"length {last}": weights},
+            x="source token",
+            y="output token",
+            names=(list(view.queries(cross)), list(view.keys(cross))),
+        ),
+        pictures.lines(
+            "Time of a forward pass, measured",
+            "32 sequences, on the CPU of this run: the recurrent models take n steps one after the other, the "
+            "Transformer one.",
+            seconds,
+            x="length",
+            y="seconds",
+        ),
+        pictures.losses(
+            run.recorder, f"Length {last}.", [n for n in run.models if n.endswith(f"length {last}")]
         ),
     )
 

@@ -91,36 +91,42 @@ def learned_offsets(run: Experiment, *, seed: int = 0, steps: int = 160, marks: 
                 for name, by_step in recorded.items()
             },
         },
-        (
-            Picture(
-                "Heads as taps of a convolution",
-                "Local window, after training: the mean weight of each head by offset; a ring marks its "
-                "nearest shift.",
-                lambda dark: figures.convolution_map(by_offset, shifts, names, dark=dark),
-            ),
-            Picture(
-                "Heads over training, everywhere",
-                "Entropy, distance and center of each head; a small dot is the first step, a large one the last.",
-                lambda dark: figures.head_evolution(recorders["everywhere"], dark=dark),
-            ),
-            Picture(
-                "Heads over training, local window",
-                "The same, where only neighboring patches can be attended to.",
-                lambda dark: figures.head_evolution(recorders["local window"], dark=dark),
-            ),
-            Picture(
-                "What reaches a patch through local windows",
-                "Along one side of the grid: each layer reaches one patch further; everywhere, one layer "
-                "reaches all.",
-                lambda dark: figures.receptive_field(window(1), GRID[0], 2, at=0, dark=dark),
-            ),
-            pictures.losses(run.recorder, "The local model has fewer pairs to learn from, and is not worse."),
-        ),
+        _learned_offsets_pictures(run, by_offset, shifts, names, recorders),
         (),
         (
             Suggestion("Longer, with more marks.", {"steps": 400, "marks": 8}),
             Suggestion("Other random offsets at the start.", {"seed": 1}),
         ),
+    )
+
+
+def _learned_offsets_pictures(
+    run: Experiment, by_offset: Any, shifts: Any, names: Any, recorders: Any
+) -> tuple[Picture, ...]:
+    return (
+        Picture(
+            "Heads as taps of a convolution",
+            "Local window, after training: the mean weight of each head by offset; a ring marks its "
+            "nearest shift.",
+            lambda dark: figures.convolution_map(by_offset, shifts, names, dark=dark),
+        ),
+        Picture(
+            "Heads over training, everywhere",
+            "Entropy, distance and center of each head; a small dot is the first step, a large one the last.",
+            lambda dark: figures.head_evolution(recorders["everywhere"], dark=dark),
+        ),
+        Picture(
+            "Heads over training, local window",
+            "The same, where only neighboring patches can be attended to.",
+            lambda dark: figures.head_evolution(recorders["local window"], dark=dark),
+        ),
+        Picture(
+            "What reaches a patch through local windows",
+            "Along one side of the grid: each layer reaches one patch further; everywhere, one layer "
+            "reaches all.",
+            lambda dark: figures.receptive_field(window(1), GRID[0], 2, at=0, dark=dark),
+        ),
+        pictures.losses(run.recorder, "The local model has fewer pairs to learn from, and is not worse."),
     )
 
 
@@ -217,35 +223,41 @@ def vision_transformer(run: Experiment, *, seed: int = 0, steps: int = 700) -> L
             "cosine of position vectors, near minus far": {k: _locality(v) for k, v in cosines.items()},
             "weight to the twin over a blank patch": twin,
         },
-        (
-            pictures.bars(
-                "Accuracy on test digits",
-                "The same digits for all; the two networks are trained on randomly shifted and turned ones.",
-                {**accuracy, "odd or even,\nnew head": fine_tuned},
-                y="accuracy",
-            ),
-            *(
-                Picture(
-                    f"Positions {name}",
-                    "Each small map: the cosine of one patch's position vector with all others. Nothing "
-                    "built in makes neighbors similar; what similarity there is was learned.",
-                    lambda dark, table=table: figures.patch_positions(table, GRID, skip=1, dark=dark),
-                )
-                for name, table in cosines.items()
-            ),
-            Picture(
-                "From one mark to its twin",
-                "Two equal marks in a blank image; the attention of the left one over the patches, last "
-                "layer, mean over heads.",
-                lambda dark: _twin_figure(twin_row, dark),
-            ),
-            pictures.losses(run.recorder, "Three models from scratch, and the fine-tuned one."),
-        ),
+        _vision_transformer_pictures(accuracy, fine_tuned, run, twin_row, cosines),
         (),
         (
             Suggestion("Half of the steps: does it still beat the linear classifier?", {"steps": 350}),
             Suggestion("Other random weights.", {"seed": 1}),
         ),
+    )
+
+
+def _vision_transformer_pictures(
+    accuracy: Any, fine_tuned: Any, run: Experiment, twin_row: Any, cosines: Any
+) -> tuple[Picture, ...]:
+    return (
+        pictures.bars(
+            "Accuracy on test digits",
+            "The same digits for all; the two networks are trained on randomly shifted and turned ones.",
+            {**accuracy, "odd or even,\nnew head": fine_tuned},
+            y="accuracy",
+        ),
+        *(
+            Picture(
+                f"Positions {name}",
+                "Each small map: the cosine of one patch's position vector with all others. Nothing "
+                "built in makes neighbors similar; what similarity there is was learned.",
+                lambda dark, table=table: figures.patch_positions(table, GRID, skip=1, dark=dark),
+            )
+            for name, table in cosines.items()
+        ),
+        Picture(
+            "From one mark to its twin",
+            "Two equal marks in a blank image; the attention of the left one over the patches, last "
+            "layer, mean over heads.",
+            lambda dark: _twin_figure(twin_row, dark),
+        ),
+        pictures.losses(run.recorder, "Three models from scratch, and the fine-tuned one."),
     )
 
 

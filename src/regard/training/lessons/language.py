@@ -92,31 +92,7 @@ def phrase_book(run: Experiment, *, seed: int = 0, steps: int = 250) -> Lesson:
                 for i in held_out[:8]
             }
         },
-        (
-            pictures.tables(
-                "Cross-attention while translating",
-                "Mean over the heads for a held-out phrase. Row: the token that is predicted next; column: "
-                "the source. Noun and adjective are crossed.",
-                {" ".join(shown[1][0]): weights},
-                x="source token",
-                y="predicted token",
-                names=(_predicted(shown[1][1]), shown[1][0]),
-            ),
-            Picture(
-                "The model",
-                "Drawn from its declaration.",
-                lambda dark: figures.architecture(
-                    model.spec, source='"Hello world"', target='start, "Hola mundo"', dark=dark
-                ),
-            ),
-            pictures.losses(run.recorder, "Mean loss of a predicted token; 0 is a certain translation."),
-            Picture(
-                "Which attention has which mask",
-                "This model has the three masks of the encoder-decoder: padding twice, and the causal mask "
-                "in the decoder.",
-                lambda dark: figures.mask_table(source=4, target=5, padding=2, dark=dark),
-            ),
-        ),
+        _phrase_book_pictures(weights, run, model, shown),
         tuple(
             view_maps(" ".join(pair[0]), view, role="cross") | {"queries": _predicted(pair[1])}
             for pair, view in zip(shown, views, strict=True)
@@ -124,6 +100,34 @@ def phrase_book(run: Experiment, *, seed: int = 0, steps: int = 250) -> Lesson:
         (
             Suggestion("Too few steps: which of the two numbers falls first?", {"steps": 40}),
             Suggestion("Another choice of held-out phrases.", {"seed": 1}),
+        ),
+    )
+
+
+def _phrase_book_pictures(weights: Any, run: Experiment, model: Any, shown: Any) -> tuple[Picture, ...]:
+    return (
+        pictures.tables(
+            "Cross-attention while translating",
+            "Mean over the heads for a held-out phrase. Row: the token that is predicted next; column: "
+            "the source. Noun and adjective are crossed.",
+            {" ".join(shown[1][0]): weights},
+            x="source token",
+            y="predicted token",
+            names=(_predicted(shown[1][1]), shown[1][0]),
+        ),
+        Picture(
+            "The model",
+            "Drawn from its declaration.",
+            lambda dark: figures.architecture(
+                model.spec, source='"Hello world"', target='start, "Hola mundo"', dark=dark
+            ),
+        ),
+        pictures.losses(run.recorder, "Mean loss of a predicted token; 0 is a certain translation."),
+        Picture(
+            "Which attention has which mask",
+            "This model has the three masks of the encoder-decoder: padding twice, and the causal mask "
+            "in the decoder.",
+            lambda dark: figures.mask_table(source=4, target=5, padding=2, dark=dark),
         ),
     )
 
@@ -224,22 +228,7 @@ def agreement(run: Experiment, *, seed: int = 0, steps: int = 300) -> Lesson:
             "mean share of “it”, all held-out sentences": {"right noun": shares.referent, "other noun": shares.other},
             "largest mean share of [MASK] on the noun, by head": verbs.share(),
         },
-        (
-            Picture(
-                "What “it” attends to",
-                "Second layer, in two sentences that differ in their last word only. Neither was seen in training.",
-                lambda dark: figures.attention_rows(view, 1, 0, "it", dark=dark),
-            ),
-            pictures.head_map("… because it was tired", "Scores, weights and entropy of that head.", view, 1, 0, 0),
-            pictures.head_map("… because it was soft", "The control sentence.", view, 1, 0, 1),
-            Picture(
-                "The heads that choose is or are",
-                "Layer 1 of the second model on “the cats [MASK] running on the mat”: maps, kinds, "
-                "similarity, and the effect of removing each.",
-                lambda dark: figures.head_gallery(verbs.view.remove_heads(), 0, 0, dark=dark),
-            ),
-            pictures.losses(run.recorder, "Mean loss of the predicted words; 0 is possible."),
-        ),
+        _agreement_pictures(view, run, verbs),
         (
             *(view_maps(" ".join(s.words), view, row) for row, s in enumerate(task.pair)),
             *(view_maps(" ".join(s.words), verbs.view, row) for row, s in enumerate(verbs.shown)),
@@ -249,6 +238,27 @@ def agreement(run: Experiment, *, seed: int = 0, steps: int = 300) -> Lesson:
             Suggestion("Other random weights and held-out sentences.", {"seed": 1}),
         ),
     )  # fmt: skip
+
+
+def _agreement_pictures(view: View, run: Experiment, verbs: Any) -> tuple[Picture, ...]:
+    return (
+        Picture(
+            "What “it” attends to",
+            "Second layer, in two sentences that differ in their last word only. Neither was seen in training.",
+            lambda dark: figures.attention_rows(view, 1, 0, "it", dark=dark),
+        ),
+        pictures.head_map(
+            "… because it was tired", "Scores, weights and entropy of that head.", view, 1, 0, 0
+        ),
+        pictures.head_map("… because it was soft", "The control sentence.", view, 1, 0, 1),
+        Picture(
+            "The heads that choose is or are",
+            "Layer 1 of the second model on “the cats [MASK] running on the mat”: maps, kinds, "
+            "similarity, and the effect of removing each.",
+            lambda dark: figures.head_gallery(verbs.view.remove_heads(), 0, 0, dark=dark),
+        ),
+        pictures.losses(run.recorder, "Mean loss of the predicted words; 0 is possible."),
+    )
 
 
 class Verbs:

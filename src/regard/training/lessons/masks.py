@@ -81,28 +81,32 @@ def padding(run: Experiment, *, seed: int = 0, steps: int = 150) -> Lesson:
             ),
         ),
         {"sentences that contain the token": float(labels.float().mean())},
-        (
-            pictures.tables(
-                "Attention with and without the key padding mask",
-                "Mean over the four heads, one sentence of 8 tokens and 4 tokens of padding. With the mask "
-                "the padded columns are exactly zero.",
-                weights,
-                x="key",
-                y="query",
-                names=(words, words),
-            ),
-            pictures.losses(run.recorder, "The loss approaches 0: the task can be solved completely."),
-            Picture(
-                "Which attention has which mask",
-                "Drawn for this lesson's sentence length. This classifier is the first case; a decoder needs "
-                "the causal mask, an encoder-decoder three masks.",
-                lambda dark: figures.mask_table(source=LONGEST, target=8, padding=4, dark=dark),
-            ),
-        ),
+        _padding_pictures(weights, run, words),
         (view_maps("with the mask", masked), view_maps("without the mask", bare)),
         (
             Suggestion("Train too little and see which number fails first.", {"steps": 15}),
             Suggestion("Other random weights and sentences.", {"seed": 1}),
+        ),
+    )
+
+
+def _padding_pictures(weights: Any, run: Experiment, words: Any) -> tuple[Picture, ...]:
+    return (
+        pictures.tables(
+            "Attention with and without the key padding mask",
+            "Mean over the four heads, one sentence of 8 tokens and 4 tokens of padding. With the mask "
+            "the padded columns are exactly zero.",
+            weights,
+            x="key",
+            y="query",
+            names=(words, words),
+        ),
+        pictures.losses(run.recorder, "The loss approaches 0: the task can be solved completely."),
+        Picture(
+            "Which attention has which mask",
+            "Drawn for this lesson's sentence length. This classifier is the first case; a decoder needs "
+            "the causal mask, an encoder-decoder three masks.",
+            lambda dark: figures.mask_table(source=LONGEST, target=8, padding=4, dark=dark),
         ),
     )
 
@@ -168,23 +172,27 @@ def entropy_rate(run: Experiment, *, seed: int = 0, steps: int = 500) -> Lesson:
             "standard error of the loss": error,
             "loss of a uniform guess": math.log(vocab),
         },
-        (
-            pictures.losses(
-                run.recorder, "The dotted line is the entropy rate of the source: no model can be below it."
-            ),
-            pictures.tables(
-                "The source, and what the model learned",
-                "Row: the token before; column: the next token; color: its probability.",
-                {"transition table of the source": chain, "mean prediction of the model": predicted},
-                x="next token",
-                y="token before",
-                names=(names, names),
-            ),
-        ),
+        _entropy_rate_pictures(run, chain, predicted, names),
         (view_maps("a new text", look(model, new[:1, :-1], tokens=[list(map(str, new[0, :-1].tolist()))])),),
         (
             Suggestion("Stop early: the loss is still above the band.", {"steps": 60}),
             Suggestion("Another source, with another entropy rate.", {"seed": 3}),
+        ),
+    )
+
+
+def _entropy_rate_pictures(run: Experiment, chain: Any, predicted: Any, names: Any) -> tuple[Picture, ...]:
+    return (
+        pictures.losses(
+            run.recorder, "The dotted line is the entropy rate of the source: no model can be below it."
+        ),
+        pictures.tables(
+            "The source, and what the model learned",
+            "Row: the token before; column: the next token; color: its probability.",
+            {"transition table of the source": chain, "mean prediction of the model": predicted},
+            x="next token",
+            y="token before",
+            names=(names, names),
         ),
     )
 
@@ -233,31 +241,35 @@ def future_leak(run: Experiment, *, seed: int = 0, steps: int = 400) -> Lesson:
             ),
         ),
         {"floor": floors, "accuracy with the mask": copied["masked"]},
-        (
-            pictures.losses(
-                run.recorder, "The dotted lines are the smallest possible losses: ln 16 and ln(16)/16."
-            ),
-            pictures.tables(
-                "Where the two models attend",
-                "Mean over the four heads on one text. Without the mask each position attends to the next one, where "
-                "its answer is.",
-                {name: torch.stack([v.map(0, h) for h in range(4)]).mean(0) for name, v in views.items()},
-                x="key",
-                y="query",
-            ),
-            pictures.lines(
-                "Loss by position",
-                "Without the mask only the last position, whose target is not an input, is at ln 16.",
-                by_position,
-                x="position",
-                y="loss on new text",
-                levels={"ln 16": math.log(vocab)},
-            ),
-        ),
+        _future_leak_pictures(by_position, run, vocab, views),
         tuple(view_maps(f"{name}: a random text", view) for name, view in views.items()),
         (
             Suggestion("With too few steps the leak is not yet learned.", {"steps": 60}),
             Suggestion("Other random tokens: the same floors.", {"seed": 1}),
+        ),
+    )
+
+
+def _future_leak_pictures(by_position: Any, run: Experiment, vocab: Any, views: Any) -> tuple[Picture, ...]:
+    return (
+        pictures.losses(
+            run.recorder, "The dotted lines are the smallest possible losses: ln 16 and ln(16)/16."
+        ),
+        pictures.tables(
+            "Where the two models attend",
+            "Mean over the four heads on one text. Without the mask each position attends to the next one, where "
+            "its answer is.",
+            {name: torch.stack([v.map(0, h) for h in range(4)]).mean(0) for name, v in views.items()},
+            x="key",
+            y="query",
+        ),
+        pictures.lines(
+            "Loss by position",
+            "Without the mask only the last position, whose target is not an input, is at ln 16.",
+            by_position,
+            x="position",
+            y="loss on new text",
+            levels={"ln 16": math.log(vocab)},
         ),
     )
 

@@ -66,28 +66,7 @@ def word_order(run: Experiment, *, seed: int = 0, steps: int = 120) -> Lesson:
             check("with positions: accuracy", accuracy[with_], "exactly", 1.0),
         ),
         {"with positions: difference of the logits": difference[with_]},
-        (
-            pictures.bars(
-                "Probability that the cat chased",
-                "Without positions both sentences get the same answer.",
-                sides,
-                y="probability",
-                levels={"undecided": 0.5},
-            ),
-            pictures.losses(
-                run.recorder, "Without positions no model can be below ln 2 = 0.693, a coin toss."
-            ),
-            *(
-                pictures.head_map(
-                    f"Attention {name}",
-                    "First layer, first head, on the first sentence: scores, weights, entropy of each row.",
-                    views[name],
-                    0,
-                    0,
-                )
-                for name in views
-            ),
-        ),
+        _word_order_pictures(sides, run, views),
         tuple(
             view_maps(f"{name}: {' '.join(names[row])}", view, row)
             for name, view in views.items()
@@ -96,6 +75,29 @@ def word_order(run: Experiment, *, seed: int = 0, steps: int = 120) -> Lesson:
         (
             Suggestion("One step is not enough even with positions.", {"steps": 1}),
             Suggestion("Other random weights give the same result.", {"seed": 7}),
+        ),
+    )
+
+
+def _word_order_pictures(sides: Any, run: Experiment, views: Any) -> tuple[Picture, ...]:
+    return (
+        pictures.bars(
+            "Probability that the cat chased",
+            "Without positions both sentences get the same answer.",
+            sides,
+            y="probability",
+            levels={"undecided": 0.5},
+        ),
+        pictures.losses(run.recorder, "Without positions no model can be below ln 2 = 0.693, a coin toss."),
+        *(
+            pictures.head_map(
+                f"Attention {name}",
+                "First layer, first head, on the first sentence: scores, weights, entropy of each row.",
+                views[name],
+                0,
+                0,
+            )
+            for name in views
         ),
     )
 
@@ -212,34 +214,40 @@ def extrapolation(run: Experiment, *, seed: int = 0, steps: int = 400, trained: 
             *(_defined(name, measured[name][lengths[2]], lengths[2]) for name in kinds if name != "learned"),
         ),
         {"loss by length": measured},
-        (
-            pictures.lines(
-                "Loss against length",
-                f"Trained at {trained} tokens. The learned table has no value beyond it; the others do, above "
-                "or near chance.",
-                longer,
-                x="length of the text",
-                y="loss on new text",
-                levels={"chance, ln 8": chance, "smallest possible": floor},
-            ),
-            pictures.losses(run.recorder, "The dotted line is the smallest possible loss at the trained length."),
-            Picture(
-                "The learned table after training",
-                "One vector per position, and the products of two positions by their distance.",
-                lambda dark: figures.positional_encoding(table=_table(run.models["learned"]), dark=dark),
-            ),
-            Picture(
-                "Sinusoids of the same size",
-                "Defined at any position: a formula, not a table.",
-                lambda dark: figures.positional_encoding(lengths[2], 32, dark=dark),
-            ),
-        ),
+        _extrapolation_pictures(longer, run, trained, chance, floor, lengths),
         (),
         (
             Suggestion("40 updates teach nothing: the lesson fails.", {"steps": 40}),
             Suggestion("Train on longer texts.", {"trained": 32, "steps": 600}),
         ),
     )  # fmt: skip
+
+
+def _extrapolation_pictures(
+    longer: Any, run: Experiment, trained: Any, chance: Any, floor: Any, lengths: Any
+) -> tuple[Picture, ...]:
+    return (
+        pictures.lines(
+            "Loss against length",
+            f"Trained at {trained} tokens. The learned table has no value beyond it; the others do, above "
+            "or near chance.",
+            longer,
+            x="length of the text",
+            y="loss on new text",
+            levels={"chance, ln 8": chance, "smallest possible": floor},
+        ),
+        pictures.losses(run.recorder, "The dotted line is the smallest possible loss at the trained length."),
+        Picture(
+            "The learned table after training",
+            "One vector per position, and the products of two positions by their distance.",
+            lambda dark: figures.positional_encoding(table=_table(run.models["learned"]), dark=dark),
+        ),
+        Picture(
+            "Sinusoids of the same size",
+            "Defined at any position: a formula, not a table.",
+            lambda dark: figures.positional_encoding(lengths[2], 32, dark=dark),
+        ),
+    )
 
 
 def _defined(name: str, value: float | str, n: int) -> Check:

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import json
 import math
-import platform
 import re
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from ...errors import FormatError, SpecError, nearest
 from ...lens.recorder import Recorder
 from ...nn.serialization import WEIGHTS, load, save
 from ..loop import checkpoints
+from ..loop.meter import machine
 from .catalogue import LESSONS
 from .experiment import Experiment, Training
 from .lesson import Lesson, format_value
@@ -278,8 +278,6 @@ def _plain(
     chosen: LessonChoice, lesson: Lesson, experiment: Experiment, folders: dict[str, str]
 ) -> dict[str, Any]:
     """The lesson as JSON."""
-    from ... import __version__
-
     return {
         "lesson": lesson.number,
         "claim": lesson.claim,
@@ -291,13 +289,7 @@ def _plain(
         "models": folders,
         "trainings": [asdict(t) for t in experiment.trainings],
         "suggestions": [{"text": s.text, "command": s.command(lesson.number)} for s in lesson.suggestions],
-        "machine": {
-            "regard": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": str(experiment.device),
-            "threads available": torch.get_num_threads(),
-        },
+        "machine": machine(torch.device(experiment.device)),
         "date": time.strftime("%Y-%m-%d %H:%M"),
     }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ... import spec
 from ...lens import figures
-from ...lens.view import look
+from ...lens.view import View, look
 from ...pattern import causal
 from ...position import learned
 from . import pictures
@@ -63,43 +63,49 @@ def score_scaling(
             ),
         ),
         {"loss by width": reached, "mean largest weight at the start": largest},
-        (
-            pictures.losses(
-                run.recorder,
-                f"Width {last}: the same steps, the same texts.",
-                [n for n in run.models if str(last) in n],
-            ),
-            pictures.lines(
-                "Loss after the same number of steps",
-                "Mean of the last ten losses.",
-                reached,
-                x="width",
-                y="loss",
-            ),
-            pictures.lines(
-                "Saturation before training",
-                "The largest weight of a query, mean over all queries with at least 12 keys, in the models "
-                "of this run.",
-                largest,
-                x="width",
-                y="largest weight",
-            ),
-            Picture(
-                "Saturation of softmax against width",
-                "Random queries and keys at the widths of this run, 64 keys: the largest weight, and the "
-                "squared norm of softmax's Jacobian.",
-                lambda dark: figures.saturation(sizes, samples=500, seed=seed, dark=dark),
-            ),
-            Picture(
-                f"The eight heads at width {last}",
-                "Their maps and kinds, how similar they are, and what removing each changes.",
-                lambda dark: figures.head_gallery(view, dark=dark),
-            ),
-        ),
+        _score_scaling_pictures(reached, largest, run, last, sizes, view, seed),
         (),
         (
             Suggestion("More widths.", {"sizes": (64, 128, 256)}),
             Suggestion("Longer: the unscaled models catch up, or not.", {"steps": 300}),
+        ),
+    )
+
+
+def _score_scaling_pictures(
+    reached: Any, largest: Any, run: Experiment, last: int, sizes: tuple[int, ...], view: View, seed: int
+) -> tuple[Picture, ...]:
+    return (
+        pictures.losses(
+            run.recorder,
+            f"Width {last}: the same steps, the same texts.",
+            [n for n in run.models if str(last) in n],
+        ),
+        pictures.lines(
+            "Loss after the same number of steps",
+            "Mean of the last ten losses.",
+            reached,
+            x="width",
+            y="loss",
+        ),
+        pictures.lines(
+            "Saturation before training",
+            "The largest weight of a query, mean over all queries with at least 12 keys, in the models "
+            "of this run.",
+            largest,
+            x="width",
+            y="largest weight",
+        ),
+        Picture(
+            "Saturation of softmax against width",
+            "Random queries and keys at the widths of this run, 64 keys: the largest weight, and the "
+            "squared norm of softmax's Jacobian.",
+            lambda dark: figures.saturation(sizes, samples=500, seed=seed, dark=dark),
+        ),
+        Picture(
+            f"The eight heads at width {last}",
+            "Their maps and kinds, how similar they are, and what removing each changes.",
+            lambda dark: figures.head_gallery(view, dark=dark),
         ),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import RegardError
 from ..lessons.lesson import Lesson, Picture, format_value
-from .page import attention_maps, fill_page, table
+from .page import attention_maps, fill_page, numbers, table, try_next, verdict
 
 
 def lesson_page(lesson: Lesson, stored: Mapping[str, Any], folder: Path) -> str:
@@ -17,44 +17,24 @@ def lesson_page(lesson: Lesson, stored: Mapping[str, Any], folder: Path) -> str:
     title = f"{lesson.number}: {lesson.claim}"
     body = [
         _headline(lesson, stored),
-        _numbers(lesson),
+        numbers(lesson.checks),
         _pictures(lesson.pictures),
         attention_maps(bool(lesson.maps), "Attention maps of this run"),
         _method(lesson, stored),
         _further(lesson.measured),
-        _suggestions(stored),
+        try_next([(s["text"], s["command"]) for s in stored["suggestions"]]),
         _files(stored, folder),
     ]
     return fill_page(title, "\n".join(part for part in body if part), {"maps": list(lesson.maps)}, "lesson")
 
 
 def _headline(lesson: Lesson, stored: Mapping[str, Any]) -> str:
-    kind, word, mark = ("holds", "passed", "✓") if lesson.passed else ("broken", "failed", "✗")
     models = len(stored["models"])
     lead = f"{models} model{'s' * (models > 1)} trained and measured in {stored['seconds']:.0f} s"
     return (
-        f'<header><p class="kicker">Lesson {lesson.number}<span class="verdict {kind}">{mark} {word}</span></p>'
+        f'<header><p class="kicker">Lesson {lesson.number}{verdict(lesson.checks)}</p>'
         f'<h1 class="claim">{_text(lesson.claim)}</h1><p class="lead">{_text(lead)}</p></header>'
     )
-
-
-def _numbers(lesson: Lesson) -> str:
-    """Each number beside what was expected of it."""
-    rows = "".join(
-        f'<tr><td class="mark {"holds" if c.passed else "broken"}" aria-label="{_yes(c.passed)}">'
-        f"{'✓' if c.passed else '✗'}</td><td>{_text(c.name)}</td>"
-        f'<td class="measured">{_text(format_value(c.measured))}</td><td>{_text(c.expected)}</td></tr>'
-        for c in lesson.checks
-    )
-    head = "<tr><th></th><th>number</th><th>measured</th><th>expected</th></tr>"
-    return (
-        f'<h2>The numbers that decide</h2><div class="scroll"><table class="numbers"><thead>{head}</thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _yes(passed: bool) -> str:
-    return "as expected" if passed else "not as expected"
 
 
 def _pictures(pictures: tuple[Picture, ...]) -> str:
@@ -130,19 +110,11 @@ def _nested(values: Mapping[Any, Any]) -> str:
     return table(("", *map(str, columns)), rows)
 
 
-def _suggestions(stored: Mapping[str, Any]) -> str:
-    shown = "".join(
-        f"<li>{_text(s['text'])}<pre class='command'>{_text(s['command'])}</pre></li>"
-        for s in stored["suggestions"]
-    )
-    return f'<h2>Try next</h2><ul class="next">{shown}</ul>' if shown else ""
-
-
 def _files(stored: Mapping[str, Any], folder: Path) -> str:
     names = list(stored["models"])
     code = f'result = rg.train("{stored["lesson"]}")\nmodel = result.load("{names[0]}")' if names else ""
     rows = [(name, f"{folder}/{at}") for name, at in stored["models"].items()]
-    machine = ", ".join(f"{k} {v}" for k, v in stored["machine"].items())
+    machine = ", ".join(f"{k} {v}" for k, v in stored["machine"].items() if k != "memory")
     return (
         "<h2>Files</h2><p>Weights (safetensors) and declarations; the losses are in "
         f"{_text(str(folder))}/curves.json, all numbers in "

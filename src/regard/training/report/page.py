@@ -15,6 +15,7 @@ from torch import nn
 from ...errors import FormatError
 from ...nn.serialization import load
 from ..data.tokens import Tokens
+from ..lessons.lesson import Check, format_value
 from ..loop import log
 from ..recipes import Recipe, evaluation, preflight
 from ..recipes.evaluation import Evaluation
@@ -22,6 +23,7 @@ from ..recipes.preflight import LawResult, Preflight, format_bytes, format_durat
 from ..recipes.run import MODEL, RECIPE, TOKENS
 from . import head_statistics
 from .charts import Line, chart
+from .expectations import claim, expectations, suggestions
 from .maps import cross_maps
 
 FILE = "report.html"
@@ -64,14 +66,19 @@ def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
     result, checks, events = evaluation.stored(folder), preflight.stored(folder), log.read(folder)
     maps = [] if tokens is None or result is None else cross_maps(model, tokens, result.examples)
     title = f"{recipe.name}: run of {_ended(events)}"
+    kept = preflight.check_laws(model, preflight.AFTER_TRAINING)
+    decided = expectations(recipe, result, kept)
     body = [
         headline(recipe, model, result, events, title),
+        f'<p class="statement">{_text(claim(recipe))} {verdict(decided)}</p>' if decided else "",
+        numbers(decided),
         curves(events),
         examples(result),
         attention_maps(bool(maps), "Cross-attention while translating", TRANSLATING),
         heads(head_statistics.read(folder)),
         costs(checks, model, events),
-        laws(preflight.check_laws(model, preflight.AFTER_TRAINING)),
+        laws(kept),
+        try_next(suggestions(recipe, folder)),
         machine(checks),
         f"<footer>Written by regard on {time.strftime('%Y-%m-%d %H:%M')} from {_text(str(folder))}.</footer>",
     ]
@@ -113,6 +120,44 @@ def headline(
     rows = "" if result is None else f"; scores on {result.rows:,} test rows"
     lead = f'<p class="lead">{_text(settings + rows)}</p>'
     return f'<h1>{_text(title)}</h1>{lead}<dl class="tiles">{shown}</dl>{signed}'
+
+
+def verdict(checks: Sequence[Check]) -> str:
+    """A mark: passed or failed."""
+    kind, word, mark = (
+        ("holds", "passed", "✓") if all(c.passed for c in checks) else ("broken", "failed", "✗")
+    )
+    return f'<span class="verdict {kind}">{mark} {word}</span>'
+
+
+def numbers(checks: Sequence[Check]) -> str:
+    """Each number beside what was expected of it."""
+    if not checks:
+        return ""
+    rows = "".join(
+        f"<tr>{_mark(c.passed)}<td>{_text(c.name)}</td>"
+        f'<td class="measured">{_text(format_value(c.measured))}</td><td>{_text(c.expected)}</td></tr>'
+        for c in checks
+    )
+    head = "<tr><th></th><th>number</th><th>measured</th><th>expected</th></tr>"
+    return (
+        f'<h2>The numbers that decide</h2><div class="scroll"><table class="numbers"><thead>{head}</thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _mark(passed: bool) -> str:
+    if passed:
+        return '<td class="mark holds" aria-label="as expected">✓</td>'
+    return '<td class="mark broken" aria-label="not as expected">✗</td>'
+
+
+def try_next(commands: Sequence[tuple[str, str]]) -> str:
+    """What to try next, each with its command."""
+    shown = "".join(
+        f"<li>{_text(t)}<pre class='command'>{_text(command)}</pre></li>" for t, command in commands
+    )
+    return f'<h2>Try next</h2><ul class="next">{shown}</ul>' if shown else ""
 
 
 def shape(declared: Any) -> str:
