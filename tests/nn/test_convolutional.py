@@ -1,17 +1,20 @@
-"""The convolutional rival against loops over positions, and what it can see against autodiff."""
+"""The convolutional baselines against loops over positions, and what it can see against autodiff."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from ledger_cases import case, cases
 from regard.errors import ShapeError
-from regard.nn.convolutional import ConvolutionalModel, reach
+from regard.nn.convolutional import ConvolutionalModel, image_classifier, reach
 from regard.spec import Convolutional
+from regard.training.data.datasets import Digits
 
 N, D_MODEL, VOCAB = 7, 5, 13
 
@@ -252,3 +255,36 @@ def test_an_input_that_does_not_fit_is_told_what_does(vocab, x, lengths, message
 def test_a_layer_shows_the_pairs_it_joins():
     model = ConvolutionalModel(Convolutional(5, layers=2, dilation=3, causal=True))
     assert "pattern=causal() & dilated(2, 3)" in repr(model)
+
+
+@pytest.mark.ledger("S4.1.5a.1")
+def test_a_small_convolutional_classifier_is_the_baseline_of_a_vision_transformer():
+    """A hierarchy of convolutions: each half the size, each pixel seeing its neighbors; it learns digits quickly."""
+    torch.manual_seed(0)
+    model = image_classifier((8, 8), 10, widths=(8, 16))
+    sizes = []
+    for layer in model:
+        if isinstance(layer, nn.Conv2d | nn.MaxPool2d | nn.Linear):
+            layer.register_forward_hook(lambda _, __, out: sizes.append(tuple(out.shape[1:])))
+    image = torch.randn(1, 1, 8, 8)
+    assert model(image).shape == (1, 10)
+    assert sizes == [(8, 8, 8), (8, 4, 4), (16, 4, 4), (16, 2, 2), (10,)]
+    first = torch.autograd.functional.jacobian(model[0], image)[0, 0, 3, 4, 0, 0].abs() > 0
+    assert first.nonzero().tolist() == [
+        [y, x] for y in (2, 3, 4) for x in (3, 4, 5)
+    ]  # 3 × 3 around the pixel
+    data = Digits().load(Path())
+    images, labels = data.train.inputs, data.train.labels
+    adam, g = torch.optim.Adam(model.parameters(), 1e-2), torch.Generator().manual_seed(0)
+    for _ in range(30):
+        rows = torch.randint(0, len(labels), (64,), generator=g)
+        adam.zero_grad()
+        nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+        adam.step()
+    with torch.no_grad():
+        right = (model(data.test.inputs).argmax(-1) == data.test.labels).double().mean()
+    assert right > 0.7
+    with pytest.raises(
+        ShapeError, match=r"an image of 6 × 8 cannot be halved 2 times; use sides divisible by 4"
+    ):
+        image_classifier((6, 8), 10)

@@ -268,8 +268,30 @@ def test_the_vision_head_reads_the_class_token_after_the_encoder():
     states = built(dataclasses.replace(declared, head=None))
     states.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("head")})
     assert torch.equal(model(images), model.head.w_out(model.head.hidden(states(images)[:, 0]).tanh()))
+    seen = []
+    states.encoder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    with torch.no_grad():
+        states(images)
+        states.class_token += 1.0
+        states(images)
+    moved = (seen[1] - seen[0]).abs().amax((0, 2))
+    assert moved[0] == pytest.approx(1.0) and moved[1:].max() == 0  # the first token is the class token
     linear = rg.ClassifierHead(7, pool="first")
     assert built(dataclasses.replace(declared, head=linear)).head.w_out.weight.shape == (7, declared.d_model)
+
+
+@pytest.mark.ledger("S1.Q3a.5")
+def test_documents_in_one_row_equal_each_alone():
+    attention = Attention(8, heads=2, pattern=rg.causal())
+    embedding = Embedding(50, 8, position=rg.learned(6))
+    model = built(
+        Encoder(Block(attention, rg.FeedForward(8)), 2, embedding=embedding, head=rg.LanguageHead())
+    )
+    first, second = ids(2, 4), ids(2, 3, seed=1)
+    documents = torch.tensor([[5] * 4 + [2] * 3]).expand(2, 7)
+    packed = model(torch.cat([first, second], 1), documents=documents)
+    assert torch.allclose(packed[:, :4], model(first), atol=1e-12)
+    assert torch.allclose(packed[:, 4:], model(second), atol=1e-12)
 
 
 def test_an_image_of_another_size_is_refused():

@@ -75,7 +75,7 @@ def test_a_feed_forward_has_the_parameters_the_ledger_counts():
 
 
 @pytest.mark.ledger(
-    "S0.Q2b.1", "S1.Q3a.1", "S1.Q3a.2", "S1.Q3a.3", "S1.Q3a.6", "S3.Q2.1", "S4.1.2a.1", "S2.1.1.4"
+    "S1.Q3a.4", "S0.Q2b.1", "S1.Q3a.1", "S1.Q3a.2", "S1.Q3a.3", "S1.Q3a.6", "S3.Q2.1", "S4.1.2a.1", "S2.1.1.4"
 )
 def test_the_layer_gives_the_worked_example():
     c = case("attention.multihead.4x2")

@@ -387,6 +387,9 @@ def test_a_bias_by_distance_is_its_formula_and_ignores_a_common_shift(n, m, reac
     bias = ByDistance(table, alibi_slopes(3).double() if slopes else None)
     q_positions, k_positions = torch.arange(n) + m - n, torch.arange(m)
     dense = bias.dense(q_positions, k_positions)
+    alone = ByDistance(slopes=alibi_slopes(3).double()).dense(q_positions, k_positions)
+    away = (k_positions - q_positions[:, None]).abs()
+    assert torch.equal(alone, -alibi_slopes(3).double()[:, None, None] * away)  # distant keys are penalized
     for h in range(3):
         for i in range(n):
             for j in range(m):

@@ -216,9 +216,9 @@ def weights_of_draws(n, d, scaled, draws, seed, by_length):
     if by_length:
         length = np.random.default_rng(seed).chisquare(d, (draws, 1)) ** 0.5
         scores = torch.from_numpy(length).float() * torch.randn(draws, n, generator=g)
-    else:
+    else:  # the weights that attend computes, by its own scale or without one
         q, k = torch.randn(draws, 1, d, generator=g), torch.randn(draws, n, d, generator=g)
-        scores = dot_scores(q, k)[:, 0]
+        return attend(q, k, k[..., :1], scale=None if scaled else 1.0).weights[:, 0]
     return softmax(scores / d**0.5 if scaled else scores)
 
 
@@ -241,7 +241,7 @@ def test_saturation_is_the_ledgers(c):
     check_saturation(c, weights_of_draws(given["n"], given["d"], given["scaled"], 100_000, 0, by_length=True))
 
 
-@pytest.mark.ledger("S3.Q1a.4")
+@pytest.mark.ledger("S3.Q1a.4", "S0.Q1a.8", "S0.Q1a.10")
 @pytest.mark.parametrize("scaled", [True, False])
 def test_saturation_is_the_same_with_fully_sampled_keys(scaled):
     c = case(f"saturation.n16.d16.{'scaled' if scaled else 'unscaled'}")
