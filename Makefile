@@ -1,5 +1,5 @@
-# `make demo` is a tour and a training run, `make test` runs the tests, `make quick` a selection of them for the inner
-# loop. All create .venv first.
+# `make demo` is a tour, the translator of regard and a training run, under 5 minutes on two cores; `make test` runs the
+# tests, `make quick` a selection of them for the inner loop. All create .venv first.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -26,8 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: $(VENV)/.ready
 	$(PY) examples/tour.py
-	$(VENV)/bin/regard train translate
-	$(VENV)/bin/regard translate "Where is the library?"
+	$(PY) examples/translator.py
 
 test: $(VENV)/.ready
 	$(PYTEST) $(HOOK) -m "not compiled and not long"

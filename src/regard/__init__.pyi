@@ -67,5 +67,6 @@ from .spec import preset as preset
 from .spec import presets as presets
 from .training import TrainingResult as TrainingResult
 from .training import train as train
+from .training import translate as translate
 
 __version__: str

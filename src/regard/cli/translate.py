@@ -10,32 +10,34 @@ import typer
 
 from ..errors import FormatError, SpecError
 from ..generation import beam, greedy
-from ..nn.stack import EncoderDecoder
 from ..training.data import text
-from ..training.recipes.run import open_run
 from ..training.recipes.translation import max_source_tokens
 from ..training.recipes.translation import translate as translate_texts
+from ..training.translator import open_translator
 
 
 def translate(
     sentence: Annotated[str | None, typer.Argument(help="A sentence; without one, stdin is read.")] = None,
-    model: Annotated[Path, typer.Option(help="The folder of a run.")] = Path("runs/translate"),
+    model: Annotated[
+        Path | None, typer.Option(help="The folder of a run; by default the translator of regard.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Translate this file, line by line.")] = None,
     width: Annotated[
-        int, typer.Option("--beam", min=1, help="The width of the beam search; 1 is greedy.")
-    ] = 1,
+        int | None,
+        typer.Option("--beam", min=1, help="Beam width; 1 is greedy. By default what the model's card says."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print source and target as JSON lines.")] = False,
 ) -> None:
-    """Translate with a model that `regard train translate` trained.
+    """Translate English to Spanish, or with a model that `regard train translate` trained.
 
-    Example: regard translate "Hello world" --model runs/translate
+    Example: regard translate "Where is the library?"
     """
     if sentence is not None and file is not None:
         raise SpecError("give a sentence or a file, not both")
-    net, tokens, recipe = open_run(model)
-    if not isinstance(net, EncoderDecoder):
-        raise SpecError(f"{model} contains a {recipe.name} model, which does not translate")
-    strategy, limit, number = greedy() if width == 1 else beam(width), max_source_tokens(net), 0
+    net, tokens, strategy = open_translator(model)
+    if width is not None:
+        strategy = greedy() if width == 1 else beam(width)
+    limit, number = max_source_tokens(net), 0
     # In a terminal each line is answered at once; a pipe is read in parts, in which similar lengths share batches.
     part = 1 if sentence is None and file is None and sys.stdin.isatty() else 1024
     for lines in _parts(_lines(sentence, file), part):

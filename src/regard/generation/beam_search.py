@@ -14,11 +14,12 @@ from .strategies import beam
 
 @dataclass
 class Best:
-    """The best finished sequence of one batch row."""
+    """The best finished sequence of one batch row, and how many have ended."""
 
     score: float = -inf
     log_prob: float = -inf
     tokens: list[int] = field(default_factory=list)
+    ended: int = 0  # sequences so far
 
 
 def search(
@@ -31,35 +32,62 @@ def search(
 ) -> list[tuple[float, list[int]]]:
     """The log-probability and the tokens of each row's best sequence, without the prompt and without `eos_id`.
 
-    An end token counts where it is among the `width` likeliest continuations. A row is finished when no unfinished
-    sequence can still win: a log-probability only decreases, and the length penalty is largest at max_new_tokens.
+    An end token counts where it is among the `width` likeliest continuations. A row is finished when `width` of its
+    sequences have ended, or when no unfinished one can still win: a log-probability only decreases, and the length
+    penalty is largest at max_new_tokens. Rows that are finished cost nothing more.
     """
     device, b, width = prompt.device, len(prompt), strategy.width
-    first = torch.arange(b, device=device)[:, None] * width  # index of each row's first sequence
+    best = [Best() for _ in range(b)]
+    active = list(range(b))  # the rows that are not finished
     logits = repeat(steps.next(prompt, lengths), "b v -> b w v", w=width)
-    steps.select(repeat(torch.arange(b, device=device), "b -> (b w)", w=width))
+    steps.repeat(width)
     total = torch.full((b, width), -inf, device=device)
     total[:, 0] = 0.0  # the first step continues one sequence per row
     written = torch.empty(b, width, 0, dtype=torch.long, device=device)
-    best = [Best() for _ in range(b)]
     for length in range(1, max_new_tokens + 1):
         log_prob, origin, token = _continuations(total, logits.float())
         longer = torch.cat([_select(written, origin), token[..., None]], 2)
         ends = (token == eos_id) if eos_id is not None else torch.zeros_like(token, dtype=torch.bool)
-        _finish(best, log_prob[:, :width], longer[:, :width, :-1], ends[:, :width], strategy.penalty(length))
+        rows = [best[i] for i in active]
+        _finish(rows, log_prob[:, :width], longer[:, :width, :-1], ends[:, :width], strategy.penalty(length))
         # Of 2·width continuations at most width end, one per sequence, so width unfinished ones remain.
         live = ends.to(torch.int8).argsort(dim=-1, stable=True)[:, :width]
         total = log_prob.gather(1, live).masked_fill(ends.gather(1, live), -inf)
         written = _select(longer, live)
-        bound = (total.amax(1) / strategy.penalty(max_new_tokens)).tolist()
         if length == max_new_tokens:
-            _finish(best, total, written, total > -inf, strategy.penalty(max_new_tokens))
-        if length == max_new_tokens or all(b.score >= h for b, h in zip(best, bound, strict=True)):
+            _finish(rows, total, written, total > -inf, strategy.penalty(max_new_tokens))
+            break
+        bound = (total.amax(1) / strategy.penalty(max_new_tokens)).tolist()
+        left = [
+            i
+            for i, (row, most) in enumerate(zip(rows, bound, strict=True))
+            if row.score < most and row.ended < width
+        ]
+        if not left:
             break
         origin, token = origin.gather(1, live), token.gather(1, live)
-        steps.select(rearrange(origin + first, "b w -> (b w)"), same_context=True)
-        logits = rearrange(steps.next(rearrange(token, "b w -> (b w) 1")), "(b w) v -> b w v", w=width)
+        origin += (
+            torch.arange(len(active), device=device)[:, None] * width
+        )  # from each row's first sequence on
+        kept = None
+        if len(left) < len(active):
+            left = _compacted(left)
+            kept = torch.tensor(left, device=device)
+            total, written, origin, token = (t[kept] for t in (total, written, origin, token))
+            active = [active[i] for i in left]
+        steps.select_beams(origin.flatten(), kept)
+        logits = rearrange(steps.next(token.view(-1, 1)), "(b w) v -> b w v", w=width)
     return [(b.log_prob, b.tokens) for b in best]
+
+
+def _compacted(left: list[int]) -> list[int]:
+    """These rows in an order in which few move: the last ones take the places of those that are missing.
+
+    >>> _compacted([0, 2, 3, 5, 6])
+    [0, 6, 2, 3, 5]
+    """
+    kept, last = set(left), [i for i in left if i >= len(left)]
+    return [i if i in kept else last.pop() for i in range(len(left))]
 
 
 def _continuations(
@@ -67,12 +95,12 @@ def _continuations(
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"], Int[Tensor, "b k"]]:
     """The 2·width likeliest continuations: log-probability, which sequence is continued, with which token.
 
-    They are among the 2·width likeliest of each sequence, so log-probabilities are computed for those only.
+    They are among the 2·width likeliest of each sequence.
     """
     width, vocab = logits.shape[1:]
     each = min(2 * width, vocab)
-    scores, token = logits.topk(each, dim=-1)
-    log_prob = total[..., None] + scores - logits.logsumexp(-1, keepdim=True)
+    scores, token = logits.log_softmax(-1).topk(each, dim=-1)
+    log_prob = total[..., None] + scores
     largest, index = log_prob.flatten(1).topk(min(2 * width, width * each), dim=-1)
     return largest, index // each, token.flatten(1).gather(1, index)
 
@@ -92,5 +120,11 @@ def _finish(
     log_prob = total.tolist()
     for row, index in ends.nonzero().tolist():
         score = log_prob[row][index] / penalty
+        best[row].ended += 1
         if score > best[row].score:
-            best[row] = Best(score, log_prob[row][index], written[row, index].tolist())
+            found = best[row]
+            found.score, found.log_prob, found.tokens = (
+                score,
+                log_prob[row][index],
+                written[row, index].tolist(),
+            )

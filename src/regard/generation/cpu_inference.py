@@ -1,11 +1,14 @@
 """Inference of unmodified stacks on a CPU with little overhead: decoding token by token, encoding without padding.
 
-The matrix products are those of the modules, with less around them: one product for q, k and v, weights transposed
-for small batches, positions from a cached table, no plan where one query attends to all earlier keys. `supports`
+The matrix products are those of the modules, with less around them: one product for q, k and v, packed weights,
+positions from a cached table, no plan where one query attends to all earlier keys. `supports`
 says for which stacks the results are the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -53,23 +56,17 @@ def _is_dot_product(a: spec.Attention) -> bool:
     return a.score == "dot" and a.position is None and (a.factor is None or 0 < a.factor < torch.inf)
 
 
-class TransposedLinear:
-    """Concatenated linear layers, the weight stored as (d_in, d_out): for 64 rows the product is a quarter faster."""
+class PackedLinear:
+    """Concatenated linear layers, the weight stored in the layout of a fast product."""
 
     def __init__(self, *layers: nn.Linear):
-        self.weight = torch.cat([layer.weight for layer in layers]).t().contiguous()
+        self.product = compat.constant_product(torch.cat([layer.weight for layer in layers]))
         bias = layers[0].bias
         self.bias = None if bias is None else torch.cat([layer.bias for layer in layers])
 
     def __call__(self, x: Float[Tensor, "b d_in"]) -> Float[Tensor, "b d_out"]:
-        y = torch.mm(x, self.weight)
+        y = self.product(x)
         return y if self.bias is None else y.add_(self.bias)
-
-    def add_to(self, x: Float[Tensor, "b d_out"], y: Float[Tensor, "b d_in"]) -> None:
-        """x ← x + y W + b."""
-        x.addmm_(y, self.weight)
-        if self.bias is not None:
-            x.add_(self.bias)
 
 
 class SingleQueryAttention:
@@ -80,23 +77,30 @@ class SingleQueryAttention:
         self.module, self.kv_heads, self.d_k = module, size.kv_heads, size.d_k
         self.scale = _scale(module.spec)
         self.widths = [w.out_features for w in parts]
-        self.into = TransposedLinear(*parts) if own else TransposedLinear(parts[0])
-        self.out = None if module.w_o is None else TransposedLinear(module.w_o)
-        self.no_bias = self.into.weight.new_empty(1)  # not read: beta is 0
+        self.into = PackedLinear(*parts) if own else PackedLinear(parts[0])
+        self.out = None if module.w_o is None else PackedLinear(module.w_o)
+        self.no_bias = parts[0].weight.new_empty(1)  # not read: beta is 0
 
     def own(
         self, x: Float[Tensor, "b d"], cache: KeyValues, bias: Float[Tensor, "bh 1 m"] | None
     ) -> Float[Tensor, "b h_d_v"]:
-        """Self-attention: a new position attends to itself and to all earlier ones."""
+        """Self-attention: a new position attends to itself and to all earlier ones.
+
+        Where x has several rows per row of the cache, those of one row share its slots, and bias hides the others'.
+        """
         q, k, v = self.into(x).split_with_sizes(self.widths, -1)
-        shape = (x.shape[0], self.kv_heads, 1, -1)
-        k, v, _ = cache.append(k.reshape(shape), v.reshape(shape))
+        rows = cache.rows or x.shape[0]
+        shape = (rows, x.shape[0] // rows, self.kv_heads, -1)
+        k, v, _ = cache.append(k.reshape(shape).transpose(1, 2), v.reshape(shape).transpose(1, 2))
         return self._attend(q, k, v, bias)
 
     def cross(
         self, x: Float[Tensor, "b d"], cache: KeyValues, bias: Float[Tensor, "bh 1 m"] | None
     ) -> Float[Tensor, "b h_d_v"]:
-        """Cross-attention to the context, whose keys and values the cache holds."""
+        """Cross-attention to the context, whose keys and values the cache holds.
+
+        x may have several times as many rows as there are contexts: those of one context follow each other.
+        """
         assert cache.k is not None and cache.v is not None
         return self._attend(self.into(x), cache.k, cache.v, bias)
 
@@ -107,20 +111,63 @@ class SingleQueryAttention:
         cache.append(k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """With one query per row its axis is free for the heads that share keys and values."""
-        b = q.shape[0]
-        q = q.reshape(b * self.kv_heads, -1, self.d_k)
+        """With one query per row its axis is free for the heads that share keys and values, and for the rows that
+        share a context.
+        """
+        rows, contexts = q.shape[0], k.shape[0]
+        beams = rows // contexts
+        if beams > 1:
+            bias = bias if bias is None else self._for_groups(bias)
+            q = q.view(contexts, beams, self.kv_heads, -1).transpose(1, 2)
+        q = q.reshape(contexts * self.kv_heads, -1, self.d_k)
         beta, bias = (0, self.no_bias) if bias is None else (1, bias)
         keys = k.flatten(0, 1).transpose(1, 2)
         weights = torch.baddbmm(bias, q, keys, beta=beta, alpha=self.scale).softmax(-1)
-        return torch.bmm(weights, v.flatten(0, 1)).reshape(b, -1)
+        o = torch.bmm(weights, v.flatten(0, 1))
+        if beams > 1:
+            o = o.view(contexts, self.kv_heads, beams, -1).transpose(1, 2)
+        return o.reshape(rows, -1)
+
+    def _for_groups(self, bias: Float[Tensor, "bh w m"]) -> Float[Tensor, "bh w_g m"]:
+        """The bias of each beam for the query heads that share keys and values."""
+        groups = self.widths[0] // (self.kv_heads * self.d_k)
+        return bias if groups == 1 or bias.shape[1] == 1 else bias.repeat_interleave(groups, 1)
 
 
-class Layer:
-    """One block for one position per batch row."""
+class FeedForwardLayer:
+    """The feed-forward network of a block, and how its branches are added."""
 
     def __init__(self, block: Block):
         self.pre = block.spec.norm_at == "pre"
+        self.out: PackedLinear | None = None
+        if block.spec.feed_forward is not None:
+            mlp, self.out_norm = block.feed_forward, _norm(block.feed_forward_norm)
+            self.gated, self.out = mlp.w_gate is not None, PackedLinear(mlp.w_out)
+            self.into = PackedLinear(mlp.w_in) if mlp.w_gate is None else PackedLinear(mlp.w_gate, mlp.w_in)
+            name = mlp.spec.activation
+            # Its input is a temporary, so it may be overwritten.
+            self.f = torch.relu_ if name == "relu" else ACTIVATIONS[name]
+
+    def feed_forward(self, x: Float[Tensor, "b d"]) -> Float[Tensor, "b d"]:
+        return x if self.out is None else self._branch(x, self.out_norm, self._inner, self.out)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.f(self.into(x))
+        gate, inner = self.into(x).chunk(2, -1)
+        return self.f(gate).mul_(inner)
+
+    def _branch(self, x: Tensor, norm: Map, f: Map, out: PackedLinear | None) -> Tensor:
+        y = f(norm(x) if self.pre else x)
+        x.add_(y if out is None else out(y))
+        return x if self.pre else norm(x)
+
+
+class Layer(FeedForwardLayer):
+    """One block for one position per batch row."""
+
+    def __init__(self, block: Block):
+        super().__init__(block)
         self.own, self.own_norm = SingleQueryAttention(block.attention, own=True), _norm(block.attention_norm)
         self.cross: SingleQueryAttention | None = None
         if block.spec.cross is not None:
@@ -128,16 +175,6 @@ class Layer:
                 SingleQueryAttention(block.cross, own=False),
                 _norm(block.cross_norm),
             )
-        self.out: TransposedLinear | None = None
-        if block.spec.feed_forward is not None:
-            mlp, self.out_norm = block.feed_forward, _norm(block.feed_forward_norm)
-            self.gated, self.out = mlp.w_gate is not None, TransposedLinear(mlp.w_out)
-            self.into = (
-                TransposedLinear(mlp.w_in) if mlp.w_gate is None else TransposedLinear(mlp.w_gate, mlp.w_in)
-            )
-            name = mlp.spec.activation
-            # Its input is a temporary, so it may be overwritten.
-            self.f = torch.relu_ if name == "relu" else ACTIVATIONS[name]
 
     def step(
         self, x: Float[Tensor, "b d"], cache: LayerCache, bias: Tensor | None, context_bias: Tensor | None
@@ -148,21 +185,7 @@ class Layer:
             x = self._branch(
                 x, self.cross_norm, lambda x: cross.cross(x, cache.cross, context_bias), cross.out
             )
-        return x if self.out is None else self._branch(x, self.out_norm, self._inner, self.out)
-
-    def _inner(self, x: Tensor) -> Tensor:
-        if not self.gated:
-            return self.f(self.into(x))
-        gate, inner = self.into(x).chunk(2, -1)
-        return self.f(gate).mul_(inner)
-
-    def _branch(self, x: Tensor, norm: Map, f: Map, out: TransposedLinear | None) -> Tensor:
-        y = f(norm(x) if self.pre else x)
-        if out is None:
-            x.add_(y)
-        else:
-            out.add_to(x, y)
-        return x if self.pre else norm(x)
+        return self.feed_forward(x)
 
 
 def _norm(module: nn.Module) -> Map:
@@ -174,6 +197,35 @@ def _norm(module: nn.Module) -> Map:
     return module
 
 
+T = TypeVar("T")
+_prepared: ContextVar[dict[Stack, Any] | None] = ContextVar("prepared", default=None)
+
+
+@contextmanager
+def weights_unchanged() -> Iterator[None]:
+    """A context in which no weight changes, so that weights are prepared once for all calls in it."""
+    token = _prepared.set({})
+    try:
+        yield
+    finally:
+        _prepared.reset(token)
+
+
+def _prepared_once(stack: Stack, make: Callable[[], T]) -> T:
+    """What `make` returns for a stack; inside `weights_unchanged` it is made once."""
+    prepared = _prepared.get()
+    if prepared is None:
+        return make()
+    if stack not in prepared:
+        prepared[stack] = make()
+    return prepared[stack]
+
+
+def token_decoder(stack: Stack) -> "TokenDecoder":
+    """The decoder of a stack."""
+    return _prepared_once(stack, lambda: TokenDecoder(stack))
+
+
 class TokenDecoder:
     """A decoder stack that gives logits after one more token of each row."""
 
@@ -182,7 +234,7 @@ class TokenDecoder:
         self.stack, self.embedding = stack, CachedEmbedding(stack.embedding)
         self.layers = [Layer(block) for block in _blocks(stack)]
         _, table, self.bias = stack.head.inputs(stack.embedding.table[:1], stack.embedding.table)
-        self.table, self.factor = table.t().contiguous(), stack.head.factor
+        self.dtype, self.logits, self.factor = table.dtype, compat.constant_product(table), stack.head.factor
 
     def read(
         self, context: Float[Tensor, "b m d"], lengths: Int[Tensor, " b"] | None, caches: list[LayerCache]
@@ -201,25 +253,57 @@ class TokenDecoder:
         return self._padding_bias(lengths, m, cross.kv_heads)
 
     def next(
-        self, ids: Int[Tensor, " b"], caches: list[LayerCache], context_bias: Float[Tensor, "bh 1 m"] | None
+        self,
+        ids: Int[Tensor, " b"],
+        caches: list[LayerCache],
+        context_bias: Float[Tensor, "bh 1 m"] | None,
+        beams: "Beams | None" = None,
     ) -> Float[Tensor, "b vocab"]:
         """Logits after one more token. context_bias: −∞ at the padding of the context, if it has any."""
-        own = caches[0].own
-        position, filled, bias = own.offset, own.filled + 1, None
-        if isinstance(position, Tensor):
-            bias = self._padding_bias(position + 1, filled, self.layers[0].own.kv_heads)
-        x = self.embedding(ids, position, filled)
+        own, heads = caches[0].own, self.layers[0].own.kv_heads
+        position, bias = own.offset, None
+        if beams is not None:
+            position, bias = beams.position, beams.append(heads, self.dtype)
+        elif isinstance(position, Tensor):
+            bias = self._padding_bias(position + 1, own.filled + 1, heads)
+        x = self.embedding(ids, position, own.filled + 1)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer.step(x, cache, bias, context_bias)
         x = self.stack.norm(x)
-        logits = torch.mm(x if self.factor == 1 else x * self.factor, self.table)
+        logits = self.logits(x if self.factor == 1 else x * self.factor)
         return logits if self.bias is None else logits.add_(self.bias)
 
     def _padding_bias(self, lengths: Int[Tensor, " b"], m: int, heads: int) -> Float[Tensor, "bh 1 m"]:
         """−∞ at keys past each row's length, repeated for each head."""
         past = torch.arange(m) >= lengths[:, None]
-        bias = torch.zeros(past.shape, dtype=self.table.dtype).masked_fill_(past, -torch.inf)
+        bias = torch.zeros(past.shape, dtype=self.dtype).masked_fill_(past, -torch.inf)
         return bias.repeat_interleave(heads, 0)[:, None]
+
+
+class Beams:
+    """Beams whose keys and values share the slots of their row: nothing is copied when beams are selected.
+
+    Each step adds one slot per beam to a row. A beam attends to the slots of its own past, which are a path in the
+    tree of all tokens that the beams of the row have written.
+    """
+
+    def __init__(self, rows: int, width: int, filled: int):
+        self.position = filled  # of the next token
+        self.past = torch.ones(rows, width, filled, dtype=torch.bool)  # whether a slot belongs to a beam
+        self.own = torch.eye(width, dtype=torch.bool)
+
+    def append(self, heads: int, dtype: torch.dtype) -> Float[Tensor, "bh w m"]:
+        """Add a slot for each beam; returns 0 at the slots of a beam's past and −∞ elsewhere, for each head."""
+        rows, width, _ = self.past.shape
+        self.past = torch.cat([self.past, self.own.expand(rows, width, width)], 2)
+        self.position += 1
+        bias = torch.zeros(self.past.shape, dtype=dtype).masked_fill_(~self.past, -torch.inf)
+        return bias[:, None].expand(-1, heads, -1, -1).reshape(rows * heads, width, -1)
+
+    def select(self, beams: Int[Tensor, " r"]) -> None:
+        """Keep the past of these beams, as many for each row as before."""
+        width = self.past.shape[1]
+        self.past = self.past.flatten(0, 1)[beams].unflatten(0, (-1, width))
 
 
 class CachedEmbedding:
@@ -280,32 +364,36 @@ def encode(
     rows = Rows(b, m, lengths)
     positions = rows.concatenate(torch.arange(m).expand(b, m))
     x = CachedEmbedding(stack.embedding)(rows.concatenate(ids), positions, m)
-    for block in _blocks(stack):
-        x = _branch(block, block.attention_norm, x, lambda x, a=block.attention: _self_attention(a, x, rows))
-        if block.spec.feed_forward is not None:
-            x = _branch(block, block.feed_forward_norm, x, block.feed_forward)
+    for layer in _prepared_once(stack, lambda: [EncoderLayer(block) for block in _blocks(stack)]):
+        x = layer(x, rows)
     return rows.pad(stack.norm(x))
 
 
-def _self_attention(
-    module: MultiHeadAttention, x: Float[Tensor, "t d"], rows: Rows
-) -> Float[Tensor, "t d_out"]:
-    """Every position attends to all real positions of its row."""
-    size = module.spec.sizes
-    heads = (size.heads, size.kv_heads, size.kv_heads)
-    parts = _projections(module)
-    weight = torch.cat([w.weight for w in parts])
-    bias = None if parts[0].bias is None else torch.cat([w.bias for w in parts])
-    padded = rows.pad(F.linear(x, weight, bias)).split([len(w.weight) for w in parts], -1)
-    q, k, v = (rearrange(t, "b m (h d) -> b h m d", h=h) for t, h in zip(padded, heads, strict=True))
-    grouped, scale = size.heads != size.kv_heads, _scale(module.spec)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.allowed, scale=scale, enable_gqa=grouped)
-    o = rows.concatenate(rearrange(o, "b h m d -> b m (h d)"))
-    return o if module.w_o is None else module.w_o(o)
+class EncoderLayer(FeedForwardLayer):
+    """One block for the concatenated positions of all rows."""
 
+    def __init__(self, block: Block):
+        super().__init__(block)
+        self.norm, module = _norm(block.attention_norm), block.attention
+        size, parts = module.spec.sizes, _projections(module)
+        self.heads, self.scale = (size.heads, size.kv_heads, size.kv_heads), _scale(module.spec)
+        self.widths, self.project = [w.out_features for w in parts], PackedLinear(*parts)
+        self.project_out = None if module.w_o is None else PackedLinear(module.w_o)
 
-def _branch(block: Block, norm: nn.Module, x: Tensor, f: Map) -> Tensor:
-    return x + f(norm(x)) if block.spec.norm_at == "pre" else norm(x + f(x))
+    def __call__(self, x: Float[Tensor, "t d"], rows: Rows) -> Float[Tensor, "t d"]:
+        """The new states; x is overwritten."""
+        x = self._branch(x, self.norm, lambda x: self._attend(x, rows), self.project_out)
+        return self.feed_forward(x)
+
+    def _attend(self, x: Float[Tensor, "t d"], rows: Rows) -> Float[Tensor, "t h_d_v"]:
+        """Every position attends to all real positions of its row."""
+        padded = rows.pad(self.project(x)).split(self.widths, -1)
+        q, k, v = (rearrange(t, "b m (h d) -> b h m d", h=h) for t, h in zip(padded, self.heads, strict=True))
+        grouped = self.heads[0] != self.heads[1]
+        o = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=rows.allowed, scale=self.scale, enable_gqa=grouped
+        )
+        return rows.concatenate(rearrange(o, "b h m d -> b m (h d)"))
 
 
 def _projections(module: MultiHeadAttention) -> tuple[nn.Linear, nn.Linear, nn.Linear]:

@@ -46,6 +46,18 @@ class StackSteps:
         if self.context_lengths is not None and not same_context:
             self.context_lengths = self.context_lengths[rows]
 
+    def repeat(self, width: int) -> None:
+        """Every row `width` times: the beams of a row follow each other."""
+        self.select(_repeated(self.cache.layers[0].own.rows, width, self.device))
+
+    def select_beams(self, beams: Int[Tensor, " r"], rows: Int[Tensor, " left"] | None) -> None:
+        """Keep these of the repeated rows. rows: the rows that they belong to, None where all rows stay."""
+        self.select(beams, same_context=rows is None)
+
+    @property
+    def device(self) -> torch.device:
+        return self.stack.embedding.table.device
+
 
 class CpuSteps(StackSteps):
     """A decoder that cpu_inference supports: single tokens run there."""
@@ -57,9 +69,10 @@ class CpuSteps(StackSteps):
         context_lengths: Int[Tensor, " b"] | None = None,
     ):
         super().__init__(stack, context, context_lengths)
-        self.decoder = cpu_inference.TokenDecoder(stack)
+        self.decoder = cpu_inference.token_decoder(stack)
         # −∞ at the padding of the context; computed when needed, and again after the rows changed.
         self.context_bias: Float[Tensor, "bh 1 m"] | None = None
+        self.beams: cpu_inference.Beams | None = None
 
     def next(
         self, tokens: Int[Tensor, "b n"], lengths: Int[Tensor, " b"] | None = None
@@ -70,11 +83,36 @@ class CpuSteps(StackSteps):
             self.decoder.read(self.context, self.context_lengths, self.cache.layers)
         if self.context is not None and self.context_lengths is not None and self.context_bias is None:
             self.context_bias = self.decoder.context_bias(self.context_lengths, self.context.shape[1])
-        return self.decoder.next(tokens[:, 0], self.cache.layers, self.context_bias)
+        return self.decoder.next(tokens[:, 0], self.cache.layers, self.context_bias, self.beams)
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
         super().select(rows, same_context)
         self.context_bias = self.context_bias if same_context else None
+
+    def repeat(self, width: int) -> None:
+        """The beams of a row share the keys and values of its context and, from equal lengths on, of its past."""
+        own = self.cache.layers[0].own
+        if own.lengths is None:
+            self.beams = cpu_inference.Beams(own.rows, width, own.filled)
+        else:
+            self.cache.select(_repeated(own.rows, width, self.device), same_context=True)
+
+    def select_beams(self, beams: Int[Tensor, " r"], rows: Int[Tensor, " left"] | None) -> None:
+        if self.beams is None:
+            self.cache.select(beams, same_context=True)
+        else:
+            self.beams.select(beams)
+        if rows is None:
+            return
+        for layer in self.cache.layers:
+            if self.beams is not None:
+                layer.own.select(rows)
+            layer.cross.select(rows)
+        self.context_bias = None
+        if self.context is not None:
+            self.context = self.context[rows]
+        if self.context_lengths is not None:
+            self.context_lengths = self.context_lengths[rows]
 
 
 class RecurrentSteps:
@@ -97,8 +135,19 @@ class RecurrentSteps:
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
         self.encoded = self.encoded.select(rows)
 
+    def repeat(self, width: int) -> None:
+        memory = self.encoded.memory
+        self.select(_repeated(len(memory), width, memory.device))
+
+    def select_beams(self, beams: Int[Tensor, " r"], rows: Int[Tensor, " left"] | None) -> None:
+        self.select(beams)
+
 
 Steps = StackSteps | RecurrentSteps
+
+
+def _repeated(rows: int, width: int, device: torch.device) -> Int[Tensor, " r"]:
+    return torch.arange(rows, device=device).repeat_interleave(width)
 
 
 def steps(

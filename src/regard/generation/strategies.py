@@ -45,7 +45,8 @@ class beam:
     """Beam search: the `width` likeliest sequences are continued; the best has the largest
     log p / ((5 + length) / 6)^length_penalty.
 
-    length_penalty=0 compares the probabilities themselves, which favors short sequences.
+    The search of a row ends when `width` of its sequences have ended, or none of the others can win. length_penalty=0
+    compares the probabilities themselves, which favors short sequences.
     """
 
     width: int = 4

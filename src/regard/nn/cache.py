@@ -23,6 +23,11 @@ class KeyValues:
         self.lengths: Int[Tensor, " b"] | None = None  # None while all rows are equally long
 
     @property
+    def rows(self) -> int:
+        """The number of batch rows."""
+        return 0 if self.k is None else len(self.k)
+
+    @property
     def offset(self) -> int | Int[Tensor, " b"]:
         """The query offset of each row's next query."""
         return self.filled if self.lengths is None else self.lengths

@@ -4,31 +4,44 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_model, save_model
-from torch import nn
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
 
 from .. import spec, value
-from ..errors import FormatError, RegardError
+from ..errors import FormatError, RegardError, SpecError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FLOAT, INT8 = 1, 2  # formats of a folder
+SCALE = ".scale"  # the suffix of the scales of a matrix of 8-bit integers
 
 
-def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the declaration and the weights; tied weights are stored once."""
+def save(model: nn.Module, folder: str | Path, weights: str = "float") -> Path:
+    """Write the declaration and the weights; tied weights are stored once.
+
+    weights: "float" stores them as they are; "int8" stores each matrix as 8-bit integers and one scale per row, a
+    quarter of the size of float32, rounded to 1/254 of the largest weight of the row.
+    """
     declared = getattr(model, "spec", None)
     if not isinstance(declared, spec.Spec):
         raise RegardError(
             f"{type(model).__name__} was not built from a spec, so it has no declaration to save"
         )
+    if weights not in ("float", "int8"):
+        raise SpecError(f"weights={weights!r}; use 'float' or 'int8'")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps({"format": 1, "spec": value.to_plain(declared)}, indent=1) + "\n")
-    save_model(model, str(folder / WEIGHTS))
+    number = FLOAT if weights == "float" else INT8
+    config = {"format": number, "spec": value.to_plain(declared)}
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    if number == FLOAT:
+        save_model(model, str(folder / WEIGHTS))
+    else:
+        save_file(_quantized(model), str(folder / WEIGHTS))
     return folder
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
-    """Build the saved declaration and load its weights; tied weights are tied again."""
+    """Build the saved declaration and load its weights, as float; tied weights are tied again."""
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -39,11 +52,47 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
         config = json.loads((folder / CONFIG).read_text())
     except json.JSONDecodeError as e:
         raise FormatError(f"{folder / CONFIG} is not JSON: {e.msg} at line {e.lineno}") from e
-    if not isinstance(config, dict) or config.get("format") != 1 or "spec" not in config:
-        raise FormatError(f"{folder / CONFIG} is not in regard's format 1")
+    if not isinstance(config, dict) or config.get("format") not in (FLOAT, INT8) or "spec" not in config:
+        raise FormatError(f"{folder / CONFIG} is not in regard's format {FLOAT} or {INT8}")
     model = value.from_plain(config["spec"], spec.KINDS).build().to(device)
     try:
-        load_model(model, str(folder / WEIGHTS), device=str(device))
+        if config["format"] == FLOAT:
+            load_model(model, str(folder / WEIGHTS), device=str(device))
+        else:
+            _fill(model, load_file(str(folder / WEIGHTS), device=str(device)))
     except RuntimeError as e:
         raise FormatError(f"{folder / WEIGHTS} does not match its declaration: {e}") from e
     return model
+
+
+def _quantized(model: nn.Module) -> dict[str, Tensor]:
+    """Matrices as 8-bit integers with one scale per row, everything else as it is; tied weights once."""
+    stored = {}
+    for name, tensor in (*model.named_parameters(), *_saved_buffers(model)):
+        tensor = tensor.detach().cpu()
+        if tensor.dim() != 2 or not tensor.is_floating_point():
+            stored[name] = tensor.contiguous().clone()
+            continue
+        scale = (tensor.abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        stored[name] = (tensor / scale).round().to(torch.int8).contiguous()
+        stored[name + SCALE] = scale[:, 0].float().contiguous()
+    return stored
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, stored: dict[str, Tensor]) -> None:
+    """Write stored values into the model's parameters and buffers; RuntimeError where names or shapes differ."""
+    own = dict((*model.named_parameters(), *_saved_buffers(model)))
+    names = {name for name in stored if not name.endswith(SCALE)}
+    if different := sorted(names ^ set(own)):
+        raise RuntimeError(f"{different[0]} is in only one of them")
+    for name, tensor in own.items():
+        found, scale = stored[name], stored.get(name + SCALE)
+        if found.shape != tensor.shape:
+            raise RuntimeError(f"{name} has shape {tuple(found.shape)}, not {tuple(tensor.shape)}")
+        tensor.copy_(found if scale is None else found * scale[:, None])
+
+
+def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = model.state_dict().keys()
+    return [(name, tensor) for name, tensor in model.named_buffers() if name in saved]

@@ -17,8 +17,8 @@ from .recipes.export import export
 from .recipes.preflight import Preflight
 from .recipes.run import Run, open_run
 from .recipes.tasks import Classification, LanguageModeling, MaskedLanguageModeling, Translation
-from .recipes.translation import translate
 from .report.page import report as write_report
+from .translator import translate
 
 __all__ = [
     "LESSONS",

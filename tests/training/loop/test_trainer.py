@@ -16,11 +16,13 @@ import torch
 
 import regard as rg
 from ledger_cases import cases
+from regard.errors import BackendError, SpecError
 from regard.schedule import constant, warmup_cosine
 from regard.training.loop import checkpoints
 from regard.training.loop.averaging import ema, last
 from regard.training.loop.log import Log, read
 from regard.training.loop.optimizer import AdamW
+from regard.training.loop.ranks import ALONE
 from regard.training.loop.trainer import Diverged, Settings
 from regard.training.recipes.tasks import Translation
 from training_case import SETTINGS, model, pairs, trainer
@@ -514,3 +516,11 @@ def test_settings_that_cannot_be_are_refused(message):
     with pytest.raises(rg.SpecError) as refused:
         REFUSED[message]()
     assert str(refused.value) == message
+
+
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(SpecError, match=r"^device='gpu' is unknown; use 'cpu', 'cuda' or 'cuda:1'$"):
+        ALONE.device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(BackendError, match=r"^device='cuda': .*; use device='cpu'$"):
+            ALONE.device("cuda")

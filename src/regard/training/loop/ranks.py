@@ -17,11 +17,12 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from ...errors import BackendError, RegardError
+from ...errors import BackendError, RegardError, SpecError
 from ...nn.block import Block
 
 T = TypeVar("T")
 REPLICATE, SHARD = "replicate", "shard"
+NO_GPU = "PyTorch finds no usable GPU (is there one, and is its driver new enough? see nvidia-smi)"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,13 @@ class Ranks:
 
     def device(self, requested: str | torch.device | None = None) -> torch.device:
         """The device of this rank: its own GPU where GPUs are requested, or available."""
-        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
+        try:
+            device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as e:
+            raise SpecError(f"device={requested!r} is unknown; use 'cpu', 'cuda' or 'cuda:1'") from e
+        if device.type == "cuda" and not torch.cuda.is_available():
+            reason = "this PyTorch was built without CUDA" if torch.version.cuda is None else NO_GPU
+            raise BackendError(f"device={str(requested)!r}: {reason}; use device='cpu'")
         if self.world > 1 and device.type == "cuda":
             return torch.device("cuda", self.local)
         return device

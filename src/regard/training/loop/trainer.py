@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import FormatError, RegardError, SpecError
+from ...errors import BackendError, FormatError, RegardError, SpecError
 from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
 from ..data.buckets import bucket_shape, pad_to_bucket
@@ -92,6 +92,9 @@ class Trainer:
         self.task, self.train, self.valid = task, train, valid
         self.settings, self.folder = settings, Path(folder)
         self.device = next(task.parameters()).device
+        if settings.autocast == "bfloat16" and self.device.type == "cuda" and not has_bfloat16(self.device):
+            name = torch.cuda.get_device_name(self.device)
+            raise BackendError(f"{name} has no bfloat16; use autocast='float16' or None, or device='cpu'")
         self.ranks = Ranks.here() if ranks is None else ranks
         self.call: Callable[..., tuple[Tensor, Tensor]]
         self.call = self.ranks.distribute(task, settings.parallel, settings.compile)
@@ -385,6 +388,11 @@ class Trainer:
                 torch.set_rng_state(numbers)
             else:
                 torch.cuda.set_rng_state(numbers, self.device)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a GPU computes in bfloat16 itself (from compute capability 8.0 on)."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from ...errors import RegardError
 from ...generation import Strategy, generate, greedy
+from ...generation.cpu_inference import weights_unchanged
 from ...generation.steps import positions
 from ...nn.stack import EncoderDecoder
 from ..data.ragged import Ragged
@@ -34,23 +35,24 @@ def translate(
     ids = [row[:limit] for row in tokens.encode(texts)]
     order = sorted((i for i in range(len(ids)) if ids[i]), key=lambda i: -len(ids[i]))
     out = [""] * len(texts)
-    for start in range(0, len(order), rows):
-        part = order[start : start + rows]
-        source, lengths = Ragged.of([ids[i] for i in part]).pad(torch.arange(len(part)), PAD)
-        result = generate(
-            model,
-            [[START]] * len(part),
-            strategy,
-            source=source.to(device),
-            source_lengths=None if bool((lengths == lengths[0]).all()) else lengths.to(device),
-            max_new_tokens=max_target_tokens(source.shape[1]),
-            eos_id=END,
-            return_log_probs=False,
-        )
-        # Each text has its own limit, so that its translation does not depend on the other rows of the batch.
-        cut = [row[: max_target_tokens(len(ids[i]))] for i, row in zip(part, result.rows(), strict=True)]
-        for i, translation in zip(part, tokens.decode(cut), strict=True):
-            out[i] = translation
+    with weights_unchanged():
+        for start in range(0, len(order), rows):
+            part = order[start : start + rows]
+            source, lengths = Ragged.of([ids[i] for i in part]).pad(torch.arange(len(part)), PAD)
+            result = generate(
+                model,
+                [[START]] * len(part),
+                strategy,
+                source=source.to(device),
+                source_lengths=None if bool((lengths == lengths[0]).all()) else lengths.to(device),
+                max_new_tokens=max_target_tokens(source.shape[1]),
+                eos_id=END,
+                return_log_probs=False,
+            )
+            # Each text has its own limit, so that its translation does not depend on the other rows of the batch.
+            cut = [row[: max_target_tokens(len(ids[i]))] for i, row in zip(part, result.rows(), strict=True)]
+            for i, translation in zip(part, tokens.decode(cut), strict=True):
+                out[i] = translation
     return out
 
 

@@ -1,0 +1,162 @@
+"""Decoding with the translator of regard on a CPU: regard beside CTranslate2, greedy and with a beam of 4.
+
+    PYTHONPATH=src python bench/decode_shipped.py [--write]
+
+64 test sentences, token ids in and out, the same weights (those of the shipped model, in float32; CTranslate2 also in
+its int8), the same number of threads. Each side runs in processes of its own, in turns, since two OpenMP runtimes in
+one process disturb each other. A side's time is the median of all its rounds; ratio = their time / ours. Greedy
+translations must be equal token by token; with a beam the number of equal ones is given, since the searches may end
+differently.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+SIDES = ("regard", "ctranslate2 float32", "ctranslate2 int8")
+WIDTHS = (1, 4)
+LENGTH_PENALTY = 0.6
+
+
+def sentences(count: int) -> list[list[int]]:
+    import torch
+
+    from regard.training.data import corpora, text
+    from regard.training.translator import open_translator
+
+    pairs = text.pairs(corpora.folder("en-es") / "test.tsv")
+    chosen = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    return open_translator()[1].encode([pairs[i][0] for i in chosen])
+
+
+def ours(rows: list[list[int]], width: int, most: int):
+    """A function that translates; weights are prepared in every call."""
+    import torch
+
+    from regard.generation import beam, generate, greedy
+    from regard.training.data.tokens import END, PAD, START
+    from regard.training.translator import open_translator
+
+    model = open_translator()[0]
+    lengths = torch.tensor([len(r) for r in rows])
+    source = torch.tensor([r + [PAD] * (int(lengths.max()) - len(r)) for r in rows])
+    strategy = greedy() if width == 1 else beam(width, length_penalty=LENGTH_PENALTY)
+    options = {"source": source, "source_lengths": lengths, "max_new_tokens": most, "eos_id": END}
+    start = [[START]] * len(rows)
+    return lambda: generate(model, start, strategy, return_log_probs=False, **options).rows()
+
+
+def theirs(rows: list[list[int]], width: int, most: int, kind: str, threads: int, folder: Path):
+    import ctranslate2
+
+    from regard.interop.ctranslate2 import to_ctranslate2
+    from regard.training.data.tokens import END, SPECIAL, START, UNKNOWN
+    from regard.training.translator import open_translator
+
+    model, tokens, _ = open_translator()
+    words = [tokens.tokenizer.id_to_token(i) for i in range(len(tokens))]
+    number = {word: i for i, word in enumerate(words)}
+    special = {"start": SPECIAL[START], "end": SPECIAL[END], "unknown": SPECIAL[UNKNOWN]}
+    to_ctranslate2(model, words, folder, **special)
+    translator = ctranslate2.Translator(
+        str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=threads
+    )
+    given = [[words[i] for i in row] for row in rows]
+    options = {"beam_size": width, "max_decoding_length": most, "max_batch_size": len(rows)}
+    if width > 1:
+        options["length_penalty"] = LENGTH_PENALTY
+
+    def translate() -> list[list[int]]:
+        found = translator.translate_batch(given, min_decoding_length=0, **options)
+        return [[number[word] for word in one.hypotheses[0]] for one in found]
+
+    return translate
+
+
+def side(name: str, width: int, rounds: int, threads: int, count: int) -> dict:
+    """One process: the times of its rounds after one that does not count, and its translations."""
+    import torch
+
+    from regard.training.recipes.translation import max_target_tokens
+
+    torch.set_num_threads(threads)
+    rows = sentences(count)
+    most = max_target_tokens(max(map(len, rows)))
+    with tempfile.TemporaryDirectory() as home, torch.no_grad():
+        if name == "regard":
+            run = ours(rows, width, most)
+        else:
+            run = theirs(rows, width, most, name.split()[1], threads, Path(home) / "ct2")
+        found, taken = run(), []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            run()
+            taken.append(1e3 * (time.perf_counter() - began))
+    return {"ms": taken, "tokens": found}
+
+
+def measured(width: int, given: argparse.Namespace) -> dict:
+    results: dict[str, list[dict]] = {name: [] for name in SIDES}
+    for _ in range(given.turns):
+        for name in SIDES:
+            options = ["--rounds", given.rounds, "--threads", given.threads, "--rows", given.rows]
+            command = [sys.executable, __file__, "--side", name, "--width", width, *options]
+            env = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
+            output = subprocess.run(list(map(str, command)), env=env, check=True, capture_output=True)
+            results[name].append(json.loads(output.stdout))
+    ms = {name: sorted(t for one in found for t in one["ms"]) for name, found in results.items()}
+    ours_tokens, others = results["regard"][0]["tokens"], results["ctranslate2 float32"][0]["tokens"]
+    equal = sum(a == b for a, b in zip(ours_tokens, others, strict=True))
+    assert width > 1 or equal == len(others), "greedy translations differ"
+    row = {
+        "decoding": "greedy" if width == 1 else f"beam {width}",
+        "sentences": len(others),
+        "written tokens": sum(map(len, ours_tokens)),
+        "equal to ctranslate2 float32": equal,
+        "ms": {
+            k: {"median": round(median(v)), "min": round(v[0]), "max": round(v[-1])} for k, v in ms.items()
+        },
+        "ratios": {k: round(median(v) / median(ms["regard"]), 3) for k, v in ms.items() if k != "regard"},
+    }
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5, help="in each process")
+    parser.add_argument("--turns", type=int, default=2, help="processes of each side")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    if given.side:
+        print(json.dumps(side(given.side, given.width, given.rounds, given.threads, given.rows)))
+        return
+    import torch
+
+    from regard.training.loop.meter import machine
+
+    found = {
+        "date": str(date.today()),
+        "machine": machine(torch.device("cpu")),
+        "threads": given.threads,
+        "cases": [measured(width, given) for width in ([given.width] if given.width else WIDTHS)],
+    }
+    text = json.dumps(found, indent=1)
+    print(text)
+    if given.write:
+        (Path(__file__).parent / "results" / f"decode_shipped-{date.today()}.json").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
