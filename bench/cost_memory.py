@@ -1,201 +1,63 @@
-"""Is the predicted memory the memory used? Training steps of real models against `torch.cuda.max_memory_allocated`.
+"""Is the predicted memory the memory used? Training steps of generated models on the CPU, against the profiler.
 
-`PYTHONPATH=src python3 bench/cost_memory.py --measure rows.json` runs the steps on the GPU and writes what the
-allocator counted; `--report rows.json` predicts the same steps (on any machine) and prints both, row by row.
+`PYTHONPATH=src python3 bench/cost_memory.py --seed 25 --count 40 [--json OUT]` predicts and measures each; the profiler
+reports every allocation and release of the CPU allocator, also of temporaries inside kernels.
 """
 
 import argparse
-import dataclasses
-import gc
 import json
 import statistics
-import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-
-import regard as rg
-from regard import spec
-from regard.costs.entry import cost
-from regard.costs.memory import Memory, TrainingStep
-
-MIB = 1 << 20
-
-# name: (n, two batch sizes). The rules come from other batch sizes: 32 and 128, 4 and 16, 32 and 128, 8 and 32.
-MODELS = {
-    "transformer-base": (100, (24, 80)),
-    "gpt2": (1000, (6, 12)),
-    "vit-b16": (197, (48, 96)),
-    "bert-base": (384, (12, 24)),
-    "transformer-big": (120, (40,)),  # not used to derive the rules
-}
+from cost_models import cases, described, predicted, stepping
 
 
-def checkpointed(declared: spec.Spec, on: bool) -> spec.Spec:
-    """The same model with each block recomputed in the backward pass, or not."""
-    match declared:
-        case spec.EncoderDecoder():
-            return dataclasses.replace(
-                declared,
-                encoder=dataclasses.replace(declared.encoder, checkpoint=on),
-                decoder=dataclasses.replace(declared.decoder, checkpoint=on),
-            )
-        case spec.Vision():
-            return dataclasses.replace(declared, encoder=dataclasses.replace(declared.encoder, checkpoint=on))
-    return dataclasses.replace(declared, checkpoint=on)
+def counted(call) -> int:
+    """The peak of the bytes that the allocator added while `call` ran."""
+    activity = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()
+    now = peak = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        now += size
+        peak = max(peak, now)
+    return peak
 
 
-def inputs_of(declared: spec.Spec, b: int, n: int, device: str) -> list[torch.Tensor]:
-    def ids(embedding: spec.Embedding) -> torch.Tensor:
-        return torch.randint(0, embedding.vocab, (b, n), device=device)
-
-    match declared:
-        case spec.EncoderDecoder():
-            return [ids(declared.encoder.embedding), ids(declared.decoder.embedding)]
-        case spec.Vision():
-            return [torch.randn(b, declared.channels, *declared.image, device=device)]
-    return [ids(declared.embedding)]
-
-
-def targets_of(declared: spec.Spec, b: int, n: int, device: str) -> torch.Tensor | None:
-    """Class numbers where the model gives scores of classes or tokens."""
-    inner = declared.decoder if isinstance(declared, spec.EncoderDecoder) else declared
-    match inner.head:
-        case spec.ClassifierHead(classes):
-            return torch.randint(0, classes, (b,), device=device)
-        case spec.LanguageHead() | spec.MaskedHead():
-            return torch.randint(0, inner.embedding.vocab, (b * n,), device=device)
-    return None
-
-
-def loss_of(model, given, targets, low, device: str) -> torch.Tensor:
-    with torch.autocast(device, dtype=low or torch.bfloat16, enabled=low is not None):
-        out = model(*given)
-        if targets is None:
-            return out.square().mean()
-        return F.cross_entropy(out.flatten(0, -2), targets)
-
-
-def steps_of(name: str, b: int, n: int, low, checkpoint: bool, implementation: str = "auto"):
-    """Peak of the third step, and bytes after the forward pass; two steps before it allocate optimizer state."""
-    declared = checkpointed(rg.preset(name), checkpoint)
-    device, options = "cuda", {}
-    with torch.device(device):
-        model = declared.build()
-    given, targets = inputs_of(declared, b, n, device), targets_of(declared, b, n, device)
-    if implementation != "auto":
-        options = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
-
-    def step() -> None:
-        loss_of(model, given, targets, low, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def measured(case) -> int:
+    step, optimizer, there = stepping(case, "cpu")
     step()
-    peak, requested = torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    loss = loss_of(model, given, targets, low, device)
-    kept = torch.cuda.memory_allocated() - base
-    del loss
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        model.eval()
-        with torch.autocast(device, dtype=low or torch.bfloat16, enabled=low is not None):
-            model(*given)
-    return {
-        "base": base,
-        "peak": peak,
-        "requested": requested,
-        "kept": kept,
-        "reserved": torch.cuda.max_memory_reserved(),
-        "inference": torch.cuda.max_memory_allocated(),
-    }
-
-
-def measure() -> list[dict]:
-    rows = []
-    for name, (n, batches) in MODELS.items():
-        for b in batches:
-            for low in (None, torch.bfloat16):
-                for checkpoint in (False, True):
-                    row = {
-                        "model": name,
-                        "n": n,
-                        "batch": b,
-                        "autocast": low and str(low)[6:],
-                        "checkpointing": checkpoint,
-                        "implementation": "auto",
-                    }
-                    start = time.perf_counter()
-                    row |= steps_of(name, b, n, low, checkpoint)
-                    row["seconds"] = round(time.perf_counter() - start, 2)
-                    gc.collect()
-                    torch.cuda.empty_cache()
-                    rows.append(row)
-                    print(json.dumps(row), flush=True)
-    for implementation in ("for_loop", "fused"):
-        row = {
-            "model": "bert-base",
-            "n": 512,
-            "batch": 1,
-            "autocast": None,
-            "checkpointing": True,
-            "implementation": implementation,
-        }
-        rows.append(row | steps_of("bert-base", 1, 512, None, True, implementation))
-        print(json.dumps(rows[-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    return rows
-
-
-def predicted(row: dict) -> Memory:
-    declared = rg.preset(row["model"])
-    training = TrainingStep(
-        implementation=row["implementation"], autocast=row["autocast"], checkpointing=row["checkpointing"]
-    )
-    priced = cost(declared, n=row["n"], batch=row["batch"], train=training, device="cuda")
-    return priced.memory
-
-
-def report(rows: list[dict]) -> None:
-    """Each row, then the errors together. `requested`: the bytes of the tensors, before the allocator rounds up."""
-    print(
-        "| model | n | batch | autocast | checkpointing | predicted, MiB | measured, MiB | error | of requested |"
-    )
-    print("|---|--:|--:|---|---|--:|--:|--:|--:|")
-    errors, exact = [], []
-    for row in rows:
-        predicted_peak, peak = predicted(row).training_peak, row["peak"]
-        errors.append(predicted_peak / peak - 1)
-        exact.append(predicted_peak / row["requested"] - 1)
-        options = f"{row['autocast'] or 'no'} | {'yes' if row['checkpointing'] else 'no'}"
-        optimizer = "" if row["implementation"] == "auto" else f", AdamW {row['implementation']}"
-        print(
-            f"| {row['model']}{optimizer} | {row['n']} | {row['batch']} | {options} "
-            f"| {predicted_peak / MIB:,.1f} | {peak / MIB:,.1f} | {errors[-1]:+.2%} | {exact[-1]:+.3%} |"
-        )
-    print(
-        f"\n{len(rows)} rows: median error {statistics.median(map(abs, errors)):.2%}, "
-        f"worst {max(map(abs, errors)):.2%}; of what was requested, median "
-        f"{statistics.median(map(abs, exact)):.3%}, worst {max(map(abs, exact)):.3%}"
-    )
+    states = [
+        x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()
+    ]
+    unique = {x.untyped_storage().data_ptr(): x for x in [*there, *states]}
+    return sum(x.numel() * x.element_size() for x in unique.values()) + counted(step)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measure", type=Path)
-    parser.add_argument("--report", type=Path)
+    parser.add_argument("--seed", type=int, default=25)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    if options.measure:
-        options.measure.write_text(json.dumps(measure()))
-    if options.report:
-        report(json.loads(options.report.read_text()))
+    rows, errors = [], []
+    for case in cases(options.seed, options.count, 1):
+        memory, real = predicted(case, "cpu").memory, measured(case)
+        errors.append(memory.training_peak / real - 1)
+        rows.append({"model": described(case), "predicted": memory.training_peak, "measured": real})
+        moment = f"{memory.peak_part}, {memory.peak.operation}"
+        print(
+            f"{errors[-1]:+8.3%}  {memory.training_peak:>12,}  {real:>12,}  {described(case)}  [{moment}]",
+            flush=True,
+        )
+    sizes = sorted(map(abs, errors))
+    print(f"{len(rows)} models: median {statistics.median(sizes):.3%}, worst {sizes[-1]:.3%}, "
+          f"{sum(e > 0.03 for e in sizes)} beyond 3 %")  # fmt: skip
+    if options.json:
+        versions = {"torch": str(torch.__version__), "seed": options.seed, "threads": torch.get_num_threads()}
+        options.json.write_text(json.dumps({**versions, "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -150,7 +150,8 @@ def replay(
     def apply(event: tuple[int, int]) -> None:
         key, change = event
         if change > 0:
-            blocks[key] = memory.malloc(sizes[key])
+            if sizes[key]:
+                blocks[key] = memory.malloc(sizes[key])
         elif key in blocks:
             memory.free(blocks.pop(key))
 

@@ -126,15 +126,7 @@ def kernel_of(call: SdpaCall, device: str, gpu: Gpu) -> str:
     half, (d_k, d_v) = call.q.dtype in HALF, call.widths
     square = call.q.shape[-2] == call.k.shape[-2]
     trained = call.mask is not None and call.mask.requires_grad
-    if (
-        half
-        and gpu.capability[0] >= 9
-        and d_k % 8 == d_v % 8 == 0
-        and max(d_k, d_v) <= 128
-        and not trained
-        and not (call.is_causal and not square)
-        and call.q.shape[-2] > 1
-    ):
+    if half and gpu.capability[0] >= 9 and d_k % 8 == d_v % 8 == 0 and max(d_k, d_v) <= 256 and not trained:
         return "cudnn"
     if half and call.mask is None and d_k == d_v <= 256 and not (call.is_causal and not square):
         return "flash"
@@ -154,16 +146,20 @@ def saved_rows(kernel: str, n: int) -> int:
 
 
 def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bytes that the backward kernel needs beside the gradients: Σ o·do, and a float32 gradient of q on a GPU."""
+    """Bytes that the backward kernel needs beside the gradients (bench/cost_kernels_gpu.py).
+
+    Σ o·do of each query; on a GPU also the gradient of q in float32, and for shared key/value heads the gradients of
+    keys and values of every query head.
+    """
     b, h, n, d = q.shape
     rows, m = b * h, k.shape[-2]
+    expanded = 0 if h == k.shape[1] else b * m * h * (d + v.shape[-1]) * q.element_size()
     if kernel == "cpu":
         return 4 * rows * n
     if kernel == "cudnn":
-        return 4 * rows * n * (d + 1)
+        return 4 * rows * n * (d + 1) + expanded
     if kernel == "efficient":
-        return 4 * rows * (_up(n, 64) * d + 2 * n) if q.dtype == torch.float32 else 4 * rows * 2 * n
-    expanded = 0 if h == k.shape[1] else 2 * b * m * h * d * q.element_size()
+        return 4 * rows * (_up(n, 64) * _up(d, 64) + _up(n, 32))
     return 4 * rows * _up(n, 128) * (_up(d, 32) + 1) + expanded
 
 
@@ -189,7 +185,10 @@ class FusedKernel(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in (q, k, v)]
         size = backward_workspace(ctx.kernel, q, k, v)
         ctx.trace.meter.workspace(size, ctx.trace.path, f"{FUSED} ({ctx.kernel})")
-        of_mask = torch.empty_like(mask) if ctx.needs_input_grad[3] else None
+        of_mask = None
+        if ctx.needs_input_grad[3]:
+            *rows, m = mask.shape
+            of_mask = mask.new_empty(*rows, m + -m % 8)[..., :m]
         return (*grads, of_mask, None, None)
 
 
@@ -240,6 +239,8 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
     if mask is not None and kernel == "efficient" and mask.shape[-1] % 16:
         mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    if mask is not None and kernel == "efficient":
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
     if kernel == "flash" and q.shape[-1] % 8:
         width = q.shape[-1]
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...compat import without_function_modes
+from ...compat import has_autocast_kernel, without_function_modes
 
 CONSTRUCTORS = [
     getattr(torch, name)
@@ -158,6 +158,8 @@ def rms_norm(
     x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """On a GPU x / rms is one kernel, which saves x and one number per row."""
+    if has_autocast_kernel("aten::rms_norm", "CUDA") and torch.is_autocast_enabled("cuda"):
+        x, weight = x.float(), None if weight is None else weight.float()
     return FusedRmsNorm.apply(x, weight, len(normalized_shape))
 
 

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ...engine.cuda.backend import one_launch
 from .attention import Gpu
 
 Needs = Callable[[tuple, dict, list[Tensor], Gpu], int]
@@ -85,7 +86,17 @@ def sort_needs(rows: int, vocab: int, d: int) -> int:
     """The gradient of an embedding with more than 3072 ids sorts them and sums runs of ten."""
     if rows <= 3072:
         return 0
-    return 4 * d * (rows // 10 + min(rows, vocab)) + 48 * rows + (800 << 10)
+    return 4 * d * (rows // 10 + min(rows, vocab)) + 48 * rows + (800 << 10 if vocab > 1 << 15 else 0)
+
+
+def _sparse_backward(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+    """Our Triton kernels: one launch needs nothing; several add up one gradient, in 16 bits two, in float32."""
+    q, k, v = args[1][:3]
+    (b, h, n, d), (h_kv, m) = q.shape, k.shape[1:3]
+    plain = all(not x.numel() for x in args[1][5:])
+    if plain and one_launch(n, m, b * h, max(d, v.shape[-1])):
+        return 0
+    return 4 * b * h * n * d if q.element_size() == 4 else 4 * b * h_kv * m * (d + v.shape[-1])
 
 
 # -- the CPU ------------------------------------------------------------------------------------------------------
@@ -100,6 +111,7 @@ CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     "sum": _sum,
     "embedding_dense_backward": _embedding_gradient,
+    "sparse_attention_backward": _sparse_backward,
 }
 CPU: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
