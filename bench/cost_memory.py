@@ -1,7 +1,7 @@
 """Is the predicted memory the memory used? Training steps of generated models on the CPU, against the profiler.
 
-`PYTHONPATH=src python3 bench/cost_memory.py --seed 25 --count 40 [--json OUT]` predicts and measures each; the profiler
-reports every allocation and release of the CPU allocator, also of temporaries inside kernels.
+`PYTHONPATH=src:bench python3 bench/cost_memory.py --seed 25 --count 40 [--json OUT]` predicts and measures each; the
+profiler reports every allocation and release of the CPU allocator, also of temporaries inside kernels.
 """
 
 import argparse
