@@ -1,6 +1,7 @@
 """Is the predicted memory of a training step the memory used on a GPU? Generated models, predicted and measured.
 
-`PYTHONPATH=src:bench python3 bench/cost_memory_gpu.py --measure rows.json --predict pred.json --seed 26` on a GPU; `--report rows.json pred.json` prints the table. Prediction runs in a process of its own and needs no GPU.
+`PYTHONPATH=src:bench python3 bench/cost_memory_gpu.py --measure rows.json --predict pred.json` on a GPU; `--report
+rows.json pred.json` prints the table. Prediction runs in a process of its own and needs no GPU.
 """
 
 import argparse
@@ -100,7 +101,8 @@ def report(measured: Path, priced: Path) -> None:
     sizes = sorted(map(abs, errors))
     print(
         f"\n{len(errors)} of {len(real['rows'])} models: median {statistics.median(sizes):.2%}, "
-        f"worst {sizes[-1]:.2%}, {sum(e > 0.03 for e in sizes)} beyond 3 %; torch {real['torch']} (predicted with {guess['torch']})"
+        f"worst {sizes[-1]:.2%}, {sum(e > 0.03 for e in sizes)} beyond 3 %; "
+        f"torch {real['torch']} (predicted with {guess['torch']})"
     )
 
 

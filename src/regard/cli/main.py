@@ -20,6 +20,7 @@ from .forms import FORMS
 # command is used. It has a function of the command's name, or an `app` of several subcommands.
 COMMANDS = {
     "cost": "What a model costs before it runs: parameters, FLOPs, memory, time.",
+    "plan": "What fits a card, how fast it would train, and code to run it.",
     "check": "Run the laws of attention on a function, a module or a model of any library.",
     "look": "Show what each attention head of a model attends to, while it runs its usual kernels.",
     "train": "Train a recipe; run the same command again to resume it.",

@@ -5,24 +5,33 @@ from .connectivity import ReceptiveField, dependencies, layers_to_connect, recep
 from .entry import cost
 from .layer_types import Comparison, compare
 from .memory import Memory, TrainingStep, fits
+from .planner import Choice, Plan, plan
+from .runnable import call, example, runnable, stepping
 from .tree import Amounts, Cost, Pairs, Part
 
 __all__ = [
     "Amounts",
+    "Choice",
     "Comparison",
     "Cost",
     "Memory",
     "Pairs",
     "Part",
+    "Plan",
     "ReceptiveField",
     "TrainingStep",
+    "call",
     "compare",
     "cost",
     "dependencies",
+    "example",
     "fits",
     "layers_to_connect",
+    "plan",
     "receptive_field",
     "receptive_set",
     "relative_orders",
+    "runnable",
     "score_orders",
+    "stepping",
 ]

@@ -1,6 +1,5 @@
 """Conclusions from a cost: biases side by side, savings of a pattern, the bottleneck, orders of products."""
 
-import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -10,6 +9,7 @@ from ..spec import Attention
 from ..spec.attention import BIASES
 from .declaration import build_tree, with_biases
 from .sizes import Numbers, Request
+from .trace.tracer import merged
 from .tree import Amount, Amounts, Cost, Part
 
 CORE = ("scores", "mixing")
@@ -104,7 +104,7 @@ def module_of(path: str) -> str:
     inside, _, last = path.rpartition("/")
     if "attention" in last:
         return "core"
-    return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", inside) or last
+    return merged(inside) or last
 
 
 def bottleneck(cost: Cost) -> Bottleneck | None:

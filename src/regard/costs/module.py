@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..compat import CAN_DISPATCH
 from ..errors import ShapeError, SpecError
 from ..spec import Spec
+from . import huggingface
 from .memory.report import Setting, traced
 from .memory.step import training_of
 from .trace.nested import leaves
@@ -34,21 +35,27 @@ def cost_of_module(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -
         raise SpecError(
             "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
         )
-    if not isinstance(model, nn.Module) and not _is_config(model) and callable(model) and not inputs:
+    if (
+        not isinstance(model, nn.Module)
+        and not huggingface.is_config(model)
+        and callable(model)
+        and not inputs
+    ):
         model = _call(model)
         if isinstance(model, Spec):
             from .entry import cost
 
             return cost(model, **options._asdict())
-    if _is_config(model):
-        model = huggingface(model)
+    if huggingface.is_config(model):
+        model = huggingface.build(model)
     if not callable(model):
         raise SpecError(
             f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
             f"Hugging Face configuration"
         )
     if not inputs and hasattr(model, "config"):
-        inputs = (generated_inputs(model.config, options.n or 128, options.m, options.batch),)
+        labels = bool(options.train) and getattr(options.train, "loss", None) is None
+        inputs = (huggingface.generated_inputs(model, options.n or 128, options.m, options.batch, labels),)
     return _traced_cost(model, inputs, options)
 
 
@@ -157,32 +164,3 @@ def _check_inputs(model: Any, module: nn.Module, args: tuple, kwargs: dict) -> N
             f"{_name(model)} is missing {', '.join(missing)}; "
             f"pass example inputs: rg.cost(module, {', '.join(_required(call))})"
         )
-
-
-# -- Hugging Face -----------------------------------------------------------------------------------------------
-
-
-def _is_config(model: Any) -> bool:
-    return hasattr(model, "model_type") and hasattr(model, "to_dict") and not isinstance(model, nn.Module)
-
-
-def huggingface(config: Any) -> nn.Module:
-    """The model of a configuration on meta tensors, of the architecture that it names if any."""
-    import transformers
-
-    name = (getattr(config, "architectures", None) or [None])[0]
-    kind = getattr(transformers, name, None) if name else None
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-    return model.eval()
-
-
-def generated_inputs(config: Any, n: int, m: int | None, batch: int) -> dict[str, Tensor]:
-    """Inputs of the right shapes: pixels, or token ids; for an encoder-decoder source and target ids."""
-    if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
-        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        return {"pixel_values": torch.empty(batch, config.num_channels, side, side, device="meta")}
-    ids = {"input_ids": torch.ones(batch, m or n, dtype=torch.long)}
-    if getattr(config, "is_encoder_decoder", False):
-        return ids | {"decoder_input_ids": torch.ones(batch, n, dtype=torch.long)}
-    return {"input_ids": torch.ones(batch, n, dtype=torch.long)}

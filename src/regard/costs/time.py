@@ -36,6 +36,7 @@ class Roofline:
     bytes_per_s: float
     kernel_s: float
     measured: dict[str, str] = field(default_factory=dict)  # versions, date
+    host_s: float = 0.0  # of one operation on the CPU that launches it; 0 where kernels run on the CPU itself
 
     def __post_init__(self):
         rates = {"bytes_per_s": self.bytes_per_s, **self.flops_per_s}
@@ -88,7 +89,24 @@ def measure(device: str = "cpu", size: int | None = None) -> Roofline:
     name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
     threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
     versions = {"torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d")}
-    return Roofline(name + threads, flops_per_s, _bandwidth(device), _shortest_product(device), versions)
+    host_s = _host_time() if device == "cuda" else 0.0
+    return Roofline(
+        name + threads, flops_per_s, _bandwidth(device), _shortest_product(device), versions, host_s
+    )
+
+
+def _host_time() -> float:
+    """Seconds that the CPU needs for one operation that saves something for the backward pass."""
+    x = torch.randn(8, 8, device="cuda", requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(200):
+            y = y.tanh()
+
+    chain()
+    torch.cuda.synchronize()
+    return min(_timed(chain) for _ in range(5)) / 200
 
 
 def _product_rate(n: int, dtype: torch.dtype, device: str) -> float:
@@ -270,6 +288,59 @@ def _time(
     launch = passes * roofline.kernel_s if flops or amounts.bytes else 0.0
     _, limit = max((compute, "compute"), (memory, "memory"), (launch, "launch"))
     return PartTime(path, times * (launch + max(compute, memory)), limit)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The estimated time of a step by phase: its kernels on the device, and the host that launches them."""
+
+    machine: str
+    device: dict[str, float]  # phase → seconds
+    host: dict[str, float]
+    parts: tuple[PartTime, ...]  # kernels by module, longest first
+
+    @property
+    def seconds(self) -> float:
+        """Host and device overlap: the slower one decides, phase by phase."""
+        return sum(max(self.device[p], self.host.get(p, 0.0)) for p in self.device)
+
+    @property
+    def bound(self) -> str:
+        return "host" if sum(self.host.values()) > sum(self.device.values()) else "device"
+
+    def plain(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "bound": self.bound, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"estimated on {self.machine}: {self.seconds * 1e3:.3f} ms, bound by the {self.bound}"]
+        for phase, seconds in self.device.items():
+            host = self.host.get(phase, 0.0)
+            lines.append(
+                f"  {phase:<10} {seconds * 1e3:9.3f} ms of kernels, {host * 1e3:9.3f} ms to launch them"
+            )
+        width = max((len(p.path) for p in self.parts[:12]), default=0)
+        lines += [f"  {p.path:<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}" for p in self.parts[:12]]
+        return "\n".join(lines)
+
+
+def step_time(work: list[tuple[str, str, float, float, str]], roofline: Roofline) -> StepTime:
+    """The time of traced kernels. work: (phase, module, FLOPs, bytes, dtype) of each."""
+    device: dict[str, float] = {}
+    host: dict[str, float] = {}
+    parts: dict[str, list[float]] = {}
+    for phase, path, flops, moved, dtype in work:
+        rate = roofline.flops_per_s.get(dtype) or roofline.flops_per_s["float32"]
+        compute, memory = flops / rate, moved / roofline.bytes_per_s
+        seconds = roofline.kernel_s + max(compute, memory)
+        device[phase] = device.get(phase, 0.0) + seconds
+        host[phase] = host.get(phase, 0.0) + roofline.host_s
+        part = parts.setdefault(path, [0.0, 0.0, 0.0, 0.0])
+        for at, amount in enumerate((seconds, compute, memory, roofline.kernel_s)):
+            part[at] += amount
+    limits = ("compute", "memory", "launch")
+    timed = [PartTime(path, p[0], limits[max(range(3), key=lambda k: p[1 + k])]) for path, p in parts.items()]
+    ordered = tuple(sorted(timed, key=lambda p: -p.seconds))
+    return StepTime(roofline.machine, device, host, ordered)
 
 
 def measure_time(request: Request) -> float:

@@ -91,8 +91,8 @@ class Caching:
                 raise OutOfMemory
         self.taken += bytes_taken
         self.reserved = max(self.reserved, self.taken)
-        self._address += bytes_taken + SEGMENT_ROUND
-        return Block(self._address, bytes_taken, small)
+        at, self._address = self._address, self._address + bytes_taken + SEGMENT_ROUND
+        return Block(at, bytes_taken, small)
 
     def _return_free_segments(self) -> None:
         for small, pool in self._free.items():

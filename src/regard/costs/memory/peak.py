@@ -1,11 +1,11 @@
 """Where the memory is: the moment of the peak, and what is alive there, by module and kind."""
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..trace.meter import Meter, Record
+from ..trace.tracer import merged
 from .step import Step
 
 KINDS = (
@@ -100,11 +100,6 @@ def _advice(kind: str, peak: Peak) -> str:
         case "temporary" | "workspace":
             return "Temporary results dominate: a smaller batch, or logits and loss in chunks, lowers them."
     return ""
-
-
-def merged(path: str) -> str:
-    """The path with layer numbers merged: layers.3.linear → layers.*.linear."""
-    return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
 
 
 def kinds_of(meter: Meter, step: Step) -> list[str]:

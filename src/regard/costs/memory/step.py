@@ -31,7 +31,8 @@ class TrainingStep:
     GPU), fused (one kernel). autocast: "bfloat16" or "float16" for matrix products in that dtype. checkpointing:
     None follows the declaration or the model; "reentrant" for PyTorch's older form. master_weights: the optimizer
     updates float32 copies of 16-bit weights. accumulate: batches per optimizer step. frozen: patterns of parameter
-    names that are not trained, such as "embedding.*". loss: output → loss, in place of the model's own.
+    names that are not trained, such as "embedding.*". lora: rank of trained adapters on every linear layer, all else
+    frozen. loss: output → loss, in place of the model's own.
     """
 
     optimizer: str = "adamw"
@@ -41,6 +42,7 @@ class TrainingStep:
     master_weights: bool = False
     accumulate: int = 1
     frozen: tuple[str, ...] = ()
+    lora: int = 0
     loss: Callable[[Any], Tensor] | None = None
 
     def __post_init__(self):
@@ -49,6 +51,8 @@ class TrainingStep:
         require_positive("accumulate", self.accumulate)
         if self.autocast is not None:
             require_known("autocast", self.autocast, AUTOCAST)
+        if self.lora < 0:
+            raise SpecError(f"lora={self.lora} is not a rank; use 16, or 0 for none")
         if isinstance(self.checkpointing, str):
             require_known("checkpointing", self.checkpointing, ("reentrant",))
 
@@ -77,6 +81,30 @@ def autocast_region(training: TrainingStep | None, device: str) -> AbstractConte
     if training is None or training.autocast is None:
         return nullcontext()
     return torch.autocast("cuda" if device == "cuda" else "cpu", dtype=getattr(torch, training.autocast))
+
+
+class Adapted(nn.Module):
+    """W x + B A x: a frozen linear layer with a trained adapter of low rank (LoRA)."""
+
+    def __init__(self, inner: nn.Linear, rank: int):
+        super().__init__()
+        like = {"bias": False, "device": inner.weight.device, "dtype": inner.weight.dtype}
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, rank, **like)
+        self.up = nn.Linear(rank, inner.out_features, **like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def adapt(module: nn.Module, rank: int) -> None:
+    """Adapters of this rank on every linear layer whose weight is its own; everything else is frozen."""
+    for p in module.parameters():
+        p.requires_grad_(False)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and not isinstance(parent, Adapted | nn.MultiheadAttention):
+                setattr(parent, name, Adapted(child, rank))
 
 
 def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:

@@ -185,6 +185,8 @@ class FusedKernel(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in (q, k, v)]
         size = backward_workspace(ctx.kernel, q, k, v)
         ctx.trace.meter.workspace(size, ctx.trace.path, f"{FUSED} ({ctx.kernel})")
+        products = 2 * 2.5 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[-1] + v.shape[-1])
+        ctx.trace.note_work(products, 4 * sum(x.numel() * x.element_size() for x in (q, k, v)), str(q.dtype))
         of_mask = None
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
@@ -211,6 +213,8 @@ def count_attention(trace: Any, call: SdpaCall, pairs: CallPairs) -> Float[Tenso
     q, k, v = call.q, call.k, call.v
     counted = Call(q.shape[:-2].numel(), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], pairs)
     amounts = counted.forward(q.element_size())
+    if kernel_of(call, trace.device, trace.gpu) != "math":
+        trace.note_work(amounts.executed_flops, amounts.bytes, str(q.dtype))
     if trace.in_backward:  # computed again by a checkpoint
         trace.add(FUSED, Amounts(executed_backward_flops=amounts.executed_flops))
     else:
@@ -230,7 +234,6 @@ def count_attention(trace: Any, call: SdpaCall, pairs: CallPairs) -> Float[Tenso
 def _run(trace: Any, call: SdpaCall) -> Tensor:
     q, k, v, mask = call[:4]
     kernel = kernel_of(call, trace.device, trace.gpu)
-    trace.launches[trace.meter.phase] += 1
     if kernel == "math":
         with trace.uncounted_backward():
             grouped = call.grouped and q.dim() == 4

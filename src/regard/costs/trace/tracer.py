@@ -6,6 +6,7 @@ the choice is taken to be balanced. Operations that cannot be counted are listed
 """
 
 import gc
+import re
 import sys
 from bisect import bisect_right
 from collections import Counter
@@ -55,7 +56,9 @@ class Trace(DispatchMode):
         self.pairs: list[Pairs] = []
         self.unknown: Counter[str] = Counter()
         self.notes: dict[str, None] = {}  # assumptions, in order
-        self.launches: Counter[str] = Counter()  # operations that start a kernel, by phase
+        self.work: list[
+            tuple[str, str, float, float, str]
+        ] = []  # phase, module, FLOPs, bytes, dtype of each kernel
         self.meter = Meter()
         self.counts = True  # False inside an attention that is counted as a whole
         self._paths: list[str] = []  # of the modules being called, innermost last
@@ -113,11 +116,11 @@ class Trace(DispatchMode):
         self.amounts[key] = self.amounts.get(key, Amounts()) + amounts
 
     def _count(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        if not op.is_view:
-            self.launches[self.meter.phase] += 1
+        flops = None if op.is_view else product_flops(op, args, kwargs, out)
+        if not op.is_view and any(x.is_meta for x in tensors_in(out)):
+            self.note_work(flops or 0, _bytes(args, out), str(_dtype(args, out)))
         if not self.counts or self.meter.phase not in ("forward", "backward"):
             return
-        flops = product_flops(op, args, kwargs, out)
         name = op.__name__.split(".")[0]
         if flops is None:
             if not has_no_product(op):
@@ -132,6 +135,10 @@ class Trace(DispatchMode):
             self.add(name, Amounts(backward_flops=flops, executed_backward_flops=flops), path)
         else:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=_bytes(args, out)))
+
+    def note_work(self, flops: float, moved: float, dtype: str) -> None:
+        """A kernel of the phase that runs."""
+        self.work.append((self.meter.phase, merged(self.path), flops, moved, dtype.removeprefix("torch.")))
 
     def _count_elementwise(self, out: Any) -> None:
         if isinstance(out, Tensor) and out.is_floating_point():
@@ -324,6 +331,16 @@ class Trace(DispatchMode):
 
 class DataDependent(ShapeError):
     """A module reads a value that a run on meta tensors does not have."""
+
+
+def merged(path: str) -> str:
+    """The path with layer numbers merged: layers.3.linear → layers.*.linear."""
+    return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
+
+
+def _dtype(args: tuple, out: Any) -> torch.dtype:
+    """Of the first floating-point tensor."""
+    return next((x.dtype for x in tensors_in((args, out)) if x.is_floating_point()), torch.float32)
 
 
 def _flat(out: Any) -> tuple | list:

@@ -1,0 +1,45 @@
+"""`regard plan`: what fits a card, and how fast it would train."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ..costs.gpus import CARDS
+from ..costs.planner import plan as planned
+from ..pattern.parse import parse_pattern
+from . import targets
+from .cost import size_of
+
+
+def plan(
+    source: Annotated[str, typer.Argument(help=targets.FORMS)],
+    memory: Annotated[str | None, typer.Option(help="Memory of a card, such as 80GB.")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"Cards to compare: {', '.join(CARDS)}.")] = None,
+    n: Annotated[int | None, typer.Option(help="Length of a sequence.")] = None,
+    train: Annotated[
+        bool, typer.Option("--train/--inference", help="A training step, or a forward pass.")
+    ] = True,
+    ranks: Annotated[int, typer.Option(help="Cards that share the work (FSDP2).")] = 1,
+    pattern: Annotated[
+        str | None, typer.Option(help="Another attention pattern, such as 'causal() & window(256)'.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Find the largest batch that fits, for each kind of step, sorted by tokens a second, with code to run it.
+
+    Example: regard plan gpt2 --gpu h100,a100-40,4090,l4 --n 1024
+
+    regard plan config.json --memory 80GB --ranks 8
+    """
+    result = planned(
+        targets.read(source),
+        memory=None if memory is None else size_of(memory),
+        gpu=gpu,
+        n=n,
+        train=train,
+        ranks=ranks,
+        pattern=None if pattern is None else parse_pattern(pattern),
+        progress=lambda text: print(text, "…", file=sys.stderr),
+    )
+    typer.echo(result.json() if as_json else str(result))
