@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -116,11 +117,11 @@ class CostRequest:
         )
 
 
-def _with_options(run: Callable[[CostRequest], None]) -> Callable[..., None]:
-    """A command whose options are the fields of `CostRequest`: one value in place of seventeen arguments."""
+def with_options(kind: Any, run: Callable[[Any], None]) -> Callable[..., None]:
+    """A command whose options are the fields of this dataclass: one value in place of seventeen arguments."""
 
     def command(**given: Any) -> None:
-        run(CostRequest(**given))
+        run(kind(**given))
 
     kind, none = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -128,16 +129,16 @@ def _with_options(run: Callable[[CostRequest], None]) -> Callable[..., None]:
             inspect.Parameter(
                 f.name, kind, default=none if f.default is MISSING else f.default, annotation=f.type
             )
-            for f in fields(CostRequest)
+            for f in fields(kind)
         ]
     )
-    command.__annotations__ = {f.name: f.type for f in fields(CostRequest)}
+    command.__annotations__ = {f.name: f.type for f in fields(kind)}
     command.__doc__, command.__name__ = run.__doc__, run.__name__
     return command
 
 
 @app.command()
-@_with_options
+@partial(with_options, CostRequest)
 def of(request: CostRequest) -> None:
     """Say what a model costs: parameters, FLOPs, masks, memory, time.
 

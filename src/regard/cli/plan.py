@@ -1,6 +1,7 @@
 """`regard plan`: what fits a card, and how fast it would train."""
 
-import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -9,37 +10,43 @@ from ..costs.gpus import CARDS
 from ..costs.planner import plan as planned
 from ..pattern.parse import parse_pattern
 from . import targets
-from .cost import size_of
+from .cost import size_of, with_options
 
 
-def plan(
-    source: Annotated[str, typer.Argument(help=targets.FORMS)],
-    memory: Annotated[str | None, typer.Option(help="Memory of a card, such as 80GB.")] = None,
-    gpu: Annotated[str | None, typer.Option(help=f"Cards to compare: {', '.join(CARDS)}.")] = None,
-    n: Annotated[int | None, typer.Option(help="Length of a sequence.")] = None,
+@dataclass(frozen=True)
+class PlanRequest:
+    """The argument and options of `regard plan`, one field each."""
+
+    source: Annotated[str, typer.Argument(help=targets.FORMS)]
+    memory: Annotated[str | None, typer.Option(help="Memory of a card, such as 80GB.")] = None
+    gpu: Annotated[str | None, typer.Option(help=f"Cards to compare: {', '.join(CARDS)}.")] = None
+    n: Annotated[int | None, typer.Option(help="Length of a sequence.")] = None
     train: Annotated[
         bool, typer.Option("--train/--inference", help="A training step, or a forward pass.")
-    ] = True,
-    ranks: Annotated[int, typer.Option(help="Cards that share the work (FSDP2).")] = 1,
+    ] = True
+    ranks: Annotated[int, typer.Option(help="Cards that share the work (FSDP2).")] = 1
     pattern: Annotated[
         str | None, typer.Option(help="Another attention pattern, such as 'causal() & window(256)'.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False
+
+
+@partial(with_options, PlanRequest)
+def plan(request: PlanRequest) -> None:
     """Find the largest batch that fits, for each kind of step, sorted by tokens a second, with code to run it.
 
     Example: regard plan gpt2 --gpu h100,a100-40,4090,l4 --n 1024
 
     regard plan config.json --memory 80GB --ranks 8
     """
+    typer.echo("planning …", err=True)
     result = planned(
-        targets.read(source),
-        memory=None if memory is None else size_of(memory),
-        gpu=gpu,
-        n=n,
-        train=train,
-        ranks=ranks,
-        pattern=None if pattern is None else parse_pattern(pattern),
-        progress=lambda text: print(text, "…", file=sys.stderr),
+        targets.read(request.source),
+        memory=None if request.memory is None else size_of(request.memory),
+        gpu=request.gpu,
+        n=request.n,
+        train=request.train,
+        ranks=request.ranks,
+        pattern=None if request.pattern is None else parse_pattern(request.pattern),
     )
-    typer.echo(result.json() if as_json else str(result))
+    typer.echo(result.json() if request.as_json else str(result))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,7 +107,6 @@ def plan(
     train: bool = True,
     ranks: int = 1,
     pattern: Pattern | None = None,
-    progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The largest batch that fits, for each kind of step, with its time: sorted by tokens per second.
 
@@ -125,8 +124,6 @@ def plan(
         chosen = chosen if memory is None else chosen._replace(memory=memory)
         label = name if gpu else f"{chosen.memory / GB:,.0f} GB"
         for how, training in _options(train):
-            if progress is not None:
-                progress(f"{label}: {how}")
             choices.append(_choice(subject, label, chosen, how, training, ranks))
     choices.sort(key=lambda c: -c.tokens_per_second)
     notes = [
