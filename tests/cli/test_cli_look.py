@@ -11,7 +11,8 @@ from lens_models import small
 typer = pytest.importorskip("typer")
 from typer.testing import CliRunner  # noqa: E402
 
-from regard.cli.look import encoded, load, look, namer, own_output, read_input  # noqa: E402
+from regard.cli.look import look  # noqa: E402
+from regard.cli.models import encoded, load, namer, own_output, read_input  # noqa: E402
 from regard.training.data.tokens import START  # noqa: E402
 
 app = typer.Typer()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.cli.look import LoadedModel
+from regard.cli.models import LoadedModel
 from regard.errors import SpecError
 
 uvicorn = pytest.importorskip("uvicorn")

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ..training.recipes.export import export as export_run
-
 
 def export(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
@@ -19,6 +17,8 @@ def export(
 
     Example: regard export runs/translate --out runs/translate-ct2
     """
+    from ..training.recipes.export import export as export_run
+
     folder = export_run(run, out, to)
     files = {f.name: f.stat().st_size for f in sorted(folder.iterdir())}
     if as_json:

@@ -4,3 +4,4 @@ FORMS = (
     "a preset, SPEC.json, SPEC.yaml, a Hugging Face config.json, a checkpoint folder, a run folder or "
     "package.module:name"
 )
+INPUT = "A text, a text file, an image file, token ids (5,12,7), random:64, or an array (.npy)."

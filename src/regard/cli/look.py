@@ -2,39 +2,16 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
-import torch
 import typer
-from torch import Tensor, nn
 
-from .. import spec
-from ..errors import FormatError, SpecError
-from ..generation import generate
-from ..lens.text_table import Table
-from ..lens.view import look as see
-from ..nn import stack
-from ..training.data.tokens import END, START, Tokens
-from ..training.recipes.run import TOKENS
-from . import targets
-
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-INPUT = "A text, a text file, an image file, token ids (5,12,7), random:64, or an array (.npy)."
-
-
-class LoadedModel(NamedTuple):
-    """A model with its tokenizer and configuration."""
-
-    model: nn.Module | Callable[..., Any]
-    tokenizer: Any
-    config: Any  # a Hugging Face configuration, a regard spec, or None
+from .forms import FORMS, INPUT
 
 
 def look(
-    model: Annotated[str, typer.Argument(help=targets.FORMS)],
+    model: Annotated[str, typer.Argument(help=FORMS)],
     given: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT)],
     target: Annotated[
         str | None,
@@ -55,13 +32,19 @@ def look(
 
     regard look hf:config.json random:64 --json
     """
+    import torch
+
+    from ..lens.text_table import Table
+    from ..lens.view import look as see
+    from .models import arguments, has_decoder_input, load, namer, own_output, read_input, token_names
+
     torch.manual_seed(seed)
     loaded = load(model)
     ids = read_input(given, loaded)
     after = None if target is None else read_input(target, loaded)
     if after is None and has_decoder_input(loaded):
         after = own_output(loaded, ids)
-        shown = " ".join(_names(loaded.tokenizer, after[0].tolist()))
+        shown = " ".join(token_names(loaded.tokenizer, after[0].tolist()))
         typer.echo(
             f"the decoder reads what the model generates: {shown} (--target gives another text)", err=True
         )
@@ -76,201 +59,3 @@ def look(
         typer.echo(json.dumps(view.to_plain()) if as_json else str(Table(view.rows())))
     if sys.stderr.isatty():
         typer.echo(repr(view), err=True)
-
-
-def load(source: str) -> LoadedModel:
-    """The model that `source` names, ready to run; random weights are announced."""
-    target = targets.read(source)
-    folder = Path(source.removeprefix("hf:"))
-    if isinstance(target, spec.Spec):
-        typer.echo(f"{source} is a declaration: its weights are random, not trained", err=True)
-        return LoadedModel(target.build().eval(), None, target)
-    if hasattr(target, "model_type"):
-        return _huggingface(target, folder if folder.is_dir() else folder.parent)
-    if isinstance(target, nn.Module):
-        return LoadedModel(target.eval(), _own_tokenizer(folder), getattr(target, "spec", None))
-    if not callable(target):
-        raise SpecError(
-            f"{source} is a {type(target).__name__}; expected a model, or a function that returns one"
-        )
-    model = target()
-    if not isinstance(model, nn.Module):
-        raise SpecError(f"{source}() returned a {type(model).__name__}; expected a model (an nn.Module)")
-    return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)))
-
-
-def _huggingface(config: Any, folder: Path) -> LoadedModel:
-    from transformers import (
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        AutoModel,
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-    )
-
-    kind: Any = AutoModelForSeq2SeqLM if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else AutoModel
-    if any((folder / name).is_file() for name in WEIGHTS):
-        model = kind.from_pretrained(str(folder), local_files_only=True)
-    else:
-        typer.echo(f"{folder} has no weights: they are random, not trained", err=True)
-        model = kind.from_config(config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError):
-        tokenizer = None
-    return LoadedModel(model.eval(), tokenizer, config)
-
-
-def _own_tokenizer(folder: Path) -> Any:
-    """The tokens of a training run, or the tokenizer.json beside a regard checkpoint, if there is one."""
-    if (folder / TOKENS).is_file():
-        return Tokens.from_json((folder / TOKENS).read_text(encoding="utf-8"))
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as e:
-        raise SpecError(f"{path} needs the tokenizers library: pip install tokenizers") from e
-    return Tokenizer.from_file(str(path))
-
-
-def namer(tokenizer: Any) -> Any:
-    """What maps ids to token names: a Hugging Face tokenizer itself, a function for the others."""
-    if isinstance(tokenizer, Tokens):
-        return tokenizer.words
-    if tokenizer is None or hasattr(tokenizer, "convert_ids_to_tokens"):
-        return tokenizer
-    return lambda ids: [tokenizer.id_to_token(i) for i in ids]
-
-
-def _names(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The tokens of these ids, or the ids themselves where the model has no tokenizer."""
-    if tokenizer is None:
-        return [str(i) for i in ids]
-    return (
-        namer(tokenizer)(ids)
-        if not hasattr(tokenizer, "convert_ids_to_tokens")
-        else tokenizer.convert_ids_to_tokens(ids)
-    )
-
-
-def read_input(given: str, loaded: LoadedModel) -> Tensor:
-    """Ids (1, n), or an image or array (1, …)."""
-    path = Path(given)
-    if given.startswith("random:"):
-        return _random(given, loaded)
-    if given and all(part.strip().isdecimal() for part in given.split(",")):
-        return torch.tensor([[int(part) for part in given.split(",")]])
-    if path.suffix.lower() in IMAGES:
-        return _image(path, loaded)
-    if path.suffix.lower() == ".npy":
-        return _array(path)
-    if len(given) < 1024 and path.is_file():
-        given = targets.read_text(path)
-    if loaded.tokenizer is None:
-        raise SpecError(
-            f"this model has no tokenizer, so {given[:40]!r} is not an input; use token ids, such as 5,12,7"
-        )
-    return torch.tensor([encoded(given, loaded.tokenizer)])
-
-
-def encoded(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a text, by any of the three kinds of tokenizers."""
-    if isinstance(tokenizer, Tokens):
-        return tokenizer.encode([text])[0]
-    ids = tokenizer.encode(text)
-    return ids if isinstance(ids, list) else ids.ids
-
-
-def _random(given: str, loaded: LoadedModel) -> Tensor:
-    if not (count := given.removeprefix("random:")).isdecimal() or int(count) < 1:
-        raise FormatError(f"{given!r}: write random:64 for 64 random tokens")
-    if size := image_size(loaded.config):
-        return torch.rand(1, *size)
-    return torch.randint(0, vocabulary(loaded), (1, int(count)))
-
-
-def vocabulary(loaded: LoadedModel) -> int:
-    """The vocabulary size of the model."""
-    declared = getattr(loaded.config, "encoder", loaded.config)
-    size = getattr(loaded.config, "vocab_size", getattr(getattr(declared, "embedding", None), "vocab", None))
-    if size is None and isinstance(loaded.model, nn.Module):
-        tables = [m for m in loaded.model.modules() if isinstance(m, nn.Embedding)]
-        size = max((t.num_embeddings for t in tables), default=None)
-    if size is None:
-        raise SpecError(
-            "this model has no token embedding, so random ids are not an input; use an array (.npy)"
-        )
-    return int(size)
-
-
-def image_size(config: Any) -> tuple[int, int, int] | None:
-    """(channels, height, width) of a vision model's input."""
-    if isinstance(config, spec.Vision):
-        return config.channels, *config.image
-    size = getattr(config, "image_size", None)
-    if size is None:
-        return None
-    height, width = (size, size) if isinstance(size, int) else size
-    return getattr(config, "num_channels", 3), height, width
-
-
-def _image(path: Path, loaded: LoadedModel) -> Tensor:
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as e:
-        raise SpecError(f"{path} is an image; pip install 'regard[figures]'") from e
-    size = image_size(loaded.config)
-    if size is None:
-        raise SpecError(f"{path} is an image, and the configuration of this model has no image size")
-    try:
-        image = Image.open(path).convert("L" if size[0] == 1 else "RGB").resize((size[2], size[1]))
-    except OSError as e:
-        raise FormatError(f"cannot read {path} as an image: {e}") from e
-    pixels = torch.tensor(list(image.tobytes()), dtype=torch.float32).reshape(size[1], size[2], -1)
-    return ((pixels.permute(2, 0, 1) / 255 - 0.5) / 0.5)[None]
-
-
-def _array(path: Path) -> Tensor:
-    import numpy
-
-    try:
-        return torch.from_numpy(numpy.load(path, allow_pickle=False))
-    except (OSError, ValueError) as e:
-        raise FormatError(f"cannot read {path} as an array: {e}") from e
-
-
-def has_decoder_input(loaded: LoadedModel) -> bool:
-    """Whether the model is an encoder-decoder, whose decoder reads a text of its own."""
-    return isinstance(loaded.model, stack.EncoderDecoder) or bool(
-        getattr(loaded.config, "is_encoder_decoder", False)
-    )
-
-
-def own_output(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """What an encoder-decoder generates for a source, greedily, from its start token on (1, n)."""
-    length = 2 * ids.shape[1] + 10
-    if isinstance(loaded.model, stack.EncoderDecoder):
-        result = generate(
-            loaded.model, [[START]], source=ids, max_new_tokens=length, eos_id=END, return_log_probs=False
-        )
-        return torch.tensor([[START, *result.rows()[0]]])
-    model: Any = loaded.model
-    if not hasattr(model, "generate") or not model.can_generate():
-        raise SpecError(
-            f"{type(model).__name__} is an encoder-decoder that does not generate; give the decoder's input with "
-            f"--target"
-        )
-    return model.generate(ids, max_new_tokens=length, do_sample=False, num_beams=1)
-
-
-def arguments(loaded: LoadedModel, ids: Tensor, after: Tensor | None) -> Any:
-    """The arguments of the model's forward; after: the input of the decoder of an encoder-decoder."""
-    if not hasattr(loaded.config, "model_type"):
-        return ids if after is None else (ids, after)
-    if ids.is_floating_point():
-        return {"pixel_values": ids}
-    named = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if after is not None:
-        named["decoder_input_ids"] = after
-    return named

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 import regard
 
 from .. import spec
-from ..cli.look import (
+from ..cli.models import (
     LoadedModel,
     arguments,
     encoded,

@@ -37,7 +37,7 @@ def serve(
         from .workers import GIB, Workers
     except ModuleNotFoundError as e:
         raise SpecError(f"the page needs an extra ({e}): pip install 'regard[web]'") from e
-    from ..cli.look import image_size, load
+    from ..cli.models import image_size, load
 
     _check_port(host, port)
     loaded = None if model is None else load(model)
