@@ -62,7 +62,7 @@ def served(app):
 
 @pytest.fixture(scope="module")
 def bare():
-    yield from served(create_app(workers=Workers(1)))
+    yield from served(create_app(workers=Workers(1, deadline=90)))
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,12 @@ def hurried():
 
 @pytest.fixture(scope="module")
 def texts():
-    yield from served(create_app(tiny(Words()), workers=Workers(1)))
+    yield from served(create_app(tiny(Words()), workers=Workers(1, deadline=90)))
 
 
 @pytest.fixture(scope="module")
 def ids():
-    yield from served(create_app(tiny(), workers=Workers(1)))
+    yield from served(create_app(tiny(), workers=Workers(1, deadline=90)))
 
 
 def ask(port, path, given=None, host=None, token=None):
@@ -357,7 +357,7 @@ def test_a_digit_that_is_no_number_is_refused(ids):
 
 def test_a_client_that_does_not_send_its_request_is_disconnected(monkeypatch):
     monkeypatch.setattr(protocol, "SECONDS", 0.2)
-    server = served(create_app(workers=Workers(1)))
+    server = served(create_app(workers=Workers(1, deadline=90)))
     port = next(server)
     with socket.create_connection(("127.0.0.1", port), timeout=20) as line:
         line.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
