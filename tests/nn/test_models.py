@@ -197,10 +197,14 @@ def test_padding_has_no_effect(name):
         real = torch.arange(7) < lengths[:, None]
         one, two = one[real], two[real]
     assert torch.allclose(one, two, atol=1e-12)
-    without = model(x, y) if isinstance(model.spec, EncoderDecoder) else model(x)
-    causal = name in ("gpt2", "tiny-gpt")
-    same = torch.allclose(without[1], forward(x)[1], atol=1e-6)
-    assert causal or not same  # control: what is not causal needs the lengths
+    if name in ("gpt2", "tiny-gpt"):  # causal, padded on the right: real positions need no lengths
+        assert torch.allclose(model(x)[real], one, atol=1e-12) and torch.allclose(
+            model(other)[real], one, atol=1e-12
+        )
+        assert not torch.allclose(model(x)[~real], model(other)[~real], atol=1e-6)
+    else:  # control: what is not causal needs the lengths
+        without = model(x, y) if isinstance(model.spec, EncoderDecoder) else model(x)
+        assert not torch.allclose(without[1], forward(x)[1], atol=1e-6)
 
 
 @pytest.mark.ledger("S1.Q5b.2")

@@ -139,6 +139,8 @@ def shape_trace(steps: Sequence[tuple[str, str, Tensor, str]], *, dark: bool = F
         first = "  ".join(f"{v:+.3f}" for v in tensor.detach().flatten()[:4].tolist())
         cells = (name, formula, " × ".join(map(str, tensor.shape)), cost, first)
         for x, word in zip(columns, cells, strict=True):
+            if not word:
+                continue
             ax.text(
                 x,
                 -row,
