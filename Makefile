@@ -17,7 +17,7 @@ QUICK := tests/pattern tests/position tests/reference tests/schedule tests/spec 
 	--ignore=tests/nn/test_models.py \
 	--ignore=tests/lens/test_html_report.py --ignore=tests/lens/test_figures.py
 
-.PHONY: demo test quick check long laws ledger clean
+.PHONY: demo test quick check long laws ledger mutants clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,9 +51,13 @@ check: $(VENV)/.ready
 	$(PY) -m mypy
 	$(MAKE) test
 
-# Lists which rows of the ledger (the results to reproduce) have a test.
+# For each row of the ledger (the results to reproduce): its test, and whether a wrong product is noticed.
 ledger: $(VENV)/.ready
 	$(PY) tests/helpers/ledger_rows.py
+
+# Wrong changes of the source against the tests that claim what they break: about 40 minutes on one core.
+mutants: $(VENV)/.ready
+	$(PY) bench/mutants.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
