@@ -320,7 +320,9 @@ def test_position_only_scores_still_project_the_values():
 
 
 @each("compare.layers")
-@pytest.mark.ledger("S1.Q2a.1", "S1.Q2a.2", "S1.Q2a.3", "S0.Q1c.1", "S0.Q1c.5", "S1.Q6b.1", "S4.1.4a.1")
+@pytest.mark.ledger(
+    "S1.Q2a.1", "S1.Q2a.2", "S1.Q2a.3", "S0.Q1c.1", "S0.Q1c.5", "S1.Q6b.1", "S4.1.4a.1", "S4.1.4b.3"
+)
 def test_layer_types_compared(c):
     i, expected = c["inputs"], c["expected"]
     n, d, k, w = i["n"], i["d"], i["k"], i["w"]
