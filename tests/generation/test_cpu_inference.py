@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard import compat
 from regard.generation import beam, cpu_inference, generate, greedy, sample
 from regard.generation.steps import CpuSteps, StackSteps, steps
 
@@ -176,3 +177,37 @@ def test_without_log_p_the_tokens_are_the_same_and_it_is_none():
             generate(model, [[1]] * 6, strategy, return_log_probs=p, **given) for p in (True, False)
         )
         assert with_it.rows() == without.rows() and without.log_probs is None
+
+
+def test_products_with_constant_weights_are_those_of_matmul_with_and_without_the_private_operators(monkeypatch):
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(37, 19, generator=random)
+    for rows in (1, 7, 64):
+        x = torch.randn(rows, 19, generator=random)
+        exact = x.double() @ weight.double().t()
+        bound = 2 * float((x @ weight.t() - exact).abs().max()) + 4e-7 * float(exact.abs().max())
+        assert float((compat.constant_product(weight)(x) - exact).abs().max()) <= bound
+        monkeypatch.setattr(compat, "_can_pack", lambda: False)
+        assert float((compat.constant_product(weight)(x) - exact).abs().max()) <= bound
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("heads", [{"heads": 4}, {"heads": 4, "kv_heads": 2}], ids=str)
+def test_beams_that_share_their_past_find_what_the_modules_find(heads):
+    own = rg.Attention(16, pattern=rg.full(), **heads)
+    past = rg.Attention(16, pattern=rg.causal(), **heads)
+    embedding = rg.Embedding(23, 16, position=rg.sinusoidal())
+    torch.manual_seed(1)
+    model = rg.EncoderDecoder(
+        rg.Encoder(rg.Block(own, rg.FeedForward(24)), 1, embedding=embedding),
+        rg.Decoder(
+            rg.Block(past, rg.FeedForward(24), cross=own), 2, embedding=embedding, head=rg.LanguageHead()
+        ),
+    ).build()
+    source, lengths = torch.randint(23, (5, 6)), torch.tensor([6, 2, 5, 1, 4])
+    given = {"source": source, "source_lengths": lengths, "max_new_tokens": 9, "eos_id": 3}
+    fast = generate(model.double(), [[1]] * 5, beam(3), **given)
+    model.decoder.blocks[0].register_forward_hook(lambda *_: None)  # hooks need the modules themselves
+    slow = generate(model, [[1]] * 5, beam(3), **given)
+    assert fast.rows() == slow.rows()
+    torch.testing.assert_close(fast.log_probs, slow.log_probs)
