@@ -103,7 +103,7 @@ def test_dropout_reaches_the_weights():
     assert not torch.allclose(first, still)
 
 
-@pytest.mark.ledger("L47")
+@pytest.mark.ledger("S1.Q3a.5")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
 def test_packed_documents_are_isolated_although_a_mask_of_ones_is_given(kind):
     model = causal_model(kind)
