@@ -399,15 +399,22 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
         rg.load(tmp_path)
     rg.save(rg.preset("tiny-classifier").build(), tmp_path)
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FormatError, match=r"config\.json is damaged or was changed"):
+        rg.load(tmp_path)
+    (tmp_path / "manifest.json").unlink()
     with pytest.raises(FormatError, match="is not JSON"):
         rg.load(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(FormatError, match="expected a JSON object, not list"):
+        rg.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FormatError, match="is not in regard's format 1"):
         rg.load(tmp_path)
     rg.save(rg.preset("tiny-classifier").build(), tmp_path)
     other = rg.preset("tiny-gpt").build()
     rg.save(other, tmp_path / "other")
     (tmp_path / WEIGHTS).write_bytes((tmp_path / "other" / WEIGHTS).read_bytes())
+    (tmp_path / "manifest.json").unlink()
     with pytest.raises(FormatError, match="does not match its declaration"):
         rg.load(tmp_path)
     with pytest.raises(RegardError) as e:

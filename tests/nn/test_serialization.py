@@ -1,6 +1,7 @@
-"""Weights as 8-bit integers: a quarter of the size, rounded by a known amount, tied weights stored once."""
+"""Saved models: 8-bit weights are rounded by a known amount, and no damaged file is loaded as another model."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -68,7 +69,66 @@ def test_weights_of_another_declaration_are_refused(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["spec"]["encoder"]["layers"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "manifest.json").unlink()
     with pytest.raises(
         FormatError, match=r"does not match its declaration: encoder\.blocks\.1\S+ is in only one"
     ):
         rg.load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    return rg.save(model(), tmp_path_factory.mktemp("stored"))
+
+
+def copy_of(folder, to):
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "manifest.json"])
+def test_no_single_bit_flip_and_no_cut_gives_another_model(stored, tmp_path, name):
+    folder, rng = copy_of(stored, tmp_path), random.Random(name)
+    right, whole = rg.load(stored).state_dict(), (stored / name).read_bytes()
+    for _ in range(25):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        for content in (bytes(damaged), whole[: rng.randrange(len(whole))]):
+            (folder / name).write_bytes(content)
+            try:
+                loaded = rg.load(folder).state_dict()
+            except rg.FormatError as error:
+                assert str(folder) in str(error)
+            else:  # a bit that changes nothing, such as in the white space of the manifest
+                assert name == "manifest.json"
+                assert all(torch.equal(right[key], value) for key, value in loaded.items())
+
+
+def test_weights_of_another_model_of_the_same_shape_are_refused(stored, tmp_path):
+    folder = copy_of(stored, tmp_path)
+    torch.manual_seed(1)
+    other = rg.save(rg.from_json(model().spec.json()).build(), tmp_path / "other")
+    (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    with pytest.raises(
+        rg.FormatError, match=r"safetensors is damaged or was changed: .* delete .*manifest\.json"
+    ):
+        rg.load(folder)
+    (folder / "manifest.json").unlink()  # as the message says: the change is meant
+    rg.load(folder)
+
+
+def test_weights_that_are_not_finite_are_refused_unless_asked_for(tmp_path):
+    broken = model()
+    with torch.no_grad():
+        next(broken.parameters())[0, 0] = float("nan")
+    rg.save(broken, tmp_path)
+    with pytest.raises(rg.FormatError, match=r"has NaN or infinite values; rg\.load"):
+        rg.load(tmp_path)
+    assert bool(next(rg.load(tmp_path, allow_non_finite=True).parameters()).isnan().any())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(rg.RegardError, match="cannot save a model in"):
+        rg.save(model(), tmp_path / "file")

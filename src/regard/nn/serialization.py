@@ -1,13 +1,14 @@
-"""A model saved as a folder: config.json (the declaration) and model.safetensors (the weights)."""
+"""A saved model is a folder: config.json (its declaration), model.safetensors (its weights) and their checksums."""
 
 import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from .. import spec, value
+from .. import files, spec, value
 from ..errors import FormatError, RegardError, SpecError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -29,30 +30,43 @@ def save(model: nn.Module, folder: str | Path, weights: str = "float") -> Path:
     if weights not in ("float", "int8"):
         raise SpecError(f"weights={weights!r}; use 'float' or 'int8'")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     number = FLOAT if weights == "float" else INT8
     config = {"format": number, "spec": value.to_plain(declared)}
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-    if number == FLOAT:
-        save_model(model, str(folder / WEIGHTS))
-    else:
-        save_file(_quantized(model), str(folder / WEIGHTS))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{WEIGHTS}"
+        if number == FLOAT:
+            save_model(model, str(temporary))
+        else:
+            save_file(_quantized(model), str(temporary))
+        files.flush(temporary)
+        (folder / files.MANIFEST).unlink(
+            missing_ok=True
+        )  # until both files are new, a folder has no manifest
+        files.write_text(folder / CONFIG, json.dumps(config, indent=1) + "\n")
+        temporary.replace(folder / WEIGHTS)
+    except (OSError, SafetensorError) as e:
+        raise RegardError(f"cannot save a model in {folder}: {e}") from e
+    files.write_manifest(folder, (CONFIG, WEIGHTS))
     return folder
 
 
-def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
-    """Build the saved declaration and load its weights, as float; tied weights are tied again."""
+def load(
+    folder: str | Path, device: torch.device | str = "cpu", *, allow_non_finite: bool = False
+) -> nn.Module:
+    """Build the saved declaration and load its weights, as float; tied weights are tied again.
+
+    The checksums of the folder are verified. Weights with NaN or infinite values are refused unless allow_non_finite.
+    """
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FormatError(
                 f"{folder} contains no {name}; a folder written by rg.save has {CONFIG} and {WEIGHTS}"
             )
-    try:
-        config = json.loads((folder / CONFIG).read_text())
-    except json.JSONDecodeError as e:
-        raise FormatError(f"{folder / CONFIG} is not JSON: {e.msg} at line {e.lineno}") from e
-    if not isinstance(config, dict) or config.get("format") not in (FLOAT, INT8) or "spec" not in config:
+    files.verify(folder, (CONFIG, WEIGHTS))
+    config = files.read_json(folder / CONFIG)
+    if config.get("format") not in (FLOAT, INT8) or "spec" not in config:
         raise FormatError(f"{folder / CONFIG} is not in regard's format {FLOAT} or {INT8}")
     model = value.from_plain(config["spec"], spec.KINDS).build().to(device)
     try:
@@ -62,6 +76,15 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> nn.Module:
             _fill(model, load_file(str(folder / WEIGHTS), device=str(device)))
     except RuntimeError as e:
         raise FormatError(f"{folder / WEIGHTS} does not match its declaration: {e}") from e
+    except (SafetensorError, OSError) as e:
+        raise FormatError(f"{folder / WEIGHTS} is damaged: {e}; restore it from a copy") from e
+    if not allow_non_finite:
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise FormatError(
+                    f"{folder / WEIGHTS}: {name} has NaN or infinite values; rg.load(…, allow_non_finite=True) "
+                    f"loads it as it is"
+                )
     return model
 
 
