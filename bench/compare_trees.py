@@ -4,7 +4,8 @@
 
 OLD and NEW are folders that contain `src/regard`. For each case both workers build the same tensors, their results
 are compared, and then they run in short alternating rounds in random order. A ratio is new / old: of the medians,
-and of the minima, which a busy machine disturbs less. With --threads 1 the clock is the CPU time of the process.
+and of the minima, which a busy machine disturbs less. A row that seems more than 3 % slower is measured on, up to
+eight times as long; all its rounds count. With --threads 1 the clock is the CPU time of the process.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HEADS, WIDTH, N = 8, 64, 4096
+LIMIT, REPEATS = 1.03, 7  # a ratio above it is measured again, so often at most
 OLD_NAMES = {"pattern": "progressions", "bias": "tiled", "documents": "packed"}  # of `tiles`, before 0.2
 SMALL = {
     "window(n/32) | every(32)": lambda rg, n: rg.window(n // 32) | rg.every(32),
@@ -175,17 +177,16 @@ def compare(case: dict[str, Any], workers: dict[str, Worker], rounds: int) -> di
         assert all(abs(x - y) <= 1e-4 * max(a[1], 1.0) for x, y in zip(a, b)), f"{case}: {sums}"
     calls = max(1, min(50, round(0.03 / max(workers["old"].ask(1), 1e-6))))
     times: dict[str, list[float]] = {name: [] for name in workers}
-    for _ in range(rounds):
-        for name in random.sample(list(workers), len(workers)):
-            times[name].append(workers[name].ask(calls))
     old, new = times["old"], times["new"]
-    return {
-        **case,
-        "old ms": 1e3 * statistics.median(old),
-        "new ms": 1e3 * statistics.median(new),
-        "median": statistics.median(new) / statistics.median(old),
-        "minimum": min(new) / min(old),
-    }
+    for _ in range(1 + REPEATS):
+        for _ in range(rounds):
+            for name in random.sample(list(workers), len(workers)):
+                times[name].append(workers[name].ask(calls))
+        median, minimum = statistics.median(new) / statistics.median(old), min(new) / min(old)
+        if max(median, minimum) <= LIMIT:
+            break
+    ms = {"old ms": 1e3 * statistics.median(old), "new ms": 1e3 * statistics.median(new)}
+    return {**case, **ms, "median": median, "minimum": minimum, "rounds": len(old)}
 
 
 def main() -> None:
@@ -213,7 +214,7 @@ def main() -> None:
             f"minima {row['minimum']:.3f}",
             flush=True,
         )
-    slower = [row for row in rows if min(row["median"], row["minimum"]) > 1.03]
+    slower = [row for row in rows if min(row["median"], row["minimum"]) > LIMIT]
     print(f"{len(rows)} rows; {len(slower)} more than 3 % slower in the median and in the minimum")
     if given.write:
         path = Path(__file__).parent / "results" / f"compare_trees-{date.today()}.json"
