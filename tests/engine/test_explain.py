@@ -39,14 +39,16 @@ def test_what_is_explained_is_what_runs(block):
 
 
 def test_every_variant_on_the_cpu_is_met_by_these_calls():
-    met = set()
+    wanted = {"reference", "sdpa", "tiles"}
+    wanted |= {"short sequence: gathered keys", "merged tiles", "packed documents", "bias by distance"}
+    met: set[str] = set()
     for seed in range(300):
         given, options = random_call(seed)
         result = explain(*given, **options)
-        met.add((result.backend, result.variant))
-    assert {backend for backend, _ in met} == {"reference", "sdpa", "tiles"}
-    variants = {"short sequence: gathered keys", "merged tiles", "packed documents", "bias by distance"}
-    assert variants <= {variant for _, variant in met}
+        met |= {result.backend, result.variant}
+        if wanted <= met:
+            break
+    assert wanted <= met
 
 
 def test_sizes_explain_what_tensors_explain():

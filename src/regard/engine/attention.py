@@ -208,23 +208,15 @@ def simplified(
 
     Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
     """
-    if (
-        torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4
-    ):  # a compiler may have symbols for the sizes
+    if torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:  # a compiler has symbols for sizes
         return pattern, lengths, at
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
         at = _common_offset(at, b)
         if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
             at = None
-    if (
-        lengths is not None
-        and lengths.shape == (b,)
-        and readable(lengths)
-        and b
-        and min(lengths.tolist()) >= m
-    ):
-        lengths = None
+    if lengths is not None and lengths.shape == (b,) and b and readable(lengths):
+        lengths = None if min(lengths.tolist()) >= m else lengths
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
         pattern = None if _allows_all(pattern) else pattern
     return pattern, lengths, at

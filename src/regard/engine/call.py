@@ -96,24 +96,16 @@ class Call:
         """Zeros in keys and values past the length: 0 · NaN is NaN, so a mask alone would not remove their effect."""
         if self.lengths is None or (readable(self.k) and _small(self.k) and _small(self.v)):
             return self
-        past = torch.arange(self.m, device=self.k.device) >= self.lengths[:, None]
-        past = past[:, None, :, None]
+        past = (torch.arange(self.m, device=self.k.device) >= self.lengths[:, None])[:, None, :, None]
         return replaced(self, k=self.k.masked_fill(past, 0.0), v=self.v.masked_fill(past, 0.0))
 
     def may_be_empty(self) -> bool:
         """Whether a query might have no allowed key, as far as the declaration shows."""
-        if (
-            self.lengths is not None
-            or self.table is not None
-            or isinstance(self.at, Tensor)
-            or self.pattern.has_data
-        ):
+        hidden = self.lengths is not None or self.table is not None or self.pattern.has_data
+        if hidden or isinstance(self.at, Tensor) or torch.compiler.is_compiling():  # sizes may be symbols
             return True
-        if torch.compiler.is_compiling():  # the sizes may be symbols
-            return True
-        return has_empty_row(
-            self.pattern, self.n, self.m, *query_offset(self.pattern, self.n, self.m, self.at)
-        )
+        offset = query_offset(self.pattern, self.n, self.m, self.at)
+        return has_empty_row(self.pattern, self.n, self.m, *offset)
 
 
 @dataclass(frozen=True)
@@ -140,9 +132,7 @@ class CallFacts:
     dropout_p: float = 0.0
     return_lse: bool = False
     grad: bool = False
-    observed: bool = (
-        False  # a compiler, a transform, a dispatch mode or a tensor subclass must see the operations
-    )
+    observed: bool = False  # a compiler, transform, dispatch mode or tensor subclass must see the operations
 
     @property
     def flat_heads(self) -> int:
@@ -202,37 +192,25 @@ class CallFacts:
     @property
     def only_pattern(self) -> bool:
         """Whether the call is three tensors and a pattern without data, and nothing else."""
-        extras = (
-            self.table
-            or self.lengths
-            or self.bias != "none"
-            or self.dropout_p
-            or self.return_lse
-            or self.hard
-        )
-        return not (extras or self.row_offsets or self.at is not None or self.pattern.has_data)
+        extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.return_lse
+        offset = self.row_offsets or self.at is not None
+        return not (extras or offset or self.hard or self.pattern.has_data)
 
     @property
     def data_rows(self) -> int:
         """The batch rows that the data of the pattern differ by; its pairs are counted over all of them."""
         if not self.pattern.has_data:
             return 1
-        ids = [
-            len(leaf.ids)
-            for leaf in self.pattern.leaves()
-            if isinstance(leaf, documents) and leaf.ids.dim() > 1
-        ]
-        limits = [len(leaf.l) for leaf in self.pattern.leaves() if isinstance(leaf, pattern_lengths)]
-        return max([*ids, *limits], default=1)
+        leaves = list(self.pattern.leaves())
+        rows = [len(leaf.ids) for leaf in leaves if isinstance(leaf, documents) and leaf.ids.dim() > 1]
+        rows += [len(leaf.l) for leaf in leaves if isinstance(leaf, pattern_lengths)]
+        return max(rows, default=1)
 
     def like(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tensors without data of the shapes of q, k and v."""
-        shapes = (
-            (self.heads, self.n, self.d_k),
-            (self.kv_heads, self.m, self.d_k),
-            (self.kv_heads, self.m, self.d_v),
-        )
-        q, k, v = (torch.empty(self.batch, *s, dtype=self.dtype, device="meta") for s in shapes)
+        of_queries, of_keys = (self.batch, self.heads, self.n), (self.batch, self.kv_heads, self.m)
+        shapes = (*of_queries, self.d_k), (*of_keys, self.d_k), (*of_keys, self.d_v)
+        q, k, v = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
         return q, k, v
 
 

@@ -72,11 +72,8 @@ class Sdpa:
         if f.unmasked:
             square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
-            build = (
-                (lambda: _function(f, None, isinstance(f.pattern, causal) and f.n > 1))
-                if _direct(f)
-                else None
-            )
+            is_causal = isinstance(f.pattern, causal) and f.n > 1
+            build = (lambda: _function(f, None, is_causal)) if _direct(f) else None
             return Prepared(self.name, "dense", count, _dense, build)
         build = (lambda: _masked_function(f)) if _direct(f) and _cacheable(f) else None
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)

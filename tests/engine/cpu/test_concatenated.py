@@ -236,7 +236,8 @@ def test_two_threads_do_not_meet():
 def test_gradients_and_their_gradients(pattern):
     inputs = tensors(b=1, h=2, h_kv=1, n=5, d_k=3, d_v=2)
     (call,) = calls(pattern, inputs, tile=2)
-    assert gradcheck(call, inputs) and gradgradcheck(call, inputs, atol=1e-6)
+    assert gradcheck(call, inputs, fast_mode=True)
+    assert gradgradcheck(call, inputs, atol=1e-6, fast_mode=True)
 
 
 def test_a_head_reads_no_other():

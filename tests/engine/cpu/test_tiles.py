@@ -5,7 +5,7 @@ from threading import Thread
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
@@ -40,7 +40,6 @@ def test_every_word_gives_the_formula_and_its_gradients(pattern, dtype):
 
 
 @given(patterns, st.integers(1, 40), st.integers(1, 40), offsets, st.integers(0, 99))
-@settings(max_examples=200)
 def test_any_composition_gives_the_formula_and_its_gradients(pattern, n, m, at, seed):
     """In float64 where no query has four keys: with one, the gradient of its score is 0, which the fused op's
     do·v − do·o reaches to rounding only, while autograd's softmax gives 0."""
@@ -156,7 +155,7 @@ def test_gradients_hold_to_second_differences():
             o, lse = attend(*x, laid, scale=0.6)
             return o, lse[..., 2:]  # the first rows may be empty
 
-        assert torch.autograd.gradcheck(both, (q, k, v))
+        assert torch.autograd.gradcheck(both, (q, k, v), fast_mode=True)
 
 
 def test_the_gradient_of_the_log_sum_exp_alone():
