@@ -23,6 +23,8 @@ from .generation import beam as beam
 from .generation import generate as generate
 from .generation import greedy as greedy
 from .generation import sample as sample
+from .interop.huggingface.weights import from_huggingface as from_huggingface
+from .interop.huggingface.weights import to_huggingface as to_huggingface
 from .interop.use import use as use
 from .laws import check as check
 from .lens.recorder import Recorder as Recorder

@@ -102,6 +102,12 @@ def test_model_code_that_computes_with_a_mask_gets_the_exact_table():
         changed = change(lazy)
         assert type(changed) is torch.Tensor
         assert torch.equal(changed, change(table))
+    more = torch.zeros(BATCH, 1, N, 2)  # joined with floats it is what is added to the scores
+    lowest = torch.finfo(torch.float32).min
+    added = torch.where(table, 0.0, lowest)
+    assert torch.equal(torch.cat([lazy, more], -1), torch.cat([added, more], -1))
+    assert torch.equal(torch.cat([lazy, lazy], -1), torch.cat([table, table], -1))
+    assert torch.equal(more[..., :1] + lazy, added)
     for same in (lazy[:, :, :, :N], lazy.to(torch.bool), lazy.detach(), lazy.to(device="cpu")):
         assert isinstance(same, masks.LazyMask)
         assert same.mask is lazy.mask

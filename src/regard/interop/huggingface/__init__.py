@@ -11,6 +11,8 @@ from .registration import TESTED, register
 
 register()
 
-from .attention import LayerCall, explain  # noqa: E402  # these need transformers, whose absence `register` explains
+# These need transformers, whose absence `register` explains.
+from .attention import LayerCall, explain  # noqa: E402
+from .cache import BoundedCache  # noqa: E402
 
-__all__ = ["TESTED", "LayerCall", "explain", "register"]
+__all__ = ["TESTED", "BoundedCache", "LayerCall", "explain", "register"]

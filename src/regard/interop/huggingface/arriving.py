@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from ... import compat
 from ...errors import ShapeError, SpecError
 from ...pattern import Both, Pattern, causal, documents, full, window
-from .masks import LazyMask, Mask, TracedMask
+from .lazy_mask import LazyMask, Mask
+from .masks import TracedMask
 from .problems import is_causal
 
 # Words in the name of an argument that changes the weights. One that "regard" does not know is an error, not a loss.
@@ -187,27 +188,34 @@ def at_stored_positions(module: nn.Module, mask: Mask, stored: Tensor | None, us
             f"{type(module).__name__}: the mask is for a bounded cache, but the keys do not say their positions; "
             f"this model changes the keys after the cache returns them, so it cannot use one"
         )
-    if user is None:
-        raise SpecError(
-            "a bounded cache without a pattern; make it with regard.interop.huggingface.BoundedCache"
-        )
     if mask.dense is not None or mask.pattern.has_data:
         raise SpecError(
             "a bounded cache needs a mask that is a pattern; this one is a table or packed documents"
         )
     keys = mask.keys
-    if keys is not None and (mask.stored is None or len(mask.stored) != len(stored)):
+    if keys is not None and (mask.stored is None or not torch.equal(mask.stored.cpu(), stored)):
         raise SpecError(
-            "padding and bounded caches of different sizes in one model: give rows of one length, or one pattern"
+            "padding and layers that hold different keys in one bounded cache: give rows of one length, or one "
+            "pattern"
         )
-    if keys is not None:
-        users = user if isinstance(user, tuple) else (user,)
-        if any(u.shift_period != 1 for u in users):
-            raise SpecError(
-                "left padding moves the positions that this pattern names (sinks, every, blocks): a bounded cache "
-                "cannot say which keys those are; generate rows of one length together"
-            )
-    return Mask(mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, stored=stored)
+    first, last, device = (
+        int(stored[0]),
+        int(stored[-1]),
+        mask.stored.device if mask.stored is not None else None,
+    )
+    contiguous = last - first + 1 == len(stored)
+    users = user if isinstance(user, tuple) else (user,)
+    if keys is not None and not contiguous and any(u is not None and u.shift_period != 1 for u in users):
+        raise SpecError(
+            "left padding moves the positions that this pattern names (sinks, every, blocks): a bounded cache cannot "
+            "say which keys those are; generate rows of one length together"
+        )
+    if contiguous:
+        return Mask(mask.pattern, mask.at - first, mask.batch, mask.n, len(stored), keys=keys, origin=first)
+    here = stored if device is None else stored.to(device)
+    return Mask(
+        mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, stored=here, memo_key=stored
+    )
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict) -> None:

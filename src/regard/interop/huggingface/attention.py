@@ -21,7 +21,7 @@ from .arriving import (
     mask_and_bias,
     refuse_unknown,
 )
-from .masks import Mask
+from .lazy_mask import Mask
 from .problems import Problem, allowed, problems_of, together
 
 TABLE_PAIRS = 1 << 20  # from here on, padding and documents run without a table on the CPU
@@ -125,6 +125,9 @@ def _part(p: Problem, r: Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None
     if p.first or p.last is not None:
         q = q[:, :, p.first : p.last]
         bias = bias if bias is None or bias.shape[2] == 1 else bias[:, :, p.first : p.last]
+    if p.index is not None:
+        k, v = k.index_select(2, p.index), v.index_select(2, p.index)
+        bias = bias if bias is None or bias.shape[3] == 1 else bias.index_select(3, p.index)
     if p.keys is not None:
         start, stop = p.keys
         k, v = k[:, :, start:stop], v[:, :, start:stop]

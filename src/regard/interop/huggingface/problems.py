@@ -1,12 +1,13 @@
 """A mask of transformers and a pattern of the user's as calls of `rg.attention`, without an n × m table."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...pattern import Both, Not, Pattern, causal, documents, full, window
-from .masks import Mask
+from .lazy_mask import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +22,7 @@ class Problem:
     first: int = 0  # queries before this one have no allowed key
     last: int | None = None  # one past the last query; the queries after it are in a problem of their own
     follows: bool = False  # these are the queries after the end of the rows of the problem before
+    index: Tensor | None = None  # the keys present, one by one
     by_tiles: bool = False  # without a table, also where a table would be about as fast
 
 
@@ -28,10 +30,9 @@ def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[
     """The calls that compute a mask together with the user's pattern, without an n × m table where there is one."""
     if mask.dense is not None:
         return [Problem(_with_user(mask.dense, mask, user))]
-    if mask.stored is not None:
-        return [_stored_problem(mask, user)]
-    if mask.n == 1 and (mask.keys is not None or user is not None or not isinstance(mask.pattern, causal)):
-        return [_single_query(mask, user, device)]
+    one = mask.n == 1 and (mask.keys is not None or user is not None or not isinstance(mask.pattern, causal))
+    if mask.stored is not None or one:
+        return [_row_problem(mask, user, device)]
     pattern = together(mask.pattern, user)
     if mask.origin and not _shiftable(user, mask.origin):
         return [Problem(allowed(mask, user, device))]
@@ -97,15 +98,34 @@ def _sliced(pattern: Pattern, rows: list[int] | None, start: int, stop: int) -> 
     return pattern.fold(leaf, lambda a, b: a & b, lambda a, b: a | b, Not)
 
 
-def _single_query(mask: Mask, user: Pattern | None, device: torch.device) -> Problem:
-    """One query: a row of keys decides. None where it sees all of them."""
-    row = allowed(mask, user, device)
-    return Problem(None if bool(row.all()) else row)
+def _row_problem(mask: Mask, user: Pattern | None, device: torch.device) -> Problem:
+    """One query, or keys that a bounded cache holds: a table over these keys decides; None where all are allowed.
+
+    One query that sees less than half of the keys gathers those it sees. Layers with one pattern share the result.
+    """
+    memo, key = (
+        mask.memo,
+        (user.text if user is not None else None, mask.pattern.text, mask.at, mask.n, mask.m),
+    )
+    if mask.memo_key is not None and mask.keys is None:
+        if _shared.get("of") is not mask.memo_key:
+            _shared.clear()
+            _shared["of"] = mask.memo_key
+        memo = _shared
+    if mask.pattern.has_data or key not in memo:
+        table = allowed(mask, user, device)
+        seen = int(table.sum())
+        if seen == table.numel():
+            found = Problem(None)
+        elif mask.n == 1 and table.shape[0] == 1 and 2 * seen < mask.m:
+            found = Problem(None, index=table[0, 0, 0].nonzero()[:, 0])
+        else:
+            found = Problem(table)
+        memo[key] = found
+    return memo[key]
 
 
-def _stored_problem(mask: Mask, user: Pattern | None) -> Problem:
-    table = allowed(mask, user)
-    return Problem(None if bool(table.all()) else table)
+_shared: dict[Any, Any] = {}  # problems of the positions that a bounded cache holds now
 
 
 def allowed(mask: Mask, user: Pattern | None, device: torch.device | None = None) -> Tensor:

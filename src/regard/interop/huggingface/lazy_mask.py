@@ -1,0 +1,144 @@
+"""What a mask means, and the tensor that carries it through model code without its n × m elements."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...pattern import Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What a mask of transformers means: a pattern over positions, and which keys of each batch row take part.
+
+    Query r is at position at + r, key s at position s, both counted from the first key present; `origin` is the
+    position of that key in the sequence. With `stored`, a bounded cache holds the keys of those positions only, and
+    positions are those of the sequence.
+    """
+
+    pattern: Pattern
+    at: int
+    batch: int
+    n: int
+    m: int
+    keys: Tensor | None = None  # (b, m), True = takes part; None: all do
+    origin: int = 0
+    stored: Tensor | None = None
+    build: Callable[[], Tensor] | None = field(default=None, repr=False)  # the table that transformers means
+    dense: Tensor | None = None  # that table, where it is all that is known
+    note: str = ""
+    memo: dict[Any, Any] = field(
+        default_factory=dict, repr=False
+    )  # what other layers of this forward computed
+    memo_key: Any = field(default=None, repr=False)  # positions that several masks share
+
+    @cached_property
+    def ranges(self) -> tuple[list[int], list[int]] | None:
+        """For each batch row the first key and one past the last, where the keys that take part are contiguous."""
+        if self.keys is None:
+            return None
+        count = self.keys.sum(-1)
+        order = torch.arange(1, self.m + 1, device=self.keys.device)
+        stops = (self.keys * order).amax(-1)
+        starts = torch.where(count > 0, self.keys.int().argmax(-1), 0)
+        rows = torch.stack([starts, stops, count]).tolist()
+        if any(stop - start != n for start, stop, n in zip(*rows)):
+            return None
+        return [int(x) for x in rows[0]], [int(x) for x in rows[1]]
+
+    def table(self) -> Tensor:
+        """The mask as transformers builds it, (b, 1, n, m), True = may attend."""
+        if self.dense is not None:
+            return self.dense
+        assert self.build is not None
+        return self.build()
+
+
+class LazyMask(Tensor):
+    """A bool tensor of shape (b, 1, n, m) without its elements: the first operation on it builds the table.
+
+    It travels through model code as a mask does. "regard" reads `.mask`; anything else computes with the exact table.
+    """
+
+    mask: Mask
+
+    @staticmethod
+    def of(mask: Mask, device: torch.device) -> "LazyMask":
+        one = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        made = one.expand(mask.batch, 1, mask.n, mask.m).as_subclass(LazyMask)
+        made.mask = mask
+        return made
+
+    def __repr__(self, *, tensor_contents=None):
+        return f"LazyMask({self.mask.pattern!r}, {tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict) -> "LazyMask":
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in METADATA or (getattr(func, "__name__", "") == "__get__" and func not in COMPUTED):
+            return super().__torch_function__(func, types, args, kwargs)
+        first = args[0] if args else None
+        if isinstance(first, LazyMask) and _unchanged(func, first, args[1:], kwargs):
+            return LazyMask.of(first.mask, first.device)
+        added = func in ADDITIVE and _float_dtype((args, tuple(kwargs.values())))
+        args, kwargs = _built(args, added), {name: _built(x, added) for name, x in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+# Operations that model code joins a mask and a float tensor by, where masks are added to the scores.
+ADDITIVE = {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.add, Tensor.add, Tensor.__add__}
+ADDITIVE |= {Tensor.__radd__, Tensor.__iadd__, Tensor.add_}
+METADATA = {Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.numel, Tensor.stride, Tensor.__len__}
+METADATA |= {Tensor.is_complex, Tensor.__hash__, Tensor.is_contiguous, Tensor.element_size, Tensor.ndimension}
+COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")}
+
+
+def _built(x: Any, added: Any = None) -> Any:
+    """The tables in place of masks; with a float dtype as what is added to the scores, 0 or the lowest number."""
+    if isinstance(x, LazyMask):
+        table = x.mask.table()
+        return torch.where(table, 0.0, torch.finfo(added).min).to(added) if added else table
+    if type(x) in (tuple, list):
+        return type(x)(_built(y, added) for y in x)
+    return x
+
+
+def _float_dtype(x: Any) -> torch.dtype | None:
+    """The dtype of the first float tensor in nested arguments."""
+    if isinstance(x, Tensor) and not isinstance(x, LazyMask):
+        return x.dtype if x.is_floating_point() else None
+    if isinstance(x, tuple | list):
+        return next((dtype for y in x if (dtype := _float_dtype(y)) is not None), None)
+    return None
+
+
+def _unchanged(func: Any, x: LazyMask, rest: tuple, kwargs: dict) -> bool:
+    """Whether the result is the mask itself: moves that go nowhere and slices that leave nothing out."""
+    if func in (Tensor.detach, Tensor.contiguous, Tensor.clone) and not rest and not kwargs:
+        return True
+    if func is Tensor.to:
+        return all(y is None or y is torch.bool or _same_device(y, x) for y in (*rest, *kwargs.values()))
+    if func is Tensor.__getitem__ and not kwargs:
+        places = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
+        return len(places) <= 4 and all(
+            (p is Ellipsis and place == 0 and len(places) == 1)
+            or (
+                isinstance(p, slice)
+                and p.step in (None, 1)
+                and not p.start
+                and (p.stop is None or p.stop >= size)
+            )
+            for place, (p, size) in enumerate(zip(places, x.shape))
+        )
+    return False
+
+
+def _same_device(given: Any, x: Tensor) -> bool:
+    return isinstance(given, str | torch.device) and torch.device(given) == x.device

@@ -1,0 +1,118 @@
+"""Bounded caches hold exactly the keys that a future query may see, and generate what the uncached model does."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import regard as rg
+from regard.interop.huggingface import BoundedCache
+from regard.interop.huggingface.cache import FOREVER, Lifetimes
+
+IDS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+OPTIONS = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
+PATTERNS = [
+    rg.causal() & (rg.window(4) | rg.sinks(2)),
+    rg.window(3) | rg.every(5),
+    rg.blocks(6) | rg.sinks(1),
+    rg.dilated(3, 2) | rg.sinks(1),
+    rg.strided(3) | rg.window(1),
+    rg.rows(4, 3) | rg.window(2),
+    (rg.causal() | rg.prefix(4)) & rg.window(7),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def uncached(model, ids, steps):
+    with torch.no_grad():
+        for _ in range(steps):
+            logits = model(ids, use_cache=False).logits[:, -1:]
+            logits[..., 2] = -torch.inf  # min_new_tokens excludes the end of the text
+            ids = torch.cat([ids, logits.argmax(-1)], 1)
+    return ids
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+def test_lifetimes_are_those_of_the_dense_table(pattern):
+    lifetimes, n, later = Lifetimes(pattern), 40, 400
+    table = (rg.causal() & pattern).allowed(later)
+    last = torch.where(table, torch.arange(later)[:, None], -1).amax(0)[:n]
+    forever = last >= later - lifetimes.period  # seen in the last period: seen again and again
+    assert torch.equal(lifetimes.last_queries(torch.arange(n)), torch.where(forever, FOREVER, last))
+
+
+OTHERS = [pytest.param(p, marks=pytest.mark.long) for p in PATTERNS[2:]]
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS[:2], *OTHERS], ids=repr)
+def test_generation_equals_the_uncached_model(model, pattern):
+    with rg.use(model, pattern):
+        cache = BoundedCache(model)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **OPTIONS), uncached(model, IDS, 16))
+    length = IDS.shape[1] + 15  # the last token is not in the cache
+    assert cache.get_seq_length() == length
+    table = (rg.causal() & pattern).allowed(400)
+    needed = int(table[length:, :length].any(0).sum())
+    assert cache.held == [needed, needed]
+
+
+def test_memory_is_constant_and_layers_and_heads_may_differ(model):
+    wide, narrow = rg.window(6) | rg.sinks(1), rg.window(2)
+    with rg.use(model, {0: wide, 1: [narrow, narrow, rg.window(4), narrow]}):
+        cache = BoundedCache(model)
+        tokens = model.generate(
+            IDS, past_key_values=cache, **{**OPTIONS, "max_new_tokens": 60, "min_new_tokens": 60}
+        )
+        assert torch.equal(tokens[:, :25], uncached(model, IDS, 16))
+    assert cache.held == [7, 4]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [7, 4]
+
+
+def test_chunked_prefill_and_beams_work(model):
+    pattern = rg.window(4) | rg.sinks(2)
+    with rg.use(model, pattern), torch.no_grad():
+        whole = model(IDS, use_cache=False).logits
+        cache = BoundedCache(model)
+        parts = [model(part, past_key_values=cache).logits for part in IDS.split([3, 5, 1], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+        beams = {**OPTIONS, "num_beams": 3}
+        expected = model.generate(IDS, **beams)
+        assert torch.equal(model.generate(IDS, past_key_values=BoundedCache(model), **beams), expected)
+
+
+def test_left_padding_is_right_for_windows_and_refused_where_positions_are_named(model):
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), IDS], 1)
+    mask = (padded != 0).long()
+    with rg.use(model, rg.window(4)):
+        expected = model.generate(IDS, **OPTIONS)
+        made = model.generate(padded, attention_mask=mask, past_key_values=BoundedCache(model), **OPTIONS)
+        assert torch.equal(made[:, 3:], expected)
+    with (
+        rg.use(model, rg.window(4) | rg.sinks(2)),
+        pytest.raises(rg.SpecError, match="left padding moves the positions"),
+    ):
+        model.generate(padded, attention_mask=mask, past_key_values=BoundedCache(model), **OPTIONS)
+
+
+def test_what_a_bounded_cache_cannot_do_says_why(model):
+    with pytest.raises(rg.SpecError, match="no layer has a pattern"):
+        BoundedCache(model)
+    with pytest.raises(rg.SpecError, match="repeats itself after 100,003 queries"):
+        Lifetimes(rg.strided(100_003))
+    with pytest.raises(rg.SpecError, match="carries data, so no cache can know"):
+        Lifetimes(rg.documents(torch.zeros(3, dtype=torch.long)))
+    with rg.use(model, rg.window(3)):
+        cache = BoundedCache(model)
+        model(IDS, past_key_values=cache)
+        with pytest.raises(rg.SpecError, match="it cannot go back"):
+            cache.layers[0].crop(-1)
+        cache.reset()
+        assert cache.get_seq_length() == 0
