@@ -382,7 +382,9 @@ def _can_pack() -> bool:
     """The private operators may be missing, take other arguments or compute something else."""
     weight, x = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3)
     try:
-        return torch.backends.mkldnn.is_available() and torch.equal(_packed_product(weight)(x), x @ weight.t())
+        return torch.backends.mkldnn.is_available() and torch.equal(
+            _packed_product(weight)(x), x @ weight.t()
+        )
     except (AttributeError, RuntimeError, TypeError):
         return False
 

@@ -179,7 +179,9 @@ def test_without_log_p_the_tokens_are_the_same_and_it_is_none():
         assert with_it.rows() == without.rows() and without.log_probs is None
 
 
-def test_products_with_constant_weights_are_those_of_matmul_with_and_without_the_private_operators(monkeypatch):
+def test_products_with_constant_weights_are_those_of_matmul_with_and_without_the_private_operators(
+    monkeypatch,
+):
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(37, 19, generator=random)
     for rows in (1, 7, 64):

@@ -105,7 +105,7 @@ def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
 
 # The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
 
-_masks = Cache(32)  # with what they were computed from, so that the id of a tensor stays its own
+_masks = Cache(8)  # with what they were computed from, so that the id of a tensor stays its own
 
 
 def _block_mask(call: Call) -> "BlockMask":

@@ -21,7 +21,7 @@ from .layout import Layout, TileGroup
 from .strided_layout import layout
 
 MAX_SHARED = 128  # keys of documents that share a tile: they are computed faster than one call for each takes
-MAX_CACHED = 64  # layouts: one for each set of ids, length and pattern beside them
+MAX_CACHED = 8  # layouts, each with its masks: those of a batch of ids, one for each pattern beside them
 MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
 
 Span = tuple[int, int]  # the first key of a document, and the first past it
