@@ -27,6 +27,7 @@ from .interop.huggingface.weights import from_huggingface as from_huggingface
 from .interop.huggingface.weights import to_huggingface as to_huggingface
 from .interop.use import use as use
 from .laws import check as check
+from .laws import judge as judge
 from .lens.recorder import Recorder as Recorder
 from .lens.view import View as View
 from .lens.view import look as look

@@ -16,9 +16,9 @@ from typing import Any
 
 from .laws.catalogue import LAWS
 from .laws.checker import as_target, select
-from .laws.judge import Budget, try_law
 from .laws.law import Law, Outcome
 from .laws.probe import Probe, probe
+from .laws.run_law import Budget, try_law
 from .laws.target import Target
 
 

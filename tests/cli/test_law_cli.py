@@ -49,6 +49,7 @@ def test_a_broken_law_ends_with_1_and_shows_the_case_and_a_snippet(folder):
     done = run("my_attentions:leaky", "--law", "causality", "--cases", "3")
     assert done.exit_code == 1
     assert "✗ L29 causality" in done.stdout and "smallest case: " in done.stdout
+    assert done.stdout.splitlines()[1] == "likely cause: causal is ignored: queries attend to the future"
     assert "import my_attentions" in done.stdout and "replay('L29'" in done.stdout
 
 
@@ -141,3 +142,38 @@ def test_a_terminal_shows_a_table(folder, monkeypatch, capsys):
     module._show(check(adapters.sdpa(), ["L02", "L41"], 2))
     shown = capsys.readouterr().out
     assert "convex hull" in shown and "not applicable" in shown
+
+
+def test_a_file_and_a_name_are_enough(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    done = run(f"{tmp_path.name}/my_attentions.py:good", "--law", "L02", "--cases", "3")
+    assert done.exit_code == 0, done.output
+    missing = run("nowhere.py:good")
+    assert isinstance(missing.exception, SpecError) and str(missing.exception) == "file not found: nowhere.py"
+    other = run(f"{tmp_path.name}/my_attentions.py:goood")
+    assert isinstance(other.exception, SpecError) and "did you mean good" in str(other.exception)
+
+
+def test_a_factory_and_what_it_makes_can_be_said(folder):
+    (folder / "made.py").write_text(
+        "import torch\n"
+        "def make():\n    return torch.nn.LayerNorm(5)\n"
+        "def columns(q, k, v):\n    return v @ (k.mT @ q / q.shape[-2] ** 0.5).softmax(-2)\n"
+        "def forward_only(q, k, v):\n"
+        "    return torch.nn.functional.scaled_dot_product_attention(q, k, v).detach()\n"
+    )
+    assert run("made.py:make", "--law", "L38", "--as", "layer-norm", "--cases", "2").exit_code == 0
+    found = run("made.py:columns", "--law", "L05", "--cases", "2")
+    assert found.exit_code == 0 and "layout (b, h, d, n), found by probing" in found.stdout
+    assert run("made.py:columns", "--law", "L05", "--with", "layout=b h d n", "--cases", "2").exit_code == 0
+    assert run("made.py:forward_only", "--law", "L50", "--cases", "2").exit_code == 1
+    assert (
+        run(
+            "made.py:forward_only", "--law", "L50", "--law", "L02", "--with", "lacks=grad", "--cases", "2"
+        ).exit_code
+        == 0
+    )
+    bad = run("made.py:make", "--with", "warmup")
+    assert isinstance(bad.exception, SpecError) and "--with 'warmup' is not of the form name=value" in str(
+        bad.exception
+    )

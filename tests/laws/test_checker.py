@@ -247,12 +247,15 @@ def test_what_is_not_declared_is_probed():
     assert not supported["grouped"] and "grouped" in verdict.probed.errors
 
 
-def test_the_reason_why_a_law_does_not_apply_names_the_failed_probe():
-    verdict = check(Function("k detached", lambda q, k, v: plain(q, k.detach(), v)), ["L50", "L51"], FEW)
-    assert verdict["L50"].message == "needs 'grad': no gradient reached k"
+def test_a_missing_gradient_is_broken_and_other_laws_name_the_failed_probe():
+    verdict = check(
+        Function("k detached", lambda q, k, v: plain(q, k.detach(), v)), ["L50", "L10", "L51"], FEW
+    )
+    assert verdict["L50"].status == "broken" and verdict["L50"].message == "no gradient reached k"
+    assert verdict["L10"].message == "needs 'grad': no gradient reached k"
     assert verdict["L51"].message.startswith("needs 'grouped': ")
     frozen = check(Function("detached", lambda q, k, v: plain(q, k, v).detach()), ["L50"], FEW)
-    assert frozen["L50"].message == "needs 'grad': no gradient reached q, k, v"
+    assert frozen["L50"].message == "the output does not require grad: no gradient reached any input"
     lacking = check(Function("forward only", plain, lacks={"grad"}), ["L50"], FEW)
     assert lacking["L50"].message == "needs 'grad', which the target declares as lacking"
 

@@ -11,29 +11,41 @@ from ..errors import RegardError, SpecError
 from ..laws.adapters import adapt
 from ..laws.catalogue import LAWS
 from ..laws.checker import check as run
-from ..laws.judge import Budget
 from ..laws.law import Outcome
+from ..laws.run_law import Budget
 from ..laws.verdict import MARK, Verdict
 from . import targets
+from .forms import FORMS
 
 COLOURS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not promised": "yellow"}
 
 
+KINDS = "attention, function, decoder, layer-norm, rms-norm, batch-norm, feed-forward, rotary, positions or schedule"
+SETTINGS = (
+    'More about the target, name=value, repeatable: layout="b n h d", mask=keep or mask=hide (what True means), '
+    "lacks=grad, call_seconds=10 (the time limit of one call), layers=2 and other sizes of a class, "
+    "warmup=40 and other facts of a part."
+)
+
+
 def check(
     target: Annotated[
-        str | None,
-        typer.Argument(help=f"{targets.FORMS}; a class is built with --heads, --d-model, --layers."),
+        str | None, typer.Argument(help=f"{FORMS}; a class or a factory is built with --heads, --d-model.")
     ] = None,
     law: Annotated[
         list[str] | None, typer.Option(help="Only this law, by number or name; repeatable.")
     ] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Heads of a class that is built.")] = None,
     d_model: Annotated[int | None, typer.Option(min=1, help="Width of a class that is built.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Layers of a class that is built.")] = None,
     claim: Annotated[
         list[str] | None, typer.Option(help="Check this promise as if the target claimed it; repeatable.")
     ] = None,
-    cases: Annotated[int, typer.Option(min=1, help="Cases per law.")] = Budget().cases,
+    kind: Annotated[
+        str | None, typer.Option("--as", help=f"What the target is, where that is not clear: {KINDS}.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="The device to check it on, such as cuda.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--with", help=SETTINGS)] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Cases per law.")] = 40,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="List the laws and stop.")] = False,
@@ -48,22 +60,53 @@ def check(
 
     regard check hf:gpt2-config.json
 
-    regard check my.module:my_attention --law causality
+    regard check attention.py:my_attention --law causality --with layout="b n h d" --with mask=hide
+
+    regard check blocks.py:make_norm --as layer-norm
     """
     if listed:
         typer.echo(_list(as_json))
         return
     if target is None:
-        raise SpecError(f"no target; give {targets.FORMS}; --list lists the laws")
-    options = {"heads": heads, "d_model": d_model, "layers": layers}
-    sizes: dict[str, Any] = {name: size for name, size in options.items() if size is not None}
-    thing = adapt(_read(target), claims=set(claim or ()), **sizes)
+        raise SpecError(f"no target; give {FORMS}; --list lists the laws")
+    options = {"heads": heads, "d_model": d_model, "kind": kind, "device": device}
+    more, seconds = _settings(setting or [])
+    more |= {name: value for name, value in options.items() if value is not None}
+    thing = adapt(_read(target), claims=set(claim or ()), **more)
     typer.echo(f"checking {thing.name} …", err=True)
-    verdict = run(thing, law or None, Budget(cases=cases))
+    verdict = run(thing, law or None, Budget(cases=cases), call_seconds=seconds)
     if html is not None:
         _write(html, verdict)
     typer.echo(verdict.json()) if as_json else _show(verdict)
     raise typer.Exit(verdict.exit_code)
+
+
+def _settings(given: list[str]) -> tuple[dict[str, Any], float | None]:
+    """name=value pairs: hints about the target, sizes of a class, facts of a part; and the time limit of a call."""
+    more: dict[str, Any] = {"lacks": set(), "facts": {}}
+    seconds = None
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise SpecError(f"--with {each!r} is not of the form name=value; {SETTINGS}")
+        if name == "lacks":
+            more["lacks"].add(value)
+        elif name in ("layout", "mask"):
+            more[name] = value
+        elif name == "call_seconds":
+            seconds = _number(each, value)
+        elif name in ("lr_max", "warmup", "total", "eps", "width"):
+            more["facts"][name] = _number(each, value)
+        else:
+            more[name] = _number(each, value)
+    return more, seconds
+
+
+def _number(each: str, value: str) -> float:
+    try:
+        return float(value) if "." in value or "e" in value else int(value)
+    except ValueError as e:
+        raise SpecError(f"--with {each!r}: {value!r} is not a number") from e
 
 
 def _read(target: str) -> Any:
@@ -96,10 +139,10 @@ def _list(as_json: bool) -> str:
 
 
 def _show(verdict: Verdict) -> None:
-    """A table on a terminal, plain lines otherwise."""
-    plain = "\n".join(
-        [str(verdict), *(f"\n# {o.law.number} {o.law.name}\n{o.snippet}" for o in verdict.broken)]
-    )
+    """A table on a terminal, plain lines otherwise. With a known cause, one snippet shows it."""
+    shown = verdict.broken if verdict.cause is None else verdict.broken[:1]
+    shown = () if verdict.failure is not None else shown
+    plain = "\n".join([str(verdict), *(f"\n# {o.law.number} {o.law.name}\n{o.snippet}" for o in shown)])
     try:
         from rich.console import Console
         from rich.table import Table
@@ -126,8 +169,14 @@ def _show(verdict: Verdict) -> None:
         )
         table.add_row(*(Text(cell, style=colour if i in (0, 2) else "") for i, cell in enumerate(row)))
     console = Console()
+    for line in (*verdict.notes(), *verdict.explanation()):
+        console.print(
+            Text(line, style="bold red" if line.startswith(("likely cause", "symptom", "✗")) else "")
+        )
+    if verdict.failure is not None:
+        return
     console.print(table)
-    for o in verdict.broken:
+    for o in shown:
         console.print(Text(f"\n{o.law.number} {o.law.name}: {o.law.formula}\n{o.snippet}"))
 
 

@@ -1,6 +1,7 @@
 """Targets on the command line: a preset, a declaration, a configuration, a checkpoint or a Python object."""
 
 import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -35,9 +36,11 @@ def read(source: str) -> Any:
 
 def python_object(source: str) -> Any:
     """`package.module:name.of.it`, looked for on PYTHONPATH and in the current folder."""
-    module_name, _, name = source.partition(":")
+    module_name, _, name = source.rpartition(":")
     if not module_name or not name:
-        raise SpecError(f"{source!r} is not of the form package.module:name")
+        raise SpecError(f"{source!r} is not of the form package.module:name or file.py:name")
+    if module_name.endswith(".py"):
+        return _attribute(_file(Path(module_name)), module_name, name)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -46,12 +49,32 @@ def python_object(source: str) -> Any:
         if e.name != module_name and not module_name.startswith(f"{e.name}."):
             raise  # the module exists, and one of its own imports fails
         raise SpecError(f"no module {module_name!r} on PYTHONPATH or in {Path.cwd()}") from e
+    return _attribute(target, module_name, name)
+
+
+def _attribute(target: Any, module_name: str, name: str) -> Any:
     for part in name.split("."):
         if not hasattr(target, part):
             public = [n for n in dir(target) if not n.startswith("_")]
             raise SpecError(f"{module_name} has no {name!r}; {nearest(part, public)}")
         target = getattr(target, part)
     return target
+
+
+def _file(path: Path) -> Any:
+    """The module in a Python file; what lies beside the file can be imported by it."""
+    if not path.is_file():
+        raise SpecError(f"file not found: {path}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    located = importlib.util.spec_from_file_location(path.stem, path)
+    if located is None or located.loader is None:
+        raise SpecError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(located)
+    sys.modules[path.stem] = module
+    located.loader.exec_module(module)
+    return module
 
 
 def huggingface_config(path: Path) -> Any:

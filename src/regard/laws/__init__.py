@@ -2,8 +2,10 @@
 
 from .catalogue import LAWS, law
 from .checker import check, replay
-from .judge import Budget, try_law
+from .diagnosis import Cause
+from .judgment import Judgment, judge
 from .law import Case, Law, Outcome, Tolerance
+from .run_law import Budget, try_law
 from .target import Function, Model, Part, Projections, Target
 from .verdict import Verdict
 
@@ -11,7 +13,9 @@ __all__ = [
     "LAWS",
     "Budget",
     "Case",
+    "Cause",
     "Function",
+    "Judgment",
     "Law",
     "Model",
     "Outcome",
@@ -21,6 +25,7 @@ __all__ = [
     "Tolerance",
     "Verdict",
     "check",
+    "judge",
     "law",
     "replay",
     "try_law",

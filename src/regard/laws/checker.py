@@ -7,31 +7,68 @@ from typing import Any
 import torch
 
 from ..errors import SpecError
+from . import search
 from .catalogue import LAWS
 from .catalogue import law as find_law
-from .harness import Harness
-from .judge import Budget, about, find_subject, kind_name, measure, try_law
-from .law import Case, Law
-from .probe import probe
+from .diagnosis.cause import Cause
+from .harness import DTYPES, Harness
+from .law import Case, Law, Outcome
+from .probe import Probe, probe
+from .run_law import Budget, about, find_subject, kind_name, measure, try_law
 from .target import Target
 from .verdict import Verdict
 
+MAX_TIMEOUTS = 3  # calls without an answer after which the other laws are not tried
+
 
 def check(
-    target: Any, laws: Iterable[str | Law] | None = None, budget: Budget | int | None = None
+    target: Any,
+    laws: Iterable[str | Law] | None = None,
+    budget: Budget | int | None = None,
+    *,
+    call_seconds: float | None = None,
 ) -> Verdict:
     """Test every law on a target: an attention function, a module, a model, a spec, or your own adapter.
 
     laws: their numbers or names; None is all. budget: cases per law, or a `Budget`.
     A law that does not apply is reported with the reason. A promise that the target does not claim is only observed.
+    If a law is broken, the likely cause comes first: the faulty variant of attention that returns the same numbers.
+    call_seconds: the time limit for one call of the target, 10 s by default.
     """
     chosen = LAWS if laws is None else select(laws)
     budget = Budget(cases=budget) if isinstance(budget, int) else budget or Budget()
     adapted = as_target(target)
-    with _one_thread():
+    with _one_thread(), search.call_seconds(call_seconds):
         probed = probe(adapted)
-        outcomes = tuple(try_law(law, adapted, budget, probed=probed) for law in chosen)
-    return Verdict(adapted, outcomes, probed)
+        outcomes = tuple(_outcomes(chosen, adapted, budget, probed))
+        cause = _cause(adapted, probed, outcomes)
+    return Verdict(adapted, outcomes, probed, cause)
+
+
+def _outcomes(chosen: Iterable[Law], target: Target, budget: Budget, probed: Probe) -> Iterator[Outcome]:
+    """The laws one after another; after some calls that never returned, the rest is not tried."""
+    timeouts = 0
+    for law in chosen:
+        if timeouts >= MAX_TIMEOUTS:
+            yield Outcome(law, "too slow", f"not tried after {timeouts} calls without an answer")
+            continue
+        outcome = try_law(law, target, budget, probed=probed)
+        timeouts += search.TIMEOUT_WORDS in outcome.message
+        yield outcome
+
+
+def _cause(target: Target, probed: Probe, outcomes: tuple[Outcome, ...]) -> Cause | None:
+    """The likely cause, where an ordinary call works at all and something failed or L65 was not among the laws."""
+    if not any(o.failed for o in outcomes):
+        return None
+    if all(search.TIMEOUT_WORDS in o.message for o in outcomes if o.failed):
+        return None
+    harness = Harness(target, probed.supported, cache=probed.cache)
+    if not any(harness.supports(name) for name in DTYPES):
+        return None
+    from .diagnosis.diagnose import diagnose
+
+    return diagnose(target, harness, outcomes)
 
 
 def select(laws: Iterable[str | Law] | str | Law) -> tuple[Law, ...]:
@@ -66,7 +103,8 @@ def replay(number: str, target: Any, **case: Any) -> str:
     subject = find_subject(law, adapted)
     if subject is None:
         raise SpecError(f"{law.number} is about {about(law)}; {adapted.name} is {kind_name(adapted)}")
-    harness = Harness(subject, probe(adapted).supported)
+    probed = probe(adapted)
+    harness = Harness(subject, probed.supported, cache=probed.cache)
     measurement = measure(law.trials[subject.kind], harness, Case(case))
     tolerance = law.tolerance.for_dtype(harness.dtype)
     status = "holds" if measurement.rank <= tolerance else "is broken"

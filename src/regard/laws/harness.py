@@ -1,6 +1,7 @@
 """Runs one target: samples inputs that it accepts, calls it, and checks the shape and dtype of what it returns."""
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import reference
 from ..pattern import causal, documents, every, lengths, window
+from . import search
 from .law import Case, Space
 from .target import Function, Model, Part, Target
 
@@ -29,8 +31,15 @@ MASK_KINDS = {  # capability → the masks that it makes possible
 }
 
 
+FIRST_CALL = 3  # how many times the limit of a call the first one may take
+
+
 class WrongOutput(Exception):
     """A target returned something else than a tensor of the expected shape and dtype."""
+
+
+class Inexpressible(Exception):
+    """A case that the target's arguments cannot express, such as a mask per head in a mask of shape (n, m)."""
 
 
 class Masking(NamedTuple):
@@ -44,13 +53,18 @@ class Harness:
     """One target in one dtype. `seed(case)` resets the random numbers, so that a case is always the same."""
 
     def __init__(
-        self, target: Target, probed: dict[str, bool] | None = None, dtype: torch.dtype | None = None
+        self,
+        target: Target,
+        probed: dict[str, bool] | None = None,
+        dtype: torch.dtype | None = None,
+        cache: dict[str, Any] | None = None,
     ):
         self.target = target
         self.probed = {} if probed is None else probed
         self.device = torch.device(target.device)
         self.dtype = dtype or next((DTYPES[name] for name in DTYPES if self.supports(name)), torch.float32)
         self.random = torch.Generator().manual_seed(0)
+        self.cache = {} if cache is None else cache  # results that several laws of one check share
         self.calls = 0
         self._modules: dict[torch.dtype, nn.Module] = {}
 
@@ -58,6 +72,19 @@ class Harness:
         """Whether the target claims it or, if it declares nothing, whether probing showed it."""
         declared = self.target.declares(capability)
         return bool(self.probed.get(capability, False) if declared is None else declared)
+
+    @property
+    def per_head_masks(self) -> bool:
+        return isinstance(self.target, Function) and self.target.per_head_masks
+
+    def _timed(self, call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """One call of the target, under the time limit of a call."""
+        self.calls += 1
+        first = not self.cache.setdefault("called", False)  # a first call may import or compile
+        with search.call_limit(search.CALL_SECONDS * (FIRST_CALL if first else 1)):
+            out = call(*inputs, **options)
+        self.cache["called"] = True
+        return out
 
     @property
     def slack(self) -> float:
@@ -113,8 +140,7 @@ class Harness:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """The target's output, after a check of its shape and dtype."""
-        self.calls += 1
-        out = self.function.call(q, k, v, **options)
+        out = self._timed(self.function.call, q, k, v, **options)
         o = out[0] if isinstance(out, tuple) else out
         expected = (*q.shape[:-1], v.shape[-1])
         if not isinstance(o, Tensor) or tuple(o.shape) != expected:
@@ -126,8 +152,7 @@ class Harness:
         return o
 
     def attend_lse(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        self.calls += 1
-        out = self.function.call(q, k, v, lse=True, **options)
+        out = self._timed(self.function.call, q, k, v, lse=True, **options)
         if not isinstance(out, tuple) or len(out) != 2:
             raise WrongOutput(f"returned {type(out).__name__}, expected a pair (o, lse) for lse=True")
         o, lse = out
@@ -153,6 +178,9 @@ class Harness:
     def reference(self, q, k, v, allowed=None, *, bias=None, scale=None) -> reference.AttentionOutput:
         """The output of reference.py for the same inputs, in float64."""
         q, k, v = (x.double() for x in (q, k, v))
+        if self.supports("always causal"):
+            past = self.make_mask("causal", 1, 1, q.shape[-2], k.shape[-2]).allowed
+            allowed = past if allowed is None else allowed & past
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
         bias = None if bias is None else bias.double()
         return reference.attend(q, k, v, allowed, bias=bias, scale=scale)
@@ -164,6 +192,8 @@ class Harness:
     def mask_kinds(self, *, none: bool = True) -> tuple[str, ...]:
         """The kinds of mask that this target supports; "none", no mask at all, is one of them unless excluded."""
         kinds = [kind for claim, kinds in MASK_KINDS.items() if self.supports(claim) for kind in kinds]
+        if isinstance(self.target, Function) and not self.per_head_masks:
+            kinds = [kind for kind in kinds if kind != "per head"]
         return (*(("none",) if none else ()), *kinds)
 
     def make_mask(self, kind: str, b: int, h: int, n: int, m: int) -> Masking:
@@ -261,10 +291,9 @@ class Harness:
         self, x: Tensor, context: Tensor | None = None, module: nn.Module | None = None, **options: Any
     ) -> Tensor:
         """The outputs of the model: (b, n, d), or (b, d) if it claims "pooled"."""
-        self.calls += 1
         module = self.module() if module is None else module
         inputs = (x,) if context is None else (x, context)
-        out = self.model.call(module, *inputs, **options)
+        out = self._timed(self.model.call, module, *inputs, **options)
         o = out[0] if isinstance(out, tuple) else out
         if not isinstance(o, Tensor):
             raise WrongOutput(f"returned {type(o).__name__}, expected a tensor")

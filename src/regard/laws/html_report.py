@@ -48,8 +48,9 @@ def inline(verdict: Verdict) -> str:
         f'<div class="regard"><h1>{escape(verdict.target.name)}</h1>',
         f"<p>{escape(', '.join(f'{n} {s}' for s, n in verdict.counts().items()))}; "
         f"{verdict.seconds:.1f} s; exit code {verdict.exit_code}</p>",
+        _cause(verdict),
         _capabilities(verdict),
-        _counterexamples(verdict.broken),
+        _counterexamples(verdict.broken, folded=verdict.cause is not None),
         _table("Laws", [o for o in laws if o.status != "not applicable"]),
         _table("Promises", [o for o in promises if o.status != "not applicable"]),
         _pictures(dependence(verdict.target, verdict.probed.supported)),
@@ -57,6 +58,22 @@ def inline(verdict: Verdict) -> str:
         "</div>",
     ]
     return "\n".join(part for part in parts if part)
+
+
+def _cause(verdict: Verdict) -> str:
+    """The likely cause, before anything else."""
+    notes = "".join(f'<p class="dim">{escape(note)}</p>' for note in verdict.target.notes)
+    if verdict.failure is not None:
+        return f'<p class="broken">{escape(verdict.failure)}</p>{notes}'
+    cause = verdict.cause
+    if cause is None:
+        return notes
+    title = "Likely cause" if cause.exact else "Symptom"
+    laws = f"<p>Broken by it: {escape(', '.join(cause.laws))}</p>" if cause.laws else ""
+    return (
+        f'<h2>{title}</h2><p class="broken">{escape(cause.headline)}</p><p>{escape(cause.evidence)}</p>'
+        f"<p>Fix: {escape(cause.fix)}</p>{laws}{notes}"
+    )
 
 
 def _capabilities(verdict: Verdict) -> str:
@@ -67,17 +84,19 @@ def _capabilities(verdict: Verdict) -> str:
     return "".join(f'<p class="dim">{escape(line)}</p>' for line in lines)
 
 
-def _counterexamples(broken: tuple[Outcome, ...]) -> str:
+def _counterexamples(broken: tuple[Outcome, ...], folded: bool = False) -> str:
+    """Each broken law with its case; under a known cause only the first is unfolded."""
     if not broken:
         return ""
     parts = ["<h2>Broken</h2>"]
-    for o in broken:
+    for i, o in enumerate(broken):
+        is_open = "" if folded and i else " open"
         case = (
             "" if o.counterexample is None else f"<p>Smallest case found: {escape(str(o.counterexample))}</p>"
         )
         snippet = f"<pre>{escape(o.snippet)}</pre>" if o.snippet else ""
         parts.append(
-            f'<details open><summary><span class="broken">{escape(o.law.number)} {escape(o.law.name)}</span>: '
+            f'<details{is_open}><summary><span class="broken">{escape(o.law.number)} {escape(o.law.name)}</span>: '
             f"{escape(o.message)}</summary><p>{escape(o.law.formula)}</p>{case}{snippet}</details>"
         )
     return "\n".join(parts)

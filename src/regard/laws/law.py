@@ -1,7 +1,7 @@
 """A law as data: its statement, where it applies, how it is tested, and a control that must fail.
 
 A law applies to kinds of target. For each kind it has a `Trial`: the capabilities it needs, the space of cases, and a
-function that measures one case. `judge.py` samples cases, measures them and shrinks the ones that break the law.
+function that measures one case. `run_law.py` samples cases, measures them and shrinks the ones that break the law.
 """
 
 import math
@@ -61,6 +61,7 @@ class Trial:
     unless: "Callable[[Harness], str | None]" = lambda harness: None  # a further reason why it does not apply
     per_seed: bool = False  # run `Budget.seeds` cases, not `Budget.cases`: for sampled or expensive laws
     seconds: float = 0.0  # a lower bound on the time limit, for laws whose single case is slow
+    heavy: bool = False  # many samples in one call: a call without an answer is too slow, not wrong
     always_report: bool = False  # show the message of the measurement even where the law holds
 
 

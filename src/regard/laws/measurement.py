@@ -45,7 +45,7 @@ def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) ->
     if not bool(torch.isfinite(got).all()):
         same = (got == expected) | (got.isnan() & expected.isnan())
         if not bool(same[~torch.isfinite(got)].all()):
-            return Measurement(math.nan, f"{quantity}: {_not_finite(got)}")
+            return Measurement(math.nan, f"{quantity}: got {_not_finite(got)}, expected finite ones")
         got, expected = (torch.where(torch.isfinite(x), x, 0.0) for x in (got, expected))
     error = (got - expected).abs()
     finite = torch.isfinite(expected)

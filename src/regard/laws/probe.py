@@ -26,6 +26,9 @@ class Probe:
 
     supported: dict[str, bool] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    cache: dict[str, Any] = field(
+        default_factory=dict, compare=False
+    )  # results that the laws of one check share
 
 
 def probe(target: Target) -> Probe:
@@ -61,6 +64,14 @@ def _probe(target: Target) -> Probe:
         try:
             attempt(Harness(target, supported, torch.float32))
             supported[capability] = True
+        except WrongOutput as e:  # it ran and returned something wrong: a fault that the laws report
+            works = supported.get("float32", target.declares("float32") is True)
+            supported[capability] = works and capability not in ("float32", "float64")
+            errors[capability] = describe(e)
+        except search.CallTooSlow as e:
+            supported[capability], errors[capability] = False, str(e)
+            if capability == "float32":  # an ordinary call does not return: the other probes would not either
+                return Probe(supported, errors)
         except Exception as e:  # the target is foreign code, which may raise anything
             supported[capability], errors[capability] = False, describe(e)
     return Probe(supported, errors)
@@ -69,7 +80,7 @@ def _probe(target: Target) -> Probe:
 def describe(e: BaseException) -> str:
     """The type and the first line of an exception; only the message if it is one of ours."""
     text = str(e).strip().splitlines()
-    if isinstance(e, WrongOutput | Unsupported):
+    if isinstance(e, WrongOutput | Unsupported | search.CallTooSlow):
         return text[0]
     return f"{type(e).__name__}: {text[0]}" if text else type(e).__name__
 
@@ -90,6 +101,41 @@ def _call(harness: Harness, dtype: torch.dtype | None = None, **sizes: int) -> T
     harness.seed(c)
     q, k, v = (x.to(dtype or harness.dtype) for x in harness.qkv(c))
     return harness.attend(q, k, v)
+
+
+def _half(harness: Harness, dtype: torch.dtype) -> None:
+    """A call in a 16-bit dtype, alone and with each mask: −1e9, for one, does not fit into float16."""
+    _call(harness, dtype)
+    c = probe_case(harness.function, b=2, h=2, n=7, d_k=5)
+    for name in ("mask", "causal", "lengths"):
+        if harness.supports(name):
+            harness.seed(c)
+            q, k, v = (x.to(dtype) for x in harness.qkv(c))
+            kind = "random" if name == "mask" else name
+            harness.attend(q, k, v, **harness.make_mask(kind, c.b, c.h, c.n, c.n).options)
+
+
+def _float64(harness: Harness) -> None:
+    """A function that computes in float32 inside runs in float64, and its errors are those of float32."""
+    c = probe_case(harness.function, b=2, h=2, n=7, d_k=5)
+    harness.seed(c)
+    q, k, v = (x.double() for x in harness.qkv(c))
+    nudge = 1e-10 * torch.randn(q.shape, generator=harness.random, dtype=torch.float64).to(q.device)
+    with torch.no_grad():
+        one, two = harness.attend(q, k, v), harness.attend(q + nudge, k, v)
+        far = harness.attend(q + 1e7 * nudge, k, v)
+    if not torch.equal(one, far):  # an output that does not depend on q at all says nothing about precision
+        _smooth(one, two)
+
+
+def _smooth(one: Tensor, two: Tensor) -> None:
+    """Whether a change of 1e-10 of an input changes the output by about as much, as it does in float64."""
+    change = (two - one).abs()
+    if not bool(torch.isfinite(change).all()):
+        return
+    size = max(1.0, float(one.abs().max()))
+    if float((change == 0).double().mean()) > 0.5 or float(change.max()) > 1e-8 * size:
+        raise Unsupported("computes in float32 for float64 inputs")
 
 
 def _gradients(harness: Harness) -> None:
@@ -115,9 +161,9 @@ def _mask_and_causal(harness: Harness) -> None:
 
 FUNCTION_PROBES: dict[str, Callable[[Harness], Any]] = {
     "float32": lambda harness: _call(harness),
-    "float64": lambda harness: _call(harness, torch.float64),
-    "bfloat16": lambda harness: _call(harness, torch.bfloat16),
-    "float16": lambda harness: _call(harness, torch.float16),
+    "float64": _float64,
+    "bfloat16": lambda harness: _half(harness, torch.bfloat16),
+    "float16": lambda harness: _half(harness, torch.float16),
     "n≠m": lambda harness: _call(harness, n=7, m=11),
     "d_v≠d_k": lambda harness: _call(harness, d_k=5, d_v=3),
     "grouped": lambda harness: _call(harness, h=4, h_kv=2),
@@ -138,6 +184,30 @@ def _model_float64(harness: Harness) -> None:
     out = _model_call(Harness(harness.target, harness.probed, torch.float64))
     if out.dtype != torch.float64:
         raise Unsupported(f"returned {out.dtype} from a module in float64")
+    double = Harness(harness.target, harness.probed, torch.float64)
+    double.seed(Case(seed=0))
+    n = min(5, double.model.max_length)
+    x, context = double.sequence(2, n), double.context(2, n)
+    if not x.is_floating_point():
+        return
+    nudge = 1e-10 * torch.randn(x.shape, generator=double.random, dtype=torch.float64).to(x.device)
+    with torch.no_grad():
+        one = double.run(x, context)
+        if not torch.equal(one, double.run(x + 1e7 * nudge, context)):
+            _smooth(one, double.run(x + nudge, context))
 
 
-MODEL_PROBES: dict[str, Callable[[Harness], Any]] = {"float32": _model_call, "float64": _model_float64}
+def _model_gradients(harness: Harness) -> None:
+    harness.seed(Case(seed=0))
+    n = min(5, harness.model.max_length)
+    x = harness.sequence(2, n)
+    x = x.requires_grad_() if x.is_floating_point() else x
+    if not harness.run(x, harness.context(2, n)).requires_grad:
+        raise Unsupported("no gradient reached the input or a parameter")
+
+
+MODEL_PROBES: dict[str, Callable[[Harness], Any]] = {
+    "float32": _model_call,
+    "float64": _model_float64,
+    "grad": _model_gradients,
+}

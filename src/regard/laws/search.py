@@ -10,7 +10,23 @@ from random import Random
 from .law import Case, Space
 
 MAX_REJECTIONS = 200  # combinations in a row that do not fit before sampling stops
+CALL_SECONDS = 10.0  # the time limit for one call of a target
 MAX_SHRINK_RUNS = 150  # cases that the search for a smaller one may run
+
+
+TIMEOUT_WORDS = "the call was stopped"
+
+
+@contextmanager
+def call_seconds(seconds: float | None) -> Iterator[None]:
+    """Another time limit for each call of a target inside the block; None: the usual one."""
+    global CALL_SECONDS
+    before = CALL_SECONDS
+    CALL_SECONDS = before if seconds is None else seconds
+    try:
+        yield
+    finally:
+        CALL_SECONDS = before
 
 
 class TooSlow(BaseException):  # not an Exception, so that no `except Exception` of a target can catch it
@@ -69,24 +85,79 @@ def smallest(
     return case
 
 
+class CallTooSlow(Exception):
+    """One call of the target did not return within the time limit of a call."""
+
+
+class _CallExpired(BaseException):  # becomes CallTooSlow outside the target, which might catch an Exception
+    pass
+
+
+class _Deadline:
+    """A limit in two halves: a process that was suspended for minutes misses one of them, and not the other."""
+
+    def __init__(self, seconds: float, error: type[BaseException]):
+        self.half, self.error, self.halves = seconds / 2, error, 2
+        self.at = time.monotonic() + self.half
+
+    def passed(self, now: float) -> bool:
+        if now < self.at - 1e-3:
+            return False
+        self.halves, self.at = self.halves - 1, now + self.half
+        return self.halves <= 0
+
+
+_deadlines: list[_Deadline] = []  # the limits that are running, the outermost first
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TooSlow inside the block when the time is up.
 
-    It needs signals and the main thread; elsewhere the limit is only checked between cases.
+    It needs signals and the main thread; elsewhere the limit is only checked between cases. Limits may be nested.
     """
+    with _limit(seconds, TooSlow):
+        yield
+
+
+@contextmanager
+def call_limit(seconds: float) -> Iterator[None]:
+    """Raise CallTooSlow inside the block when one call of the target takes too long."""
+    try:
+        with _limit(seconds, _CallExpired):
+            yield
+    except _CallExpired:
+        raise CallTooSlow(f"no answer within {seconds:g} s; {TIMEOUT_WORDS}") from None
+
+
+@contextmanager
+def _limit(seconds: float, kind: type[BaseException]) -> Iterator[None]:
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     if not usable or seconds <= 0:
         yield
         return
 
     def expire(_number, _frame):
-        raise TooSlow
+        now = time.monotonic()
+        for deadline in _deadlines:  # an outer limit that has passed ends the inner blocks as well
+            if deadline.passed(now):
+                raise deadline.error
+        _arm()
 
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    _deadlines.append(_Deadline(seconds, kind))
+    _arm()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        _deadlines.pop()
         signal.signal(signal.SIGALRM, before)
+        _arm()
+
+
+def _arm() -> None:
+    """Set the timer to the nearest deadline that is still running."""
+    if _deadlines:
+        nearest = min(deadline.at for deadline in _deadlines)
+        signal.setitimer(signal.ITIMER_REAL, max(1e-4, nearest - time.monotonic()))

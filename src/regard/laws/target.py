@@ -57,8 +57,9 @@ ABILITIES: dict[str, str] = {
     "empty rows": "zeros and finite gradients for a query with no allowed key",
     "nan under mask": "NaN or infinity in a masked key or value has no effect",
     "nan under lengths": "NaN or infinity past the lengths has no effect",
+    "float16 range": "products of q and k beyond the range of float16 do not overflow",
     "compile": "the same outputs under torch.compile",
-    "always causal": "a model in which every self-attention is causal",
+    "always causal": "every self-attention of a model is causal; a function masks the future in every call",
     "context": "a model that attends to a second sequence",
     "positions": "a model with positions: it depends on the order of its input even without a mask",
     "relative positions": "a model whose positions enter only as differences",
@@ -126,6 +127,7 @@ class _Claims:
     source: str | None = None  # a Python expression that builds this target, for snippets
     imports: str = ""  # the import lines it needs
     seconds: float | None = None  # the time limit per law, for a slow target
+    notes: tuple[str, ...] = ()  # what an adapter found out about the target, shown with the verdict
 
     def __post_init__(self):
         for field_name in ("claims", "lacks"):
@@ -164,6 +166,7 @@ class Function(_Claims):
     name: str
     call: Callable[..., Any]
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    per_head_masks: bool = True  # whether a mask may differ between heads
 
     kind = "function"
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from .diagnosis.cause import Cause
 from .law import Outcome
 from .probe import Probe
 from .target import Target
@@ -25,6 +26,7 @@ class Verdict:
     target: Target
     outcomes: tuple[Outcome, ...]
     probed: Probe = field(default_factory=Probe)  # capabilities determined by probing, beyond those declared
+    cause: Cause | None = None  # the likely cause of what is broken
 
     @property
     def exit_code(self) -> int:
@@ -63,13 +65,47 @@ class Verdict:
 
     def __str__(self) -> str:
         width = max((len(o.law.name) for o in self.outcomes), default=0)
-        lines = [self.headline()]
+        lines = [self.headline(), *self.notes(), *self.explanation()]
+        if self.failure is not None:
+            return "\n".join(lines)
+        first = self.broken[0].law.number if self.broken else ""
         for o in self.outcomes:
             lines.append(f"{MARK[o.status]} {o.law.number} {o.law.name:{width}}  {_describe(o)}")
-            if o.counterexample is not None and o.failed:
+            # Under a known cause the other broken laws are one line each: the same fault broke them.
+            shown = self.cause is None or o.law.number == first
+            if o.counterexample is not None and o.failed and shown:
                 lines.append(f"{'':6}{o.law.formula}")
                 lines.append(f"{'':6}smallest case: {o.counterexample}")
         return "\n".join(lines)
+
+    @property
+    def failure(self) -> str | None:
+        """Why no law could run, where an ordinary call already fails: one reason instead of one per law."""
+        messages = {o.message for o in self.outcomes if o.status == "raised" and not o.cases}
+        others = [o for o in self.outcomes if o.status not in ("raised", "not applicable", "too slow")]
+        starts = all(m.startswith("an ordinary call failed") for m in messages)
+        return min(messages) if messages and starts and not others else None
+
+    def notes(self) -> list[str]:
+        """What the adapter found out about the target."""
+        return [f"  {note}" for note in self.target.notes]
+
+    def explanation(self) -> list[str]:
+        """The likely cause in a few lines; the laws that it breaks are folded under it."""
+        if self.failure is not None:
+            hint = "  say what it is with --as, --with layout=… or an adapter (docs/check.md)"
+            return [f"✗ {self.failure}", hint]
+        cause = self.cause
+        if cause is None:
+            return []
+        lines = [f"likely cause: {cause.headline}" if cause.exact else f"symptom: {cause.headline}"]
+        lines += [f"  {cause.evidence}", f"  fix: {cause.fix}"]
+        if cause.exact and cause.wrong > cause.explained:
+            lines.append(f"  it explains {cause.explained} of {cause.wrong} calls that differ")
+        if cause.laws:
+            count = "1 law is" if len(cause.laws) == 1 else f"{len(cause.laws)} laws are"
+            lines.append(f"  {count} broken: {', '.join(cause.laws)}")
+        return [*lines, ""]
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -78,7 +114,10 @@ class Verdict:
             "claims": sorted(self.target.claims),
             "lacks": sorted(self.target.lacks),
             "probed": self.probed.supported,
+            "notes": list(self.target.notes),
             "exit_code": self.exit_code,
+            "failure": self.failure,
+            "cause": None if self.cause is None else self.cause.plain(),
             "counts": self.counts(),
             "laws": [o.plain() for o in self.outcomes],
         }

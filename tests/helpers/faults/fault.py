@@ -11,7 +11,7 @@ from regard.laws.adapters.seeded import seeded
 from regard.laws.target import Function, Model, Projections, Target
 
 HERE = Path(__file__).parent
-DTYPES = {"float64", "float32", "float16", "bfloat16"}
+DTYPES = {"float64", "float32", "float16", "bfloat16", "float16 range"}
 PROPERTIES = {
     "grad",
     "double backward",

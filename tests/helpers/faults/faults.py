@@ -87,7 +87,7 @@ WEIGHTS = (
     _attention(
         "wrong only in float32", "L60", O, O + "    o = o * 1.01 if o.dtype == torch.float32 else o\n"
     ),
-    _attention("overflow of unscaled scores in float16", "L60", SCORES, "scores = factor * (q @ k.mT)"),
+    _attention("overflow of unscaled scores in float16", "P11", SCORES, "scores = factor * (q @ k.mT)"),
     _attention(
         "16-bit weights summed in 16 bits",
         "L60",

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,11 +11,13 @@ from torch import nn
 
 from ... import spec
 from ...engine.attention import attention
-from ...errors import SpecError
+from ...errors import SpecError, nearest
 from ..target import Function, Model, Part, Target
 from .flex import flex
-from .from_signature import function_from_signature, module_from_signature
+from .from_module import module_from_signature
+from .from_signature import Hints, function_from_signature
 from .hugging_face import hugging_face
+from .part_kinds import checked_kind, part_of
 from .regard import regard_function, regard_model
 from .sdpa import sdpa
 from .seeded import seeded
@@ -26,6 +29,7 @@ HOW = (
     "write an adapter: regard.laws.Function(name, call, claims={…}) for attention(q, k, v), "
     "regard.laws.Model(name, module, call, d_model=…) for a module; docs/check.md shows both"
 )
+HINTS = tuple(f.name for f in fields(Hints))
 TORCH: dict[type[nn.Module], Callable[..., Model]] = {
     nn.MultiheadAttention: multihead_attention,
     nn.TransformerEncoder: transformer_encoder,
@@ -35,25 +39,38 @@ TORCH: dict[type[nn.Module], Callable[..., Model]] = {
 
 
 def adapt(
-    thing: Any, *, claims: set[str] | None = None, lacks: set[str] | None = None, **sizes: Any
+    thing: Any, *, claims: set[str] | None = None, lacks: set[str] | None = None, **more: Any
 ) -> Target:
     """The target for `thing`. `claims` and `lacks` are added to those of its adapter.
 
-    sizes: if `thing` is a class, the arguments it is built with (heads=4, d_model=16, layers=2, …).
+    more: what cannot be found out. kind: what it is (layer-norm, schedule, …). layout: the axes of q, k and
+    v ("b n h d"). mask: what True means in its mask, "keep" or "hide". device. facts: numbers of a part (lr_max, …).
+    If `thing` is a class or a factory, the others are the arguments it is built with (heads=4, d_model=16, …).
     """
-    target = _target(thing, sizes)
+    hints = Hints(**{name: more.pop(name) for name in HINTS if name in more})
+    if hints.kind is not None:
+        checked_kind(hints.kind)
+    if hints.mask not in (None, "keep", "hide"):
+        raise SpecError(f"mask={hints.mask!r}; {nearest(str(hints.mask), ('keep', 'hide'))}")
+    target = _target(thing, more, hints)
+    if hints.device is not None and target.device != hints.device:
+        target = replace(target, device=hints.device)
     return target.with_claims(*(claims or ()), lacking=tuple(lacks or ())) if claims or lacks else target
 
 
-def _target(thing: Any, sizes: dict[str, Any]) -> Target:
+def _target(thing: Any, sizes: dict[str, Any], hints: Hints) -> Target:
     if isinstance(thing, Function | Model | Part):
         return thing
     if isinstance(thing, type):
-        return _class(thing, sizes)
+        return _class(thing, sizes, hints)
+    if _is_factory(thing, sizes):
+        return _target(seeded(lambda: _build(thing, sizes)), {}, hints)
     if sizes:
         raise SpecError(f"{_name(thing)} is already built; {', '.join(sizes)} can only be given for a class")
+    if (part := part_of(thing, hints)) is not None:
+        return part
     if isinstance(thing, nn.Module):
-        return _module(thing)
+        return _module(thing, hints)
     if isinstance(thing, spec.Spec):
         return regard_model(thing)
     if _is_from("transformers", "PretrainedConfig", thing):
@@ -65,23 +82,45 @@ def _target(thing: Any, sizes: dict[str, Any]) -> Target:
     if getattr(thing, "__module__", "") == "torch.nn.attention.flex_attention":
         return flex()
     if callable(thing):
-        return function_from_signature(thing)
+        return function_from_signature(thing, hints)
     raise SpecError(f"{_name(thing)}: expected attention(q, k, v), an nn.Module or a spec; or {HOW}")
 
 
-def _class(kind: type, sizes: dict[str, Any]) -> Target:
+def _is_factory(thing: Any, sizes: dict[str, Any]) -> bool:
+    """Whether it is a function that returns a module or an attention: without required parameters, or with sizes."""
+    if not inspect.isfunction(thing):
+        return False
+    parameters = inspect.signature(thing).parameters.values()
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    known = {*OTHER_NAMES, *(n for names in OTHER_NAMES.values() for n in names)}
+    if required and set(required) <= known:
+        return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return not required and (not positional or {p.name for p in positional} <= known)
+
+
+def _class(kind: type, sizes: dict[str, Any], hints: Hints) -> Target:
     if kind in TORCH:
         return TORCH[kind](**sizes)
     if issubclass(kind, nn.Module) or issubclass(kind, spec.Spec):
-        return _target(seeded(lambda: _build(kind, sizes)), {})
+        return _target(seeded(lambda: _build(kind, sizes)), {}, hints)
     if _is_from("transformers", "PretrainedConfig", kind):
         return hugging_face(kind(**sizes))
     raise SpecError(f"{kind.__name__} is a class, but neither an nn.Module nor a spec; {HOW}")
 
 
-def _build(kind: type, sizes: dict[str, Any]) -> Any:
+DEFAULT_SIZES = {"heads": 4, "d_model": 16, "layers": 2, "vocab": 31}
+
+
+def _build(kind: Any, sizes: dict[str, Any]) -> Any:
     """kind(**sizes), with each size under the name that the class uses: heads may be num_heads or n_head."""
     parameters = inspect.signature(kind).parameters
+    for size, default in DEFAULT_SIZES.items():  # required sizes that were not given
+        name = _parameter_name(size, parameters)
+        if size not in sizes and name in parameters and parameters[name].default is inspect.Parameter.empty:
+            sizes = {**sizes, size: default}
     arguments = {_parameter_name(size, parameters): value for size, value in sizes.items()}
     try:
         return kind(**arguments)
@@ -105,7 +144,7 @@ def _parameter_name(size: str, parameters: Any) -> str:
     return next((other for other in OTHER_NAMES.get(size, ()) if other in parameters), size)
 
 
-def _module(module: nn.Module) -> Target:
+def _module(module: nn.Module, hints: Hints) -> Target:
     for kind, adapter in TORCH.items():
         if isinstance(module, kind):
             return adapter(module)
@@ -115,7 +154,7 @@ def _module(module: nn.Module) -> Target:
         return hugging_face(module)
     if type(module).__module__.startswith("x_transformers"):
         return x_transformers(module)
-    return module_from_signature(module)
+    return module_from_signature(module, hints)
 
 
 def _is_from(library: str, name: str, thing: Any) -> bool:

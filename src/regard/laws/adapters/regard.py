@@ -25,7 +25,17 @@ from .small_specs import reduced
 
 IMPORTS = "import regard as rg\nfrom regard.laws import adapters"
 PROMISES = {
-    *{"float64", "float32", "float16", "bfloat16", "grad", "double backward", "deterministic", "grouped"},
+    *{
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float16 range",
+        "grad",
+        "double backward",
+        "deterministic",
+    },
+    "grouped",
     *{"n≠m", "d_v≠d_k", "mask and causal", "empty rows", "nan under lengths"},
 }
 

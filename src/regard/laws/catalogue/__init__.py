@@ -6,6 +6,7 @@ from . import (
     convolutions,
     counts,
     decoding,
+    definition,
     equivalences,
     invariances,
     isolation,
@@ -41,6 +42,7 @@ SUBJECTS = (
     counts,
     numerics,
     option_pairs,
+    definition,
     promises,
 )
 LAWS: tuple[Law, ...] = tuple(

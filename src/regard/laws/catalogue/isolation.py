@@ -181,6 +181,8 @@ def model_every_gradient(harness: Harness, c: Case) -> Measurement:
     loss = (o * harness.randn(*o.shape)).sum()
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     inputs = [*named.values(), *([x] if x.is_floating_point() else [])]
+    if not loss.requires_grad:
+        return Measurement(math.inf, "the output does not require grad: no gradient reached any parameter")
     grads = torch.autograd.grad(loss, inputs, allow_unused=True)
     broken = [name for name, g in zip(named, grads) if g is not None and not bool(torch.isfinite(g).all())]
     measurements = [require(f"the gradient of {', '.join(broken)} is not finite", not broken)]
@@ -196,6 +198,8 @@ def model_every_gradient(harness: Harness, c: Case) -> Measurement:
         )
     if harness.dtype == torch.float64 and not missing:
         measurements.append(_directional_derivative(harness, module, x.detach(), context))
+    if harness.dtype == torch.float64 and x.is_floating_point():
+        measurements.append(_input_derivative(harness, module, x.detach(), context))
     if x.is_floating_point():
         g = grads[-1]
         measurements.append(require("no gradient reached the input", g is not None and bool((g != 0).any())))
@@ -224,6 +228,22 @@ def _directional_derivative(harness: Harness, module: Any, x: Tensor, context: T
     differences = [(loss(step) - loss(-step)) / (2 * step) for step in steps]
     quantity = "the derivative along a random direction of all parameters"
     return min((compare(quantity, got, d, slack=1e8) for d in differences), key=lambda r: r.rank)
+
+
+def _input_derivative(harness: Harness, module: Any, x: Tensor, context: Tensor | None) -> Measurement:
+    """The derivative of a loss along a random direction of the input, against finite differences."""
+    leaf, direction = x.clone().requires_grad_(), harness.randn(*x.shape)
+    o = harness.run(leaf, context, module)
+    grad_output = harness.randn(*o.shape)
+    (g,) = gradients(o, (leaf,), grad_output)
+    differences = []
+    with torch.no_grad():
+        for step in (1e-5, 1e-6, 1e-7):  # a ReLU kink inside one step may lie outside a shorter one
+            high, low = (harness.run(x + s * direction, context, module) for s in (step, -step))
+            differences.append(((high - low) * grad_output).sum() / (2 * step))
+    quantity = "the derivative along a random direction of the input"
+    got = (g * direction).sum()
+    return min((compare(quantity, got, d, slack=1e7) for d in differences), key=lambda r: r.rank)
 
 
 def _depends(
@@ -256,6 +276,13 @@ def _mixing(q, k, v, options):
 
 def _free(harness: Harness) -> str | None:
     return "the target accepts only fixed lengths" if {"n", "m"} & set(harness.function.sizes) else None
+
+
+def _forward_only(harness: Harness) -> str | None:
+    """A missing gradient is a fault, unless the target says that it has none."""
+    if harness.target.declares("grad") is False:
+        return "needs 'grad', which the target declares as lacking"
+    return None
 
 
 LAWS = (
@@ -314,16 +341,16 @@ LAWS = (
         "L50",
         "gradients reach every input",
         "∂⟨o, w⟩/∂x exists and is correct for x in q, k, v, bias (a model: for each parameter)",
-        "supports gradients",
+        "every target that does not declare grad as lacking",
         {
             "function": Trial(
                 every_gradient,
                 lambda harness: harness.space(
                     n=(2, 3, 5, 7), bias=(False, True) if harness.supports("bias") else (False,)
                 ),
-                needs=("grad",),
+                unless=_forward_only,
             ),
-            "model": Trial(model_every_gradient, each_length(2), needs=("grad",)),
+            "model": Trial(model_every_gradient, each_length(2), unless=_forward_only),
         },
         lambda: with_changed_call("k is detached", _no_grad_to_k),
     ),

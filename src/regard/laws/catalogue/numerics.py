@@ -7,7 +7,7 @@ from ... import compat, reference
 from ..controls import reference_function, small_attention
 from ..harness import DTYPES, Harness
 from ..law import Case, Law, Tolerance, Trial
-from ..measurement import Measurement, compare, excess, gradients, require, worst
+from ..measurement import Measurement, compare, excess, gradients, worst
 from ..target import Function
 from .softmax import call_space, case_mask
 
@@ -128,10 +128,6 @@ def low_precision_outputs(harness: Harness, c: Case) -> Measurement:
     q, k, v = (x.to(dtype) for x in harness.qkv(c))
     q = (q.float() * c.size).to(dtype)
     masking = case_mask(harness, c)
-    if c.size > 10:  # unscaled products exceed float16, scaled ones do not: outputs must be finite
-        o = harness.attend(q, (k.float() * c.size).to(dtype), v, **masking.options)
-        finite = torch.isfinite(o)
-        return require(f"{c.dtype}: {int((~finite).sum())} of {o.numel()} outputs are not finite", finite)
     ref = harness.reference(q, k, v, masking.allowed).o
     plain = [o.double() for o in plain_pytorch(q, k, v, masking.allowed)]
     fast = harness.attend(q, k, v, **masking.options).double()
@@ -156,7 +152,7 @@ def plain_pytorch(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> li
 
 def low_precision(harness: Harness, c: Case) -> Measurement:
     measurement = low_precision_outputs(harness, c)
-    if not harness.supports("grad") or not c.grad or c.dtype == "float32" or c.size > 10:
+    if not harness.supports("grad") or not c.grad or c.dtype == "float32":
         return measurement  # a fused float32 backward recomputes its weights, with another rounding
     dtype = DTYPES[c.dtype]
     harness.seed(c)
@@ -300,7 +296,7 @@ LAWS = (
                     h=(1, 2),
                     mask=harness.mask_kinds(),
                     dtype=_dtypes(harness),
-                    size=(1.0, 4.0, 100.0),
+                    size=(1.0, 4.0),
                     grad=(False, True),
                 ),
                 needs=("float32|bfloat16|float16",),
@@ -322,6 +318,7 @@ LAWS = (
                 ),
                 needs=("dropout",),
                 per_seed=True,
+                heavy=True,
             )
         },
         _unscaled_dropout,

@@ -1,5 +1,6 @@
 """Two options in one call: L64."""
 
+import re
 from itertools import combinations
 from math import inf
 from typing import Any
@@ -8,12 +9,20 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from ...errors import RegardError
 from ..controls import CLAIMS, with_changed_call
-from ..harness import Harness
+from ..harness import Harness, Inexpressible
 from ..law import Case, Law, Space, Trial
 from ..measurement import Measurement, compare, worst
+from ..probe import describe
+from ..search import CallTooSlow
 from ..target import OPTIONS, Function
 
+REFUSALS = (NotImplementedError, ValueError, RegardError)
+REFUSING_WORDS = re.compile(
+    r"not support|should not|must not|cannot be|not implemented|only one of|mutually", re.I
+)
+REFUSED = -1.0  # the error of a pair that was refused; it is never compared with a tolerance
 MASKS = ("causal", "mask", "lengths", "documents", "window")
 EXCLUSIVE = (
     {"mask", "causal"},
@@ -40,7 +49,12 @@ def combined(harness: Harness, c: Case) -> Measurement:
             call_options |= options
             allowed = allowed if table is None else allowed & table
         measurements += _compared(harness, (q, k, v), allowed, call_options, " and ".join(pair))
-    return worst(*measurements)
+    compared = [m for m in measurements if m.error != REFUSED]
+    refused = "; ".join(m.message for m in measurements if m.error == REFUSED)
+    if not compared:
+        raise Inexpressible(refused)
+    largest = worst(*compared)
+    return Measurement(largest.error, f"{largest.message}; {refused}" if refused else largest.message)
 
 
 def option(harness: Harness, name: str, c: Case) -> tuple[dict[str, Any], Bool[Tensor, "..."] | None]:
@@ -65,8 +79,16 @@ def _compared(
             if harness.supports("lse")
             else (harness.attend(*qkv, **call_options), None)
         )
-    except (NotImplementedError, ValueError, TypeError, RuntimeError):
-        return [Measurement(0.0, f"{names}: refused")]  # an explicit refusal is not an error
+    except REFUSALS as e:  # said in words, and reported: a pair that is refused is neither right nor wrong
+        return [Measurement(REFUSED, f"{names} refused: {describe(e)}")]
+    except (Inexpressible, CallTooSlow):
+        raise
+    except RuntimeError as e:  # PyTorch refuses in words as well, but with RuntimeError
+        if REFUSING_WORDS.search(str(e)):
+            return [Measurement(REFUSED, f"{names} refused: {describe(e)}")]
+        return [Measurement(inf, f"{names} combined raised {describe(e)}")]
+    except Exception as e:  # foreign code; both options are in its signature, and together they fail
+        return [Measurement(inf, f"{names} combined raised {describe(e)}")]
     measurements = [
         compare(f"{names} combined", o.where(nonempty, 0.0), expected.o.where(nonempty, 0.0).to(o.dtype))
     ]
@@ -102,8 +124,8 @@ LAWS = (
         "L64",
         "options combined",
         "two options in one call both take effect: softmax(scale · q kᵀ + bias) v over the pairs that both allow",
-        "a function with two options; a pair may be refused with an exception",
-        {"function": Trial(combined, _space, unless=_two)},
+        "a function with two options; a pair that is refused in words is reported as refused",
+        {"function": Trial(combined, _space, unless=_two, always_report=True)},
         control,
     ),
 )

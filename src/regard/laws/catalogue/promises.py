@@ -1,4 +1,4 @@
-"""Promises P01 to P10: required of targets that claim them, only observed of others."""
+"""Promises P01 to P11: required of targets that claim them, only observed of others."""
 
 import math
 from typing import Any
@@ -244,6 +244,15 @@ def mask_and_causal(harness: Harness, c: Case) -> Measurement:
     return compare("outputs with a mask and causal", o, harness.reference(q, k, v, allowed & past).o)
 
 
+def beyond_float16(harness: Harness, c: Case) -> Measurement:
+    """Products q·k above 65,504, the largest float16; after scaling by 1/√d_k they are below it."""
+    q, k, v = (x.to(torch.float16) for x in harness.qkv(c))
+    q, k = ((x.float() * 100.0).to(torch.float16) for x in (q, k))
+    o = harness.attend(q, k, v)
+    finite = torch.isfinite(o)
+    return require(f"{int((~finite).sum())} of {o.numel()} outputs are not finite", finite)
+
+
 def _poison_space(by: str):
     return lambda harness: harness.space(n=(2, 3, 5), by=(by,), poison=tuple(POISON), into=("v", "k", "k, v"))
 
@@ -307,6 +316,13 @@ def _mask_disables_causal(q, k, v, options):
     if options.get("causal") and options.get("allowed") is not None:
         options.pop("causal")
     return (q, k, v), options
+
+
+def _overflowing() -> Function:
+    def call(q, k, v):
+        return ((q @ k.mT) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+    return Function("scaled after the product", call, claims={"float16", "float32", "float16 range"})
 
 
 def _promise(number, name, formula, capability, trials, control, tolerance=None) -> Law:
@@ -459,5 +475,19 @@ LAWS = (
             )
         },
         lambda: with_changed_call("a mask that disables causal", _mask_disables_causal),
+    ),
+    _promise(
+        "P11",
+        "range of float16",
+        "unscaled products above 65,504 do not overflow in float16: outputs are finite",
+        "float16 range",
+        {
+            "function": Trial(
+                beyond_float16,
+                lambda harness: harness.space(n=(7, 16), m=None, d_k=(16, 64), d_v=None, h=(1, 2)),
+                needs=("float16",),
+            )
+        },
+        _overflowing,
     ),
 )

@@ -216,6 +216,7 @@ LAWS = (
                 lambda harness: _only(harness, d_k=(64, 16, 512, 1)),
                 needs=("n≠m",),
                 per_seed=True,
+                heavy=True,
                 unless=any_size,
             )
         },
@@ -237,6 +238,7 @@ LAWS = (
                 ),
                 needs=("n≠m",),
                 per_seed=True,
+                heavy=True,
                 unless=any_size,
             )
         },
@@ -267,6 +269,7 @@ LAWS = (
                 lambda harness: harness.space(b=None, h=None, n=None, d_v=None, m=(3, 5), d_k=(4,)),
                 needs=("n≠m",),
                 per_seed=True,
+                heavy=True,
                 unless=any_size,
             )
         },

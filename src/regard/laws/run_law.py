@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import SpecError
 from . import search
-from .harness import DTYPES, Harness, WrongOutput
+from .harness import DTYPES, Harness, Inexpressible, WrongOutput
 from .law import Case, Law, Outcome, Trial
 from .measurement import Measurement
 from .parts import parts_of
@@ -17,6 +17,7 @@ from .probe import Probe, describe, missing_device, probe
 from .snippet import snippet
 from .target import KIND_NAMES, Model, Target
 
+MAX_INEXPRESSIBLE = 300  # cases that the target's arguments cannot express before sampling stops
 SHRINK_SECONDS = 4.0  # the time limit for the search of a smaller counterexample
 NEUTRAL_FILES = (
     "torch",
@@ -25,6 +26,11 @@ NEUTRAL_FILES = (
     "beartype",
     "<",
 )  # frames that belong to neither law nor target
+
+
+ALWAYS_CAUSAL = (  # laws of functions that hold where every call is causal, with no call over all keys
+    *("L29", "L48", "L50", "L51", "L56", "L57", "L60", "L61", "L62", "L65", "P04", "P05", "P08", "P09"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,13 @@ def try_law(
         return Outcome(law, "not applicable", f"the law is about {about(law)}; this is {kind_name(target)}")
     trial = law.trials[subject.kind]
     supported = probed.supported if subject is target else {"float64": True}
-    harness = Harness(subject, supported)
+    harness = Harness(subject, supported, cache=probed.cache if subject is target else None)
     if not any(harness.supports(name) for name in DTYPES):
         error = probed.errors.get("float32", "nothing could be tried")
         return Outcome(law, "raised", f"an ordinary call failed: {error}")
+    always = subject is target and target.kind == "function" and harness.supports("always causal")
+    if always and law.number not in ALWAYS_CAUSAL:
+        return Outcome(law, "not applicable", "the law needs calls without a mask; this is always causal")
     if reason := _inapplicable(trial, harness, probed):
         return Outcome(law, "not applicable", reason)
     promised = law.promise is None or target.declares(law.promise) is True
@@ -119,6 +128,7 @@ class _Run:
         self.tolerance = law.tolerance.for_dtype(harness.dtype)
         self.began = time.monotonic()
         self.cases = 0
+        self.skipped = 0
         self.case: Case | None = None  # the one that is running
         self.worst = Measurement(0.0, "")
 
@@ -157,7 +167,13 @@ class _Run:
             if self.cases >= wanted or (self.cases and time.monotonic() > until):
                 return
             self.case = case
-            measurement = measure(self.trial, self.harness, case)
+            try:
+                measurement = measure(self.trial, self.harness, case)
+            except Inexpressible:
+                self.skipped += 1
+                if self.skipped > MAX_INEXPRESSIBLE:
+                    return
+                continue
             self.cases += 1
             if measurement.rank > self.worst.rank or not self.worst.message:
                 self.worst = measurement
@@ -190,6 +206,10 @@ class _Run:
         return (small, repeated) if repeated.rank > self.tolerance else (case, measurement)
 
     def _raised(self, e: Exception) -> Outcome:
+        if isinstance(e, search.CallTooSlow) and self.trial.heavy:
+            return Outcome(
+                self.law, "too slow", "one call has too many samples for it", self.cases, seed=self.seed
+            )
         if _is_our_mistake(e):
             warnings.warn(
                 f"{self.law.number} {self.law.name} has a bug, on case {self.case}: {describe(e)}",
@@ -197,7 +217,7 @@ class _Run:
             )
             message = f"the law itself failed, please report it: {describe(e)}"
             return Outcome(self.law, "not applicable", message)
-        error = describe(e) if isinstance(e, WrongOutput) else f"raised {describe(e)}"
+        error = describe(e) if isinstance(e, WrongOutput | search.CallTooSlow) else f"raised {describe(e)}"
         return self._result("raised", f"{error}; case {self.case}", math.nan, self.case)
 
     def _result(
@@ -221,12 +241,12 @@ class _Run:
 
 def _is_our_mistake(e: Exception) -> bool:
     """Whether a law itself raised: neither the target nor autograd was running."""
-    if isinstance(e, WrongOutput):
+    if isinstance(e, WrongOutput | search.CallTooSlow):
         return False
     here = str(Path(__file__).parent)
     for frame in traceback.extract_tb(e.__traceback__):
         file, inside = frame.filename, frame.filename.startswith(here)
-        if inside and (frame.name in ("attend", "attend_lse", "run") or "adapters" in file):
+        if inside and (frame.name in ("attend", "attend_lse", "run", "_timed") or "adapters" in file):
             return False
         if "autograd" in file or not (inside or any(name in file for name in NEUTRAL_FILES)):
             return False

@@ -1,0 +1,429 @@
+"""A target from a module that has no adapter: input, masks, cache and positions from its signature and by probing."""
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SpecError
+from ..target import OPTIONS, Function, Model, Target
+from .from_signature import Hints, function_from_signature
+from .mask_encoding import MaskEncoding, find_encoding
+from .module_cache import read_cache, tensor_of
+from .names import (
+    CACHES,
+    CONTEXT,
+    CONTEXT_PADDING,
+    HEAD_COUNTS,
+    KEYS,
+    LENGTH_LIMITS,
+    PADDING,
+    QUERIES,
+    START,
+    TOKENS,
+    TRAINING,
+    VALUES,
+    WIDTHS,
+    parameters_of,
+    polarity,
+    recognized,
+    size_of,
+    text_of,
+)
+
+MODEL_PAIRS = ("(b, n, m)", "(b, 1, n, m)", "(b, h, n, m)", "(n, m)")
+MODEL_KEYS = ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
+POSITION_WORDS = re.compile(
+    r"(?<![a-z])pos(?![a-z])|position|pos_?emb|(?<![a-z])rope|rotary|alibi|inv_freq|freqs|relative|sinus|slopes",
+    re.I,
+)
+
+
+class _Reader:
+    """One module while its arguments are being found out."""
+
+    def __init__(self, module: nn.Module, hints: Hints):
+        self.module, self.hints = module, hints
+        self.parameters = parameters_of(module.forward) or {}
+        self.text = text_of(module)
+        self.names = {
+            w: n
+            for w, n in recognized(self.parameters).items()
+            if w in ("mask", "causal", "lengths", "documents")
+        }
+        order = list(self.parameters)
+        self.three = len(order) >= 3 and order[1].lower() in KEYS and order[2].lower() in VALUES
+        self.context = "key" if self.three else next((n for n in CONTEXT if n in self.parameters), None)
+        self.padding = next((n for n in PADDING if n in self.parameters), None)
+        self.cache = next((n for n in CACHES if n in self.parameters), None)
+        self.start = next((n for n in START if n in self.parameters), None)
+        self.encodings: dict[str, MaskEncoding] = {}
+        self.notes: list[str] = []
+        self.tokens, self.vocab, self.width = self._input(order[0] if order else "")
+
+    def _input(self, first: str) -> tuple[bool, int | None, int | None]:
+        """Whether the input is token ids, the vocabulary, and the width of vectors."""
+        table = next((m for m in self.module.modules() if isinstance(m, nn.Embedding)), None)
+        width = size_of(self.module, WIDTHS)
+        if width is None:
+            linear = next((m for m in self.module.modules() if isinstance(m, nn.Linear)), None)
+            width = None if linear is None else linear.in_features
+        if width is None:
+            width = next((p.shape[0] for p in self.module.parameters() if p.dim() in (2, 3)), None)
+        tokens = first in TOKENS or (table is not None and not self._runs_on_vectors(width))
+        if not first or (tokens and table is None) or (not tokens and width is None):
+            raise SpecError(
+                f"{type(self.module).__name__}: cannot tell the input of forward({', '.join(self.parameters)}); "
+                "write an adapter: regard.laws.Model(name, module, call, d_model=… or vocab=…), docs/check.md; "
+                "or say what it is: --as layer-norm, rms-norm, batch-norm, feed-forward or attention"
+            )
+        if not tokens and width is not None:
+            width = self._checked_width(width)
+        return tokens, table.num_embeddings if tokens and table is not None else None, width
+
+    def _runs_on_vectors(self, width: int | None) -> bool:
+        return width is not None and self._runs(torch.zeros(1, 2, width))
+
+    def _checked_width(self, width: int) -> int:
+        """The width for which a call succeeds: attributes first, then the sizes of linear maps."""
+        sizes = [width, *(m.in_features for m in self.module.modules() if isinstance(m, nn.Linear))]
+        sizes += [s for p in self.module.parameters() if p.dim() >= 2 for s in p.shape]
+        sizes += [m.normalized_shape[0] for m in self.module.modules() if isinstance(m, nn.LayerNorm)]
+        for each in dict.fromkeys(sizes):
+            if self._runs(torch.randn(2, 3, each)):
+                return each
+        return width
+
+    def _runs(self, x: Tensor) -> bool:
+        try:
+            with torch.no_grad():
+                self.call(copy.deepcopy(self.module).eval(), x, *((x,) if self.required_context else ()))
+        except Exception:  # foreign code: it does not take this input
+            return False
+        return True
+
+    @property
+    def rows(self) -> int:
+        """A batch size unlike the number of heads, so that a mask cannot broadcast over the wrong axis."""
+        return 3 if size_of(self.module, HEAD_COUNTS) != 3 else 4
+
+    @property
+    def required_context(self) -> bool:
+        if self.three or self.context is None:
+            return False
+        p = self.parameters[self.context]
+        return p.default is p.empty
+
+    def call(self, module: nn.Module, x: Tensor, other: Tensor | None = None, **options: Any) -> Any:
+        """forward with the laws' options under its own names."""
+        arguments = self.arguments(x, other, options)
+        if self.three:
+            source = x if other is None else other
+            return module(x, source, source, **arguments)
+        if other is not None:
+            arguments[str(self.context)] = other
+        return module(x, **arguments)
+
+    def arguments(self, x: Tensor, other: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
+        b, n = x.shape[:2]
+        dtype = x.dtype if x.is_floating_point() else next(self.module.parameters()).dtype
+        size = (b, size_of(self.module, HEAD_COUNTS) or 1, n, n if other is None else other.shape[1])
+        given: dict[str, Any] = {}
+        for option in ("causal", "documents"):
+            if OPTIONS[option][0] in options and option in self.names:
+                given[self.names[option]] = options[OPTIONS[option][0]]
+        if options.get("allowed") is not None:
+            allowed = options["allowed"]
+            allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+            given[self.names["mask"]] = self.encodings["mask"].encode(allowed, size, dtype)
+        lengths, left = options.get("lengths"), options.get("left_padding")
+        if lengths is not None and "lengths" in self.names and left is None:
+            given[self.names["lengths"]] = lengths
+        elif lengths is not None or left is not None:
+            j = torch.arange(n, device=x.device)
+            kept = torch.ones(b, n, dtype=torch.bool, device=x.device)
+            kept = kept if lengths is None else kept & (j < lengths[:, None])
+            kept = kept if left is None else kept & (j >= left[:, None])
+            name = self.padding or self.names["mask"]
+            encoding = self.encodings["padding"]
+            if name in given:  # one parameter for both: the pairs that both allow
+                kept = options["allowed"] & kept[:, None]
+                given[name] = self.encodings["mask"].encode(kept[:, None], size, dtype)
+            else:
+                given[name] = encoding.encode(kept[:, None, None], size, dtype)
+        if options.get("context_lengths") is not None:
+            j = torch.arange(size[3], device=x.device)
+            kept = (j < options["context_lengths"][:, None])[:, None, None]
+            name = next(n for n in CONTEXT_PADDING if n in self.parameters)
+            given[name] = self.encodings["context"].encode(kept, size, dtype)
+        return given | self._defaults(given, x)
+
+    def _defaults(self, given: dict[str, Any], x: Tensor) -> dict[str, Any]:
+        more: dict[str, Any] = {}
+        for i, (name, p) in enumerate(self.parameters.items()):
+            if i == 0 or name in given or (self.three and i < 3) or name == self.context:
+                continue
+            required = p.default is p.empty
+            if name in TRAINING:
+                more[name] = False
+            elif name in START and required:
+                more[name] = 0
+            elif name in ("positions", "position_ids", "pos") and required:
+                more[name] = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+            elif name == self.names.get("causal") and p.default is not False:
+                more[name] = False
+            elif required:
+                more[name] = None
+        return more
+
+    # What the module does
+
+    def output(self, x: Tensor, other: Tensor | None = None, **options: Any) -> Tensor:
+        module = copy.deepcopy(self.module).eval()
+        with torch.no_grad():
+            return tensor_of(self.call(module, x, other, **options))
+
+    def sample(self, b: int, n: int, seed: int = 0) -> Tensor:
+        g = torch.Generator().manual_seed(seed)
+        if self.tokens:
+            assert self.vocab is not None
+            return torch.randint(0, self.vocab, (b, n), generator=g)
+        assert self.width is not None
+        dtype = next((p.dtype for p in self.module.parameters()), torch.float32)
+        return torch.randn(b, n, self.width, generator=g).to(dtype)
+
+    def effect(self, n: int = 5, **options: Any) -> Tensor:
+        """[b, i, j]: whether output i of a batch row depends on input j of the same row."""
+        b = self.rows
+        x, y = self.sample(b, n), self.sample(b, n, seed=9)
+        other = self.sample(b, n, seed=5) if self.required_context else None
+        before = self.output(x, other, **options)
+        if before.dim() != 3 or before.shape[:2] != x.shape[:2]:
+            raise ValueError(f"returned shape {tuple(before.shape)}")
+        columns = []
+        for j in range(n):
+            changed = x.clone()
+            changed[:, j] = y[:, j] if not self.tokens else (x[:, j] + 1) % (self.vocab or 2)
+            after = self.output(changed, other, **options)
+            columns.append(((after - before).abs().amax(-1) > 1e-6) | after.isnan().any(-1))
+        return torch.stack(columns, -1)
+
+
+def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Target:
+    """A module of x, or of query, key and value, as a target; its options follow from the parameters of `forward`."""
+    hints = hints or Hints()
+    parameters = parameters_of(module.forward) or {}
+    order = [name.lower() for name in parameters]
+    split = len(order) >= 3 and order[0] in QUERIES and order[1] in KEYS and order[2] in VALUES
+    if split and not any(p.requires_grad for p in module.parameters()):
+        return _parameter_free(module, hints)
+    reader = _Reader(module, hints)
+    claims = _read_masks(reader)
+    claims |= _read_order(reader)
+    if reader.context:
+        claims |= {"context"}
+    lacks = _without(claims, reader)
+    make_cache, decode = read_cache(reader)
+    if make_cache is not None:
+        claims |= {"cache"}
+        if "causal" not in claims:
+            claims |= {"always causal"}
+    pooled = _is_pooled(reader)
+    if pooled:
+        claims |= {"pooled"}
+    return Model(
+        type(module).__name__,
+        module,
+        lambda module, x, other=None, **options: tensor_of(reader.call(module, x, other, **options)),
+        architecture=_architecture(reader, claims),
+        d_model=reader.width,
+        vocab=reader.vocab,
+        heads=size_of(module, HEAD_COUNTS),
+        max_length=min(size_of(module, LENGTH_LIMITS) or 4096, 4096),
+        claims=claims,
+        lacks=lacks,
+        make_cache=make_cache,
+        decode=decode,
+        notes=tuple(reader.notes),
+        device=hints.device or "cpu",
+    )
+
+
+def _parameter_free(module: nn.Module, hints: Hints) -> Function:
+    """attention(q, k, v) written as a module without parameters: a function."""
+    module = copy.deepcopy(module).eval()
+    target = function_from_signature(module.forward, hints)
+    object.__setattr__(target, "name", type(module).__name__)
+    return target
+
+
+def _is_pooled(reader: _Reader) -> bool:
+    try:
+        out = reader.output(reader.sample(3, 5), reader.sample(3, 4) if reader.required_context else None)
+    except Exception:
+        return False
+    return out.dim() == 2 and out.shape[0] == 3
+
+
+def _architecture(reader: _Reader, claims: set[str]) -> str:
+    if reader.tokens:
+        return "decoder" if "always causal" in claims else "encoder"
+    return "decoder" if reader.required_context else "attention"
+
+
+def _table(by_pairs: bool, b: int) -> Tensor:
+    if not by_pairs:
+        return (torch.arange(5) < torch.tensor([3, 4, 2, 3])[:b, None])[:, None, None]
+    g = torch.Generator().manual_seed(3)
+    return (torch.rand(b, 1, 5, 5, generator=g) < 0.5) | torch.eye(5, dtype=torch.bool)
+
+
+def _read_masks(reader: _Reader) -> set[str]:
+    """Find the encodings of the mask, of the padding mask and of the context's; the claims that follow."""
+    claims = {name for name in reader.names if name != "mask"}
+    if "mask" in reader.names:
+        claims |= _read_mask(reader, reader.names["mask"])
+    if reader.padding is not None:
+        side = reader.hints.mask or polarity(reader.padding, reader.text)
+        found = _padding(reader, "padding", [side])
+        reader.encodings["padding"] = found or MaskEncoding("(b, m)", _bool(side))
+        reader.notes.append(f"{reader.padding}: {reader.encodings['padding']}")
+        claims |= {"lengths", "left padding"}
+    name = next((n for n in CONTEXT_PADDING if n in reader.parameters), None)
+    if name is not None and reader.context is not None and not reader.three:
+        side = reader.hints.mask or polarity(name, reader.text, "hide" if "padding" in name else "keep")
+        found = _context_padding(reader, [side])
+        if found is not None:
+            reader.encodings["context"] = found
+            reader.notes.append(f"{name}: {found}")
+            claims |= {"context lengths"}
+    return claims
+
+
+def _bool(side: str) -> str:
+    return "bool, True = may attend" if side == "keep" else "bool, True = masked"
+
+
+def _read_mask(reader: _Reader, name: str) -> set[str]:
+    """A mask of pairs, of keys, or of both; `attn_mask` of a module has either polarity in common libraries."""
+    stated = polarity(name, reader.text, default="")
+    side = reader.hints.mask or stated or "keep"
+    sides = [side] if reader.hints.mask or stated or name != "attn_mask" else ["hide", "keep"]
+    off = ~torch.eye(5, dtype=torch.bool)
+
+    def pairs(encoding: MaskEncoding, table: Tensor) -> Tensor:
+        reader.encodings["mask"] = encoding
+        effect = reader.effect(allowed=table[:, 0])
+        return torch.where(off, effect, table[:, 0])[:, None]
+
+    claims: set[str] = set()
+    found = find_encoding(pairs, sides, _table(True, reader.rows), MODEL_PAIRS)
+    if found is not None:
+        reader.encodings["mask"] = found
+        reader.notes.append(f"{name}: {found}")
+        claims |= {"mask"}
+    if reader.padding is None and "lengths" not in reader.names:
+        by_batch = found is not None and found.shape != "(n, m)"
+        keys = found if by_batch else _padding(reader, "mask", sides)
+        if keys is not None:
+            reader.encodings["padding"] = keys
+            if not by_batch:
+                reader.notes.append(f"{name}: {keys}")
+            claims |= {"lengths", "left padding"}
+    if not claims:
+        reader.encodings["mask"] = MaskEncoding("(b, n, m)", _bool(side))
+        reader.notes.append(f"{name}: no mask of a common shape was accepted")
+    return claims
+
+
+def _padding(reader: _Reader, which: str, sides: list[str]) -> MaskEncoding | None:
+    """The encoding of a mask over keys: outputs at real positions must not depend on padding."""
+
+    def keys(encoding: MaskEncoding, table: Tensor) -> Tensor:
+        reader.encodings["padding"] = encoding
+        lengths = table.sum((1, 2, 3))
+        effect = reader.effect(lengths=lengths)
+        real = torch.arange(5) < lengths[:, None]
+        # rows of padding and the diagonal may be anything; a causal module never sees later keys
+        expected = table[:, 0].expand(len(table), 5, 5)
+        free = ~real[:, :, None] | torch.eye(5, dtype=torch.bool) | (expected & ~effect & later)
+        return torch.where(free, expected, effect)[:, None]
+
+    try:
+        plain = reader.effect()
+    except Exception:
+        return None
+    later = ~plain  # pairs without an effect even where nothing is masked, as in a causal module
+    return find_encoding(keys, sides, _table(False, reader.rows), MODEL_KEYS)
+
+
+def _context_padding(reader: _Reader, sides: list[str]) -> MaskEncoding | None:
+    lengths, b = torch.tensor([3, 4, 2, 3])[: reader.rows], reader.rows
+
+    def keys(encoding: MaskEncoding, table: Tensor) -> Tensor:
+        reader.encodings["context"] = encoding
+        x, context, y = reader.sample(b, 5), reader.sample(b, 5, 5), reader.sample(b, 5, 9)
+        before = reader.output(x, context, context_lengths=lengths)
+        columns = []
+        for j in range(5):
+            changed = context.clone()
+            changed[:, j] = y[:, j]
+            after = reader.output(x, changed, context_lengths=lengths)
+            columns.append(((after - before).abs().amax(-1) > 1e-6).any(-1))
+        return torch.stack(columns, -1)[:, None, None]
+
+    return find_encoding(keys, sides, _table(False, reader.rows), MODEL_KEYS)
+
+
+def _read_order(reader: _Reader) -> set[str]:
+    """Whether it is always causal and whether it has positions, from what it says about itself."""
+    claims: set[str] = set()
+    module = reader.module
+    words = f"{type(module).__name__}\n{reader.text}".lower()
+    says = re.search(r"causal|autoregressive", words) and not re.search(
+        r"(not|non|no|without|never)[- ]?(causal|autoregressive)|bidirectional", words
+    )
+    flag = size_of(module, ("causal", "is_causal"), bool)
+    if "causal" not in reader.names and flag is not False and (says or flag or _has_causal_buffer(module)):
+        claims |= {"always causal"}
+    if _has_positions(reader):
+        claims |= {"positions"}
+    return claims
+
+
+def _has_causal_buffer(module: nn.Module) -> bool:
+    """A square triangular table among the buffers: nanoGPT's `bias`, a registered mask."""
+    for buffer in module.buffers():
+        if buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1:
+            table = buffer.reshape(-1, *buffer.shape[-2:])[0]
+            table = table if table.dtype == torch.bool else table.isneginf() | (table == 1)
+            past = torch.ones_like(table).tril()
+            if any(torch.equal(table, t) for t in (past, ~past)):
+                return True
+    return False
+
+
+def _has_positions(reader: _Reader) -> bool:
+    """Whether names of its parts or its text mention positions; without them it must not see the order."""
+    named = [
+        n
+        for n, _ in (
+            *reader.module.named_modules(),
+            *reader.module.named_buffers(),
+            *reader.module.named_parameters(),
+        )
+    ]
+    import inspect
+
+    try:
+        source = inspect.getsource(type(reader.module))
+    except (OSError, TypeError):
+        source = ""
+    words = [*named, source]
+    return any(POSITION_WORDS.search(word) for word in words)
+
+
+def _without(claims: set[str], reader: _Reader) -> set[str]:
+    return set() if "positions" in claims or reader.tokens else {"positions"}

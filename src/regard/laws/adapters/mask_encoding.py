@@ -1,0 +1,104 @@
+"""How a target expects its mask: shape, type and polarity, found by which keys keep a weight."""
+
+from collections.abc import Callable, Iterable
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..harness import Inexpressible
+
+KINDS = {  # polarity → kinds of mask that have it; the first is tried first
+    "keep": ("bool, True = may attend", "additive, 0 and −inf", "1 = may attend"),
+    "hide": ("bool, True = masked", "additive, 0 and −inf", "1 = masked"),
+}
+PAIR_SHAPES = ("(b, h, n, m)", "(b, 1, n, m)", "(b, n, m)", "(n, m)")
+KEY_SHAPES = ("(b, 1, 1, m)", "(b, m)", "(b, 1, m)")
+
+
+class MaskEncoding(NamedTuple):
+    """Translates a table of allowed pairs, broadcastable to (b, h, n, m), into what a target takes."""
+
+    shape: str
+    kind: str
+
+    @property
+    def by_pairs(self) -> bool:
+        return self.shape in PAIR_SHAPES or self.shape == "any that broadcasts"
+
+    @property
+    def per_head(self) -> bool:
+        return self.shape in ("any that broadcasts", "(b, h, n, m)")
+
+    def __str__(self) -> str:
+        return f"{self.kind}, shape {self.shape}"
+
+    def encode(self, allowed: Tensor, size: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+        return typed(self.kind, shaped(self.shape, allowed, size), dtype)
+
+
+def shaped(shape: str, allowed: Tensor, size: tuple[int, int, int, int]) -> Tensor:
+    """The table in another shape; Inexpressible if that shape cannot hold it."""
+    if shape == "any that broadcasts":
+        return allowed
+    full = allowed.expand(size)
+    if shape == "(b, h, n, m)":
+        return full
+    if not torch.equal(full, full[:, :1].expand(size)):
+        raise Inexpressible(f"a mask per head does not fit into {shape}")
+    full = full[:, 0]
+    if shape in ("(b, n, m)", "(b, 1, n, m)"):
+        return full if shape == "(b, n, m)" else full[:, None]
+    if shape == "(n, m)":
+        if not torch.equal(full, full[:1].expand_as(full)):
+            raise Inexpressible("a mask per batch row does not fit into (n, m)")
+        return full[0]
+    if not torch.equal(full, full[:, :1].expand_as(full)):
+        raise Inexpressible(f"a mask per query does not fit into {shape}")
+    keys = full[:, 0]
+    return {"(b, m)": keys, "(b, 1, m)": keys[:, None], "(b, 1, 1, m)": keys[:, None, None]}[shape]
+
+
+def typed(kind: str, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    match kind:
+        case "bool, True = may attend":
+            return allowed
+        case "bool, True = masked":
+            return ~allowed
+        case "additive, 0 and −inf":
+            return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -inf)
+        case "1 = may attend":
+            return allowed.long()
+        case "1 = masked":
+            return (~allowed).long()
+    raise AssertionError(kind)
+
+
+Seen = Callable[[MaskEncoding, Tensor], Tensor]  # encoding, table (b, 1, n, m) → which pairs have an effect
+
+
+def find_encoding(
+    seen: Seen, polarities: Iterable[str], table: Tensor, shapes: tuple[str, ...]
+) -> MaskEncoding | None:
+    """The first encoding under which exactly the allowed pairs have an effect.
+
+    Where a shape is accepted and no encoding has the right effect, that shape is kept with the first polarity, so
+    that the laws report the fault. None: every call raised.
+    """
+    polarities = tuple(polarities)
+    kinds = list(dict.fromkeys(kind for p in polarities for kind in KINDS[p]))
+    for shape in shapes:
+        accepted = False
+        for kind in kinds:
+            encoding = MaskEncoding(shape, kind)
+            try:
+                effect = seen(encoding, table)
+            except Exception:  # the target does not take a mask of this shape or type
+                continue
+            accepted = accepted or kind.startswith(("bool", "1"))
+            if torch.equal(effect, table.expand_as(effect)):
+                return encoding
+        if accepted:
+            return MaskEncoding(shape, kinds[0])
+    return None

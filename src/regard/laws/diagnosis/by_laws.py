@@ -1,0 +1,140 @@
+"""The likely cause from the laws that are broken and from which output depends on which input."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..harness import Harness
+from ..law import Case, Outcome
+from ..target import Function, Model
+from .cause import Cause
+
+DETACHED = "remove detach(), .data or no_grad; correct the backward pass"
+AXES = "move axes with transpose, not with view or reshape"
+LSE = "return ln Σ exp(scores) over the allowed keys"
+BEFORE = "mask padded keys before softmax"
+
+# law → fault, family, fix; the first broken one in this order is the cause.
+BY_LAW = {
+    "L50": ("a gradient is missing or wrong", "input detached", DETACHED),
+    "L56": (
+        "dropout or another random part is active in evaluation",
+        "dropout in evaluation",
+        "F.dropout(x, p, training=self.training)",
+    ),
+    "L48": ("batch rows are mixed", "batch rows mixed", "compute each batch row by itself"),
+    "L62": (
+        "a call depends on earlier calls, or changes its input",
+        "state between calls",
+        "keep no state between calls",
+    ),
+    "L29": ("queries attend to the future", "causal ignored", "mask keys j > i in every layer"),
+    "L31": ("padding has an effect", "padding ignored", BEFORE),
+    "L49": (
+        "left padding has an effect",
+        "padding side",
+        "mask padding on either side, and skip it in positions",
+    ),
+    "L32": ("a padded batch differs from each sequence by itself", "padding ignored", BEFORE),
+    "L33": (
+        "decoding with a cache differs from the full pass",
+        "cache offset",
+        "continue positions and the causal mask where the cache ends",
+    ),
+    "L52": (
+        "decoding in chunks differs from the full pass",
+        "cache offset",
+        "align the causal mask of a chunk with the end of the keys",
+    ),
+    "L47": ("packed documents are not isolated", "documents leak", "mask pairs of different documents"),
+    "L34": ("the mask has the wrong effect", "mask ignored", "apply the mask to the scores before softmax"),
+    "L58": ("causal is aligned wrongly where n ≠ m", "causal alignment", "the offset of query 0 is m − n"),
+    "L63": ("dropout does not preserve the mean", "dropout scale", "divide the kept weights by 1 − p"),
+    "L53": ("the log-sum-exp is wrong", "log-sum-exp", LSE),
+    "L04": ("the log-sum-exp is wrong", "log-sum-exp", LSE),
+    "L19": ("the output depends on the order of the input", "head split order", AXES),
+    "L20": ("the output depends on the order of the context", "head split order", AXES),
+    "L57": ("strides of the inputs are ignored", "strides ignored", "use strides, or call contiguous()"),
+    "L64": ("options do not work together", "mask ignored in combination", "let every option take effect"),
+    "L60": ("precision is lost in a 16-bit dtype", "precision lost", "accumulate in float32"),
+    "L06": ("the module differs from the formula", "outputs are wrong", "compare with softmax(q kᵀ/√d_k) v"),
+    "L35": (
+        "a position depends on inputs that its masks hide",
+        "mask ignored",
+        "apply the mask in every layer",
+    ),
+}
+
+
+def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
+    """A cause from the first broken law that points to one; None if no law is broken."""
+    broken = {o.law.number: o for o in outcomes if o.failed}
+    if not broken:
+        return None
+    number = next((n for n in BY_LAW if n in broken), next(iter(broken)))
+    outcome = broken[number]
+    name, family, fix = BY_LAW.get(
+        number, (f"{outcome.law.name} does not hold", outcome.law.name, outcome.law.formula)
+    )
+    if number == "L29" and isinstance(harness.target, Model):
+        name, family = _future(harness, name, family)
+    if number in ("L31", "L32") and isinstance(harness.target, Model):
+        name, family = _padding(harness, name, family)
+    if number == "L50" and "reached" in outcome.message:
+        name = outcome.message.partition(" (")[0]
+    if (
+        isinstance(harness.target, Function)
+        and number in ("L53", "L04")
+        and "log-sum-exp" not in outcome.message
+    ):
+        name, family = f"{outcome.law.name} does not hold", outcome.law.name
+    where = "" if outcome.counterexample is None else f", smallest case {outcome.counterexample}"
+    return Cause(name, family, fix, f"{outcome.law.number}: {outcome.message}{where}", exact=False)
+
+
+def _effect(harness: Harness, n: int = 6, **options) -> Tensor:
+    """[i, j]: whether output i depends on input j, by changing input j."""
+    harness.seed(Case(seed=0))
+    x, context = harness.sequence(2, n), harness.context(2, n)
+    with torch.no_grad():
+        before = harness.run(x, context, **options)
+        columns = []
+        for j in range(n):
+            other = x.clone()
+            other[:, j] = harness.changed(x)[:, j]
+            after = harness.run(other, context, **options)
+            columns.append((after - before).abs().amax((0, 2)) > 1e-7)
+    return torch.stack(columns, -1)
+
+
+def _future(harness: Harness, name: str, family: str) -> tuple[str, str]:
+    """How far into the future an output depends."""
+    try:
+        effect = _effect(harness, **({} if harness.supports("always causal") else {"causal": True}))
+    except Exception:  # foreign code; the plain words are right as well
+        return name, family
+    i, j = torch.arange(6)[:, None], torch.arange(6)
+    if torch.equal(effect & (j > i), (j == i + 1)):
+        return "causal is off by one: a query also attends to the next key", "causal off by one"
+    past = effect & (j < i)
+    if not bool(past.any()):
+        return "causal is inverted: queries attend to the future only", "causal inverted"
+    return name, family
+
+
+def _padding(harness: Harness, name: str, family: str) -> tuple[str, str]:
+    """Whether outputs depend on padding in addition to real positions, or instead of them."""
+    try:
+        effect = _effect(harness, lengths=torch.tensor([4, 4], device=harness.device))
+    except Exception:
+        return name, family
+    off = ~torch.eye(6, dtype=torch.bool)
+    real, padded = (effect & off)[:4, :4], effect[:4, 4:]
+    if bool(padded.any()) and not bool(real.any()):
+        return "the padding mask is inverted: only padding takes part", "padding inverted"
+    if bool(padded[:, 0].any()) and not bool(padded[:, 1:].any()):
+        return "the padding mask is off by one: the first padded position takes part", "padding off by one"
+    if bool(padded.any()):
+        return "the padding mask is ignored: real positions attend to padding", "padding ignored"
+    return name, family

@@ -1,0 +1,256 @@
+"""Finds the likely cause of a function's faults by comparing its outputs with those of faulty variants."""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..harness import DTYPES, Harness, Inexpressible, WrongOutput
+from ..measurement import compare
+from ..probe import describe
+from .cause import Cause
+from .conditions import condition
+from .formula import Formula, Variant
+from .samples import Sample, close, expected, observe, samples
+from .symptoms import symptom
+from .variants import VARIANTS
+
+RIGHT = Formula()
+MATCH_SECONDS = 10.0  # processor time for comparing variants
+MAX_PAIRS = 3  # partial matches that are combined with every other variant
+MAX_SIZE = 4_000_000  # multiplications of a sample on which the variants are compared
+MAX_COMPARED = 24  # wrong and right samples on which a variant is compared
+
+
+class Observations:
+    """What a target returned on every sample, with the right results."""
+
+    def __init__(self, harness: Harness):
+        self.harness = harness
+        self.wrong: list[tuple[Sample, list[Tensor], list[Tensor]]] = []
+        self.right: list[tuple[Sample, list[Tensor]]] = []
+        self.errors: list[tuple[Sample, str]] = []
+        for sample in samples(harness):
+            try:
+                got = observe(harness, sample)
+            except Inexpressible:
+                continue
+            except Exception as e:  # the target is foreign code, which may raise anything
+                self.errors.append(
+                    (sample, describe(e) if isinstance(e, WrongOutput) else f"raised {describe(e)}")
+                )
+                continue
+            want = expected(RIGHT, sample)
+            if close(got, want, dtype_of(sample)):
+                self.right.append((sample, got))
+            else:
+                self.wrong.append((sample, got, want))
+            if len(self.wrong) >= 40:  # enough to tell variants apart
+                break
+
+    def fault(self) -> str | None:
+        """A call that raises or returns a wrong shape or dtype although its signature claims what it uses."""
+        for sample, error in self.errors:
+            if not refused(sample, error):
+                return f"{error}, in {sample.name} ({sample.describe()})"
+        return None
+
+
+def refused(sample: Sample, error: str) -> bool:
+    """Options that are refused together, where each works alone, are a refusal and not a fault."""
+    return error.startswith("raised") and len(sample.facets["options"]) > 1
+
+
+def observations(harness: Harness) -> Observations:
+    """The observations of a target, made once for all laws and for the cause."""
+    if "observations" not in harness.cache:
+        harness.cache["observations"] = Observations(harness)
+    return harness.cache["observations"]
+
+
+def dtype_of(sample: Sample) -> torch.dtype:
+    return DTYPES[sample.facets["dtype"]]
+
+
+def find_cause(harness: Harness) -> Cause | None:
+    """The likely cause of a function's faults; None if no sample shows one."""
+    if behavior := symptom(harness):
+        return behavior
+    seen = observations(harness)
+    if not seen.wrong:
+        return _from_error(seen)
+    best = _best(seen)
+    if best is None:
+        return _unexplained(seen)
+    variant, matched, contradicted = best
+    where = ""
+    compared = _spread(seen.wrong, MAX_COMPARED)
+    if contradicted or len(matched) < len(compared):
+        rest = [s.facets for s, *_ in compared if s.name not in matched]
+        same = [s.facets for s in contradicted]
+        where = condition([s.facets for s, _, _ in seen.wrong if s.name in matched], same + rest)
+    sample, got, want = next(w for w in seen.wrong if w[0].name in matched)
+    return Cause(
+        variant.name,
+        variant.family,
+        variant.fix,
+        evidence(sample, got, want),
+        where,
+        len(matched),
+        len(compared),
+    )
+
+
+def evidence(sample: Sample, got: list[Tensor], want: list[Tensor]) -> str:
+    """got …, expected …, for the quantity that differs most on this sample."""
+    names = ("the output", "∂/∂q", "∂/∂k", "∂/∂v")
+    measured = [compare(name, g, w) for name, g, w in zip(names, got, want)]
+    largest = max(measured, key=lambda m: m.rank)
+    return f"{largest.message}, in {sample.name} ({sample.describe()})"
+
+
+def _matches(variant: Variant | Formula, sample: Sample, got: list[Tensor]) -> bool:
+    formula = variant.formula() if isinstance(variant, Variant) else variant
+    try:
+        return close(got, expected(formula, sample), dtype_of(sample))
+    except (RuntimeError, IndexError, ValueError):  # a variant that is not defined for these sizes
+        return False
+
+
+def _best(seen: Observations) -> tuple[Variant, set[str], list[Sample]] | None:
+    """The variant that explains most wrong samples and contradicts fewest right ones."""
+    wrong = _spread(seen.wrong, MAX_COMPARED)
+    right = _spread(seen.right, MAX_COMPARED)
+    first = _spread(seen.wrong, 6)
+    scored = []
+    until = time.process_time() + MATCH_SECONDS
+    for order, variant in enumerate(VARIANTS):
+        if time.process_time() > until:
+            break
+        tried = [(s, got) for s, got, *_ in first if relevant(variant, s)]
+        if not any(_matches(variant, sample, got) for sample, got in tried):
+            continue
+        matched = {s.name for s, got, *_ in wrong if _matches(variant, s, got)}
+        contradicted = [s for s, got in right if relevant(variant, s) and not _matches(variant, s, got)]
+        scored.append((len(matched), -len(contradicted), -order, variant, matched, contradicted))
+    scored.sort(key=lambda row: row[:3], reverse=True)
+    if not scored:
+        return None
+    if scored[0][0] < len({s.name for s, *_ in wrong}):
+        pair = _pair([row[3] for row in scored[:MAX_PAIRS]], wrong, right)
+        if pair is not None:
+            return pair
+    return scored[0][3], scored[0][4], scored[0][5]
+
+
+ONLY_WITH = {
+    "mask": "mask",
+    "causal": "causal",
+    "window": "window",
+    "lengths": "lengths",
+    "documents": "documents",
+    "bias": "bias",
+}
+MASKING = {"mask", "causal", "window", "lengths", "documents"}
+
+
+def relevant(variant: Variant, sample: Sample) -> bool:
+    """Whether a variant can differ from the formula on this sample: a fault of the window needs a window."""
+    options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
+    for step in variant.changes:
+        if step in ONLY_WITH:
+            if ONLY_WITH[step] in options:
+                return True
+        elif step == "bias_before_scale":
+            if "bias" in options:
+                return True
+        elif step == "combine":
+            if len(options & MASKING) > 1:
+                return True
+        elif step == "fill":
+            if options & MASKING:
+                return True
+        elif step in ("repeat_k", "repeat_v"):
+            if sample.facets["h"] != sample.facets["h_kv"] or variant.family != "grouped head order":
+                return True
+        else:
+            return True
+    return False
+
+
+def _spread(results: list, count: int) -> list:
+    """Some of the samples: the smallest of each kind first, so that the variants are compared cheaply."""
+
+    def size(result: Any) -> int:
+        q, k = result[0].call.q, result[0].call.k
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3]
+
+    def kind(result: Any) -> tuple:
+        f = result[0].facets
+        wide = (
+            (f["m"] > 64) + (f["m"] > 512) + (f["m"] > 2000),
+            (f["d_k"] > 64) + (f["d_k"] > 128),
+            f["n"] > 64,
+        )
+        return f["options"], f["grad"], f["h"] != f["h_kv"], f["dtype"], wide, f["n"] < f["m"]
+
+    light = [r for r in results if size(r) < MAX_SIZE]
+    small = sorted(light or results, key=size)
+    kinds: dict = {}
+    for result in small:
+        kinds.setdefault(kind(result), result)
+    chosen = sorted(kinds.values(), key=size)[:count]
+    for result in small:
+        if len(chosen) >= count:
+            break
+        if all(result[0] is not c[0] for c in chosen):
+            chosen.append(result)
+    return chosen
+
+
+def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, set[str], list[Sample]] | None:
+    """Two faults at once, if together they explain every wrong sample."""
+    for one in variants:
+        left = [(s, got) for s, got, *_ in wrong if not _matches(one, s, got)]
+        if not left:
+            continue
+        for two in VARIANTS:
+            if not one.disjoint(two) or not relevant(two, left[0][0]):
+                continue
+            both = two.formula(one.formula())
+            if not _matches(both, *left[0]) or not all(_matches(both, s, got) for s, got, *_ in wrong):
+                continue
+            contradicted = [s for s, got in right if not _matches(both, s, got)]
+            name = f"{one.name}; and {two.name}"
+            joined = Variant(name, one.family, f"{one.fix}; {two.fix}", one.changes | two.changes)
+            return joined, {s.name for s, *_ in wrong}, contradicted
+    return None
+
+
+def _unexplained(seen: Observations) -> Cause:
+    sample, got, want = seen.wrong[0]
+    where = condition([s.facets for s, _, _ in seen.wrong], [s.facets for s, _ in seen.right])
+    bad = [g for g in got if not bool(torch.isfinite(g).all())]
+    name = "outputs are NaN or infinite" if bad else "outputs are wrong"
+    if sample.grad and close(got[:1], want[:1], dtype_of(sample)):
+        name = "gradients are wrong"
+    family = f"{name} {where}".strip()
+    return Cause(
+        name, family, "compare with the formula on the call below", evidence(sample, got, want), where,
+        0, len(seen.wrong), exact=False,
+    )  # fmt: skip
+
+
+def _from_error(seen: Observations) -> Cause | None:
+    """A call that raises or returns a wrong shape or dtype although what it uses is claimed by the signature."""
+    for sample, error in seen.errors:
+        facets = sample.facets
+        if refused(sample, error):
+            continue
+        where = condition([facets], [s.facets for s, _ in seen.right])
+        return Cause(
+            f"a call {error}", "raises or returns a wrong shape", "support the call, or declare it as lacking",
+            f"{error}, in {sample.name} ({sample.describe()})", where, 0, len(seen.errors), exact=False,
+        )  # fmt: skip
+    return None

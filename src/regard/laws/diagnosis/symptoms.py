@@ -1,0 +1,135 @@
+"""Faults that no formula has: random outputs, answers of earlier calls, inputs that are modified."""
+
+import torch
+from torch import Tensor
+
+from ..harness import Harness
+from .cause import Cause
+from .formula import Call, Formula
+from .samples import Sample, close, evidence_of, expected, observe, samples
+
+
+def symptom(harness: Harness) -> Cause | None:
+    """The first of these faults that a plain call shows."""
+    plain = next(iter(samples(harness)))
+    try:
+        for find in (_modified, _random, _state, _modes):
+            if cause := find(harness, plain):
+                return cause
+        return None
+    except Exception:  # a call that raises is reported elsewhere
+        return None
+
+
+def _modified(harness: Harness, sample: Sample) -> Cause | None:
+    inputs = (sample.call.q, sample.call.k, sample.call.v)
+    before = [x.clone() for x in inputs]
+    observe(harness, sample)
+    changed = [name for name, x, y in zip("qkv", inputs, before) if not torch.equal(x, y)]
+    if not changed:
+        return None
+    names = ", ".join(changed)
+    return Cause(
+        f"the input {names} is modified in place", "input modified", "work on a copy of the inputs",
+        f"{names} differs after the call ({sample.describe()})",
+    )  # fmt: skip
+
+
+def _random(harness: Harness, sample: Sample) -> Cause | None:
+    one, two = observe(harness, sample)[0].clone(), observe(harness, sample)[0].clone()
+    if not bool(torch.isfinite(one).all() & torch.isfinite(two).all()):
+        return None
+    if float((one - two).abs().max()) < 1e-9:
+        return None
+    state = observe(harness, sample)[0].clone()
+    want = expected(Formula(), sample)[0]
+    drawn = [observe(harness, sample)[0].double() for _ in range(60)]
+    mean, spread = torch.stack(drawn).mean(0), torch.stack(drawn).std(0)
+    error = (mean - want).abs() / (spread / 60**0.5).clamp(min=1e-12)
+    text = f"two equal calls differ by {float((one - two).abs().max()):.3g} ({sample.describe()})"
+    drift = [float((d - drawn[0]).abs().max()) for d in drawn]
+    if len({round(x, 12) for x in drift}) < len(drift) // 3 or drift == sorted(drift):
+        return Cause(
+            "the output depends on how often it was called", "state between calls",
+            "keep no state between calls", text, exact=False,
+        )  # fmt: skip
+    if float(error.max()) < 6 and not torch.equal(state, want):
+        return Cause(
+            "dropout is active although none was requested", "dropout in evaluation",
+            "apply dropout only in training: F.dropout(x, p, training=self.training)", text,
+        )  # fmt: skip
+    return Cause(
+        "equal calls give different outputs", "random outputs", "remove the random part", text, exact=False
+    )
+
+
+def _state(harness: Harness, sample: Sample) -> Cause | None:
+    call = sample.call
+    other = Call(
+        call.q.flip(-1) + 0.5, call.k.roll(1, -1) - 0.3, call.v.flip(-2) * 1.5, call.options, call.offset
+    )
+    first = observe(harness, sample)[0]
+    saved = first.clone()
+    second = observe(harness, sample._replace(call=other))[0]
+    want, want_other = expected(Formula(), sample)[0], expected(Formula(), sample._replace(call=other))[0]
+    if not torch.equal(first, saved):
+        return Cause(
+            "an earlier output is overwritten by the next call: the buffer is reused", "output buffer reused",
+            "allocate the output in each call", f"the output of a first call changed ({sample.describe()})",
+        )  # fmt: skip
+    stale = _near(second, saved, harness) and not _near(want_other, want.to(want_other), harness)
+    if stale:
+        return Cause(
+            "a call returns the answer of an earlier call of the same shape", "cached answer",
+            "do not cache results by shape", evidence_of("the second output", second, want_other, sample),
+        )  # fmt: skip
+    repeated = observe(harness, sample)[0]
+    if not _near(repeated, saved, harness):
+        return Cause(
+            "a repeated call gives another output after a call with other values", "state between calls",
+            "keep no state between calls", evidence_of("the repeated output", repeated, saved, sample),
+            exact=False,
+        )  # fmt: skip
+    if _near(saved, want, harness) and not _near(second, want_other, harness):
+        mixed = _stale_part(harness, sample, other, second)
+        if mixed:
+            return Cause(
+                f"a call uses {mixed} of an earlier call of the same shape", "cached answer",
+                "do not cache tensors by shape", evidence_of("the second output", second, want_other, sample),
+            )  # fmt: skip
+    return None
+
+
+def _stale_part(harness: Harness, sample: Sample, other: Call, second: Tensor) -> str:
+    """Which inputs of the first call explain the output of the second."""
+    call = sample.call
+    for name, mixed in (
+        ("k", other._replace(k=call.k)),
+        ("v", other._replace(v=call.v)),
+        ("k and v", other._replace(k=call.k, v=call.v)),
+        ("q", other._replace(q=call.q)),
+    ):
+        if _near(second, expected(Formula(), sample._replace(call=mixed))[0], harness):
+            return name
+    return ""
+
+
+def _modes(harness: Harness, sample: Sample) -> Cause | None:
+    """A call under no_grad against one that records gradients."""
+    call = sample.call
+    plain = observe(harness, sample)[0]
+    leaves = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
+    tracked = harness.attend(*leaves, **call.options).detach()
+    if _near(tracked, plain, harness):
+        return None
+    want = expected(Formula(), sample)[0]
+    which = "that record gradients" if _near(plain, want, harness) else "under no_grad"
+    got = tracked if which == "that record gradients" else plain
+    return Cause(
+        f"outputs differ in calls {which}", "depends on the grad mode", "compute the same in both modes",
+        evidence_of("the output", got, want, sample), exact=False,
+    )  # fmt: skip
+
+
+def _near(x: Tensor, y: Tensor, harness: Harness) -> bool:
+    return close([x], [y], harness.dtype)

@@ -1,0 +1,33 @@
+"""Faults that people make in attention, each as a small change of the formula."""
+
+from ..formula import Variant
+from .backward import GRADIENTS
+from .masks import MASK, MASK_VALUES
+from .order import CAUSAL, WINDOW
+from .outputs import GROUPED, OUTPUT
+from .padding import BIAS, DOCUMENTS, LENGTHS
+from .precision import PRECISION
+from .scale import SCALE
+from .scores import SCORES
+from .softmax import SOFTMAX
+from .tiles import TILES
+
+VARIANTS: tuple[Variant, ...] = (
+    *SCALE,
+    *SCORES,
+    *SOFTMAX,
+    *OUTPUT,
+    *TILES,
+    *GROUPED,
+    *MASK,
+    *MASK_VALUES,
+    *CAUSAL,
+    *WINDOW,
+    *LENGTHS,
+    *DOCUMENTS,
+    *BIAS,
+    *PRECISION,
+    *GRADIENTS,
+)
+
+__all__ = ["GRADIENTS", "PRECISION", "VARIANTS"]

@@ -1,0 +1,161 @@
+"""One likely cause first: the faulty variant that returns the same numbers, and where the fault is limited to."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from regard.laws import Budget, check
+from regard.laws.diagnosis import VARIANTS
+from regard.laws.diagnosis.conditions import condition
+from regard.laws.diagnosis.formula import Call, Formula
+from regard.laws.html_report import page
+
+FEW = Budget(cases=2)
+
+
+def attention(q, k, v, mask=None, causal=False, window=None, lengths=None, bias=None, scale=None):
+    """A right one with many options; a window is (before, after)."""
+    options = {
+        "causal": causal,
+        "window": window,
+        "lengths": lengths,
+        "bias": bias,
+        "scale": scale,
+        "allowed": mask,
+    }
+    call = Call(q, k, v, {name: x for name, x in options.items() if x is not None and x is not False})
+    return Formula()(call)
+
+
+def test_a_right_attention_has_no_cause():
+    verdict = check(attention, ["L65"], FEW)
+    assert verdict.ok and verdict.cause is None, str(verdict)
+
+
+def test_there_are_many_variants_and_each_changes_something():
+    assert len(VARIANTS) >= 60 and len({v.name for v in VARIANTS}) == len(VARIANTS)
+    families = {v.family for v in VARIANTS}
+    assert {"no scale", "softmax axis", "mask polarity", "grouped head order", "input detached"} <= families
+
+
+@pytest.mark.parametrize(
+    "family", ["no scale", "softmax axis", "window off by one", "bias scaled", "overflow"]
+)
+def test_a_variant_is_its_own_cause(family):
+    variant = next(v for v in VARIANTS if v.family == family)
+
+    def faulty(q, k, v, mask=None, causal=False, window=None, bias=None, scale=None):
+        options = {"causal": causal, "window": window, "bias": bias, "scale": scale, "allowed": mask}
+        chosen = {name: x for name, x in options.items() if x is not None and x is not False}
+        return variant.formula()(Call(q, k, v, chosen))
+
+    cause = check(faulty, ["L65"], FEW).cause
+    assert (
+        cause.name == variant.name
+        and cause.exact
+        and "got" in cause.evidence
+        and "expected" in cause.evidence
+    )
+
+
+def unscaled(q, k, v):
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def test_a_missing_scale_is_one_cause_with_its_laws_folded():
+    verdict = check(unscaled, ["L05", "L06", "L09", "L65"], FEW)
+    lines = str(verdict).splitlines()
+    assert lines[1] == "likely cause: the scores are not scaled"
+    assert "the output: got " in lines[2] and ", expected " in lines[2]
+    assert lines[3] == "  fix: divide q·k by √d_k"
+    assert lines[4] == "  4 laws are broken: L05, L06, L09, L65"
+    assert len(lines) < 16
+    data = json.loads(verdict.json())["cause"]
+    assert data["family"] == "no scale" and data["laws"] == ["L05", "L06", "L09", "L65"] and data["exact"]
+    html = page(verdict)
+    assert html.index("Likely cause") < html.index("<h2>Broken</h2>") and "the scores are not scaled" in html
+
+
+def test_two_faults_at_once_are_both_named():
+    def faulty(q, k, v, mask=None):
+        s = q @ k.mT
+        return (s if mask is None else s.masked_fill(mask, -math.inf)).softmax(-1).nan_to_num(0.0) @ v
+
+    cause = check(faulty, ["L65"], FEW).cause
+    assert "not scaled" in cause.name and "inverted" in cause.name
+
+
+LIMITED = {
+    "m > 512": (lambda q, k, v: unscaled(q, k, v) if k.shape[-2] > 512 else attention(q, k, v), "where m > "),
+    "d_k > 64": (
+        lambda q, k, v: unscaled(q, k, v) if q.shape[-1] > 64 else attention(q, k, v),
+        "where d_k > ",
+    ),
+    "bfloat16": (
+        lambda q, k, v: unscaled(q, k, v) if q.dtype == torch.bfloat16 else attention(q, k, v),
+        "in bfloat16",
+    ),
+    "both": (
+        lambda q, k, v, mask=None, scale=None: attention(
+            q, k, v, mask, scale=None if mask is not None else scale
+        ),
+        "with mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITED)
+def test_a_fault_at_some_sizes_dtypes_or_options_is_found_with_its_condition(limit):
+    faulty, where = LIMITED[limit]
+    verdict = check(faulty, ["L65"], FEW)
+    assert verdict.exit_code == 1
+    assert where in verdict.cause.where, verdict.cause
+
+
+def test_a_remembered_answer_and_a_modified_input_are_causes():
+    answers = {}
+
+    def remembers(q, k, v):
+        return answers.setdefault((q.shape, k.shape, q.dtype), attention(q, k, v).detach())
+
+    def modifies(q, k, v):
+        o = attention(q, k, v)
+        q.data.mul_(0.5)
+        return o
+
+    assert check(remembers, ["L65"], FEW).cause.family == "cached answer"
+    assert check(modifies, ["L62"], FEW).cause.family == "input modified"
+
+
+def test_dropout_that_is_always_active_is_a_cause():
+    def drops(q, k, v):
+        a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        return torch.nn.functional.dropout(a, 0.1) @ v
+
+    assert check(drops, ["L65"], FEW).cause.family == "dropout in evaluation"
+
+
+def test_the_condition_is_the_simplest_that_separates():
+    base = {
+        "b": 1,
+        "h": 1,
+        "h_kv": 1,
+        "n": 5,
+        "m": 5,
+        "d_k": 4,
+        "d_v": 4,
+        "size": 1.0,
+        "options": (),
+        "dtype": "float64",
+        "strided": False,
+        "grad": False,
+    }
+    assert condition([base | {"n": 4}], [base, base | {"m": 4}]) == "where n < m"
+    assert (
+        condition([base | {"m": 600, "n": 600}], [base, base | {"m": 500, "n": 500}])
+        == "where m > 500 (seen at 600)"
+    )
+    assert condition([base | {"dtype": "float16"}], [base]) == "in float16"
+    assert condition([base], []) == ""

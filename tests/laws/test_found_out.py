@@ -1,0 +1,297 @@
+"""What `check` finds out about a target: layout, masks, caches, parts; and what it asks instead of guessing."""
+
+import contextlib
+import math
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard as rg
+from regard.errors import SpecError
+from regard.laws import Budget, Function, check
+from regard.laws.adapters import adapt
+
+FEW = Budget(cases=3, seconds=20.0)
+
+
+def textbook(q, k, v, mask=None):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+class Padded(nn.Module):
+    """Self-attention; attention_mask (b, n) is 1 for tokens and 0 for padding."""
+
+    def __init__(self, inverted=False, detach=False):
+        super().__init__()
+        self.num_heads, self.inverted, self.detach = 2, inverted, detach
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, attention_mask=None):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        k = k.detach() if self.detach else k
+        scores = q @ k.mT / 2.0
+        if attention_mask is not None:
+            hidden = attention_mask[:, None, None] == (1 if self.inverted else 0)
+            scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def test_a_missing_gradient_is_a_broken_law_for_a_function():
+    verdict = check(lambda q, k, v: textbook(q, k.detach(), v), ["L50", "L65"], FEW)
+    assert verdict.exit_code == 1
+    assert verdict["L50"].status == "broken" and verdict["L50"].message == "no gradient reached k"
+    assert verdict.cause.family == "input detached" and "k is detached" in verdict.cause.name
+
+
+def test_a_missing_gradient_is_a_broken_law_for_a_module():
+    verdict = check(Padded(detach=True), ["L50"], FEW)
+    assert verdict.exit_code == 1 and "no gradient reached key" in verdict["L50"].message
+    assert check(Padded(), ["L50"], FEW).ok
+
+
+def test_gradients_that_are_declared_as_lacking_are_not_asked_for():
+    target = adapt(lambda q, k, v: textbook(q, k, v).detach(), lacks={"grad"})
+    assert check(target, ["L50", "L06"], FEW).exit_code == 0
+
+
+def test_a_padding_mask_of_ones_and_zeros_is_found_and_its_laws_run():
+    verdict = check(Padded(), ["L31", "L32", "L34", "L49", "L06", "L65"], FEW)
+    assert verdict.ok, str(verdict)
+    assert verdict["L31"].status == verdict["L32"].status == verdict["L49"].status == "holds"
+    assert verdict["L65"].status == "holds"
+    assert "attention_mask: bool, True = may attend, shape (b, m)" in verdict.target.notes
+
+
+def test_an_inverted_padding_mask_is_the_cause():
+    verdict = check(Padded(inverted=True), ["L31", "L32"], FEW)
+    assert verdict.exit_code == 1
+    assert verdict.cause.family == "padding inverted"
+
+
+@pytest.mark.parametrize("kind", ["additive", "long", "masked"])
+def test_masks_of_other_types_and_polarities_are_found(kind):
+    def attention(q, k, v, mask=None):
+        if mask is None:
+            return textbook(q, k, v)
+        keep = {"additive": lambda: mask == 0, "long": lambda: mask == 1, "masked": lambda: ~mask}[kind]()
+        if kind == "additive" and not mask.is_floating_point():
+            raise TypeError("an additive mask is a float")
+        return textbook(q, k, v, keep)
+
+    if kind == "masked":
+        assert check(attention, ["L34"], FEW).exit_code == 1  # True = may attend, as nothing else is said
+    verdict = check(adapt(attention, mask="hide" if kind == "masked" else None), ["L34", "L01"], FEW)
+    assert verdict.ok, str(verdict)
+
+
+def test_a_docstring_says_what_true_means():
+    def attention(q, k, v, mask=None):
+        """True in the mask means that the pair is masked out."""
+        return textbook(q, k, v, None if mask is None else ~mask)
+
+    assert check(attention, ["L34", "L01"], FEW).ok
+
+
+def test_a_textbook_function_passes_although_products_overflow_float16():
+    verdict = check(textbook, ["L60", "P11"], Budget(cases=12))
+    assert verdict.exit_code == 0
+    assert verdict["P11"].status == "not promised" and "outputs are not finite" in verdict["P11"].message
+
+
+LAYOUTS = {
+    "b n h d": lambda q, k, v: textbook(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2),
+    "b h d n": lambda q, k, v: textbook(*(x.mT for x in (q, k, v))).mT,
+    "b n d": lambda q, k, v: torch.bmm(torch.bmm(q, k.mT).div(q.shape[-1] ** 0.5).softmax(2), v),
+    "n d": lambda q, k, v: torch.mm(torch.mm(q, k.T).div(q.shape[-1] ** 0.5).softmax(1), v),
+    "d n": lambda q, k, v: torch.mm(v, torch.mm(k.T, q).div(q.shape[0] ** 0.5).softmax(0)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_is_found(layout):
+    verdict = check(LAYOUTS[layout], ["L05", "L06", "L20", "L48"], FEW)
+    assert verdict.ok, str(verdict)
+    assert verdict.target.notes == (f"layout ({', '.join(layout.split())}), found by probing",)
+
+
+def test_a_layer_norm_is_checked_as_one():
+    class Norm(nn.Module):
+        def __init__(self, unbiased):
+            super().__init__()
+            self.gamma, self.beta, self.eps = nn.Parameter(torch.ones(6)), nn.Parameter(torch.zeros(6)), 0.0
+            self.unbiased = unbiased
+
+        def forward(self, x):
+            variance = x.var(-1, keepdim=True, unbiased=self.unbiased)
+            return self.gamma * (x - x.mean(-1, keepdim=True)) / (variance + self.eps).sqrt() + self.beta
+
+    assert check(nn.LayerNorm(6), ["L37", "L38", "L29"], FEW)["L29"].status == "not applicable"
+    assert check(Norm(unbiased=False), ["L37", "L38"], FEW).ok
+    assert check(Norm(unbiased=True), ["L37", "L38"], FEW).exit_code == 1
+
+
+def test_a_schedule_is_checked_as_one():
+    def schedule(step):
+        return rg.schedule.warmup_cosine(0.001, 40, 200)(step)
+
+    verdict = check(schedule, ["L41"], FEW)
+    assert verdict["L41"].status == "holds", str(verdict)
+    with pytest.raises(
+        SpecError, match="where this schedule ends could not be found out; give its facts: --with"
+    ):
+        adapt(lambda step: 1.0, kind="schedule")
+    given = adapt(lambda step: 1.0, kind="schedule", facts={"lr_max": 1.0, "warmup": 4, "total": 20})
+    assert check(given, ["L41"], FEW).exit_code == 1
+
+
+def test_a_decoder_block_with_a_memory_gets_one():
+    class Block(nn.Module):
+        """Causal self-attention, then attention to the memory."""
+
+        def __init__(self, leaks=False):
+            super().__init__()
+            self.own, self.cross = (nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+            self.d_model, self.leaks = 8, leaks
+
+        def forward(self, tgt, memory):
+            n = tgt.shape[1]
+            future = None if self.leaks else torch.ones(n, n, dtype=torch.bool).triu(1)
+            tgt = tgt + self.own(tgt, tgt, tgt, attn_mask=future, need_weights=False)[0]
+            return tgt + self.cross(tgt, memory, memory, need_weights=False)[0]
+
+    verdict = check(Block(), ["L29", "L48", "L50"], FEW)
+    assert verdict.ok and verdict["L29"].status == "holds", str(verdict)
+    assert check(Block(leaks=True), ["L29"], FEW).cause.family == "causal ignored"
+
+
+class Cached(nn.Module):
+    """Causal; past is (keys, values)."""
+
+    def __init__(self, restarts=False):
+        super().__init__()
+        self.heads, self.restarts = 2, restarts
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, past=None, use_cache=False):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if past is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(past, (k, v)))
+        n, m = q.shape[2], k.shape[2]
+        future = torch.ones(n, m, dtype=torch.bool).triu(1 if self.restarts else m - n + 1)
+        o = (q @ k.mT / 2.0).masked_fill(future, -math.inf).softmax(-1) @ v
+        o = self.o(o.transpose(1, 2).flatten(2))
+        return (o, (k, v)) if use_cache else o
+
+
+def test_a_cache_in_the_arguments_is_compared_with_the_full_pass():
+    verdict = check(Cached(), ["L29", "L33", "L52"], FEW)
+    assert [o.status for o in verdict.outcomes] == ["holds"] * 3, str(verdict)
+    broken = check(Cached(restarts=True), ["L33"], FEW)
+    assert broken.exit_code == 1 and broken.cause.family == "cache offset"
+
+
+def test_packed_sequences_are_recognized():
+    def varlen(q, k, v, cu_seqlens, leaks=False):
+        outs = []
+        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+            first = max(a - 1, 0) if leaks else a
+            s = torch.einsum("ihd,jhd->hij", q[a:b], k[first:b]) * q.shape[-1] ** -0.5
+            outs.append(torch.einsum("hij,jhd->ihd", s.softmax(-1), v[first:b]))
+        return torch.cat(outs)
+
+    assert check(varlen, ["L05", "L47", "L48"], FEW).ok
+    assert check(lambda q, k, v, cu_seqlens: varlen(q, k, v, cu_seqlens, True), ["L48"], FEW).exit_code == 1
+
+
+def test_a_call_that_fails_everywhere_is_said_once():
+    def attention(q, k, v):
+        raise RuntimeError("needs a GPU")
+
+    verdict = check(attention, None, FEW)
+    assert verdict.exit_code == 2
+    assert "needs a GPU" in verdict.failure and str(verdict).count("needs a GPU") <= 2
+    assert len(str(verdict).splitlines()) < 6
+
+
+def test_a_target_that_never_returns_is_stopped_and_said():
+    calls = []
+
+    def attention(q, k, v):
+        calls.append(1)
+        if q.shape[-2] > 40:
+            while True:
+                with contextlib.suppress(Exception):  # a target may catch everything that is an Exception
+                    time.sleep(1)
+        return textbook(q, k, v)
+
+    began = time.monotonic()
+    verdict = check(Function("hangs", attention, lacks={"grad"}), ["L61", "L01"], FEW, call_seconds=0.4)
+    assert time.monotonic() - began < 60
+    assert (
+        verdict["L61"].status == "raised"
+        and "no answer within 0.4 s; the call was stopped" in verdict["L61"].message
+    )
+    assert verdict["L01"].status == "holds" and verdict.exit_code == 1
+
+
+def test_float32_inside_gets_the_tolerance_of_float32():
+    def attention(q, k, v):
+        return (F.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1, dtype=torch.float32).to(q.dtype)) @ v
+
+    verdict = check(attention, ["L01", "L05", "L06"], FEW)
+    assert verdict.ok and verdict["L01"].dtype == "float32"
+    assert verdict.probed.errors["float64"] == "computes in float32 for float64 inputs"
+
+
+def test_a_pair_of_options_that_is_refused_is_reported_and_not_taken_for_right():
+    def attention(q, k, v, mask=None, scale=None, causal=False):
+        if mask is not None and scale is not None:
+            raise NotImplementedError("a mask with a scale is not supported")
+        if causal and scale is not None:
+            raise IndexError("index out of range")
+        s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if causal:
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+        return (s if mask is None else s.masked_fill(~mask, -math.inf)).softmax(-1) @ v
+
+    verdict = check(attention, ["L64"], FEW)
+    assert verdict["L64"].status == "broken"
+    assert "causal and scale combined raised IndexError: index out of range" in verdict["L64"].message
+    refusing = check(
+        adapt(lambda q, k, v, mask=None, scale=None: attention(q, k, v, mask, scale)), ["L64"], FEW
+    )
+    assert refusing["L64"].status == "not applicable"
+
+
+def test_a_factory_is_called_first():
+    def make():
+        return Padded()
+
+    def build(d_model, heads):
+        return nn.MultiheadAttention(d_model, heads, batch_first=True)
+
+    assert check(make, ["L31"], FEW)["L31"].status == "holds"
+    assert adapt(build, heads=4, d_model=16).heads == 4
+    assert adapt(build).d_model == 16
+
+
+def test_what_is_not_clear_is_asked():
+    with pytest.raises(SpecError, match=r"expected attention\(q, k, v\).*say which: --as layer-norm, rotary"):
+        adapt(lambda x, y: x)
+    with pytest.raises(SpecError, match="--as 'layernorm'; did you mean layer-norm"):
+        adapt(nn.LayerNorm(3), kind="layernorm")
+    with pytest.raises(SpecError, match="layout 'b h n'; "):
+        adapt(textbook, layout="b h n")
+    with pytest.raises(SpecError, match="mask='allowed'; "):
+        adapt(textbook, mask="allowed")

@@ -1,0 +1,80 @@
+"""`rg.judge`: a reward that constants, echoes, remembered answers and answers keyed on shapes do not earn."""
+
+import math
+
+import pytest
+import torch
+
+import regard as rg
+
+
+def attention(q, k, v, mask=None):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(-1) @ v
+
+
+def like(q, v, value=0.0):
+    return torch.full((*q.shape[:-1], v.shape[-1]), value, dtype=q.dtype)
+
+
+ANSWERS: dict = {}
+
+
+def from_the_shape(q, k, v):
+    return ANSWERS.setdefault((q.shape, k.shape, v.shape, q.dtype), attention(q, k, v).detach())
+
+
+def from_a_seed(q, k, v):
+    torch.manual_seed(0)
+    return torch.randn(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+
+
+def reseeding(q, k, v):
+    g = torch.Generator().manual_seed(torch.initial_seed() % 2**31)
+    return torch.randn(*q.shape[:-1], v.shape[-1], dtype=q.dtype, generator=g)
+
+
+CHEATS = {
+    "zeros": (lambda q, k, v: like(q, v), "the output is constant, 0"),
+    "ones": (lambda q, k, v: like(q, v, 1.0), "the output is constant, 1"),
+    "an echo of v": (lambda q, k, v: v, "it returns v unchanged"),
+    "an echo of q": (lambda q, k, v: q.clone(), "it returns q unchanged"),
+    "remembered": (from_the_shape, "only on their shapes"),
+    "seeded": (from_a_seed, "only on their shapes"),
+    "reseeded": (reseeding, "shapes"),
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_what_does_not_follow_its_inputs_earns_nothing(name):
+    cheat, reason = CHEATS[name]
+    judged = rg.judge(cheat, seconds=3)
+    assert judged.score == 0.0 and reason in judged.reasons[0]
+
+
+def test_a_right_attention_earns_everything():
+    score, reasons = rg.judge(attention, seed=1, seconds=60)
+    assert score == 1.0 and reasons == ()
+
+
+def test_a_faulty_one_earns_less_and_is_told_why():
+    masked = rg.judge(lambda q, k, v, mask=None: attention(q, k, v), seed=1, seconds=60)
+    unscaled = rg.judge(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, seed=1, seconds=60)
+    assert 0.3 < masked.score < 1.0 and unscaled.score < 0.2
+    assert masked.reasons[0].startswith("likely cause: the mask is ignored")
+    assert unscaled.reasons[0].startswith("likely cause: the scores are not scaled")
+    assert masked.groups["options"] < 1.0 == masked.groups["plain calls"]
+
+
+def test_the_mean_of_the_values_earns_almost_nothing():
+    judged = rg.judge(lambda q, k, v: v.mean(-2, keepdim=True).expand(*q.shape[:-1], -1), seed=1, seconds=60)
+    assert judged.score < 0.1
+
+
+def test_a_call_that_raises_earns_nothing_for_it():
+    def raising(q, k, v):
+        raise RuntimeError("out of registers")
+
+    judged = rg.judge(raising)
+    assert judged.score == 0.0 and "out of registers" in judged.reasons[0]
+    assert rg.judge(3).score == 0.0
