@@ -123,11 +123,11 @@ def with_options(kind: Any, run: Callable[[Any], None]) -> Callable[..., None]:
     def command(**given: Any) -> None:
         run(kind(**given))
 
-    kind, none = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    by_name, none = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
-                f.name, kind, default=none if f.default is MISSING else f.default, annotation=f.type
+                f.name, by_name, default=none if f.default is MISSING else f.default, annotation=f.type
             )
             for f in fields(kind)
         ]
