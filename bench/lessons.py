@@ -5,12 +5,13 @@
 
 A time is that of the whole command, `regard train T5`: imports, training, pictures and the page. The neighbor is one
 process that computes on one core all the time. Run it on a quiet machine. It times other processes and asserts that
-each lesson passed.
+each lesson passed. On a machine with other work only the CPU seconds (with OMP_NUM_THREADS=1) mean something.
 """
 
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,16 +26,20 @@ MAX_SHORT, MAX_ALL, MAX_RATIO = 30.0, 480.0, 3.0
 
 def timed(number: str, folder: Path) -> dict:
     """The seconds of `regard train`, of its trainings, and the threads they chose."""
+    load, before = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     words = [sys.executable, "-m", "regard", "train", number, "--out", str(folder / number), "--json"]
     done = subprocess.run(words, capture_output=True, text=True)
     seconds = time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode not in (0, 1):
         sys.exit(done.stderr)
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["passed"], last["checks"]
     return {
         "seconds": round(seconds, 1),
+        "cpu": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "load": round(load, 1),  # of the machine when it began: above 1, only the CPU seconds mean something
         "training": round(sum(t["seconds"] for t in last["trainings"]), 1),
         "threads": sorted({t["threads"] for t in last["trainings"]}),
         "machine": last["machine"],
@@ -79,9 +84,8 @@ def table(results: dict) -> str:
         idle, beside = results[number].get("idle"), results[number].get("busy")
         parts = [f"{number:>3}"]
         if idle:
-            parts.append(
-                f"idle {idle['seconds']:6.1f} s (training {idle['training']:5.1f}, threads {idle['threads']})"
-            )
+            parts.append(f"idle {idle['seconds']:6.1f} s, CPU {idle.get('cpu', float('nan')):5.1f} s")
+            parts.append(f"(training {idle['training']:5.1f} s, threads {idle['threads']})")
         if beside:
             parts.append(f"busy {beside['seconds']:6.1f} s")
         if idle and beside:

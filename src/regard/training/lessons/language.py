@@ -109,7 +109,7 @@ def _phrase_book_pictures(weights: Any, run: Experiment, model: Any, shown: Any)
         pictures.tables(
             "Cross-attention while translating",
             "Mean over the heads for a held-out phrase. Row: the token that is predicted next; column: "
-            "the source. Noun and adjective are crossed.",
+            "the source.",
             {" ".join(shown[1][0]): weights},
             x="source token",
             y="predicted token",

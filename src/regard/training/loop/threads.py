@@ -16,7 +16,7 @@ import torch
 
 from ...errors import SpecError
 
-GAIN = 1.2  # twice as many threads have to be faster by this factor
+GAIN = 1.25  # twice as many threads have to be faster by this factor
 MIN_UPDATES, MIN_SECONDS = 3, 0.15  # timed per number of threads
 MAX_SECONDS = 4.0  # per number of threads: no update is begun after this time
 SLOWER = 2.5  # times the measured seconds per unit of work: a reason to measure again
@@ -50,7 +50,7 @@ def quickest(step: Step, max_threads: int | None = None) -> ThreadTimes:
     best = 1
     try:
         torch.set_num_threads(1)
-        step()  # loads kernels and fills caches
+        _seconds_per_work(step, None)  # loads kernels and fills caches
         for count in _counts(most):
             torch.set_num_threads(count)
             limit = GAIN * measured[best] if measured else None
