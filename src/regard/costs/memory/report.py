@@ -116,6 +116,10 @@ def traced(module: nn.Module, setting: Setting) -> tuple[Trace, nn.Module, Memor
     twin.train()
     checkpoint(twin, setting.training)
     freeze(twin, setting.training.frozen)
+    if setting.training.lora:
+        adapt(twin, setting.training.lora)
+        for p in twin.parameters():
+            trace.meter.track(p, "", "weight")
     with tracing(trace), trace.modules_of(twin), torch.enable_grad():
         step = run_step(trace, twin, given, targets, setting.training)
     return trace, twin, memory_of_step(step, setting.training)

@@ -131,6 +131,8 @@ def kernel_of(call: SdpaCall, device: str, gpu: Gpu) -> str:
     if half and call.mask is None and d_k == d_v <= 256 and not (call.is_causal and not square):
         return "flash"
     whole = 8 if half else 4
+    if call.mask is not None and (call.mask.stride(-1) != 1 or (trained and call.dropout_p)):
+        return "math"  # seen on an H200, with T5
     if call.q.dtype in (*HALF, torch.float32) and not call.grouped and d_k % whole == d_v % whole == 0:
         return "efficient"
     return "math"
@@ -236,6 +238,8 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
     kernel = kernel_of(call, trace.device, trace.gpu)
     if kernel == "math":
         with trace.uncounted_backward():
+            if call.dropout_p and trace.device == "cuda":
+                return _math_with_dropout(call)
             grouped = call.grouped and q.dim() == 4
             return _sdpa(q, k, v, mask, call.dropout_p, call.is_causal, enable_gqa=grouped)
     if mask is not None and mask.dtype == torch.bool:
@@ -249,6 +253,25 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
         return FusedKernel.apply(q, k, v, None, trace, kernel)[..., :width]
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
+
+
+def _math_with_dropout(call: SdpaCall) -> Tensor:
+    """PyTorch's formula as on a GPU, where dropout is one kernel that saves a mask of one byte per pair."""
+    q, k, v, mask = call[:4]
+    dtype, factor = q.dtype, q.shape[-1] ** -0.25
+    if dtype in HALF:
+        q, k, v = q.float(), k.float(), v.float()
+    if call.is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    if call.grouped:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = (q * factor) @ (k.mT * factor)
+    if mask is not None:
+        scores = scores.add_(mask)
+    weights = torch.native_dropout(scores.softmax(-1), call.dropout_p, True)[0]
+    return (weights @ v).to(dtype)
 
 
 def sdpa(trace: Any) -> Any:

@@ -40,7 +40,8 @@ CONSTRUCTORS = [
 ]
 
 
-INDEX = 7  # of the simulated device: what a cache keeps for it is never taken for a real one
+# Of the simulated device: what a cache keeps for it is not taken for a real one, and a real GPU can be asked about it.
+INDEX = 0 if torch.cuda.is_available() else 7
 
 
 class OnDevice(TorchFunctionMode):
