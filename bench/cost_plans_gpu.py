@@ -65,7 +65,7 @@ def run(plans: Path, out: Path) -> None:
             more,
             "holds" if planned[0] == "runs" and tight else "FAILS",
             flush=True,
-        )  # noqa: E501
+        )
         out.write_text(json.dumps(rows), encoding="utf-8")
 
 

@@ -63,7 +63,7 @@ def test_a_step_is_bound_by_the_host_where_kernels_are_short():
 
 def test_every_card_has_a_source_and_an_unknown_one_is_named():
     assert all(c.source and c.memory > 10**10 and c.half > c.single for c in CARDS.values())
-    with pytest.raises(rg.SpecError, match="unknown GPU 'h1000'; did you mean h100?"):
+    with pytest.raises(rg.SpecError, match=r"unknown GPU 'h1000'; did you mean h100\?"):
         card("h1000")
     with pytest.raises(rg.SpecError, match="cannot plan Linear: pass a declaration"):
         plan(torch.nn.Linear(2, 2), memory=10**9)

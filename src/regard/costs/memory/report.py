@@ -17,7 +17,7 @@ from ..trace.tracer import Trace, merged, tracing
 from ..trace.twin import inputs_of, twin_of
 from .allocator import Usage, replay
 from .peak import Peak, peak_of
-from .step import Step, TrainingStep, freeze, run_step
+from .step import Step, TrainingStep, adapt, freeze, run_step
 
 WORKSPACE = 33 << 20  # cuBLAS 32 MiB and cuBLASLt 1 MiB per thread that multiplies (H100, H200)
 

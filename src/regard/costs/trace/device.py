@@ -40,7 +40,7 @@ CONSTRUCTORS = [
 ]
 
 
-# Of the simulated device: what a cache keeps for it is not taken for a real one, and a real GPU can be asked about it.
+# Of the simulated device: what a cache keeps for it is not taken for a real one; a real GPU may be asked about it.
 INDEX = 0 if torch.cuda.is_available() else 7
 
 
