@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from .. import compat
 from ..pattern import BlockGrid, Data, Pattern, positions, query_offset, where
-from ..pattern.algebra import RowMask
-from ..pattern.classification import BLOCK, both
+from ..pattern.block_mask import from_grid
+from ..pattern.classification import BLOCK
 from .call import Cache, Call, CallFacts, Outputs, Prepared
 
 if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
@@ -119,53 +119,9 @@ def _block_mask(call: Call) -> "BlockMask":
 
 
 def _new_block_mask(call: Call) -> "BlockMask":
-    from torch.nn.attention.flex_attention import BlockMask
-
     i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
-    step = 1 if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)[1]
-    grid = BlockGrid(i if i.dim() == 2 else i[None], call.m, step)
-    blocks = grid.classify(call.pattern)
-    if call.lengths is not None:
-        blocks = both(blocks, grid.keys_below(call.lengths))
-    return BlockMask.from_kv_blocks(
-        *_listed(~blocks.none & ~blocks.all),
-        *_listed(blocks.all),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(call, i),
-        seq_lengths=(call.n, call.m),
-    )
-
-
-def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]]:
-    """How many key blocks each query block has, and which, those in front."""
-    which = which[:, None]
-    order = torch.argsort(which.int(), dim=-1, descending=True, stable=True)
-    return which.sum(-1, dtype=torch.int32), order.int().contiguous()
-
-
-def _mask_mod(call: Call, i: Int[Tensor, "*b n"]) -> Callable:
-    lengths, position, each = call.lengths, i, isinstance(call.at, Tensor)
-    usual = not isinstance(call.at, Tensor) and query_offset(call.pattern, call.n, call.m, call.at) == (0, 1)
-    inside = usual and call.n <= call.m
-    allows = call.pattern.fold(lambda word: word.row_mask(inside), _and, _or, _not)
-
-    def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        pair = allows(b, row if usual else position[b, row] if each else position[row], key)
-        return pair if lengths is None else pair & (key < lengths[b])
-
-    return mask_mod
-
-
-def _and(left: RowMask, right: RowMask) -> RowMask:
-    return lambda b, i, j: left(b, i, j) & right(b, i, j)
-
-
-def _or(left: RowMask, right: RowMask) -> RowMask:
-    return lambda b, i, j: left(b, i, j) | right(b, i, j)
-
-
-def _not(inner: RowMask) -> RowMask:
-    return lambda b, i, j: ~inner(b, i, j)
+    at = None if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)
+    return from_grid(call.pattern, i if i.dim() == 2 else i[None], call.m, at, call.lengths)
 
 
 def _written(pattern: Pattern) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from ..progression import Ints
 from . import counting
 from .counting import Terms
 from .relation import EVERYTHING
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 At = int | tuple[int, int] | None
 MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyond this, rows are enumerated
@@ -145,6 +148,19 @@ class Pattern:
         tables = (self.allowed(min(chunk, n - r), m, (start + step * r, step)) for r in range(0, n, chunk))
         counts = [t.sum(-1).reshape(-1, t.shape[-2]).sum(0).cpu().numpy() for t in tables]
         return np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
+
+    def block_mask(
+        self, n: int, m: int | None = None, at: At = None, device: torch.device | str | None = None
+    ) -> "BlockMask":
+        """The pattern for `torch.nn.attention.flex_attention`, computed without an n × m table.
+
+        Its lists of blocks of 128 × 128 are those of PyTorch's `create_block_mask`. (With data or every second
+        position, a block where words meet may be listed as partial that is empty or full.) Where a list would be
+        longer than a million entries, it is as narrow as its longest row, or a view.
+        """
+        from .block_mask import block_mask
+
+        return block_mask(self, n, n if m is None else m, at, device)
 
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
