@@ -204,6 +204,9 @@ def test_the_flops_of_an_attention_term_by_term(c):
         "grand_total": tree.total.flops + tree.total.elementwise_flops,
     }
     assert result == c["expected"]
+    heads, n, m = i["heads"], i["n_t"], i["n_s"]
+    wide = cost(rg.Attention(heads, heads=heads, d_k=3, d_v=5), n=n, m=m).tree  # values wider than keys
+    assert (of(wide, "scores"), of(wide, "mixing")) == (2 * heads * n * m * 3, 2 * heads * n * m * 5)
 
 
 @pytest.mark.ledger("S3.Q2c.2", "S3.Q2c.4")
