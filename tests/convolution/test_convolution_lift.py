@@ -334,6 +334,7 @@ def test_a_head_is_a_position_of_the_kernel_exactly_and_a_filter_only_by_analogy
     conv = nn.Conv2d(3, 5, 3, padding=1, dtype=f64)
     both = head_readings(conv)
     assert both.by_position.heads == 9 and both.by_filter.heads == 5
+    assert [tap_of(h, (2, 3)) for h in range(6)] == [(y, x) for y in range(2) for x in range(3)]  # row by row
     assert both.by_position.error < 1e-12 and both.by_position.exact
     filters = conv.weight.detach().flatten(2).mT
     beyond = torch.linalg.svdvals(filters)[:, 1:].norm() / filters.norm()  # no matrix of rank one is nearer

@@ -352,7 +352,16 @@ def test_weights_by_offset_sum_to_one_and_give_center_and_spread():
     found = spread(weights, (9, 11))
     assert found.center[0].tolist() == pytest.approx([0.0, 10 / 11])
     assert found.entropy[0].item() == pytest.approx(0.0, abs=1e-9)
-    assert found.spread[1] > 0.9 and found.content.tolist() == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert found.spread[0].item() == pytest.approx((10 / 11 - (10 / 11) ** 2) ** 0.5)  # E‖δ‖² − ‖center‖²
+    w = weights.detach()[0, 1].double()
+    y, x = torch.arange(99) // 11, torch.arange(99) % 11
+    delta = torch.stack([y - y[:, None], x - x[:, None]], -1).double()
+    center = (w[..., None] * delta).sum((0, 1)) / 99
+    away = (w * (delta - center).square().sum(-1)).sum() / 99
+    assert found.center[1].tolist() == pytest.approx(center.tolist())
+    assert found.spread[1].item() == pytest.approx(float(away) ** 0.5) and found.spread[1] > 0.9
+    assert found.entropy[1].item() == pytest.approx(float(-(w * w.log()).nan_to_num(0.0).sum() / 99))
+    assert found.content.tolist() == pytest.approx([0.0, 0.0], abs=1e-9)
     one, other = torch.eye(99, dtype=f64), torch.full((99, 99), 1 / 99, dtype=f64)
     both = torch.stack([one, other])[:, None]
     assert spread(both, (9, 11)).content.item() == pytest.approx((1 - 1 / 99) / 2)

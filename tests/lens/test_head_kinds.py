@@ -145,6 +145,11 @@ def test_a_causal_head_with_equal_weights_is_uniform_and_not_first():
     assert classify_head(s, 0).name == "uniform"
 
 
+def test_half_of_the_weight_on_one_of_two_keys_is_chance():
+    s = head_statistics(captured(StoredWeights(torch.full((1, 1, 2, 2), 0.5))))
+    assert s.on_self[0] == s.on_first[0] == 0.5 and classify_head(s, 0).name == "uniform"
+
+
 def test_on_a_grid_a_shift_up_is_named():
     y, x = torch.arange(N) // 6, torch.arange(N) % 6
     up = (y[:, None] - y == 1) & (x[:, None] == x - 1)
