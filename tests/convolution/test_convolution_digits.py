@@ -38,7 +38,7 @@ def test_heads_are_recorded_at_every_epoch_and_drawn(digits_heads, data, tmp_pat
     digits_heads.train(model, images[:8], labels[:8], epochs=2, watch=heads)
     assert heads.epochs == [0, 1, 2] and len(heads.layers[0]) == digits_heads.LAYERS
     assert heads.layers[2][1].center.shape == (9, 2)
-    for layer in (s for of_epoch in heads.layers for s in of_epoch):  # wide or narrow: in nats, at most those of 64 keys
+    for layer in (s for of_epoch in heads.layers for s in of_epoch):  # in nats, of at most 64 keys
         assert ((layer.entropy > 0) & (layer.entropy <= torch.tensor(64.0).log())).all()
         assert (layer.spread > 0).all()
     assert not torch.equal(heads.layers[0][0].center, heads.layers[2][0].center)

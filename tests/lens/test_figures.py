@@ -98,6 +98,7 @@ def test_the_learning_rate_is_the_schedules_and_its_points_are_marked():
     assert {"0.001 at 4,000", "0.0005 at 52,000", "0 at 100,000"} <= set(texts(figure))
 
 
+@pytest.mark.ledger("S2.1.1.3")
 def test_a_map_shows_scores_weights_and_entropies_with_readable_tokens(view):
     figure = figures.attention_map(view, 1, 0)
     weights = view.map(1, 0)
