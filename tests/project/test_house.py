@@ -41,7 +41,7 @@ ORDER = [
     {"cli"},
     {"web"},  # the command line imports its command by name
 ]
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 41, 9_400  # lines to shrink to 8,800 (issue 20)
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 41, 9_330  # lines to shrink to 8,800 (issue 20)
 MAX_FUNCTIONS_WITH_MANY_ARGUMENTS = 20
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
 FRONT = {"__init__", "__main__"}  # these may import everything
