@@ -81,7 +81,7 @@ def check(
     raise typer.Exit(verdict.exit_code)
 
 
-def _settings(given: list[str]) -> tuple[dict[str, Any], float | None]:
+def _settings(given: list[str]) -> tuple[dict[str, Any], float | int | None]:
     """name=value pairs: hints about the target, sizes of a class, facts of a part; and the time limit of a call."""
     more: dict[str, Any] = {"lacks": set(), "facts": {}}
     seconds = None
@@ -102,7 +102,7 @@ def _settings(given: list[str]) -> tuple[dict[str, Any], float | None]:
     return more, seconds
 
 
-def _number(each: str, value: str) -> float:
+def _number(each: str, value: str) -> float | int:
     try:
         return float(value) if "." in value or "e" in value else int(value)
     except ValueError as e:

@@ -26,7 +26,7 @@ def check(
     laws: Iterable[str | Law] | None = None,
     budget: Budget | int | None = None,
     *,
-    call_seconds: float | None = None,
+    call_seconds: float | int | None = None,
 ) -> Verdict:
     """Test every law on a target: an attention function, a module, a model, a spec, or your own adapter.
 

@@ -49,7 +49,7 @@ class Judgment:
         return self.score
 
 
-def judge(attention: Any, *, seed: int | None = None, seconds: float = 20.0, **hints: Any) -> Judgment:
+def judge(attention: Any, *, seed: int | None = None, seconds: float | int = 20.0, **hints: Any) -> Judgment:
     """A score between 0 and 1 for an attention, and the reasons: a reward for generated code.
 
     Every call is compared with the definition, on inputs that depend on a fresh seed: constants, zeros, echoed
@@ -77,7 +77,7 @@ def judge(attention: Any, *, seed: int | None = None, seconds: float = 20.0, **h
     return Judgment(result.score, result.reasons, result.cause, result.groups, time.monotonic() - began)
 
 
-def _judged(target: Target, seed: int, until: float) -> Judgment:
+def _judged(target: Target, seed: int, until: float | int) -> Judgment:
     if target.kind != "function":
         return _module(target)
     probed = probe(target)

@@ -18,7 +18,7 @@ TIMEOUT_WORDS = "the call was stopped"
 
 
 @contextmanager
-def call_seconds(seconds: float | None) -> Iterator[None]:
+def call_seconds(seconds: float | int | None) -> Iterator[None]:
     """Another time limit for each call of a target inside the block; None: the usual one."""
     global CALL_SECONDS
     before = CALL_SECONDS
@@ -96,7 +96,7 @@ class _CallExpired(BaseException):  # becomes CallTooSlow outside the target, wh
 class _Deadline:
     """A limit in two halves: a process that was suspended for minutes misses one of them, and not the other."""
 
-    def __init__(self, seconds: float, error: type[BaseException]):
+    def __init__(self, seconds: float | int, error: type[BaseException]):
         self.half, self.error, self.halves = seconds / 2, error, 2
         self.at = time.monotonic() + self.half
 
@@ -121,7 +121,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def call_limit(seconds: float) -> Iterator[None]:
+def call_limit(seconds: float | int) -> Iterator[None]:
     """Raise CallTooSlow inside the block when one call of the target takes too long."""
     try:
         with _limit(seconds, _CallExpired):
@@ -131,7 +131,7 @@ def call_limit(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _limit(seconds: float, kind: type[BaseException]) -> Iterator[None]:
+def _limit(seconds: float | int, kind: type[BaseException]) -> Iterator[None]:
     usable = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
     if not usable or seconds <= 0:
         yield

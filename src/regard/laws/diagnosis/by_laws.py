@@ -15,6 +15,8 @@ AXES = "move axes with transpose, not with view or reshape"
 LSE = "return ln Σ exp(scores) over the allowed keys"
 BEFORE = "mask padded keys before softmax"
 
+VALUES = {"L01", "L05", "L06", "L34"}  # wrong outputs: wrong gradients follow from them
+
 # law → fault, family, fix; the first broken one in this order is the cause.
 BY_LAW = {
     "L50": ("a gradient is missing or wrong", "input detached", DETACHED),
@@ -72,7 +74,9 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
     broken = {o.law.number: o for o in outcomes if o.failed}
     if not broken:
         return None
-    number = next((n for n in BY_LAW if n in broken), next(iter(broken)))
+    follows = "L50" in broken and "reached" not in broken["L50"].message and VALUES & set(broken)
+    order = [n for n in BY_LAW if n in broken and not (n == "L50" and follows)]
+    number = next(iter(order), next(iter(broken)))
     outcome = broken[number]
     name, family, fix = BY_LAW.get(
         number, (f"{outcome.law.name} does not hold", outcome.law.name, outcome.law.formula)
