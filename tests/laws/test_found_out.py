@@ -79,7 +79,9 @@ def test_an_inverted_padding_mask_is_the_cause():
     assert verdict.cause.family == "padding inverted"
 
 
-@pytest.mark.parametrize("kind", ["additive", "long", "masked"])
+@pytest.mark.parametrize(
+    "kind", ["additive", *(pytest.param(x, marks=pytest.mark.long) for x in ("long", "masked"))]
+)
 def test_masks_of_other_types_and_polarities_are_found(kind):
     def attention(q, k, v, mask=None):
         if mask is None:
@@ -95,6 +97,7 @@ def test_masks_of_other_types_and_polarities_are_found(kind):
     assert verdict.ok, str(verdict)
 
 
+@pytest.mark.long
 def test_a_docstring_says_what_true_means():
     def attention(q, k, v, mask=None):
         """True in the mask means that the pair is masked out."""
@@ -118,7 +121,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=() if x == "b h d n" else pytest.mark.long) for x in LAYOUTS]
+)
 def test_the_layout_is_found(layout):
     verdict = check(LAYOUTS[layout], ["L05", "L06", "L20", "L48"], FEW)
     assert verdict.ok, str(verdict)
@@ -201,6 +206,7 @@ def test_a_cache_in_the_arguments_is_compared_with_the_full_pass():
     assert broken.exit_code == 1 and broken.cause.family == "cache offset"
 
 
+@pytest.mark.long
 def test_packed_sequences_are_recognized():
     def varlen(q, k, v, cu_seqlens, leaks=False):
         outs = []
@@ -245,6 +251,7 @@ def test_a_target_that_never_returns_is_stopped_and_said():
     assert verdict["L01"].status == "holds" and verdict.exit_code == 1
 
 
+@pytest.mark.long
 def test_float32_inside_gets_the_tolerance_of_float32():
     def attention(q, k, v):
         return (F.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1, dtype=torch.float32).to(q.dtype)) @ v
@@ -274,6 +281,7 @@ def test_a_pair_of_options_that_is_refused_is_reported_and_not_taken_for_right()
     assert refusing["L64"].status == "not applicable"
 
 
+@pytest.mark.long
 def test_a_factory_is_called_first():
     def make():
         return Padded()

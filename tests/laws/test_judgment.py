@@ -52,6 +52,7 @@ def test_what_does_not_follow_its_inputs_earns_nothing(name):
     assert judged.score == 0.0 and reason in judged.reasons[0]
 
 
+@pytest.mark.long
 def test_a_right_attention_earns_everything():
     score, reasons = rg.judge(attention, seed=1, seconds=60)
     assert score == 1.0 and reasons == ()
@@ -66,6 +67,7 @@ def test_a_faulty_one_earns_less_and_is_told_why():
     assert masked.groups["options"] < 1.0 == masked.groups["plain calls"]
 
 
+@pytest.mark.long
 def test_the_mean_of_the_values_earns_almost_nothing():
     judged = rg.judge(lambda q, k, v: v.mean(-2, keepdim=True).expand(*q.shape[:-1], -1), seed=1, seconds=60)
     assert judged.score < 0.1

@@ -40,8 +40,18 @@ def test_there_are_many_variants_and_each_changes_something():
     assert {"no scale", "softmax axis", "mask polarity", "grouped head order", "input detached"} <= families
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    "family", ["no scale", "softmax axis", "window off by one", "bias scaled", "overflow"]
+    "family",
+    [
+        "no scale",
+        *(
+            pytest.param(f, marks=LONG)
+            for f in ("softmax axis", "window off by one", "bias scaled", "overflow")
+        ),
+    ],
 )
 def test_a_variant_is_its_own_cause(family):
     variant = next(v for v in VARIANTS if v.family == family)
@@ -78,6 +88,7 @@ def test_a_missing_scale_is_one_cause_with_its_laws_folded():
     assert html.index("Likely cause") < html.index("<h2>Broken</h2>") and "the scores are not scaled" in html
 
 
+@pytest.mark.long
 def test_two_faults_at_once_are_both_named():
     def faulty(q, k, v, mask=None):
         s = q @ k.mT
@@ -106,7 +117,9 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("limit", LIMITED)
+@pytest.mark.parametrize(
+    "limit", [pytest.param(name, marks=() if name == "d_k > 64" else LONG) for name in LIMITED]
+)
 def test_a_fault_at_some_sizes_dtypes_or_options_is_found_with_its_condition(limit):
     faulty, where = LIMITED[limit]
     verdict = check(faulty, ["L65"], FEW)
