@@ -25,7 +25,7 @@ COMMANDS = {
     "look": "Show what each attention head of a model attends to, while it runs its usual kernels.",
     "train": "Train a recipe; run the same command again to resume it.",
     "report": "Write report.html in the folder of a run: curves, examples, attention maps, cost, laws.",
-    "translate": "Translate with a model that `regard train translate` trained.",
+    "translate": "Translate English to Spanish, or with a model that `regard train translate` trained.",
     "export": "Write a trained translator in the format of another program; its translations are equal.",
     "bench": "Measure this machine.",
     "serve": "Serve a web page: patterns drawn and explained, costs, the heads of a model.",
