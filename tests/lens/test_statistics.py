@@ -234,6 +234,10 @@ def test_principal_angles_of_known_spans():
     angles = principal_angles(e[:, :2], turned[:, :2])
     assert angles.tolist() == pytest.approx([0, 1e-9], abs=1e-15)  # arccos alone would say 0 or 1e-8
     assert principal_angles(e[:, 2:3], turned[:, 2:]).tolist() == pytest.approx([torch.pi / 4])
+    for angle in (0.3, 0.5, 1.2):  # from the sine, and from the cosine
+        turned_by = torch.tensor(angle, dtype=torch.float64)
+        other = turned_by.cos() * e[:, :1] + turned_by.sin() * e[:, 3:4]
+        assert principal_angles(e[:, :1], other).tolist() == pytest.approx([angle])
     assert principal_angles(e[:, :2], e[:, 2:5]).tolist() == pytest.approx([torch.pi / 2] * 2)
     g = torch.Generator().manual_seed(0)
     a, b = torch.randn(2, 11, 3, generator=g, dtype=torch.float64)

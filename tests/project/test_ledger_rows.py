@@ -88,3 +88,9 @@ def test_each_row_tells_its_tests_and_whether_its_mutants_are_caught(tmp_path):
     assert lines[0].split() == ["A.1", "caught", "1", "of", "2", "2", "tests", "t.py:3"]
     assert lines[1].split() == ["B.1", "not", "mutated", "0", "tests", "none"]
     assert newest_mutants(tmp_path / "nothing") == []
+
+
+def test_the_stored_mutants_are_many_and_at_most_one_in_twenty_survives():
+    outcomes = [o["outcome"] for o in newest_mutants()]
+    assert len(outcomes) >= 150
+    assert outcomes.count("survived") <= 0.05 * len(outcomes)
