@@ -13,7 +13,7 @@ from regard.costs.memory.report import Setting, traced
 from regard.costs.memory.sharding import per_rank
 from regard.costs.memory.step import TrainingStep
 from regard.costs.planner import SHARE
-from regard.costs.time import step_time
+from regard.costs.time import HOST_TIME, step_time
 
 tiny = dataclasses.replace(rg.preset("tiny-gpt"), layers=1)
 
@@ -56,8 +56,9 @@ def test_a_step_is_bound_by_the_host_where_kernels_are_short():
     roofline = dataclasses.replace(card("h100").roofline("h100"), host_s=1e-3)
     work = [("forward", "a", 1e6, 1e3, "bfloat16")] * 5 + [("backward", "a", 1e15, 1e3, "bfloat16")]
     estimate = step_time(work, roofline)
-    assert estimate.host == {"forward": pytest.approx(5e-3), "backward": pytest.approx(1e-3)}
-    assert estimate.seconds == pytest.approx(5e-3 + estimate.device["backward"])
+    host = HOST_TIME * 1e-3
+    assert estimate.host == {"forward": pytest.approx(5 * host), "backward": pytest.approx(host)}
+    assert estimate.seconds == pytest.approx(5 * host + estimate.device["backward"])
     assert estimate.parts[0].limit == "compute" and estimate.bound == "device"
 
 

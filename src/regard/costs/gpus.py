@@ -1,7 +1,7 @@
 """Graphics cards: memory, bandwidth and peak rates, from the data sheets of their makers.
 
-Rates are dense (without structured sparsity), 16-bit products with float32 sums, float32 without TF32. A kernel of a
-real step reaches about EFFICIENCY of the product rate and of the bandwidth (bench/cost_memory_gpu.py on an H200).
+Rates are dense (without structured sparsity), 16-bit products with float32 sums, float32 without TF32. A large
+product or copy reaches EFFICIENCY of them (`regard bench machine` on an H200).
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ from .time import Roofline
 from .trace.attention import Gpu
 
 GB, TB, TFLOPS = 10**9, 10**12, 10**12
-EFFICIENCY = {"products": 0.65, "bandwidth": 0.8}
+EFFICIENCY = {"products": 0.8, "bandwidth": 0.87}
 KERNEL_S = 2.5e-6  # of the shortest kernel
-HOST_S = 9e-6  # of one operation on the CPU that launches it
+HOST_S = 13e-6  # of one operation on the CPU that launches it
 
 
 class Card(NamedTuple):
