@@ -82,7 +82,7 @@ class SingleQueryAttention:
         self.no_bias = parts[0].weight.new_empty(1)  # not read: beta is 0
 
     def own(
-        self, x: Float[Tensor, "b d"], cache: KeyValues, bias: Float[Tensor, "bh 1 m"] | None
+        self, x: Float[Tensor, "b d"], cache: KeyValues, bias: Float[Tensor, "bh w m"] | None
     ) -> Float[Tensor, "b h_d_v"]:
         """Self-attention: a new position attends to itself and to all earlier ones.
 
