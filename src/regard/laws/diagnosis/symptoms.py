@@ -70,6 +70,8 @@ def _state(harness: Harness, sample: Sample) -> Cause | None:
     )
     first = observe(harness, sample)[0]
     saved = first.clone()
+    if not bool(torch.isfinite(saved).all()):  # NaN is not equal to itself; the formula says what is wrong
+        return None
     second = observe(harness, sample._replace(call=other))[0]
     want, want_other = expected(Formula(), sample)[0], expected(Formula(), sample._replace(call=other))[0]
     if not torch.equal(first, saved):
