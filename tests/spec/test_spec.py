@@ -44,6 +44,8 @@ def test_all_five_sizes_are_free_and_default_to_equal_shares():
     assert Attention(512, heads=8).sizes.d_k == 64
     free = Attention(3, heads=9, d_k=4, d_v=5, d_out=6).sizes
     assert (free.heads, free.d_model, free.d_k, free.d_v, free.d_out) == (9, 3, 4, 5, 6)
+    with pytest.raises(SpecError, match="heads=9 does not divide d_model=3"):
+        Attention(3, heads=9)
 
 
 def test_variants_by_replace():

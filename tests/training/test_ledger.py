@@ -57,7 +57,7 @@ def test_a_head_has_scores_of_its_width_in_rank_so_many_heads_have_less_each(hea
     n = 530
     model = rg.Attention(512, heads=heads, biases="none").build().double()
     x = torch.randn(n, 512, dtype=torch.float64)
-    q, k = (w(x)[:, : 512 // heads] for w in (model.w_q, model.w_k))
+    q, k = (w(x)[:, : model.spec.sizes.d_k] for w in (model.w_q, model.w_k))  # of the first head
     assert int(torch.linalg.matrix_rank(q @ k.T)) == rank
 
 
