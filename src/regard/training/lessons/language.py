@@ -253,9 +253,8 @@ def _agreement_pictures(view: View, run: Experiment, verbs: Any) -> tuple[Pictur
         pictures.head_map("… because it was soft", "The control sentence.", view, 1, 0, 1),
         Picture(
             "The heads that choose is or are",
-            "Layer 1 of the second model on “the cats [MASK] running on the mat”: maps, kinds, "
-            "similarity, and the effect of removing each.",
-            lambda dark: figures.head_gallery(verbs.view.remove_heads(), 0, 0, dark=dark),
+            "All heads of the second model on “the cats [MASK] running on the mat”, each with its kind.",
+            lambda dark: figures.overview(verbs.view, dark=dark),
         ),
         pictures.losses(run.recorder, "Mean loss of the predicted words; 0 is possible."),
     )
