@@ -326,7 +326,7 @@ class StepTime:
         return "\n".join(lines)
 
 
-def step_time(work: list[tuple[str, str, float, float, str]], roofline: Roofline) -> StepTime:
+def step_time(work: list[tuple[str, str, Any, Any, str]], roofline: Roofline) -> StepTime:
     """The time of traced kernels. work: (phase, module, FLOPs, bytes, dtype) of each."""
     device: dict[str, float] = {}
     host: dict[str, float] = {}

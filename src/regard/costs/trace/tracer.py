@@ -136,7 +136,7 @@ class Trace(DispatchMode):
         else:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=_bytes(args, out)))
 
-    def note_work(self, flops: float, moved: float, dtype: str) -> None:
+    def note_work(self, flops: int | float, moved: int | float, dtype: str) -> None:
         """A kernel of the phase that runs."""
         self.work.append((self.meter.phase, merged(self.path), flops, moved, dtype.removeprefix("torch.")))
 
