@@ -27,8 +27,8 @@ def example(model: Any, n: int, batch: int, device: str = "cuda") -> tuple[Any, 
         targets = targets_of(request)
         given = tuple(torch.zeros(x.shape, dtype=x.dtype, device=device) for x in example_inputs(request))
         return given, None if targets is None else targets.to(device)
-    given = huggingface.generated_inputs(model, n, None, batch, labels=True)
-    return {k: torch.zeros(x.shape, dtype=x.dtype, device=device) + 1 for k, x in given.items()}, None
+    named = huggingface.generated_inputs(model, n, None, batch, labels=True)
+    return {k: torch.zeros(x.shape, dtype=x.dtype, device=device) + 1 for k, x in named.items()}, None
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

@@ -125,7 +125,7 @@ def traced(module: nn.Module, setting: Setting) -> tuple[Trace, nn.Module, Memor
     return trace, twin, memory_of_step(step, setting.training)
 
 
-def checkpoint(module: nn.Module, training: TrainingStep) -> None:
+def checkpoint(module: Any, training: TrainingStep) -> None:
     """Turn checkpointing on or off in a module that knows how."""
     wanted = training.checkpointing
     if wanted is None:

@@ -88,7 +88,7 @@ class Adapted(nn.Module):
 
     def __init__(self, inner: nn.Linear, rank: int):
         super().__init__()
-        like = {"bias": False, "device": inner.weight.device, "dtype": inner.weight.dtype}
+        like: dict[str, Any] = {"bias": False, "device": inner.weight.device, "dtype": inner.weight.dtype}
         self.inner = inner
         self.down = nn.Linear(inner.in_features, rank, **like)
         self.up = nn.Linear(rank, inner.out_features, **like)

@@ -43,6 +43,11 @@ CONSTRUCTORS = [
 # Of the simulated device: what a cache keeps for it is not taken for a real one; a real GPU may be asked about it.
 INDEX = 0 if torch.cuda.is_available() else 7
 
+# The functions that read these attributes of a tensor, as a TorchFunctionMode sees them.
+DEVICE, IS_CUDA, IS_CPU, IS_META = (
+    getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")
+)
+
 
 class OnDevice(TorchFunctionMode):
     """Meta tensors report this device; what would be created there becomes a meta tensor."""
@@ -52,10 +57,10 @@ class OnDevice(TorchFunctionMode):
         self.trace = trace
         self.device = torch.device(trace.device, INDEX)
         self.handlers: dict[Any, Callable] = {
-            Tensor.device.__get__: lambda x: self.device if x.is_meta else x.device,
-            Tensor.is_cuda.__get__: lambda x: self.device.type == "cuda" if x.is_meta else x.is_cuda,
-            Tensor.is_cpu.__get__: lambda x: self.device.type == "cpu" if x.is_meta else x.is_cpu,
-            Tensor.is_meta.__get__: lambda x: False,
+            DEVICE: lambda x: self.device if x.is_meta else x.device,
+            IS_CUDA: lambda x: self.device.type == "cuda" if x.is_meta else x.is_cuda,
+            IS_CPU: lambda x: self.device.type == "cpu" if x.is_meta else x.is_cpu,
+            IS_META: lambda x: False,
             Tensor.get_device: lambda x: INDEX if self.device.type == "cuda" and x.is_meta else -1,
             Tensor.to: self._to,
             Tensor.cuda: lambda x, *_, **__: self._placed_copy(x),
@@ -75,8 +80,7 @@ class OnDevice(TorchFunctionMode):
             self.handlers |= {F.dropout: dropout, torch.dropout: dropout, torch.rms_norm: rms_norm}
             self.handlers |= {F.rms_norm: rms_norm}
         self._inside = {
-            Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_cpu.__get__, Tensor.is_meta.__get__,
-            Tensor.get_device, Tensor.data_ptr, Tensor.__reduce_ex__,
+            DEVICE, IS_CUDA, IS_CPU, IS_META, Tensor.get_device, Tensor.data_ptr, Tensor.__reduce_ex__,
         }  # fmt: skip
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

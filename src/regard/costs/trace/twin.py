@@ -17,9 +17,9 @@ def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype | None = None) -
     for x in module.parameters():
         if id(x) not in memo:
             memo[id(x)] = _parameter(x, dtype)
-    for x in module.buffers():
-        if id(x) not in memo:
-            memo[id(x)] = trace.to_meta(x) if not x.is_meta else x.clone()
+    for buffer in module.buffers():
+        if id(buffer) not in memo:
+            memo[id(buffer)] = trace.to_meta(buffer) if not buffer.is_meta else buffer.clone()
     tensors = list(memo.values())
     try:
         twin = copy.deepcopy(module, memo)
