@@ -55,11 +55,11 @@ def interrupted(folder: Path):
     one, calls = trainer(folder, **SAME), []
     plain = one._batch
 
-    def batch(data, rows):
+    def batch(data, rows, *bucketed):
         calls.append(rows)
         if one.ranks.rank == 1 and len(calls) == 4:
             os.kill(os.getpid(), signal.SIGINT)
-        return plain(data, rows)
+        return plain(data, rows, *bucketed)
 
     one._batch = batch
     one.run()

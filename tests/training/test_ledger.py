@@ -94,5 +94,5 @@ def test_the_reference_is_short_and_says_what_it_computes():
     assert len(source.splitlines()) < 60 and "softmax" in (inspect.getdoc(reference.attend) or "")
     engine = ROOT / "src" / "regard" / "engine"
     fast = [f for f in engine.rglob("*.py") if re.search(r"^def attend\(", f.read_text(), re.MULTILINE)]
-    assert len(fast) > 4
+    assert len(fast) >= 4
     assert all('"""' in f.read_text().split("def attend(")[1][:1200] for f in fast)  # each says its formula

@@ -33,7 +33,9 @@ class PlanRequest:
 
 @partial(with_options, PlanRequest)
 def plan(request: PlanRequest) -> None:
-    """Find the largest batch that fits, for each kind of step, sorted by tokens a second, with code to run it.
+    """What fits a card, how fast it would train, and code to run it.
+
+    For each kind of step the largest batch that fits, sorted by tokens per second.
 
     Example: regard plan gpt2 --gpu h100,a100-40,4090,l4 --n 1024
 

@@ -26,7 +26,7 @@ class BusyError(RegardError):
 class Workers:
     """`size` processes that run the functions of `tasks.TASKS`, one request each at a time."""
 
-    def __init__(self, size: int = 2, deadline: float = 10.0, memory: int = 2 * GIB):
+    def __init__(self, size: int = 2, deadline: int | float = 10.0, memory: int = 2 * GIB):
         self.size, self.deadline, self.memory = size, deadline, memory
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: list[_Worker] = []

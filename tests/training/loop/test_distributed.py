@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard as rg
 from regard.training.loop import checkpoints
@@ -182,6 +183,7 @@ def test_without_torchrun_a_process_is_alone(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert Ranks.here() == ALONE == Ranks(0, 1, 0)
     assert ALONE.sum(2, 0.5) == [2, 0.5] and ALONE.gather("a") == ["a"] and ALONE.on_first(lambda: 3) == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert str(ALONE.device("cpu")) == "cpu" and str(Ranks(3, 4, 1).device("cuda")) == "cuda:1"
 
 
