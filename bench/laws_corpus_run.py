@@ -80,7 +80,6 @@ def main():
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--laws", default="", help="only these laws, for a quick look")
     parser.add_argument("--right", action="store_true")
-    parser.add_argument("--mutants", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -88,10 +87,6 @@ def main():
     from laws_corpus import entries
 
     chosen = entries()
-    if options.mutants:
-        from laws_corpus.mutants import mutants
-
-        chosen = chosen + mutants()
     chosen = [e for e in chosen if options.only in e.name and (not options.right or not e.family)][
         :: options.every
     ]

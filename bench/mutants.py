@@ -190,10 +190,10 @@ def run_tests(tests: list[str], marks: str, changed: tuple[Path, str] | None) ->
         text = answer.read()
     if os.WIFSIGNALED(status):
         return ("timeout" if os.WTERMSIG(status) == signal.SIGXCPU else "broken"), set(), 0
-    told = json.loads(text) if text else {"code": 3, "failed": [], "count": 0}
-    if not told["count"] and not told["failed"]:
+    result = json.loads(text) if text else {"code": 3, "failed": [], "count": 0}
+    if not result["count"] and not result["failed"]:
         return "broken", set(), 0
-    return "ran", set(told["failed"]), told["count"]
+    return "ran", set(result["failed"]), result["count"]
 
 
 def _child(tests: list[str], marks: str, changed: tuple[Path, str] | None, answer: Path) -> None:
@@ -258,8 +258,8 @@ def table(outcomes: list[Outcome]) -> str:
     counts: dict[str, int] = {}
     for o in outcomes:
         counts[o.outcome] = counts.get(o.outcome, 0) + 1
-    told = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
-    lines = [f"# Mutants of src/regard: {len(outcomes)}, of which {told}", ""]
+    summary = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
+    lines = [f"# Mutants of src/regard: {len(outcomes)}, of which {summary}", ""]
     lines += ["| file | what is wrong | rows | outcome | first test that fails |", "|---|---|---|---|---|"]
     for o in outcomes:
         first = o.failed[0].split("::")[1] if o.failed else ""
