@@ -32,10 +32,12 @@ def read_text(path: Path) -> str:
     """The text of a file; a FormatError names the file if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
+    except FileNotFoundError as e:
+        raise FormatError(f"file not found: {path}") from e
     except OSError as e:
         raise FormatError(f"cannot read {path}: {e.strerror or e}") from e
     except UnicodeDecodeError as e:
-        raise FormatError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}; it is damaged") from e
+        raise FormatError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
 
 
 def read_json(path: Path) -> dict[str, Any]:

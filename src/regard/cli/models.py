@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import FormatError, SpecError
+from ..files import read_text
 from ..generation import generate
 from ..nn import stack
 from ..training.data.tokens import END, START, Tokens
@@ -73,7 +74,7 @@ def _huggingface(config: Any, folder: Path) -> LoadedModel:
 def _own_tokenizer(folder: Path) -> Any:
     """The tokens of a training run, or the tokenizer.json beside a regard checkpoint, if there is one."""
     if (folder / TOKENS).is_file():
-        return Tokens.from_json((folder / TOKENS).read_text(encoding="utf-8"))
+        return Tokens.from_json(read_text(folder / TOKENS))
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None
@@ -116,7 +117,7 @@ def read_input(given: str, loaded: LoadedModel) -> Tensor:
     if path.suffix.lower() == ".npy":
         return _array(path)
     if len(given) < 1024 and path.is_file():
-        given = targets.read_text(path)
+        given = read_text(path)
     if loaded.tokenizer is None:
         raise SpecError(
             f"this model has no tokenizer, so {given[:40]!r} is not an input; use token ids, such as 5,12,7"

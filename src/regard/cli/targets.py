@@ -2,13 +2,13 @@
 
 import importlib
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from .. import spec, value
 from ..errors import FormatError, SpecError, nearest
+from ..files import read_json, read_text
 from ..nn.serialization import load
 from ..training.recipes.run import MODEL, RECIPE
 from .forms import FORMS
@@ -80,7 +80,7 @@ def _file(path: Path) -> Any:
 def huggingface_config(path: Path) -> Any:
     """The PretrainedConfig of a config.json; nothing is downloaded."""
     path = path / "config.json" if path.is_dir() else path
-    return _huggingface(_json(path), path)
+    return _huggingface(read_json(path), path)
 
 
 def _folder(path: Path) -> Any:
@@ -90,12 +90,12 @@ def _folder(path: Path) -> Any:
             raise FormatError(
                 f"{path.parent} has no {MODEL} yet; `regard train --out {path.parent}` continues the run"
             )
-    config = _json(path / "config.json")
+    config = read_json(path / "config.json")
     return load(path) if "spec" in config else _huggingface(config, path)
 
 
 def _declaration(path: Path) -> Any:
-    data = _json(path) if path.suffix == ".json" else _yaml(path)
+    data = read_json(path) if path.suffix == ".json" else _yaml(path)
     if "kind" in data:
         return value.from_plain(data, spec.KINDS)
     if "spec" in data:
@@ -120,22 +120,6 @@ def _huggingface(data: dict[str, Any], path: Path) -> Any:
         raise FormatError(
             f"{path}: unknown model_type {data['model_type']!r} in this version of transformers"
         ) from e
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as e:
-        raise FormatError(f"file not found: {path}") from e
-    except UnicodeDecodeError as e:
-        raise FormatError(f"{path} is not UTF-8 text: {e.reason} at byte {e.start}") from e
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return _mapping(json.loads(read_text(path)), path)
-    except json.JSONDecodeError as e:
-        raise FormatError(f"{path} is not JSON: {e.msg} at line {e.lineno}, column {e.colno}") from e
 
 
 def _yaml(path: Path) -> dict[str, Any]:
