@@ -38,6 +38,9 @@ from .nn.serialization import save as save
 from .pattern import Pattern as Pattern
 from .pattern import documents as documents
 from .pattern import lengths as lengths
+from .pattern import per_head as per_head
+from .pattern import selected as selected
+from .pattern import tree as tree
 from .pattern import where as where
 from .pattern.words import *  # noqa: F403
 from .position import ByDistance as ByDistance

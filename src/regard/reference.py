@@ -1,7 +1,8 @@
 """The definition of attention, step by step. Every backend is compared with this file.
 
-    scores  = scale · q·k + bias                  (n, m)
-    scores  = −∞ where the key is not allowed
+    scores  = scale · q·k                         (n, m)
+    scores  = c · tanh(scores / c)                with a softcap c
+    scores  = scores + bias, −∞ where the key is not allowed
     weights = softmax over the keys               each row a distribution; an empty row is zeros
     o       = weights · v                         (n, d_v)
 
@@ -12,6 +13,7 @@ from math import inf, isinf
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import einsum, rearrange, repeat
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -19,6 +21,11 @@ from torch import Tensor
 from .errors import ShapeError, SpecError
 
 Ties = Literal["share", "first"]
+
+
+def default_scale(d_k: int) -> float:
+    """1/√d_k. Vectors without a component have products of 0, which no scale changes."""
+    return d_k**-0.5 if d_k else 1.0
 
 
 class AttentionOutput(NamedTuple):
@@ -92,6 +99,22 @@ def _exclude(
     return scores.masked_fill(~remaining, -inf).masked_fill(~not_empty, 0.0), remaining
 
 
+def softcapped(scores: Float[Tensor, "*b n m"], softcap: int | float | None) -> Float[Tensor, "*b n m"]:
+    """c · tanh(scores / c): within ±c, and close to the scores where they are small."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def with_sink(
+    scores: Float[Tensor, "*b h n m"], allowed: Bool[Tensor, "..."] | None, sink_logits: Float[Tensor, " h"]
+) -> tuple[Float[Tensor, "*b h n m1"], Bool[Tensor, "*b h n m1"] | None]:
+    """Scores and allowed pairs with one more key, of the score sink_logits[h] for every query of head h."""
+    sink = repeat(sink_logits.to(scores.dtype), "h -> h n 1", n=scores.shape[-2])
+    extended = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+    if allowed is None:
+        return extended, None
+    return extended, F.pad(allowed.expand(scores.shape), (0, 1), value=True)
+
+
 def hardmax(
     scores: Float[Tensor, "*b n m"], allowed: Bool[Tensor, "..."] | None = None, ties: Ties = "share"
 ) -> Float[Tensor, "*b n m"]:
@@ -113,9 +136,15 @@ def attend(
     *,
     bias: Float[Tensor, "..."] | None = None,
     scale: int | float | None = None,
+    softcap: int | float | None = None,
+    sink_logits: Float[Tensor, " h"] | None = None,
     ties: Ties = "share",
 ) -> AttentionOutput:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs; scale is 1/√d_k unless given.
+
+    softcap=c: the products become c · tanh(scale · q kᵀ / c) before the bias is added. sink_logits: the softmax of
+    head h has one more score, sink_logits[h], which takes a share of the weights and has no value; the log-sum-exp is
+    with it.
 
     scale=∞ is hard attention: the limit of softmax(t · (q·k/√d_k + bias)), t → ∞. Only v gets a
     gradient, and the log-sum-exp is NaN.
@@ -125,13 +154,18 @@ def attend(
         raise SpecError(
             f"scale={scale}: only +inf is defined, as hard attention; negate q to select the smallest score"
         )
-    factor = q.shape[-1] ** -0.5 if scale is None or hard else scale
-    scores = factor * dot_scores(q, k)
+    if hard and sink_logits is not None:
+        raise SpecError("scale=inf is hard attention, which has no softmax for sink_logits to join")
+    factor = default_scale(q.shape[-1]) if scale is None or hard else scale
+    scores = softcapped(factor * dot_scores(q, k), softcap)
     if bias is not None:
         scores = scores + bias
     if hard:
         weights = hardmax(scores, allowed, ties)
         lse = scores.new_full(scores.shape[:-1], torch.nan)
+    elif sink_logits is not None:
+        extended, allowed = with_sink(scores, allowed, sink_logits)
+        weights, lse = softmax(extended, allowed)[..., :-1], log_sum_exp(extended, allowed)
     else:
         weights, lse = softmax(scores, allowed), log_sum_exp(scores, allowed)
     return AttentionOutput(einsum(weights, v, "... n m, ... m d -> ... n d"), weights, lse, scores)
@@ -163,7 +197,7 @@ def attend_streaming(
 
     With top = max so far and mass = Σ exp(s − top), a new block rescales the partial sum by exp(old − new).
     """
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = default_scale(q.shape[-1]) if scale is None else scale
     top = torch.full_like(q[..., 0], -inf)
     mass, partial = torch.zeros_like(top), q.new_zeros(*q.shape[:-1], v.shape[-1])
     for j in range(0, k.shape[-2], block):

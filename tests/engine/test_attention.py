@@ -728,11 +728,16 @@ SAY_WHICH = (
 )
 TO = "which does not broadcast to (batch, heads, queries, keys) = (2, 6, 7, 11)"
 REFUSED = [
-    (ShapeError, {"q": randn(N, D_K)}, "q has shape (7, 5); (batch, heads, positions, width) is needed"),
     (
         ShapeError,
-        {"v": randn(H_KV, M, D_V)},
-        "v has shape (3, 11, 3); (batch, heads, positions, width) is needed",
+        {"q": randn(D_K)},
+        "q has shape (5,); (batch, heads, positions, width) is needed, where batch and heads may be missing",
+    ),
+    (
+        ShapeError,
+        {"v": randn(4, M, D_V)},
+        "q is (2, 6, 7, 5), k (2, 3, 11, 5) and v (4, 11, 3); their batch axes, and the heads of k and v, need to be "
+        "the same, or 1",
     ),
     (
         ShapeError,
@@ -764,7 +769,7 @@ REFUSED = [
     (
         ShapeError,
         {"lengths": torch.tensor([3])},
-        "lengths has shape (1,); one per batch row is needed: (2,)",
+        "lengths has shape (1,); one per batch row is needed: (2,), or (2, 2) with first and end",
     ),
     (
         ShapeError,

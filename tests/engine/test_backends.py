@@ -79,7 +79,12 @@ def test_too_many_progressions_are_masked_and_it_says_so():
 
 
 REFUSED = [
-    ("sdpa", rg.full(), {"return_lse": True}, "it gives no log-sum-exp; use backend='tiles'"),
+    (
+        "sdpa",
+        rg.full(),
+        {"return_lse": True},
+        "it gives no log-sum-exp; use backend='tiles'",
+    ),
     (
         "sdpa",
         rg.where(torch.ge),

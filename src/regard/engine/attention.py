@@ -1,6 +1,7 @@
 """The entry point to attention: its arguments are checked, and those that change nothing are removed."""
 
-from math import inf, isnan, sqrt
+from collections.abc import Sequence
+from math import inf, isnan, prod, sqrt
 from typing import Any
 
 import torch
@@ -9,40 +10,52 @@ from torch import Tensor
 
 from .. import compat, reference
 from ..errors import ShapeError, SpecError
-from ..pattern import At, Pattern, full, query_offset
+from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, choose
-from .call import Bias, Call, broadcasts, facts_of, readable, replaced
+from .by_heads import by_heads
+from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
+from .merge import merge_sink
 
 # Looked up once: a name behind three dots costs as much as what it reads.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
 _prepared = PREPARED.get
 
+Patterns = Pattern | Sequence[Pattern] | Tensor | None
+
 
 def attention(
-    q: Float[Tensor, "b h n d_k"],
-    k: Float[Tensor, "b h_kv m d_k"],
-    v: Float[Tensor, "b h_kv m d_v"],
-    pattern: Pattern | Tensor | None = None,
+    q: Float[Tensor, "*h n d_k"],
+    k: Float[Tensor, "*h_kv m d_k"],
+    v: Float[Tensor, "*h_kv_ m d_v"],
+    pattern: Patterns = None,
     *,
-    lengths: Int[Tensor, " b"] | None = None,
+    lengths: Int[Tensor, "b *stop"] | None = None,
     bias: Bias = None,
     scale: int | float | None = None,
+    softcap: int | float | None = None,
+    sink_logits: Float[Tensor, " h"] | None = None,
     ties: Ties = "share",
     dropout_p: int | float = 0.0,
     at: At | Tensor = None,
     return_lse: bool = False,
     backend: str = "auto",
     **foreign: Any,
-) -> Float[Tensor, "b h n d_v"] | tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+) -> Float[Tensor, "*o n d_v"] | tuple[Float[Tensor, "*o n d_v"], Float[Tensor, "*o n"]]:
     """softmax(scale · q kᵀ + bias) v over the pairs of the pattern, by the fastest exact backend.
 
-    pattern: a `Pattern`, or a bool tensor that broadcasts to (b, h, n, m), True = may attend; None is every pair.
-    lengths: keys at and past lengths[b] are hidden, whatever they hold (NaN too); queries never are.
+    q, k, v: (batch, heads, positions, width). Axes in front of the positions may be missing, be more, or be 1 where
+    the others have more, as in PyTorch's scaled_dot_product_attention.
+    pattern: a `Pattern`, one for each head (`per_head`, or a list), or a bool tensor that broadcasts to (b, h, n, m),
+    True = may attend; None is every pair.
+    lengths: keys at and past lengths[b] are hidden, whatever they hold (NaN too); queries never are. As (b, 2), the
+    keys of row b are visible from lengths[b, 0] on and hidden from lengths[b, 1] on: left padding.
     bias: added to the scores; a tensor that broadcasts to (b, h, n, m), or a bias by distance.
     scale: None is 1/√d_k; 0 the mean of the values; inf the hard limit, where tied keys share (`ties`).
+    softcap: c makes the scores c · tanh(scale · q kᵀ / c), before the bias is added (Gemma 2).
+    sink_logits: one more score in the softmax of each head, without a value: a share of the weights (gpt-oss).
     at: the query offset: query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
     backend: "auto", or "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex"; `explain` says which and why.
     Fewer key/value heads than query heads are shared by groups; d_v may differ from d_k.
@@ -54,7 +67,8 @@ def attention(
     if lengths is not None or at is not None or type(pattern) is Tensor:
         pattern, lengths, at = simplified(q, k, pattern, lengths, at)
     key = None
-    if lengths is at is bias is None and not dropout_p and not return_lse and ties == "share":
+    plain = lengths is at is bias is softcap is sink_logits is None
+    if plain and not dropout_p and not return_lse and ties == "share":
         key = _key(q, k, v, pattern, scale, backend)
         if key is not None and (direct := _prepared(key)) is not None:
             return direct(q, k, v)
@@ -62,67 +76,106 @@ def attention(
         "lengths": lengths,
         "bias": bias,
         "scale": scale,
+        "softcap": softcap,
+        "sink_logits": sink_logits,
         "ties": ties,
         "dropout_p": dropout_p,
         "at": at,
     }
-    call = normalized(_checked(q, k, v, pattern, return_lse=return_lse, **options))
-    prepared = choose(facts_of(call), backend)
-    if _compiling():
-        assert prepared.run is not None
-        o, lse = prepared.run(call)
-    else:
-        if key is not None and prepared.build is not None and call.q is q:
+    call, front = _checked(q, k, v, pattern, return_lse=return_lse, **options)
+    call = normalized(call)
+    if isinstance(call.pattern, per_head):
+        o, lse = by_heads(call, lambda heads: _run(heads, backend))
+    elif key is not None and call.q is q:
+        prepared = choose(facts_of(call), backend)
+        if prepared.build is not None:
             PREPARED.put(key, prepared.direct)
         o, lse = prepared(call)
+    else:
+        o, lse = _run(call, backend)
+    if front is not None:
+        o, lse = o.reshape(*front, *o.shape[2:]), None if lse is None else lse.reshape(*front, call.n)
     return (o, lse) if return_lse else o  # type: ignore[return-value]
 
 
+def _run(call: Call, backend: str) -> Outputs:
+    """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in."""
+    prepared = choose(facts_of(call), backend)
+    if call.sink_logits is None:
+        return prepared.run(call) if _compiling() and prepared.run is not None else prepared(call)
+    o, lse = _run(replaced(call, sink_logits=None, return_lse=True), backend)
+    assert lse is not None
+    return merge_sink(o, lse, call.sink_logits)
+
+
 def weights(
-    q: Float[Tensor, "b h n d_k"],
-    k: Float[Tensor, "b h_kv m d_k"],
-    pattern: Pattern | Tensor | None = None,
+    q: Float[Tensor, "*h n d_k"],
+    k: Float[Tensor, "*h_kv m d_k"],
+    pattern: Patterns = None,
     *,
-    lengths: Int[Tensor, " b"] | None = None,
+    lengths: Int[Tensor, "b *stop"] | None = None,
     bias: Bias = None,
     **options: Any,
-) -> Float[Tensor, "b h n m"]:
+) -> Float[Tensor, "*o n m"]:
     """softmax(scale · q kᵀ + bias): the weights that `attention` mixes the values with, as a dense table.
 
-    options: scale, ties and at, as in `attention`.
+    options: scale, softcap, sink_logits, ties and at, as in `attention`.
     """
-    for name in options.keys() - {"scale", "ties", "at"}:
+    for name in options.keys() - {"scale", "softcap", "sink_logits", "ties", "at"}:
         raise TypeError(f"weights() got an unexpected keyword argument {name!r}")
-    call = normalized(_checked(q, k, k, pattern, lengths=lengths, bias=bias, **options)).hide()
-    k = reference.repeat_heads(call.k, q.shape[1])
-    return reference.attend(
-        call.q, k, k, call.allowed(), bias=call.dense_bias(), scale=call.scale, ties=call.ties
+    call, front = _checked(q, k, k, pattern, lengths=lengths, bias=bias, **options)
+    call = normalized(call).hide()
+    k = reference.repeat_heads(call.k, call.q.shape[1])
+    terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sink_logits": call.sink_logits}
+    found = reference.attend(
+        call.q, k, k, call.allowed(), bias=call.dense_bias(), ties=call.ties, **terms
     ).weights
+    return found if front is None else found.reshape(*front, *found.shape[2:])
 
 
-def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None = None, **options: Any) -> Call:
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Patterns = None,
+    **options: Any,
+) -> Call:
     """The arguments of `attention`, checked, without those that change nothing."""
     options.pop("backend", None)
     pattern, lengths, at = simplified(q, k, pattern, options.pop("lengths", None), options.pop("at", None))
     foreign = {name: x for name, x in options.items() if name not in Call.__dataclass_fields__}
     if foreign:
         raise _not_an_argument(foreign)
-    return _checked(q, k, v, pattern, lengths=lengths, at=at, **options)
+    return _checked(q, k, v, pattern, lengths=lengths, at=at, **options)[0]
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | Tensor | None, **options: Any) -> Call:
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
+) -> tuple[Call, tuple[int, ...] | None]:
+    """The call, and the axes in front of the positions that its results get back where they are not two."""
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
     options["dropout_p"] = float(options.get("dropout_p", 0.0))
-    return check(Call(q, k, v, pattern, table, **options))
+    if not _four_axes(q, k, v):
+        q, k, v, front = with_four_axes(q, k, v)
+        table, bias = (_flattened(x, front) for x in (table, options.get("bias")))
+        options["bias"] = bias
+    else:
+        front = None
+    lengths = options.get("lengths")
+    if lengths is not None and lengths.dim() == 2 and lengths.shape[1] == 2:
+        options["starts"], options["lengths"] = lengths.unbind(1)
+    return check(Call(q, k, v, pattern, table, **options)), front
 
 
-def _pattern_and_table(given: Pattern | Tensor | None) -> tuple[Pattern, Tensor | None]:
+def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Pattern, Tensor | None]:
     """A pattern, or a bool tensor with True = may attend. A float mask is refused: 1 may mean either."""
     if given is None:
         return full(), None
     if isinstance(given, Pattern):
         return given, None
+    if isinstance(given, list | tuple):
+        return per_head(given), None
     if not isinstance(given, Tensor):
         raise SpecError(f"{given!r} is no pattern; use rg.causal(), rg.window(2), … or a bool tensor")
     if given.dtype != torch.bool:
@@ -196,14 +249,63 @@ def allowed_from(
     return ~padding[:, None, None, :]
 
 
-# Arguments that change nothing.
+# Other axes than batch, heads, positions and width, as PyTorch's attention takes them.
 
-Sayable = tuple[Pattern | Tensor | None, Tensor | None, At | Tensor]
+
+def _four_axes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        return False
+    return q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2] and (q.shape[1] != 1 or k.shape[1] == 1)
+
+
+def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has.
+
+    (n, d) has one head of one batch row, (h, n, d) one batch row. Further axes are batch axes. A size of 1 is
+    expanded to that of the others.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() < 2:
+            raise ShapeError(
+                f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed, where batch and "
+                "heads may be missing"
+            )
+    batches = [tuple(x.shape[:-3]) for x in (q, k, v)]
+    heads = [x.shape[-3] if x.dim() > 2 else 1 for x in (q, k, v)]
+    try:
+        batch = torch.broadcast_shapes(*batches)
+        (of_keys,) = torch.broadcast_shapes(heads[1:2], heads[2:])
+    except RuntimeError:
+        if q.dim() == k.dim() == v.dim() == 4:
+            return q, k, v, tuple(q.shape[:2])  # `check` says which axis does not fit
+        raise ShapeError(
+            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; their batch axes, and the heads of k "
+            "and v, need to be the same, or 1"
+        ) from None
+    of_queries = of_keys if heads[0] == 1 else heads[0]
+    rows = prod(batch)
+    shaped = []
+    for x, count in ((q, of_queries), (k, of_keys), (v, of_keys)):
+        x = x if x.dim() > 2 else x[None]
+        x = x.expand(*batch, count, *x.shape[-2:])
+        shaped.append(x.reshape(rows, *x.shape[-3:]))
+    no_heads = max(q.dim(), k.dim(), v.dim()) == 2
+    return *shaped, batch if no_heads else (*batch, of_queries)  # type: ignore[return-value]
+
+
+def _flattened(x: Any, front: tuple[int, ...]) -> Any:
+    """A table or bias that broadcasts to (*front, n, m), with one batch axis."""
+    if not isinstance(x, Tensor) or x.dim() <= 3 or len(front) == 2:
+        return x
+    return x.expand(*front[:-1], *x.shape[-3:]).flatten(0, -4)
+
+
+# Arguments that change nothing.
 
 
 def simplified(
-    q: Tensor, k: Tensor, pattern: Pattern | Tensor | None, lengths: Tensor | None, at: At | Tensor
-) -> Sayable:
+    q: Tensor, k: Tensor, pattern: Patterns, lengths: Tensor | None, at: At | Tensor
+) -> tuple[Patterns, Tensor | None, At | Tensor]:
     """pattern, lengths and at; None in place of a table of ones, lengths of all keys, and the default query offset.
 
     Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
@@ -215,6 +317,8 @@ def simplified(
         at = _common_offset(at, b)
         if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
             at = None
+    if lengths is not None and lengths.shape == (b, 2) and b and readable(lengths):
+        lengths = lengths if max(lengths[:, 0].tolist()) > 0 else lengths[:, 1]
     if lengths is not None and lengths.shape == (b,) and b and readable(lengths):
         lengths = None if min(lengths.tolist()) >= m else lengths
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
@@ -240,9 +344,13 @@ def _allows_all(table: Tensor) -> bool:
 
 
 def normalized(call: Call) -> Call:
-    """The same call without the default scale, an offset that nothing reads or `ties` that cannot occur, and with a
-    scale above 0."""
+    """The same call without the default scale, an infinite softcap, an offset that nothing reads or `ties` that
+    cannot occur, and with a scale above 0."""
     changes: dict[str, Any] = {}
+    if call.softcap is not None:
+        changes["softcap"] = None if call.softcap == inf else float(call.softcap)
+    if isinstance(call.pattern, per_head) and len(set(call.pattern.patterns)) == 1:
+        changes["pattern"] = call.pattern.patterns[0]
     if not call.hard and call.ties != "share":
         changes["ties"] = "share"
     d_k = call.q.shape[-1]
@@ -268,13 +376,12 @@ def _above_zero(call: Call) -> Call:
 def check(call: Call) -> Call:
     """The call, if its tensors fit one another; else a ShapeError that says which do not."""
     q, k, v = call.q, call.k, call.v
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise ShapeError(f"{name} has shape {tuple(x.shape)}; (batch, heads, positions, width) is needed")
     if not (q.device == k.device == v.device):
         raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
     if not (q.dtype == k.dtype == v.dtype):
         raise ShapeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype")
+    if not q.is_floating_point():
+        raise ShapeError(f"q, k and v are {q.dtype}; attention needs floating-point numbers: x.float()")
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
     if k.shape[:3] != v.shape[:3]:
@@ -296,8 +403,19 @@ def _check_extras(call: Call) -> None:
     b = q.shape[0]
     if call.lengths is not None and tuple(call.lengths.shape) != (b,):
         raise ShapeError(
-            f"lengths has shape {tuple(call.lengths.shape)}; one per batch row is needed: ({b},)"
+            f"lengths has shape {tuple(call.lengths.shape)}; one per batch row is needed: ({b},), or ({b}, 2) with "
+            "first and end"
         )
+    if isinstance(call.pattern, per_head) and len(call.pattern.patterns) != q.shape[1]:
+        raise ShapeError(
+            f"per_head has {len(call.pattern.patterns)} patterns for {q.shape[1]} query heads; give one for each head"
+        )
+    if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
+        raise ShapeError(
+            f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
+        )
+    if call.softcap is not None and not call.softcap > 0:
+        raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
     if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
     if not isinstance(call.at, Tensor):
@@ -325,6 +443,8 @@ def _check_extras(call: Call) -> None:
         raise SpecError("scale=nan is no number; use None for 1/√d_k")
     if call.scale == -inf:
         raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")
+    if call.hard and call.sink_logits is not None:
+        raise SpecError("scale=inf is hard attention, which has no softmax for sink_logits to join")
     if call.hard and call.return_lse:
         raise SpecError("scale=inf has no log-sum-exp: ask for return_lse=True with a finite scale only")
     if not 0.0 <= call.dropout_p < 1.0:

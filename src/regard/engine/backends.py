@@ -105,7 +105,7 @@ def _without_sizes(f: CallFacts) -> Backend:
         dropped = name == "tiles" and f.dropout_p > 0 and f.bias != "distance"
         if not (by_documents or by_blocks or dropped) and not TABLE[name].refuses(f):
             return TABLE[name]
-    return TABLE["reference" if f.return_lse else "sdpa"]
+    return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]
 
 
 # Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls that give nothing else, by what

@@ -16,7 +16,7 @@ from ..errors import ShapeError
 from ..pattern import At, Pattern, causal, documents, full, positions, query_offset
 from ..pattern import lengths as pattern_lengths
 from ..position import ByDistance
-from ..reference import Ties
+from ..reference import Ties, default_scale
 
 Bias = ByDistance | Tensor | None
 T = TypeVar("T")
@@ -32,9 +32,12 @@ class Call:
     v: Float[Tensor, "b h_kv m d_v"]
     pattern: Pattern
     table: Bool[Tensor, "..."] | None = None
-    lengths: Int[Tensor, " b"] | None = None
+    lengths: Int[Tensor, " b"] | None = None  # keys from there on are hidden
+    starts: Int[Tensor, " b"] | None = None  # keys before are hidden
     bias: Bias = None
     scale: int | float | None = None  # None: 1/√d_k
+    softcap: float | None = None
+    sink_logits: Float[Tensor, " h"] | None = None
     ties: Ties = "share"
     dropout_p: float = 0.0
     at: At | Tensor = None
@@ -59,7 +62,7 @@ class Call:
     @property
     def factor(self) -> float:
         """What the products q·k are multiplied with; for hard attention the usual 1/√d_k."""
-        return self.q.shape[-1] ** -0.5 if self.scale is None or self.hard else float(self.scale)
+        return default_scale(self.q.shape[-1]) if self.scale is None or self.hard else float(self.scale)
 
     def allowed(self) -> Bool[Tensor, "..."] | None:
         """The dense table of allowed pairs, broadcastable to (b, h, n, m); None if every pair is allowed."""
@@ -75,9 +78,8 @@ class Call:
             tables.append(table)
         if self.table is not None:
             tables.append(self.table)
-        if self.lengths is not None:
-            keys = torch.arange(self.m, device=self.q.device)
-            tables.append((keys < self.lengths[:, None])[:, None, None, :])
+        if (visible := self.visible()) is not None:
+            tables.append(visible[:, None, None, :])
         if not tables:
             return None
         out = tables[0]
@@ -92,16 +94,27 @@ class Call:
         where = positions(self.pattern, self.n, self.m, self.at, self.q.device)
         return self.bias.dense(where, torch.arange(self.m, device=self.q.device)).to(self.q.dtype)
 
+    def visible(self) -> Bool[Tensor, "b m"] | None:
+        """Which keys `lengths` leaves visible in each batch row; None: all."""
+        if self.lengths is None and self.starts is None:
+            return None
+        keys = torch.arange(self.m, device=self.q.device)
+        below = None if self.lengths is None else keys < self.lengths[:, None]
+        from_start = None if self.starts is None else keys >= self.starts[:, None]
+        return from_start if below is None else below if from_start is None else below & from_start
+
     def hide(self) -> "Call":
-        """Zeros in keys and values past the length: 0 · NaN is NaN, so a mask alone would not remove their effect."""
-        if self.lengths is None or (readable(self.k) and _small(self.k) and _small(self.v)):
+        """Zeros in hidden keys and values: 0 · NaN is NaN, so a mask alone would not remove their effect."""
+        visible = self.visible()
+        if visible is None or (readable(self.k) and _small(self.k) and _small(self.v)):
             return self
-        past = (torch.arange(self.m, device=self.k.device) >= self.lengths[:, None])[:, None, :, None]
-        return replaced(self, k=self.k.masked_fill(past, 0.0), v=self.v.masked_fill(past, 0.0))
+        hidden = ~visible[:, None, :, None]
+        return replaced(self, k=self.k.masked_fill(hidden, 0.0), v=self.v.masked_fill(hidden, 0.0))
 
     def may_be_empty(self) -> bool:
         """Whether a query might have no allowed key, as far as the declaration shows."""
-        hidden = self.lengths is not None or self.table is not None or self.pattern.has_data
+        hidden = self.lengths is not None or self.starts is not None or self.table is not None
+        hidden = hidden or self.pattern.has_data
         if hidden or isinstance(self.at, Tensor) or torch.compiler.is_compiling():  # sizes may be symbols
             return True
         offset = query_offset(self.pattern, self.n, self.m, self.at)
@@ -126,9 +139,11 @@ class CallFacts:
     row_offsets: bool = False  # one query offset per batch row
     table: bool = False  # a bool tensor of allowed pairs
     lengths: bool = False
+    left_padding: bool = False  # the keys of a batch row begin at a position of its own
     bias: str = "none"  # none, tensor or distance
     bias_grad: bool = False
     scale: int | float | None = None
+    softcap: float | None = None
     dropout_p: float = 0.0
     return_lse: bool = False
     grad: bool = False
@@ -154,7 +169,7 @@ class CallFacts:
 
     @property
     def factor(self) -> float:
-        return self.d_k**-0.5 if self.scale is None or self.hard else float(self.scale)
+        return default_scale(self.d_k) if self.scale is None or self.hard else float(self.scale)
 
     @property
     def offset(self) -> tuple[int, int]:
@@ -178,10 +193,17 @@ class CallFacts:
         return "per-row query offsets (`at` as a tensor) are not supported" if self.row_offsets else None
 
     @property
+    def hides_keys(self) -> bool:
+        """Whether each batch row has keys of its own that are hidden."""
+        return self.lengths or self.left_padding
+
+    @property
     def unmasked(self) -> bool:
         """Whether PyTorch's attention runs this without a mask: every pair; or every past one, for as many queries as
         keys or one query at the end."""
-        if self.table or self.lengths or self.bias != "none" or self.n == 0 or self.m == 0:
+        if self.table or self.hides_keys or self.bias != "none" or self.softcap is not None:
+            return False
+        if self.n == 0 or self.m == 0:
             return False
         if isinstance(self.pattern, full):
             return True
@@ -192,9 +214,9 @@ class CallFacts:
     @property
     def only_pattern(self) -> bool:
         """Whether the call is three tensors and a pattern without data, and nothing else."""
-        extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.return_lse
+        extras = self.table or self.hides_keys or self.bias != "none" or self.dropout_p or self.return_lse
         offset = self.row_offsets or self.at is not None
-        return not (extras or offset or self.hard or self.pattern.has_data)
+        return not (extras or offset or self.hard or self.softcap is not None or self.pattern.has_data)
 
     @property
     def data_rows(self) -> int:
@@ -234,11 +256,13 @@ def facts_of(call: Call) -> CallFacts:
         row_offsets=isinstance(call.at, Tensor),
         table=call.table is not None,
         lengths=call.lengths is not None,
+        left_padding=call.starts is not None,
         bias="none" if call.bias is None else "distance" if by_distance else "tensor",
         bias_grad=needs_grad(*added),
         scale=call.scale,
+        softcap=call.softcap,
         dropout_p=call.dropout_p,
-        return_lse=call.return_lse,
+        return_lse=call.return_lse or call.sink_logits is not None,  # a sink is joined by its log-sum-exp
         grad=needs_grad(call.q, call.k, call.v),
         observed=not eager(call.q, call.k, call.v),
     )

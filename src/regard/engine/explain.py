@@ -1,14 +1,15 @@
 """The plan in words: what a call would cost to run, by which backend, and why."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import SpecError, nearest
-from ..pattern import Pattern
+from ..errors import ShapeError, SpecError, nearest
+from ..pattern import Pattern, per_head
 from .attention import call_of, normalized
 from .backends import choose
+from .by_heads import launches
 from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
 from .plan import NoPlan, plan
@@ -21,9 +22,9 @@ class Explanation:
     pattern: Pattern
     n: int
     m: int
-    needed: int  # pairs of the pattern, for one head
+    needed: int  # pairs of the pattern, for one head; of a pattern per head, for all
     computed: int  # pairs that the backend computes
-    rows: int  # batch rows that the data of the pattern differ by; pairs are counted over all of them
+    rows: int  # batch rows that the data of the pattern differ by, and heads; pairs are counted over all of them
     backend: str
     variant: str  # of the backend
     reason: str
@@ -50,8 +51,9 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
 
     explain(q, k, v, pattern, …) takes the arguments of `attention`. explain(pattern, n, m) takes sizes, and by name
     what else decides: d_k=64, d_v=d_k, batch=1, heads=8, kv_heads=heads, dtype, device, at, scale, dropout_p,
-    return_lse, bias="none", "tensor" or "distance"; and as True or False grad, bias_grad=grad, lengths, table (a bool
-    tensor) and row_offsets (one query offset per batch row).
+    return_lse, softcap, bias="none", "tensor" or "distance"; and as True or False grad, bias_grad=grad, lengths,
+    left_padding (lengths with a start), sink_logits, table (a bool tensor) and row_offsets (one query offset per
+    batch row).
 
     >>> from regard.pattern import causal, every, window
     >>> print(explain(causal() & (window(128) | every(64)), n=16384))  # doctest: +ELLIPSIS
@@ -65,6 +67,43 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
         facts = facts_of(normalized(call_of(*given, **options)))
     else:
         facts = facts_from(*given, **options)
+    if isinstance(facts.pattern, per_head):
+        return _explain_heads(facts, facts.pattern, backend)
+    return _explain(facts, backend)
+
+
+def _explain_heads(facts: CallFacts, pattern: per_head, backend: str) -> Explanation:
+    """The launches of a pattern per head, as one: pairs are of all heads."""
+    if len(pattern.patterns) != facts.heads:
+        raise ShapeError(
+            f"per_head has {len(pattern.patterns)} patterns for {facts.heads} query heads; give one for each head"
+        )
+    group, each, lines = facts.heads // facts.kv_heads, [], []
+    for one, heads in launches(pattern.patterns, group):
+        kv_heads = len({head // group for head in heads})
+        found = _explain(replace(facts, pattern=one, heads=len(heads), kv_heads=kv_heads), backend)
+        each.append((len(heads), found))
+        numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
+        lines.append(
+            f"heads {numbers:<10}{one!r}: {found.backend}, {found.variant}, {found.waste:.2f} × needed"
+        )
+        lines += found.passes
+    names = dict.fromkeys(found.backend for _, found in each)
+    return Explanation(
+        pattern,
+        facts.n,
+        facts.m,
+        sum(count * found.needed for count, found in each),
+        sum(count * found.computed for count, found in each),
+        facts.heads * facts.data_rows,
+        ", ".join(names),
+        f"{len(each)} launches",
+        "heads with equal patterns run together",
+        tuple(lines),
+    )
+
+
+def _explain(facts: CallFacts, backend: str) -> Explanation:
     prepared = choose(facts, backend)
     return Explanation(
         facts.pattern,
@@ -83,6 +122,8 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
 def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -> CallFacts:
     """The facts of a call by its sizes."""
     known = [field.name for field in fields(CallFacts)][3:]
+    if options.pop("sink_logits", False):  # a sink is joined by its log-sum-exp
+        options["return_lse"] = True
     for name in options:
         if name not in known:
             raise SpecError(f"explain() knows no {name!r}; {nearest(name, known)}")

@@ -40,6 +40,10 @@ class Flex:
             return "scale=inf has no softmax"
         if f.bias != "none":
             return "a bias is added to the scores"
+        if f.softcap is not None:
+            return "softcap is not supported here"
+        if f.left_padding:
+            return "lengths with a start per batch row (left padding) are not supported here"
         if f.dropout_p:
             return "it has no dropout"
         if f.table:

@@ -41,3 +41,18 @@ def merge(parts: Sequence[Part]) -> Part:
     lse = torch.where(has_keys, torch.where(has_keys, total, 1.0).log() + max_lse, -inf)
     shares = rearrange(shares, "p ... -> p ... 1").to(parts[0][0].dtype)
     return sum(share * o for share, (o, _) in zip(shares, parts)), lse
+
+
+def merge_sink(
+    o: Float[Tensor, "b h n d_v"], lse: Float[Tensor, "b h n"], sink_logits: Float[Tensor, " h"]
+) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
+    """(o, lse) with one more key per head in the softmax, of the score sink_logits[h], without a value.
+
+    lse' = ln(exp(lse) + exp(sink))        o' = o · exp(lse − lse') = o · sigmoid(lse − sink)
+    """
+    sink = sink_logits.to(lse.dtype)[:, None]
+    empty = lse == -inf  # such a row is zeros already; −∞ − (−∞) would be NaN
+    finite = lse.masked_fill(empty, 0.0)
+    share = torch.sigmoid(finite - sink).masked_fill(empty, 0.0)
+    total = torch.where(empty, sink, torch.logaddexp(finite, sink))
+    return (o * share[..., None]).to(o.dtype), total

@@ -60,6 +60,7 @@ def _by_chunks(call: Call, dtype: torch.dtype) -> tuple[Float[Tensor, "b h n d_v
             _rows(allowed, chunk),
             bias=_rows(bias, chunk),
             scale=call.scale,
+            softcap=call.softcap,
             ties=call.ties,
         )
         outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)

@@ -49,6 +49,8 @@ class Sdpa:
     def refuses(self, f: CallFacts) -> str | None:
         if f.hard:
             return "scale=inf has no softmax"
+        if f.softcap is not None:
+            return "it has no softcap"
         return "it gives no log-sum-exp" if f.return_lse else None
 
     def estimate(self, f: CallFacts) -> float:

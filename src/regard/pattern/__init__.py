@@ -18,7 +18,8 @@ A word is one class that states its relation (word.py, words.py, relation.py); w
 
 from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, query_offset
 from .classification import BlockGrid, Classes, Run, classify
-from .data import Data, documents, lengths, where
+from .data import Data, documents, lengths, selected, tree, where
+from .heads import per_head
 from .parse import parse_pattern
 from .relation import Relation
 from .word import Related, Shorthand, Word
@@ -47,8 +48,11 @@ __all__ = [
     "documents",
     "lengths",
     "parse_pattern",
+    "per_head",
     "positions",
     "query_offset",
+    "selected",
+    "tree",
     "where",
     *_words,
 ]

@@ -43,6 +43,7 @@ class Pattern:
     text: str | None = (
         None  # its JSON, composed at declaration: what a compiled graph carries; None with data
     )
+    differs_by_head = False  # whether it is one pattern for each head (per_head)
 
     def allows(self, i: Any, j: Any) -> Any:
         """Whether the query at position i may attend to key j: for two integers, or tensors that broadcast."""
@@ -75,13 +76,13 @@ class Pattern:
         raise NotImplementedError
 
     def __and__(self, other: "Pattern") -> "Pattern":
-        return Both(self, other) if isinstance(other, Pattern) else NotImplemented
+        return Both(self, other) if _is_one(other) else NotImplemented
 
     def __or__(self, other: "Pattern") -> "Pattern":
-        return Either(self, other) if isinstance(other, Pattern) else NotImplemented
+        return Either(self, other) if _is_one(other) else NotImplemented
 
     def __sub__(self, other: "Pattern") -> "Pattern":
-        return Both(self, Not(other)) if isinstance(other, Pattern) else NotImplemented
+        return Both(self, Not(other)) if _is_one(other) else NotImplemented
 
     def __invert__(self) -> "Pattern":
         return Not(self)
@@ -217,10 +218,17 @@ def write_text(pattern: Pattern, *parts: Pattern) -> None:
     object.__setattr__(pattern, "text", "{" + ", ".join(members) + "}")
 
 
+def _is_one(other: Any) -> bool:
+    """Whether it is a pattern for all heads; per_head combines its own patterns, one by one."""
+    return isinstance(other, Pattern) and not other.differs_by_head
+
+
 def _need_patterns(composite: Pattern, *parts: Any) -> None:
     for part in parts:
         if not isinstance(part, Pattern):
             raise SpecError(f"{type(composite).__name__} is made of patterns; {part!r} is none")
+        if part.differs_by_head:
+            raise SpecError(f"{part!r} is one pattern for each head; combine it with &, |, ~ and -")
 
 
 @dataclass(frozen=True, repr=False)

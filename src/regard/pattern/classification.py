@@ -153,6 +153,15 @@ class BlockGrid:
         i, i_last, j, j_last = i[..., None], i_last[..., None], j[:, None], j_last[:, None]
         return Classes((i == i_last) & (j == j_last) & (i == j), (i > j_last) | (j > i_last))
 
+    def within(
+        self, of_queries: Int[Tensor, "b n"], first: Int[Tensor, "b m"], end: Int[Tensor, "b m"]
+    ) -> Classes:
+        """Pairs where the query's number is in the interval [first, end) of the key."""
+        (i, i_last), (a, a_last), (e, e_last) = (_extremes(x) for x in (of_queries, first, end))
+        i, i_last = i[..., None], i_last[..., None]
+        every = (i >= a_last[:, None]) & (i_last < e[:, None])
+        return Classes(every, (i_last < a[:, None]) | (i >= e_last[:, None]))
+
     def of_queries(self, holds: Bool[Tensor, "b n"]) -> Classes:
         """What depends on the query alone."""
         low, high = _extremes(holds.int())

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, dataclass_transform
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import ShapeError
@@ -112,6 +113,191 @@ class lengths(Data):
 
     def __repr__(self):
         return f"lengths(<{len(self.l)} lengths>)"
+
+
+class tree(Data):
+    """j is i or an ancestor of i: sequences that share prefixes, packed as a tree. parents is (m,) or (b, m): the
+    position of each one's parent, which comes before it; −1 for a root.
+
+    >>> print(tree(torch.tensor([-1, 0, 1, 0, 3])).draw(5))
+    ■ · · · ·
+    ■ ■ · · ·
+    ■ ■ ■ · ·
+    ■ · · ■ ·
+    ■ · · ■ ■
+    """
+
+    parents: Int[Tensor, "*b m"]
+
+    def __post_init__(self):
+        _ = self.preorder  # raises where the parents are no tree
+
+    @cached_property
+    def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
+        """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
+        rows = self.parents.detach().cpu().reshape(-1, self.parents.shape[-1]).tolist()
+        numbered = torch.tensor(
+            [_preorder(row) for row in rows], dtype=torch.long, device=self.parents.device
+        )
+        first, end = numbered.view(len(rows), 2, -1).unbind(1)
+        return first.reshape(self.parents.shape), end.reshape(self.parents.shape)
+
+    @property
+    def device(self):
+        return self.parents.device
+
+    def allows(self, i, j):
+        (first, end), last = self.preorder, self.parents.shape[-1] - 1
+        if isinstance(i, int):
+            inside = 0 <= i <= last and 0 <= j <= last
+            return inside and bool(_below(first[..., i], first[..., j], end[..., j]).all())
+        inside = (i >= 0) & (i <= last)  # a query beyond the tree has no allowed key
+        if last < 0:
+            return inside & (j == j)
+        i = i.clamp(0, last)
+        if first.dim() == 1:
+            return _below(first[i], first[j], end[j]) & inside
+        b = torch.arange(len(first), device=first.device)[:, None, None, None]
+        return _below(first[b, i], first[b, j], end[b, j]) & inside
+
+    def row_mask(self, inside):
+        (first, end), last = self.preorder, self.parents.shape[-1] - 1
+        if first.dim() == 1:
+            first, end = first[None], end[None]
+            return lambda b, i, j: (
+                _below(first[0, i.clamp(0, last)], first[0, j], end[0, j]) & (i >= 0) & (i <= last)
+            )
+        return lambda b, i, j: (
+            _below(first[b, i.clamp(0, last)], first[b, j], end[b, j]) & (i >= 0) & (i <= last)
+        )
+
+    def classify(self, grid):
+        """By the smallest and the largest number in preorder of each block."""
+        first, end = (x.reshape(-1, x.shape[-1]) for x in self.preorder)
+        last = first.shape[-1] - 1
+        i = grid.positions.clamp(0, last).expand(max(len(first), len(grid.positions)), -1)
+        node = first.expand(len(i), -1).gather(1, i)
+        inside = grid.of_queries((grid.positions >= 0) & (grid.positions <= last))
+        within = grid.within(node, first, end)
+        return Classes(within.all & inside.all, within.none | inside.none)
+
+    def fits(self, m: int) -> None:
+        if self.parents.shape[-1] != m:
+            raise ShapeError(f"{self!r} over {m} keys: one parent per key is needed, ({m},) or (b, {m})")
+
+    def __repr__(self):
+        return f"tree(<{'×'.join(map(str, self.parents.shape))} parents>)"
+
+
+def _below(node: Any, first: Any, end: Any) -> Any:
+    return (node >= first) & (node < end)
+
+
+def _preorder(parents: list[int]) -> tuple[list[int], list[int]]:
+    """The number of each node in preorder, and the first number past its descendants."""
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            what = "its own parent" if parent == node else f"a child of {parent}, which comes after it"
+            what = f"a child of {parent}, and −1 is the only number for none" if parent < -1 else what
+            raise ShapeError(
+                f"tree: position {node} is {what}; each parent comes before its children, −1 is a root"
+            )
+    size = [1] * len(parents)
+    for node in range(len(parents) - 1, -1, -1):
+        if parents[node] >= 0:
+            size[parents[node]] += size[node]
+    first, following, roots = [0] * len(parents), [0] * len(parents), 0
+    for node, parent in enumerate(parents):
+        if parent < 0:
+            first[node], roots = roots, roots + size[node]
+        else:
+            first[node], following[parent] = following[parent], following[parent] + size[node]
+        following[node] = first[node] + 1
+    return first, [a + b for a, b in zip(first, size)]
+
+
+class selected(Data):
+    """Each block of `size` queries attends to the listed blocks of `size` keys: block r of the queries to key blocks
+    indices[…, r, :], where −1 lists none. indices is (blocks, k), (b, blocks, k) or (b, h, blocks, k).
+
+    >>> print(selected(torch.tensor([[0, -1], [0, 2], [2, 1]]), size=2).draw(6))
+    ■ ■ · · · ·
+    ■ ■ · · · ·
+    ■ ■ · · ■ ■
+    ■ ■ · · ■ ■
+    · · ■ ■ ■ ■
+    · · ■ ■ ■ ■
+    """
+
+    indices: Int[Tensor, "*bh blocks k"]
+    size: int
+
+    def __post_init__(self):
+        if type(self.size) is not int or self.size < 1:
+            raise ShapeError(f"selected(size={self.size!r}): a whole number >= 1 is needed")
+        if not 2 <= self.indices.dim() <= 4:
+            raise ShapeError(
+                f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
+                "(b, h, blocks, k) is needed"
+            )
+        smallest = int(self.indices.min()) if self.indices.numel() else -1
+        if smallest < -1:
+            raise ShapeError(f"selected: there is no block {smallest}; −1 lists none")
+
+    @cached_property
+    def listed(self) -> Bool[Tensor, "*bh blocks columns"]:
+        """Whether each block of queries lists each block of keys."""
+        largest = int(self.indices.max()) if self.indices.numel() else -1
+        shape = *self.indices.shape[:-1], largest + 2  # one more column, for −1
+        table = torch.zeros(shape, dtype=torch.bool, device=self.indices.device)
+        return table.scatter_(-1, self.indices.long() % (largest + 2), True)[..., : largest + 1]
+
+    @property
+    def device(self):
+        return self.indices.device
+
+    def allows(self, i, j):
+        rows, columns = self.listed.shape[-2:]
+        if isinstance(i, int):
+            r, c = i // self.size, j // self.size
+            return 0 <= r < rows and c < columns and bool(self.listed[..., r, c].all())
+        if not rows or not columns:
+            return (i != i) & (j == j)
+        r, c = i // self.size, j // self.size
+        inside = (r >= 0) & (r < rows) & (c < columns)
+        r, c = r.clamp(0, rows - 1), c.clamp(0, columns - 1)
+        if self.listed.dim() == 2:
+            return self.listed[r, c] & inside
+        b = torch.arange(len(self.listed), device=self.listed.device)[:, None, None, None]
+        if self.listed.dim() == 3:
+            return self.listed[b, r, c] & inside
+        h = torch.arange(self.listed.shape[1], device=self.listed.device)[:, None, None]
+        return self.listed[b, h, r, c] & inside
+
+    def row_mask(self, inside):
+        listed, size = self.listed, self.size
+        if listed.dim() == 4:
+            raise ShapeError(f"{self!r} differs by head, which a mask of all heads cannot say")
+        rows, columns = listed.shape[-2:]
+
+        def allows(b, i, j):
+            r, c = i // size, j // size
+            within = (r >= 0) & (r < rows) & (c < columns)
+            r, c = r.clamp(0, rows - 1), c.clamp(0, columns - 1)
+            return (listed[r, c] if listed.dim() == 2 else listed[b, r, c]) & within
+
+        return allows
+
+    def fits(self, m: int) -> None:
+        blocks = -(-m // self.size)
+        if self.listed.shape[-1] > blocks:
+            raise ShapeError(
+                f"{self!r} over {m} keys: block {self.listed.shape[-1] - 1} is listed, and there are {blocks} blocks "
+                f"of {self.size}"
+            )
+
+    def __repr__(self):
+        return f"selected(<{'×'.join(map(str, self.indices.shape))} indices>, size={self.size})"
 
 
 class where(Data):

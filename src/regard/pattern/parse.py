@@ -4,6 +4,7 @@ import ast
 
 from ..errors import FormatError, RegardError, nearest
 from .algebra import KINDS, Pattern
+from .heads import per_head
 from .word import Declared
 
 OPERATIONS = {
@@ -47,6 +48,8 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
             return OPERATIONS[type(operation)](_pattern(left, depth + 1), _pattern(right, depth + 1))
         case ast.UnaryOp(ast.Invert(), inner):
             return ~_pattern(inner, depth + 1)
+        case ast.Call(ast.Name("per_head"), [ast.List(elements)], []):
+            return per_head([_pattern(element, depth + 1) for element in elements])
         case ast.Call(ast.Name(word), arguments, keywords):
             if word not in words:
                 raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, words)}")

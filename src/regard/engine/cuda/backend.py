@@ -33,6 +33,10 @@ class Triton:
     def refuses(self, f: CallFacts) -> str | None:
         if f.no_tiles:
             return f.no_tiles
+        if f.softcap is not None:
+            return "softcap is not supported here"
+        if f.left_padding:
+            return "lengths with a start per batch row (left padding) are not supported here"
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data:

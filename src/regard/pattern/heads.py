@@ -1,0 +1,134 @@
+"""A pattern for each query head."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ShapeError, SpecError
+from .algebra import Pattern, register
+
+
+@dataclass(frozen=True, repr=False)
+class per_head(Pattern):
+    """Head h attends by patterns[h]. `&`, `|`, `~` and `-` combine head by head.
+
+    >>> from regard.pattern import causal, every, window
+    >>> print(per_head([window(1), every(2)]) & causal())
+    per_head([window(1) & causal(), every(2) & causal()])
+    """
+
+    patterns: tuple[Pattern, ...]
+
+    differs_by_head = True
+
+    def __init__(self, patterns: Iterable[Pattern]):
+        given = tuple(patterns)
+        if not given:
+            raise SpecError("per_head([]) has no head; give one pattern for each query head")
+        for head, pattern in enumerate(given):
+            if not isinstance(pattern, Pattern):
+                raise SpecError(
+                    f"per_head: {pattern!r} of head {head} is no pattern; use rg.causal(), rg.window(2), …"
+                )
+            if pattern.differs_by_head:
+                raise SpecError(f"per_head: head {head} has a pattern for each head; give it one")
+        object.__setattr__(self, "patterns", given)
+        if all(pattern.text is not None for pattern in given):
+            inner = ", ".join(pattern.text for pattern in given)
+            object.__setattr__(self, "text", f'{{"kind": "per_head", "patterns": [{inner}]}}')
+
+    def allows(self, i, j):
+        """One truth value for each head; of tensors, along an axis in front of the last two."""
+        found = [pattern.allows(i, j) for pattern in self.patterns]
+        if isinstance(i, int) and isinstance(j, int):
+            return tuple(map(bool, found))
+        shape = torch.broadcast_shapes(*(x.shape for x in found))
+        return (
+            torch.stack([x.expand(shape) for x in found], -3)
+            if len(shape) < 3
+            else torch.cat([x.expand(shape) for x in found], -3)
+        )
+
+    def leaves(self):
+        for pattern in self.patterns:
+            yield from pattern.leaves()
+
+    def fold(self, leaf, both, either, negate):
+        raise ShapeError(f"{self!r} is one pattern for each head; take one of .patterns")
+
+    def expanded(self):
+        return per_head([pattern.expanded() for pattern in self.patterns])
+
+    def allowed(self, n, m=None, at=None, device=None):
+        """The dense tables, h × n × m, or b × h × n × m where data or offsets differ along the batch."""
+        tables = [pattern.allowed(n, m, at, device) for pattern in self.patterns]
+        if any(table.dim() > 2 for table in tables):
+            tables = [table if table.dim() > 2 else table[None, None] for table in tables]
+            b = max(len(table) for table in tables)
+            return torch.cat([table.expand(b, 1, *table.shape[-2:]) for table in tables], 1)
+        return torch.stack(tables)
+
+    def row_counts(self, n, m=None, at=None):
+        """How many keys each of the n queries may attend to, over all heads."""
+        return sum(pattern.row_counts(n, m, at) for pattern in self.patterns)
+
+    def count(self, n, m=None, at=None):
+        """How many pairs are allowed, over all heads."""
+        return sum(pattern.count(n, m, at) for pattern in self.patterns)
+
+    def same(self, other, n, m=None, at=None):
+        others = other.patterns if isinstance(other, per_head) else (other,) * len(self.patterns)
+        if len(others) != len(self.patterns):
+            return False
+        return all(a.same(b, n, m, at) for a, b in zip(self.patterns, others))
+
+    def draw(self, n, m=None, at=None):
+        """The picture of each head, below its number; heads with equal patterns share one."""
+        heads: dict[Pattern, list[int]] = {}
+        for head, pattern in enumerate(self.patterns):
+            heads.setdefault(pattern, []).append(head)
+        titles = (("heads " if len(of) > 1 else "head ") + ", ".join(map(str, of)) for of in heads.values())
+        return "\n\n".join(f"{t}: {p!r}\n{p.draw(n, m, at)}" for t, p in zip(titles, heads))
+
+    def block_mask(self, n, m=None, at=None, device=None):
+        raise ShapeError(
+            "block_mask of per_head: FlexAttention's mask is for all heads; take one of .patterns"
+        )
+
+    def _combined(self, other: Pattern, combine: Callable[[Pattern, Pattern], Pattern]) -> Pattern:
+        if not isinstance(other, Pattern):
+            return NotImplemented
+        others = other.patterns if isinstance(other, per_head) else (other,) * len(self.patterns)
+        if len(others) != len(self.patterns):
+            raise SpecError(
+                f"per_head of {len(self.patterns)} heads and of {len(others)} heads do not combine"
+            )
+        return per_head([combine(a, b) for a, b in zip(self.patterns, others)])
+
+    def __and__(self, other):
+        return self._combined(other, lambda a, b: a & b)
+
+    def __or__(self, other):
+        return self._combined(other, lambda a, b: a | b)
+
+    def __sub__(self, other):
+        return self._combined(other, lambda a, b: a - b)
+
+    def __rand__(self, other):
+        return self._combined(other, lambda a, b: b & a)
+
+    def __ror__(self, other):
+        return self._combined(other, lambda a, b: b | a)
+
+    def __rsub__(self, other):
+        return self._combined(other, lambda a, b: b - a)
+
+    def __invert__(self):
+        return per_head([~pattern for pattern in self.patterns])
+
+    def __repr__(self):
+        return f"per_head([{', '.join(map(repr, self.patterns))}])"
+
+
+register(per_head)
