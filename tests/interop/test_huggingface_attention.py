@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, T5Config, T5Model
 
 import regard as rg
-from regard.interop import huggingface
+from regard.interop import huggingface, use
 from regard.interop.huggingface import attention, registration
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -190,6 +190,52 @@ def test_another_version_of_transformers_is_warned_about(monkeypatch):
         UserWarning, match=rf"transformers {transformers.__version__}: regard was tested with 4.7"
     ):
         huggingface.register()
+
+
+def test_a_layer_without_a_mask_attends_everywhere_as_in_eager_unless_the_call_says_causal():
+    layer = causal_model().model.layers[0].self_attn
+    assert layer.is_causal
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    _, weights = attention.attend(layer, q, k, k, None, output_attentions=True)
+    assert bool((weights > 0).all())
+    _, weights = attention.attend(layer, q, k, k, None, output_attentions=True, is_causal=True)
+    assert torch.equal(weights[0, 0] > 0, rg.causal().allowed(5))
+
+
+def test_a_model_with_its_own_attention_keeps_it_and_says_so():
+    config = transformers.BloomConfig(vocab_size=61, hidden_size=8, n_layer=1, n_head=2)
+    with pytest.warns(UserWarning, match="BloomModel: BloomAttention does not go through the registry"):
+        bloom = transformers.BloomModel._from_config(config, attn_implementation="regard").eval()
+    assert bloom.config._attn_implementation == "eager"
+    given = {"attention_mask": LEFT.flip(-1)}
+    expected = transformers.BloomModel(config).eval()
+    expected.load_state_dict(bloom.state_dict())
+    assert torch.equal(bloom(IDS, **given).last_hidden_state, expected(IDS, **given).last_hidden_state)
+    with pytest.warns(UserWarning, match="FalconModel: FalconAttention does not go through the registry"):
+        config = transformers.FalconConfig(
+            vocab_size=61, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
+        )
+        transformers.FalconModel._from_config(config, attn_implementation="regard")
+
+
+SAM = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+SAM |= {"mlp_dim": 16, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1]}
+
+
+def test_a_dictionary_of_attention_classes_gets_one_that_runs_by_regard(monkeypatch):
+    torch.manual_seed(0)
+    given, config, made = torch.randn(2, 3, 16, 16), transformers.SamVisionConfig, transformers.SamVisionModel
+    model = made._from_config(config(**SAM), attn_implementation="regard").eval()
+    twin = made._from_config(config(**SAM), attn_implementation="eager").eval()
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p), alpha=0.1)  # tables of relative positions begin at zero
+    twin.load_state_dict(model.state_dict())
+    calls, computed = [], use.sdpa_with_pattern
+    monkeypatch.setattr(use, "sdpa_with_pattern", lambda *a, **k: calls.append(1) or computed(*a, **k))
+    ours = model(given).last_hidden_state
+    assert len(calls) == 2
+    assert relative(ours, twin(given).last_hidden_state) < 1e-5
+    assert len(calls) == 2
 
 
 @pytest.mark.compiled

@@ -146,14 +146,15 @@ def check_patterns(given: Patterns, heads: int | None, name: str, past_only: boo
 # Modules of PyTorch
 
 
-def _forward_names(module: nn.Module) -> tuple[str, ...]:
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """The names that the forward method of a module's class uses."""
     function = inspect.unwrap(type(module).forward)
     code = getattr(function, "__code__", None)
     return code.co_names if code is not None else ()
 
 
 def _replaceable(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or SDPA in _forward_names(module)
+    return isinstance(module, nn.MultiheadAttention) or SDPA in forward_names(module)
 
 
 def _without_nested_tensors(encoder: nn.TransformerEncoder) -> Callable[[], None]:
@@ -179,7 +180,7 @@ def _install(module: nn.Module, given: Patterns) -> Callable[[], None]:
     else:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with _Intercepted(type(module).__name__, given) as mode:
+            with Intercepted(type(module).__name__, given) as mode:
                 out = before(*args, **kwargs)
             if not mode.calls:
                 raise SpecError(
@@ -205,7 +206,7 @@ def _nothing(module: nn.Module, args: Any) -> None:
     return None
 
 
-class _Intercepted(TorchFunctionMode):
+class Intercepted(TorchFunctionMode):
     """While active, F.scaled_dot_product_attention of this thread attends to the pattern's pairs only."""
 
     def __init__(self, name: str, given: Patterns):

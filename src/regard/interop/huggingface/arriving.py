@@ -62,10 +62,13 @@ def _from_tensor(given: Tensor, batch: int, n: int, m: int) -> tuple[Mask, Tenso
 
 
 def _unmasked(module: nn.Module, batch: int, n: int, m: int, kwargs: dict[str, Any]) -> Mask:
-    """No mask: causal where the module says so, aligned at the first key as PyTorch does; else all pairs."""
-    flag, sliding = kwargs.get("is_causal"), kwargs.get("sliding_window")
-    is_causal_ = flag if flag is not None else getattr(module, "is_causal", True)
-    if not (is_causal_ and n > 1):
+    """No mask: all pairs, as in eager, unless the call has is_causal=True (aligned at the first key).
+
+    A module's attribute `is_causal` does not count: the masks that are made for "regard" are never None where they
+    hide something, and a layer that is called without one attends everywhere in eager.
+    """
+    sliding = kwargs.get("sliding_window")
+    if not (kwargs.get("is_causal") and n > 1):
         return Mask(full(), max(0, m - n), batch, n, m)
     pattern: Pattern = causal()
     if sliding is not None and sliding < n:

@@ -59,16 +59,17 @@ class Mask:
 
 
 class LazyMask(Tensor):
-    """A bool tensor of shape (b, 1, n, m) without its elements: the first operation on it builds the table.
+    """What eager adds to the scores, of shape (b, 1, n, m), without its elements: the first operation builds them.
 
-    It travels through model code as a mask does. "regard" reads `.mask`; anything else computes with the exact table.
+    It travels through model code as a mask of eager does: 0 where a query may attend, else the lowest number of its
+    dtype. "regard" reads `.mask`; anything else computes with the exact table, as it would in eager.
     """
 
     mask: Mask
 
     @staticmethod
-    def of(mask: Mask, device: torch.device) -> "LazyMask":
-        one = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    def of(mask: Mask, device: torch.device, dtype: torch.dtype = torch.float32) -> "LazyMask":
+        one = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
         made = one.expand(mask.batch, 1, mask.n, mask.m).as_subclass(LazyMask)
         made.mask = mask
         return made
@@ -86,37 +87,29 @@ class LazyMask(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyMask) and _unchanged(func, first, args[1:], kwargs):
-            return LazyMask.of(first.mask, first.device)
-        added = func in ADDITIVE and _float_dtype((args, tuple(kwargs.values())))
-        args, kwargs = _built(args, added), {name: _built(x, added) for name, x in kwargs.items()}
-        return func(*args, **kwargs)
+            return LazyMask.of(first.mask, first.device, first.dtype)
+        return func(*_built(args), **{name: _built(x) for name, x in kwargs.items()})
 
 
-# Operations that model code joins a mask and a float tensor by, where masks are added to the scores.
-ADDITIVE = {torch.cat, torch.concat, torch.concatenate, torch.stack, torch.add, Tensor.add, Tensor.__add__}
-ADDITIVE |= {Tensor.__radd__, Tensor.__iadd__, Tensor.add_}
 METADATA = {Tensor.dim, Tensor.size, Tensor.is_floating_point, Tensor.numel, Tensor.stride, Tensor.__len__}
 METADATA |= {Tensor.is_complex, Tensor.__hash__, Tensor.is_contiguous, Tensor.element_size, Tensor.ndimension}
 COMPUTED = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data")}
 
 
-def _built(x: Any, added: Any = None) -> Any:
-    """The tables in place of masks; with a float dtype as what is added to the scores, 0 or the lowest number."""
+def _built(x: Any) -> Any:
+    """The tables in place of masks, in nested arguments."""
     if isinstance(x, LazyMask):
-        table = x.mask.table()
-        return torch.where(table, 0.0, torch.finfo(added).min).to(added) if added else table
+        return added_to_scores(x.mask.table(), x.dtype)
     if type(x) in (tuple, list):
-        return type(x)(_built(y, added) for y in x)
+        return type(x)(_built(y) for y in x)
     return x
 
 
-def _float_dtype(x: Any) -> torch.dtype | None:
-    """The dtype of the first float tensor in nested arguments."""
-    if isinstance(x, Tensor) and not isinstance(x, LazyMask):
-        return x.dtype if x.is_floating_point() else None
-    if isinstance(x, tuple | list):
-        return next((dtype for y in x if (dtype := _float_dtype(y)) is not None), None)
-    return None
+def added_to_scores(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool table as eager's mask: 0, or the lowest number of the dtype."""
+    return torch.zeros(table.shape, dtype=dtype, device=table.device).masked_fill_(
+        ~table, torch.finfo(dtype).min
+    )
 
 
 def _unchanged(func: Any, x: LazyMask, rest: tuple, kwargs: dict) -> bool:
@@ -124,7 +117,7 @@ def _unchanged(func: Any, x: LazyMask, rest: tuple, kwargs: dict) -> bool:
     if func in (Tensor.detach, Tensor.contiguous, Tensor.clone) and not rest and not kwargs:
         return True
     if func is Tensor.to:
-        return all(y is None or y is torch.bool or _same_device(y, x) for y in (*rest, *kwargs.values()))
+        return all(y is None or y is x.dtype or _same_device(y, x) for y in (*rest, *kwargs.values()))
     if func is Tensor.__getitem__ and not kwargs:
         places = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
         return len(places) <= 4 and all(

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ...pattern import Both, Either, Pattern, blocks, causal, documents, full, window
-from .lazy_mask import LazyMask, Mask
+from .lazy_mask import LazyMask, Mask, added_to_scores
 
 SAMPLED_ROWS = 8  # query rows on which a mask that was read is compared with the function it was read from
 CHUNK_PAIRS = 1 << 24  # pairs of a mask evaluated at a time
@@ -188,8 +188,9 @@ def mask(
         "device": device,
     }
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    dtype = options.get("dtype") or torch.float32
     if _tracing(attention_mask, q_offset):
-        return _traced_mask(given, how)
+        return _traced_mask(given, how, dtype)
     stored = getattr(kv_offset, "positions", None)  # a bounded cache says which positions it holds
     q_offset, kv_offset = int(q_offset), int(kv_offset)
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
@@ -200,7 +201,7 @@ def mask(
 
     if stored is not None:
         made = _bounded_mask(batch_size, q_length, q_offset, stored, mask_function, attention_mask, device)
-        return LazyMask.of(made, device)
+        return LazyMask.of(made, device, dtype)
     frame = Frame(batch_size, q_length, kv_length, q_offset - kv_offset, kv_offset)
     function = mask_function
     if padding is not None:
@@ -220,7 +221,7 @@ def mask(
         )  # fmt: skip
     elif options.get("allow_is_bidirectional_skip") and made.keys is None and isinstance(made.pattern, full):
         return None
-    return LazyMask.of(made, device)
+    return LazyMask.of(made, device, dtype)
 
 
 def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor]) -> Mask:
@@ -369,10 +370,10 @@ def _tracing(*tensors: Any) -> bool:
     )
 
 
-def _traced_mask(given: tuple, how: dict[str, Any]) -> Any:
+def _traced_mask(given: tuple, how: dict[str, Any], dtype: torch.dtype) -> Any:
     """A pattern where the whole mask is causal and nothing is read from tensors, as in training; else the table."""
     _, _, _, q_offset, kv_offset, function, attention_mask = given
     plain = attention_mask is None and not isinstance(q_offset, Tensor) and not isinstance(kv_offset, Tensor)
     if plain and function is masking_utils.causal_mask_function:
         return TracedMask(causal(), q_offset - kv_offset)
-    return masking_utils.sdpa_mask(*given, **how)
+    return added_to_scores(masking_utils.sdpa_mask(*given, **how), dtype)

@@ -1,6 +1,5 @@
 """Patterns of the user's in Hugging Face models: `rg.use`, and how they are saved with the model's configuration."""
 
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +8,10 @@ from torch import nn
 
 from ...errors import SpecError
 from ...pattern import Pattern
-from ..use import Applied, Patterns, assign, check_patterns
+from ..use import Applied, Patterns, assign, check_patterns, forward_names
+from .own_attention import REGISTRY
 from .registration import NAME
 
-REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 FIELD = "regard_patterns"  # where the configuration keeps them
 
@@ -21,8 +20,7 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The self-attention modules of a model that call the registry, by name. Cross attention is left alone."""
     found = {}
     for name, module in model.named_modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if code is None or REGISTRY not in code.co_names:
+        if REGISTRY not in forward_names(module):
             continue
         last = name.rsplit(".", 2)[-2:]
         if getattr(module, "is_cross_attention", False) or any(CROSS.search(part) for part in last):

@@ -26,6 +26,8 @@ def register() -> None:
         )
     from .attention import attend
     from .masks import mask
+    from .own_attention import install
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
+    install(NAME)
