@@ -20,6 +20,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -270,39 +272,10 @@ def model_class(case: Any, cls: Any, config: Any, inputs: dict[str, Any], attent
     except Exception as error:
         return {**row, "result": "eager fails here", "reason": short(error)}
     row["noise"] = compare(again, expected)["worst"]
-    for name in ("regard", "sdpa"):
-        calls = [0]
-        attend = attention.attend
-
-        def counted(*args, _attend=attend, _calls=calls, **kwargs):
-            _calls[0] += 1
-            return _attend(*args, **kwargs)
-
-        try:
-            if name == "regard":
-                from transformers import AttentionInterface
-
-                from regard.interop import use
-
-                AttentionInterface.register("regard", counted)
-                intercepted = use.sdpa_with_pattern
-
-                def counted_sdpa(*args, _attend=intercepted, _calls=calls, **kwargs):
-                    _calls[0] += 1
-                    return _attend(*args, **kwargs)
-
-                use.sdpa_with_pattern = counted_sdpa
-            twin = cls._from_config(copy.deepcopy(config), attn_implementation=name)
-            twin.load_state_dict(model.state_dict())
-            found = outcome(twin, copy.deepcopy(prepared), generate)
-            row[name] = compare(found, expected)
-        except Exception as error:
-            row[name] = {"error": short(error)}
-            if name == "regard":
-                print(traceback.format_exc()[-1500:], file=sys.stderr)
-        if name == "regard":
-            use.sdpa_with_pattern = intercepted
-            row["calls"] = calls[0]
+    with counted(attention) as calls:
+        row["regard"] = compared("regard", cls, model, config, prepared, generate, expected)
+    row["calls"] = len(calls)
+    row["sdpa"] = compared("sdpa", cls, model, config, prepared, generate, expected)
     said = row["regard"]
     if "error" in said:
         row["result"], row["reason"] = "refused", said["error"]
@@ -322,6 +295,38 @@ def model_class(case: Any, cls: Any, config: Any, inputs: dict[str, Any], attent
         row["result"] = "differs"
         row["reason"] = f"{said['worst']:.1e} at {said['at']}; tokens equal: {said['tokens_equal']}"
     return row
+
+
+def compared(
+    name: str, cls: Any, model: Any, config: Any, prepared: Any, generate: Any, expected: Any
+) -> Any:
+    """The implementation of this name against what eager gave."""
+    try:
+        twin = cls._from_config(copy.deepcopy(config), attn_implementation=name)
+        twin.load_state_dict(model.state_dict())
+        return compare(outcome(twin, copy.deepcopy(prepared), generate), expected)
+    except Exception as error:
+        if name == "regard":
+            print(traceback.format_exc()[-1500:], file=sys.stderr)
+        return {"error": short(error)}
+
+
+@contextmanager
+def counted(attention: Any) -> Iterator[list[int]]:
+    """The calls that regard computes: by the registry, and of intercepted F.scaled_dot_product_attention."""
+    from transformers import AttentionInterface
+
+    from regard.interop import use
+
+    calls: list[int] = []
+    attend, sdpa = attention.attend, use.sdpa_with_pattern
+    AttentionInterface.register("regard", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    use.sdpa_with_pattern = lambda *a, **k: calls.append(1) or sdpa(*a, **k)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register("regard", attend)
+        use.sdpa_with_pattern = sdpa
 
 
 def in_float64(model: Any) -> Any:

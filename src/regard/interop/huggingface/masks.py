@@ -376,4 +376,6 @@ def _traced_mask(given: tuple, how: dict[str, Any], dtype: torch.dtype) -> Any:
     plain = attention_mask is None and not isinstance(q_offset, Tensor) and not isinstance(kv_offset, Tensor)
     if plain and function is masking_utils.causal_mask_function:
         return TracedMask(causal(), q_offset - kv_offset)
-    return added_to_scores(masking_utils.sdpa_mask(*given, **how), dtype)
+    table = masking_utils.sdpa_mask(*given, **how)
+    assert table is not None  # nothing in `how` allows that
+    return added_to_scores(table, dtype)

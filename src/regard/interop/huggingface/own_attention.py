@@ -50,8 +50,8 @@ def install(name: str) -> None:
             del _set_to_eager[id(config)]
 
     post_init.regard = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
-    PreTrainedModel.post_init = post_init
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation  # type: ignore[method-assign]
+    PreTrainedModel.post_init = post_init  # type: ignore[method-assign]
 
 
 def add_classes(model: type, name: str) -> None:
