@@ -259,3 +259,45 @@ def test_terms_that_cannot_be_are_refused_with_their_reason(error, changes, text
     with pytest.raises(error) as refusal:
         attention(q, k, v, **changes)
     assert str(refusal.value).startswith(text)
+
+
+# In declarations.
+
+
+def test_a_declared_attention_has_both_terms():
+    declared = rg.Attention(
+        12, heads=6, kv_heads=3, d_k=D, d_v=D_V, softcap=2.0, sink_logits=True, pattern=rg.causal()
+    )
+    assert rg.spec.from_json(declared.json()) == declared
+    layer = declared.build().double()
+    layer.sink_logits.data = randn(6, seed=9)
+    x = randn(B, N, 12, seed=10)
+    q, k, v = layer._queries(x), layer._keys(x), layer._values(x)
+    o, _ = formula(q, k, v, rg.causal().allowed(N), 2.0, layer.sink_logits)
+    assert_close(layer(x), layer.w_o(o.transpose(1, 2).flatten(2)))
+    plain = rg.cost(rg.Attention(12, heads=6, kv_heads=3, d_k=D, d_v=D_V, pattern=rg.causal()), n=N)
+    cost = rg.cost(declared, n=N)
+    assert cost.parameters == plain.parameters + 6 == sum(p.numel() for p in layer.parameters())
+    assert cost.total.elementwise_flops == plain.total.elementwise_flops + 6 * (
+        3 * rg.causal().count(N) + 4 * N
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"softcap": -1}, "softcap=-1 is not above 0; leave it out for scores without a cap"),
+        (
+            {"softcap": 2.0, "score": "additive"},
+            "softcap=2.0 caps products q·k, which score='additive' has not; use score='dot'",
+        ),
+        (
+            {"sink_logits": True, "scale": inf},
+            "sink_logits=True joins a softmax, which hard attention has not; use a finite scale",
+        ),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_refused(options, text):
+    with pytest.raises(SpecError) as refusal:
+        rg.Attention(12, heads=6, **options)
+    assert str(refusal.value) == text

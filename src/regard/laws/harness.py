@@ -175,15 +175,15 @@ class Harness:
             columns.append(o[..., : min(width, m - j)])
         return torch.cat(columns, -1)
 
-    def reference(self, q, k, v, allowed=None, *, bias=None, scale=None) -> reference.AttentionOutput:
-        """The output of reference.py for the same inputs, in float64."""
+    def reference(self, q, k, v, allowed=None, *, bias=None, **terms: Any) -> reference.AttentionOutput:
+        """The output of reference.py for the same inputs, in float64. terms: scale, softcap, sink_logits."""
         q, k, v = (x.double() for x in (q, k, v))
         if self.supports("always causal"):
             past = self.make_mask("causal", 1, 1, q.shape[-2], k.shape[-2]).allowed
             allowed = past if allowed is None else allowed & past
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
         bias = None if bias is None else bias.double()
-        return reference.attend(q, k, v, allowed, bias=bias, scale=scale)
+        return reference.attend(q, k, v, allowed, bias=bias, **terms)
 
     def query_offset(self, n: int, m: int) -> int:
         """The position of query 0 among the keys, by the target's alignment."""

@@ -26,6 +26,8 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "mask": ("allowed", "bool, broadcasts to (b, h, n, m), for a model (b, n, m); True = may attend"),
     "causal": ("causal", "True: no query attends to its future; if n ≠ m, as the target's alignment says"),
     "scale": ("scale", "float, replaces 1/√d_k"),
+    "softcap": ("softcap", "float c: the scores become c · tanh(scores / c), before bias and mask"),
+    "sink logits": ("sink_logits", "float (h,): one more score in the softmax of each head, without a value"),
     "bias": ("bias", "float, broadcasts to (b, h, n, m), added to the scores; may be −inf"),
     "lengths": ("lengths", "int (b,): keys at or after this index are masked (a model: positions of x)"),
     "context lengths": ("context_lengths", "int (b,): the same for the context of a model"),

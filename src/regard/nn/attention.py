@@ -51,6 +51,7 @@ class MultiHeadAttention(nn.Module):
             self.w_o = nn.Linear(size.heads * size.d_v, size.d_out, bias=declared.biases != "none")
         if declared.score == "additive":
             self.v_score = nn.Parameter(torch.empty(size.heads, size.d_k).normal_(std=size.d_k**-0.5))
+        self.sink_logits = nn.Parameter(torch.zeros(size.heads)) if declared.sink_logits else None
         self.position: Any = None  # the arguments of a position module depend on where it acts
         if declared.position is not None:
             self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
@@ -82,6 +83,8 @@ class MultiHeadAttention(nn.Module):
             "lengths": p.lengths,
             "bias": bias,
             "scale": scale,
+            "softcap": self.spec.softcap,
+            "sink_logits": self.sink_logits,
             "ties": self.spec.ties,
             "at": p.at,
         }
@@ -101,6 +104,8 @@ class MultiHeadAttention(nn.Module):
         """Whether one product for queries, keys and values and one fused kernel compute this call."""
         declared, size, factor = self.spec, self.spec.sizes, self.spec.factor
         if declared.score != "dot" or declared.position is not None:
+            return False
+        if declared.softcap is not None or declared.sink_logits or declared.pattern.differs_by_head:
             return False
         if factor is not None and not 0 < factor < inf:
             return False

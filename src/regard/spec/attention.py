@@ -58,6 +58,8 @@ class Attention(Spec):
     score: str = "dot"  # dot, bilinear, additive, or position (scores from the position encoding only)
     scale: Number | None = None  # None: 1/√d_k; inf is hard attention
     temperature: Number | None = None  # 1/scale; give one of the two
+    softcap: Number | None = None  # c: scores become c · tanh(scores / c)
+    sink_logits: bool = False  # one more learned logit per head in the softmax, without a value
     ties: str = "share"
     biases: str = "all"  # none, output or all
     output: bool = True  # W_O
@@ -100,6 +102,19 @@ class Attention(Spec):
                 self.scale >= 0,
                 f"scale={self.scale} is negative; use a positive number, or inf for hard attention",
             )
+        if self.softcap is not None:
+            require(
+                self.softcap > 0,
+                f"softcap={self.softcap} is not above 0; leave it out for scores without a cap",
+            )
+            require(
+                self.score in ("dot", "bilinear"),
+                f"softcap={self.softcap} caps products q·k, which score={self.score!r} has not; use score='dot'",
+            )
+        require(
+            not self.sink_logits or self.factor != inf,
+            "sink_logits=True joins a softmax, which hard attention has not; use a finite scale",
+        )
         if not self.output:
             require(self.d_out is None, f"d_out={self.d_out} has no effect with output=False; leave it out")
         if self.position is not None:

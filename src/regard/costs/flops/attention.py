@@ -84,13 +84,18 @@ def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
         parameters=s.heads * s.d_k if spec.score == "additive" else 0,
         flops=needed,
         backward_flops=0 if is_hard(spec) else 2 * needed,
-        elementwise_flops=rows * pairs.needed * (4 * s.d_k - 1) if spec.score == "additive" else 0,
+        elementwise_flops=rows * pairs.needed * _per_pair(spec, s),
         executed_flops=executed_flops,
         executed_backward_flops=_backward_products(spec, pairs) * executed_flops,
         bytes=moved,
     )
     note = "recomputed in the backward pass" if pairs.fused and scope.request.train else ""
     return Part("scores", own, note=note)
+
+
+def _per_pair(spec: Attention, s: Sizes) -> int:
+    """Elementwise FLOPs of one score: of an additive one, and of a softcap (divide, tanh, multiply)."""
+    return (4 * s.d_k - 1 if spec.score == "additive" else 0) + (0 if spec.softcap is None else 3)
 
 
 def _backward_products(spec: Attention, pairs: AttentionPairs) -> int:
@@ -110,10 +115,17 @@ def _is_outer_product(pairs: AttentionPairs, summed: int) -> bool:
 def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
     """5m − 2 per row of m entries: m − 1 comparisons, m subtractions, m exponentials, m − 1 sums, m divisions.
 
-    Hard attention compares with the maximum instead: 4m − 2.
+    Hard attention compares with the maximum instead: 4m − 2. A sink logit is one more entry, which is not divided: a
+    comparison, a subtraction, an exponential and a sum.
     """
-    flops = scope.b * s.heads * ((4 if is_hard(spec) else 5) * pairs.needed - 2 * pairs.rows)
-    return Part("softmax", Amounts(elementwise_flops=flops, bytes=_score_table(scope, s, pairs, 2)))
+    per_row = 2 if spec.sink_logits else -2
+    flops = scope.b * s.heads * ((4 if is_hard(spec) else 5) * pairs.needed + per_row * pairs.rows)
+    own = Amounts(
+        parameters=s.heads if spec.sink_logits else 0,
+        elementwise_flops=flops,
+        bytes=_score_table(scope, s, pairs, 2),
+    )
+    return Part("softmax", own)
 
 
 def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:

@@ -86,7 +86,9 @@ def call_facts(
         bias=bias,
         bias_grad=bool(request.train) and bias != "none",
         scale=spec.factor if spec.factor == float("inf") else None,
+        softcap=None if spec.softcap is None else float(spec.softcap),
         dropout_p=spec.dropout if request.train else 0.0,
+        return_lse=spec.sink_logits,
         grad=bool(request.train),
     )
 

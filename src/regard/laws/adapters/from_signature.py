@@ -199,7 +199,7 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
         claims -= {"mask"}
         claims |= {"lengths"}
     if reading.layout in layouts.LOOPED or reading.layout in layouts.FOLDED:
-        lacks |= {"grouped", "lse", "weights", "bias", "documents"} & ({"grouped"} | claims)
+        lacks |= {"grouped", "lse", "weights", "bias", "documents", "sink logits"} & ({"grouped"} | claims)
         claims -= lacks
     _read_window(reading, text)
     alignment = "bottom-right" if any(n in START for n in others) and "causal" in names else None

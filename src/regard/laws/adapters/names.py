@@ -12,6 +12,8 @@ NAMES = {
     "mask": ("allowed", "attn_mask", "attention_mask", "mask", "pattern", "keep", "visible"),
     "causal": ("causal", "is_causal"),
     "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "softcap": ("softcap", "soft_cap", "logits_soft_cap", "attn_logit_softcapping"),
+    "sink logits": ("sink_logits", "s_aux", "learnable_sink"),
     "bias": ("bias", "attn_bias", "score_bias", "position_bias"),
     "lengths": (
         *("lengths", "key_lengths", "kv_lengths", "seqlens", "seq_lens", "seqlens_k", "cache_seqlens"),

@@ -45,7 +45,9 @@ def regard_function(backend: str = "auto") -> Function:
 
     def call(q, k, v, *, lse=False, weights=False, dropout_p=0.0, **options) -> Any:
         n, m = q.shape[-2], k.shape[-2]
-        arguments = {name: options.pop(name, None) for name in ("bias", "scale", "lengths")}
+        arguments = {
+            name: options.pop(name, None) for name in ("bias", "scale", "softcap", "sink_logits", "lengths")
+        }
         arguments["pattern"] = _pattern(n, m, **options)
         if isinstance(arguments["pattern"], Pattern) and n > m:
             arguments["at"] = m - n  # more queries than keys need an explicit query offset
@@ -58,6 +60,8 @@ def regard_function(backend: str = "auto") -> Function:
         "mask",
         "causal",
         "scale",
+        "softcap",
+        "sink logits",
         "bias",
         "lengths",
         "documents",
@@ -70,7 +74,7 @@ def regard_function(backend: str = "auto") -> Function:
     return Function(
         "regard.attention" + (f" ({named})" if named else ""),
         call,
-        claims=options | PROMISES,
+        claims=(options | PROMISES) - ({"softcap", "sink logits"} if backend == "sdpa" else set()),
         alignment="bottom-right",
         source=f"adapters.regard_function({named})",
         imports=IMPORTS,

@@ -19,6 +19,7 @@ from . import (
     positions,
     promises,
     receptive_fields,
+    score_terms,
     scores,
     softmax,
     training,
@@ -27,6 +28,7 @@ from . import (
 SUBJECTS = (
     softmax,
     scores,
+    score_terms,
     equivalences,
     order,
     positions,

@@ -17,6 +17,8 @@ CLAIMS = (
     "mask",
     "causal",
     "scale",
+    "softcap",
+    "sink logits",
     "bias",
     "lengths",
     "documents",
@@ -65,9 +67,10 @@ def table(
 def reference_function() -> Function:
     """reference.py as a target."""
 
-    def call(q, k, v, *, scale=None, bias=None, lse=False, weights=False, **masking):
+    def call(q, k, v, *, bias=None, lse=False, weights=False, **options):
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
-        out = reference.attend(q, k, v, table(q, k, **masking), bias=bias, scale=scale)
+        terms = {name: options.pop(name, None) for name in ("scale", "softcap", "sink_logits")}
+        out = reference.attend(q, k, v, table(q, k, **options), bias=bias, **terms)
         return (out.o, out.lse) if lse else (out.o, out.weights) if weights else out.o
 
     return Function(
@@ -94,7 +97,8 @@ def with_weights(name: str, weigh: Weigh, *claims: str) -> Function:
         total = reference.log_sum_exp(scores, allowed)
         return (w @ v, total) if lse else (w @ v, w) if weights else w @ v
 
-    return Function(name, call, claims=frozenset(claims or CLAIMS) - {"empty rows"}, alignment="bottom-right")
+    lacks = {"empty rows", "softcap", "sink logits"}
+    return Function(name, call, claims=frozenset(claims or CLAIMS) - lacks, alignment="bottom-right")
 
 
 def with_changed_call(
