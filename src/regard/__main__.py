@@ -1,6 +1,6 @@
 """`python -m regard` is `regard`."""
 
-from .cli.main import run
+from .cli.entry import run
 
 if __name__ == "__main__":
     run()

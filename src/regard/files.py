@@ -28,6 +28,16 @@ def write_text(path: Path, text: str) -> None:
         raise RegardError(f"cannot write {path}: {e.strerror or e}") from e
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents; a RegardError names the reason if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as e:
+        raise RegardError(f"{folder} is a file, and a folder is needed; choose another folder") from e
+    except OSError as e:
+        raise RegardError(f"cannot create {folder}: {e.strerror or e}; choose another folder") from e
+
+
 def read_text(path: Path) -> str:
     """The text of a file; a FormatError names the file if it cannot be read."""
     try:

@@ -75,7 +75,7 @@ def test_what_cannot_be_trained_is_named(tmp_path):
     wrong = r"^steps=: parameters belong to recipes by name; change a Recipe instead$"
     with pytest.raises(rg.SpecError, match=wrong):
         rg.train(small(tmp_path), steps=3)
-    with pytest.raises(rg.FormatError, match=r"^there is no file mine\.json$"):
+    with pytest.raises(rg.FormatError, match=r"^file not found: mine\.json$"):
         rg.train("mine.json")
 
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from . import names
+
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
 
@@ -15,11 +17,14 @@ def bench() -> None:
 
 @app.command()
 def machine(
-    device: Annotated[str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = "",
+    device: Annotated[
+        str,
+        typer.Option(help="cpu or cuda; by default a GPU if there is one.", autocompletion=names.devices),
+    ] = "",
     path: Annotated[
         Path | None, typer.Option(help="The file to write; by default in the user's cache.")
     ] = None,
-    size: Annotated[int | None, typer.Option(min=64, help="Side of the matrices.")] = None,
+    size: Annotated[int | None, typer.Option(min=64, max=32768, help="Side of the matrices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
     """Measure the rates of matrix products and of memory, and store them for `regard cost --time`.
@@ -29,8 +34,9 @@ def machine(
     import torch
 
     from ..costs.time import measure, save_roofline
+    from .devices import read_device
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = read_device(device) if device else ("cuda" if torch.cuda.is_available() else "cpu")
     typer.echo(f"measuring {device}; this takes a few seconds …", err=True)
     roofline = measure(device, size)
     stored = save_roofline(roofline, path)

@@ -3,19 +3,17 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import RegardError, SpecError
-from ..laws.adapters import adapt
-from ..laws.catalogue import LAWS
-from ..laws.checker import check as run
-from ..laws.law import Outcome
-from ..laws.run_law import Budget
-from ..laws.verdict import MARK, Verdict
-from . import targets
+from . import names
 from .forms import FORMS
+
+if TYPE_CHECKING:
+    from ..laws.law import Outcome
+    from ..laws.verdict import Verdict
 
 COLOURS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not promised": "yellow"}
 
@@ -30,10 +28,15 @@ SETTINGS = (
 
 def check(
     target: Annotated[
-        str | None, typer.Argument(help=f"{FORMS}; a class or a factory is built with --heads, --d-model.")
+        str | None,
+        typer.Argument(
+            help=f"{FORMS}; a class or a factory is built with --heads, --d-model.",
+            autocompletion=names.models,
+        ),
     ] = None,
     law: Annotated[
-        list[str] | None, typer.Option(help="Only this law, by number or name; repeatable.")
+        list[str] | None,
+        typer.Option(help="Only this law, by number or name; repeatable.", autocompletion=names.laws),
     ] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Heads of a class that is built.")] = None,
     d_model: Annotated[int | None, typer.Option(min=1, help="Width of a class that is built.")] = None,
@@ -43,7 +46,10 @@ def check(
     kind: Annotated[
         str | None, typer.Option("--as", help=f"What the target is, where that is not clear: {KINDS}.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="The device to check it on, such as cuda.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="The device to check it on, such as cuda.", autocompletion=names.devices),
+    ] = None,
     setting: Annotated[list[str] | None, typer.Option("--with", help=SETTINGS)] = None,
     cases: Annotated[int, typer.Option(min=1, help="Cases per law.")] = 40,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML report to this file.")] = None,
@@ -69,10 +75,16 @@ def check(
         return
     if target is None:
         raise SpecError(f"no target; give {FORMS}; --list lists the laws")
+    from ..laws.checker import check as run
+    from ..laws.run_law import Budget
+    from .devices import read_device
+
+    if device is not None:
+        read_device(device)
     options = {"heads": heads, "d_model": d_model, "kind": kind, "device": device}
     more, seconds = _settings(setting or [])
     more |= {name: value for name, value in options.items() if value is not None}
-    thing = adapt(_read(target), claims=set(claim or ()), **more)
+    thing = _adapted(target, claims=set(claim or ()), **more)
     typer.echo(f"checking {thing.name} …", err=True)
     verdict = run(thing, law or None, Budget(cases=cases), call_seconds=seconds)
     if html is not None:
@@ -109,16 +121,26 @@ def _number(each: str, value: str) -> float | int:
         raise SpecError(f"--with {each!r}: {value!r} is not a number") from e
 
 
-def _read(target: str) -> Any:
+def _adapted(target: str, **options: Any) -> Any:
+    """The target behind an adapter. Foreign code may raise anything while it is imported or built."""
+    from ..laws.adapters import adapt
+    from . import targets
+
+    act = "importing"
     try:
-        return targets.read(target)
+        thing = targets.read(target)
+        act = "building"
+        return adapt(thing, **options)
     except RegardError:
         raise
-    except Exception as e:  # foreign code may raise anything while it is imported
-        raise SpecError(f"{target}: importing it raised {type(e).__name__}: {e}") from e
+    except Exception as e:
+        given = {"--heads": options.get("heads"), "--d-model": options.get("d_model")}
+        sizes = " with " + " ".join(f"{k} {v}" for k, v in given.items() if v is not None)
+        where = sizes if act == "building" and sizes != " with " else ""
+        raise SpecError(f"{target}: {act} it{where} raised {type(e).__name__}: {e}") from e
 
 
-def _write(path: Path, verdict: Verdict) -> None:
+def _write(path: Path, verdict: "Verdict") -> None:
     from ..laws.html_report import page
 
     try:
@@ -129,6 +151,8 @@ def _write(path: Path, verdict: Verdict) -> None:
 
 
 def _list(as_json: bool) -> str:
+    from ..laws.catalogue import LAWS
+
     if as_json:
         fields = ("number", "name", "formula", "domain", "promise")
         return json.dumps(
@@ -138,8 +162,10 @@ def _list(as_json: bool) -> str:
     return "\n".join(f"{each.number} {each.name:{width}}  {each.formula}" for each in LAWS)
 
 
-def _show(verdict: Verdict) -> None:
+def _show(verdict: "Verdict") -> None:
     """A table on a terminal, plain lines otherwise. With a known cause, one snippet shows it."""
+    from ..laws.verdict import MARK
+
     shown = verdict.broken if verdict.cause is None else verdict.broken[:1]
     shown = () if verdict.failure is not None else shown
     plain = "\n".join([str(verdict), *(f"\n# {o.law.number} {o.law.name}\n{o.snippet}" for o in shown)])
@@ -180,5 +206,5 @@ def _show(verdict: Verdict) -> None:
         console.print(Text(f"\n{o.law.number} {o.law.name}: {o.law.formula}\n{o.snippet}"))
 
 
-def _message(o: Outcome) -> str:
+def _message(o: "Outcome") -> str:
     return o.message if o.counterexample is None else f"{o.message}; smallest case: {o.counterexample}"

@@ -4,8 +4,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from ..costs.tree import Cost
 from ..errors import SpecError
 from ..spec import Spec
 from . import targets
+from .options import with_options
 
 UNITS = {
     "": 1,
@@ -115,26 +115,6 @@ class CostRequest:
             checkpointing=True if self.checkpointing else None,
             master_weights=self.master_weights,
         )
-
-
-def with_options(kind: Any, run: Callable[[Any], None]) -> Callable[..., None]:
-    """A command whose options are the fields of this dataclass: one value in place of seventeen arguments."""
-
-    def command(**given: Any) -> None:
-        run(kind(**given))
-
-    by_name, none = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                f.name, by_name, default=none if f.default is MISSING else f.default, annotation=f.type
-            )
-            for f in fields(kind)
-        ]
-    )
-    command.__annotations__ = {f.name: f.type for f in fields(kind)}
-    command.__doc__, command.__name__ = run.__doc__, run.__name__
-    return command
 
 
 @app.command()

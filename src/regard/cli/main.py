@@ -14,6 +14,7 @@ except ModuleNotFoundError as e:  # the console script is installed with the cor
 import regard
 
 from ..errors import RegardError
+from . import names
 from .forms import FORMS
 
 # The commands that have a file of their own, with the line that `regard --help` shows. A module is imported when its
@@ -47,6 +48,16 @@ class Commands(TyperGroup):
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self.listing else load_command(cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Ctrl-C is exit code 130, whatever the release of typer makes of it."""
+        try:
+            return super().invoke(ctx)
+        except OverflowError as e:  # a size of thirty digits, in whichever formula
+            raise regard.SpecError(f"a number is too large: {e}") from e
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.listing = True
@@ -107,7 +118,7 @@ def presets(as_json: AsJson = False) -> None:
 
 
 @app.command()
-def show(source: Annotated[str, typer.Argument(help=FORMS)]) -> None:
+def show(source: Annotated[str, typer.Argument(help=FORMS, autocompletion=names.models)]) -> None:
     """Print a declaration as JSON; it can be edited and read back.
 
     Example: regard show gpt2 > mine.json
@@ -125,7 +136,7 @@ def show(source: Annotated[str, typer.Argument(help=FORMS)]) -> None:
 def explain(
     pattern: Annotated[str, typer.Argument(help="As in Python: 'causal() & (window(128) | every(64))'.")],
     n: Annotated[int, typer.Option(min=1, help="Number of queries and keys.")] = 1024,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", autocompletion=names.devices)] = "cpu",
     draw: Annotated[bool, typer.Option(help="Draw the first 16 rows.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -149,9 +160,20 @@ def explain(
 
 
 def run() -> None:
-    """The console script: a RegardError is one line on stderr and exit code 2."""
+    """The console script: a RegardError or a file that cannot be used is one line on stderr and exit code 2."""
     try:
         app()
     except RegardError as e:
-        typer.echo(f"error: {e}", err=True)
-        sys.exit(2)
+        _refuse(str(e))
+    except BrokenPipeError:  # the reader of a pipe, such as head, has left
+        sys.stdout = None
+        sys.exit(1)
+    except OSError as e:
+        if e.filename is None:
+            raise
+        _refuse(f"{e.filename}: {e.strerror}")
+
+
+def _refuse(message: str) -> None:
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(2)

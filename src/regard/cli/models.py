@@ -44,7 +44,13 @@ def load(source: str) -> LoadedModel:
         raise SpecError(
             f"{source} is a {type(target).__name__}; expected a model, or a function that returns one"
         )
-    model = target()
+    try:
+        model = target()
+    except Exception as e:  # foreign code may raise anything
+        raise SpecError(
+            f"{source}() raised {type(e).__name__}: {e}; expected a model, or a function without arguments that "
+            "returns one"
+        ) from e
     if not isinstance(model, nn.Module):
         raise SpecError(f"{source}() returned a {type(model).__name__}; expected a model (an nn.Module)")
     return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)))

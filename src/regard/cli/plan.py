@@ -10,7 +10,8 @@ from ..costs.gpus import CARDS
 from ..costs.planner import plan as planned
 from ..pattern.parse import parse_pattern
 from . import targets
-from .cost import size_of, with_options
+from .cost import size_of
+from .options import with_options
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import spec, value
-from ..errors import FormatError, SpecError, nearest
+from ..errors import FormatError, RegardError, SpecError, nearest
 from ..files import read_json, read_text
 from ..nn.serialization import load
 from ..training.recipes.run import MODEL, RECIPE
@@ -28,7 +28,12 @@ def read(source: str) -> Any:
     if path.suffix in (".json", ".yaml", ".yml"):
         return _declaration(path)
     if ":" in source:
-        return python_object(source)
+        try:
+            return python_object(source)
+        except RegardError:
+            raise
+        except Exception as e:  # foreign code may raise anything while it is imported
+            raise SpecError(f"{source}: importing it raised {type(e).__name__}: {e}") from e
     if source in spec.presets():
         return spec.preset(source)
     raise SpecError(f"unknown model {source!r}; accepted: {FORMS}; {nearest(source, spec.presets())}")

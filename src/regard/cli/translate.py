@@ -9,11 +9,6 @@ from typing import Annotated
 import typer
 
 from ..errors import FormatError, SpecError
-from ..generation import beam, greedy
-from ..training.data import text
-from ..training.recipes.translation import max_source_tokens
-from ..training.recipes.translation import translate as translate_texts
-from ..training.translator import open_translator
 
 
 def translate(
@@ -24,7 +19,12 @@ def translate(
     file: Annotated[Path | None, typer.Option(help="Translate this file, line by line.")] = None,
     width: Annotated[
         int | None,
-        typer.Option("--beam", min=1, help="Beam width; 1 is greedy. By default what the model's card says."),
+        typer.Option(
+            "--beam",
+            min=1,
+            max=10_000,
+            help="Beam width; 1 is greedy. By default what the model's card says.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print source and target as JSON lines.")] = False,
 ) -> None:
@@ -34,6 +34,12 @@ def translate(
     """
     if sentence is not None and file is not None:
         raise SpecError("give a sentence or a file, not both")
+    from ..generation import beam, greedy
+    from ..training.progress import waiting
+    from ..training.recipes.translation import max_source_tokens
+    from ..training.recipes.translation import translate as translate_texts
+    from ..training.translator import open_translator
+
     net, tokens, strategy = open_translator(model)
     if width is not None:
         strategy = greedy() if width == 1 else beam(width)
@@ -48,7 +54,10 @@ def translate(
                     f"line {number} has {len(ids)} tokens; the first {limit} are translated: {line[:40]}…"
                 )
                 typer.echo(warning, err=True)
-        for source, target in zip(lines, translate_texts(net, tokens, lines, strategy), strict=True):
+        size = "" if width is None else f" with a beam of {width:,}"
+        with waiting(f"translating {len(lines):,} line{'s' if len(lines) > 1 else ''}{size}", first=3.0):
+            targets = translate_texts(net, tokens, lines, strategy)
+        for source, target in zip(lines, targets, strict=True):
             text = json.dumps({"source": source, "target": target}, ensure_ascii=False) if as_json else target
             typer.echo(text)
 
@@ -57,6 +66,8 @@ def _lines(sentence: str | None, file: Path | None) -> Iterator[str]:
     if sentence is not None:
         yield sentence
     elif file is not None:
+        from ..training.data import text
+
         yield from text.sentences(file)
     else:
         for number, raw in enumerate(sys.stdin.buffer, 1):

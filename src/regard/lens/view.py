@@ -187,10 +187,14 @@ class View:
     @cached_property
     def statistics(self) -> tuple[HeadStatistics, ...]:
         """The statistics of each layer."""
+        return tuple(self.compute(c.layer) for c in self.calls)
+
+    def compute(self, layer: int) -> HeadStatistics:
+        """The statistics of one layer, computed once: for long inputs, layer by layer with a message in between."""
         done = self._collector.statistics
-        return tuple(
-            done[c.layer] if c.layer in done else self._collector.statistics_of(c) for c in self.calls
-        )
+        if layer not in done:
+            done[layer] = self._collector.statistics_of(self.calls[layer])
+        return done[layer]
 
     def mark(self, relations: marked_pairs.Relations) -> "View":
         """Mark pairs of a query and the key that it relates to, as words or as indices, and classify heads by them.
@@ -279,9 +283,9 @@ class View:
 
     # files
 
-    def to_plain(self) -> dict[str, Any]:
-        """Everything but the maps, ready for JSON."""
-        layers = [
+    def to_plain(self, maps: bool = False, batch: int = 0) -> dict[str, Any]:
+        """Ready for JSON: the tokens of a batch row, the statistics; maps: also the weights, to six decimals."""
+        layers: list[dict[str, Any]] = [
             {
                 "layer": c.layer,
                 "name": c.name,
@@ -290,9 +294,15 @@ class View:
                 "heads": c.heads,
                 "n": c.n,
                 "m": c.m,
+                "queries": list(c.queries[batch]),
+                "keys": list(c.keys[batch]),
             }
             for c in self.calls
         ]
+        if maps:
+            for layer, c in zip(layers, self.calls):
+                of_heads = (self.map(c.layer, head, batch).tolist() for head in range(c.heads))
+                layer["maps"] = [[[round(w, 6) for w in row] for row in weights] for weights in of_heads]
         plain: dict[str, Any] = {"title": self.title, "layers": layers, "heads": self.rows()}
         return plain | {"missed": list(self.missed)}
 

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from ..errors import FormatError, SpecError
+from ..files import read_text
 from ..nn.serialization import load
 from .lessons import run as lessons
 from .lessons.run import LessonChoice, LessonEstimate, LessonResult
 from .loop import log
 from .loop.log import TensorBoardWriter
 from .loop.ranks import Ranks
-from .progress import LessonBar, ProgressBar
+from .progress import LessonBar, ProgressBar, waiting
 from .recipes import evaluation
 from .recipes.base import Recipe
 from .recipes.catalogue import recipe as recipe_by_name
@@ -152,16 +153,20 @@ def train(
         return _teach(lesson, out, device, progress, threads)
     chosen = read_recipe(recipe, **parameters)
     if dry_run:
-        return _dry_run(chosen, out, device)
+        with waiting("reading the data and estimating the cost", progress is False):
+            return _dry_run(chosen, out, device)
     bar: AbstractContextManager[Listener] = nullcontext(_ignore)
     if callable(progress):
         bar = nullcontext(progress)
     elif progress and Ranks.here().rank == 0:
         bar = ProgressBar(chosen.settings)
+    silent = progress is False or Ranks.here().rank > 0
     with bar as listener:
-        run = Run(chosen, out or Path("runs") / chosen.name, device)
+        with waiting("reading the data", silent):
+            run = Run(chosen, out or Path("runs") / chosen.name, device)
         with run.threads(threads):
-            run.ranks.on_first(lambda: _check(run, listener))
+            with waiting("estimating the cost and checking the model", silent):
+                run.ranks.on_first(lambda: _check(run, listener))
             run.train(
                 *([listener, *_listeners(run, heads_every, tensorboard)] if run.ranks.rank == 0 else [])
             )
@@ -194,10 +199,8 @@ def read_lesson(recipe: str | Path | Recipe, **settings: Any) -> LessonChoice | 
     if isinstance(recipe, Recipe):
         return None
     if str(recipe).endswith(".json"):
-        is_file = Path(recipe).is_file()
-        found = (
-            lessons.read_choice(Path(recipe).read_text(encoding="utf-8"), str(recipe)) if is_file else None
-        )
+        exists = Path(recipe).exists()
+        found = lessons.read_choice(read_text(Path(recipe)), str(recipe)) if exists else None
         if found is not None and settings:
             raise SpecError(
                 f"{next(iter(settings))}=: settings belong to lessons by number; change {recipe} instead"
@@ -218,9 +221,15 @@ def read_recipe(recipe: str | Path | Recipe, **parameters: Any) -> Recipe:
         )
     if isinstance(recipe, Recipe):
         return recipe
-    if not Path(recipe).is_file():
-        raise FormatError(f"there is no file {recipe}")
-    return Recipe.from_json(Path(recipe).read_text(encoding="utf-8"))
+    try:
+        made = Recipe.from_json(read_text(Path(recipe)))
+    except SpecError as e:
+        raise SpecError(f"{recipe}: {e}") from e
+    except FormatError as e:
+        raise FormatError(str(e) if str(recipe) in str(e) else f"{recipe}: {e}") from e
+    if not isinstance(made, Recipe):
+        raise FormatError(f"{recipe} contains a {type(made).__name__}, not a recipe")
+    return made
 
 
 def _dry_run(recipe: Recipe, out: str | Path | None, device: str | torch.device | None) -> Preflight:

@@ -1,6 +1,10 @@
 """A progress bar of a run on stderr: loss, speed, time left; and the messages of each event."""
 
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .loop.trainer import Settings
@@ -13,6 +17,8 @@ def message(event: dict[str, Any]) -> str:
             return "\n".join(_rows(event))
         case "preflight":
             return event["text"]
+        case "resume":
+            return f"resuming after update {event['step']:,}, from its checkpoint"
         case "valid":
             return f"update {event['step']:,}: validation loss {event['loss']:.3f}"
         case "evaluating":
@@ -31,6 +37,33 @@ def _rows(event: dict[str, Any]) -> list[str]:
     return lines
 
 
+@contextmanager
+def waiting(
+    text: str, silent: bool = False, *, first: int | float = 1.0, again: int | float = 10.0
+) -> Iterator[None]:
+    """Say on stderr what takes long: after `first` seconds, and then every `again` seconds with the time so far."""
+    if silent:
+        yield
+        return
+    done = threading.Event()
+    began = time.monotonic()
+
+    def report() -> None:
+        if done.wait(first):
+            return
+        print(f"{text} …", file=sys.stderr, flush=True)
+        while not done.wait(again):
+            print(f"{text} … {time.monotonic() - began:.0f} s so far", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 class ProgressBar:
     """A listener that shows a bar while the run trains; without `rich` it prints the messages alone."""
 
@@ -40,7 +73,6 @@ class ProgressBar:
         self.line: Any = None
 
     def __enter__(self) -> "ProgressBar":
-        print("loading the data …", file=sys.stderr)
         return self
 
     def __exit__(self, *error: Any) -> None:

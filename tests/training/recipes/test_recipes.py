@@ -98,8 +98,8 @@ def test_texts_longer_than_the_limit_are_cut_and_counted(tmp_path):
 
 
 def test_lines_that_cannot_be_used_are_refused(tmp_path):
-    with pytest.raises(rg.SpecError, match=r"^train= and valid= are needed together$"):
-        MaskedText(train="a.txt")
+    with pytest.raises(rg.SpecError, match=r"^valid='a.txt' needs train= "):
+        MaskedText(valid="a.txt")
     empty = write(tmp_path / "a.txt", [("",), ("",)])
     with pytest.raises(rg.FormatError, match=r"a\.txt has only empty lines$"):
         MaskedText(train=empty, valid=empty, vocab=300).load(tmp_path / "out")

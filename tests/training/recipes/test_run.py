@@ -96,8 +96,10 @@ def test_tokens_that_do_not_fit_the_model_are_refused(run, tmp_path):
 
 
 def test_sources_say_what_they_lack(tmp_path):
-    with pytest.raises(rg.SpecError, match=r"^train= and valid= are needed together"):
-        SentencePairs(train="a.tsv")
+    with pytest.raises(
+        rg.SpecError, match=r"^valid='a.tsv' needs train= \(on the command line --data\) as well$"
+    ):
+        SentencePairs(valid="a.tsv")
     (tmp_path / "a.txt").write_text("too short\n")
     with pytest.raises(rg.FormatError, match=r"tokens are too few for windows of 64; give a longer text$"):
         ContinuousText(file=str(tmp_path / "a.txt")).load(tmp_path)
@@ -201,5 +203,5 @@ def test_train_lists_shows_costs_and_refuses():
         rg.SpecError, match=r"^--set a=1: parameters belong to recipes by name; change x.json instead$"
     ):
         regard("train", "x.json", "--set", "a=1")
-    with pytest.raises(rg.FormatError, match=r"^there is no file x.json$"):
+    with pytest.raises(rg.FormatError, match=r"^file not found: x.json$"):
         regard("train", "x.json")

@@ -13,6 +13,8 @@ from ..recorder import Recorder
 from ..view import View
 from . import style
 
+MAX_ACROSS = 8  # maps in a row of a gallery; their titles need the width
+
 
 def head_evolution(
     recorder: Recorder, numbers: Sequence[str] = ("entropy", "distance"), *, dark: bool = False
@@ -89,22 +91,26 @@ def head_gallery(view: View, layer: int | str = 0, batch: int = 0, *, dark: bool
     """The heads of one layer with their kinds, the similarity of their maps, the smallest angle between their query
     subspaces, and (after view.remove_heads()) the effect of removing each."""
     call = view.call(layer)
-    figure = style.canvas(max(1.7 * call.heads, 8.0), 5.6, dark)
-    cells = figure.add_gridspec(2, 6 * call.heads, height_ratios=(1, 1.3))
+    across = min(call.heads, MAX_ACROSS)
+    down = -(-call.heads // across)
+    figure = style.canvas(max(1.7 * across, 10.5), 1.9 * down + 3.4, dark)
+    top, bottom = figure.subfigures(2, 1, height_ratios=(1.9 * down, 3.4))
+    for part in (top, bottom):
+        part.set_facecolor(style.theme(dark).paper)
+    tiles, cells = top.add_gridspec(down, across), bottom.add_gridspec(1, 3)
     for head in range(call.heads):
         kind = view.kinds[call.layer][head]
         title = f"{head}: {kind.name}\n{kind.confidence:.0%}"
-        ax = style.axes(figure, cells[0, 6 * head : 6 * head + 6], dark=dark, title=title)
+        ax = style.axes(top, tiles[head // across, head % across], dark=dark, title=title)
         ax.title.set_fontsize(7)
         style.heat(ax, view.map(call.layer, head, batch), dark)
         ax.set_xticks([])
         ax.set_yticks([])
-    third = 2 * call.heads
-    similar = style.axes(figure, cells[1, :third], dark=dark, title="similarity of maps", x="head", y="head")
+    similar = style.axes(bottom, cells[0, 0], dark=dark, title="similarity of maps", x="head", y="head")
     image = style.heat(similar, view.agreement(call.layer), dark, top=1.0)
-    style.scale(figure, image, similar, "cosine", dark)
-    title = "smallest angle of query subspaces"
-    apart = style.axes(figure, cells[1, third : 2 * third], dark=dark, title=title, x="head", y="head")
+    style.scale(bottom, image, similar, "cosine", dark)
+    title = "smallest angle of\nquery subspaces"
+    apart = style.axes(bottom, cells[0, 1], dark=dark, title=title, x="head", y="head")
     try:
         angles = torch.rad2deg(view.angles(call.layer).amin(-1))
     except ShapeError as e:  # too few tokens: the picture shows the message
@@ -113,12 +119,10 @@ def head_gallery(view: View, layer: int | str = 0, batch: int = 0, *, dark: bool
         apart.set_xticks([])
         apart.set_yticks([])
     else:
-        style.scale(figure, style.heat(apart, angles, dark, top=90.0), apart, "degrees", dark)
+        style.scale(bottom, style.heat(apart, angles, dark, top=90.0), apart, "degrees", dark)
     effects = [view.effects.get((call.layer, head)) for head in range(call.heads)]
-    title = "effect of removal" if None not in effects else "effect of removal: call view.remove_heads()"
-    bars = style.axes(
-        figure, cells[1, 2 * third :], dark=dark, title=title, x="head", y="‖Δ output‖ / ‖output‖"
-    )
+    title = "effect of removal" if None not in effects else "effect of removal:\ncall view.remove_heads()"
+    bars = style.axes(bottom, cells[0, 2], dark=dark, title=title, x="head", y="‖Δ output‖ / ‖output‖")
     bars.bar(range(call.heads), [e or 0.0 for e in effects], color=style.COLORS[0])
     return figure
 

@@ -7,17 +7,20 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ...errors import FormatError, SpecError
+from ...files import read_text
 from . import corpora, text, tokens
 from .image_augmentation import random_affine
 from .ragged import Ragged
 from .rows import Labeled, Pairs, Windows
 from .token_masking import MaskedSentences
 from .tokens import Tokens
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,17 @@ class SentencePairs:
     corpus: str = "en-es"
     _: KW_ONLY
     train: str | None = None  # files instead of the corpus
-    valid: str | None = None
-    test: str | None = None
+    valid: str | None = None  # None with `train`: every twentieth pair of it
+    test: str | None = None  # None with `train`: the validation pairs
     vocab: int = 8000
     max_tokens: int = 120  # per side; longer training pairs are dropped
 
     def __post_init__(self):
-        if (self.train is None) != (self.valid is None):
-            raise SpecError("train= and valid= are needed together, and test= is optional")
+        _require_train(self.train, valid=self.valid, test=self.test)
+        _require_vocab(self.vocab)
 
     def load(self, folder: Path) -> Dataset:
-        train, valid, test = (_pairs(f, "source", "target") for f in self._files())
+        train, valid, test = self._parts()
         tokenizer = _tokenizer(
             folder, lambda: tokens.bpe((side for pair in train for side in pair), self.vocab)
         )
@@ -68,11 +71,19 @@ class SentencePairs:
             dropped,
         )
 
-    def _files(self) -> list[Any]:
+    def _parts(self) -> tuple[list[tuple[str, str]], ...]:
         if self.train is None:
             home = corpora.folder(self.corpus)
-            return [home / name for name in ("train.tsv.gz", "valid.tsv", "test.tsv")]
-        return [self.train, self.valid, self.test or self.valid]
+            return tuple(
+                _pairs(home / name, "source", "target") for name in ("train.tsv.gz", "valid.tsv", "test.tsv")
+            )
+        train = _pairs(self.train, "source", "target")
+        train, valid = (
+            _held_out(train, self.train)
+            if self.valid is None
+            else (train, _pairs(self.valid, "source", "target"))
+        )
+        return train, valid, valid if self.test is None else _pairs(self.test, "source", "target")
 
     def _pairs(
         self, pairs: Sequence[tuple[str, str]], tokenizer: Tokens, drop: bool = False
@@ -101,6 +112,12 @@ class ContinuousText:
     file: str | None = None
     context: int = 64
     vocab: int | None = None  # None: one token per character; otherwise byte pairs
+
+    def __post_init__(self):
+        if self.context < 1:
+            raise SpecError(f"context={self.context}: it needs to be at least 1")
+        if self.vocab is not None:
+            _require_vocab(self.vocab)
 
     def text(self) -> str:
         if self.file is None:
@@ -133,24 +150,26 @@ class MaskedText:
     corpus: str = "en-es"
     _: KW_ONLY
     train: str | None = None  # files instead of the corpus
-    valid: str | None = None
+    valid: str | None = None  # None with `train`: every twentieth line of it
     vocab: int = 4000  # the last id is the mask token
     max_tokens: int = 64  # of a longer text the beginning is read
     share: int | float = 0.15  # of the tokens masked
     seed: int = 0  # of the masked positions in validation
 
     def __post_init__(self):
-        if (self.train is None) != (self.valid is None):
-            raise SpecError("train= and valid= are needed together")
+        _require_train(self.train, valid=self.valid)
+        _require_vocab(self.vocab)
 
     @property
     def mask(self) -> int:
         return self.vocab - 1
 
     def load(self, folder: Path) -> Dataset:
-        if self.train is None or self.valid is None:
+        if self.train is None:
             home = corpora.folder(self.corpus)
             parts = [[a for a, _ in text.pairs(home / name)] for name in ("train.tsv.gz", "valid.tsv")]
+        elif self.valid is None:
+            parts = list(_held_out(_texts(self.train), self.train))
         else:
             parts = [_texts(f) for f in (self.train, self.valid)]
         tokenizer = _tokenizer(folder, lambda: tokens.bpe(parts[0], self.vocab - 1))
@@ -160,7 +179,7 @@ class MaskedText:
             )
         encoded = [[ids for ids in tokenizer.encode(part) if ids] for part in parts]
         if empty := [where for where, rows in zip(("train", "valid"), encoded, strict=True) if not rows]:
-            raise FormatError(f"{getattr(self, empty[0])} has only empty lines")
+            raise FormatError(f"{getattr(self, empty[0]) or self.train} has only empty lines")
         train, valid = (
             MaskedSentences(Ragged.of([ids[: self.max_tokens] for ids in rows]), self.mask, self.share)
             for rows in encoded
@@ -208,19 +227,25 @@ class LabeledText:
     """Labeled texts, label<TAB>text per line; labels are numbered in alphabetical order."""
 
     train: str
-    valid: str
+    valid: str | None = None  # None: every twentieth text of `train`
     _: KW_ONLY
     vocab: int = 4000
     max_tokens: int = 256  # of a longer text the beginning is read
     classes: int | None = None  # of the model; None: as many as the training file has
+
+    def __post_init__(self):
+        _require_vocab(self.vocab)
 
     def labels(self) -> list[str]:
         """The labels of the training file, in order."""
         return sorted({label for label, _ in self._rows(self.train)})
 
     def load(self, folder: Path) -> Dataset:
-        rows = [self._rows(f) for f in (self.train, self.valid)]
-        names = sorted({label for label, _ in rows[0]})
+        if self.valid is None:
+            rows = list(_held_out(self._rows(self.train), self.train))
+        else:
+            rows = [self._rows(f) for f in (self.train, self.valid)]
+        names = self.labels() if self.valid is None else sorted({label for label, _ in rows[0]})
         if unknown := {label for label, _ in rows[1]} - set(names):
             raise FormatError(
                 f"{self.valid} has the label {sorted(unknown)[0]!r}, which does not occur in {self.train}"
@@ -270,6 +295,30 @@ def _texts(path: Any) -> list[str]:
     return [content for (content,) in text.records(path, "text")] if _jsonl(path) else text.sentences(path)
 
 
+def _require_train(train: str | None, **others: str | None) -> None:
+    """Validation and test files belong to a training file."""
+    for name, file in others.items():
+        if train is None and file is not None:
+            raise SpecError(f"{name}={file!r} needs train= (on the command line --data) as well")
+
+
+def _require_vocab(vocab: int) -> None:
+    smallest = len(tokens.SPECIAL) + 256  # every byte is a token
+    if vocab < smallest:
+        raise SpecError(
+            f"vocab={vocab}: it needs to be at least {smallest}, the special tokens and the 256 bytes"
+        )
+
+
+def _held_out(rows: list[Row], path: Any) -> tuple[list[Row], list[Row]]:
+    """Every twentieth row is for validation; at least one, at most 2,000."""
+    if len(rows) < 2:
+        raise FormatError(f"{path} has {len(rows)} row; training and validation need at least 2")
+    every = max(min(20, len(rows)), len(rows) // 2000)
+    held_out = rows[every - 1 :: every]
+    return [row for i, row in enumerate(rows) if (i + 1) % every], held_out
+
+
 def _jsonl(path: Any) -> bool:
     return str(path).removesuffix(".gz").endswith(".jsonl")
 
@@ -278,7 +327,10 @@ def _tokenizer(folder: Path, train: Callable[[], Tokens]) -> Tokens:
     """The tokenizer of the run, trained where the folder has none yet."""
     path = folder / "tokens.json"
     if path.is_file():
-        return Tokens.from_json(path.read_text(encoding="utf-8"))
+        try:
+            return Tokens.from_json(read_text(path))
+        except FormatError as e:
+            raise FormatError(f"{path} cannot be read: {e}") from e
     tokenizer = train()
     _store(path, tokenizer.json())
     return tokenizer

@@ -23,6 +23,8 @@ def lines(path: str | Path) -> Iterator[tuple[int, str]]:
                     ) from e
     except FileNotFoundError as e:
         raise FormatError(f"there is no file {path}") from e
+    except (IsADirectoryError, PermissionError) as e:
+        raise FormatError(f"cannot read {path}: {e.strerror}") from e
     except (gzip.BadGzipFile, EOFError) as e:
         raise FormatError(f"{path} is not a complete gzip file: {e}") from e
 

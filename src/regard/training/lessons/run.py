@@ -17,6 +17,7 @@ from torch import nn
 
 from ... import spec
 from ...errors import FormatError, SpecError, nearest
+from ...files import make_folder
 from ...lens.recorder import Recorder
 from ...nn.serialization import WEIGHTS, load, save
 from ..loop import checkpoints
@@ -247,7 +248,7 @@ def teach(
 
 def _claim(chosen: LessonChoice, folder: Path) -> None:
     """Make the folder; one of a recipe's run, or of another lesson, is an error. The same lesson is replaced."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if (folder / "recipe.json").is_file():
         raise FormatError(
             f"{folder} contains the run of a recipe; use another folder: --out runs/{chosen.number}"

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import FormatError, RegardError
-from ...files import checksum, flush
+from ...files import checksum, flush, make_folder
 from .ranks import ALONE, Ranks
 
 T = TypeVar("T")
@@ -205,12 +205,18 @@ def locked(folder: Path):
     """One run per folder. The operating system releases the lock when the process ends, however it ends."""
     from filelock import FileLock, Timeout
 
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    lock = FileLock(folder / "lock", timeout=0)
     try:
-        with FileLock(folder / "lock", timeout=0):
-            yield
+        lock.acquire()
     except Timeout as e:
         raise RegardError(f"another process is training in {folder}; give this run another folder") from e
+    except OSError as e:
+        raise RegardError(f"cannot write to {folder}: {e.strerror or e}; choose another folder") from e
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

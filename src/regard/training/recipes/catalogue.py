@@ -3,7 +3,8 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from ...errors import SpecError, nearest
 from ...pattern import causal
@@ -200,7 +201,7 @@ def masked_language_model(
 
 def classify(
     train: str,
-    valid: str,
+    valid: str | None = None,
     *,
     classes: int | None = None,
     steps: int = 1000,
@@ -247,6 +248,7 @@ def image(
     return Recipe("image", model, replace(data, fold=fold), settings)
 
 
+WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Sequence: "a list"}
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "translate": translate,
     "translate-h200": translate_h200,
@@ -264,4 +266,28 @@ def recipe(name: str, **parameters: Any) -> Recipe:
     known = inspect.signature(RECIPES[name]).parameters
     if unknown := [key for key in parameters if key not in known]:
         raise SpecError(f"recipe {name!r} has no parameter {unknown[0]!r}; {nearest(unknown[0], known)}")
+    for key, given in parameters.items():
+        _require_type(name, key, given, known[key].annotation)
+    required = [key for key, p in known.items() if p.default is p.empty and key not in parameters]
+    if required:
+        raise SpecError(
+            f"recipe {name!r} needs {required[0]}=, a file of label<TAB>text lines; on the command line: "
+            f"regard train {name} --data FILE.tsv"
+        )
     return RECIPES[name](**parameters)
+
+
+def _require_type(name: str, key: str, given: Any, annotation: Any) -> None:
+    """Refuse a value of another type than the parameter's; a whole number is also a number, and True is neither."""
+    kinds = [get_origin(kind) or kind for kind in get_args(annotation) or (annotation,)]
+    if get_origin(annotation) not in (None, Union, UnionType):
+        kinds = [get_origin(annotation)]
+    fits = any(isinstance(given, kind) and (kind is bool or not isinstance(given, bool)) for kind in kinds)
+    if isinstance(given, str) and str not in kinds:
+        fits = False  # a text is a sequence, but not one of numbers
+    if not fits:
+        needed = " or ".join(
+            WORDS.get(kind, kind.__name__) for kind in dict.fromkeys(kinds) if kind is not NoneType
+        )
+        hint = "; --data FILE trains on your own file" if key == "data" else ""
+        raise SpecError(f"recipe {name!r}: {key} needs to be {needed}, not {given!r}{hint}")

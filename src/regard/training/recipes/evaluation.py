@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...errors import FormatError
+from ...files import read_text
 from ...generation import generate, sample
 from ...nn.stack import EncoderDecoder, Stack
 from ..data.batches import Stream
@@ -193,4 +194,9 @@ def generate_text(model: Stack, tokens: Tokens, context: int, length: int = 400,
 def stored(folder: Path) -> Evaluation | None:
     """The evaluation of a finished run; None before that."""
     path = folder / FILE
-    return Evaluation.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return Evaluation.from_json(read_text(path))
+    except (json.JSONDecodeError, TypeError, KeyError) as e:
+        raise FormatError(f"{path} is damaged: {e}; delete it, and `regard train` writes it again") from e

@@ -15,7 +15,8 @@ from ...costs import time as machines
 from ...costs.entry import cost
 from ...costs.memory.step import TrainingStep
 from ...costs.tree import Cost
-from ...errors import RegardError
+from ...errors import FormatError, RegardError, SpecError
+from ...files import read_text
 from ...laws import Budget, check
 from ..data.batches import by_tokens
 from ..data.datasets import ContinuousText, SentencePairs
@@ -170,6 +171,23 @@ def preflight(
     )
 
 
+def require_memory(recipe: Recipe, device: torch.device) -> None:
+    """Refuse, before it is built, a model whose weights, gradients and optimizer state exceed the free memory."""
+    free = meter.memory_free(device)
+    n = None if isinstance(recipe.model, spec.Vision) else 1
+    parameters = cost(recipe.model, n=n).total.parameters
+    copies = 4 + (
+        recipe.settings.average is not None
+    )  # weights, gradients, two moments, the averaged weights
+    needed = 4 * copies * parameters
+    if free is not None and needed > free:
+        raise SpecError(
+            f"the model of {recipe.name} has {parameters:,} parameters: its weights, gradients and optimizer state "
+            f"need {format_bytes(needed)}, and {format_bytes(free)} are free on {device}; make it smaller, with "
+            "fewer layers or a smaller d_model"
+        )
+
+
 def max_tokens(recipe: Recipe, rows: Any, device: torch.device) -> int:
     """How many tokens a batch may have in the memory that is free now, by its estimated cost."""
     s = recipe.settings
@@ -287,7 +305,12 @@ def shallow(declared: Any) -> Any:
 def stored(folder: Path) -> Preflight | None:
     """The stored checks of a run; None where there are none."""
     path = folder / FILE
-    return Preflight.from_json(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return Preflight.from_json(read_text(path))
+    except (json.JSONDecodeError, TypeError, KeyError) as e:
+        raise FormatError(f"{path} is damaged: {e}; delete it, and `regard train` writes it again") from e
 
 
 def format_bytes(size: int | float) -> str:

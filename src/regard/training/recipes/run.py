@@ -42,6 +42,7 @@ class Run:
         self.recipe, self.folder, self.ranks = recipe, Path(folder), Ranks.here()
         self.device = self.ranks.device(device)
         self.interrupted = False
+        preflight.require_memory(recipe, self.device)  # before anything is written or built
         self.ranks.on_first(self._claim)
         data = self.ranks.on_first(self._load)  # rank 0 trains the tokenizer, the others read it
         self.data: Dataset = self._load() if data is None else data

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import FormatError
+from ...files import read_text
 from ...nn.serialization import load
 from ..data.tokens import Tokens
 from ..lessons.lesson import Check, format_value
@@ -20,7 +21,7 @@ from ..loop import log
 from ..recipes import Recipe, evaluation, preflight
 from ..recipes.evaluation import Evaluation
 from ..recipes.preflight import LawResult, Preflight, format_bytes, format_duration
-from ..recipes.run import MODEL, RECIPE, TOKENS
+from ..recipes.run import MODEL, RECIPE, TOKENS, read_recipe
 from . import head_statistics
 from .charts import Line, chart
 from .expectations import claim, expectations, suggestions
@@ -59,10 +60,10 @@ def fill_page(title: str, body: str, data: dict[str, Any], kind: str = "run") ->
 
 def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
     """The title, the markup, and the data for the script."""
-    recipe = Recipe.from_json((folder / RECIPE).read_text(encoding="utf-8"))
+    recipe = read_recipe(folder)
     model = load(folder / MODEL).eval()
     has_tokens = (folder / TOKENS).is_file()
-    tokens = Tokens.from_json((folder / TOKENS).read_text(encoding="utf-8")) if has_tokens else None
+    tokens = Tokens.from_json(read_text(folder / TOKENS)) if has_tokens else None
     result, checks, events = evaluation.stored(folder), preflight.stored(folder), log.read(folder)
     maps = [] if tokens is None or result is None else cross_maps(model, tokens, result.examples)
     title = f"{recipe.name}: run of {_ended(events)}"
