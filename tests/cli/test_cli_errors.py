@@ -224,7 +224,7 @@ def test_completion_knows_presets_recipes_laws_and_files(tmp_path, monkeypatch):
 
     assert tuple(rg.presets()) == names.PRESETS
     assert tuple(RECIPES) == names.RECIPES and tuple(LESSONS) == names.LESSONS
-    assert tuple(law.number for law in LAWS) == names.LAWS
+    assert tuple(law.number for law in LAWS) == names.known_laws()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt-mine").mkdir()
     (tmp_path / "gpt.json").touch()
