@@ -1,0 +1,160 @@
+"""Patterns of trees and of listed blocks: their pairs, blocks, counts and errors."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+import regard as rg
+from regard.errors import ShapeError
+from regard.pattern import BlockGrid, classify
+
+
+def random_tree(m, seed, roots=0.1):
+    random = np.random.default_rng(seed)
+    parents = [
+        -1 if i == 0 or random.random() < roots else int(random.integers(max(0, i - 9), i)) for i in range(m)
+    ]
+    return torch.tensor(parents)
+
+
+def ancestors(parents):
+    """The table by its meaning: climb from each position to its root."""
+    table = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for i in range(len(parents)):
+        j = i
+        while j >= 0:
+            table[i, j] = True
+            j = int(parents[j])
+    return table
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_position_attends_to_itself_and_its_ancestors(seed):
+    parents = random_tree(60, seed)
+    pattern, right = rg.tree(parents), ancestors(parents)
+    assert torch.equal(pattern.allowed(60), right)
+    assert pattern.count(60) == int(right.sum())
+    assert torch.equal(pattern.allowed(10, 60, at=50), right[50:])
+    assert not pattern.allowed(3, 60, at=60).any()
+    assert all(pattern.allows(i, j) == bool(right[i, j]) for i in range(0, 60, 7) for j in range(0, 60, 5))
+    mask = pattern.row_mask(inside=False)
+    i = torch.arange(-3, 70)[:, None]
+    assert torch.equal(mask(0, i, torch.arange(60))[3:63], right)
+    assert not mask(0, i, torch.arange(60))[:3].any() and not mask(0, i, torch.arange(60))[63:].any()
+
+
+def test_a_chain_is_causal():
+    chain = rg.tree(torch.arange(-1, 39))
+    assert torch.equal(chain.allowed(40), rg.causal().allowed(40))
+
+
+def test_trees_and_lists_may_differ_by_batch_row():
+    parents = torch.stack([random_tree(20, 1), random_tree(20, 2)])
+    assert torch.equal(rg.tree(parents).allowed(20)[:, 0], torch.stack(list(map(ancestors, parents))))
+    indices = torch.tensor([[[0, -1], [1, 0]], [[1, -1], [-1, -1]]])
+    table = rg.selected(indices, size=3).allowed(6)
+    assert table.shape == (2, 1, 6, 6)
+    assert torch.equal(table[0, 0], rg.selected(indices[0], size=3).allowed(6))
+    assert torch.equal(table[1, 0], rg.selected(indices[1], size=3).allowed(6))
+    by_head = rg.selected(indices[None], size=3).allowed(6)
+    assert torch.equal(by_head[0], table[:, 0])
+
+
+@pytest.mark.parametrize("m", [300, 512])
+def test_whole_blocks_are_told_apart(m):
+    parents = random_tree(m, 5, roots=0.004)
+    indices = torch.randint(-1, -(-m // 128), (-(-m // 128), 2), generator=torch.Generator().manual_seed(1))
+    for pattern in (rg.tree(parents), rg.selected(indices, size=128), rg.causal() & rg.selected(indices, 64)):
+        found = BlockGrid(torch.arange(m)[None], m).classify(pattern)
+        table = torch.nn.functional.pad(pattern.allowed(m), (0, -m % 128, 0, -m % 128)).view(
+            -(-m // 128), 128, -1, 128
+        )
+        assert bool((~found.all[0] | table.all(3).all(1)).all())  # never said of a block that is not
+        assert bool((~found.none[0] | ~table.any(3).any(1)).all())
+    assert classify(rg.tree(parents), *[_run(m)] * 2).all.sum() == 0
+
+
+def _run(m):
+    from regard.pattern import Run
+
+    return Run(np.arange(0, m, 128), 1, np.full(-(-m // 128), 1))
+
+
+def test_listed_blocks_are_what_is_attended_to():
+    indices = torch.tensor([[0, -1, -1], [0, 1, -1], [2, 0, 2], [1, -1, 3]])
+    pattern, table = rg.selected(indices, size=4), torch.zeros(14, 14, dtype=torch.bool)
+    for i in range(14):
+        for j in range(14):
+            table[i, j] = j // 4 in indices[i // 4].tolist()
+    assert torch.equal(pattern.allowed(14), table)
+    assert pattern.count(14) == int(table.sum())
+    assert torch.equal(pattern.allowed(5, 14, at=9), table[9:])
+    assert torch.equal(pattern.row_mask(True)(0, torch.arange(14)[:, None], torch.arange(14)), table)
+    assert not pattern.allowed(2, 14, at=16).any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: rg.tree(random_tree(48, 3)), lambda: rg.selected(torch.tensor([[0, -1], [0, 1], [1, 2]]), 16)],
+)
+def test_they_run_with_causal_and_with_gradients(make):
+    pattern = rg.causal() & make()
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 4, 48, 8, generator=random, dtype=torch.float64, requires_grad=True) for _ in range(3)
+    )
+    o = rg.attention(q, k, v, pattern)
+    right = rg.attention(q, k, v, pattern.allowed(48), backend="reference")
+    assert_close(o, right)
+    found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right))
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: rg.tree(torch.tensor([-1, 2, 1])),
+            "tree: position 1 is a child of 2, which comes after it; each parent comes before its children, −1 is a "
+            "root",
+        ),
+        (
+            lambda: rg.tree(torch.tensor([-1, 0, 2])),
+            "tree: position 2 is its own parent; each parent comes before its children, −1 is a root",
+        ),
+        (
+            lambda: rg.tree(torch.tensor([-1, -2])),
+            "tree: position 1 is a child of -2, and −1 is the only number for none; each parent comes before its "
+            "children, −1 is a root",
+        ),
+        (
+            lambda: rg.tree(torch.arange(-1, 3)).allowed(5),
+            "tree(<4 parents>) over 5 keys: one parent per key is needed, (5,) or (b, 5)",
+        ),
+        (lambda: rg.selected(torch.tensor([[0, -3]]), 2), "selected: there is no block -3; −1 lists none"),
+        (lambda: rg.selected(torch.tensor([[0]]), 0), "selected(size=0): a whole number >= 1 is needed"),
+        (
+            lambda: rg.selected(torch.tensor([[0], [7]]), 4).allowed(8),
+            "selected(<2×1 indices>, size=4) over 8 keys: block 7 is listed, and there are 2 blocks of 4",
+        ),
+        (
+            lambda: rg.selected(torch.tensor([0, 7]), 4),
+            "selected: indices of shape (2,); (blocks, k), (b, blocks, k) or (b, h, blocks, k) is needed",
+        ),
+    ],
+)
+def test_what_is_no_tree_or_list_is_named(make, text, as_users_run_it):
+    with pytest.raises(ShapeError) as refusal:
+        make()
+    assert str(refusal.value) == text
+
+
+@pytest.fixture
+def as_users_run_it():
+    """The shape checker of the test run would speak before the message under test."""
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
