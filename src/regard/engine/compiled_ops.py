@@ -4,14 +4,16 @@ A compiled graph holds the tensors and the pattern's text; the plan is looked up
 number of lengths share a graph. The ids of packed documents are read then too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import and_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..errors import BackendError
 from ..pattern import Pattern, full, query_offset
 from ..position import ByDistance
@@ -62,7 +64,10 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
     assert text is not None and not isinstance(call.at, Tensor)
     offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
-    return sparse(call.q, call.k, call.v, extras, text, offset, [call.factor, call.dropout_p])
+    options = text, offset, [call.factor, call.dropout_p]
+    if not torch.compiler.is_compiling() and compat.transforms_active():
+        return _Transformed.apply(Constants(*options), call.q, call.k, call.v, *extras)
+    return sparse(call.q, call.k, call.v, extras, *options)
 
 
 def _present(x: Tensor | None, like: Tensor) -> Tensor:
@@ -225,3 +230,72 @@ def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layo
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
+
+
+# torch.func (grad, vjp, vmap) has no rules for custom operations: there each of the two is an autograd function with a
+# context of its own, as torch.func asks for, and a loop as its rule for vmap.
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The arguments of `sparse` that are no tensors, as one value that torch.func does not look into."""
+
+    pattern: str
+    offset: list[int]
+    factors: list[float]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.pattern, self.offset, self.factors))
+
+
+def _looped(
+    function: Any, info: Any, in_dims: tuple, arguments: tuple
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """One call for each entry of the mapped axis."""
+    results = []
+    for entry in range(info.batch_size):
+        given = (x if d is None else x.select(d, entry) for x, d in zip(arguments, in_dims))
+        results.append(function.apply(*given))
+    return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+
+
+class _Transformed(torch.autograd.Function):
+    @staticmethod
+    def forward(options, q, k, v, *extras):
+        return sparse(q, k, v, extras, *options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.options = inputs[0]
+        ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
+
+    @staticmethod
+    def backward(ctx, grad, grad_lse):
+        grads = _TransformedBackward.apply(ctx.options, grad, grad_lse, *ctx.saved_tensors)
+        never = len(ctx.saved_tensors) - 7  # lengths, seed, ids
+        return None, *(g if g.numel() else None for g in grads), *(None,) * never
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _looped(_Transformed, info, in_dims, arguments)
+
+
+class _TransformedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(options, grad, grad_lse, *saved):
+        of_bias = bool(saved[5].numel() or saved[6].numel())
+        return sparse_backward([grad, grad_lse], saved, *options, of_bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise BackendError(
+            "double backward of sparse attention is not supported under torch.func; use backend='reference'"
+        )
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _looped(_TransformedBackward, info, in_dims, arguments)

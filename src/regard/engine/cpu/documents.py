@@ -65,7 +65,7 @@ def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ..
 
 def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Layout, ...] | None:
     """Cached by the contents of the ids, which may be another tensor at every call."""
-    data = ids.numpy()
+    data = np.from_dlpack(ids)  # numpy() fails inside torch.func.grad
     return _layouts(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
 
 
