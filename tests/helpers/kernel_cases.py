@@ -518,23 +518,23 @@ def counted(module: Any, fn: Any) -> tuple[Any, int]:
         made.extend([] if prepared is None else [call])
         return prepared
 
-    inner, module.backward = module.backward, watched
+    inner, module.one_launch_backward = module.one_launch_backward, watched
     try:
         return fn(), len(made)
     finally:
-        module.backward = inner
+        module.one_launch_backward = inner
 
 
 def outcome(case: Case, device: str) -> dict[str, Any]:
     """The errors of a case, whether a second run gives the same bits, which branches it took."""
+    from regard.engine.cuda import launches
     from regard.engine.cuda.call import Config, Configs
-    from regard.engine.cuda.triton import short_backward
 
     small = Configs(Config(16, 16, 1, 1), Config(32, 16, 1, 1), Config(32, 16, 1, 1))
     configs = small if device == "cpu" and not case.stored else None
     dtype = getattr(torch, case.dtype)
     exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
-    found, one_launch = counted(short_backward, lambda: fast(case, device, configs))
+    found, one_launch = counted(launches, lambda: fast(case, device, configs))
     names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
     result = errors(names, found, plain, exact)
     if case.one_key:

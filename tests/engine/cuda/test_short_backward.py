@@ -32,7 +32,7 @@ TILE, BLOCK = 16, 8
 
 
 def made(pattern, n, m, by_keys, place=(0, 1)):
-    from regard.engine.cuda.triton.short_backward import tile_lists
+    from regard.engine.cuda.tile_lists import tile_lists
     from regard.engine.parts import row_steps
 
     allowed = pattern.allowed(n, m, place).numpy()
@@ -43,7 +43,7 @@ def made(pattern, n, m, by_keys, place=(0, 1)):
 def visited(allowed, found):
     """How often each pair is added up: those of a block before the first masked one without a mask."""
     seen = np.zeros(allowed.shape, dtype=int)
-    for (first, masked, end, _), members in zip(found.items, found.members, strict=True):
+    for (_, _, _, first, masked, end, _, _), members in zip(found.items, found.members, strict=True):
         members = members[members >= 0]
         for t in range(first, end):
             others = found.blocks[t][found.blocks[t] >= 0]
@@ -64,7 +64,7 @@ def test_every_allowed_pair_is_visited_once_and_every_member_is_written_once(pat
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(1, 9), max_size=3))
 def test_every_allowed_pair_of_any_table_is_visited_once_whatever_the_steps(data, n, m, hops):
-    from regard.engine.cuda.triton.short_backward import tile_lists
+    from regard.engine.cuda.tile_lists import tile_lists
 
     bits = data.draw(st.integers(0, 2 ** (n * m) - 1))
     allowed = np.array([bits >> x & 1 for x in range(n * m)], dtype=bool).reshape(n, m)
@@ -73,7 +73,7 @@ def test_every_allowed_pair_of_any_table_is_visited_once_whatever_the_steps(data
 
 def blocks_of(pattern, n, by_keys):
     _, found = made(pattern, n, n, by_keys)
-    return int((found.items[:, 2] - found.items[:, 0]).sum())
+    return int((found.items[:, 5] - found.items[:, 3]).sum())
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_members_with_the_same_partners_share_a_tile(pattern, by_keys, max_block
 
 def test_the_longest_tile_comes_first():
     _, found = made(window(2) | rows(16), 128, 128, False)
-    length = found.items[:, 2] - found.items[:, 0]
+    length = found.items[:, 5] - found.items[:, 3]
     assert length[0] == 16 and (np.diff(length) <= 0).all()
 
 
 def test_a_block_allowed_for_all_members_needs_no_mask_though_the_tile_is_not_full():
     _, found = made(full(), 20, 19, False)
-    assert [list(item) for item in found.items] == [[0, 2, 3, 0], [3, 5, 6, 0]]
+    assert found.items[:, 3:6].tolist() == [[0, 2, 3], [3, 5, 6]]
 
 
 def layouts(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
@@ -117,13 +117,12 @@ def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
-    from regard.engine.cuda import backend
+    from regard.engine.cuda import backend, launches
     from regard.engine.cuda.call import CallLayout
     from regard.engine.cuda.call import contiguous as dense
-    from regard.engine.cuda.triton import short_backward
 
     def config_of(task, tensors, dtype):
-        return short_backward.config_of(CallLayout(task, tensors, dtype, torch.device("cpu")))
+        return launches.one_launch_config(CallLayout(task, tensors, dtype, torch.device("cpu")))
 
     half = torch.bfloat16
     assert config_of(task(), layouts(), half) is not None
@@ -144,14 +143,14 @@ def test_short_plain_calls_with_stored_configurations_take_one_launch():
 
 
 def test_the_tables_are_made_once_for_a_pattern_and_a_shape():
-    from regard.engine.cuda.triton.short_backward import tables
+    from regard.engine.cuda.tile_lists import tables
 
     given = causal() & window(9), (97, 101), (4, 1), (64, 64), torch.device("cpu")
     (items, members, blocks), for_keys = tables(*given)
     assert tables(*given)[0][0] is items
     assert (for_keys, len(items)) == (2, 4)
     assert {x.dtype for x in (items, members, blocks)} == {torch.int32}
-    assert members.shape == (4, 64) and blocks.shape == (int(items[-1, 2]), 64)
+    assert members.shape == (4, 64) and blocks.shape == (int(items[-1, 5]), 64)
 
 
 PATTERN = causal() & window(2)

@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture
 def launched():
-    """A list that receives the module of every kernel that is launched.
+    """A list that receives what is launched: the module of each kernel, and whether it runs on lists of members.
 
     One patch for the whole test: a prepared call keeps the method that it was prepared with.
     """
@@ -33,7 +33,8 @@ def launched():
     modules = []
 
     def module(launch):
-        return getattr(launch.kernel, "fn", launch.kernel).__module__
+        listed = getattr(getattr(launch.sizes.get("S"), "LISTED", False), "value", False)
+        return getattr(launch.kernel, "fn", launch.kernel).__module__ + (", lists" if listed else "")
 
     def noting(real, launches):
         def run(self, *given):
@@ -48,7 +49,6 @@ def launched():
     with ExitStack() as stack:
         for kind, name, launches in (
             (Launch, "__call__", alone),
-            (Launch, "direct", alone),
             (Program, "run", of_program),
         ):
             stack.enter_context(mock.patch.object(kind, name, noting(getattr(kind, name), launches)))
@@ -67,7 +67,7 @@ def take(modules):
 def variant(forward, backward, grad):
     """The variant of triton that these kernels are."""
     names = ["Hopper" if any(".hopper." in module for module in forward) else "general kernels"]
-    if grad and any("short_backward" in module for module in backward):
+    if grad and any(module.endswith(", lists") for module in backward):
         names.append("one-launch backward")
     return ", ".join(names)
 

@@ -6,6 +6,7 @@ call.py         what a call computes, the layout of its tensors, tile sizes
 launches.py     which kernels run a call, and what each is given
 prepared.py     launches, programs of launches, and the one cache that holds them
 schedule.py     the passes of a plan as tables that kernels read; work_split.py deals them to programs
+tile_lists.py   tiles and blocks of short calls as lists of members
 mask.py         a pattern as a Triton function, and which test a block of pairs needs
 triton/         the general kernels; hopper/ those for Hopper GPUs
 

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, padded
+from .backend import one_launch
+from .call import CallLayout, Config, Layout, base2, contiguous, default, exceeds_int32, padded
 from .mask import compiled
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
-from .triton import short_backward
-from .triton.backward import bias_kernel, dkv_kernel, dq_kernel, sum_kernel
+from .tile_lists import tables
+from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
 from .triton.forward import SLOPES, TABLE, Static, forward_kernel, merge_kernel, static
 from .work_split import WorkSplit, flatten_heads, split_work
 
@@ -20,6 +21,9 @@ SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly
 HOPPER_WIDTHS = (64, 128)  # head widths that the kernels for Hopper take
 # Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
+# Of a backward pass by one launch, by the larger of the two padded widths.
+HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
+SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
 
 Launches = list[tuple[Launch, Arguments]]
 
@@ -43,7 +47,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(call),
             S=_static(call, step, config, wide),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", part_o, part_lse, step.work.items, step.work.blocks, *_extras(call)
+        names = "q", "k", "v", "o", "lse", part_o, part_lse, *_extras(call), step.work.items, step.work.blocks
         merge = Launch(
             merge_kernel, len(step.work.joins) * b * h, config, *o.strides, h, b * h, n, task.start, task.step,
             keep=_kept(step), R=config.tile, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates, WIDE=wide,
@@ -56,7 +60,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
 
 def backward(call: CallLayout) -> Backward:
     """Fills dq, dk and dv; for the gradient of a bias also sums of ds (see `bias_gradients`)."""
-    return short_backward.backward(call) or hopper_backward(call) or general_backward(call)
+    return one_launch_backward(call) or hopper_backward(call) or general_backward(call)
 
 
 # The general kernels
@@ -72,7 +76,9 @@ def general_backward(call: CallLayout) -> Backward:
     b, h, h_kv, n, m, d_k, d_v = call.sizes
     task, device, reach = call.task, call.device, call.task.reach or 0
     by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
-    launches = dq(call, by_queries) + dkv(call, by_keys)
+    launches, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
+    for_keys, part_of_keys = gradients(call, by_keys, task.configs.dkv, FOR_KEYS)
+    launches += for_keys
     counts = [len(step.work.items) for step in by_queries.steps]
     learns_table = call.bias_gradient and task.reach is not None
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
@@ -80,11 +86,10 @@ def general_backward(call: CallLayout) -> Backward:
         programs = _bias_programs(call, counts)
         launches += table_gradient(call, by_queries, programs)
         sums.append("near")
-    part = part_size(call, by_queries, by_keys)
-    workspace = {"stats": b * h * n * 4} | ({"part": part} if part else {})
+    workspace = {"stats": b * h * n * 4, "part": max(part, part_of_keys)}
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv", *sums
     program = Program(inputs, launches, workspace, device, zeroed=not by_queries.covers)
-    gradients = [
+    outs = [
         (torch.empty if route.covers else torch.zeros, shape, torch.float32 if route.joins else call.dtype)
         for route, shape in (
             (by_queries, (b, h, n, d_k)), (by_keys, (b, h_kv, m, d_k)), (by_keys, (b, h_kv, m, d_v)),
@@ -92,7 +97,7 @@ def general_backward(call: CallLayout) -> Backward:
     ]  # fmt: skip
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        made = [make(shape, dtype=dtype, device=device) for make, shape, dtype in gradients]
+        made = [make(shape, dtype=dtype, device=device) for make, shape, dtype in outs]
         if call.bias_gradient:
             made += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
         if learns_table:
@@ -102,47 +107,96 @@ def general_backward(call: CallLayout) -> Backward:
     return Backward(outputs, program, not (call.bias_gradient or by_queries.joins or by_keys.joins))
 
 
-def dq(call: CallLayout, route: DevicePasses) -> Launches:
-    """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row."""
-    (b, h, h_kv, n, _, d_k, _), task, (q, k, v, o, do) = call.sizes, call.task, call.tensors
-    config, out = task.configs.dq, contiguous(b, h, n, d_k)
-    wide = exceeds_int32(*call.tensors, out)
-    dlse, part = "dlse" if call.has_dlse else "lse", _part(route)
+def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int) -> tuple[Launches, int]:
+    """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row; or else dk and dv.
+
+    Also the numbers in the parts of split tiles of one pass: passes run one after the other and share the room.
+    """
+    (b, h, h_kv, n, m, d_k, d_v), task = call.sizes, call.task
+    q, k, v = contiguous(b, h, n, d_k), contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
+    wide, by_keys = exceeds_int32(*call.tensors, q, k, v), sides == FOR_KEYS
+    # Of each gradient: its name, its layout, and where its rows begin in a row of parts.
+    outs = (("dk", k, 0), ("dv", v, padded(d_k))) if by_keys else (("dq", q, 0),)
+    width, heads = sum(padded(out.shape[-1]) for _, out, _ in outs), b * (h_kv if by_keys else h)
     launches: Launches = []
     for nth, step in enumerate(route.steps):
-        launch = Launch(
-            dq_kernel, len(step.work.items) * b * h, config,
-            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *out.strides,
-            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(call),
-            S=_static(call, step, config, wide)._replace(HAS_DLSE=call.has_dlse, LEARNS=call.bias_gradient),
-        )  # fmt: skip
-        far = f"far{nth}" if call.bias_gradient else "lse"
-        names = "q", "k", "v", "o", "do", "lse", dlse, "stats", "dq", part, far
-        launches.append((launch, (*names, step.work.items, step.work.blocks, *_extras(call))))
-        total = _sum(out, (0, padded(d_k)), step, config, (task.start, task.step), wide)
-        launches.append((total, ("dq", part, step.work.joins)))
-    return launches
+        made = _static(call, step, config, wide)._replace(SIDES=sides)
+        tables = step.work.items, step.work.items, step.work.blocks
+        buffers = "part", "lse" if by_keys or not call.bias_gradient else f"far{nth}"
+        programs = len(step.work.items) * heads
+        launches.append(_gradients(call, programs, config, made, (q, k, v), buffers, tables))
+        for name, out, at in outs:
+            place = (0, 1) if by_keys else (task.start, task.step)
+            total = _sum(out, (at, width), step, config, place, wide)
+            launches.append((total, (name, "part", step.work.joins)))
+    slots = max((step.work.slots for step in route.steps), default=0)
+    return launches, slots * heads * config.tile * width
 
 
-def dkv(call: CallLayout, route: DevicePasses) -> Launches:
-    """Fills dk and dv from stats."""
-    (b, h, h_kv, n, m, d_k, d_v), task, (q, k, v, _, do) = call.sizes, call.task, call.tensors
-    config, dk, dv = task.configs.dkv, contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
-    wide, both = exceeds_int32(q, k, v, do, dk, dv), padded(d_k) + padded(d_v)
-    launches: Launches = []
-    for step in route.steps:
-        launch = Launch(
-            dkv_kernel, len(step.work.items) * b * h_kv, config,
-            *q.strides, *k.strides, *v.strides, *do.strides, *dk.strides, *dv.strides,
-            h_kv, b * h_kv, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(call),
-            S=_static(call, step, config, wide)._replace(GROUP=h // h_kv),
-        )  # fmt: skip
-        names = "q", "k", "v", "do", "stats", "dk", "dv", _part(route), step.work.items, step.work.blocks
-        launches.append((launch, (*names, *_extras(call))))
-        for name, out, part_at in (("dk", dk, 0), ("dv", dv, padded(d_k))):
-            total = _sum(out, (part_at, both), step, config, (0, 1), wide)
-            launches.append((total, (name, _part(route), step.work.joins)))
-    return launches
+def _gradients(
+    call: CallLayout, programs: int, config: Config, static: Static, outs: tuple[Layout, ...],
+    buffers: tuple[str, str], tables: tuple[Tensor, ...], for_keys: int = 0,
+) -> tuple[Launch, Arguments]:  # fmt: skip
+    """One launch of the kernel that has both sides. buffers: for parts of split tiles, for sums of ds."""
+    (b, h, h_kv, n, _, _, _), task = call.sizes, call.task
+    launch = Launch(
+        gradients_kernel, programs, config, *(x for like in (*call.tensors, *outs) for x in like.strides),
+        h, b * h, for_keys, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(call),
+        S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
+    )  # fmt: skip
+    stats = "lse" if static.LISTED else "stats"
+    names = (
+        "q",
+        "k",
+        "v",
+        "o",
+        "do",
+        "lse",
+        "dlse" if call.has_dlse else "lse",
+        stats,
+        "dq",
+        "dk",
+        "dv",
+        *buffers,
+    )
+    return launch, (*names, *_extras(call), *tables)
+
+
+def one_launch_backward(call: CallLayout) -> Backward | None:
+    """Fills dq, dk and dv by one launch, where the call is short enough."""
+    config = one_launch_config(call)
+    if config is None:
+        return None
+    (b, h, h_kv, n, m, _, _), task, outs = call.sizes, call.task, tuple(map(_like, call.tensors[:3]))
+    place, tile = (task.start, task.step), (config.tile, config.block)
+    lists, for_keys = tables(task.pattern, (n, m), place, tile, call.device)
+    programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
+    made = static(task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
+    launch = _gradients(call, programs, config, made, outs, ("lse", "lse"), lists, for_keys)
+    inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
+    like = torch.empty_like  # three calls: faster than one and its parts, and none keeps the others in memory
+    return Backward(
+        lambda x: (like(x[0]), like(x[1]), like(x[2])), Program(inputs, [launch], {}, call.device)
+    )
+
+
+def one_launch_config(call: CallLayout) -> Config | None:
+    """The configuration of the one launch; None where the call is too long or too wide, or has extras.
+
+    Also None where the task has a configuration of its own: it is for the general kernels.
+    """
+    b, h, _, n, m, d_k, d_v = call.sizes
+    width = max(64, padded(d_k), padded(d_v))
+    is_stored = call.task.configs is default(d_k, d_v, call.dtype)
+    if not is_stored or call.has_lengths or not call.task.plain or not one_launch(n, m, b * h, width):
+        return None
+    return None if exceeds_int32(*call.tensors) else (SINGLE if call.dtype == torch.float32 else HALF)[width]
+
+
+def _like(x: Layout) -> Layout:
+    """The layout that torch.empty_like gives a tensor of this one."""
+    made = torch.empty_like(torch.empty_strided(x.shape, x.stride, device="meta"))
+    return x._replace(stride=made.stride())
 
 
 def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
@@ -157,8 +211,8 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(call),
             S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
         )  # fmt: skip
-        names = "q", "k", "v", "do", "stats", "near", step.work.items, step.work.blocks
-        launches.append((launch, (*names, *_extras(call))))
+        names = "q", "k", "v", "do", "stats", "near", *_extras(call), step.work.items, step.work.blocks
+        launches.append((launch, names))
     return launches
 
 
@@ -186,20 +240,6 @@ def _bias_programs(call: CallLayout, counts: list[int]) -> int:
     return min(max(at_a_time // (b * h), 1), max(counts, default=1))
 
 
-def part_size(call: CallLayout, by_queries: DevicePasses, by_keys: DevicePasses) -> int:
-    """Numbers in the parts of split tiles of one pass; passes run one after the other and share the room."""
-    b, h, h_kv, _, _, d_k, d_v = call.sizes
-    dq, dkv = call.task.configs.dq, call.task.configs.dkv
-    sizes = [step.work.slots * b * h * dq.tile * padded(d_k) for step in by_queries.steps]
-    both = padded(d_k) + padded(d_v)
-    return max(sizes + [step.work.slots * b * h_kv * dkv.tile * both for step in by_keys.steps], default=0)
-
-
-def _part(route: DevicePasses) -> str:
-    """The buffer for parts of split tiles; lse takes its place where there are none, and is not read."""
-    return "part" if any(step.work.slots for step in route.steps) else "lse"
-
-
 def _sum(
     out: Layout, part: tuple[int, int], step: DevicePass, config: Config, at: tuple[int, int], wide: bool
 ) -> Launch:
@@ -219,7 +259,7 @@ def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> S
     return static(work.pattern, config, call)._replace(
         keep=_kept(step), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.slots > 0,
         ACCUMULATES=step.accumulates, LENGTHS=call.has_lengths, DROPS=task.dropout_p > 0, WIDE=wide,
-        BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
+        LEARNS=call.bias_gradient, BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
     )  # fmt: skip
 
 

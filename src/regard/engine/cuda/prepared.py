@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ... import compat
 from ..call import Cache
+from ..compiled_ops import NO_SEED
 from .call import Config
 
 # Bound to names of this module: on the path of a launch every attribute lookup counts.
@@ -72,19 +73,8 @@ class Launch:
             self.handles = compiled.function, *more, compiled.packed_metadata, None, None, None
             self.compiled = compiled
 
-    def direct(self, *given: Tensor) -> None:
-        """The same with as little Python as possible, once it is compiled.
 
-        Kernels are given addresses: for a tensor, Triton would ask the driver for its address, one call each.
-        """
-        if self.compiled is None or hooks_set():
-            self(*given)
-        else:
-            at = map(_address, given)
-            self.run(*self.grid, raw_stream(current_device()), *self.handles, *at, *self.rest)
-
-
-# Of a launch: names of inputs, outputs and pieces of the workspace, and tables (tensors) of its own.
+# Of a launch: names of inputs, outputs and pieces of the workspace; then tables (tensors) of its own.
 Arguments = tuple[Any, ...]
 
 
@@ -92,40 +82,31 @@ class Program:
     """The launches of one call, in order, and the workspace that they share.
 
     inputs: names of the tensors that `run` is given; "seed" names its number. workspace: float32 numbers of each
-    piece. Once compiled, launches are given addresses, each looked up once: tensors for pieces would take longer.
+    piece. Once compiled, launches are given addresses, each looked up once: for a tensor, Triton would ask the driver
+    for its address, and tensors for pieces would take longer.
     """
 
     def __init__(
-        self, inputs: Sequence[str], launches: Sequence[tuple[Launch, Arguments]],
+        self, inputs: Sequence[Any], launches: Sequence[tuple[Launch, Arguments]],
         workspace: dict[str, int], device: torch.device, zeroed: bool = False,
     ):  # fmt: skip
-        launches = [(launch, names) for launch, names in launches if launch.grid[0]]
-        # Tables at the end are fixed arguments of a launch.
-        ends = [_tables_from(names) for _, names in launches]
-        self.tables = [
-            x for (_, names), end in zip(launches, ends) for x in names[:end] if isinstance(x, Tensor)
-        ]
-        self.uses_seed = any("seed" in names for _, names in launches)
-        fixed = ["seed", *map(id, self.tables)] if self.uses_seed else []
-        index = {name: at for at, name in enumerate([*inputs, *fixed, *workspace])}
+        index = {name: at for at, name in enumerate([*inputs, "seed", *workspace])}
         self.launches: list[tuple[Launch, Any, Arguments]] = []
-        for (launch, names), end in zip(launches, ends):
-            pick = itemgetter(*(index[id(x) if isinstance(x, Tensor) else x] for x in names[:end]))
-            self.launches.append((launch, pick, names[end:]))
+        for launch, names in launches:
+            given = [index[x] for x in names if not isinstance(x, Tensor)]
+            if launch.grid[0]:
+                self.launches.append((launch, itemgetter(*given), names[len(given) :]))
         self.pieces = [-(-size // 4) * 4 for size in workspace.values()]  # from multiples of 16 bytes on
         self.size, self.device = sum(self.pieces), device
         self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
-        self.table_addresses = [x.data_ptr() for x in self.tables]
         self.direct: list[tuple[Any, ...]] = []  # what to launch with addresses, once all is compiled
 
-    def run(self, tensors: Sequence[Tensor], seed: int) -> None:
+    def run(self, tensors: Sequence[Tensor], seed: int = NO_SEED) -> None:
         if not self.direct or hooks_set():
             self._through_triton(tensors, seed)
             return
-        at = [*map(_address, tensors)]
-        if self.uses_seed:
-            at += seed, *self.table_addresses
+        at = [*map(_address, tensors), seed]
         if self.size:
             workspace = self.make(self.size, device=self.device)
             first = workspace.data_ptr()
@@ -136,7 +117,7 @@ class Program:
 
     def _through_triton(self, tensors: Sequence[Tensor], seed: int) -> None:
         pieces = self.make(self.size, device=self.device).split(self.pieces) if self.size else ()
-        buffers = [*tensors, *((seed, *self.tables) if self.uses_seed else ()), *pieces]
+        buffers = [*tensors, seed, *pieces]
         for launch, pick, tables in self.launches:
             launch(*pick(buffers), *tables)
         if all(launch.compiled is not None for launch, _, _ in self.launches):
@@ -146,32 +127,9 @@ class Program:
             ]
 
 
-def _tables_from(names: Arguments) -> int:
-    """Where the tables at the end of a launch's arguments begin."""
-    end = len(names)
-    while end and isinstance(names[end - 1], Tensor):
-        end -= 1
-    return end
-
-
 class Backward(NamedTuple):
     """A prepared backward pass."""
 
     outputs: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]  # (q, k, v, …) → dq, dk, dv, to be filled
     program: Program
     final: bool = True  # dq, dk and dv are all there is, in the dtype of the call
-
-
-def launch_cached(
-    kernel: Any, programs: int, warps: int, tensors: tuple[Tensor, ...], numbers: tuple[Any, ...], static: Any
-) -> None:
-    """Run a kernel over tensors, then numbers, then what it is compiled for.
-
-    Triton compiles for the dtypes and for addresses that 16 divides, so those are part of the key.
-    """
-    kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
-    key = kernel, programs, warps, numbers, static, kinds, tensors[0].device
-    launch = PREPARED.get(key)
-    if launch is None:
-        launch = PREPARED.put(key, Launch(kernel, programs, Config(0, 0, warps, 1), *numbers, S=static))
-    launch.direct(*tensors)

@@ -8,11 +8,12 @@ the other half of a ring; the rows of the next tile are copied as soon as the la
 
 from .forward import (
     BEGINS,
-    FAR,
     _copy,
     _copy_block,
+    _hide,
     _keys,
     _mine,
+    _note,
     _row,
     _spot,
     async_copy,
@@ -102,61 +103,6 @@ def _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S: gl.constexpr):
 
 
 @gluon.jit
-def _hide(scores, j, marks, first, hop, start, step, S: gl.constexpr):
-    """−∞ for pairs that are not allowed. What depends on the key alone is computed once per key, not per pair."""
-    MMA: gl.constexpr = scores.type.layout
-    if marks & 7:
-        i = start + step * (first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA)))
-        if S.allowed is not None:
-            keys = gl.convert_layout(j, gl.SliceLayout(0, MMA))
-            ok = S.allowed(i[:, None], keys[None, :]) & (keys >= 0)[None, :]
-            scores = gl.where(ok, scores, -float("inf"))
-        else:
-            if marks & 1:
-                high = gl.convert_layout(gl.where(j >= 0, S.high_of(j), -FAR), gl.SliceLayout(0, MMA))
-                scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
-            if marks & 2:
-                low = gl.convert_layout(gl.where(j >= 0, S.low_of(j), FAR), gl.SliceLayout(0, MMA))
-                scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
-    return scores
-
-
-@gluon.jit
-def _note_bound(noted, f, marks, S: gl.constexpr):
-    """What the keys f of a block with one test are tested by; f = −1 at empty places."""
-    if S.allowed is not None:
-        noted.store(f)
-    else:
-        if (marks & 3) == 1:
-            noted.store(gl.where(f >= 0, S.high_of(f), -FAR))
-        if (marks & 3) == 2:
-            noted.store(gl.where(f >= 0, S.low_of(f), FAR))
-
-
-@gluon.jit
-def _hide_noted(scores, noted, BLOCKS, t, marks, first, hop, start, step, S: gl.constexpr):
-    """As `_hide`; what only a key decides was noted when the block was fetched, but for blocks with two tests."""
-    MMA: gl.constexpr = scores.type.layout
-    if marks & 7:
-        i = start + step * (first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA)))
-        if S.allowed is not None:
-            j = noted.load(gl.SliceLayout(0, MMA))
-            scores = gl.where(S.allowed(i[:, None], j[None, :]) & (j >= 0)[None, :], scores, -float("inf"))
-        else:
-            if (marks & 3) == 1:
-                high = noted.load(gl.SliceLayout(0, MMA))
-                scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
-            if (marks & 3) == 2:
-                low = noted.load(gl.SliceLayout(0, MMA))
-                scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
-            if (S.MARKS & 8) != 0 and (marks & 3) == 3:
-                row, _ = _row(BLOCKS, t, S.SEGMENTS)
-                f = _keys(row, gl.arange(0, scores.shape[1], layout=S.FLAT), -1, S.SEGMENTS)
-                scores = _hide(scores, f, marks, first, hop, start, step, S)
-    return scores
-
-
-@gluon.jit
 def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     """Block t, whose keys and values lie `here`, joins dq; the next is copied to the other half of the ring."""
     dq, lse2, delta, first, hop, mark, ahead, coming = state
@@ -178,12 +124,11 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
         spot = _spot(ahead, c, S.SEGMENTS)
         _copy_block(ks_next, K, spot, k_m, c, S.SEGMENTS)
         _copy_block(vs_next, V, spot, v_m, c, S.SEGMENTS)
-        if (coming & 7) != 0:
-            _note_bound(noted_next, _keys(ahead, flat, -1, S.SEGMENTS), coming, S)
+        _note(noted_next, ahead, coming, flat, S)
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(1, deps=[product_k])
-    scores = _hide_noted(scores, noted, BLOCKS, t, mark, first, hop, start, step, S)
+    scores = _hide(scores, noted, mark, 0, None, first, hop, start, step, S)
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if ends & (t < last):
@@ -234,8 +179,7 @@ def hopper_dq(
     _fetch_queries(tile, Q, DO, O, LSE, CHUNKS + 4, 0, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m)
     _copy(vr.index(lo % 2), V, j, v_m)
-    if (mark & 7) != 0:
-        _note_bound(b0, _keys(row, gl.arange(0, S.R, layout=S.FLAT), -1, S.SEGMENTS), mark, S)
+    _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
     async_copy.commit_group()
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
     lse2 = gl.zeros([S.R], gl.float32, layout=gl.SliceLayout(1, S.SCORES))

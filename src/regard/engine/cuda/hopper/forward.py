@@ -66,37 +66,50 @@ def _keys(row, c, past, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _note(noted, place, row, marks, flat, S: gl.constexpr):
-    """Store what the keys of a block are tested by, one number per key and test."""
+def _note(noted, row, marks, flat, S: gl.constexpr):
+    """Store what the keys of a block are tested by, one number per key: its bound; the key itself, −1 at empty
+    places, if both bounds or every pair are tested."""
     if (S.MARKS & 7) != 0 and (marks & 7) != 0:
         j = _keys(row, flat, -1, S.SEGMENTS)
         if S.allowed is not None:
-            noted.index(place).store(j)
+            noted.store(j)
         else:
-            if marks & 1:
-                noted.index(place).store(gl.where(j >= 0, S.high_of(j), -FAR))
-            if marks & 2:
-                noted.index(place + 1).store(gl.where(j >= 0, S.low_of(j), FAR))
+            if (S.MARKS & 8) != 0 and (marks & 3) == 3:
+                noted.store(j)
+            else:
+                if marks & 1:
+                    noted.store(gl.where(j >= 0, S.high_of(j), -FAR))
+                if marks & 2:
+                    noted.store(gl.where(j >= 0, S.low_of(j), FAR))
 
 
 @gluon.jit
-def _hide(scores, noted, place, marks, a, end, first, hop, start, step, S: gl.constexpr):
-    """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched."""
+def _hide(scores, noted, marks, a, end, first, hop, start, step, S: gl.constexpr):
+    """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched.
+
+    a, end: the block's first key and its number of keys; end is None where no block is cut by a line.
+    """
     MMA: gl.constexpr = scores.type.layout
-    if S.allowed is None:
+    if S.allowed is None and end is not None:
         scores = _hide_past_line(scores, marks, a, end, start + step * first, S)
     if (S.MARKS & 7) != 0 and (marks & 7) != 0:
         i = start + step * (first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA)))
         if S.allowed is not None:
-            j = noted.index(place).load(gl.SliceLayout(0, MMA))
+            j = noted.load(gl.SliceLayout(0, MMA))
             scores = gl.where(S.allowed(i[:, None], j[None, :]) & (j >= 0)[None, :], scores, -float("inf"))
         else:
-            if marks & 1:
-                high = noted.index(place).load(gl.SliceLayout(0, MMA))
+            if (S.MARKS & 8) != 0 and (marks & 3) == 3:
+                j = noted.load(gl.SliceLayout(0, MMA))
+                high = gl.where(j >= 0, S.high_of(j), -FAR)
                 scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
-            if marks & 2:
-                low = noted.index(place + 1).load(gl.SliceLayout(0, MMA))
-                scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
+                scores = gl.where(S.low_of(j)[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
+            else:
+                if marks & 1:
+                    high = noted.load(gl.SliceLayout(0, MMA))
+                    scores = gl.where(high[None, :] >= S.lowest(i)[:, None], scores, -float("inf"))
+                if marks & 2:
+                    low = noted.load(gl.SliceLayout(0, MMA))
+                    scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
     return scores
 
 
@@ -329,12 +342,12 @@ def _first_copies(
     following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
     _fetch_queries(qs, Q, row, marks, q_n, S)
     spot = _spot(row, c, S.SEGMENTS)
-    _note(noted, lo % 2 * 2, row, marks, flat, S)
+    _note(noted.index(lo % 2), row, marks, flat, S)
     _copy_block(ks, K, spot, k_m, c, S.SEGMENTS)
     async_copy.commit_group()
     _copy_block(vs.index(0), V, spot, v_m, c, S.SEGMENTS)
     async_copy.commit_group()
-    _note(noted, (lo + 1) % 2 * 2, following, coming, flat, S)
+    _note(noted.index((lo + 1) % 2), following, coming, flat, S)
     return row, marks, following, coming
 
 
@@ -355,7 +368,7 @@ def hopper_forward(
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     vs = gl.allocate_shared_memory(KIND, [2, S.R, S.D], S.SHARED)
-    noted = gl.allocate_shared_memory(gl.int32, [4, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     zero, acc = (
         gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES),
         gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
@@ -376,7 +389,7 @@ def hopper_forward(
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
-    scores = _hide(scores, noted, lo % 2 * 2, mark, begun, end, first, hop, start, step, S)
+    scores = _hide(scores, noted.index(lo % 2), mark, begun, end, first, hop, start, step, S)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
@@ -388,7 +401,7 @@ def hopper_forward(
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         ahead = _spot(row, c, S.SEGMENTS)
-        _note(noted, t % 2 * 2, row, after, flat, S)
+        _note(noted.index(t % 2), row, after, flat, S)
         later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S.SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
@@ -399,7 +412,7 @@ def hopper_forward(
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
         scores = _hide(
-            scores, noted, (t + 1) % 2 * 2, coming, spot[0], spot[2], next_first, next_hop, start, step, S
+            scores, noted.index((t + 1) % 2), coming, spot[0], spot[2], next_first, next_hop, start, step, S
         )
         acc = warpgroup_mma_wait(0, deps=[product_v])
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)

@@ -3,13 +3,31 @@
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
 with delta = Σ do ∘ o − dlse per row; dropout multiplies the weights of dv, and do vᵀ. dq visits the plan, dk and dv
-the transposed plan; the dq kernel also writes the two numbers per row that the other kernels read.
+the transposed plan. One kernel has both sides. For long calls it is launched for queries first, and also writes the
+two numbers per row that the launch for keys reads. A short call has one launch for both sides, because there the GPU
+waits for the CPU: its programs compute these numbers themselves, so that none waits for another.
 """
 
 import triton
 import triton.language as tl
 
-from .forward import VARYING, bias_of, ends, is_kept, item_of, members, rows_of, store_rows, with_bias
+from .forward import (
+    VARYING,
+    bias_of,
+    ends,
+    head_of,
+    is_kept,
+    item_of,
+    keys_of,
+    limit_of,
+    masked_scores,
+    members,
+    rows_of,
+    store_rows,
+    tile_of,
+)
+
+FOR_QUERIES, FOR_KEYS = tl.constexpr(1), tl.constexpr(2)  # the sides of gradients, added up to SIDES
 
 
 @triton.jit
@@ -29,64 +47,45 @@ def dscores_of_keys(
     S: tl.constexpr,
 ):  # fmt: skip
     """ds of the rows of a tile and the keys of block t; those keys, and their rows of K."""
-    HIDES: tl.constexpr = S.RAGGED or S.LENGTHS
-    c = tl.arange(0, S.B)
-    j = members(BLOCKS, t, c, S.SEGMENTS)
-    valid = c < tl.load(BLOCKS + t * 12 + 8)
-    if S.LENGTHS:
-        valid = valid & (j < limit)
-    k = rows_of(K, j, k_m, valid, S.d_k, S.DK, HIDES, S.WIDE)
-    scores = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
-    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, HIDES, S.WIDE)
+    j, valid, k = keys_of(K, k_m, BLOCKS, t, limit, S)
+    products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
+    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS, S.WIDE)
     dweights = tl.dot(do, tl.trans(v), input_precision=S.PRECISION)
-    scores = scores * scale2
-    if S.BIAS:
-        low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
-        scores = with_bias(scores, bias, i[:, None], j[None, :], low - latest, high - begins, S.BIAS)
-    weights = tl.exp2(scores - lse2[:, None])
+    low, high = ends(BLOCKS, t, S)
+    scores, unit = masked_scores(
+        products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
+        bias, scale2, S,
+    )  # fmt: skip
+    weights = tl.exp2(scores * unit - lse2[:, None])
     if S.DROPS:
         dweights = tl.where(is_kept(dropout, r[:, None], j[None, :]), dweights * dropout[3], 0.0)
-    if S.LENGTHS:
-        weights = tl.where(valid[None, :], weights, 0.0)
-    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
-        if t >= mid:
-            weights = tl.where(S.allowed(i[:, None], j[None, :]) & valid[None, :], weights, 0.0)
     return weights * (dweights - delta[:, None]), j, k
 
 
-@triton.jit(do_not_specialize=VARYING)
-def dq_kernel(
-    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, PART, FAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    heads, all_heads, group, n, start, step, scale, scale2, reach, below, boost, S: tl.constexpr,
-):  # fmt: skip
-    """dq of a tile of queries. Also writes lse (base 2) and delta of its rows to STATS, (b·h, n, 4).
+@triton.jit
+def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
+    """dq of a tile of queries, and what other launches read: lse (base 2) and delta of its rows, to STATS.
 
     If the bias has a gradient, what does not depend on single distances goes to FAR, 4 numbers per program: Σ ds at
     −reach and below, at reach and above, and Σ ds |j − i|.
     """
-    pid = tl.program_id(0)
-    bh = pid % all_heads
-    b = (bh // heads).to(tl.int64)
-    h = (bh % heads).to(tl.int64)
-    first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
-    a = tl.arange(0, S.R)
-    r = first + hop * a
-    in_tile = a < count
-    i = start + step * r
-    begins = start + step * first
-    latest = begins + step * hop * (S.R - 1)
-    limit = 0
-    if S.LENGTHS:
-        limit = tl.load(LIMITS + b)
+    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, _, _, PART, FAR = tensors
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n = strides[
+        :18
+    ]
+    ITEMS, MEMBERS, BLOCKS, skipped = tables
+    LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
+    heads, all_heads, n, start, step, scale, scale2 = sizes
+    bh, b, h, w = head_of(pid, heads, all_heads)
+    r, in_tile, i, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w + skipped, start, step, S)
+    limit = limit_of(LIMITS, b, S)
     Q += b * q_b + h * q_h
-    K += b * k_b + (h // group) * k_h
-    V += b * v_b + (h // group) * v_h
+    K += b * k_b + (h // S.GROUP) * k_h
+    V += b * v_b + (h // S.GROUP) * v_h
     O += b * o_b + h * o_h
     DO += b * do_b + h * do_h
     DQ += b * dq_b + h * dq_h
     row = bh.to(tl.int64) * n
-    STATS += 4 * row
     bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
 
     q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
@@ -95,8 +94,10 @@ def dq_kernel(
     stored = in_tile
     if S.keep is not None:
         stored = in_tile & S.keep(i, i)
-    tl.store(STATS + 4 * r, lse2, mask=stored)
-    tl.store(STATS + 4 * r + 1, delta, mask=stored)
+    if S.SIDES == FOR_QUERIES:
+        STATS += 4 * row
+        tl.store(STATS + 4 * r, lse2, mask=stored)
+        tl.store(STATS + 4 * r + 1, delta, mask=stored)
 
     dq = tl.zeros((S.R, S.DK), tl.float32)
     under = tl.zeros((S.R,), tl.float32)
@@ -122,6 +123,7 @@ def dq_kernel(
         tl.store(FAR + 2, tl.sum(tl.where(stored, sloped, 0.0), 0))
     if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
+            a = tl.arange(0, S.R)
             at = (slot.to(tl.int64) * all_heads + bh) * S.R + a
             tl.store(PART + at[:, None] * S.DK + tl.arange(0, S.DK)[None, :], dq)
             stored = a < 0
@@ -131,46 +133,48 @@ def dq_kernel(
 
 
 @triton.jit
-def _visit_rows(
-    k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
-    TABLE, SLOPES, reach, begins, latest, dropout, h, S: tl.constexpr,
-):  # fmt: skip
-    """Scores are stored as (keys, rows), so that weights and ds are left factors without a transpose."""
-    seed, bh, below, boost = dropout
+def _visit_rows(k, v, dk, dv, u, rows, blocks, keys, extras, sizes, S: tl.constexpr):
+    """Block u of the rows of all heads of a group joins dk and dv.
+
+    Scores are stored as (keys, rows), so that weights and ds are left factors without a transpose.
+    """
+    Q, DO, O, LSE, DLSE, STATS, q_h, q_n, do_h, do_n, o_h, o_n = rows
+    BLOCKS, lo, mid, hi = blocks
+    j, live, begins, latest, h, bh = keys
+    _, TABLE, SLOPES, seed, reach, below, boost = extras
+    _, _, n, start, step, _, scale2 = sizes
     t = lo + u
     if S.GROUP > 1:  # all blocks of the first head, then all of the next
         t = lo + u % (hi - lo)
         g = (u // (hi - lo)).to(tl.int64)
         Q += g * q_h
         DO += g * do_h
-        STATS += g * 4 * n
         h, bh = h + g, bh + g.to(tl.int32)
-    c = tl.arange(0, S.B)
-    r = members(BLOCKS, t, c, S.SEGMENTS)
-    valid = c < tl.load(BLOCKS + t * 12 + 8)
-    word = tl.arange(0, 4)
-    if S.RAGGED:
-        stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=valid[:, None], other=0.0)
-    else:
-        stats = tl.load(STATS + r[:, None] * 4 + word[None, :])
-    lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
-    delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
+    r, valid = members(BLOCKS, t, S)
     q = rows_of(Q, r, q_n, valid, S.d_k, S.DK, S.RAGGED, S.WIDE)
-    scores = tl.dot(k, tl.trans(q), input_precision=S.PRECISION)
-    i = start + step * r
-    scores = scores * scale2
-    if S.BIAS:
-        bias = bias_of(TABLE, SLOPES, h, reach, S.BIAS)
-        low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
-        near, far = begins - start - step * high, latest - start - step * low
-        scores = with_bias(scores, bias, i[None, :], j[:, None], near, far, S.BIAS)
-    weights = tl.exp2(scores - lse2[None, :])
-    if S.LENGTHS:
-        weights = tl.where(live[:, None], weights, 0.0)
-    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
-        if t >= mid:
-            weights = tl.where(S.allowed(i[None, :], j[:, None]) & valid[None, :], weights, 0.0)
     do = rows_of(DO, r, do_n, valid, S.d_v, S.DV, S.RAGGED, S.WIDE)
+    if S.SIDES == FOR_KEYS:
+        if S.GROUP > 1:
+            STATS += g * 4 * n
+        word = tl.arange(0, 4)
+        if S.RAGGED:
+            stats = tl.load(STATS + r[:, None] * 4 + word[None, :], mask=valid[:, None], other=0.0)
+        else:
+            stats = tl.load(STATS + r[:, None] * 4 + word[None, :])
+        lse2 = tl.sum(tl.where(word[None, :] == 0, stats, 0.0), 1)
+        delta = tl.sum(tl.where(word[None, :] == 1, stats, 0.0), 1)
+    else:
+        if S.GROUP > 1:
+            O, LSE, DLSE = O + g * o_h, LSE + g * n, DLSE + g * n
+        lse2, delta = row_numbers(LSE, DLSE, O, r, o_n, do, valid, S)
+    products = tl.dot(k, tl.trans(q), input_precision=S.PRECISION)
+    bias = bias_of(TABLE, SLOPES, h, reach, S.BIAS)
+    low, high = ends(BLOCKS, t, S)
+    scores, unit = masked_scores(
+        products, (start + step * r)[None, :], j[:, None], live[:, None], valid[None, :], t >= mid,
+        begins - start - step * high, latest - start - step * low, bias, scale2, S,
+    )  # fmt: skip
+    weights = tl.exp2(scores * unit - lse2[None, :])
     kept = weights
     if S.DROPS:
         kept_pairs = is_kept((seed, bh, below, boost), r[None, :], j[:, None])
@@ -184,47 +188,44 @@ def _visit_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=VARYING)
-def dkv_kernel(
-    Q, K, V, DO, STATS, DK_OUT, DV_OUT, PART, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    heads, all_heads, n, start, step, scale, scale2, reach, below, boost, S: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     """dk and dv of a tile of keys of one key head, over the rows of each of its GROUP query heads in turn."""
-    pid = tl.program_id(0)
-    bh = pid % all_heads
-    b = (bh // heads).to(tl.int64)
-    h = (bh % heads).to(tl.int64)
-    first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
-    a = tl.arange(0, S.R)
-    j = first + hop * a
-    in_tile = a < count
+    Q, K, V, O, DO, LSE, DLSE, STATS, _, DK_OUT, DV_OUT, PART, _ = tensors
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n = strides[:15]
+    dk_b, dk_h, dk_m, dv_b, dv_h, dv_m = strides[18:]
+    ITEMS, MEMBERS, BLOCKS, _ = tables
+    heads, all_heads, n, _, _, scale, _ = sizes
+    all_heads = all_heads // S.GROUP
+    bh, b, h, w = head_of(pid, heads // S.GROUP, all_heads)
+    j, in_tile, _, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w, 0, 1, S)
     live = in_tile
     if S.LENGTHS:
-        live = in_tile & (j < tl.load(LIMITS + b))
+        live = in_tile & (j < limit_of(extras[0], b, S))
     Q += b * q_b + h * S.GROUP * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
+    O += b * o_b + h * S.GROUP * o_h
     DO += b * do_b + h * S.GROUP * do_h
     DK_OUT += b * dk_b + h * dk_h
     DV_OUT += b * dv_b + h * dv_h
-    STATS += 4 * bh.to(tl.int64) * S.GROUP * n
+    row = bh.to(tl.int64) * S.GROUP * n
+    rows = Q, DO, O, LSE + row, DLSE + row, STATS + 4 * row, q_h, q_n, do_h, do_n, o_h, o_n
+    keys = j, live, begins, latest, h * S.GROUP, bh * S.GROUP
 
     k = rows_of(K, j, k_m, live, S.d_k, S.DK, True, S.WIDE)
     v = rows_of(V, j, v_m, live, S.d_v, S.DV, True, S.WIDE)
     dk = tl.zeros((S.R, S.DK), tl.float32)
     dv = tl.zeros((S.R, S.DV), tl.float32)
     for u in range(S.GROUP * (hi - lo)):
-        dk, dv = _visit_rows(
-            k, v, Q, DO, STATS, BLOCKS, u, lo, mid, hi, j, live, start, step, q_h, q_n, do_h, do_n, n, scale2, dk, dv,
-            TABLE, SLOPES, reach, first, first + hop * (S.R - 1), (seed, bh * S.GROUP, below, boost), h * S.GROUP, S
-        )  # fmt: skip
+        dk, dv = _visit_rows(k, v, dk, dv, u, rows, (BLOCKS, lo, mid, hi), keys, extras, sizes, S)
     dk = dk * scale
     stored = in_tile
     if S.keep is not None:
         stored = in_tile & S.keep(j, j)
     if S.SPLIT:  # noqa: SIM102 (decided when compiling, then when running)
         if slot >= 0:
+            a = tl.arange(0, S.R)
             at = ((slot.to(tl.int64) * all_heads + bh) * S.R + a) * (S.DK + S.DV)
             tl.store(PART + at[:, None] + tl.arange(0, S.DK)[None, :], dk)
             tl.store(PART + at[:, None] + S.DK + tl.arange(0, S.DV)[None, :], dv)
@@ -236,6 +237,36 @@ def dkv_kernel(
     store_rows(DV_OUT, j, dv_m, dv, stored, S.d_v, S.DV, S.WIDE)
 
 
+@triton.jit(do_not_specialize=[*VARYING, "for_keys"])
+def gradients_kernel(
+    Q, K, V, O, DO, LSE, DLSE, STATS, DQ, DK_OUT, DV_OUT, PART, FAR,
+    LIMITS, TABLE, SLOPES, seed, ITEMS, MEMBERS, BLOCKS,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
+    dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
+    heads, all_heads, for_keys, n, start, step, scale, scale2, reach, below, boost, S: tl.constexpr,
+):  # fmt: skip
+    """dq of tiles of queries, dk and dv of tiles of keys; of both sides, the first `for_keys` items are of keys."""
+    pid = tl.program_id(0)
+    first = for_keys * (all_heads // S.GROUP)
+    tensors = Q, K, V, O, DO, LSE, DLSE, STATS, DQ, DK_OUT, DV_OUT, PART, FAR
+    strides = (
+        q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
+        dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
+    )  # fmt: skip
+    tables = ITEMS, MEMBERS, BLOCKS, for_keys
+    extras = LIMITS, TABLE, SLOPES, seed, reach, below, boost
+    sizes = heads, all_heads, n, start, step, scale, scale2
+    if S.SIDES == FOR_QUERIES:
+        _for_queries(pid, tensors, strides, tables, extras, sizes, S)
+    elif S.SIDES == FOR_KEYS:
+        _for_keys(pid, tensors, strides, tables, extras, sizes, S)
+    else:
+        if pid < first:
+            _for_keys(pid, tensors, strides, tables, extras, sizes, S)
+        else:
+            _for_queries(pid - first, tensors, strides, tables, extras, sizes, S)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def sum_kernel(
     OUT, PART, SPLITS, out_b, out_h, out_n, heads, all_heads, start, step, part_at,
@@ -243,16 +274,14 @@ def sum_kernel(
     PART_WIDTH: tl.constexpr, ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """SLICE members of a split tile: their partial gradients, added in order."""
-    pid = tl.program_id(0)
-    bh = pid % all_heads
-    work = pid // all_heads
+    bh, b, h, work = head_of(tl.program_id(0), heads, all_heads)
     first, hop, count, slot, pieces, _, _ = item_of(SPLITS, work // (R // SLICE))
     a = work % (R // SLICE) * SLICE + tl.arange(0, SLICE)
     x = first + hop * a
     stored = a < count
     if keep is not None:
         stored = stored & keep(start + step * x, start + step * x)
-    OUT += (bh // heads).to(tl.int64) * out_b + (bh % heads).to(tl.int64) * out_h
+    OUT += b * out_b + h * out_h
     total = tl.zeros((SLICE, D), tl.float32)
     if ACCUMULATES:
         total = rows_of(OUT, x, out_n, stored, d, D, True, WIDE).to(tl.float32)
@@ -345,18 +374,14 @@ def _near(SUMS, ds, BLOCKS, t, at, row_step, reach, R: tl.constexpr, B: tl.const
 
 @triton.jit(do_not_specialize=[*VARYING, "items", "programs"])
 def bias_kernel(
-    Q, K, V, DO, STATS, NEAR, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
+    Q, K, V, DO, STATS, NEAR, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
     items, programs, heads, all_heads, group, n, start, step, scale2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
     """Program p of a head adds items p, p + programs, … to its row of NEAR."""
     pid = tl.program_id(0)
-    bh = pid % all_heads
-    b = (bh // heads).to(tl.int64)
-    h = (bh % heads).to(tl.int64)
-    limit = 0
-    if S.LENGTHS:
-        limit = tl.load(LIMITS + b)
+    bh, b, h, nth = head_of(pid, heads, all_heads)
+    limit = limit_of(LIMITS, b, S)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
     V += b * v_b + (h // group) * v_h
@@ -364,22 +389,17 @@ def bias_kernel(
     STATS += 4 * bh.to(tl.int64) * n
     bias, dropout = bias_of(TABLE, SLOPES, h, reach, S.BIAS), (seed, bh, below, boost)
     NEAR += pid.to(tl.int64) * (2 * reach + 1) + reach
-    a = tl.arange(0, S.R)
-    for w in range(pid // all_heads, items, programs):
-        first, hop, count, lo, mid, hi, _slot = item_of(ITEMS, w)
-        r = first + hop * a
-        i = start + step * r
-        at = start + step * first
-        in_tile = a < count
+    for w in range(nth, items, programs):
+        r, in_tile, i, at, latest, lo, mid, hi, _slot = tile_of(ITEMS, ITEMS, w, start, step, S)
+        hop = tl.load(ITEMS + w * 8 + 1)
         if S.keep is not None:
             in_tile = in_tile & S.keep(i, i)
         q = rows_of(Q, r, q_n, in_tile, S.d_k, S.DK, True, S.WIDE)
         do = rows_of(DO, r, do_n, in_tile, S.d_v, S.DV, True, S.WIDE)
         lse2 = tl.load(STATS + 4 * r, mask=in_tile, other=float("inf"))  # no weight in rows that do not count
         delta = tl.load(STATS + 4 * r + 1, mask=in_tile, other=0.0)
-        latest = at + step * hop * (S.R - 1)
         for t in range(lo, hi):
-            low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
+            low, high = ends(BLOCKS, t, S)
             if (high - at > -reach) & (low - latest < reach):
                 ds, _j, _k = dscores_of_keys(
                     q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, at, latest,

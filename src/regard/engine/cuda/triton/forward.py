@@ -41,9 +41,11 @@ class Static(NamedTuple):
     BIAS: int = 0
     DROPS: bool = False
     WIDE: bool = False  # offsets take 64 bits
-    GROUP: int = 1  # dk and dv: query heads per key head
-    HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
-    LEARNS: bool = False  # dq: the bias has a gradient
+    SIDES: int = 0  # of gradients: FOR_QUERIES, FOR_KEYS or both
+    LISTED: bool = False  # tiles and blocks are lists of members; else they are progressions
+    GROUP: int = 1  # query heads per key head
+    HAS_DLSE: bool = False  # the log-sum-exp has a gradient
+    LEARNS: bool = False  # the bias has a gradient
 
 
 def static(pattern: Pattern, config: Config, call: CallLayout) -> Static:
@@ -55,6 +57,13 @@ def static(pattern: Pattern, config: Config, call: CallLayout) -> Static:
 
 
 @triton.jit
+def head_of(pid, heads, all_heads):
+    """Program pid: its head among all, its batch row, its head of that row, and the number of its item."""
+    bh = pid % all_heads
+    return bh, (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), pid // all_heads
+
+
+@triton.jit
 def item_of(ITEMS, w):
     """The seven words of an item: tile (first, step, count), blocks (first, first masked, end), slot."""
     at = ITEMS + w * 8
@@ -63,26 +72,49 @@ def item_of(ITEMS, w):
 
 
 @triton.jit
-def members(BLOCKS, t, c, SEGMENTS: tl.constexpr):
-    """The keys (or rows) at places c of block t."""
-    at = BLOCKS + t * 12
-    x = tl.load(at) + tl.load(at + 1) * c
-    if SEGMENTS > 1:
-        x = tl.where(c < tl.load(at + 2), x, tl.load(at + 3) + tl.load(at + 4) * c)
-    if SEGMENTS > 2:
-        x = tl.where(c < tl.load(at + 5), x, tl.load(at + 6) + tl.load(at + 7) * c)
-    return x
+def tile_of(ITEMS, MEMBERS, w, start, step, S: tl.constexpr):
+    """The members of item w, which of them are there, their positions, those of the first and the last.
+
+    Also the item's blocks (first, first masked, end) and slot.
+    """
+    first, hop, count, lo, mid, hi, slot = item_of(ITEMS, w)
+    a = tl.arange(0, S.R)
+    x, there = first + hop * a, a < count
+    if S.LISTED:
+        x = tl.load(MEMBERS + w * S.R + a)
+        there = x >= 0
+    begins = start + step * first
+    return x, there, start + step * x, begins, begins + step * hop * (S.R - 1), lo, mid, hi, slot
 
 
 @triton.jit
-def ends(BLOCKS, t, B: tl.constexpr, SEGMENTS: tl.constexpr):
-    """The first and last of `members`; for several progressions, bounds that hold for all of them."""
-    at = BLOCKS + t * 12
-    low = tl.load(at)
-    high = low + tl.load(at + 1) * (B - 1)
-    if SEGMENTS > 1:
-        low = low * 0 - (1 << 29)
-        high = high * 0 + (1 << 29)
+def members(BLOCKS, t, S: tl.constexpr):
+    """The keys (or rows) at the places of block t, and which places are not empty."""
+    c = tl.arange(0, S.B)
+    if S.LISTED:
+        x = tl.load(BLOCKS + t * S.B + c)
+        return x, x >= 0
+    else:
+        at = BLOCKS + t * 12
+        x = tl.load(at) + tl.load(at + 1) * c
+        if S.SEGMENTS > 1:
+            x = tl.where(c < tl.load(at + 2), x, tl.load(at + 3) + tl.load(at + 4) * c)
+        if S.SEGMENTS > 2:
+            x = tl.where(c < tl.load(at + 5), x, tl.load(at + 6) + tl.load(at + 7) * c)
+        return x, c < tl.load(at + 8)
+
+
+@triton.jit
+def ends(BLOCKS, t, S: tl.constexpr):
+    """The first and last of `members`, for a bias; for several progressions, bounds that hold for all of them."""
+    low, high = 0, 0
+    if S.BIAS:
+        at = BLOCKS + t * 12
+        low = tl.load(at)
+        high = low + tl.load(at + 1) * (S.B - 1)
+        if S.SEGMENTS > 1:
+            low = low * 0 - (1 << 29)
+            high = high * 0 + (1 << 29)
     return low, high
 
 
@@ -175,30 +207,55 @@ def is_kept(dropout, r, j):
 
 
 @triton.jit
+def limit_of(LIMITS, b, S: tl.constexpr):
+    """Where the keys of batch row b end."""
+    limit = 0
+    if S.LENGTHS:
+        limit = tl.load(LIMITS + b)
+    return limit
+
+
+@triton.jit
+def keys_of(K, k_m, BLOCKS, t, limit, S: tl.constexpr):
+    """The keys of block t, which places hold one, and their rows of K."""
+    j, valid = members(BLOCKS, t, S)
+    if S.LENGTHS:
+        valid = valid & (j < limit)
+    return j, valid, rows_of(K, j, k_m, valid, S.d_k, S.DK, S.RAGGED or S.LENGTHS, S.WIDE)
+
+
+@triton.jit
+def masked_scores(products, i, j, live, valid, masked, near, far, bias, scale2, S: tl.constexpr):
+    """Scores of pairs (i, j), −∞ where a pair is not allowed; and the factor that is left to get them in base 2.
+
+    All of i, j, live and valid broadcast. live: within the lengths; valid: no empty place; masked: the block has
+    pairs that are not allowed; near, far: the smallest and largest j − i of the block.
+    """
+    scores, unit = products, scale2
+    if S.BIAS:
+        scores = with_bias(scores * scale2, bias, i, j, near, far, S.BIAS)
+        unit = 1.0
+    if S.LENGTHS:
+        scores = tl.where(live, scores, -float("inf"))
+    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
+        if masked:
+            scores = tl.where(S.allowed(i, j) & valid, scores, -float("inf"))
+    return scores, unit
+
+
+@triton.jit
 def _visit(
     q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc, bias, begins, latest, dropout,
     S: tl.constexpr,
 ):  # fmt: skip
     """One block of keys joins the running softmax: top is the largest score so far (base 2), total the sum."""
-    c = tl.arange(0, S.B)
-    j = members(BLOCKS, t, c, S.SEGMENTS)
-    HIDES: tl.constexpr = S.RAGGED or S.LENGTHS
-    valid = c < tl.load(BLOCKS + t * 12 + 8)
-    if S.LENGTHS:
-        valid = valid & (j < limit)
-    k = rows_of(K, j, k_m, valid, S.d_k, S.DK, HIDES, S.WIDE)
-    scores = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
-    unit = scale2
-    if S.BIAS:
-        low, high = ends(BLOCKS, t, S.B, S.SEGMENTS)
-        scores *= scale2
-        scores = with_bias(scores, bias, i[:, None], j[None, :], low - latest, high - begins, S.BIAS)
-        unit = 1.0
-    if S.LENGTHS:
-        scores = tl.where(valid[None, :], scores, -float("inf"))
-    if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
-        if t >= mid:
-            scores = tl.where(S.allowed(i[:, None], j[None, :]) & valid[None, :], scores, -float("inf"))
+    j, valid, k = keys_of(K, k_m, BLOCKS, t, limit, S)
+    products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
+    low, high = ends(BLOCKS, t, S)
+    scores, unit = masked_scores(
+        products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
+        bias, scale2, S,
+    )  # fmt: skip
     higher = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
     weights = tl.exp2(scores * unit - base[:, None])
@@ -206,7 +263,7 @@ def _visit(
     total = total * fade + tl.sum(weights, 1)
     if S.DROPS:
         weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * dropout[3], 0.0)
-    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, HIDES, S.WIDE)
+    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS, S.WIDE)
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
     return higher, total, acc
@@ -214,25 +271,15 @@ def _visit(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    Q, K, V, O, LSE, PART_O, PART_LSE, ITEMS, BLOCKS, LIMITS, TABLE, SLOPES, seed,
+    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
     """Tiles of queries, blocks of keys."""
-    pid = tl.program_id(0)
-    bh = pid % all_heads
-    b = (bh // heads).to(tl.int64)
-    h = (bh % heads).to(tl.int64)
-    first, hop, count, lo, mid, hi, slot = item_of(ITEMS, pid // all_heads)
+    bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
+    r, in_tile, i, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, ITEMS, w, start, step, S)
     a = tl.arange(0, S.R)
-    r = first + hop * a
-    in_tile = a < count
-    i = start + step * r
-    begins = start + step * first
-    latest = begins + step * hop * (S.R - 1)
-    limit = 0
-    if S.LENGTHS:
-        limit = tl.load(LIMITS + b)
+    limit = limit_of(LIMITS, b, S)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
     V += b * v_b + (h // group) * v_h
@@ -245,7 +292,7 @@ def forward_kernel(
     total = tl.zeros((S.R,), tl.float32)
     acc = tl.zeros((S.R, S.DV), tl.float32)
     if S.ACCUMULATES:  # as if the earlier pass had been one key of weight 1 and value o
-        begun = a < tl.where(slot < 0, count, 0)
+        begun = tl.where(slot < 0, in_tile, a < 0)
         top = tl.load(LSE + r, mask=begun, other=-float("inf")) * 1.4426950408889634
         total = tl.where(top == -float("inf"), 0.0, 1.0)
         acc = rows_of(O, r, o_n, begun, S.d_v, S.DV, True, S.WIDE).to(tl.float32)
@@ -276,13 +323,12 @@ def merge_kernel(
     ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """The partial results of one split tile, joined in order by their log-sum-exp."""
-    pid = tl.program_id(0)
-    bh = pid % all_heads
-    first, hop, count, slot, pieces, _, _ = item_of(SPLITS, pid // all_heads)
+    bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
+    first, hop, count, slot, pieces, _, _ = item_of(SPLITS, w)
     a = tl.arange(0, R)
     r = first + hop * a
     in_tile = a < count
-    O += (bh // heads).to(tl.int64) * o_b + (bh % heads).to(tl.int64) * o_h
+    O += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * n
     top = tl.full((R,), -float("inf"), tl.float32)
     total = tl.zeros((R,), tl.float32)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..call import LOG2E, padded
-from ..prepared import launch_cached
+from ..call import LOG2E, Config, padded
+from ..prepared import PREPARED, Launch, Program
 from .forward import ROUNDS, rows_of, store_rows
 
 
@@ -75,7 +75,7 @@ def _keys(C, LIMITS, b, h_kv, m, c_m, k_at, v_at, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["below"])
 def forward_kernel(
-    X, C, O, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, S: tl.constexpr
+    X, C, O, LIMITS, SEED, x_n, c_m, k_at, v_at, n, m, below, scale2, boost, scale, S: tl.constexpr
 ):  # fmt: skip
     """o of one head."""
     bh = tl.program_id(0)
@@ -135,9 +135,7 @@ def forward(
     o = x.new_empty(*x.shape[:2], options.heads * options.d_v)
     if o.numel() == 0 or c.shape[1] == 0:
         return o.zero_()
-    numbers, sizes, warps = _arguments(x, c, context is None, lengths, options)
-    tensors = x, c, o, x if lengths is None else lengths, x if seed is None else seed
-    launch_cached(forward_kernel, len(x) * options.heads, warps, tensors, numbers, sizes)
+    _launch(forward_kernel, len(x) * options.heads, (x, c, o), context is None, lengths, seed, options)
     return o
 
 
@@ -151,29 +149,39 @@ def backward(
     dc = dx if context is None else torch.empty_like(c)
     if x.numel() == 0 or c.numel() == 0:
         return dx.zero_(), None if context is None else dc.zero_()
-    numbers, sizes, warps = _arguments(x, c, context is None, lengths, options)
-    tensors = x, c, grad, dx, dc, x if lengths is None else lengths, x if seed is None else seed
-    launch_cached(
-        backward_kernel, len(x) * options.kv_heads, warps, tensors, (*numbers, options.scale), sizes
-    )
+    tensors = x, c, grad, dx, dc
+    _launch(backward_kernel, len(x) * options.kv_heads, tensors, context is None, lengths, seed, options)
     return dx, None if context is None else dc
 
 
-def _arguments(
-    x: Tensor, c: Tensor, own: bool, lengths: Tensor | None, options
-) -> tuple[tuple[Any, ...], Static, int]:
-    """Numbers, compile-time sizes and warps of both kernels.
+def _launch(
+    kernel: Any, programs: int, tensors: tuple[Tensor, ...], own: bool, lengths: Tensor | None, seed: Tensor | None,
+    options,
+) -> None:  # fmt: skip
+    """Run a kernel over tensors, of which the first two are x and the context, or x again (own).
 
-    Weights with a random 16-bit number below `below` are dropped; the others are multiplied by `boost`.
+    Weights with a random 16-bit number below `below` are dropped; the others are multiplied by `boost`. Triton
+    compiles for the dtypes and for addresses that 16 divides, so those are part of the key.
     """
-    queries, keys = options.heads * options.d_k, options.kv_heads * options.d_k
-    begins = queries if own else 0
-    n, m, d_k, d_v = x.shape[1], c.shape[1], options.d_k, options.d_v
-    below = min(round(options.dropout_p * 2**16), 2**16 - 1)
-    boost = 1.0 / (1.0 - below / 2**16)
-    numbers = x.shape[2], c.shape[2], begins, begins + keys, n, m, below, options.scale * LOG2E, boost
-    sizes = Static(
-        options.heads, options.heads // options.kv_heads, options.causal, lengths is not None, below > 0,
-        padded(n), padded(m), d_k, d_v, padded(d_k), padded(d_v), "ieee" if x.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
-    return numbers, sizes, 4 if max(sizes.N, sizes.M) <= 64 else 8
+    x, c = tensors[:2]
+    tensors = *tensors, x if lengths is None else lengths, x if seed is None else seed
+    kinds = tuple((y.dtype, y.shape, y.data_ptr() % 16 == 0) for y in tensors)
+    key = kernel, options, own, lengths is None, seed is None, kinds, x.device
+    program = PREPARED.get(key)
+    if program is None:
+        begins = options.heads * options.d_k if own else 0
+        n, m, d_k, d_v = x.shape[1], c.shape[1], options.d_k, options.d_v
+        below = min(round(options.dropout_p * 2**16), 2**16 - 1)
+        boost = 1.0 / (1.0 - below / 2**16)
+        sizes = Static(
+            options.heads, options.heads // options.kv_heads, options.causal, lengths is not None, below > 0,
+            padded(n), padded(m), d_k, d_v, padded(d_k), padded(d_v), "ieee" if x.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        launch = Launch(
+            kernel, programs, Config(0, 0, 4 if max(sizes.N, sizes.M) <= 64 else 8, 1),
+            x.shape[2], c.shape[2], begins, begins + options.kv_heads * d_k, n, m, below,
+            options.scale * LOG2E, boost, options.scale, S=sizes,
+        )  # fmt: skip
+        inputs = tuple(range(len(tensors)))
+        program = PREPARED.put(key, Program(inputs, [(launch, inputs)], {}, x.device))
+    program.run(tensors)
