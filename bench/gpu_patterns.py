@@ -188,11 +188,11 @@ def check(widths) -> None:
 def one_kernel(kind: str, pattern: Pattern, n: int, d: int, config: Config):
     """A call that launches one direction alone, and the pieces it needs."""
     configs = Configs(config, config, config, config if kind == "stream" else None)
-    task = Task(pattern, 0, 1, d**-0.5, 0.0, configs)
+    task = Task(pattern, 0, 1, d**-0.5, 0.0, None, configs)
     q, k, v, do = tensors(n, d, 4)
     if kind in ("forward", "stream"):
         return lambda: forward(q, k, v, task)
-    o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, 0.0, default(d, d, q.dtype)))
+    o, lse = forward(q, k, v, Task(pattern, 0, 1, d**-0.5, 0.0, None, default(d, d, q.dtype)))
     call = CallLayout(task, tuple(map(layout, (q, k, v, o, do))), q.dtype, q.device)
     by_queries, by_keys = launches.passes(call, config, False), launches.passes(call, config, True)
     made = launches.dq(call, by_queries) if kind == "dq" else launches.dkv(call, by_keys)

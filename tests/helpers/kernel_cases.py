@@ -69,6 +69,8 @@ class Case:
     at: tuple[int, int] | None = None
     scale: float | None = None
     lengths: tuple[int, ...] | None = None  # keys past them hold NaN, values infinity
+    starts: tuple[int, ...] | None = None  # with lengths: keys before them too
+    softcap: float | None = None
     given: str = "o and lse"  # which outputs have a gradient
     order: str = "b h n d"  # of the axes in memory
     one_key: bool = False  # no query has two keys: see `terms`
@@ -122,6 +124,12 @@ SMALL = [
     Case("empty rows", window(5) - window(2) - blocks(9)),
     Case("nothing at all", sinks(0), n=5, m=7),
     Case("lengths", window(3) | every(8), b=3, lengths=(37, 17, 0)),
+    Case("left padding", window(3) | every(8), b=3, lengths=(37, 17, 9), starts=(5, 0, 9)),
+    # Softcap
+    Case("softcap", BOTH, h=2, h_kv=1, n=50, m=50, softcap=0.8),
+    Case(
+        "softcap, left padding, table", window(3) | every(8), softcap=2.0, reach=6, lengths=(30,), starts=(7,)
+    ),
     # Scales and gradients
     Case("scale -0.3", BOTH, scale=-0.3),
     Case("scale 0", BOTH, scale=0.0),
@@ -216,8 +224,9 @@ LARGE = {
 
 def _wide_batch(case: Case, dtype: str) -> Case:
     """A small case in eight batch rows, so that a maximum is one over many numbers."""
-    lengths = None if case.lengths is None else 8 * case.lengths
-    return replace(case, name=f"{case.name}, {dtype}", b=8 * case.b, lengths=lengths, dtype=dtype)
+    lengths, starts = (None if x is None else 8 * x for x in (case.lengths, case.starts))
+    name = f"{case.name}, {dtype}"
+    return replace(case, name=name, b=8 * case.b, lengths=lengths, starts=starts, dtype=dtype)
 
 
 def _large(name: str, d: int, dtype: str) -> Case:
@@ -253,6 +262,8 @@ def _on_gpu() -> Iterator[Case]:
     )
     yield replace(_large("full", 64, "bfloat16"), name=f"table, n = {LONG}", reach=300)
     yield replace(_large("window | every", 128, "bfloat16"), name=f"dropout, n = {LONG}", dropout_p=0.2)
+    yield replace(_large("causal window | every", 128, "bfloat16"), name=f"softcap, n = {LONG}", softcap=5.0)
+    yield replace(_large("full", 64, "float16"), name=f"softcap of full, n = {LONG}", softcap=30.0)
     shape = {"n": 515, "m": 515, "d_k": 256, "d_v": 192, "dtype": "bfloat16"}
     yield Case("causal window | every, d = 256", LARGE["causal window | every"], **shape)
 
@@ -330,7 +341,9 @@ def in_memory_order(x: Tensor, order: str) -> Tensor:
 def hidden(case: Case, device: str) -> Tensor:
     """Which keys lie past their length: (b, 1, m, 1)."""
     lengths = torch.tensor([case.m] * case.b if case.lengths is None else case.lengths, device=device)
-    return rearrange(torch.arange(case.m, device=device) >= lengths[:, None], "b m -> b 1 m 1")
+    starts = torch.tensor([0] * case.b if case.starts is None else case.starts, device=device)
+    keys = torch.arange(case.m, device=device)
+    return rearrange((keys >= lengths[:, None]) | (keys < starts[:, None]), "b m -> b 1 m 1")
 
 
 def dense(case: Case, device: str) -> Any:
@@ -345,7 +358,7 @@ def dense(case: Case, device: str) -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
         k, v = (reference.repeat_heads(x.masked_fill(past, 0.0), case.h) for x in (k, v))
         added = ByDistance(**parts).dense(where, torch.arange(case.m, device=device)) if parts else None
-        found = reference.attend(q, k, v, allowed, bias=added, scale=case.scale)
+        found = reference.attend(q, k, v, allowed, bias=added, scale=case.scale, softcap=case.softcap)
         wide = found.scores if q.dtype == torch.float64 else found.scores.float()
         o = found.o
         if case.dropout_p:
@@ -360,7 +373,8 @@ def options(case: Case) -> Any:
     from regard.engine.compiled_ops import Options
 
     scale = case.d_k**-0.5 if case.scale is None else case.scale
-    return Options(case.pattern, *query_offset(case.pattern, case.n, case.m, case.at), scale, case.dropout_p)
+    offset = query_offset(case.pattern, case.n, case.m, case.at)
+    return Options(case.pattern, *offset, scale, case.dropout_p, case.softcap)
 
 
 def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
@@ -371,6 +385,8 @@ def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
     q, k, v, do, dlse = tensors(case, device)
     q, k, v = (in_memory_order(x, case.order) for x in (q, k, v))
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
+    if case.starts is not None:
+        lengths = torch.tensor(list(zip(case.starts, case.lengths)), device=device)
     parts = bias(case, device, q.dtype)
     extras = Extras(**parts, lengths=lengths, seed=SEED)
     made = task(q, v, options(case), extras, configs)
@@ -385,7 +401,8 @@ def repeatable(case: Case, device: str, configs: Any) -> bool:
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 
-    if case.lengths or case.reach is not None or case.slopes or case.dropout_p or (case.scale or 1.0) < 0:
+    terms = case.lengths or case.reach is not None or case.slopes or case.softcap
+    if terms or case.dropout_p or (case.scale or 1.0) < 0:
         return True
     q, k, v, do, _ = tensors(case, device)
     inputs = [in_memory_order(x, case.order).requires_grad_() for x in (q, k, v)]

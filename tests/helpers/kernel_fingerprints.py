@@ -126,7 +126,8 @@ def calls():
                 torch.tensor(more["lengths"]) if "lengths" in more else None,
                 more.get("seed", NO_SEED),
             )
-            made = task(q, v, Options(pattern, 0, 1, d**-0.5, more.get("dropout_p", 0.0)), extras)
+            given = Options(pattern, 0, 1, d**-0.5, more.get("dropout_p", 0.0), more.get("softcap"))
+            made = task(q, v, given, extras)
             o, logs = host.forward(q, k, v, made, extras)
             grads = torch.zeros_like(o), torch.zeros_like(logs) if lse else None
             host.backward((q, k, v, o, logs), grads, made, extras, "reach" in more or "slopes" in more)
@@ -148,6 +149,7 @@ def calls():
     yield "triton slopes", attend(sparse, 700, 64, slopes=True)
     yield "triton table and slopes", attend(window(3) | every(8), 700, 64, half, reach=6, slopes=True)
     yield "triton dropout", attend(sparse, 700, 128, dropout_p=0.2, seed=1 << 40)
+    yield "triton softcap, left padding", attend(sparse, 700, 128, softcap=20.0, lengths=[[5, 600]])
     yield "triton split rows", attend(full(), 5, 32, single, m=8192)
     yield "triton passes that go on", attend(window(3) | rows(13, 5) | rows(17, 1), 2304, 32)
     yield "triton wide values", attend(sparse, 2304, 16, d_v=40)

@@ -103,6 +103,12 @@ class Call:
         from_start = None if self.starts is None else keys >= self.starts[:, None]
         return from_start if below is None else below if from_start is None else below & from_start
 
+    def limits(self) -> Int[Tensor, "b *two"] | None:
+        """Where the visible keys of each batch row end; where they begin and end, if they do not all begin at 0."""
+        if self.starts is None or self.lengths is None:
+            return self.lengths
+        return torch.stack([self.starts, self.lengths], 1)
+
     def hide(self) -> "Call":
         """Zeros in hidden keys and values: 0 · NaN is NaN, so a mask alone would not remove their effect."""
         visible = self.visible()

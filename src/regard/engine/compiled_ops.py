@@ -36,6 +36,7 @@ class Options(NamedTuple):
     step: int
     scale: float
     dropout_p: float = 0.0
+    softcap: float | None = None
 
 
 class Extras(NamedTuple):
@@ -43,7 +44,7 @@ class Extras(NamedTuple):
 
     table: Tensor | None  # of a bias by distance
     slopes: Tensor | None
-    lengths: Tensor | None
+    lengths: Tensor | None  # as `Call.limits` gives them
     seed: Tensor | None  # of dropout
     ids: Tensor | None  # of packed documents
 
@@ -61,10 +62,10 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.dropout_p:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
     ids, text = documents.as_text(call.pattern) if call.pattern.has_data else (None, call.pattern.text)
-    extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
+    extras = [_present(x, call.q) for x in (table, slopes, call.limits(), seed, ids)]
     assert text is not None and not isinstance(call.at, Tensor)
     offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
-    options = text, offset, [call.factor, call.dropout_p]
+    options = text, offset, [call.factor, call.dropout_p, call.softcap or 0.0]
     if not torch.compiler.is_compiling() and compat.transforms_active():
         return _Transformed.apply(Constants(*options), call.q, call.k, call.v, *extras)
     return sparse(call.q, call.k, call.v, extras, *options)
@@ -105,7 +106,7 @@ def sparse(
     offset: Sequence[int],
     factors: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
-    """extras: as Extras has them; pattern: its text; offset: start and step; factors: scale and dropout_p."""
+    """extras: as Extras has them; pattern: its text; offset: start, step; factors: scale, dropout_p, softcap or 0."""
     tensors, options = _read(extras, pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
@@ -189,8 +190,8 @@ def _read(
 ) -> tuple[Extras, Options]:
     tensors = Extras(*(x if x.numel() else None for x in extras))
     words = list(map(_pattern, pattern.split("\n"))) if pattern else [full()]  # one factor per line
-    (start, step), (scale, dropout_p) = offset, factors
-    return tensors, Options(reduce(and_, words), start, step, scale, dropout_p)
+    (start, step), (scale, dropout_p, softcap) = offset, factors
+    return tensors, Options(reduce(and_, words), start, step, scale, dropout_p, softcap or None)
 
 
 @lru_cache(maxsize=512)

@@ -40,7 +40,7 @@ def launches_of(which, pattern, d, n=8192):
 
     launches.is_hopper, launches.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
     like, configs = contiguous(1, 2, n, d), default(d, d, torch.bfloat16)
-    task = Task(pattern, 0, 1, d**-0.5, 0.0, configs)
+    task = Task(pattern, 0, 1, d**-0.5, 0.0, None, configs)
     call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
     if which == "hopper_forward":
         _, program = launches.forward(call._replace(tensors=(like,) * 3))

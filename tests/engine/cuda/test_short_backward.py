@@ -112,7 +112,7 @@ def layouts(n=128, m=128, d_k=64, d_v=64, h=2, h_kv=2):
 def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
     from regard.engine.cuda.call import Task, default
 
-    given = {"dropout_p": 0.0, "configs": default(d_k, d_v, dtype)} | more
+    given = {"dropout_p": 0.0, "softcap": None, "configs": default(d_k, d_v, dtype)} | more
     return Task(causal() & window(9), 0, 1, 0.1, **given)
 
 

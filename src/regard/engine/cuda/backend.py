@@ -33,10 +33,6 @@ class Triton:
     def refuses(self, f: CallFacts) -> str | None:
         if f.no_tiles:
             return f.no_tiles
-        if f.softcap is not None:
-            return "softcap is not supported here"
-        if f.left_padding:
-            return "lengths with a start per batch row (left padding) are not supported here"
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data:
@@ -77,8 +73,12 @@ def variant(f: CallFacts) -> str:
 
 
 def _backward_in_one_launch(f: CallFacts) -> bool:
-    extras = f.table or f.lengths or f.bias != "none" or f.dropout_p
-    return not extras and one_launch(f.n, f.m, f.flat_heads, max(f.d_k, f.d_v))
+    return not _terms(f) and one_launch(f.n, f.m, f.flat_heads, max(f.d_k, f.d_v))
+
+
+def _terms(f: CallFacts) -> bool:
+    """What only the general kernels have."""
+    return f.hides_keys or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
 
 
 def one_launch(n: int, m: int, heads: int, width: int) -> bool:
@@ -88,8 +88,7 @@ def one_launch(n: int, m: int, heads: int, width: int) -> bool:
 
 def _on_hopper(f: CallFacts) -> bool:
     """Whether the forward pass is one of the kernels for Hopper."""
-    extras = f.lengths or f.bias != "none" or f.dropout_p
-    if f.device_type != "cuda" or not torch.cuda.is_available() or extras:
+    if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
         return False
     from .call import CallLayout, contiguous
     from .launches import hopper_passes
@@ -118,8 +117,8 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     bias = call.bias if isinstance(call.bias, ByDistance) else None
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
     seed = int(sample_seed()) if call.dropout_p else NO_SEED
-    options = Options(f.pattern, *f.offset, f.factor, call.dropout_p)
-    return _Attend.apply(call.q, call.k, call.v, table, slopes, call.lengths, seed, options)
+    options = Options(f.pattern, *f.offset, f.factor, call.dropout_p, call.softcap)
+    return _Attend.apply(call.q, call.k, call.v, table, slopes, call.limits(), seed, options)
 
 
 class _Attend(torch.autograd.Function):
@@ -145,8 +144,11 @@ class _Attend(torch.autograd.Function):
                     "double backward (create_graph=True) is not supported by backend='triton' with bias by distance "
                     "or dropout; use backend='sdpa'"
                 )
-            pattern, start, step, scale, _ = ctx.options
-            call = Call(q, k, v, pattern, lengths=lengths, scale=scale, at=(start, step))
+            pattern, start, step, scale, _, softcap = ctx.options
+            starts, lengths = (None, lengths) if lengths is None or lengths.dim() == 1 else lengths.unbind(1)
+            call = Call(
+                q, k, v, pattern, None, lengths, starts, scale=scale, softcap=softcap, at=(start, step)
+            )
             return *reference_backend.gradients((grad, grad_lse), call), *(None,) * 5
         of_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
         saved = (q, k, v, o, lse), (table, slopes, lengths)

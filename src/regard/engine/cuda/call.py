@@ -48,7 +48,7 @@ class Configs:
     hopper_dkv: Config | None = None
 
     def without_caps(self) -> "Configs":
-        """For calls with a bias or dropout, whose kernels hold more: a cap would make them spill."""
+        """For calls with a bias, a softcap or dropout, whose kernels hold more: a cap would make them spill."""
         forward, dq, dkv = (replace(x, registers=None) for x in (self.forward, self.dq, self.dkv))
         return Configs(forward, dq, dkv, self.hopper_forward)
 
@@ -91,8 +91,13 @@ class Extras(NamedTuple):
 
     table: Float[Tensor, "h r"] | None = None
     slopes: Float[Tensor, " h"] | None = None
-    lengths: Int[Tensor, " b"] | None = None
+    lengths: Int[Tensor, "b *two"] | None = None  # where the keys of each batch row end, or begin and end
     seed: int = NO_SEED
+
+    @property
+    def limits(self) -> int:
+        """As `CallLayout.lengths`."""
+        return 0 if self.lengths is None else self.lengths.dim()
 
     def on(self, device: torch.device) -> "Extras":
         """As the kernels read them: contiguous, the bias in float32 and base 2, lengths as int32 on this device."""
@@ -120,14 +125,16 @@ class Task:
     step: int
     scale: float
     dropout_p: float
+    softcap: float | None
     configs: Configs
     reach: int | None = None  # of the bias table; None: no table
     has_slopes: bool = False
 
     @property
     def plain(self) -> bool:
-        """Neither bias nor dropout."""
-        return self.reach is None and not self.has_slopes and self.dropout_p == 0
+        """Neither bias, softcap nor dropout."""
+        terms = self.reach is not None or self.has_slopes or self.softcap is not None
+        return not terms and self.dropout_p == 0
 
 
 @lru_cache(maxsize=256)
@@ -192,7 +199,7 @@ class CallLayout(NamedTuple):
     tensors: tuple[Layout, ...]  # q, k, v; backward also o and the gradient of o
     dtype: torch.dtype
     device: torch.device
-    has_lengths: bool = False
+    lengths: int = 0  # numbers that say which keys of a batch row are hidden: none, the end, or begin and end
     has_dlse: bool = False  # backward: the log-sum-exp has a gradient
     bias_gradient: bool = False  # backward: the bias needs a gradient
 
@@ -209,6 +216,6 @@ class CallLayout(NamedTuple):
             "dlse": self.has_dlse,
             "table": self.task.reach is not None,
             "slopes": self.task.has_slopes,
-            "lengths": self.has_lengths,
+            "lengths": self.lengths > 0,
         }
         return tuple(name for name, is_there in there.items() if is_there)

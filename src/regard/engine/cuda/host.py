@@ -97,7 +97,8 @@ def forward(
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and ln Σ exp(scores); zeros and −∞ for a query that has no allowed key.
 
-    Keys at and past lengths[b] are hidden, whatever they hold. Dropout applies to the weights after the softmax.
+    Keys at and past lengths[b] are hidden, whatever they hold; of two lengths also those before the first. Dropout
+    applies to the weights after the softmax.
     """
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
@@ -106,8 +107,7 @@ def forward(
         return forward(-q, k, v, negated(task), extras)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    there = extras.lengths is not None
-    call = CallLayout(task, (layout(q), layout(k), layout(v)), q.dtype, q.device, there)
+    call = CallLayout(task, (layout(q), layout(k), layout(v)), q.dtype, q.device, extras.limits)
     with _device_of(q):
         o, lse = prepared_forward(call)(q, k, v, extras.on(q.device))
     return _narrowed(o, d_v), lse
@@ -136,7 +136,7 @@ def backward(
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     layouts = tuple(map(layout, (q, k, v, o, do)))
-    there = extras.lengths is not None, dlse is not None, bias_gradient
+    there = extras.limits, dlse is not None, bias_gradient
     run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *there))
     with _device_of(q):
         made = run((q, k, v, o, do, lse), dlse, extras.on(q.device))

@@ -44,7 +44,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(call),
+            h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", part_o, part_lse, *_extras(call), step.work.items, step.work.blocks
@@ -141,7 +141,7 @@ def _gradients(
     (b, h, h_kv, n, _, _, _), task = call.sizes, call.task
     launch = Launch(
         gradients_kernel, programs, config, *(x for like in (*call.tensors, *outs) for x in like.strides),
-        h, b * h, for_keys, n, task.start, task.step, task.scale, base2(task.scale), *_numbers(call),
+        h, b * h, for_keys, n, task.start, task.step, task.scale, *_numbers(call),
         S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
     stats = "lse" if static.LISTED else "stats"
@@ -188,7 +188,7 @@ def one_launch_config(call: CallLayout) -> Config | None:
     b, h, _, n, m, d_k, d_v = call.sizes
     width = max(64, padded(d_k), padded(d_v))
     is_stored = call.task.configs is default(d_k, d_v, call.dtype)
-    if not is_stored or call.has_lengths or not call.task.plain or not one_launch(n, m, b * h, width):
+    if not is_stored or call.lengths or not call.task.plain or not one_launch(n, m, b * h, width):
         return None
     return None if exceeds_int32(*call.tensors) else (SINGLE if call.dtype == torch.float32 else HALF)[width]
 
@@ -208,7 +208,7 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
         launch = Launch(
             bias_kernel, programs * b * h, config,
             *q.strides, *k.strides, *v.strides, *do.strides, len(step.work.items), programs,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), *_numbers(call),
+            h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide)._replace(SPLIT=False, ACCUMULATES=False),
         )  # fmt: skip
         names = "q", "k", "v", "do", "stats", "near", *_extras(call), step.work.items, step.work.blocks
@@ -258,8 +258,9 @@ def _static(call: CallLayout, step: DevicePass, config: Config, wide: bool) -> S
     task, work = call.task, step.work
     return static(work.pattern, config, call)._replace(
         keep=_kept(step), SEGMENTS=work.segments, RAGGED=work.ragged, SPLIT=work.slots > 0,
-        ACCUMULATES=step.accumulates, LENGTHS=call.has_lengths, DROPS=task.dropout_p > 0, WIDE=wide,
-        LEARNS=call.bias_gradient, BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
+        ACCUMULATES=step.accumulates, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=wide,
+        DROPS=task.dropout_p > 0, LEARNS=call.bias_gradient,
+        BIAS=TABLE * (task.reach is not None) + SLOPES * task.has_slopes,
     )  # fmt: skip
 
 
@@ -268,10 +269,12 @@ def _kept(step: DevicePass) -> Any:
 
 
 def _numbers(call: CallLayout) -> tuple[Any, ...]:
-    """Reach of the table, random 32-bit number below which a weight is dropped, factor of the weights kept."""
-    dropout_p = call.task.dropout_p
-    below = min(round(dropout_p * 2**32), 2**32 - 1)
-    return call.task.reach or 0, below, 1.0 / (1.0 - dropout_p)
+    """Scale and softcap in base 2, reach of the table, random 32-bit number below which a weight is dropped, factor
+    of the weights kept."""
+    task = call.task
+    below = min(round(task.dropout_p * 2**32), 2**32 - 1)
+    cap = 1.0 if task.softcap is None else base2(task.softcap)
+    return base2(task.scale), cap, task.reach or 0, below, 1.0 / (1.0 - task.dropout_p)
 
 
 def _extras(call: CallLayout) -> tuple[str, ...]:
@@ -297,7 +300,7 @@ def hopper_passes(call: CallLayout, config: Config | None, by_keys: bool) -> Dev
     largest score is scaled last.
     """
     task, d = call.task, call.tensors[0].shape[-1]
-    if config is None or call.has_lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
+    if config is None or call.lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
         return None
     if d not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
         return None

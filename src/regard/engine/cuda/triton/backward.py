@@ -2,10 +2,11 @@
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
-with delta = Σ do ∘ o − dlse per row; dropout multiplies the weights of dv, and do vᵀ. dq visits the plan, dk and dv
-the transposed plan. One kernel has both sides. For long calls it is launched for queries first, and also writes the
-two numbers per row that the launch for keys reads. A short call has one launch for both sides, because there the GPU
-waits for the CPU: its programs compute these numbers themselves, so that none waits for another.
+with delta = Σ do ∘ o − dlse per row; under a softcap c, ds is multiplied by 1 − (score / c)². Dropout multiplies the
+weights of dv, and do vᵀ. dq visits the plan, dk and dv the transposed plan. One kernel has both sides. For long calls
+it is launched for queries first, and also writes the two numbers per row that the launch for keys reads. A short call
+has one launch for both sides, because there the GPU waits for the CPU: its programs compute these numbers themselves,
+so that none waits for another.
 """
 
 import triton
@@ -19,12 +20,13 @@ from .forward import (
     is_kept,
     item_of,
     keys_of,
-    limit_of,
+    limits_of,
     masked_scores,
     members,
     rows_of,
     store_rows,
     tile_of,
+    within,
 )
 
 FOR_QUERIES, FOR_KEYS = tl.constexpr(1), tl.constexpr(2)  # the sides of gradients, added up to SIDES
@@ -43,23 +45,24 @@ def row_numbers(LSE, DLSE, O, r, o_n, do, valid, S: tl.constexpr):
 
 @triton.jit
 def dscores_of_keys(
-    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, begins, latest, dropout,
+    q, do, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, lse2, delta, bias, begins, latest, dropout,
     S: tl.constexpr,
 ):  # fmt: skip
-    """ds of the rows of a tile and the keys of block t; those keys, and their rows of K."""
-    j, valid, k = keys_of(K, k_m, BLOCKS, t, limit, S)
+    """ds of the rows of a tile and the keys of block t, and that of the scaled products; those keys and rows of K."""
+    j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
     products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
-    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS, S.WIDE)
+    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
     dweights = tl.dot(do, tl.trans(v), input_precision=S.PRECISION)
     low, high = ends(BLOCKS, t, S)
-    scores, unit = masked_scores(
+    scores, unit, slope = masked_scores(
         products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
-        bias, scale2, S,
+        bias, factors, S,
     )  # fmt: skip
     weights = tl.exp2(scores * unit - lse2[:, None])
     if S.DROPS:
         dweights = tl.where(is_kept(dropout, r[:, None], j[None, :]), dweights * dropout[3], 0.0)
-    return weights * (dweights - delta[:, None]), j, k
+    dscores = weights * (dweights - delta[:, None])
+    return dscores, dscores * slope if S.CAPPED else dscores, j, k
 
 
 @triton.jit
@@ -75,10 +78,10 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     ]
     ITEMS, MEMBERS, BLOCKS, skipped = tables
     LIMITS, TABLE, SLOPES, seed, reach, below, boost = extras
-    heads, all_heads, n, start, step, scale, scale2 = sizes
+    heads, all_heads, n, start, step, scale, factors = sizes
     bh, b, h, w = head_of(pid, heads, all_heads)
     r, in_tile, i, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w + skipped, start, step, S)
-    limit = limit_of(LIMITS, b, S)
+    limits = limits_of(LIMITS, b, S)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // S.GROUP) * k_h
     V += b * v_b + (h // S.GROUP) * v_h
@@ -104,8 +107,9 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     over = tl.zeros((S.R,), tl.float32)
     sloped = tl.zeros((S.R,), tl.float32)
     for t in range(lo, hi):
-        dscores, j, k = dscores_of_keys(
-            q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, begins, latest, dropout, S
+        dscores, of_products, j, k = dscores_of_keys(
+            q, do, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, lse2, delta, bias, begins, latest,
+            dropout, S,
         )  # fmt: skip
         if S.LEARNS:
             x = j[None, :] - i[:, None]
@@ -114,7 +118,7 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
             if S.BIAS != 2:
                 under += tl.sum(tl.where(x <= -reach, dscores, 0.0), 1)
                 over += tl.sum(tl.where((x >= reach) & (x > -reach), dscores, 0.0), 1)
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=S.PRECISION)
+        dq = tl.dot(of_products.to(k.dtype), k, dq, input_precision=S.PRECISION)
     dq = dq * scale
     if S.LEARNS:
         FAR += pid.to(tl.int64) * 4
@@ -142,7 +146,7 @@ def _visit_rows(k, v, dk, dv, u, rows, blocks, keys, extras, sizes, S: tl.conste
     BLOCKS, lo, mid, hi = blocks
     j, live, begins, latest, h, bh = keys
     _, TABLE, SLOPES, seed, reach, below, boost = extras
-    _, _, n, start, step, _, scale2 = sizes
+    _, _, n, start, step, _, factors = sizes
     t = lo + u
     if S.GROUP > 1:  # all blocks of the first head, then all of the next
         t = lo + u % (hi - lo)
@@ -170,9 +174,9 @@ def _visit_rows(k, v, dk, dv, u, rows, blocks, keys, extras, sizes, S: tl.conste
     products = tl.dot(k, tl.trans(q), input_precision=S.PRECISION)
     bias = bias_of(TABLE, SLOPES, h, reach, S.BIAS)
     low, high = ends(BLOCKS, t, S)
-    scores, unit = masked_scores(
+    scores, unit, slope = masked_scores(
         products, (start + step * r)[None, :], j[:, None], live[:, None], valid[None, :], t >= mid,
-        begins - start - step * high, latest - start - step * low, bias, scale2, S,
+        begins - start - step * high, latest - start - step * low, bias, factors, S,
     )  # fmt: skip
     weights = tl.exp2(scores * unit - lse2[None, :])
     kept = weights
@@ -184,6 +188,8 @@ def _visit_rows(k, v, dk, dv, u, rows, blocks, keys, extras, sizes, S: tl.conste
     if S.DROPS:
         dweights = tl.where(kept_pairs, dweights * boost, 0.0)
     dscores = weights * (dweights - delta[None, :])
+    if S.CAPPED:
+        dscores *= slope
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=S.PRECISION)
     return dk, dv
 
@@ -199,9 +205,7 @@ def _for_keys(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
     all_heads = all_heads // S.GROUP
     bh, b, h, w = head_of(pid, heads // S.GROUP, all_heads)
     j, in_tile, _, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, MEMBERS, w, 0, 1, S)
-    live = in_tile
-    if S.LENGTHS:
-        live = in_tile & (j < limit_of(extras[0], b, S))
+    live = within(in_tile, j, limits_of(extras[0], b, S), S)
     Q += b * q_b + h * S.GROUP * q_h
     K += b * k_b + h * k_h
     V += b * v_b + h * v_h
@@ -243,7 +247,7 @@ def gradients_kernel(
     LIMITS, TABLE, SLOPES, seed, ITEMS, MEMBERS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n,
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    heads, all_heads, for_keys, n, start, step, scale, scale2, reach, below, boost, S: tl.constexpr,
+    heads, all_heads, for_keys, n, start, step, scale, scale2, cap2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
     """dq of tiles of queries, dk and dv of tiles of keys; of both sides, the first `for_keys` items are of keys."""
     pid = tl.program_id(0)
@@ -255,7 +259,7 @@ def gradients_kernel(
     )  # fmt: skip
     tables = ITEMS, MEMBERS, BLOCKS, for_keys
     extras = LIMITS, TABLE, SLOPES, seed, reach, below, boost
-    sizes = heads, all_heads, n, start, step, scale, scale2
+    sizes = heads, all_heads, n, start, step, scale, (scale2, cap2)
     if S.SIDES == FOR_QUERIES:
         _for_queries(pid, tensors, strides, tables, extras, sizes, S)
     elif S.SIDES == FOR_KEYS:
@@ -376,12 +380,12 @@ def _near(SUMS, ds, BLOCKS, t, at, row_step, reach, R: tl.constexpr, B: tl.const
 def bias_kernel(
     Q, K, V, DO, STATS, NEAR, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
-    items, programs, heads, all_heads, group, n, start, step, scale2, reach, below, boost, S: tl.constexpr,
+    items, programs, heads, all_heads, group, n, start, step, scale2, cap2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
     """Program p of a head adds items p, p + programs, … to its row of NEAR."""
     pid = tl.program_id(0)
     bh, b, h, nth = head_of(pid, heads, all_heads)
-    limit = limit_of(LIMITS, b, S)
+    limits = limits_of(LIMITS, b, S)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
     V += b * v_b + (h // group) * v_h
@@ -401,8 +405,8 @@ def bias_kernel(
         for t in range(lo, hi):
             low, high = ends(BLOCKS, t, S)
             if (high - at > -reach) & (low - latest < reach):
-                ds, _j, _k = dscores_of_keys(
-                    q, do, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, lse2, delta, bias, at, latest,
-                    dropout, S,
+                ds, _of_products, _j, _k = dscores_of_keys(
+                    q, do, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, (scale2, cap2), lse2, delta, bias, at,
+                    latest, dropout, S,
                 )  # fmt: skip
                 _near(NEAR, ds, BLOCKS, t, at, step * hop, reach, S.R, S.B, S.SEGMENTS)

@@ -37,7 +37,8 @@ class Static(NamedTuple):
     RAGGED: bool = True  # some block needs a mask
     SPLIT: bool = False  # some tile is split into items, which write parts
     ACCUMULATES: bool = False  # this pass goes on from the results of an earlier one
-    LENGTHS: bool = False
+    LENGTHS: int = 0  # 1: where the keys of a batch row end is given; 2: where they begin and end
+    CAPPED: bool = False  # the scores have a softcap
     BIAS: int = 0
     DROPS: bool = False
     WIDE: bool = False  # offsets take 64 bits
@@ -207,54 +208,80 @@ def is_kept(dropout, r, j):
 
 
 @triton.jit
-def limit_of(LIMITS, b, S: tl.constexpr):
-    """Where the keys of batch row b end."""
-    limit = 0
-    if S.LENGTHS:
-        limit = tl.load(LIMITS + b)
-    return limit
+def limits_of(LIMITS, b, S: tl.constexpr):
+    """Where the keys of batch row b begin and end."""
+    first, end = 0, 0
+    if S.LENGTHS == 1:
+        end = tl.load(LIMITS + b)
+    if S.LENGTHS == 2:
+        first, end = tl.load(LIMITS + 2 * b), tl.load(LIMITS + 2 * b + 1)
+    return first, end
 
 
 @triton.jit
-def keys_of(K, k_m, BLOCKS, t, limit, S: tl.constexpr):
+def within(valid, j, limits, S: tl.constexpr):
+    """valid, and where there are lengths also that key j is not hidden by them."""
+    if S.LENGTHS:
+        valid = valid & (j < limits[1])
+    if S.LENGTHS == 2:
+        valid = valid & (j >= limits[0])
+    return valid
+
+
+@triton.jit
+def keys_of(K, k_m, BLOCKS, t, limits, S: tl.constexpr):
     """The keys of block t, which places hold one, and their rows of K."""
     j, valid = members(BLOCKS, t, S)
-    if S.LENGTHS:
-        valid = valid & (j < limit)
-    return j, valid, rows_of(K, j, k_m, valid, S.d_k, S.DK, S.RAGGED or S.LENGTHS, S.WIDE)
+    valid = within(valid, j, limits, S)
+    return j, valid, rows_of(K, j, k_m, valid, S.d_k, S.DK, S.RAGGED or S.LENGTHS > 0, S.WIDE)
 
 
 @triton.jit
-def masked_scores(products, i, j, live, valid, masked, near, far, bias, scale2, S: tl.constexpr):
-    """Scores of pairs (i, j), −∞ where a pair is not allowed; and the factor that is left to get them in base 2.
+def _tanh(x):
+    """By exp2, which leaves an error of 10⁻⁷; near 0 by its series, to have as small an error of x itself."""
+    z = x * x
+    near = x * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+    return tl.where(z < 0.09, near, 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
+
+
+@triton.jit
+def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors, S: tl.constexpr):
+    """Scores of pairs (i, j), −∞ where a pair is not allowed; the factor that is left to get them in base 2; and
+    their derivative by the scaled products, which is not 1 under a softcap.
 
     All of i, j, live and valid broadcast. live: within the lengths; valid: no empty place; masked: the block has
-    pairs that are not allowed; near, far: the smallest and largest j − i of the block.
+    pairs that are not allowed; near, far: the smallest and largest j − i of the block; factors: scale and softcap.
     """
-    scores, unit = products, scale2
+    scale2, cap2 = factors
+    scores, unit, slope = products, scale2, 1.0
+    if S.CAPPED:
+        scores = _tanh(scores * (scale2 / cap2))
+        slope = 1.0 - scores * scores
+        scores, unit = scores * cap2, 1.0
+    elif S.BIAS:
+        scores, unit = scores * scale2, 1.0
     if S.BIAS:
-        scores = with_bias(scores * scale2, bias, i, j, near, far, S.BIAS)
-        unit = 1.0
+        scores = with_bias(scores, bias, i, j, near, far, S.BIAS)
     if S.LENGTHS:
         scores = tl.where(live, scores, -float("inf"))
     if S.RAGGED:  # noqa: SIM102 (decided when compiling, then when running)
         if masked:
             scores = tl.where(S.allowed(i, j) & valid, scores, -float("inf"))
-    return scores, unit
+    return scores, unit, slope
 
 
 @triton.jit
 def _visit(
-    q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc, bias, begins, latest, dropout,
+    q, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, top, total, acc, bias, begins, latest, dropout,
     S: tl.constexpr,
 ):  # fmt: skip
     """One block of keys joins the running softmax: top is the largest score so far (base 2), total the sum."""
-    j, valid, k = keys_of(K, k_m, BLOCKS, t, limit, S)
+    j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
     products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
     low, high = ends(BLOCKS, t, S)
-    scores, unit = masked_scores(
+    scores, unit, _ = masked_scores(
         products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
-        bias, scale2, S,
+        bias, factors, S,
     )  # fmt: skip
     higher = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
@@ -263,7 +290,7 @@ def _visit(
     total = total * fade + tl.sum(weights, 1)
     if S.DROPS:
         weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * dropout[3], 0.0)
-    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS, S.WIDE)
+    v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
     acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
     return higher, total, acc
@@ -273,13 +300,13 @@ def _visit(
 def forward_kernel(
     Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, TABLE, SLOPES, seed, ITEMS, BLOCKS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
-    heads, all_heads, group, n, start, step, scale2, reach, below, boost, S: tl.constexpr,
+    heads, all_heads, group, n, start, step, scale2, cap2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
     """Tiles of queries, blocks of keys."""
     bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
     r, in_tile, i, begins, latest, lo, mid, hi, slot = tile_of(ITEMS, ITEMS, w, start, step, S)
     a = tl.arange(0, S.R)
-    limit = limit_of(LIMITS, b, S)
+    limits = limits_of(LIMITS, b, S)
     Q += b * q_b + h * q_h
     K += b * k_b + (h // group) * k_h
     V += b * v_b + (h // group) * v_h
@@ -299,7 +326,8 @@ def forward_kernel(
 
     for t in range(lo, hi):
         top, total, acc = _visit(
-            q, K, V, BLOCKS, t, mid, r, i, limit, k_m, v_m, scale2, top, total, acc, bias, begins, latest, dropout, S
+            q, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, (scale2, cap2), top, total, acc, bias, begins, latest,
+            dropout, S,
         )  # fmt: skip
 
     lse = (top + tl.log2(total)) * 0.6931471805599453  # log2(0) = −∞: an empty row
