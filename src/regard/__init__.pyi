@@ -38,6 +38,7 @@ from .nn.serialization import save as save
 from .pattern import Pattern as Pattern
 from .pattern import documents as documents
 from .pattern import lengths as lengths
+from .pattern import neighborhood as neighborhood
 from .pattern import per_head as per_head
 from .pattern import selected as selected
 from .pattern import tree as tree

@@ -70,7 +70,7 @@ def test_source_leaves_out_what_equals_its_default():
         (
             '{"kind": "pickle"}',
             "unknown kind 'pickle'; known: Both, Either, Not, blocks, causal, dilated, documents, every, "
-            "full, lengths, per_head, prefix, rows, selected, sinks, strided, tree, where, window",
+            "full, lengths, neighborhood, per_head, prefix, rows, selected, sinks, strided, tree, where, window",
         ),
         ('{"kind": "window", "befor": 2}', "window has no field 'befor'; did you mean before?"),
         ('{"kind": "causal", "size": 2}', "causal has no field 'size'; known: none"),

@@ -19,6 +19,7 @@ A word is one class that states its relation (word.py, words.py, relation.py); w
 from .algebra import KINDS, At, Both, Either, Not, Pattern, positions, query_offset
 from .classification import BlockGrid, Classes, Run, classify
 from .data import Data, documents, lengths, selected, tree, where
+from .grid import neighborhood
 from .heads import per_head
 from .parse import parse_pattern
 from .relation import Relation
@@ -47,6 +48,7 @@ __all__ = [
     "classify",
     "documents",
     "lengths",
+    "neighborhood",
     "parse_pattern",
     "per_head",
     "positions",

@@ -4,6 +4,7 @@ import ast
 
 from ..errors import FormatError, RegardError, nearest
 from .algebra import KINDS, Pattern
+from .grid import neighborhood
 from .heads import per_head
 from .word import Declared
 
@@ -50,6 +51,14 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
             return ~_pattern(inner, depth + 1)
         case ast.Call(ast.Name("per_head"), [ast.List(elements)], []):
             return per_head([_pattern(element, depth + 1) for element in elements])
+        case ast.Call(ast.Name("neighborhood"), arguments, keywords):
+            try:
+                given = {str(k.arg): ast.literal_eval(k.value) for k in keywords}
+                return neighborhood(*map(ast.literal_eval, arguments), **given)
+            except (TypeError, ValueError) as e:
+                if isinstance(e, RegardError):
+                    raise
+                raise FormatError(f"{ast.unparse(node)}: {e}") from e
         case ast.Call(ast.Name(word), arguments, keywords):
             if word not in words:
                 raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, words)}")

@@ -66,7 +66,7 @@ def require_known(field: str, word: str, known: tuple[str, ...]) -> None:
 
 
 def require_no_data(field: str, pattern: Pattern) -> None:
-    if pattern.has_data:
+    if pattern.text is None:
         raise SpecError(
             f"{field}={pattern!r} carries data, which a declaration cannot contain; "
             f"pass it in the call instead: layer(x, pattern=...)"

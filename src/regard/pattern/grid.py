@@ -1,0 +1,189 @@
+"""Neighborhoods on grids of 1 to 3 dimensions (images, video), read in row-major order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import value
+from ..errors import ShapeError, SpecError
+from ..progression import Ints
+from .algebra import Pattern, query_offset, register
+
+BORDERS = ("clipped", "shifted")
+MAX_AXES = 3
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a neighborhood: `kernel` coordinates, `step` apart, around that of the query."""
+
+    length: int
+    kernel: int
+    step: int
+    shifted: bool
+    causal: bool
+
+    def interval(self, x: Any) -> tuple[Any, Any]:
+        """The first and the last neighbor of coordinate x, counted in steps: both are ⌊coordinate / step⌋."""
+        y, last = x // self.step, (self.length - 1 - x % self.step) // self.step
+        if self.causal:
+            return _larger(y - (self.kernel - 1), 0), y
+        first = y - self.kernel // 2
+        if self.shifted:
+            first = _larger(_smaller(first, last - (self.kernel - 1)), 0)
+        end = first + self.kernel - 1
+        return _larger(first, 0), _smaller(end, last)
+
+    def allows(self, x: Any, z: Any) -> Any:
+        low, high = self.interval(x)
+        y = z // self.step
+        return (x % self.step == z % self.step) & (y >= low) & (y <= high)
+
+    def counts(self) -> Ints:
+        """How many neighbors each coordinate has."""
+        low, high = self.interval(np.arange(self.length))
+        return high - low + 1
+
+
+def _larger(a: Any, b: int) -> Any:
+    return max(a, b) if isinstance(a, int) else a.clip(min=b)
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    if isinstance(a, int):
+        return min(a, b)
+    return np.minimum(a, b) if isinstance(a, np.ndarray) else torch.minimum(a, b)
+
+
+@dataclass(frozen=True, repr=False)
+class neighborhood(Pattern):
+    """Each position of a grid attends to those around it: `kernel` along each axis, `step` apart (dilation).
+
+    border: at an edge the neighborhood is clipped, so it has fewer keys; or it is shifted inwards and has as many as
+    everywhere. Along a causal axis it is the position itself and those before.
+
+    >>> print(neighborhood((2, 3), (1, 3)).draw(6))
+    ■ ■ · · · ·
+    ■ ■ ■ · · ·
+    · ■ ■ · · ·
+    · · · ■ ■ ·
+    · · · ■ ■ ■
+    · · · · ■ ■
+    """
+
+    grid: tuple[int, ...]
+    kernel: tuple[int, ...]
+    step: tuple[int, ...]
+    border: str
+    causal: tuple[bool, ...]
+
+    has_data = True  # no relation of i − j describes it: backends read its mask, or its own tiles
+    reads_query = True
+    reads_key = True
+    shift_period = 0
+    device = None
+
+    def __init__(
+        self,
+        grid: int | Sequence[int],
+        kernel: int | Sequence[int],
+        step: int | Sequence[int] = 1,
+        border: str = "clipped",
+        causal: bool | Sequence[bool] = False,
+    ):
+        sizes = tuple(grid) if isinstance(grid, Sequence) else (grid,)
+        if not 1 <= len(sizes) <= MAX_AXES:
+            raise SpecError(f"neighborhood: a grid of {len(sizes)} axes; 1 to {MAX_AXES} are supported")
+        given = {"grid": sizes, "border": border}
+        for name, x in (("kernel", kernel), ("step", step), ("causal", causal)):
+            each = tuple(x) if isinstance(x, Sequence) else (x,) * len(sizes)
+            if len(each) != len(sizes):
+                raise SpecError(
+                    f"neighborhood: {name}={x!r} for a grid of {len(sizes)} axes; give one for each"
+                )
+            given[name] = each
+        for name, field in given.items():
+            object.__setattr__(self, name, field)
+        self._check()
+        object.__setattr__(self, "text", value.to_json(self))
+
+    def _check(self) -> None:
+        for name in ("grid", "kernel", "step"):
+            for x in getattr(self, name):
+                if type(x) is not int or x < 1:
+                    raise SpecError(f"neighborhood: {name} has {x!r}; whole numbers >= 1 are needed")
+        if self.border not in BORDERS:
+            raise SpecError(f"neighborhood: border={self.border!r}; use 'clipped' or 'shifted'")
+        for axis, (length, kernel, step) in enumerate(zip(self.grid, self.kernel, self.step)):
+            if self.border == "shifted" and kernel * step > length:
+                raise SpecError(
+                    f"neighborhood: a kernel of {kernel} with step {step} does not fit axis {axis} of {length}, "
+                    "so it cannot be shifted inwards; use border='clipped'"
+                )
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        shifted = self.border == "shifted"
+        each = zip(self.grid, self.kernel, self.step, self.causal)
+        return tuple(Axis(length, kernel, step, shifted, causal) for length, kernel, step, causal in each)
+
+    @property
+    def size(self) -> int:
+        return prod(self.grid)
+
+    def coordinates(self, i: Any) -> list[Any]:
+        """Of each axis, the coordinate of position i."""
+        found = []
+        for length in reversed(self.grid):
+            found.append(i % length)
+            i = i // length
+        return found[::-1]
+
+    def allows(self, i, j):
+        inside = (i >= 0) & (i < self.size) & (j < self.size)
+        if isinstance(i, int) and not inside:
+            return False
+        for axis, x, z in zip(self.axes, self.coordinates(i), self.coordinates(j)):
+            inside = inside & axis.allows(x, z)
+        return inside
+
+    def row_mask(self, inside):
+        return lambda b, i, j: self.allows(i, j)
+
+    def fits(self, m: int) -> None:
+        if m != self.size:
+            grid = " × ".join(map(str, self.grid))
+            raise ShapeError(f"{self!r} over {m} keys: a grid of {grid} has {self.size} positions")
+
+    def row_counts(self, n, m=None, at=None):
+        m = n if m is None else m
+        self.fits(m)
+        start, step = query_offset(self, n, m, at)
+        i = start + step * np.arange(n, dtype=np.int64)
+        counts = ((i >= 0) & (i < self.size)).astype(np.int64)
+        for axis, x in zip(self.axes, self.coordinates(i)):
+            counts = counts * axis.counts()[x]
+        return counts
+
+    def count(self, n, m=None, at=None):
+        return int(self.row_counts(n, m, at).sum())
+
+    def classify(self, grid):
+        return grid.enumerate(self.allows)
+
+    def __repr__(self):
+        options = [] if set(self.step) == {1} else [f"step={_short(self.step)}"]
+        options += [] if self.border == "clipped" else [f"border={self.border!r}"]
+        options += [f"causal={_short(self.causal)}"] if any(self.causal) else []
+        return f"neighborhood({', '.join([repr(self.grid), repr(self.kernel), *options])})"
+
+
+def _short(each: tuple) -> Any:
+    return each[0] if len(set(each)) == 1 else each
+
+
+register(neighborhood)
