@@ -25,13 +25,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_small import SmallCase
+
 TOLERANCE = 1e-5
 LIMIT_S = 240
 PREFACE = """\
 {equal} of {rows} families that call the attention registry equal eager: all float outputs and all gradients within
 {tolerance} (relative to the largest number), greedy and beam generation the same tokens. Made by
 `bench/huggingface_census.py` in float32 on the CPU, with the tiny configurations of the transformers test folders
-(where those have none: the family's text models, from its default configuration with small sizes).
+(where those have none: the family's default configuration with small sizes, `bench/huggingface_small.py`).
 The first key of every padding mask is visible: for a query without any key regard gives zeros, eager the mean of all
 values. The numbers are the worst relative difference over the classes of the family, for regard and for sdpa.
 """
@@ -95,67 +97,6 @@ def testers(folder: str) -> list[Any]:
             if case.all_model_classes and hasattr(case, "model_tester"):
                 found.append(case)
     return found
-
-
-class TextCase:
-    """A family without tests in that folder: its text models, from a default configuration with small sizes."""
-
-    MAX_PARAMETERS = 20_000_000
-
-    def __init__(self, folder: str):
-        self.all_generative_model_classes: tuple = ()
-        self.model_tester = self
-        modules = [
-            importlib.import_module(f"transformers.models.{folder}.{f.stem}")
-            for f in sorted(
-                (Path(importlib.import_module("transformers").__file__).parent / "models" / folder).glob(
-                    "m*.py"
-                )
-            )
-            if f.stem.startswith("modeling_")
-        ]
-        self.all_model_classes = tuple(
-            c for m in modules for c in vars(m).values() if self._text(c, m.__name__)
-        )
-
-    @staticmethod
-    def _text(cls: Any, module: str) -> bool:
-        from transformers import PreTrainedModel
-
-        return (
-            inspect.isclass(cls)
-            and issubclass(cls, PreTrainedModel)
-            and cls.__module__ == module
-            and cls.main_input_name == "input_ids"
-            and cls.config_class is not None
-            and cls.__name__.endswith(("Model", "ForCausalLM", "ForMaskedLM"))
-            and "PreTrained" not in cls.__name__
-        )
-
-    def config_for(self, cls: Any) -> Any:
-        import torch
-
-        from regard.laws.adapters.hugging_face import reduced
-
-        config, _ = reduced(cls.config_class())
-        with torch.device("meta"):
-            size = sum(p.numel() for p in cls._from_config(copy.deepcopy(config)).parameters())
-        if size > self.MAX_PARAMETERS:
-            raise ValueError(f"the smallest configuration still has {size:,} parameters")
-        return config
-
-    def _prepare_for_class(
-        self, inputs: dict[str, Any], cls: Any, return_labels: bool = False
-    ) -> dict[str, Any]:
-        return inputs
-
-    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
-        import torch
-
-        ids = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-        mask = torch.ones_like(ids)
-        mask[1, 7:] = 0
-        return None, {"input_ids": ids, "attention_mask": mask}
 
 
 def without_dropout(config: Any) -> None:
@@ -223,6 +164,11 @@ def generator(case: Any, cls: Any, config: Any, inputs: dict[str, Any]) -> Any:
     return run
 
 
+def classes_of(case: Any, folder: str) -> list[Any]:
+    """The model classes of a case that belong to the family."""
+    return [c for c in case.all_model_classes if c.__module__.startswith(f"transformers.models.{folder}.")]
+
+
 def family(folder: str) -> dict[str, Any]:
     import torch
 
@@ -231,14 +177,16 @@ def family(folder: str) -> dict[str, Any]:
 
     torch.manual_seed(0)
     rows = []
-    for case in testers(folder) or [TextCase(folder)]:
+    cases = testers(folder)
+    if not any(classes_of(case, folder) for case in cases):
+        cases = [SmallCase(folder)]
+    for case in cases:
         config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
-        for cls in case.all_model_classes:
-            if not cls.__module__.startswith(f"transformers.models.{folder}."):
-                continue
-            if isinstance(case, TextCase):
+        for cls in classes_of(case, folder):
+            if isinstance(case, SmallCase):
                 try:
                     config = case.config_for(cls)
+                    inputs = case.inputs_for(cls, config)
                 except Exception as error:
                     rows.append({"class": cls.__name__, "result": "eager fails here", "reason": short(error)})
                     continue

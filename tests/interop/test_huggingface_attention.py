@@ -218,6 +218,18 @@ def test_a_model_with_its_own_attention_keeps_it_and_says_so():
         transformers.FalconModel._from_config(config, attn_implementation="regard")
 
 
+def test_only_the_keys_that_an_indexer_selects_are_attended():
+    layer = causal_model().model.layers[0].self_attn
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    table = rg.causal().allowed(5)[None, None].expand(2, 1, -1, -1)
+    indices = torch.tensor([[0, 3], [1, 0], [0, 2], [3, -1], [2, 4]]).expand(2, -1, -1)
+    _, weights = attention.attend(layer, q, k, k, table, output_attentions=True, indices=indices)
+    expected = torch.zeros(5, 5).bool()
+    for i, j in ((0, 0), (1, 0), (1, 1), (2, 0), (2, 2), (3, 3), (4, 2), (4, 4)):
+        expected[i, j] = True
+    assert torch.equal(weights[1, 3] > 0, expected)
+
+
 SAM = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
 SAM |= {"mlp_dim": 16, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1]}
 

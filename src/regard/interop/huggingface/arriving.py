@@ -11,7 +11,7 @@ from ...errors import ShapeError, SpecError
 from ...pattern import Both, Pattern, causal, documents, full, window
 from .lazy_mask import LazyMask, Mask
 from .masks import TracedMask
-from .problems import is_causal
+from .problems import allowed, is_causal
 
 # Words in the name of an argument that changes the weights. One that "regard" does not know is an error, not a loss.
 CHANGES_WEIGHTS = ("bias", "softcap", "sink", "alibi", "head_mask", "relative", "temperature")
@@ -219,6 +219,16 @@ def at_stored_positions(module: nn.Module, mask: Mask, stored: Tensor | None, us
     return Mask(
         mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, stored=here, memo_key=stored
     )
+
+
+def only_selected(mask: Mask, indices: Tensor, device: torch.device) -> Mask:
+    """The keys that an indexer selected for each query, (b, n, count), of those that the mask allows."""
+    table = allowed(mask, None, device)
+    chosen = torch.zeros(indices.shape[0], indices.shape[1], mask.m + 1, dtype=torch.bool, device=device)
+    chosen.scatter_(-1, torch.where(indices < 0, mask.m, indices.long()), True)
+    note = f"the model selects {indices.shape[-1]} keys for each query"
+    return Mask(full(), mask.at, mask.batch, mask.n, mask.m, origin=mask.origin,
+                dense=table & chosen[:, None, :, : mask.m], note=note)  # fmt: skip
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict) -> None:

@@ -19,6 +19,7 @@ from .arriving import (
     fitting,
     fitting_bias,
     mask_and_bias,
+    only_selected,
     refuse_unknown,
 )
 from .lazy_mask import Mask
@@ -75,6 +76,8 @@ def attend(
         mask = fit_keys(module, mask, key)
     if stored is not None or mask.stored is not None:
         mask = at_stored_positions(module, mask, stored, user)
+    if given.get("indices") is not None:
+        mask = only_selected(mask, given["indices"], query.device)
     position_bias = given.get("position_bias")
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
