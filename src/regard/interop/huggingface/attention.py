@@ -93,7 +93,7 @@ def attend(
 
 def _run(r: Request) -> tuple[Tensor, Tensor | None]:
     assert not isinstance(r.user, tuple)
-    if r.softcap is not None or r.need_weights:
+    if r.need_weights:
         return dense_attention(r)
     problems = problems_of(r.mask, r.user, r.q.device)
     parts = [_solve(p, r) for p in problems]
@@ -113,8 +113,7 @@ def _solve(p: Problem, r: Request) -> Tensor:
     if k.shape[2] == 0 or q.shape[2] == 0:
         o = q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     else:
-        given: dict[str, Any] = {"at": p.at, "lengths": p.lengths, "bias": bias}
-        o = _attention(p, q, k, v, {**given, "scale": r.scale, "dropout_p": r.dropout}, r.sinks)
+        o = _attention(p, q, k, v, {**_options(p, r, q, bias), "dropout_p": r.dropout})
     return nn.functional.pad(o, (0, 0, p.first, 0)) if p.first and not p.follows else o
 
 
@@ -138,20 +137,25 @@ def _part(p: Problem, r: Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None
     return q, k, v, bias
 
 
-def _attention(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], sinks: Tensor | None
-) -> Tensor:
-    if p.by_tiles and sinks is None and q.is_cpu and q.shape[2] * k.shape[2] >= TABLE_PAIRS:
+def _options(p: Problem, r: Request, q: Tensor, bias: Tensor | None) -> dict[str, Any]:
+    sinks = None if r.sinks is None else r.sinks.reshape(-1).to(q.dtype)
+    return {
+        "at": p.at,
+        "lengths": p.lengths,
+        "bias": bias,
+        "scale": r.scale,
+        "softcap": r.softcap,
+        "sink_logits": sinks,
+    }
+
+
+def _attention(p: Problem, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> Tensor:
+    if p.by_tiles and q.is_cpu and q.shape[2] * k.shape[2] >= TABLE_PAIRS:
         try:
             return attention(q, k, v, p.pattern, backend="tiles", **given)  # type: ignore[return-value]
         except BackendError:  # dropout, a bias that needs a gradient, …: whatever "auto" chooses
             pass
-    if sinks is None:
-        return attention(q, k, v, p.pattern, **given)  # type: ignore[return-value]
-    o, lse = attention(q, k, v, p.pattern, return_lse=True, **given)
-    # Σ exp(scores) / (Σ exp(scores) + exp(sink))
-    share = torch.sigmoid(lse - sinks.reshape(1, -1, 1).to(lse.dtype))
-    return o * share[..., None].to(o.dtype)
+    return attention(q, k, v, p.pattern, **given)  # type: ignore[return-value]
 
 
 def user_pattern(module: nn.Module) -> UserPattern:
@@ -184,7 +188,7 @@ def _per_head(r: Request) -> tuple[Tensor, Tensor | None]:
 
 
 def dense_attention(r: Request) -> tuple[Tensor, Tensor | None]:
-    """The formula with its scores as tensors, some query rows at a time: for softcap, and for weights as output."""
+    """The formula with its scores as tensors, some query rows at a time: for weights as output."""
     assert not isinstance(r.user, tuple)
     q, group, table = r.q, r.q.shape[1] // r.k.shape[1], allowed(r.mask, r.user, r.q.device)
     k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (r.k, r.v))
@@ -236,13 +240,12 @@ def _record(module: nn.Module, r: Request) -> LayerCall:
     label = " / ".join(dict.fromkeys(repr(together(r.mask.pattern, u)) for u in users))
     if r.mask.dense is not None:
         label = " / ".join(dict.fromkeys("table" if u is None else f"table & {u!r}" for u in users))
-    if r.softcap is not None or r.need_weights:
-        how = f"dense formula, because of {'softcap' if r.softcap is not None else 'output_attentions'}"
+    if r.need_weights:
+        how = "dense formula, because of output_attentions"
     else:
         p = problems_of(r.mask, users[0], r.q.device)[0]
         q, k, v, bias = _part(p, r)
-        options: dict[str, Any] = {"at": p.at, "lengths": p.lengths, "bias": bias, "scale": r.scale}
-        found = explain_call(q, k, v, p.pattern, return_lse=r.sinks is not None, **options)
+        found = explain_call(q, k, v, p.pattern, **_options(p, r, q, bias))
         lines = [line.strip() for line in str(found).splitlines()]
         how = next((line for line in lines if line.startswith("backend")), lines[-1])
         how = how.removeprefix("backend").strip()
