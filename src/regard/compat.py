@@ -74,11 +74,6 @@ def view_base(x: Any) -> Tensor | None:
 
 # Autograd.
 
-# () → bool: whether the backward pass that runs now keeps its graph. Unknown: it does, so that no memory is reused.
-graph_is_kept: Callable[[], bool] = _first(
-    lambda: torch._C._autograd._get_current_graph_task_keep_graph, lambda: _always
-)
-
 
 def _softmax_backward(grad: Tensor, weights: Tensor) -> Tensor:
     return grad.sub_((grad * weights).sum(-1, keepdim=True)).mul_(weights)

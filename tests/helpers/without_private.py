@@ -20,7 +20,6 @@ ATTRIBUTES = {
     "transforms_active": (torch._C, "_are_functorch_transforms_active"),
     "dispatch_modes": (torch._C, "_len_torch_dispatch_stack"),
     "autocast_active": (torch._C, "_is_any_autocast_enabled"),
-    "graph_is_kept": (torch._C._autograd, "_get_current_graph_task_keep_graph"),
     "flash_forward_direct": (torch, FLASH),
     "_current_node": (torch._C, "_current_autograd_node"),
 }

@@ -23,7 +23,7 @@ def covered(laid):
         for t in range(group.tiles):
             row = group.row + group.row_shift * t + group.row_step * torch.arange(group.rows)
             key = group.key + group.key_shift * t + group.key_step * torch.arange(group.keys)
-            seen[row[:, None], key] += 1 if group.allowed is None else group.allowed[0].int()
+            seen[row[:, None], key] += 1 if group.masked_by is None else group.allowed()[0].int()
     return seen
 
 

@@ -1,6 +1,7 @@
-"""Buffers, blocks of saved weights and huge pages: reused from call to call, never by two at once, within bounds."""
+"""Buffers, saved weights and huge pages: reused from call to call, never by two at once, within bounds."""
 
-from functools import cache
+import ctypes
+import sys
 from threading import Thread
 
 import pytest
@@ -65,18 +66,22 @@ def test_huge_pages_are_requested_for_large_tensors_and_never_needed(advise, mon
     assert len(asked) == (advise is not None)
 
 
-def test_one_block_is_freed_so_that_later_ones_stay(monkeypatch):
-    """Before anything else is requested from the system, and on Linux alone."""
-    made, real = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *x, **more: made.append(x) or real(*x, **more))
-    monkeypatch.setattr(memory, "_advise", lambda: lambda *x: 0)
-    monkeypatch.setattr(memory, "_raise_trim_threshold", cache(memory._raise_trim_threshold.__wrapped__))
-    big = real(1 << 20)
-    for _ in range(2):
-        memory.huge_pages(big)
-        memory.huge_pages(big[:100])
-    assert made == [(memory.TRIM_BLOCK,)] and memory.TRIM_BLOCK < 32 << 20
-    monkeypatch.setattr(memory, "_advise", lambda: None)
-    monkeypatch.setattr(memory, "_raise_trim_threshold", cache(memory._raise_trim_threshold.__wrapped__))
-    memory.huge_pages(big)
-    assert len(made) == 1
+def test_glibc_keeps_freed_memory_and_a_system_without_it_is_left_alone(monkeypatch):
+    requested = []
+
+    class Libc:
+        def __init__(self, name):
+            self.madvise, self.mallopt = lambda *x: 0, lambda *x: requested.append(x)
+
+    class OtherLibc:  # musl has no mallopt
+        def __init__(self, name):
+            self.madvise = lambda *x: 0
+
+    advise = memory._advise.__wrapped__
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert advise() is not None and requested == [(-3, 32 << 20), (-1, 128 << 20)]
+    monkeypatch.setattr(ctypes, "CDLL", OtherLibc)
+    assert advise() is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert advise() is None and len(requested) == 2

@@ -18,7 +18,7 @@ from ... import compat
 from ...pattern import Pattern
 from ..parts import row_steps
 from .kernels import product
-from .memory import Buffers, SavedWeights
+from .memory import Buffers
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
@@ -97,7 +97,7 @@ class GatheredLayout:
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
         self.shape = shape
-        self.budget = heads * shape.pairs if heads * shape.pairs <= MAX_SAVED else 0
+        self.weights = heads * shape.pairs
         self.by_fused_op = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
         tables = _tables(allowed, chunk, group, shape, q.dtype)
         firsts = range(0, heads, chunk)
@@ -132,8 +132,9 @@ class GatheredLayout:
             parts.append(o if piece.place is None else o.view(-1, d).index_select(0, piece.place))
         return joined(parts).view(q.shape)
 
-    def saved_weights(self, q: Tensor, k: Tensor, v: Tensor) -> SavedWeights:
-        return SavedWeights(q, self.budget, pooled=False)
+    def max_saved(self, *qkv: Tensor) -> int:
+        """All weights or none."""
+        return self.weights if self.weights <= MAX_SAVED else 0
 
 
 class GatheredPiece:

@@ -40,15 +40,12 @@ def scores(
     buffers: Buffers,
     mask: Float[Tensor, "c r l"] | None = None,
 ) -> Float[Tensor, "t r keys"]:
-    """into = scale · rows partᵀ for all parts side by side; the mask, 0 or −∞, is added in the first part."""
+    """into = scale · rows partᵀ for all parts side by side. In the first part, mask[t mod c] is added to tile t."""
     if len(parts) == 1:
         if mask is None:
             return product(rows, parts[0].mT, scale, into)
         if mask.shape[0] == 1 or mask.shape[0] == rows.shape[0]:  # len() of a tensor takes longer
             return torch.baddbmm(mask, rows, parts[0].mT, alpha=scale, out=into)
-        torch.bmm(rows, parts[0].mT, out=into)
-        _scale_and_mask(into, scale, mask, into)
-        return into
     for part, columns in _beside(parts, into):
         if part is not parts[0] and len(part) == 1:
             flat = columns.flatten(0, 1)
@@ -57,28 +54,11 @@ def scores(
         # A batched product writes to contiguous memory only, so the step that scales also puts it in its columns.
         contiguous = torch.bmm(rows, part.mT, out=buffers("part", *columns.shape))
         if part is parts[0] and mask is not None:
-            _scale_and_mask(contiguous, scale, mask, columns)
+            cycles, to = (x.unflatten(0, (-1, len(mask))) for x in (contiguous, columns))
+            torch.add(mask, cycles, alpha=scale, out=to)
         else:
             torch.mul(contiguous, scale, out=columns)
     return into
-
-
-def _scale_and_mask(
-    product: Float[Tensor, "t r l"],
-    scale: float,
-    mask: Float[Tensor, "c r l"],
-    into: Float[Tensor, "t r l"],
-) -> None:
-    """into[t] = scale · product[t] + mask[t mod c]."""
-    cycle, tiles = len(mask), len(product)
-    if cycle == 1 or cycle == tiles:
-        torch.add(mask, product, alpha=scale, out=into)
-        return
-    even = tiles // cycle * cycle
-    cycles, to = (x[:even].unflatten(0, (-1, cycle)) for x in (product, into))
-    torch.add(mask, cycles, alpha=scale, out=to)
-    if even < tiles:
-        torch.add(mask[: tiles - even], product[even:], alpha=scale, out=into[even:])
 
 
 def exponentials_(s: Float[Tensor, "t r l"]) -> tuple[Float[Tensor, "t r 1"], Float[Tensor, "t r 1"]]:
@@ -147,10 +127,9 @@ def _add_to_moving(
 ) -> None:
     """Where a tile's keys are a multiple of the shift, tiles that far apart fill contiguous memory without a gap."""
     tiles, l, d = group.tiles, group.keys, grad.shape[-1]
-    if len(grad) == 1 and tiles == 1:
-        group.keys_of(grad)[0, 0].addmm_(of_pairs[0], of_rows[0], alpha=alpha)
-        return
-    if group.split:  # so large that products of one head after the other are as fast
+    if (
+        group.split or len(of_rows) == 1
+    ):  # split: so large that products of one head after the other are as fast
         group.keys_of(grad)[:, 0].baddbmm_(of_pairs, of_rows, alpha=alpha)
         return
     if len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
@@ -202,30 +181,28 @@ def fused_forward(
     k: Float[Tensor, "b h_kv m d_k"],
     v: Float[Tensor, "b h_kv m d_v"],
     scale: float,
-    allowed: Bool[Tensor, "n m"] | None = None,
-    bias: Float[Tensor, "#b #h n m"] | None = None,
+    mask: Float[Tensor, "*b n m"] | None = None,
     triangle: bool = False,
+    empty: Bool[Tensor, " n"] | None = None,
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    """o and lse over the allowed pairs, a bias added to the scores; a row without pairs has zeros and −∞.
+    """o and lse, the mask added to the scores: a bias, and −∞ for pairs that are not allowed.
 
     triangle: row r has keys 0 … r, of as many; the pairs beyond are skipped, not masked.
+    empty: the rows in which the mask is −∞ everywhere; they get zeros and −∞.
     """
     d = max(q.shape[-1], v.shape[-1])
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -inf)
-    mask = _additive(allowed, bias, q.dtype)
     padded = (padded_to(x, d) for x in (q, k, v))
     o, lse = compat.flash_forward(*padded, 0.0, triangle, attn_mask=mask, scale=scale)
-    if allowed is not None:
-        lse = lse.masked_fill(~allowed.any(-1), -inf)
-    return o[..., : v.shape[-1]], lse
+    return o[..., : v.shape[-1]], lse if empty is None else lse.masked_fill(empty, -inf)
 
 
 def fused_backward(
     grad: Float[Tensor, "b h n d_v"],
     of: FusedForward,
     scale: float,
-    allowed: Bool[Tensor, "n m"] | None = None,
+    mask: Float[Tensor, "n m"] | None = None,
     triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
     """The gradients of q, k and v."""
@@ -234,17 +211,8 @@ def fused_backward(
     if not (q.numel() and k.numel()):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     padded = [padded_to(x, max(d_k, d_v)) for x in (grad, q, k, v, o)]
-    mask = _additive(allowed, None, q.dtype)
     dq, dk, dv = compat.flash_backward(*padded, lse, 0.0, triangle, attn_mask=mask, scale=scale)
     return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
-
-
-def _additive(allowed: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores: a bias that is a view stays one, as long as its keys are neighbours in memory."""
-    if bias is not None:
-        bias = bias if allowed is None else bias.masked_fill(~allowed, -inf)
-        return bias if bias.stride(-1) == 1 else bias.contiguous()
-    return None if allowed is None else torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -inf)
 
 
 def padded_to(x: Tensor, d: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, causal
 from ...progression import Ints
-from .memory import MAX_SAVED_WEIGHTS, Buffers, SavedWeights
+from .memory import MAX_SAVED_WEIGHTS, Buffers
 
 # Rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair.
 NARROW, WIDE = 64, 192
@@ -39,6 +39,14 @@ MAX_CACHED_MASK = 1 << 20  # pairs of a mask that is kept between calls
 # Up to so many scores a group runs by products. The backward pass of the fused op weighs by exp(s − lse), with lse
 # rounded: in small groups that can err by more than twice what autograd's softmax does.
 MIN_FUSED_SCORES = 1 << 13
+# Nanoseconds per pair, row and key of a head, and per call: forward; forward and backward. On two cores, for heads of
+# 64 in float32, where a pair of full SDPA takes 1.8 and 6.4, and one of masked SDPA 2.2 and 7.1. Fitted to
+# bench/cpu_patterns.py --group small.
+Cost = tuple[float, float, float, float]
+PRODUCTS: tuple[Cost, Cost] = (2.8, 60.0, 0.0, 120e3), (9.0, 180.0, 40.0, 400e3)
+FUSED: tuple[Cost, Cost] = (2.1, 210.0, 0.0, 120e3), (7.7, 390.0, 110.0, 300e3)
+FUSED_NARROW: tuple[Cost, Cost] = (3.4, 255.0, 0.0, 120e3), (12.5, 580.0, 110.0, 300e3)
+CONCATENATED: tuple[Cost, Cost] = (2.3, 60.0, 60.0, 100e3), (8.2, 100.0, 400.0, 300e3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +65,7 @@ class TileGroup:
     masked_by: Pattern | None  # None: every pair of the group is allowed
     start: int  # query r is at position start + step · r
     step: int
-    cycle: int = 1  # tile t has the mask of tile t mod cycle
+    cycle: int = 1  # tile t has the mask of tile t mod cycle; the tiles are a multiple of it
     shared: tuple["TileGroup", ...] = ()  # further keys of all rows: one tile each, without a mask
     concatenated: bool = False  # no other group has its rows, and its weights may be saved
     by_products: bool = False  # never by the fused op, as with bias and dropout
@@ -75,31 +83,23 @@ class TileGroup:
 
     # Masks.
 
-    @property
-    def allowed(self) -> Bool[Tensor, "c r l"] | None:
-        """The allowed pairs of tile after tile in turn; None: all."""
-        large = self.cycle * self.rows * self.keys > MAX_CACHED_MASK
-        return None if self.masked_by is None else self._evaluate() if large else self._allowed
-
-    @cached_property
-    def _allowed(self) -> Bool[Tensor, "c r l"]:
-        return self._evaluate()
-
-    def _evaluate(self) -> Bool[Tensor, "c r l"]:
+    def allowed(self) -> Bool[Tensor, "c r l"]:
+        """The allowed pairs of tile after tile in turn."""
         assert self.masked_by is not None
-        t, r = torch.arange(self.cycle)[:, None, None], torch.arange(self.rows)[:, None]
-        i = self.start + self.step * (self.row + self.row_shift * t + self.row_step * r)
-        j = self.key + self.key_shift * t + self.key_step * torch.arange(self.keys)
-        return torch.broadcast_to(self.masked_by.allows(i, j), (self.cycle, self.rows, self.keys))
+        with torch.device("cpu"), torch.inference_mode(False):
+            t, r = torch.arange(self.cycle)[:, None, None], torch.arange(self.rows)[:, None]
+            i = self.start + self.step * (self.row + self.row_shift * t + self.row_step * r)
+            j = self.key + self.key_shift * t + self.key_step * torch.arange(self.keys)
+            return torch.broadcast_to(self.masked_by.allows(i, j), (self.cycle, self.rows, self.keys))
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "c r l"] | None:
-        """What is added to the scores of tile after tile in turn: 0 where a pair is allowed, else −∞."""
+        """What is added to the scores of tile after tile in turn, 0 or −∞; None: every pair is allowed."""
         if self.masked_by is None or dtype in self._masks:
             return self._masks.get(dtype)
-        with torch.device("cpu"), torch.inference_mode(False):
-            hidden = ~self._evaluate()
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -inf)
-        if not self.split:
+        with torch.inference_mode(False):
+            hidden = ~self.allowed()
+            mask = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -inf)
+        if mask.numel() <= MAX_CACHED_MASK and not self.split:
             self._masks[dtype] = mask
         return mask
 
@@ -108,9 +108,12 @@ class TileGroup:
         return {}
 
     @cached_property
-    def has_empty_row(self) -> bool:
-        """Whether some row of its tiles has no allowed key in them."""
-        return self.masked_by is not None and not self.shared and not self._evaluate().any(-1).all()
+    def empty_rows(self) -> Bool[Tensor, " r"] | None:
+        """The rows that have no allowed key in a tile; None: there are none."""
+        if self.masked_by is None or self.shared:
+            return None
+        empty = ~self.allowed().any(-1).all(0)
+        return empty if empty.any() else None
 
     @property
     def triangle(self) -> bool:
@@ -130,13 +133,13 @@ class TileGroup:
             return False
         large = self.masked_by is not None and self.rows * self.keys > MAX_SCORES
         half = self.triangle and self.rows > FUSED_BLOCK
-        return large or half or fused_nanoseconds(self, 8, True) < products_nanoseconds(self, 8, True)
+        return large or half or self.nanoseconds(8, True, fused=True) < self.nanoseconds(8, True, fused=False)
 
     @cached_property
     def by_head(self) -> bool:
         """Whether a piece is of one head, whose q, k and v then stay in the caches from group to group."""
         if self.concatenated:
-            return self.tiles >= MIN_TILES
+            return self.tiles >= MIN_TILES or self.cycle > 1
         return not self.split and (self.tiles > 8 or self.tiles * self.rows * self.keys >= ONE_HEAD_SCORES)
 
     @cached_property
@@ -155,11 +158,21 @@ class TileGroup:
         even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
         return -(-even // self.cycle) * self.cycle
 
-    def pieces_of(self, heads: int) -> int:
-        """The pieces of one head, or of all heads if they are not by head."""
-        if not self.by_head:
-            return self.tiles * -(-heads // self.chunk)
-        return -(-(self.rows if self.by_rows else self.tiles) // self.chunk)
+    def nanoseconds(self, heads: int, grad: bool, fused: bool) -> float:
+        """An estimate for the fused op or for products."""
+        pairs, rows, keys, calls = float(self.pairs), self.tiles * self.rows, self.tiles * self.keys, 1
+        if self.concatenated:
+            costs, keys = CONCATENATED, rows * len(self.shared)  # each shared part takes so much per row
+        elif fused:
+            wide = (rows if self.mergeable else self.rows) >= 192  # then the op has larger blocks
+            costs, keys = FUSED if wide else FUSED_NARROW, self.keys if self.mergeable else keys
+        else:
+            costs, calls = PRODUCTS, len(self.pieces(heads))
+            pairs = rows * self.keys * (1.0 if self.rows >= 64 else 1.3)  # products of few rows are slow
+            if self.row_step > 1:  # what a product writes is contiguous, and copied from there
+                rows, keys = 2 * rows, 2 * keys
+        pair, row, key, call = costs[grad]
+        return heads * (pairs * pair + rows * row + keys * key) + calls * call
 
     @cached_property
     def row_numbers(self) -> Ints:
@@ -176,9 +189,7 @@ class TileGroup:
     @property
     def phases(self) -> int:
         """Tiles t, t + phases, t + 2·phases … have no key in common."""
-        apart = self.key_step // gcd(
-            self.key_step, self.key_shift
-        )  # tiles this far apart agree in the residue
+        apart = self.key_step // gcd(self.key_step, self.key_shift)  # tiles that agree in the residue
         if self.tiles <= apart:
             return 1
         shift = apart * self.key_shift // self.key_step
@@ -253,18 +264,14 @@ class TileGroup:
             apart = part[:, phase :: self.phases]
             self.tile(phase, apart.shape[1], self.phases).keys_of(into).add_(apart)
 
-    def pieces(self, heads: int) -> list[tuple[int, "TileGroup", slice]]:
-        """(first tile, tiles, heads) of each piece."""
+    def pieces(self, heads: int) -> list[tuple["TileGroup", slice]]:
+        """The tiles and the heads of each piece."""
         if not self.by_head:
             chunks = [slice(h, min(h + self.chunk, heads)) for h in range(0, heads, self.chunk)]
-            return [(t, self.tile(t), chunk) for t in range(self.tiles) for chunk in chunks]
-        if self.by_rows:
-            firsts = range(0, self.rows, self.chunk)
-            parts = [(0, self.some_rows(r, min(self.chunk, self.rows - r))) for r in firsts]
-        else:
-            firsts = range(0, self.tiles, self.chunk)
-            parts = [(t, self.tile(t, min(self.chunk, self.tiles - t))) for t in firsts]
-        return [(t, part, slice(h, h + 1)) for h in range(heads) for t, part in parts]
+            return [(self.tile(t), chunk) for t in range(self.tiles) for chunk in chunks]
+        take, count = (self.some_rows, self.rows) if self.by_rows else (self.tile, self.tiles)
+        parts = [take(x, min(self.chunk, count - x)) for x in range(0, count, self.chunk)]
+        return [(part, slice(h, h + 1)) for h in range(heads) for part in parts]
 
 
 def _view(x: Tensor, tiles: int, count: int, first: int, shift: int, step: int) -> Tensor:
@@ -281,7 +288,6 @@ class Piece:
     """
 
     group: TileGroup
-    first: int  # the tile of its group with which it begins
     tiles: TileGroup  # its tiles alone
     heads: slice
     fresh: bool  # no group before its own writes to its rows
@@ -293,16 +299,11 @@ class Piece:
         return self.tiles.tiles * (self.heads.stop - self.heads.start), self.tiles.rows, self.tiles.all_keys
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "c r l"] | None:
-        """What is added to the scores of its own keys, to tile after tile in turn."""
-        mask, cycle = self.group.mask(dtype), self.group.cycle
-        if mask is None or cycle == 1:
-            return mask
-        t = self.first % cycle
-        return mask[t : t + self.tiles.tiles]
+        return self.group.mask(dtype)
 
     @property
     def has_empty_row(self) -> bool:
-        return self.group.has_empty_row
+        return self.group.empty_rows is not None
 
     def rows_of(self, x: Float[Tensor, "heads n *d"]) -> Float[Tensor, "t r *d"]:
         tiles = self.tiles
@@ -413,72 +414,27 @@ class Layout:
         """The pieces that products run: those of several heads, then the others head by head."""
         if heads not in self._pieces:
             pieces = [
-                Piece(group, first, tiles, of_heads, fresh, alone)
+                Piece(group, *piece, fresh, alone)
                 for group, fresh, alone in self.steps
                 if not group.fused
-                for first, tiles, of_heads in group.pieces(heads)
+                for piece in group.pieces(heads)
             ]
             self._pieces[heads] = sorted(pieces, key=lambda p: p.heads.start if p.group.by_head else -1)
         return self._pieces[heads]
 
-    def saved_weights(self, q: Tensor, k: Tensor, v: Tensor) -> SavedWeights:
-        """Memory for at most as many weights as q, k, v and o have numbers together."""
-        return SavedWeights(q, max_saved(q, k, v))
+    @staticmethod
+    def max_saved(q: Tensor, k: Tensor, v: Tensor) -> int:
+        """How many weights the backward pass may find saved: as many as q, k, v and o have numbers."""
+        o = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
+        return min(q.numel() + k.numel() + v.numel() + o, MAX_SAVED_WEIGHTS)
 
     @cached_property
     def _pieces(self) -> dict[int, list[Piece]]:
         return {}
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
-        """An estimate on two cores, for heads of 64 in float32, where a pair of full SDPA takes 1.8, with
-        gradients 6.4, and a pair of masked SDPA 2.2 and 7.1. Fitted to bench/cpu_patterns.py --group small.
-        saved: how many weights are saved for the backward pass."""
-        if self.concatenated:
-            return self._concatenated_nanoseconds(heads, grad, saved)
-        start = 1.5e6 if grad else 0.5e6
-        costs = (
-            (fused_nanoseconds if group.fused else products_nanoseconds)(group, heads, grad)
-            for group in self._as_run
-        )
-        return start + sum(costs, 0.0)
-
-    def _concatenated_nanoseconds(self, heads: int, grad: bool, saved: int) -> float:
-        """Pairs, more for weights that are computed a second time; rows, more for each shared part; groups."""
-        rows = [group.tiles * group.rows for group in self.groups]
-        shared = sum(r * len(group.shared) for r, group in zip(rows, self.groups))
-        if not grad:
-            per_head = self.computed * 2.3 + sum(rows) * 60.0 + shared * 60.0
-            return heads * per_head + len(rows) * 1e5 + 7e5
-        per_head = self.computed * 8.2 + sum(rows) * 100.0 + shared * 400.0
-        recomputed = max(heads * self.computed - saved, 0)
-        return heads * per_head + recomputed * 4.0 + len(rows) * 3e5 + 3e6
-
-
-def max_saved(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How many weights are saved for the backward pass at most: as many numbers as q, k, v and o have together."""
-    o = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
-    return min(q.numel() + k.numel() + v.numel() + o, MAX_SAVED_WEIGHTS)
-
-
-# Estimates, fitted to bench/cpu_patterns.py --group small.
-
-
-def products_nanoseconds(group: TileGroup, heads: int, grad: bool) -> float:
-    """A group by products: its pairs, which cost less in tiles that are not narrow; its rows and keys, more if they
-    are not neighbours, as a product writes to contiguous memory only; its pieces."""
-    rows, keys = group.tiles * group.rows, group.tiles * group.keys
-    slow, apart = (1.0 if group.rows >= 64 else 1.3), (1.0 if group.row_step == 1 else 2.0)
-    pieces = group.pieces_of(heads) * (heads if group.by_head else 1)
-    forward = slow * rows * group.keys * 2.8 + apart * rows * 60.0
-    backward = slow * rows * group.keys * 6.2 + apart * (rows * 120.0 + keys * 40.0)
-    return heads * (forward + grad * backward) + pieces * (400e3 if grad else 120e3)
-
-
-def fused_nanoseconds(group: TileGroup, heads: int, grad: bool) -> float:
-    """The same by the fused op, which takes less time per pair in its larger blocks."""
-    rows = group.tiles * group.rows
-    wide = (rows if group.mergeable else group.rows) >= 192
-    forward = rows * 210.0 + group.pairs * 2.1 if wide else rows * 255.0 + group.pairs * 3.4
-    backward = rows * 180.0 + group.pairs * 5.6 if wide else rows * 325.0 + group.pairs * 9.1
-    keys = group.keys if group.mergeable else group.tiles * group.keys
-    return heads * (forward + grad * (backward + keys * 110.0)) + (300e3 if grad else 120e3)
+        """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
+        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self._as_run)
+        if not self.concatenated:
+            return groups + (1.5e6 if grad else 0.5e6)
+        return groups + (3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6)

@@ -1,4 +1,4 @@
-"""Memory of the CPU tiles: buffers that calls reuse, blocks for saved weights, and huge pages.
+"""Memory of the CPU tiles: buffers that calls reuse, saved weights, and huge pages.
 
 Fresh pages cost as much as the products that write to them, so memory is kept from call to call, within bounds.
 """
@@ -9,17 +9,12 @@ from collections.abc import Callable
 from functools import cache
 from math import prod
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
-from ... import compat
-
 MAX_VIEWS = 256  # shapes that a set of buffers remembers
 MAX_POOLED = 16  # sets of buffers that wait for a call: more threads than that allocate their own
-BLOCK = 1 << 20  # numbers in a block for saved weights
-MAX_FREE_BLOCKS = 16  # blocks that wait for a call: 64 MiB in float32
 MAX_SAVED_WEIGHTS = 1 << 24  # weights saved for the backward pass, at most: 64 MiB in float32
 
 # Buffers that one call after another writes to.
@@ -75,55 +70,20 @@ Weights = list[Tensor | None]  # of each piece its weights, or None where they a
 
 
 class SavedWeights:
-    """Memory for up to `budget` weights of one call. Pooled: in blocks that earlier calls gave back."""
+    """Memory for up to `budget` weights of one call."""
 
-    def __init__(self, like: Tensor, budget: int, pooled: bool = True):
-        self.like, self.budget, self.pooled = like, budget, pooled
-        self.block: Tensor | None = None
-        self.blocks: list[ref[Tensor]] = []
+    def __init__(self, like: Tensor, budget: int):
+        self.like, self.budget = like, budget
         self.weights: Weights = []
 
     def take(self, shape: tuple[int, int, int]) -> Tensor | None:
         """Memory for the weights of the next piece; None if the budget is spent."""
-        size = prod(shape)
-        if size > self.budget:
-            self.weights.append(None)
-            return None
-        self.budget -= size
-        if self.pooled:
-            if self.block is None or size > len(self.block):
-                self.block = _block(self.like, size)
-                self.blocks.append(ref(self.block))
-            view, self.block = self.block[:size].view(shape), self.block[size:]
-        else:
-            view = self.like.new_empty(shape)
-        self.weights.append(view)
-        return view
-
-
-_free_blocks: list[Tensor] = []
-
-
-def _block(like: Tensor, size: int) -> Tensor:
-    try:
-        block = _free_blocks.pop()
-    except IndexError:
-        block = None
-    if block is None or block.dtype != like.dtype or len(block) < size:
-        block = huge_pages(like.new_empty(max(BLOCK, size)))
-    return block
-
-
-def give_back(weights: Weights, blocks: list[ref[Tensor]]) -> None:
-    """Free these blocks for later calls, if the backward pass that runs now was the last to read them.
-
-    What a hook for saved tensors returned in place of the weights may be memory of its own, which is left alone.
-    """
-    if blocks and not compat.graph_is_kept():
-        own = [block for block in (each() for each in blocks) if block is not None]
-        read = {id(compat.view_base(w)) for w in weights if w is not None}
-        _free_blocks.extend(block for block in own if id(block) in read)
-        del _free_blocks[MAX_FREE_BLOCKS:]
+        size, weights = prod(shape), None
+        if size <= self.budget:
+            self.budget -= size
+            weights = huge_pages(self.like.new_empty(shape))
+        self.weights.append(weights)
+        return weights
 
 
 # Huge pages. Many small products visit much memory, and each page takes an entry of the translation cache. At
@@ -131,7 +91,10 @@ def give_back(weights: Weights, blocks: list[ref[Tensor]]) -> None:
 
 PAGE, HUGE_PAGE = 1 << 12, 1 << 21  # bytes
 MADV_HUGEPAGE = 14  # as Linux numbers it
-TRIM_BLOCK = 31 << 20  # bytes: the largest block from which glibc adapts its thresholds is one of 32 MiB
+# As glibc numbers them, with bytes: blocks up to the first size come from its heap, and of the free memory at the end
+# of the heap so much stays. Without this it goes back to the system after each call, and the next one, whose weights
+# and gradients are new tensors, writes to fresh pages.
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = (-3, 32 << 20), (-1, 128 << 20)
 
 
 def huge_pages(x: Tensor) -> Tensor:
@@ -139,7 +102,6 @@ def huge_pages(x: Tensor) -> Tensor:
     size = x.numel() * x.element_size()
     advise = _advise() if size >= HUGE_PAGE and x.is_cpu else None
     if advise is not None:
-        _raise_trim_threshold()
         first = -(-x.data_ptr() // PAGE) * PAGE
         # It is advice: the result does not matter.
         advise(first, (x.data_ptr() + size - first) // PAGE * PAGE, MADV_HUGEPAGE)
@@ -147,22 +109,15 @@ def huge_pages(x: Tensor) -> Tensor:
 
 
 @cache
-def _raise_trim_threshold() -> None:
-    """Free one block of 31 MiB that was never written to.
-
-    glibc returns memory to the system as soon as the free memory at the end of its heap is twice the largest block
-    that it ever mapped and freed. From here on that is 62 MiB, so that the gradients of one call, which are new
-    tensors, reuse the pages of the call before.
-    """
-    torch.empty(TRIM_BLOCK, dtype=torch.uint8, device="cpu")
-
-
-@cache
 def _advise() -> Callable[[int, int, int], int] | None:
+    """madvise, where there is one. The first call sets what glibc keeps."""
     if not sys.platform.startswith("linux"):
         return None
     try:
-        madvise = ctypes.CDLL(None).madvise
+        libc = ctypes.CDLL(None)
+        madvise = libc.madvise
+        for name, size in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            libc.mallopt(name, size)
     except (OSError, AttributeError):
         return None
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import gcd, lcm
 
 import numpy as np
@@ -21,13 +21,8 @@ from ..parts import NoPlan, relations
 from ..plan import Pass, Plan, plan
 from .layout import MAX_CONCATENATED, NARROW, WIDE, Layout, TileGroup
 
-MAX_GROUPS = (
-    1024  # more groups than that are not considered where a comb can be apart, which was always faster
-)
-MAX_CYCLE = 64  # masks that concatenated tiles may have in turn
+MAX_GROUPS = 1024  # more are not considered where a comb can be apart, which was always faster
 MAX_CONCATENATED_GROUPS = 64  # each is about twenty operations
-
-__all__ = ["concatenated_layouts", "fastest_concatenated", "from_plans", "layout", "merged_layouts"]
 
 
 @lru_cache(maxsize=64)
@@ -135,23 +130,17 @@ def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
             shapes[t, key_step, keys].add(key)
     tiles, parts = one.tiles.tolist(), one.parts.tolist()
     for t, (low, high) in enumerate(zip(one.offsets[:-1].tolist(), one.offsets[1:].tolist())):
-        open_part: list[int] | None = None
+        joined: list[list[int]] = []  # with whether they are fixed
         for key, key_step, keys, full in parts[low:high]:
             # Where a neighboring tile has the same part further on, one mask serves all tiles.
             beside = (at for s in (t - 1, t + 1) for at in shapes.get((s, key_step, keys), ()))
             fixed = bool(full) and all(at == key for at in beside)
-            touches = open_part and open_part[1] == key_step and open_part[0] + key_step * open_part[2] == key
-            if open_part and touches and not fixed:
-                open_part[2] += keys
-                open_part[3] &= full
-                continue
-            if open_part:
-                yield *tiles[t], *open_part
-            open_part = None if fixed else [key, key_step, keys, full]
-            if fixed:
-                yield *tiles[t], key, key_step, keys, full
-        if open_part:
-            yield *tiles[t], *open_part
+            last = joined[-1] if joined else [0, 0, 0, 0, True]
+            if not fixed and not last[4] and last[1] == key_step and last[0] + key_step * last[2] == key:
+                last[2:4] = last[2] + keys, last[3] & full
+            else:
+                joined.append([key, key_step, keys, full, fixed])
+        yield from ((*tiles[t], *part[:4]) for part in joined)
 
 
 def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -181,7 +170,7 @@ def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, 
 def _same_mask(group: TileGroup, pattern: Pattern) -> Iterator[TileGroup]:
     """A group masked by a pattern, cut into groups whose tiles all have the mask of their first."""
     for low, high, cycle in _cycles(group, pattern):
-        for phase in range(low, min(low + cycle, high)):
+        for phase in range(low, low + cycle):
             yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
 
@@ -268,13 +257,15 @@ def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, .
     groups: list[TileGroup] = []
     for run in _band_runs(tiles, bands[0].key_step, by, merged):
         for low, high, cycle in [(0, run.tiles, 1)] if by is None else _cycles(run, by):
-            band = run.tile(low, high - low)
-            mine = _shared_by(band, shared)
-            if mine is None or cycle > MAX_CYCLE or band.rows * band.keys > MAX_CONCATENATED:
-                return None
-            groups.append(replace(band, cycle=cycle, shared=mine, concatenated=True))
-            if len(groups) > MAX_CONCATENATED_GROUPS:
-                return None
+            middle = high - (high - low) % cycle  # then come fewer tiles than a cycle
+            pair = [run.tile(low, middle - low), run.tile(middle, high - middle)]
+            for band in [band for band in pair if band.tiles]:
+                mine = _shared_by(band, shared)
+                too_large = band.rows * band.keys > MAX_CONCATENATED or len(groups) == MAX_CONCATENATED_GROUPS
+                if mine is None or too_large:
+                    return None
+                turns = min(cycle, band.tiles)
+                groups.append(replace(band, cycle=turns, shared=mine, concatenated=True))
     return tuple(groups)
 
 
@@ -286,7 +277,7 @@ def _is_shared(group: TileGroup, rows: int) -> bool:
 
 def _shared_by(band: TileGroup, shared: list[TileGroup]) -> tuple[TileGroup, ...] | None:
     """The keys that all rows of a band share; None if some are shared by a part of its rows."""
-    last = band.row + band.tiles * band.rows
+    last = band.row + band.row_shift * (band.tiles - 1) + band.rows
     touching = [part for part in shared if part.row < last and band.row < part.row + part.rows]
     by_all = all(part.row <= band.row and last <= part.row + part.rows for part in touching)
     return tuple(touching) if by_all else None
@@ -315,15 +306,7 @@ def _band_runs(
     tiles: list[tuple[int, int, int, int]], key_step: int, by: Pattern | None, merged: Layout
 ) -> Iterator[TileGroup]:
     """Tiles of one size that follow one another, whose keys advance by a constant."""
-    low = 0
-    while low < len(tiles):
-        row, rows, key, keys = tiles[low]
-        high, shift = low + 1, 0
-        while high < len(tiles) and tiles[high][1::2] == (rows, keys):
-            by_this = tiles[high][2] - tiles[high - 1][2]
-            if by_this <= 0 or by_this != (shift or by_this):
-                break
-            high, shift = high + 1, by_this
-        of_rows, of_keys = (row, rows, 1, rows), (key, shift, key_step, keys)
-        yield TileGroup(high - low, *of_rows, *of_keys, by, merged.start, merged.step)
-        low = high
+    for (rows, keys), same in groupby(tiles, key=lambda tile: tile[1::2]):
+        for row, key, row_shift, key_shift, count in _runs([tile[::2] for tile in same]):
+            of_rows, of_keys = (row, row_shift, 1, rows), (key, key_shift, key_step, keys)
+            yield TileGroup(count, *of_rows, *of_keys, by, merged.start, merged.step)

@@ -33,7 +33,7 @@ from . import kernels
 from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
 from .gathered_layout import GatheredLayout, GatheredPiece, joined
 from .layout import Layout, Piece, TileGroup
-from .memory import Buffers, SavedWeights, Weights, give_back, huge_pages, with_buffers
+from .memory import Buffers, SavedWeights, Weights, huge_pages, with_buffers
 
 AnyPiece = Piece | GatheredPiece
 Named = dict[str, Tensor]
@@ -47,7 +47,6 @@ class Executor:
     scale: float  # of the products
     buffers: Buffers
     saved: SavedWeights | None = None  # where forward puts the weights
-    last_mask: tuple[Any, Tensor | None] = (None, None)
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -92,7 +91,7 @@ class Executor:
     ) -> Float[Tensor, "t r keys"]:
         """Of all parts side by side, with bias and mask; with a bias the rows are in reverse order."""
         s = self.buffers("w", *piece.scores) if into is None else into
-        mask = self._mask(piece, q.dtype)
+        mask = piece.mask(q.dtype)
         if e is None:
             return kernels.scores(q, k, self.scale, s, self.buffers, mask)
         assert isinstance(piece, Piece)
@@ -104,14 +103,6 @@ class Executor:
     def bias(self, piece: Piece, e: Float[Tensor, "heads x"]) -> Float[Tensor, "some r l"]:
         tiles = piece.tiles
         return TileBias.of(tiles, self.call.far).view(e[piece.heads], tiles.rows, tiles.keys)
-
-    def _mask(self, piece: AnyPiece, dtype: torch.dtype) -> Tensor | None:
-        """A large mask is evaluated once for the pieces of one group, which follow one another."""
-        if isinstance(piece, GatheredPiece) or not piece.group.split:
-            return piece.mask(dtype)
-        if self.last_mask[0] is not piece.group:
-            self.last_mask = piece.group, piece.mask(dtype)
-        return self.last_mask[1]
 
     def backward(
         self,
@@ -187,12 +178,16 @@ class Executor:
         """The bias is a view of e, which the op adds as a mask; the rows are in reverse order then."""
         q, o, lse = (group.rows_of(rows[x]) for x in ("q", "o", "lse"))
         k, v = (group.keys_of(keys[x]) for x in ("k", "v"))
+        triangle, empty = group.triangle and e is None, group.empty_rows
+        mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
         if e is None:
-            kernels.join(o, lse, *kernels.fused_forward(q, k, v, self.scale, **_fused_mask(group)))
+            kernels.join(o, lse, *kernels.fused_forward(q, k, v, self.scale, mask, triangle, empty))
             return
         bias = TileBias.of(group, self.call.far).view(e, group.rows, group.keys)[:, None]
-        allowed = None if (pairs := group.allowed) is None else pairs[0].flip(0)
-        part, part_lse = kernels.fused_forward(q.flip(2), k, v, self.scale, allowed, bias)
+        bias = bias if mask is None else bias + mask.flip(0)
+        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
+        part, part_lse = kernels.fused_forward(q.flip(2), k, v, self.scale, bias)
+        part_lse = part_lse if empty is None else part_lse.masked_fill_(empty.flip(0), -inf)
         kernels.join(o, lse, part.flip(2), part_lse.flip(2))
 
     def fused_backward(self, group: TileGroup, rows: Named, keys: Named) -> None:
@@ -204,7 +199,8 @@ class Executor:
         k, dv = keys["k"], keys["dv"]
         do, q, o, lse = map(group.rows_of, (do, rows["q"], o, rows["lse"]))
         forward = kernels.FusedForward(q, group.keys_of(k), group.keys_of(v), o, lse)
-        dq, dk, dv_ = kernels.fused_backward(do, forward, self.scale, **_fused_mask(group))
+        mask = None if group.triangle or (own := group.mask(q.dtype)) is None else own[0]
+        dq, dk, dv_ = kernels.fused_backward(do, forward, self.scale, mask, group.triangle)
         group.rows_of(rows["dq"]).add_(dq)
         group.add_to_keys(keys["dk"], dk)
         group.add_to_keys(dv, dv_[..., : dv.shape[-1]])
@@ -214,11 +210,6 @@ def _row(piece: AnyPiece, rows: Named, name: str, e: Tensor | None) -> Float[Ten
     """One number per row; with a bias the rows are in reverse order."""
     x = piece.rows_of(rows[name])
     return x if e is None else x.flip(1)
-
-
-def _fused_mask(group: TileGroup) -> dict[str, Any]:
-    pairs = None if group.triangle else group.allowed
-    return {"triangle": group.triangle, "allowed": None if pairs is None else pairs[0]}
 
 
 # A call.
@@ -287,7 +278,7 @@ class TileAttention:
             return first.fused_forward(q, k, v, self.scale, buffers), None, SavedWeights(q, 0)
         q, scale, _ = self._scaled(q, e)
         q, k, v = (x.contiguous() for x in (q, k, v))
-        saved = first.saved_weights(q, k, v) if self.learns and self.one_softmax else SavedWeights(q, 0)
+        saved = SavedWeights(q, first.max_saved(q, k, v) if self.learns and self.one_softmax else 0)
         rows: Named = {"q": q, "o": huge_pages(q.new_empty(*q.shape[:3], v.shape[-1]))}
         if not self.one_softmax:
             rows["o"].zero_()
@@ -421,7 +412,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, q, k, v, e, call):
         o, lse, saved = with_buffers(call.forward, q, k, v, e)
         ctx.save_for_backward(q, k, v, e, None if lse is None else o, lse, *saved.weights)
-        ctx.call, ctx.blocks = call, saved.blocks
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -434,9 +425,7 @@ class _Attend(torch.autograd.Function):
             return *_double_backward((grad, grad_lse), (q, k, v), e, ctx.call), None
         grad = torch.zeros_like(o) if grad is None else grad
         saved = Saved(q, k, v, e, o, lse, weights, grad_lse)
-        grads = with_buffers(ctx.call.backward, grad, saved, ctx.needs_input_grad[3])
-        give_back(weights, ctx.blocks)
-        return *grads, None
+        return *with_buffers(ctx.call.backward, grad, saved, ctx.needs_input_grad[3]), None
 
 
 _apply = compat.apply_of(_Attend)
