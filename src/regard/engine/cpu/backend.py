@@ -74,7 +74,8 @@ class Tiles:
     def variant(self, f: CallFacts) -> Variant:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
-            return _packed(f)
+            packed = _merged(f, PACKED)
+            return packed._replace(seconds=packed.seconds / SAFETY_MARGIN)
         if f.bias == "distance" or f.dropout_p:
             return _by_distance(f)
         if torch.compiler.is_compiling():
@@ -152,18 +153,11 @@ def _function(f: CallFacts, layout: Any) -> TileAttention:
     return TileAttention((layout,), f.factor, (f.pattern, *f.offset), learns=f.grad)
 
 
-def _merged(f: CallFacts) -> Variant:
+def _merged(f: CallFacts, name: str = MERGED) -> Variant:
     if torch.compiler.is_compiling():
-        return _with_lse(f, MERGED, inf)
-    return _with_lse(f, MERGED, layout(*f.place).nanoseconds(f.flat_heads, f.grad) * 1e-9)
-
-
-def _packed(f: CallFacts) -> Variant:
-    if torch.compiler.is_compiling():
-        return _with_lse(f, PACKED, inf)
+        return _with_lse(f, name, inf)
     rows = _layouts(f)
-    seconds = sum(each.nanoseconds(f.flat_heads // len(rows), f.grad) for each in rows) * 1e-9
-    return _with_lse(f, PACKED, seconds / SAFETY_MARGIN)
+    return _with_lse(f, name, sum(x.nanoseconds(f.flat_heads // len(rows), f.grad) for x in rows) * 1e-9)
 
 
 def _by_distance(f: CallFacts) -> Variant:

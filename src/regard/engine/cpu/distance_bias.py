@@ -73,10 +73,10 @@ class TileBias:
     c: int
 
     @classmethod
-    def of(cls, tiles: TileGroup, far: int) -> "TileBias":
-        """far: the position of the last query; entry x of e is the bias at distance x − far."""
+    def of(cls, tiles: TileGroup, smallest: int) -> "TileBias":
+        """Entry x of e is the bias at distance x + smallest."""
         last = tiles.start + tiles.step * (tiles.row + tiles.row_step * (tiles.rows - 1))
-        return cls(tiles.key - last + far, tiles.step * tiles.row_step, tiles.key_step)
+        return cls(tiles.key - last - smallest, tiles.step * tiles.row_step, tiles.key_step)
 
     def view(self, e: Float[Tensor, "heads x"], rows: int, keys: int) -> Float[Tensor, "heads r l"]:
         return e[:, self.first :].as_strided((len(e), rows, keys), (e.stride(0), self.a, self.c))

@@ -116,25 +116,23 @@ def _groups(of_row: list[Span], by_ids: documents, rest: Pattern, n: int, start:
     waiting: list[Document] = []  # short ones, which will share a tile
     for (_, keys), equal in groupby(_documents(of_row, n, start), key=lambda one: (one.rows, one.keys)):
         group = list(equal)
-        if len(group) * keys > MAX_SHARED:
-            yield from _shared_tile(waiting, by_ids, rest, start)
-            yield from _own_tiles(group[0], len(group), rest, start)
-            waiting = []
-            continue
         if sum(one.keys for one in waiting) + len(group) * keys > MAX_SHARED:
             yield from _shared_tile(waiting, by_ids, rest, start)
             waiting = []
-        waiting += group
+        if len(group) * keys > MAX_SHARED:
+            yield from _own_tiles(group[0], len(group), rest, start)
+        else:
+            waiting += group
     yield from _shared_tile(waiting, by_ids, rest, start)
 
 
 def _shared_tile(short: list[Document], by_ids: documents, rest: Pattern, start: int) -> Iterator[TileGroup]:
-    if len(short) < 2:
-        yield from (group for one in short for group in _own_tiles(one, 1, rest, start))
-        return
-    first, last = short[0], short[-1]
-    rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
-    yield _tiles(Document(first.row, rows, first.key, keys), 1, by_ids & rest, start)
+    if len(short) == 1:
+        yield from _own_tiles(short[0], 1, rest, start)
+    elif short:
+        first, last = short[0], short[-1]
+        rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
+        yield _tiles(Document(first.row, rows, first.key, keys), 1, by_ids & rest, start)
 
 
 def _own_tiles(one: Document, tiles: int, rest: Pattern, start: int) -> Iterator[TileGroup]:

@@ -5,8 +5,8 @@ other they make one batch of small dense products; only the masks differ from ti
 is the fastest layout: PyTorch's fused op works in blocks of 32 or 64 queries there, and visits every key.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -99,11 +99,11 @@ class GatheredLayout:
         self.shape = shape
         self.weights = heads * shape.pairs
         self.by_fused_op = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
-        tables = _tables(allowed, chunk, group, shape, q.dtype)
-        firsts = range(0, heads, chunk)
-        self._pieces = [GatheredPiece(tables, shape, group, h, min(chunk, heads - h)) for h in firsts]
-        if len(self._pieces) == 1:
-            self._pieces[0].of_rows = self._pieces[0].of_keys = None
+        counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
+        tables = {count: _piece(allowed, count, group, shape, q.dtype) for count in set(counts)}
+        self._pieces = [tables[count] for count in counts]
+        if len(counts) > 1:
+            self._pieces = [piece.of_heads(h * chunk, group) for h, piece in enumerate(self._pieces)]
 
     @property
     def computed(self) -> int:
@@ -137,28 +137,40 @@ class GatheredLayout:
         return self.weights if self.weights <= MAX_SAVED else 0
 
 
+@dataclass(frozen=True, eq=False)
 class GatheredPiece:
     """The tiles of some heads, whose queries and keys are copied into buffers unless they are in order already."""
+
+    heads: int
+    n: int
+    m: int
+    scores: tuple[int, int, int]  # tiles of all its heads, rows, keys
+    masks: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
+    index: Int[Tensor, " keys"] | None  # which rows of (key heads · m, d) the tiles hold; None: all, in order
+    copies: Int[Tensor, " copies"]  # of the keys of all tiles, those of key 0, of key 1, …
+    first: Int[Tensor, " m"]  # where in `copies` those of each key begin
+    rows: Int[Tensor, " rows"] | None = (
+        None  # which rows of (heads · n, d) the tiles hold; None: all, in order
+    )
+    place: Int[Tensor, " n"] | None = None  # of each query among these rows
+    of_rows: slice | None = None  # its part of (all heads · n, d); None: it has all heads
+    of_keys: slice | None = None  # its part of (all key heads · m, d)
 
     fresh = alone = True
     has_empty_row = False  # the mask lets an empty row attend to all keys; the caller clears it
 
-    def __init__(self, tables: "_Tables", shape: Shape, group: int, first: int, heads: int):
-        (_, tiles, r, l), n, m = shape, tables.n, tables.m
-        # Its part of (all heads · n, d) and of (all key heads · m, d); None: it has all heads.
-        self.of_rows: slice | None = slice(first * n, (first + heads) * n)
-        self.of_keys: slice | None = slice(first // group * m, (first + heads) // group * m)
-        self.heads, self.scores, self.n = heads, (heads * tiles, r, l), n
-        self._mask = tables.mask[:1] if tiles == 1 else tables.mask[: heads * tiles]
-        self.mask4 = self._mask.view(-1, 1, r, l)
-        self.rows = None if tables.rows is None else tables.rows[: heads * tiles * r]
-        self.place = None if tables.place is None else tables.place[: heads * n]
-        self.filled = tiles * r > n
-        self.index = None if tables.keys is None else tables.keys[: heads * tiles * l]
-        self.copies, self.first = tables.copies[: heads * tables.real], tables.first[: heads // group * m]
+    def of_heads(self, first: int, group: int) -> "GatheredPiece":
+        """The same for the heads from `first` on, of which each `group` share their keys."""
+        end, n, m = first + self.heads, self.n, self.m
+        of_rows, of_keys = slice(first * n, end * n), slice(first // group * m, end // group * m)
+        return replace(self, of_rows=of_rows, of_keys=of_keys)
+
+    @cached_property
+    def mask4(self) -> Float[Tensor, "t 1 r l"]:
+        return self.masks[:, None]
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "t r l"]:
-        return self._mask
+        return self.masks
 
     def rows_of(self, x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
         return x if self.of_rows is None else x.reshape(-1, x.shape[-1])[self.of_rows]
@@ -169,7 +181,7 @@ class GatheredPiece:
     def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """The queries of each tile. What only fills the last tile of a head has no gradient."""
         x = _taken(self.rows_of(x), self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
-        if name == "do" and self.filled:
+        if name == "do" and self.scores[0] * self.scores[1] > self.heads * self.n:
             x.view(self.heads, -1, x.shape[-1])[:, self.n :] = 0.0
         return x
 
@@ -220,25 +232,10 @@ def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@dataclass(frozen=True, eq=False)
-class _Tables:
-    """Which rows of (heads · n, d) the tiles hold, which of (heads · m, d), and the mask of each tile."""
-
-    n: int
-    m: int
-    mask: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
-    keys: Int[Tensor, " keys"] | None  # None: all, in order
-    copies: Int[Tensor, " copies"]  # of the keys of all tiles, those of key 0, of key 1, …
-    first: Int[Tensor, " m"]  # where in `copies` those of each key begin
-    real: int  # how many of the copies are those of one head
-    rows: Int[Tensor, " rows"] | None = None  # None: all, in order
-    place: Int[Tensor, " n"] | None = None  # of each query among these rows
-
-
-def _tables(
+def _piece(
     allowed: Bool[Tensor, "n m"], heads: int, group: int, shape: Shape, dtype: torch.dtype
-) -> _Tables:
-    """For so many heads, of which each `group` share their keys."""
+) -> GatheredPiece:
+    """The tables for so many heads, of which each `group` share their keys."""
     n, m = allowed.shape
     hop, count, r, l = shape
     rows = _filled(_order(n, hop), count * r)
@@ -251,20 +248,20 @@ def _tables(
     table = table.gather(2, keys[:, None].expand(-1, r, -1))
     table = table | ~table.any(-1, keepdim=True)
     mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
-    mask = mask.repeat(heads, 1, 1)
+    mask = mask if count == 1 else mask.repeat(heads, 1, 1)
     head = torch.arange(heads, device="cpu")
     own = (m * (head // group)[:, None] + keys.reshape(-1)).view(-1)
     real = needed.gather(1, keys).view(-1).repeat(heads).nonzero().view(-1)
     counts = torch.bincount(own[real], minlength=heads // group * m)
     copies, first = real[own[real].argsort(stable=True)], counts.cumsum(0) - counts
     index = None if count == 1 and l == m and group == 1 else own
-    of_head = len(real) // heads
+    piece = GatheredPiece(heads, n, m, (heads * count, r, l), mask, index, copies, first)
     if hop == 1 and count * r == n:
-        return _Tables(n, m, mask, index, copies, first, of_head)
+        return piece
     place = torch.empty(n, dtype=torch.long, device="cpu")
     place[rows[:n]] = torch.arange(n, device="cpu")
     of, to = ((size * head[:, None] + x).view(-1) for size, x in ((n, rows), (count * r, place)))
-    return _Tables(n, m, mask, index, copies, first, of_head, of, to)
+    return replace(piece, rows=of, place=to)
 
 
 def _order(n: int, hop: int) -> Int[Tensor, " n"]:

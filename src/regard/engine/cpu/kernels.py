@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ... import compat
-from .layout import TileGroup
 from .memory import Buffers
 
 LOG2E = log2(e)
@@ -92,56 +91,6 @@ def mix(
         else:
             into.baddbmm_(columns, part, alpha=alpha)
     return into
-
-
-def add_to_keys(
-    grad: Float[Tensor, "heads m d"],
-    group: TileGroup,
-    of_pairs: Float[Tensor, "t r keys"],
-    of_rows: Float[Tensor, "t r d"],
-    alpha: float,
-    buffers: Buffers,
-) -> None:
-    """grad[key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r], always in the same order."""
-    if not group.shared:
-        _add_to_moving(grad, group, of_pairs.mT, of_rows, alpha, buffers)
-        return
-    _add_to_moving(grad, group, of_pairs[..., : group.keys].mT, of_rows, alpha, buffers)
-    at = group.keys
-    for part in group.shared:
-        into, columns = part.keys_of(grad)[:, 0], of_pairs[..., at : at + part.keys]
-        if len(into) == 1:
-            into[0].addmm_(columns.flatten(0, 1).mT, of_rows.flatten(0, 1), alpha=alpha)
-        else:
-            into.add_(torch.bmm(columns.mT, of_rows, out=buffers("part", *into.shape)), alpha=alpha)
-        at += part.keys
-
-
-def _add_to_moving(
-    grad: Float[Tensor, "heads m d"],
-    group: TileGroup,
-    of_pairs: Float[Tensor, "t l r"],
-    of_rows: Float[Tensor, "t r d"],
-    alpha: float,
-    buffers: Buffers,
-) -> None:
-    """Where a tile's keys are a multiple of the shift, tiles that far apart fill contiguous memory without a gap."""
-    tiles, l, d = group.tiles, group.keys, grad.shape[-1]
-    if (
-        group.split or len(of_rows) == 1
-    ):  # split: so large that products of one head after the other are as fast
-        group.keys_of(grad)[:, 0].baddbmm_(of_pairs, of_rows, alpha=alpha)
-        return
-    if len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
-        apart = l // group.key_shift
-        for phase in range(min(apart, tiles)):
-            phase_rows = of_rows[phase::apart]
-            first = group.key + phase * group.key_shift
-            into = grad[0, first : first + len(phase_rows) * l].view(-1, l, d)
-            into.baddbmm_(of_pairs[phase::apart], phase_rows, alpha=alpha)
-        return
-    part = product(of_pairs, of_rows, alpha, buffers("part", len(of_rows), l, d))
-    group.add_to_keys(grad, part.unflatten(0, (len(grad), tiles)))
 
 
 def _beside(parts: list[Tensor], of_all: Float[Tensor, "t r keys"]) -> list[tuple[Tensor, Tensor]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, causal
 from ...progression import Ints
+from .kernels import product
 from .memory import MAX_SAVED_WEIGHTS, Buffers
 
 # Rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair.
@@ -68,7 +69,7 @@ class TileGroup:
     cycle: int = 1  # tile t has the mask of tile t mod cycle; the tiles are a multiple of it
     shared: tuple["TileGroup", ...] = ()  # further keys of all rows: one tile each, without a mask
     concatenated: bool = False  # no other group has its rows, and its weights may be saved
-    by_products: bool = False  # never by the fused op, as with bias and dropout
+    by_products: bool = False  # never by the fused op, and the rows in reverse order: for bias and dropout
     split: bool = False  # a part of a tile that was too large
 
     @property
@@ -88,6 +89,7 @@ class TileGroup:
         assert self.masked_by is not None
         with torch.device("cpu"), torch.inference_mode(False):
             t, r = torch.arange(self.cycle)[:, None, None], torch.arange(self.rows)[:, None]
+            r = r.flip(0) if self.by_products else r
             i = self.start + self.step * (self.row + self.row_shift * t + self.row_step * r)
             j = self.key + self.key_shift * t + self.key_step * torch.arange(self.keys)
             return torch.broadcast_to(self.masked_by.allows(i, j), (self.cycle, self.rows, self.keys))
@@ -305,6 +307,11 @@ class Piece:
     def has_empty_row(self) -> bool:
         return self.group.empty_rows is not None
 
+    @property
+    def reversed(self) -> bool:
+        """Whether its rows are loaded from the last to the first, as the bias by distance is a view then."""
+        return self.group.by_products
+
     def rows_of(self, x: Float[Tensor, "heads n *d"]) -> Float[Tensor, "t r *d"]:
         tiles = self.tiles
         return self._view(x, tiles.rows, tiles.row, tiles.row_shift, tiles.row_step)
@@ -321,19 +328,62 @@ class Piece:
         shape, strides = (self.scores[0], count, *x.shape[2:]), (outer, s * step, *inner)
         return x.as_strided(shape, strides, x.storage_offset() + head * self.heads.start + s * first)
 
-    def load_rows(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
-        return self.rows_of(x)
+    def load_rows(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r *d"]:
+        return self.in_order(self.rows_of(x))
+
+    def in_order(self, x: Float[Tensor, "t r *d"]) -> Float[Tensor, "t r *d"]:
+        """From the order of the rows to that in which they are loaded, and back."""
+        return x.flip(1) if self.reversed else x
 
     def load_keys(self, x: Tensor, name: str, buffers: Buffers) -> list[Tensor]:
         return self.keys_of(x)
 
     def output(self, x: Tensor, name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Contiguous memory for what `store` brings to x, its rows of a result: x itself where it can be."""
-        return x if x.is_contiguous() else buffers(name, *x.shape)
+        direct = self.fresh and x.is_contiguous() and not self.reversed
+        return x if direct else buffers(name, *x.shape)
 
     def store(self, x: Tensor, value: Tensor) -> None:
         if value is not x:
-            x.copy_(value)
+            x.copy_(self.in_order(value))
+
+    def add_to_keys(
+        self,
+        grad: Float[Tensor, "heads m d"],
+        of_pairs: Float[Tensor, "t r keys"],
+        of_rows: Float[Tensor, "t r d"],
+        alpha: float,
+        buffers: Buffers,
+    ) -> None:
+        """grad[key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r], always in the same order."""
+        grad, at = grad[self.heads], self.tiles.keys
+        self._add_to_own_keys(grad, of_pairs[..., :at].mT, of_rows, alpha, buffers)
+        for part in self.tiles.shared:
+            into, columns = part.keys_of(grad)[:, 0], of_pairs[..., at : at + part.keys]
+            if len(into) == 1:
+                into[0].addmm_(columns.flatten(0, 1).mT, of_rows.flatten(0, 1), alpha=alpha)
+            else:
+                into.add_(torch.bmm(columns.mT, of_rows, out=buffers("part", *into.shape)), alpha=alpha)
+            at += part.keys
+
+    def _add_to_own_keys(
+        self, grad: Tensor, of_pairs: Float[Tensor, "t l r"], of_rows: Tensor, alpha: float, buffers: Buffers
+    ) -> None:
+        """Where the keys are a multiple of the shift, tiles that far apart fill contiguous memory without a gap."""
+        group, l, d = self.tiles, self.tiles.keys, grad.shape[-1]
+        if group.split or len(of_rows) == 1:  # so large that one head after the other is as fast, or one
+            for into, x, y in zip(group.keys_of(grad)[:, 0], of_pairs, of_rows):
+                into.addmm_(x, y, alpha=alpha)
+        elif len(grad) == 1 and group.key_step == 1 and group.key_shift and l % group.key_shift == 0:
+            apart = l // group.key_shift
+            for phase in range(min(apart, group.tiles)):
+                phase_rows = of_rows[phase::apart]
+                first = group.key + phase * group.key_shift
+                into = grad[0, first : first + len(phase_rows) * l].view(-1, l, d)
+                into.baddbmm_(of_pairs[phase::apart], phase_rows, alpha=alpha)
+        else:
+            part = product(of_pairs, of_rows, alpha, buffers("part", len(of_rows), l, d))
+            group.add_to_keys(grad, part.unflatten(0, (len(grad), group.tiles)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -257,15 +257,14 @@ def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, .
     groups: list[TileGroup] = []
     for run in _band_runs(tiles, bands[0].key_step, by, merged):
         for low, high, cycle in [(0, run.tiles, 1)] if by is None else _cycles(run, by):
-            middle = high - (high - low) % cycle  # then come fewer tiles than a cycle
-            pair = [run.tile(low, middle - low), run.tile(middle, high - middle)]
-            for band in [band for band in pair if band.tiles]:
+            end = high - (high - low) % cycle  # then come fewer tiles than a cycle
+            complete = replace(run.tile(low, end - low), cycle=cycle)
+            for band in (complete, *map(run.tile, range(end, high))):
                 mine = _shared_by(band, shared)
                 too_large = band.rows * band.keys > MAX_CONCATENATED or len(groups) == MAX_CONCATENATED_GROUPS
                 if mine is None or too_large:
                     return None
-                turns = min(cycle, band.tiles)
-                groups.append(replace(band, cycle=turns, shared=mine, concatenated=True))
+                groups.append(replace(band, shared=mine, concatenated=True))
     return tuple(groups)
 
 

@@ -65,7 +65,7 @@ class Executor:
         q = piece.load_rows(rows["q"], "q", buffers)
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
         w = None if self.saved is None else self.saved.take(piece.scores)
-        w = self._scores(piece, q if e is None else q.flip(1), k, e, w)
+        w = self._scores(piece, q, k, e, w)
         if self.call.one_softmax:
             torch.softmax(w, -1, out=w)
             piece.store(o, kernels.mix(w, v, piece.output(o, "o", buffers)))
@@ -74,48 +74,40 @@ class Executor:
         largest, total = kernels.exponentials_(w)
         if (dropout := self.dropout(w)) is not None:
             w.mul_(dropout)
-        direct = piece.fresh and e is None and o.is_contiguous()
-        part = kernels.mix(w, v, o if direct else buffers("o", *o.shape)).div_(total)
+        part = kernels.mix(w, v, piece.output(o, "o", buffers)).div_(total)
         part_lse = largest.add_(total.log_()).squeeze(-1)
-        if e is not None:
-            part, part_lse = part.flip(1), part_lse.flip(1)
-        if not piece.fresh:
-            kernels.join(o, lse, part, part_lse)
-            return
-        lse.copy_(part_lse)
-        if not direct:
-            o.copy_(part)
+        if piece.fresh:
+            piece.store(o, part)
+            piece.store(lse, part_lse)
+        else:
+            assert isinstance(piece, Piece)
+            kernels.join(o, lse, piece.in_order(part), piece.in_order(part_lse))
 
     def _scores(
         self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, into: Tensor | None
     ) -> Float[Tensor, "t r keys"]:
-        """Of all parts side by side, with bias and mask; with a bias the rows are in reverse order."""
+        """Of all parts side by side, with bias and mask."""
         s = self.buffers("w", *piece.scores) if into is None else into
         mask = piece.mask(q.dtype)
         if e is None:
             return kernels.scores(q, k, self.scale, s, self.buffers, mask)
         assert isinstance(piece, Piece)
-        bias = self.bias(piece, e)
+        bias = TileBias.of(piece.tiles, self.call.distances[0]).view(e[piece.heads], *piece.scores[1:])
         torch.bmm(q, k[0].mT, out=s)
         torch.add(bias, s, alpha=self.scale, out=s)
-        return s if mask is None else s.add_(mask.flip(1))
-
-    def bias(self, piece: Piece, e: Float[Tensor, "heads x"]) -> Float[Tensor, "some r l"]:
-        tiles = piece.tiles
-        return TileBias.of(tiles, self.call.far).view(e[piece.heads], tiles.rows, tiles.keys)
+        return s if mask is None else s.add_(mask)
 
     def backward(
         self,
         piece: AnyPiece,
         rows: Named,
-        keys: Named,
+        keys: dict[str, Any],
         saved: Tensor | None,
         bias: tuple[Tensor | None, Tensor | None],
     ) -> None:
         """Add the gradients of a piece. bias: e, and de if it is needed."""
         buffers, (e, de) = self.buffers, bias
         q, do = piece.load_rows(rows["q"], "q", buffers), piece.load_rows(rows["do"], "do", buffers)
-        q, do = (q, do) if e is None else (q.flip(1), do.flip(1))
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
         w = self._weights(piece, q, k, rows, e) if saved is None else saved
         # Where parts are put side by side, the scale is applied in that step, and ds carries it on to dq and dk.
@@ -128,15 +120,19 @@ class Executor:
             # δ = Σ weights ∘ do vᵀ is nearer than do·o, above all where a row has one key and ds is 0.
             compat.softmax_backward_(ds, w)
         else:
-            ds.sub_(_row(piece, rows, "delta", e)[..., None]).mul_(w)
+            ds.sub_(self._row(piece, rows["delta"])).mul_(w)
         if "dlse" in rows:
-            ds.addcmul_(w, _row(piece, rows, "dlse", e)[..., None])
-        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer, reverse=e is not None)
-        self._add_to_keys(piece, keys["dk"], ds, q, outer)
-        self._add_to_keys(piece, keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0)
+            ds.addcmul_(w, self._row(piece, rows["dlse"]))
+        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
+        piece.add_to_keys(keys["dk"], ds, q, outer, buffers)
+        piece.add_to_keys(keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
         if de is not None:
             assert isinstance(piece, Piece)
-            TileBias.of(piece.tiles, self.call.far).add_gradient(de[piece.heads], ds)
+            TileBias.of(piece.tiles, self.call.distances[0]).add_gradient(de[piece.heads], ds)
+
+    def _row(self, piece: AnyPiece, x: Tensor) -> Float[Tensor, "t r 1"]:
+        """One number per row."""
+        return piece.load_rows(x, "row", self.buffers)[..., None]
 
     def _weights(
         self, piece: AnyPiece, q: Tensor, k: list[Tensor], rows: Named, e: Tensor | None
@@ -145,32 +141,21 @@ class Executor:
         exp(s − lse), as lse is rounded."""
         s = self._scores(piece, q, k, e, None)
         if not piece.alone:
-            return kernels.exp_(s.sub_(_row(piece, rows, "lse", e)[..., None]))
+            return kernels.exp_(s.sub_(self._row(piece, rows["lse"])))
         torch.softmax(s, -1, out=s)
         if piece.has_empty_row and "lse" in rows:
-            s.masked_fill_((_row(piece, rows, "lse", e) == inf)[..., None], 0.0)
+            s.masked_fill_(self._row(piece, rows["lse"]) == inf, 0.0)
         return s
 
-    def _add_dq(
-        self, piece: AnyPiece, dq: Tensor, ds: Tensor, k: list[Tensor], alpha: float, reverse: bool
-    ) -> None:
-        if piece.fresh and not reverse:
-            out = piece.output(dq, "dq", self.buffers)
-            piece.store(dq, kernels.mix(ds, k, out, alpha))
-        elif dq.is_contiguous() and not reverse:
+    def _add_dq(self, piece: AnyPiece, dq: Tensor, ds: Tensor, k: list[Tensor], alpha: float) -> None:
+        if piece.fresh:
+            piece.store(dq, kernels.mix(ds, k, piece.output(dq, "dq", self.buffers), alpha))
+            return
+        assert isinstance(piece, Piece)
+        if dq.is_contiguous() and not piece.reversed:
             kernels.mix(ds, k, dq, alpha, add=True)
         else:
-            part = kernels.mix(ds, k, self.buffers("dq", *dq.shape), alpha)
-            dq.add_(part.flip(1) if reverse else part)
-
-    def _add_to_keys(
-        self, piece: AnyPiece, grad: Any, of_pairs: Tensor, of_rows: Tensor, alpha: float
-    ) -> None:
-        """grad[key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r]."""
-        if isinstance(piece, GatheredPiece):
-            piece.add_to_keys(grad, of_pairs, of_rows, alpha, self.buffers)
-        else:
-            kernels.add_to_keys(grad[piece.heads], piece.tiles, of_pairs, of_rows, alpha, self.buffers)
+            dq.add_(piece.in_order(kernels.mix(ds, k, self.buffers("dq", *dq.shape), alpha)))
 
     # Groups that PyTorch's fused op runs, which holds no scores.
 
@@ -178,17 +163,17 @@ class Executor:
         """The bias is a view of e, which the op adds as a mask; the rows are in reverse order then."""
         q, o, lse = (group.rows_of(rows[x]) for x in ("q", "o", "lse"))
         k, v = (group.keys_of(keys[x]) for x in ("k", "v"))
-        triangle, empty = group.triangle and e is None, group.empty_rows
+        triangle = group.triangle and e is None
         mask = None if triangle or (own := group.mask(q.dtype)) is None else own[0]
-        if e is None:
-            kernels.join(o, lse, *kernels.fused_forward(q, k, v, self.scale, mask, triangle, empty))
-            return
-        bias = TileBias.of(group, self.call.far).view(e, group.rows, group.keys)[:, None]
-        bias = bias if mask is None else bias + mask.flip(0)
-        bias = bias if bias.stride(-1) == 1 else bias.contiguous()
-        part, part_lse = kernels.fused_forward(q.flip(2), k, v, self.scale, bias)
-        part_lse = part_lse if empty is None else part_lse.masked_fill_(empty.flip(0), -inf)
-        kernels.join(o, lse, part.flip(2), part_lse.flip(2))
+        if e is not None:
+            q, low = q.flip(2), self.call.distances[0]
+            bias = TileBias.of(group, low).view(e, group.rows, group.keys)[:, None]
+            bias = bias if mask is None else bias + mask
+            mask = bias if bias.stride(-1) == 1 else bias.contiguous()
+        part, part_lse = kernels.fused_forward(q, k, v, self.scale, mask, triangle, group.empty_rows)
+        if e is not None:
+            part, part_lse = part.flip(2), part_lse.flip(2)
+        kernels.join(o, lse, part, part_lse)
 
     def fused_backward(self, group: TileGroup, rows: Named, keys: Named) -> None:
         """The op subtracts δ = do·o from each do·v; one more column, v 0, o 1, do −dlse, makes that δ − dlse."""
@@ -204,12 +189,6 @@ class Executor:
         group.rows_of(rows["dq"]).add_(dq)
         group.add_to_keys(keys["dk"], dk)
         group.add_to_keys(dv, dv_[..., : dv.shape[-1]])
-
-
-def _row(piece: AnyPiece, rows: Named, name: str, e: Tensor | None) -> Float[Tensor, "t r"]:
-    """One number per row; with a bias the rows are in reverse order."""
-    x = piece.rows_of(rows[name])
-    return x if e is None else x.flip(1)
 
 
 # A call.
@@ -248,24 +227,17 @@ class TileAttention:
         """Whether each row's keys are all in one piece; there is no log-sum-exp then."""
         return self.layouts[0].concatenated
 
-    # The bias is a vector e of each head; entry x is the bias at distance x − far.
-
-    @cached_property
-    def far(self) -> int:
-        """The position of the last query."""
-        one = self.layouts[0]
-        assert isinstance(one, Layout)
-        return one.start + one.step * max(one.n - 1, 0)
+    # The bias is a vector e of each head; entry x is the bias at distance x + the smallest distance.
 
     def along(self, bias: ByDistance | None, dtype: torch.dtype) -> Tensor | None:
-        return None if bias is None else along(bias, *self.reach).to(dtype)
+        return None if bias is None else along(bias, *self.distances).to(dtype)
 
-    @property
-    def reach(self) -> tuple[int, int]:
-        """The smallest and the largest distance."""
+    @cached_property
+    def distances(self) -> tuple[int, int]:
+        """The smallest and the largest."""
         one = self.layouts[0]
         assert isinstance(one, Layout)
-        return -self.far, one.m - 1 - one.start
+        return -(one.start + one.step * max(one.n - 1, 0)), one.m - 1 - one.start
 
     # Forward.
 
@@ -444,7 +416,7 @@ def _double_backward(
     if e is None:
         return *reference_backend.gradients(grads, Call(q, k, v, pattern, **options)), None
     i = start + step * torch.arange(q.shape[2])
-    bias = e[:, torch.arange(k.shape[2]) - i[:, None] + call.far]
+    bias = e[:, torch.arange(k.shape[2]) - i[:, None] - call.distances[0]]
     *results, of_bias = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, **options))
     of_e = None if of_bias is None else torch.autograd.grad(bias, e, of_bias, create_graph=True)[0]
     return *results, of_e
@@ -481,4 +453,4 @@ def attend_backward(
     *grads, de = with_buffers(call.backward, grad.to(dtype), Saved(**tensors, e=e), of_bias)
     if bias is None or de is None:
         return *grads, None, None
-    return *grads, *along_backward(de, bias, *call.reach)
+    return *grads, *along_backward(de, bias, *call.distances)
