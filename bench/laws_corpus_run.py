@@ -2,6 +2,7 @@
 
 python bench/laws_corpus_run.py --out bench/results/laws_corpus.json      # everything, two processes
 python bench/laws_corpus_run.py --only varlen --cases 8
+python bench/laws_corpus_run.py --rows rows.jsonl --minutes 5             # in pieces: finished rows are not run again
 """
 
 import argparse
@@ -30,7 +31,7 @@ def run(task):
 
     entry, cases, laws = task
     began = time.perf_counter()
-    row = {"name": entry.name, "family": entry.family, "origin": entry.origin}
+    row = {"name": entry.name, "family": entry.family, "set": entry.set}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -58,14 +59,12 @@ def same_cause(row) -> bool:
 
 def summary(rows) -> dict:
     faulty, right = [r for r in rows if r["family"]], [r for r in rows if not r["family"]]
-    labelled = [r for r in faulty if r["origin"] == "written"]
     caught = [r for r in faulty if r["exit"] == 1]
-    named = [r for r in labelled if r["exit"] == 1 and same_cause(r)]
+    named = [r for r in caught if same_cause(r)]
     times = sorted(r["seconds"] for r in rows)
     return {
         "faulty": len(faulty),
         "caught": len(caught),
-        "labelled": len(labelled),
         "right cause": len(named),
         "right ones": len(right),
         "false alarms": len([r for r in right if r["exit"] != 0]),
@@ -79,23 +78,41 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--laws", default="", help="only these laws, for a quick look")
+    parser.add_argument("--set", default="", help="tuned, issues or fresh; all unless given")
     parser.add_argument("--right", action="store_true")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument(
+        "--rows", type=Path, help="one JSON object per line, appended; what is there is not run again"
+    )
+    parser.add_argument("--minutes", type=float, help="stop after this many minutes; needs --rows")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     from laws_corpus import entries
 
     chosen = entries()
-    chosen = [e for e in chosen if options.only in e.name and (not options.right or not e.family)][
-        :: options.every
-    ]
+    chosen = [
+        e
+        for e in chosen
+        if options.only in e.name and options.set in ("", e.set) and (not options.right or not e.family)
+    ][:: options.every]
     rows = []
+    if options.rows and options.rows.exists():
+        names = {e.name for e in chosen}
+        rows = [json.loads(line) for line in options.rows.read_text("utf-8").splitlines()]
+        rows = [row for row in rows if row["name"] in names]
+        chosen = [e for e in chosen if e.name not in {row["name"] for row in rows}]
+    began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=40) as pool:
         for row in pool.imap(run, [(e, options.cases, options.laws.split() or None) for e in chosen]):
+            if options.minutes and time.monotonic() - began > 60 * options.minutes:
+                break  # the pool ends with this block; its last rows are run again next time
             rows.append(row)
+            if options.rows:
+                with options.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
             bad = row["exit"] != 0 if not row["family"] else row["exit"] != 1
-            off = row["family"] and not bad and row["origin"] == "written" and not same_cause(row)
+            off = row["family"] and not bad and not same_cause(row)
             if bad or off:
                 mark = "FALSE ALARM" if not row["family"] else "MISSED" if bad else "OTHER CAUSE"
                 detail = row.get("words") or row.get("error") or row.get("first") or row.get("failure")
@@ -103,7 +120,9 @@ def main():
                     f"{mark}: {row['name']} [{row['family']}] → {row.get('cause')}: {detail} {row.get('broken', '')}",
                     flush=True,
                 )
-    figures = summary(rows)
+    figures = {
+        name: summary([r for r in rows if r["set"] == name]) for name in dict.fromkeys(r["set"] for r in rows)
+    }
     print(json.dumps(figures, indent=1))
     if options.out:
         machine = {"machine": platform.machine(), "processes": options.processes, "cases": options.cases}

@@ -1,7 +1,8 @@
 """The files of models and runs: written atomically, with a manifest of checksums that is verified when they are read.
 
 A manifest is a JSON file in the same folder with the SHA-256 of each file that it covers. A folder without a manifest
-is read as it is: version 0.1 wrote none, and a folder may be assembled by hand.
+is read as it is: version 0.1 wrote none, and a folder may be assembled by hand. The files of a run change one by one
+(`write_checked`): while one is being replaced the manifest does not name it, so a process may be killed at any time.
 """
 
 import hashlib
@@ -71,9 +72,42 @@ def checksum(path: Path) -> str:
 def write_manifest(folder: Path, names: Iterable[str]) -> None:
     """Store the checksums of these files of a folder, and keep those of other files in its manifest."""
     path = folder / MANIFEST
-    sums = read_json(path).get("sha256", {}) if path.is_file() else {}
+    sums = _sums(path) if path.is_file() else {}
     sums |= {name: checksum(folder / name) for name in names}
     write_text(path, json.dumps({"format": 1, "sha256": sums}, indent=1) + "\n")
+
+
+def write_checked(folder: Path, name: str, text: str) -> None:
+    """Replace a text file of a run and its checksum."""
+    path = folder / MANIFEST
+    sums = _sums(path) if path.is_file() else {}
+    if name in sums:
+        del sums[name]
+        write_text(path, json.dumps({"format": 1, "sha256": sums}, indent=1) + "\n")
+    write_text(folder / name, text)
+    write_manifest(folder, (name,))
+
+
+def read_checked(folder: Path, name: str) -> str:
+    """The text of a file of a run, after its checksum was verified, where the manifest has one."""
+    path = folder / MANIFEST
+    if path.is_file():
+        sums = _sums(path)
+        if missing := sorted(n for n in sums if not (folder / n).is_file()):
+            raise FormatError(
+                f"{path} names {missing[0]}, and {folder} has no such file: one of them is damaged. Restore "
+                f"the folder from a copy, or delete {path}"
+            )
+        if name in sums:
+            verify(folder, (name,))
+    return read_text(folder / name)
+
+
+def _sums(path: Path) -> dict[str, Any]:
+    sums = read_json(path).get("sha256")
+    if not isinstance(sums, dict):
+        raise FormatError(f"{path} has no checksums; it is damaged. Restore the folder from a copy")
+    return sums
 
 
 def verify(folder: Path, names: Iterable[str]) -> None:
@@ -81,9 +115,7 @@ def verify(folder: Path, names: Iterable[str]) -> None:
     path = folder / MANIFEST
     if not path.is_file():
         return
-    sums = read_json(path).get("sha256")
-    if not isinstance(sums, dict):
-        raise FormatError(f"{path} has no checksums; it is damaged. Restore the folder from a copy")
+    sums = _sums(path)
     for name in names:
         if name not in sums:
             raise FormatError(

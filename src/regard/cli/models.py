@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import FormatError, SpecError
-from ..files import read_text
+from ..files import read_checked, read_text
 from ..generation import generate
 from ..nn import stack
 from ..training.data.tokens import END, START, Tokens
@@ -80,7 +80,7 @@ def _huggingface(config: Any, folder: Path) -> LoadedModel:
 def _own_tokenizer(folder: Path) -> Any:
     """The tokens of a training run, or the tokenizer.json beside a regard checkpoint, if there is one."""
     if (folder / TOKENS).is_file():
-        return Tokens.from_json(read_text(folder / TOKENS))
+        return Tokens.from_json(read_checked(folder, TOKENS))
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None

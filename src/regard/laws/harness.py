@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import reference
 from ..pattern import causal, documents, every, lengths, window
+from ..position import alibi_slopes, rotate
 from . import search
 from .law import Case, Space
 from .target import Function, Model, Part, Target
@@ -181,9 +182,36 @@ class Harness:
         if self.supports("always causal"):
             past = self.make_mask("causal", 1, 1, q.shape[-2], k.shape[-2]).allowed
             allowed = past if allowed is None else allowed & past
+        if self.fixed_window is not None:
+            i, j = (
+                torch.arange(q.shape[-2], device=q.device)[:, None],
+                torch.arange(k.shape[-2], device=q.device),
+            )
+            near = window(*self.fixed_window).allows(i + self.query_offset(q.shape[-2], k.shape[-2]), j)
+            allowed = near if allowed is None else allowed & near
         k, v = (reference.repeat_heads(x, q.shape[1]) for x in (k, v))
         bias = None if bias is None else bias.double()
+        q, k, bias = self._positioned(q, k, bias)
         return reference.attend(q, k, v, allowed, bias=bias, **terms)
+
+    def _positioned(self, q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q, k and the bias with the positions that a function applies in every call."""
+        words = self.target.positions if isinstance(self.target, Function) else ""
+        if not words:
+            return q, k, bias
+        offset = self.query_offset(q.shape[-2], k.shape[-2])
+        i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+        if words == "alibi":
+            slopes = alibi_slopes(q.shape[1]).to(q)[:, None, None]
+            near = -slopes * (i[:, None] + offset - j).abs()
+            return q, k, near if bias is None else bias + near
+        pairing = words.removeprefix("rotary ")
+        return rotate(q, i + offset, pairing=pairing), rotate(k, j, pairing=pairing), bias
+
+    @property
+    def fixed_window(self) -> tuple[int, int] | None:
+        """The window of every call of a function; None if there is none."""
+        return self.target.window if isinstance(self.target, Function) else None
 
     def query_offset(self, n: int, m: int) -> int:
         """The position of query 0 among the keys, by the target's alignment."""
@@ -231,6 +259,8 @@ class Harness:
         n, m, kind = c.n, c.get("m", c.n), c.get("mask", "none")
         if c.get("h_kv") is not None and c.h % c.h_kv:
             return False
+        if kind == "none" and self.supports("always causal") and isinstance(self.target, Function):
+            kind = "causal"
         if kind in ("causal", "window") and n != m:
             corner = self.target.alignment
             return corner is not None and (n <= m if corner == "bottom-right" else kind == "causal" or n <= m)

@@ -28,7 +28,7 @@ NEUTRAL_FILES = (
 )  # frames that belong to neither law nor target
 
 
-ALWAYS_CAUSAL = (  # laws of functions that hold where every call is causal, with no call over all keys
+ALWAYS_CAUSAL = (  # laws of functions that hold where every call is causal or has a window, with none over all keys
     *("L29", "L48", "L50", "L51", "L56", "L57", "L60", "L61", "L62", "L65", "P04", "P05", "P08", "P09"),
 )
 
@@ -63,9 +63,12 @@ def try_law(
     if not any(harness.supports(name) for name in DTYPES):
         error = probed.errors.get("float32", "nothing could be tried")
         return Outcome(law, "raised", f"an ordinary call failed: {error}")
-    always = subject is target and target.kind == "function" and harness.supports("always causal")
+    always = ""
+    if subject is target and target.kind == "function":
+        always = "is always causal" if harness.supports("always causal") else ""
+        always = "always has a window" if harness.fixed_window is not None else always
     if always and law.number not in ALWAYS_CAUSAL:
-        return Outcome(law, "not applicable", "the law needs calls without a mask; this is always causal")
+        return Outcome(law, "not applicable", f"the law needs calls without a mask; this {always}")
     if reason := _inapplicable(trial, harness, probed):
         return Outcome(law, "not applicable", reason)
     promised = law.promise is None or target.declares(law.promise) is True

@@ -169,6 +169,10 @@ class Function(_Claims):
     call: Callable[..., Any]
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     per_head_masks: bool = True  # whether a mask may differ between heads
+    window: tuple[int, int] | None = None  # (before, after), if every call has this window
+    # A call with a dropout probability outside training, for a function that takes both; nothing may be dropped.
+    resting_dropout: Callable[..., Any] | None = None
+    positions: str = ""  # "alibi", "rotary halves" or "rotary interleaved", if every call has them
 
     kind = "function"
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard import files
 from regard.training import recipes
 from regard.training.data.datasets import Dataset
 from regard.training.data.ragged import Ragged
@@ -163,17 +164,22 @@ def test_the_maps_are_the_models_own_weights(told):
 
 def test_texts_are_text_in_the_page(told, monkeypatch):
     monkeypatch.setattr(preflight, "check_laws", lambda model, laws: ())  # they are in the report above
-    folder, evil = told[1], "</script><script>alert(1)</script> {{js}}"
+    folder, evil = told[1], "</script><script>alert(1)</script> {{js}} {{data}}"
     kept = (folder / evaluation.FILE).read_text()
     scored = evaluation.stored(folder)
     try:
         more = (Example("one cat", evil, evil), *scored.examples)
-        (folder / evaluation.FILE).write_text(replace(scored, examples=more).json())
+        files.write_checked(folder, evaluation.FILE, replace(scored, examples=more).json())
         whole = Path(page.report(folder)).read_text()
     finally:
-        (folder / evaluation.FILE).write_text(kept)
+        files.write_checked(folder, evaluation.FILE, kept)
     assert "<script>alert" not in whole and "&lt;script&gt;alert(1)" in whole
-    assert whole.count("</script>") == 2 and whole.count("{{js}}") == 2  # in the table, as text
+    assert whole.count("</script>") == 2 and whole.count("{{js}} {{data}}") == 2  # in the table, as text
+
+
+def test_a_title_that_names_a_part_of_the_template_stays_a_title():
+    whole = page.fill_page("{{body}} {{js}}", "<p>the body</p>", {})
+    assert whole.count("the body") == 1 and "{{body}} {{js}}" in whole
 
 
 def test_the_command_writes_it_anew_and_refuses_an_empty_folder(told, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A target from a module that has no adapter: input, masks, cache and positions from its signature and by probing."""
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -29,6 +30,8 @@ from .names import (
     parameters_of,
     polarity,
     recognized,
+    says_no_gradient,
+    says_sequence_first,
     size_of,
     text_of,
 )
@@ -60,7 +63,12 @@ class _Reader:
         self.cache = next((n for n in CACHES if n in self.parameters), None)
         self.start = next((n for n in START if n in self.parameters), None)
         self.encodings: dict[str, MaskEncoding] = {}
+        self.sequence_first = (
+            says_sequence_first(self.text) or size_of(module, ("batch_first",), bool) is False
+        )
         self.notes: list[str] = []
+        self.context_mask: str | None = None  # a parameter `mask` that is about the context
+        self.context_width: int | None = None  # None: as wide as the input
         self.tokens, self.vocab, self.width = self._input(order[0] if order else "")
 
     def _input(self, first: str) -> tuple[bool, int | None, int | None]:
@@ -94,12 +102,18 @@ class _Reader:
         for each in dict.fromkeys(sizes):
             if self._runs(torch.randn(2, 3, each)):
                 return each
+        if self.required_context:  # a context of another width than the input
+            for each, other in itertools.permutations(dict.fromkeys(sizes), 2):
+                if self._runs(torch.randn(2, 3, each), torch.randn(2, 4, other)):
+                    self.context_width = other
+                    return each
         return width
 
-    def _runs(self, x: Tensor) -> bool:
+    def _runs(self, x: Tensor, other: Tensor | None = None) -> bool:
+        other = x if other is None and self.required_context else other
         try:
             with torch.no_grad():
-                self.call(copy.deepcopy(self.module).eval(), x, *((x,) if self.required_context else ()))
+                self.call(copy.deepcopy(self.module).eval(), x, *(() if other is None else (other,)))
         except Exception:  # foreign code: it does not take this input
             return False
         return True
@@ -119,12 +133,16 @@ class _Reader:
     def call(self, module: nn.Module, x: Tensor, other: Tensor | None = None, **options: Any) -> Any:
         """forward with the laws' options under its own names."""
         arguments = self.arguments(x, other, options)
+        if self.sequence_first:
+            x, other = x.transpose(0, 1), None if other is None else other.transpose(0, 1)
         if self.three:
             source = x if other is None else other
-            return module(x, source, source, **arguments)
-        if other is not None:
-            arguments[str(self.context)] = other
-        return module(x, **arguments)
+            out = module(x, source, source, **arguments)
+        else:
+            if other is not None:
+                arguments[str(self.context)] = other
+            out = module(x, **arguments)
+        return batch_first(out) if self.sequence_first else out
 
     def arguments(self, x: Tensor, other: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
         b, n = x.shape[:2]
@@ -156,7 +174,7 @@ class _Reader:
         if options.get("context_lengths") is not None:
             j = torch.arange(size[3], device=x.device)
             kept = (j < options["context_lengths"][:, None])[:, None, None]
-            name = next(n for n in CONTEXT_PADDING if n in self.parameters)
+            name = self.context_mask or next(n for n in CONTEXT_PADDING if n in self.parameters)
             given[name] = self.encodings["context"].encode(kept, size, dtype)
         return given | self._defaults(given, x)
 
@@ -194,11 +212,18 @@ class _Reader:
         dtype = next((p.dtype for p in self.module.parameters()), torch.float32)
         return torch.randn(b, n, self.width, generator=g).to(dtype)
 
+    def context_sample(self, b: int, m: int, seed: int = 5) -> Tensor:
+        x = self.sample(b, m, seed)
+        if self.context_width is None:
+            return x
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(b, m, self.context_width, generator=g).to(x.dtype)
+
     def effect(self, n: int = 5, **options: Any) -> Tensor:
         """[b, i, j]: whether output i of a batch row depends on input j of the same row."""
         b = self.rows
         x, y = self.sample(b, n), self.sample(b, n, seed=9)
-        other = self.sample(b, n, seed=5) if self.required_context else None
+        other = self.context_sample(b, n) if self.required_context else None
         before = self.output(x, other, **options)
         if before.dim() != 3 or before.shape[:2] != x.shape[:2]:
             raise ValueError(f"returned shape {tuple(before.shape)}")
@@ -209,6 +234,13 @@ class _Reader:
             after = self.output(changed, other, **options)
             columns.append(((after - before).abs().amax(-1) > 1e-6) | after.isnan().any(-1))
         return torch.stack(columns, -1)
+
+
+def batch_first(out: Any) -> Any:
+    """The output of a module with axes (n, b, d), or the first of its outputs, with axes (b, n, d)."""
+    if isinstance(out, tuple):
+        return (batch_first(out[0]), *out[1:])
+    return out.transpose(0, 1) if isinstance(out, Tensor) and out.dim() > 2 else out
 
 
 def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Target:
@@ -225,6 +257,10 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
     if reader.context:
         claims |= {"context"}
     lacks = _without(claims, reader)
+    if says_no_gradient(reader.text):
+        lacks |= {"grad"}
+    if reader.sequence_first:
+        reader.notes.append("axes (n, b, d), as it says")
     make_cache, decode = read_cache(reader)
     if make_cache is not None:
         claims |= {"cache"}
@@ -239,6 +275,7 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
         lambda module, x, other=None, **options: tensor_of(reader.call(module, x, other, **options)),
         architecture=_architecture(reader, claims),
         d_model=reader.width,
+        d_context=reader.context_width,
         vocab=reader.vocab,
         heads=size_of(module, HEAD_COUNTS),
         max_length=min(size_of(module, LENGTH_LIMITS) or 4096, 4096),
@@ -261,7 +298,9 @@ def _parameter_free(module: nn.Module, hints: Hints) -> Function:
 
 def _is_pooled(reader: _Reader) -> bool:
     try:
-        out = reader.output(reader.sample(3, 5), reader.sample(3, 4) if reader.required_context else None)
+        out = reader.output(
+            reader.sample(3, 5), reader.context_sample(3, 4) if reader.required_context else None
+        )
     except Exception:
         return False
     return out.dim() == 2 and out.shape[0] == 3
@@ -283,7 +322,11 @@ def _table(by_pairs: bool, b: int) -> Tensor:
 def _read_masks(reader: _Reader) -> set[str]:
     """Find the encodings of the mask, of the padding mask and of the context's; the claims that follow."""
     claims = {name for name in reader.names if name != "mask"}
-    if "mask" in reader.names:
+    name = next((n for n in CONTEXT_PADDING if n in reader.parameters), None)
+    if "mask" in reader.names and name is None and reader.required_context and _only_context(reader):
+        name = reader.names["mask"]  # the only keys are those of the context
+        reader.context_mask = name
+    elif "mask" in reader.names:
         claims |= _read_mask(reader, reader.names["mask"])
     if reader.padding is not None:
         side = reader.hints.mask or polarity(reader.padding, reader.text)
@@ -291,7 +334,6 @@ def _read_masks(reader: _Reader) -> set[str]:
         reader.encodings["padding"] = found or MaskEncoding("(b, m)", _bool(side))
         reader.notes.append(f"{reader.padding}: {reader.encodings['padding']}")
         claims |= {"lengths", "left padding"}
-    name = next((n for n in CONTEXT_PADDING if n in reader.parameters), None)
     if name is not None and reader.context is not None and not reader.three:
         side = reader.hints.mask or polarity(name, reader.text, "hide" if "padding" in name else "keep")
         found = _context_padding(reader, [side])
@@ -300,6 +342,15 @@ def _read_masks(reader: _Reader) -> set[str]:
             reader.notes.append(f"{name}: {found}")
             claims |= {"context lengths"}
     return claims
+
+
+def _only_context(reader: _Reader) -> bool:
+    """Whether an output depends on no other position of the input: cross-attention alone."""
+    try:
+        effect = reader.effect()
+    except Exception:  # foreign code; the laws report what raises
+        return False
+    return not bool((effect & ~torch.eye(5, dtype=torch.bool)).any())
 
 
 def _bool(side: str) -> str:
@@ -364,7 +415,7 @@ def _context_padding(reader: _Reader, sides: list[str]) -> MaskEncoding | None:
 
     def keys(encoding: MaskEncoding, table: Tensor) -> Tensor:
         reader.encodings["context"] = encoding
-        x, context, y = reader.sample(b, 5), reader.sample(b, 5, 5), reader.sample(b, 5, 9)
+        x, context, y = reader.sample(b, 4), reader.context_sample(b, 5), reader.context_sample(b, 5, 9)
         before = reader.output(x, context, context_lengths=lengths)
         columns = []
         for j in range(5):

@@ -1,18 +1,19 @@
 """A target from a function that has no adapter: its options from its signature, layout and masks by probing."""
 
+import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import SpecError
-from ..harness import Inexpressible
-from ..target import OPTIONS, Function
+from ..target import Function
 from . import layouts
-from .mask_encoding import KEY_SHAPES, PAIR_SHAPES, MaskEncoding, find_encoding
+from .fixed_parts import find_fixed_window, only_past, probed_alignment, read_positions, read_window, sizes_of
+from .mask_encoding import KEY_SHAPES, PAIR_SHAPES, MaskEncoding, find_encoding, stated_shapes
 from .names import (
     GROUPED,
     HEAD_COUNTS,
@@ -22,9 +23,15 @@ from .names import (
     TRAINING,
     parameters_of,
     polarity,
+    promised,
     recognized,
+    says_no_gradient,
+    says_square,
+    stated_alignment,
+    stated_mask,
     text_of,
 )
+from .reading import Reading, effect_of, probe_table
 from .varlen import CU_KEYS, CU_QUERIES, MAX_LENGTHS, packed_call
 
 DENSE, CAUSAL = "every key", "causal"
@@ -40,138 +47,6 @@ class Hints:
     mask: str | None = None  # "keep" or "hide": what True means
     device: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class _Reading:
-    """A function and how its parameters are used."""
-
-    function: Callable[..., Any]
-    others: dict[str, Any]
-    names: dict[str, str]
-    padding: str | None
-    layout: str = "b h n d"
-    mask: MaskEncoding | None = None
-    padding_mask: MaskEncoding | None = None
-    window: str = "(before, after)"
-    notes: list[str] = field(default_factory=list)
-
-    def arguments(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of one call; q, k and v in (b, h, n, d)."""
-        size = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        given: dict[str, Any] = {}
-        for option, (keyword, _) in OPTIONS.items():
-            if keyword not in options or option not in self.names:
-                continue
-            value = options[keyword]
-            if option == "mask" and self.mask is not None:
-                value = self.mask.encode(value, size, q.dtype)
-            if option == "window":
-                value = encode_window(self.window, value)
-            given[self.names[option]] = value
-        if "lengths" in options and "lengths" not in self.names:
-            kept = torch.arange(size[3], device=q.device) < options["lengths"][:, None, None, None]
-            encoding, name = (
-                (self.padding_mask, self.padding)
-                if self.padding is not None
-                else (self.mask, self.names.get("mask"))
-            )
-            assert encoding is not None and name is not None
-            given[name] = encoding.encode(kept, size, q.dtype)
-        return given | self.defaults(q, k, v, given)
-
-    def defaults(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> dict[str, Any]:
-        """Parameters that no option sets: dropout and causal off, head counts, required ones."""
-        more: dict[str, Any] = {}
-        for name, p in self.others.items():
-            if name in given:
-                continue
-            required = p.default is p.empty
-            if name == GROUPED and q.shape[1] != k.shape[1]:
-                more[name] = True
-            elif name in START and name not in self.names.values():
-                more[name] = k.shape[2] - q.shape[2]
-            elif name in HEAD_COUNTS and (required or self.layout == "b n (h d)"):
-                more[name] = q.shape[1]
-            elif name in KV_HEAD_COUNTS and required:
-                more[name] = k.shape[1]
-            elif name in TRAINING or (name == self.names.get("causal") and p.default is not False):
-                more[name] = False
-            elif name == self.names.get("dropout") and p.default:
-                more[name] = 0.0
-            elif name == self.names.get("scale") and required:
-                more[name] = q.shape[-1] ** -0.5
-            elif required:
-                more[name] = None
-        return more
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        if self.layout == "b h n d":
-            return self.function(q, k, v, **self.arguments(q, k, v, options))
-        if self.layout in layouts.LOOPED or self.layout in layouts.FOLDED:
-            return self._without_heads(q, k, v, options)
-
-        def apply(q_: Tensor, k_: Tensor, v_: Tensor, chosen: dict[str, Any]) -> Any:
-            return self.function(q_, k_, v_, **chosen)
-
-        return layouts.through(self.layout, apply, q, k, v, self.arguments(q, k, v, options))
-
-    def _without_heads(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
-        """One call for each head, or heads folded into the batch; options are encoded for that smaller call."""
-        if self.layout in layouts.FOLDED:
-            sizes = (slice(None), slice(0, 1))
-
-            def apply(q_: Tensor, k_: Tensor, v_: Tensor, chosen: dict[str, Any]) -> Any:
-                view = [self._as_heads(x)[sizes] for x in (q_, k_, v_)]
-                return self.function(
-                    q_, k_, v_, **self.arguments(view[0], view[1], view[2], _with_head_axis(chosen))
-                )
-
-            return layouts.through(self.layout, apply, q, k, v, options)
-
-        def one(q_: Tensor, k_: Tensor, v_: Tensor, chosen: dict[str, Any]) -> Any:
-            view = [(x if self.layout == "n d" else x.mT)[None, None] for x in (q_, k_, v_)]
-            return self.function(
-                q_, k_, v_, **self.arguments(view[0], view[1], view[2], _with_head_axis(chosen))
-            )
-
-        return layouts.through(self.layout, one, q, k, v, options)
-
-    def _as_heads(self, x: Tensor) -> Tensor:
-        x = {"b n d": x, "n b d": x.transpose(0, 1), "b d n": x.mT}.get(self.layout, x)
-        return x[:, None]
-
-
-def _with_head_axis(options: dict[str, Any]) -> dict[str, Any]:
-    """Tables (B, n, m) become (B, 1, n, m), as masks are encoded from four axes."""
-    fixed = {}
-    for key, x in options.items():
-        if key in ("allowed",) and isinstance(x, Tensor) and x.dim() == 3:
-            x = x[:, None]
-        if (
-            key in ("lengths", "documents")
-            and isinstance(x, Tensor)
-            and x.dim() == (0 if key == "lengths" else 1)
-        ):
-            x = x[None]
-        fixed[key] = x
-    return fixed
-
-
-def encode_window(form: str, value: tuple[int, int]) -> Any:
-    """A window (before, after) in the form that a target takes."""
-    before, after = value
-    if form == "(before, after)":
-        return value
-    if form == "w keys each side" and before == after:
-        return before
-    if form == "w keys before, causal" and after == 0:
-        return before
-    if form == "w keys with itself, causal" and after == 0:
-        return before + 1
-    if form == "w - 1 keys each side" and before == after:
-        return before + 1
-    raise Inexpressible(f"a window of {value} cannot be given as {form}")
 
 
 def function_from_signature(function: Callable[..., Any], hints: Hints | None = None) -> Function:
@@ -190,7 +65,7 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     names = recognized(others)
     padding = next((n for n in PADDING if n in others), None)
     _refuse_unknown(name, others, names, padding)
-    reading = _Reading(function, others, names, padding)
+    reading = Reading(function, others, names, padding)
     text = text_of(function)
     _read_layout(reading, hints, text)
     claims, lacks = set(names), set()
@@ -201,12 +76,29 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     if reading.layout in layouts.LOOPED or reading.layout in layouts.FOLDED:
         lacks |= {"grouped", "lse", "weights", "bias", "documents", "sink logits"} & ({"grouped"} | claims)
         claims -= lacks
-    _read_window(reading, text)
+    read_window(reading, text)
     alignment = "bottom-right" if any(n in START for n in others) and "causal" in names else None
-    if "causal" not in names and _only_past(reading, name, text):
+    if "causal" not in names and only_past(reading, name, text):
         claims |= {"always causal"}
+        alignment = alignment or stated_alignment(text) or probed_alignment(reading)
+        reading.notes.append(f"always causal, by its name or docstring; where n ≠ m, {alignment}")
+    needed = others.get(names.get("window", ""))
+    if needed is not None and needed.default is needed.empty and reading.window.endswith("causal"):
+        claims |= {"always causal"}  # it takes no call without a window
+        alignment = alignment or stated_alignment(text) or "top-left"
+    claims |= promised(text) | _second_output(reading)
+    if says_square(text):
+        lacks |= {"n≠m"}
+    if says_no_gradient(text):
+        lacks |= {"grad"}
+    positions = read_positions(reading, name, text)
+    if positions.startswith("rotary"):
+        lacks |= {"float64"}  # angles are usually computed in float32, also for float64 inputs
+    fixed = find_fixed_window(reading, name, text)
+    if fixed is not None:
+        claims |= {"always causal"} if fixed[1] == 0 else set()
+        lacks |= {"n≠m"}  # where its window lies with n ≠ m, and which queries have no key, is not known
         alignment = alignment or "top-left"
-        reading.notes.append("always causal, by its name or docstring")
     source, imports = _source(function)
     return Function(
         name,
@@ -217,9 +109,38 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
         source=source,
         imports=imports,
         per_head_masks=reading.mask is None or reading.mask.per_head,
+        window=fixed,
+        positions=positions,
+        resting_dropout=_resting(reading),
+        sizes=sizes_of(reading, positions),
         notes=tuple(reading.notes),
         device=hints.device or "cpu",
     )
+
+
+def _second_output(reading: Reading) -> set[str]:
+    """What a function that always returns a pair returns beside the output, by its shape: lse or weights."""
+    if reading.layout != "b h n d" or {"lse", "weights"} & set(reading.names):
+        return set()
+    g = torch.Generator().manual_seed(4)
+    q, k, v = (torch.randn(2, 4, n, 8, generator=g) for n in (5, 5, 5))
+    try:
+        with torch.no_grad():
+            out = reading.call(q, k, v)
+    except Exception:  # foreign code; the laws report what raises
+        return set()
+    if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Tensor):
+        return set()
+    name = {(2, 4, 5): "lse", (2, 4, 5, 5): "weights"}.get(tuple(out[1].shape))
+    if name is not None:
+        reading.notes.append(f"returns a pair; the second is taken for the {name}")
+    return set() if name is None else {name}
+
+
+def _resting(reading: Reading) -> Callable[..., Any] | None:
+    if "dropout" not in reading.names or not any(n in TRAINING for n in reading.others):
+        return None
+    return replace(reading, resting=True).call
 
 
 def _refuse_unknown(name: str, others: dict[str, Any], names: dict[str, str], padding: str | None) -> None:
@@ -233,7 +154,7 @@ def _refuse_unknown(name: str, others: dict[str, Any], names: dict[str, str], pa
         raise SpecError(f"{name} requires {', '.join(sorted(unknown))}, which the laws do not pass; {HOW}")
 
 
-def _read_layout(reading: _Reading, hints: Hints, text: str) -> None:
+def _read_layout(reading: Reading, hints: Hints, text: str) -> None:
     """The layout that the user or the docstring states, else the first in which the axes behave as they should."""
     if hints.layout is not None:
         reading.layout = layouts.checked(hints.layout)
@@ -244,14 +165,26 @@ def _read_layout(reading: _Reading, hints: Hints, text: str) -> None:
         out = reading.call(q, k, v)
         return out[0] if isinstance(out, tuple) else out
 
+    if "window" in reading.names:
+        reading.window = "a number"
     stated = layouts.declared_layout(text)
     needs_heads = any(n in HEAD_COUNTS for n in reading.others)
     wanted = tuple(x for x in layouts.LAYOUTS if x != "b n (h d)")
     wanted = ("b n (h d)", *wanted) if needs_heads else wanted
     wanted = (stated,) if stated else wanted
-    found, error = layouts.find_layout(attend, wanted)
-    if found is None and stated:
-        found, error = layouts.find_layout(attend, tuple(x for x in layouts.LAYOUTS if x != "b n (h d)"))
+    every = tuple(x for x in layouts.LAYOUTS if x != "b n (h d)")
+    found, error = None, ""
+    for choices, even, form in itertools.product(
+        (wanted, every) if stated else (wanted,),
+        (False, True),
+        ("a number", "(before, after)") if "window" in reading.names else ("(before, after)",),
+    ):
+        reading.window, reading.even = form, even
+        found, first = layouts.find_layout(attend, choices, even)
+        error = error or first
+        if found is not None:
+            break
+    reading.even = reading.even and found is not None
     reading.layout = found or "b h n d"
     if found is None:
         reading.notes.append(f"no call succeeded in any layout; the first error: {error}")
@@ -261,32 +194,7 @@ def _read_layout(reading: _Reading, hints: Hints, text: str) -> None:
         )
 
 
-def _effect(reading: _Reading, options: dict[str, Any], n: int = 5) -> Tensor:
-    """Which pairs have a weight, (b, h, n, n): with values e_1 … e_n the output is the table of weights."""
-    g = torch.Generator().manual_seed(1)
-    q, k = torch.randn(2, 3, n, n, generator=g), torch.randn(2, 3, n, n, generator=g)
-    if reading.layout in layouts.LOOPED:
-        q, k = q[:1, :1], k[:1, :1]
-    v = torch.eye(n).expand_as(k).contiguous()
-    with torch.no_grad():
-        out = reading.call(q, k, v, **options)
-    o = out[0] if isinstance(out, tuple) else out
-    if o.shape != q.shape:
-        raise ValueError(f"returned shape {tuple(o.shape)}")
-    return o.abs() > 1e-7
-
-
-def _table(reading: _Reading, by_pairs: bool) -> Tensor:
-    """A mask without symmetry; the batch rows differ where there is a batch."""
-    g = torch.Generator().manual_seed(3)
-    rows = 1 if reading.layout in layouts.LOOPED else 2
-    if not by_pairs:
-        return (torch.arange(5) < torch.tensor([3, 4])[:rows, None])[:, None, None]
-    table = torch.rand(rows, 1, 5, 5, generator=g) < 0.5
-    return table | torch.eye(5, dtype=torch.bool)
-
-
-def _read_masks(reading: _Reading, hints: Hints, text: str) -> set[str]:
+def _read_masks(reading: Reading, hints: Hints, text: str) -> set[str]:
     """Find the encodings of the mask and of the padding mask; the claims that follow."""
     claims: set[str] = set()
     if "mask" in reading.names:
@@ -295,13 +203,16 @@ def _read_masks(reading: _Reading, hints: Hints, text: str) -> set[str]:
         def seen(encoding: MaskEncoding, table: Tensor) -> Tensor:
             reading.mask = encoding
             if encoding.shape == "any that broadcasts":
-                _effect(reading, {"allowed": table[0, 0]})
-                _effect(reading, {"allowed": table[:, :, :1]})
-            return _effect(reading, {"allowed": table})
+                effect_of(reading, {"allowed": table[0, 0]})
+                effect_of(reading, {"allowed": table[:, :, :1]})
+            return effect_of(reading, {"allowed": table})
 
-        pairs = find_encoding(seen, [side], _table(reading, True), ("any that broadcasts", *PAIR_SHAPES))
+        stated = stated_mask(reading.names["mask"], text)
+        shapes = stated_shapes(stated) or ("any that broadcasts", *PAIR_SHAPES)
+        only_bool = "bool" in stated
+        pairs = find_encoding(seen, [side], probe_table(reading, True), shapes, only_bool)
         if pairs is None:
-            pairs = find_encoding(seen, [side], _table(reading, False), KEY_SHAPES)
+            pairs = find_encoding(seen, [side], probe_table(reading, False), KEY_SHAPES)
         if pairs is None:
             pairs = MaskEncoding(
                 "any that broadcasts", f"bool, True = {'may attend' if side == 'keep' else 'masked'}"
@@ -317,70 +228,17 @@ def _read_masks(reading: _Reading, hints: Hints, text: str) -> set[str]:
         def padded(encoding: MaskEncoding, table: Tensor) -> Tensor:
             reading.padding_mask = encoding
             lengths = table.expand(-1, 1, 1, 5).sum((1, 2, 3))
-            return _effect(reading, {"lengths": lengths})
+            return effect_of(reading, {"lengths": lengths})
 
-        found = find_encoding(padded, [side], _table(reading, False), ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)"))
+        found = find_encoding(
+            padded, [side], probe_table(reading, False), ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
+        )
         reading.padding_mask = found or MaskEncoding(
             "(b, m)", f"bool, True = {'may attend' if side == 'keep' else 'masked'}"
         )
         reading.notes.append(f"{reading.padding}: {reading.padding_mask}")
         claims |= {"lengths"}
     return claims
-
-
-def _read_window(reading: _Reading, text: str) -> None:
-    """Whether a window is a pair or a number of keys, and which keys a number includes."""
-    if "window" not in reading.names:
-        return
-    i, j = torch.arange(9)[:, None], torch.arange(9)
-    forms = {
-        "(before, after)": ((3, 1), (i - j <= 3) & (j - i <= 1)),
-        "w keys with itself, causal": ((2, 0), (i - j <= 2) & (j <= i)),
-        "w keys before, causal": ((3, 0), (i - j <= 3) & (j <= i)),
-        "w keys each side": ((3, 3), (i - j).abs() <= 3),
-        "w - 1 keys each side": ((2, 2), (i - j).abs() <= 2),
-    }
-    stated = _stated_window(text)
-    ran = None
-    for form, (value, table) in forms.items():
-        reading.window = form
-        causal = {"causal": True} if form.endswith("causal") and "causal" in reading.names else {}
-        try:
-            effect = _effect(reading, {"window": value, **causal}, 9)
-        except Exception:
-            continue
-        if stated is not None and form != "(before, after)" and form != stated:
-            continue
-        ran = ran or form
-        if bool((effect == table).all()):
-            break
-    else:
-        reading.window = stated or ran or "(before, after)"
-    if reading.window != "(before, after)":
-        reading.notes.append(f"{reading.names['window']}: {reading.window}")
-
-
-def _stated_window(text: str) -> str | None:
-    """The inequality that a docstring states for a window given as a number."""
-    import re
-
-    found = re.search(r"(\|?)i\s*[-−]\s*j\1?\s*(<=|<|≤)\s*w", text)
-    if found is None:
-        return None
-    both = bool(found.group(1))
-    if found.group(2) == "<":
-        return "w - 1 keys each side" if both else "w keys with itself, causal"
-    return "w keys each side" if both else "w keys before, causal"
-
-
-def _only_past(reading: _Reading, name: str, text: str) -> bool:
-    """Whether its name or docstring says that it is always causal."""
-    import re
-
-    words = f"{name}\n{text}".lower()
-    return bool(re.search(r"causal|autoregressive|decoder self", words)) and not re.search(
-        r"(not|non|no|without|never)[- ]?(causal|autoregressive)|causal\s*(=|if|when)|bidirectional", words
-    )
 
 
 def _varlen(function: Callable[..., Any], others: dict[str, Any]) -> Function:

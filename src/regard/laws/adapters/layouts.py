@@ -112,15 +112,16 @@ def _axis(word: str) -> str | None:
 
 
 def find_layout(
-    attend: Callable[[str, Tensor, Tensor, Tensor], Tensor], wanted: tuple[str, ...]
+    attend: Callable[[str, Tensor, Tensor, Tensor], Tensor], wanted: tuple[str, ...], even: bool = False
 ) -> tuple[str | None, str]:
     """The first layout in which each output depends on its own query, head and batch row; and the first error.
 
+    even: with four heads and an even width, for functions that need them.
     A layout in which the call runs and returns the right shape is the second choice. None: no call ran.
     """
     error = ""
     for group in itertools.groupby(wanted, key=lambda layout: len(layout.split())):
-        found, first = _find(attend, tuple(group[1]))
+        found, first = _find(attend, tuple(group[1]), even)
         error = error or first
         if found is not None:
             return found, error
@@ -128,13 +129,13 @@ def find_layout(
 
 
 def _find(
-    attend: Callable[[str, Tensor, Tensor, Tensor], Tensor], wanted: tuple[str, ...]
+    attend: Callable[[str, Tensor, Tensor, Tensor], Tensor], wanted: tuple[str, ...], even: bool
 ) -> tuple[str | None, str]:
     """The layout among those of one number of axes: a function that takes four axes is not read as one of two."""
     second, error = None, ""
     for layout in wanted:
         try:
-            ran, right = _axes_are_right(lambda *x, layout=layout: attend(layout, *x))
+            ran, right = _axes_are_right(lambda *x, layout=layout: attend(layout, *x), even)
         except Exception as e:  # foreign code; the first error is shown if no layout works
             error = error or f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e).strip() else ''}"
             continue
@@ -145,9 +146,10 @@ def _find(
     return second, error
 
 
-def _axes_are_right(attend: Callable[..., Tensor]) -> tuple[bool, bool]:
+def _axes_are_right(attend: Callable[..., Tensor], even: bool) -> tuple[bool, bool]:
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, 5, 7, generator=g) for _ in range(3))
+    h, d = (4, 8) if even else (3, 7)
+    q, k, v = (torch.randn(2, h, 5, d, generator=g) for _ in range(3))
     with torch.no_grad():
         o = attend(q, k, v)
         if not isinstance(o, Tensor) or o.shape != q.shape:
@@ -156,9 +158,9 @@ def _axes_are_right(attend: Callable[..., Tensor]) -> tuple[bool, bool]:
         asked = attend(q + _only(q, 1, 2, 3), k, v) - o
     if not bool(torch.isfinite(o).all()):
         return True, False
-    own = torch.zeros(2, 3, 5, dtype=torch.bool)
+    own = torch.zeros(2, h, 5, dtype=torch.bool)
     own[1, 2] = True
-    row = torch.zeros(2, 3, 5, dtype=torch.bool)
+    row = torch.zeros(2, h, 5, dtype=torch.bool)
     row[1, 2, 3] = True
     by_value, by_query = moved.abs().amax(-1) > 1e-6, asked.abs().amax(-1) > 1e-6
     inside = bool((by_value <= own).all()) and bool((by_query <= row).all())

@@ -1,5 +1,6 @@
 """How a target expects its mask: shape, type and polarity, found by which keys keep a weight."""
 
+import re
 from collections.abc import Callable, Iterable
 from math import inf
 from typing import NamedTuple
@@ -75,22 +76,38 @@ def typed(kind: str, allowed: Tensor, dtype: torch.dtype) -> Tensor:
     raise AssertionError(kind)
 
 
+def stated_shapes(text: str) -> tuple[str, ...]:
+    """The shape of pairs that a docstring gives for a mask; empty if it gives none, or says that it broadcasts."""
+    if "broadcast" in text:
+        return ()
+    axes = {"b": ("b", "batch", "bsz"), "h": ("h", "heads"), "n": ("n", "l", "t", "q"), "m": ("m", "s", "k")}
+    letter = {name: axis for axis, names in axes.items() for name in names}
+    for inner in re.findall(r"\(([^()]*)\)", text):
+        words = [letter.get(w.strip().lower(), w.strip()) for w in inner.split(",")]
+        words = [*words[:-1], "m"] if words[-2:] == ["n", "n"] else words
+        if f"({', '.join(words)})" in PAIR_SHAPES:
+            return (f"({', '.join(words)})",)
+    return ()
+
+
 Seen = Callable[[MaskEncoding, Tensor], Tensor]  # encoding, table (b, 1, n, m) → which pairs have an effect
 
 
 def find_encoding(
-    seen: Seen, polarities: Iterable[str], table: Tensor, shapes: tuple[str, ...]
+    seen: Seen, polarities: Iterable[str], table: Tensor, shapes: tuple[str, ...], only_bool: bool = False
 ) -> MaskEncoding | None:
     """The first encoding under which exactly the allowed pairs have an effect.
 
     Where a shape is accepted and no encoding has the right effect, that shape is kept with the first polarity, so
-    that the laws report the fault. None: every call raised.
+    that the laws report the fault. only_bool: it is stated that the mask is bool. None: every call raised.
     """
     polarities = tuple(polarities)
     kinds = list(dict.fromkeys(kind for p in polarities for kind in KINDS[p]))
     for shape in shapes:
         accepted = False
         for kind in kinds:
+            if kind.startswith("additive") and (only_bool or shape == "(b, m)"):
+                continue  # a mask per position marks tokens with 0 and 1; added to scores as it is, it is a fault
             encoding = MaskEncoding(shape, kind)
             try:
                 effect = seen(encoding, table)

@@ -23,7 +23,7 @@ NAMES = {
     "window": ("window", "window_size", "sliding_window"),
     "lse": ("return_lse", "lse"),
     "weights": ("return_weights", "weights", "need_weights", "return_attn"),
-    "dropout": ("dropout_p", "dropout", "p_dropout"),
+    "dropout": ("dropout_p", "dropout", "p_dropout", "p_drop", "dropout_rate", "drop_p", "p"),
 }
 GROUPED = "enable_gqa"
 START = ("start", "offset", "query_offset", "start_pos", "q_start", "q_offset", "past_len", "pos_offset")
@@ -131,15 +131,68 @@ def text_of(thing: Any) -> str:
 
 def polarity(name: str, text: str, default: str = "keep") -> str:
     """What True means in a mask: "keep" or "hide", from the text about it, then from its name."""
-    mentions = re.compile(rf"\b{re.escape(name)}\b|mask|pad")
-    about = [line for line in re.split(r"\n|(?<=[.;])\s", text) if mentions.search(line)]
-    for line in about:
+    lines = re.split(r"\n|(?<=[.;])\s", text)
+    named = [line for line in lines if re.search(rf"\b{re.escape(name)}\b", line)]
+    # "the mask" may be this one, unless the line names another parameter
+    others = re.compile(r"\b\w*(?:mask|pad)\w*_\w+|\w+_\w*(?:mask|pad)\w*")
+    general = [line for line in lines if re.search("mask|pad", line) and not others.search(line)]
+    for line in (*named, *general):
         keeps, hides = _SAYS_KEEP.search(line), _SAYS_HIDE.search(line)
         if hides and (not keeps or hides.start() < keeps.start()):
             return "hide"
         if keeps:
             return "keep"
     return "hide" if name in HIDES else default
+
+
+def says_square(text: str) -> bool:
+    """Whether a docstring says that there are as many keys as queries."""
+    return bool(re.search(r"\bn\s*={1,2}\s*m\b|\bsame number of (keys|queries)|\bself-attention only", text))
+
+
+def says_zeros_for_empty_rows(text: str) -> bool:
+    """Whether a docstring promises zeros for a query that has no allowed key."""
+    none = r"no (open|allowed|visible|valid|unmasked) keys?|fully masked (row|quer)|empty rows?"
+    return bool(re.search(rf"({none})[^.;\n]{{0,40}}(zero|0)", text, re.I))
+
+
+PROMISES = {  # claim → words of a docstring that make it
+    "float64": r"float64 (is )?(kept|preserved)|keeps float64|in float64",
+    "float16 range": r"float16[^.;\n]{0,30}without overflow|float16[^.;\n]{0,30}(no|not) overflow",
+}
+
+
+def promised(text: str) -> set[str]:
+    """Claims that a docstring makes in words."""
+    found = {claim for claim, words in PROMISES.items() if re.search(words, text, re.I)}
+    return found | ({"empty rows"} if says_zeros_for_empty_rows(text) else set())
+
+
+def stated_mask(name: str, text: str) -> str:
+    """What a docstring says about a mask parameter, up to the next sentence; "" if nothing."""
+    found = re.search(rf"\b{re.escape(name)}\b(?!\s*=)[^.;\n]*", text)
+    return found.group(0) if found else ""
+
+
+def says_sequence_first(text: str) -> bool:
+    """Whether a docstring says that the axes are (n, b, d)."""
+    length, batch = r"(n|l|t|s|seq|seq_len|seqlen|length|time)", r"(b|bs|bsz|batch|batch_size)"
+    return bool(re.search(rf"sequence[- ]first|time[- ]first|\(\s*{length}\s*,\s*{batch}\s*,", text, re.I))
+
+
+def says_no_gradient(text: str) -> bool:
+    return bool(
+        re.search(r"inference[- ]only|no gradients?\b|not differentiable|forward[- ]only", text, re.I)
+    )
+
+
+def stated_alignment(text: str) -> str | None:
+    """Where a docstring says that the causal mask lies if there are more keys than queries."""
+    last = r"\bm\s*[-−]\s*n\b|last n positions|(bottom|lower)[- ]right|aligned (at|to|with) the (end|last)|last key\b"
+    first = r"top[- ]left|upper[- ]left|aligned (at|to|with) the (start|first|beginning)"
+    if re.search(first, text, re.I):
+        return "top-left"
+    return "bottom-right" if re.search(last, text, re.I) else None
 
 
 def size_of(module: nn.Module, names: tuple[str, ...], kind: type = int) -> Any:

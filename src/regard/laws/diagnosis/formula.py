@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...position import alibi_slopes, rotate
+
 
 class Call(NamedTuple):
     """The arguments of one call in the laws' terms. offset: the position of query 0 among the keys."""
@@ -26,6 +28,35 @@ class Call(NamedTuple):
             torch.arange(self.q.shape[-2], device=device)[:, None],
             torch.arange(self.k.shape[-2], device=device),
         )
+
+
+def alibi(call: Call, slopes: Any = alibi_slopes, bias: Any = lambda distance: -distance.abs()) -> Tensor:
+    """−slope · |i − j| for each head, (h, n, m), in float64."""
+    i, j = call.grid
+    each = slopes(call.q.shape[1]).to(call.q.device, torch.float64)
+    return each[:, None, None] * bias((i + call.offset - j).double())
+
+
+def turned(x: Tensor, pairing: str, offset: int = 0, base: float = 10000.0, sign: int = 1) -> Tensor:
+    """Rotary positions offset, offset + 1, …; a width that is odd is left as it is."""
+    if x.shape[-1] % 2:
+        return x
+    positions = sign * torch.arange(offset, offset + x.shape[-2], device=x.device)
+    return rotate(x, positions, base, pairing)
+
+
+def with_bias(call: Call, bias: Tensor) -> Call:
+    given = call.options.get("bias")
+    return call._replace(options=call.options | {"bias": bias if given is None else given + bias})
+
+
+def _positions(call: Call) -> Call:
+    """What the positions of a target do before the scores: rotate q and k, or add a bias by distance."""
+    if call.options.get("alibi"):
+        return with_bias(call, alibi(call))
+    if pairing := call.options.get("rotary"):
+        return call._replace(q=turned(call.q, pairing, call.offset), k=turned(call.k, pairing))
+    return call
 
 
 def _same_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,6 +129,7 @@ def _product(a: Tensor, v: Tensor, call: Call) -> Tensor:
 class Formula:
     """softmax(scale · q kᵀ + bias) v over the allowed pairs; each field is one step of it."""
 
+    positions: Callable[[Call], Call] = _positions
     inputs: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = _same_inputs
     repeat_k: Callable[[Tensor, int], Tensor] = _repeat
     repeat_v: Callable[[Tensor, int], Tensor] = _repeat
@@ -131,6 +163,7 @@ class Formula:
         return self.combine([t.expand(b, h, n, m) for t in tables])
 
     def __call__(self, call: Call) -> Tensor:
+        call = self.positions(call)
         q, k, v = self.inputs(call.q, call.k, call.v)
         call = call._replace(q=q, k=k, v=v)
         k, v = self.repeat_k(k, q.shape[1]), self.repeat_v(v, q.shape[1])

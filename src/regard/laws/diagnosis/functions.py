@@ -159,11 +159,14 @@ def relevant(variant: Variant, sample: Sample) -> bool:
     """Whether a variant can differ from the formula on this sample: a fault of the window needs a window."""
     options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
     for step in variant.changes:
-        if step in ONLY_WITH:
+        if step == "positions":
+            if options & {"rotary", "alibi"}:
+                return True
+        elif step in ONLY_WITH:
             if ONLY_WITH[step] in options:
                 return True
         elif step == "bias_before_scale":
-            if "bias" in options:
+            if options & {"bias", "alibi"}:
                 return True
         elif step == "combine":
             if len(options & MASKING) > 1:

@@ -13,7 +13,7 @@ from ..measurement import compare
 from .cause import Cause
 from .conditions import condition
 from .formula import Call, Formula, Variant
-from .projections import Arrangement, Matrix, arrangements
+from .projections import Arrangement, Matrix, arrangements, misread
 from .samples import HUGE
 from .variants import GRADIENTS, PRECISION, VARIANTS
 
@@ -255,6 +255,8 @@ def module_samples(harness: Harness) -> Iterator[ModuleSample]:
     sizes = [n for n in (5, 7, 1) if n <= limit]
     choices: list[tuple[str, ...]] = [()]
     choices += [(o,) for o in ("causal", "mask", "lengths") if harness.supports(o)]
+    if harness.supports("context lengths") and model.architecture != "attention":
+        choices.append(("context lengths",))
     pairs = (("causal", "mask"), ("causal", "lengths"), ("mask", "lengths"))
     choices += [p for p in pairs if all(harness.supports(o) for o in p)]
     for names in choices:
@@ -277,7 +279,7 @@ def _module_sample(
 
     harness.seed(Case(seed=n))
     x = harness.sequence(b, n)
-    context = None if m is None else harness.second_sequence(b, m)
+    context = harness.context(b, n + 2) if m is None else harness.second_sequence(b, m)
     options: dict[str, Any] = {}
     if "causal" in names:
         options["causal"] = True
@@ -286,6 +288,8 @@ def _module_sample(
         options["allowed"] = table | torch.eye(n, dtype=torch.bool, device=harness.device)
     if "lengths" in names:
         options["lengths"] = torch.tensor([max(1, n - 2), n, n - 1][:b], device=harness.device)
+    if "context lengths" in names:
+        options["context_lengths"] = torch.tensor([max(1, n - 1), n + 2, n][:b], device=harness.device)
     try:
         with torch.no_grad():
             got = harness.run(x, context, **options)
@@ -294,7 +298,7 @@ def _module_sample(
     facets = {
         "b": b,
         "n": n,
-        "m": m or n,
+        "m": n if context is None else context.shape[1],
         "h": harness.model.heads or 1,
         "h_kv": 0,
         "d_k": 0,
@@ -325,6 +329,8 @@ def evaluate(
     options = dict(sample.options)
     if options.get("allowed") is not None:
         options["allowed"] = options["allowed"][:, None]
+    if "context_lengths" in options:  # the keys are those of the context
+        options["lengths"] = options.pop("context_lengths")
     if always_causal and sample.context is None:
         options["causal"] = True
     o = formula(Call(q, k, v, options, k.shape[-2] - q.shape[-2]))
@@ -374,7 +380,7 @@ def identify(harness: Harness) -> Identified:
     first = plain[0]
     for a in readings:
         if fits(a, RIGHT, first):
-            return Identified(a, _cause(a, seen, fits, always))
+            return Identified(a, _cause(a, seen, fits, always) or misread(a, harness.model.module))
     for a in readings:
         for fault in MODULE_FAULTS:
             if all(fits(a, RIGHT, s, fault) for s in plain[:2]):

@@ -10,7 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..adapters.names import HEAD_COUNTS, KV_HEAD_COUNTS, size_of
+from ..adapters.names import HEAD_COUNTS, KV_HEAD_COUNTS, size_of, text_of
+from .cause import Cause
 
 FILLERS = {
     "proj",
@@ -66,6 +67,7 @@ class Arrangement:
     order: str = "(h d)"
     rotary: str = ""  # "", "half" or "pairs"
     residual: bool = False
+    packing: str = ""  # how q, k and v lie in one matrix, if not as blocks in this order
 
     def split(self, y: Tensor, heads: int) -> Tensor:
         return rearrange(y, f"b n {self.order} -> b h n d", h=heads)
@@ -105,7 +107,7 @@ def arrangements(module: nn.Module) -> Iterator[Arrangement]:
     heads_known = size_of(module, HEAD_COUNTS)
     kv_known = size_of(module, KV_HEAD_COUNTS)
     rotaries = ("", "half", "pairs") if _mentions_rotary(module) else ("",)
-    for q, k, v, o, fixed_heads in _readings(found, heads_known, kv_known):
+    for q, k, v, o, fixed_heads, packing in _readings(found, heads_known, kv_known):
         for heads, kv in _head_counts(q, k, fixed_heads or heads_known, kv_known):
             for order in ("(h d)", "(d h)"):
                 for rotary in rotaries:
@@ -113,7 +115,7 @@ def arrangements(module: nn.Module) -> Iterator[Arrangement]:
                         if v.w.shape[1] % kv == 0 and (
                             o is None or o.w.shape[0] == heads * v.w.shape[1] // kv
                         ):
-                            yield Arrangement(q, k, v, o, heads, kv, order, rotary, residual)
+                            yield Arrangement(q, k, v, o, heads, kv, order, rotary, residual, packing)
 
 
 def _mentions_rotary(module: nn.Module) -> bool:
@@ -201,7 +203,7 @@ def _stack(parts: list[Matrix], output: bool = False) -> Matrix:
 
 def _readings(
     found: list[tuple[str, str, Matrix]], heads: int | None, kv: int | None
-) -> Iterator[tuple[Matrix, Matrix, Matrix, Matrix | None, int | None]]:
+) -> Iterator[tuple[Matrix, Matrix, Matrix, Matrix | None, int | None, str]]:
     by_role: dict[str, list[Matrix]] = {}
     for role, _, matrix in found:
         by_role.setdefault(role, []).append(matrix)
@@ -214,45 +216,64 @@ def _readings(
         count = len(by_role["q"])
         q, k, v = (_stack(by_role[r]) for r in "qkv")
         for o in outs:
-            yield q, k, v, o, count if count > 1 else None
+            yield q, k, v, o, count if count > 1 else None, ""
         return
     if "qkv" in by_role:
         packed = by_role["qkv"][0]
         for o in outs:
-            yield from ((*three, o, None) for three in _packed(packed, heads, kv))
+            yield from ((*three, o, None, packing) for packing, *three in _packed(packed, heads, kv))
         return
     if "kv" in by_role and "q" in by_role:
         q, both = by_role["q"][0], by_role["kv"][0]
         half = both.w.shape[1] // 2
         for o in outs:
-            yield q, both.part(slice(0, half)), both.part(slice(half, None)), o, None
-            yield q, both.part(slice(half, None)), both.part(slice(0, half)), o, None
+            yield q, both.part(slice(0, half)), both.part(slice(half, None)), o, None, ""
+            yield q, both.part(slice(half, None)), both.part(slice(0, half)), o, None, ""
         return
     square = [m for _, _, m in found if m.w.shape[0] == m.w.shape[1]]
     if len(square) == len(found) == 4:
-        yield square[0], square[1], square[2], square[3], None
+        yield square[0], square[1], square[2], square[3], None, ""
     elif len(square) == len(found) == 3:
-        yield square[0], square[1], square[2], None, None
+        yield square[0], square[1], square[2], None, None, ""
     elif len(found) == 2 and found[0][2].w.shape[1] % 3 == 0:
-        for three in _packed(found[0][2], heads, kv):
-            yield (*three, found[1][2], None)
+        for _, *three in _packed(found[0][2], heads, kv):
+            yield (*three, found[1][2], None, "")
 
 
-def _packed(packed: Matrix, heads: int | None, kv: int | None) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
-    """q, k and v inside one matrix: blocks, or interleaved by head."""
+def _packed(
+    packed: Matrix, heads: int | None, kv: int | None
+) -> Iterator[tuple[str, Matrix, Matrix, Matrix]]:
+    """q, k and v inside one matrix: blocks, or interleaved by head; before them the order, if it is another."""
     width = packed.w.shape[1]
     index = torch.arange(width)
     if heads and kv and kv != heads:
         d = width // (heads + 2 * kv)
         a, b = heads * d, (heads + kv) * d
-        yield packed.part(index[:a]), packed.part(index[a:b]), packed.part(index[b:])
+        yield "", packed.part(index[:a]), packed.part(index[a:b]), packed.part(index[b:])
         return
     if width % 3:
         return
-    forms = [rearrange(index, "(t e) -> t e", t=3)]
+    forms = [("", rearrange(index, "(t e) -> t e", t=3))]
     if heads and width % (3 * heads) == 0:
-        forms.append(rearrange(index, "(h t d) -> t (h d)", t=3, h=heads))
-        forms.append(rearrange(index, "(h d t) -> t (h d)", t=3, h=heads))
-    for form in forms:
-        for order in permutations(range(3)):
-            yield tuple(packed.part(form[i]) for i in order)
+        forms.append(("per head", rearrange(index, "(h t d) -> t (h d)", t=3, h=heads)))
+        forms.append(("per column", rearrange(index, "(h d t) -> t (h d)", t=3, h=heads)))
+    for name, form in forms:
+        for order in permutations(range(3)):  # the place of q, of k and of v
+            q, k, v = (packed.part(form[i]) for i in order)
+            letters = "".join("qkv"[order.index(place)] for place in range(3))
+            yield " ".join(w for w in (name, "" if letters == "qkv" else letters) if w), q, k, v
+
+
+def misread(a: Arrangement, module: nn.Module) -> Cause | None:
+    """A fused projection that is read in another order than its name or its docstring says."""
+    text = text_of(module)
+    named = any("qkv" in name.lower() for name, _ in module.named_modules())
+    order = next((w for w in a.packing.split() if w not in ("per", "head", "column")), "")
+    if order and (named or re.search(r"\bqkv\b|\bq, k,? (and )?v\b", text)):
+        words = f"the fused projection is read in the order {', '.join(order)} instead of q, k, v"
+    elif a.packing.startswith("per head") and re.search(r"\(3, (heads|h|n_heads|num_heads)\b", text):
+        words = "the fused projection is read as (heads, 3, d), and stated as (3, heads, d)"
+    else:
+        return None
+    fix = "read the projection in the order of its weights"
+    return Cause(words, "wrong projection", fix, "the outputs equal attention with these matrices", "", 1, 1)

@@ -61,7 +61,8 @@ def samples(harness: Harness) -> Iterator[Sample]:
     yield _sample(harness, "a plain call", base)
     if harness.supports("n≠m"):
         yield _sample(harness, "fewer queries than keys", base | {"m": 7})
-        yield _sample(harness, "more queries than keys", base | {"n": 7, "m": 4})
+        if not _queries_without_keys(harness, {"n": 7, "m": 4}):
+            yield _sample(harness, "more queries than keys", base | {"n": 7, "m": 4})
         yield _sample(harness, "one query", base | {"n": 1})
     if harness.supports("d_v≠d_k"):
         yield _sample(harness, "d_v ≠ d_k", base | {"d_v": 3})
@@ -88,6 +89,9 @@ def samples(harness: Harness) -> Iterator[Sample]:
     for name in ("float32", "bfloat16", "float16"):
         if harness.supports(name) and harness.dtype != DTYPES[name]:
             yield _sample(harness, name, base | {"n": 9, "m": 9, "d_k": 16, "d_v": 16}, dtype=DTYPES[name])
+            if harness.supports("n≠m") and not harness.supports("always causal"):
+                many = {"b": 1, "h": 1, "n": 3, "m": 900, "d_k": 16, "d_v": 16}
+                yield _sample(harness, f"{name}, 900 keys", many, dtype=DTYPES[name], mean=2.0)
             if "mask" in supported or "causal" in supported:
                 option = "mask" if "mask" in supported else "causal"
                 yield _sample(
@@ -103,14 +107,15 @@ def samples(harness: Harness) -> Iterator[Sample]:
             yield _sample(harness, "gradients, n < m", base | {"m": 70}, grad=True)
     size = 400.0 if harness.dtype == torch.float64 else 60.0  # exp overflows without the row maximum
     yield _sample(harness, "large scores", base | {"d_k": 8, "d_v": 8}, size=size)
-    for sizes in LARGE:
-        if sizes["n"] != sizes["m"] and not harness.supports("n≠m"):
-            longest = max(sizes["n"], sizes["m"])
-            sizes = sizes | dict.fromkeys(("n", "m"), longest if longest < 1200 else 1200)
-        shape = {"b": 1, "h": 1, **sizes, "d_v": sizes["d_k"]}
-        if harness.supports("d_v≠d_k") and shape["d_k"] < 64:
-            shape["d_v"] = 3
-        yield _sample(harness, f"n = {shape['n']}, m = {shape['m']}, d_k = {shape['d_k']}", shape)
+    for name in supported:
+        if name in (
+            "mask",
+            "causal",
+            "lengths",
+        ):  # larger than a mask value of −1e4, smaller than one of −1e9
+            wide_scores = base | {"n": 7, "m": 7, "d_k": 8, "d_v": 8}
+            yield _sample(harness, f"{name}, large scores", wide_scores, (name,), size=5e4)
+    yield from _large(harness)
     wide = {"b": 1, "h": 2, "n": 300, "m": 300, "d_k": 4, "d_v": 4}
     for name in supported:
         yield _sample(harness, f"{name}, 300 positions", wide, (name,))
@@ -119,6 +124,25 @@ def samples(harness: Harness) -> Iterator[Sample]:
     if gradable:
         yield _sample(harness, "gradients, 150 positions", wide | {"n": 150, "m": 150}, grad=True)
         yield _sample(harness, "gradients, d_k = 130", base | {"d_k": 130, "d_v": 130}, grad=True)
+
+
+def _queries_without_keys(harness: Harness, sizes: dict[str, int]) -> bool:
+    """Whether the first queries of a call have no key: causal from the last key, with more queries than keys."""
+    always = harness.supports("always causal") and harness.target.alignment == "bottom-right"
+    return always and sizes["n"] > sizes["m"]
+
+
+def _large(harness: Harness) -> Iterator[Sample]:
+    for sizes in LARGE:
+        if sizes["n"] != sizes["m"] and (
+            _queries_without_keys(harness, sizes) or not harness.supports("n≠m")
+        ):
+            longest = max(sizes["n"], sizes["m"])
+            sizes = sizes | dict.fromkeys(("n", "m"), longest if longest < 1200 else 1200)
+        shape = {"b": 1, "h": 1, **sizes, "d_v": sizes["d_k"]}
+        if harness.supports("d_v≠d_k") and shape["d_k"] < 64:
+            shape["d_v"] = 3
+        yield _sample(harness, f"n = {shape['n']}, m = {shape['m']}, d_k = {shape['d_k']}", shape)
 
 
 def option_names(harness: Harness) -> list[str]:
@@ -146,14 +170,17 @@ def _unequal(harness: Harness, names: tuple[str, ...]) -> bool:
 def _sample(
     harness: Harness, name: str, sizes: dict[str, int], options: tuple[str, ...] = (), **how: Any
 ) -> Sample:
-    """how: grad, dtype, size (a factor of q), strided."""
+    """how: grad, dtype, size (a factor of q), mean (of the values), strided."""
     grad, strided, size = how.get("grad", False), how.get("strided", False), how.get("size", 1.0)
     dtype = how.get("dtype") or harness.dtype
     if not harness.supports("d_v≠d_k"):
         sizes = sizes | {"d_v": sizes["d_k"]}
     c = Case(probe_case(harness.function, **sizes), seed=len(name))
+    if sizes["n"] == sizes["m"]:
+        c = Case(c, m=c.m if "m" in harness.function.sizes else c.n)
     harness.seed(c)
-    q, k, v = (x.to(dtype) for x in harness.qkv(c))
+    q, k, v = harness.qkv(c)
+    q, k, v = (x.to(dtype) for x in (q, k, v + how.get("mean", 0.0)))
     q = q * size
     if strided:
         q, k, v = (torch.stack([x, x + 1], -1)[..., 0] for x in (q, k, v))
@@ -175,7 +202,14 @@ def _sample(
     }
     upstream = harness.randn(*q.shape[:-1], v.shape[-1]) if grad else None
     call = Call(q, k, v, keywords, harness.query_offset(c.n, c.get("m", c.n)))
-    implied = (("causal", True),) if harness.supports("always causal") else ()
+    implied: tuple[tuple[str, Any], ...] = (("causal", True),) if harness.supports("always causal") else ()
+    if harness.fixed_window is not None:
+        implied = (*implied, ("window", harness.fixed_window))
+    if positions := harness.function.positions:
+        implied = (
+            *implied,
+            ("alibi", True) if positions == "alibi" else ("rotary", positions.removeprefix("rotary ")),
+        )
     return Sample(name, call, facets, grad, upstream, implied)
 
 

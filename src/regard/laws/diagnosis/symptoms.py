@@ -23,18 +23,23 @@ def symptom(harness: Harness) -> Cause | None:
         return None
 
 
-def _modified(harness: Harness, sample: Sample) -> Cause | None:
-    inputs = (sample.call.q, sample.call.k, sample.call.v)
-    before = [x.clone() for x in inputs]
-    observe(harness, sample)
-    changed = [name for name, x, y in zip("qkv", inputs, before) if not torch.equal(x, y)]
-    if not changed:
-        return None
-    names = ", ".join(changed)
-    return Cause(
-        f"the input {names} is modified in place", "input modified", "work on a copy of the inputs",
-        f"{names} differs after the call ({sample.describe()})",
-    )  # fmt: skip
+def _modified(harness: Harness, plain: Sample) -> Cause | None:
+    """An input that a plain call changes, or one with a mask or lengths."""
+    single = [s for s in samples(harness) if s.name in ("mask", "lengths", "documents", "bias")]
+    for sample in (plain, *single):
+        call = sample.call
+        inputs = {"q": call.q, "k": call.k, "v": call.v}
+        inputs |= {name: x for name, x in call.options.items() if isinstance(x, Tensor)}
+        before = {name: x.clone() for name, x in inputs.items()}
+        observe(harness, sample)
+        changed = [name for name, x in inputs.items() if not torch.equal(x, before[name])]
+        if changed:
+            names = ", ".join(changed)
+            return Cause(
+                f"the input {names} is modified in place", "input modified", "work on a copy of the inputs",
+                f"{names} differs after the call ({sample.describe()})",
+            )  # fmt: skip
+    return None
 
 
 def _random(harness: Harness, sample: Sample) -> Cause | None:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ... import files
 from ...errors import FormatError, SpecError
-from ...files import read_text
 from . import corpora, text, tokens
 from .image_augmentation import random_affine
 from .ragged import Ragged
@@ -257,7 +257,7 @@ class LabeledText:
                 f"use classes={len(names)}"
             )
         tokenizer = _tokenizer(folder, lambda: tokens.bpe((t for _, t in rows[0]), self.vocab))
-        _store(folder / "labels.json", json.dumps(names, ensure_ascii=False))
+        files.write_text(folder / "labels.json", json.dumps(names, ensure_ascii=False))
         encoded = [tokenizer.encode([t for _, t in part]) for part in rows]
         train, valid = (
             Labeled(
@@ -328,16 +328,10 @@ def _tokenizer(folder: Path, train: Callable[[], Tokens]) -> Tokens:
     path = folder / "tokens.json"
     if path.is_file():
         try:
-            return Tokens.from_json(read_text(path))
+            return Tokens.from_json(files.read_checked(folder, path.name))
         except FormatError as e:
             raise FormatError(f"{path} cannot be read: {e}") from e
     tokenizer = train()
-    _store(path, tokenizer.json())
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_checked(folder, path.name, tokenizer.json())
     return tokenizer
-
-
-def _store(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(content, encoding="utf-8")
-    temporary.replace(path)

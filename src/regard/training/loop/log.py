@@ -1,5 +1,6 @@
 """The log of a run: one JSON object per line; and TensorBoard's event files."""
 
+import contextlib
 import json
 import math
 import time
@@ -13,19 +14,29 @@ class Log:
     """Appends to log.jsonl; an incomplete last line, left by a killed process, is removed first."""
 
     def __init__(self, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.jsonl"
-        _remove_incomplete_line(self.path)
-        self.file = self.path.open("a", encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_incomplete_line(self.path)
+            self.file = self.path.open("a", encoding="utf-8")
+        except OSError as e:
+            raise RegardError(f"cannot write {self.path}: {e.strerror or e}") from e
 
     def write(self, event: str, step: int, **values: Any) -> dict[str, Any]:
         entry = {"event": event, "step": step, "time": round(time.time(), 3), **values}
-        self.file.write(json.dumps({k: _finite(v) for k, v in entry.items()}) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps({k: _finite(v) for k, v in entry.items()}) + "\n")
+            self.file.flush()
+        except OSError as e:  # a full disk, for one: the training cannot be recorded
+            raise RegardError(
+                f"cannot write {self.path}: {e.strerror or e}; the run continues from its last checkpoint when it is "
+                "started again"
+            ) from e
         return entry
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # what could not be written was reported by `write`
+            self.file.close()
 
 
 class TensorBoardWriter:
@@ -53,12 +64,12 @@ def read(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
     """The events of a run, in order. Of steps that were repeated after a restart only the later event is given."""
     last: dict[tuple[str, int], dict[str, Any]] = {}
     path = folder / "log.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:  # incomplete: the process was killed while writing it
+            last[entry["event"], entry["step"]] = entry
+        except (ValueError, TypeError, KeyError):  # incomplete: killed while writing it, or damaged
             continue
-        last[entry["event"], entry["step"]] = entry
     return [entry for entry in last.values() if event in (None, entry["event"])]
 
 

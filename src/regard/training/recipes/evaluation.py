@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ... import files
 from ...errors import FormatError
-from ...files import read_text
 from ...generation import generate, sample
 from ...nn.stack import EncoderDecoder, Stack
 from ..data.batches import Stream
@@ -61,7 +61,7 @@ class Evaluation:
         try:
             plain = json.loads(text)
             return Evaluation(**plain | {"examples": tuple(Example(**e) for e in plain["examples"])})
-        except (json.JSONDecodeError, TypeError, KeyError) as e:
+        except (json.JSONDecodeError, TypeError, KeyError, RecursionError) as e:
             raise FormatError(f"{FILE} is not an evaluation of regard: {e}") from e
 
     def __str__(self) -> str:
@@ -197,6 +197,6 @@ def stored(folder: Path) -> Evaluation | None:
     if not path.is_file():
         return None
     try:
-        return Evaluation.from_json(read_text(path))
-    except (json.JSONDecodeError, TypeError, KeyError) as e:
+        return Evaluation.from_json(files.read_checked(folder, FILE))
+    except (json.JSONDecodeError, TypeError, KeyError, RecursionError) as e:
         raise FormatError(f"{path} is damaged: {e}; delete it, and `regard train` writes it again") from e

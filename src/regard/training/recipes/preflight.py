@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import spec
+from ... import files, spec
 from ...costs import time as machines
 from ...costs.entry import cost
 from ...costs.memory.step import TrainingStep
 from ...costs.tree import Cost
 from ...errors import FormatError, RegardError, SpecError
-from ...files import read_text
 from ...laws import Budget, check
 from ..data.batches import by_tokens
 from ..data.datasets import ContinuousText, SentencePairs
@@ -308,8 +307,8 @@ def stored(folder: Path) -> Preflight | None:
     if not path.is_file():
         return None
     try:
-        return Preflight.from_json(read_text(path))
-    except (json.JSONDecodeError, TypeError, KeyError) as e:
+        return Preflight.from_json(files.read_checked(folder, FILE))
+    except (json.JSONDecodeError, TypeError, KeyError, RecursionError) as e:
         raise FormatError(f"{path} is damaged: {e}; delete it, and `regard train` writes it again") from e
 
 

@@ -57,7 +57,7 @@ class Run:
         result = preflight.preflight(
             self.recipe, self.data.train, self._unsharded(), self.device, self.ranks.world
         )
-        files.write_text(self.folder / preflight.FILE, result.json() + "\n")
+        files.write_checked(self.folder, preflight.FILE, result.json() + "\n")
         return result
 
     @contextlib.contextmanager
@@ -91,18 +91,13 @@ class Run:
             self.trainer.run(on_event)
         model = self.recipe.model.build().to(self.device)
         self.trainer.fill(model)
-        self.ranks.on_first(lambda: self._save(model))
+        self.ranks.on_first(lambda: save(model, self.folder / MODEL))
         return load(self.folder / MODEL, self.device).eval()
-
-    def _save(self, model: nn.Module) -> None:
-        save(model, self.folder / MODEL)
-        if (self.folder / TOKENS).is_file():
-            files.write_manifest(self.folder, (TOKENS,))
 
     def evaluate(self, *listeners: Listener) -> Evaluation:
         """The scores of the saved model on the test rows; stored in evaluation.json and in the log."""
         result = evaluate(load(self.folder / MODEL, self.device), self.recipe, self.data)
-        files.write_text(self.folder / evaluation.FILE, result.json() + "\n")
+        files.write_checked(self.folder, evaluation.FILE, result.json() + "\n")
         with contextlib.closing(Log(self.folder)) as log:
             event = log.write("evaluated", self.trainer.step, rows=result.rows, **result.scores)
         for listener in listeners:
@@ -131,7 +126,7 @@ class Run:
                             f"{self.folder} contains a run of another recipe ({existing.name}): its {name} is "
                             f"{before}, not {now}; use that recipe, or another folder"
                         )
-            files.write_text(path, self.recipe.json() + "\n")
+            files.write_checked(self.folder, RECIPE, self.recipe.json() + "\n")
 
     @contextlib.contextmanager
     def _memory_errors_explained(self) -> Iterator[None]:
@@ -159,15 +154,14 @@ def open_run(folder: str | Path, device: str | torch.device = "cpu") -> tuple[nn
             raise FormatError(
                 f"{folder} contains no {name}; train there first: regard train translate --out {folder}"
             )
-    files.verify(folder, (TOKENS,))
-    tokens = Tokens.from_json(files.read_text(folder / TOKENS))
+    tokens = Tokens.from_json(files.read_checked(folder, TOKENS))
     return load(folder / MODEL, device).eval(), tokens, read_recipe(folder)
 
 
 def read_recipe(folder: Path) -> Recipe:
     """The recipe of a run."""
     try:
-        recipe = Recipe.from_json(files.read_text(folder / RECIPE))
+        recipe = Recipe.from_json(files.read_checked(folder, RECIPE))
     except FormatError as e:
         raise FormatError(f"{folder / RECIPE} cannot be read: {e}") from e
     if not isinstance(recipe, Recipe):

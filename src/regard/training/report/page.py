@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ... import files
 from ...errors import FormatError
-from ...files import read_text
+from ...lens.html_report import fill
 from ...nn.serialization import load
 from ..data.tokens import Tokens
 from ..lessons.lesson import Check, format_value
@@ -43,7 +44,7 @@ def report(folder: str | Path) -> Path:
     title, body, data = contents(folder)
     page = fill_page(title, body, data)
     path = folder / FILE
-    path.write_text(page, encoding="utf-8")
+    files.write_text(path, page)
     return path
 
 
@@ -51,11 +52,8 @@ def fill_page(title: str, body: str, data: dict[str, Any], kind: str = "run") ->
     """The document around a body; data: for the page's script. kind: the class of the body."""
     parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     plain = json.dumps(data).replace("<", "\\u003c")  # so that no text can end the script element
-    filled = {"{{title}}": html.escape(title), "{{css}}": parts["css"], "{{js}}": parts["js"]}
-    page = parts["html"]
-    for name, text in (filled | {"{{kind}}": kind, "{{data}}": plain, "{{body}}": body}).items():
-        page = page.replace(name, text, 1)
-    return page
+    values = {"title": html.escape(title), "css": parts["css"], "js": parts["js"]}
+    return fill(parts["html"], values | {"kind": kind, "data": plain, "body": body})
 
 
 def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
@@ -63,7 +61,7 @@ def contents(folder: Path) -> tuple[str, str, dict[str, Any]]:
     recipe = read_recipe(folder)
     model = load(folder / MODEL).eval()
     has_tokens = (folder / TOKENS).is_file()
-    tokens = Tokens.from_json(read_text(folder / TOKENS)) if has_tokens else None
+    tokens = Tokens.from_json(files.read_checked(folder, TOKENS)) if has_tokens else None
     result, checks, events = evaluation.stored(folder), preflight.stored(folder), log.read(folder)
     maps = [] if tokens is None or result is None else cross_maps(model, tokens, result.examples)
     title = f"{recipe.name}: run of {_ended(events)}"

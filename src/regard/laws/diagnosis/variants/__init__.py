@@ -6,6 +6,7 @@ from .masks import MASK, MASK_VALUES
 from .order import CAUSAL, WINDOW
 from .outputs import GROUPED, OUTPUT
 from .padding import BIAS, DOCUMENTS, LENGTHS
+from .positions import ALIBI, ROTARY
 from .precision import PRECISION
 from .scale import SCALE
 from .scores import SCORES
@@ -26,6 +27,8 @@ VARIANTS: tuple[Variant, ...] = (
     *LENGTHS,
     *DOCUMENTS,
     *BIAS,
+    *ROTARY,
+    *ALIBI,
     *PRECISION,
     *GRADIENTS,
 )
