@@ -49,7 +49,7 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if torch.compiler.is_compiling():
         return _prepare(f, backend)
-    if f.pattern.has_data:  # compared by identity, so it would be kept alive; its data may change
+    if f.pattern.text is None:  # compared by identity, so it would be kept alive; its data may change
         return _prepare(f, backend)
     return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
 

@@ -38,7 +38,8 @@ def calls(pattern, inputs, learns=True, scale=5**-0.5):
     q, k, v = inputs
     n, m = q.shape[2], k.shape[2]
     for shape in gathered_layout.shapes(pattern, n, m, m - n, 1):
-        laid = gathered_layout.GatheredLayout(pattern.allowed(n, m), shape, q, k, v, learns)
+        gathering = gathered_layout.gathered(pattern.allowed(n, m), shape)
+        laid = gathered_layout.GatheredLayout(gathering, q, k, v, learns)
         yield tiles.TileAttention((laid,), scale, (pattern, m - n, 1), learns=learns)
 
 

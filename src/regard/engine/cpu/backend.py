@@ -3,6 +3,7 @@
 Its variants, of which the fastest by estimate runs:
 
 short sequence: gathered keys   tiles of queries, the keys of each copied one after the other
+gathered keys                   the same for trees, listed blocks and grids, at any length
 concatenated keys               the keys of a tile side by side, one softmax
 merged tiles                    parts of a tile merged by their log-sum-exps: any pattern, lengths, log-sum-exp
 packed documents                each document by itself
@@ -10,12 +11,14 @@ bias by distance, dropout       tiles of scores, the bias read along diagonals
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...pattern import full, where
 from ...position import ByDistance
 from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
 from ..compiled_ops import sparse_attention
@@ -35,6 +38,7 @@ BIAS, BIAS_GRAD = 1.3e-9, 10e-9
 BIAS_CALL, BIAS_CALL_GRAD = 10.1e-9 * 2**18, 5.99e-9 * 2**21
 
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
+LISTED = "gathered keys"
 PACKED, BY_DISTANCE, WITH_DROPOUT = "packed documents", "bias by distance", "dropout"
 
 
@@ -58,7 +62,7 @@ class Tiles:
         if f.device_type != "cpu":
             return f"it runs on the CPU, not on {f.device_type}"
         if f.pattern.has_data:
-            return _no_documents(f)
+            return None if _listed(f) else _no_documents(f)
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
         return why_masked(*f.place)
@@ -74,6 +78,8 @@ class Tiles:
     def variant(self, f: CallFacts) -> Variant:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
+            if (listed := _listed(f)) is not None:
+                return listed
             packed = _merged(f, PACKED)
             return packed._replace(seconds=packed.seconds / SAFETY_MARGIN)
         if f.bias == "distance" or f.dropout_p:
@@ -118,14 +124,51 @@ def _gathered(f: CallFacts) -> Variant | None:
         return None
     shape, nanoseconds = best
 
+    def tiles() -> gathered_layout.Gathering:
+        return gathered_layout.gathered(f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu")), shape)
+
+    return _by_gathering(f, GATHERED, shape, nanoseconds * 1e-9, tiles)
+
+
+def _listed(f: CallFacts) -> Variant | None:
+    """A pattern that data or a grid decide, where few keys are needed by each tile; else None.
+
+    What a function decides may be otherwise at the next call, and is evaluated there.
+    """
+    if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
+        return None
+    if not _plain(replace(f, pattern=full())) or documents.parts(f.pattern) is not None:
+        return None
+    if f.n < gathered_layout.DATA_ROWS or f.n * f.m > gathered_layout.MAX_DATA_PAIRS:
+        return None
+    if f.pattern.device is not None and f.pattern.device.type != "cpu":
+        return None
+    for leaf in f.pattern.leaves():
+        leaf.fits(f.m)
+    tiles = gathered_layout.gathered_by_rows(*f.place)
+    if tiles is None or 2 * tiles.shape.pairs > f.n * f.m:
+        return None
+    width = (f.d_k + f.d_v) // 2
+    nanoseconds = gathered_layout.nanoseconds(tiles.shape, f.n, f.flat_heads, width, f.grad)
+    return _by_gathering(f, LISTED, tiles.shape, nanoseconds * 1e-9, lambda: tiles)
+
+
+def _by_gathering(
+    f: CallFacts,
+    name: str,
+    shape: gathered_layout.Shape,
+    seconds: float,
+    tiles: Callable[[], gathered_layout.Gathering],
+) -> Variant:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
-        tables = gathered_layout.GatheredLayout(allowed, shape, *f.like(), f.grad)
-        return zeros_in(_function(f, tables), ~allowed.any(-1, keepdim=True))
+        found = tiles()
+        layout = gathered_layout.GatheredLayout(found, *f.like(), f.grad)
+        some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
+        some[found.rows] = found.table.any(-1).view(-1)
+        return zeros_in(_function(f, layout), ~some[:, None])
 
     note = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"
-    prepared = Prepared("tiles", GATHERED, lambda: shape.pairs, None, build, note)
-    return Variant(GATHERED, nanoseconds * 1e-9, prepared)
+    return Variant(name, seconds, Prepared("tiles", name, lambda: shape.pairs, None, build, note))
 
 
 def _concatenated(f: CallFacts) -> Variant | None:

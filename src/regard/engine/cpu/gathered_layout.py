@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ... import compat
-from ...pattern import Pattern
+from ...pattern import Pattern, neighborhood
 from ..parts import row_steps
 from .kernels import product
 from .memory import Buffers
@@ -23,6 +23,8 @@ from .memory import Buffers
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
 MIN_ROWS = 32  # queries of a tile
+DATA_ROWS = 64  # queries of a tile where data decide
+MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it
 MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
 _flash = compat.flash_forward_direct
@@ -85,22 +87,95 @@ def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Sha
     return tuple(candidates)
 
 
+class Gathering(NamedTuple):
+    """The queries and keys of each tile."""
+
+    shape: Shape
+    rows: Int[Tensor, " rows"]  # of one tile after the other; the last one repeated, to fill the last tile
+    keys: Int[Tensor, "t l"]
+    table: Bool[Tensor, "t r l"]
+    needed: Bool[Tensor, "t l"]  # which keys some row attends to: others fill up
+
+
+def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
+    """The tiles of this shape."""
+    (hop, count, r, l), (n, m) = shape, allowed.shape
+    rows = _filled(_order(n, hop), count * r)
+    table = allowed[rows].view(count, r, m)
+    needed = table.any(1)
+    if l == m:
+        keys = torch.arange(m, device="cpu").expand(count, -1)
+    else:  # the needed ones, then others to fill up
+        keys = (~needed).to(torch.int8).sort(dim=1, stable=True).indices[:, :l]
+    return Gathering(
+        shape, rows, keys, table.gather(2, keys[:, None].expand(-1, r, -1)), needed.gather(1, keys)
+    )
+
+
+def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> Gathering | None:
+    """Tiles of a pattern with data, whose pairs are enumerated a tile at a time; None where data differ by batch row.
+
+    Cached for the tensors as they are: a change in place has another version.
+    """
+    versions = tuple(
+        x._version for leaf in pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)
+    )
+    return _gathered_by_rows(pattern, n, m, start, step, versions)
+
+
+@lru_cache(maxsize=16)
+def _gathered_by_rows(
+    pattern: Pattern, n: int, m: int, start: int, step: int, versions: tuple[int, ...]
+) -> Gathering | None:
+    count = -(-n // DATA_ROWS)
+    order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
+    rows = _filled(order, count * DATA_ROWS)
+    j, tables = torch.arange(m, device="cpu"), []
+    for tile in rows.view(count, DATA_ROWS):
+        table = torch.as_tensor(pattern.allows((start + step * tile)[:, None], j))
+        if table.dim() > 2:
+            return None
+        table = table.expand(DATA_ROWS, m)
+        some = table.any(0).nonzero().view(-1)
+        tables.append((some, table[:, some]))
+    l = max(-(-max(len(some) for some, _ in tables) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
+    shape = Shape(1, count, DATA_ROWS, min(l, m))
+    keys = torch.zeros(count, shape.keys, dtype=torch.long, device="cpu")
+    found = torch.zeros(count, DATA_ROWS, shape.keys, dtype=torch.bool, device="cpu")
+    needed = torch.zeros(count, shape.keys, dtype=torch.bool, device="cpu")
+    for t, (some, table) in enumerate(tables):  # unneeded columns hold key 0, which the table hides
+        keys[t, : len(some)], found[t, :, : len(some)], needed[t, : len(some)] = some, table, True
+    return Gathering(shape, rows, keys, found, needed)
+
+
+def _blocks(pattern: Pattern, n: int) -> Int[Tensor, " n"]:
+    """All queries; those of one block of a grid one after the other, as they have most keys in common."""
+    grids = [leaf for leaf in pattern.leaves() if isinstance(leaf, neighborhood)]
+    order = torch.arange(n, device="cpu")
+    if not grids or grids[0].size != n:
+        return order
+    side = round(DATA_ROWS ** (1 / len(grids[0].grid)))
+    place, inner = torch.zeros_like(order), torch.zeros_like(order)
+    for length, x in zip(grids[0].grid, grids[0].coordinates(order)):
+        place, inner = place * -(-length // side) + x // side, inner * side + x % side
+    return (place * side ** len(grids[0].grid) + inner).argsort()
+
+
 class GatheredLayout:
     """The pieces of a call, some heads each: which rows of (heads · n, d) and of (heads · m, d) they copy."""
 
     concatenated = True
     fused: tuple = ()
 
-    def __init__(
-        self, allowed: Bool[Tensor, "n m"], shape: Shape, q: Tensor, k: Tensor, v: Tensor, learns: bool
-    ):
+    def __init__(self, tiles: Gathering, q: Tensor, k: Tensor, v: Tensor, learns: bool):
+        shape, n, m = tiles.shape, q.shape[2], k.shape[2]
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
         self.shape = shape
         self.weights = heads * shape.pairs
         self.by_fused_op = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
-        tables = {count: _piece(allowed, count, group, shape, q.dtype) for count in set(counts)}
+        tables = {count: _piece(tiles, n, m, count, group, q.dtype) for count in set(counts)}
         self._pieces = [tables[count] for count in counts]
         if len(counts) > 1:
             self._pieces = [piece.of_heads(h * chunk, group) for h, piece in enumerate(self._pieces)]
@@ -232,31 +307,20 @@ def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _piece(
-    allowed: Bool[Tensor, "n m"], heads: int, group: int, shape: Shape, dtype: torch.dtype
-) -> GatheredPiece:
+def _piece(tiles: Gathering, n: int, m: int, heads: int, group: int, dtype: torch.dtype) -> GatheredPiece:
     """The tables for so many heads, of which each `group` share their keys."""
-    n, m = allowed.shape
-    hop, count, r, l = shape
-    rows = _filled(_order(n, hop), count * r)
-    table = allowed[rows].view(count, r, m)
-    needed = table.any(1)
-    if l == m:
-        keys = torch.arange(m, device="cpu").expand(count, -1)
-    else:  # the needed ones, then others to fill up
-        keys = (~needed).to(torch.int8).sort(dim=1, stable=True).indices[:, :l]
-    table = table.gather(2, keys[:, None].expand(-1, r, -1))
+    (_, count, r, l), rows, keys, table, needed = tiles
     table = table | ~table.any(-1, keepdim=True)
     mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
     mask = mask if count == 1 else mask.repeat(heads, 1, 1)
     head = torch.arange(heads, device="cpu")
     own = (m * (head // group)[:, None] + keys.reshape(-1)).view(-1)
-    real = needed.gather(1, keys).view(-1).repeat(heads).nonzero().view(-1)
+    real = needed.view(-1).repeat(heads).nonzero().view(-1)
     counts = torch.bincount(own[real], minlength=heads // group * m)
     copies, first = real[own[real].argsort(stable=True)], counts.cumsum(0) - counts
     index = None if count == 1 and l == m and group == 1 else own
     piece = GatheredPiece(heads, n, m, (heads * count, r, l), mask, index, copies, first)
-    if hop == 1 and count * r == n:
+    if count * r == n and torch.equal(rows, torch.arange(n, device="cpu")):
         return piece
     place = torch.empty(n, dtype=torch.long, device="cpu")
     place[rows[:n]] = torch.arange(n, device="cpu")
