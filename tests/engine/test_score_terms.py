@@ -292,6 +292,11 @@ def test_a_declared_attention_has_both_terms():
             "softcap=2.0 caps products q·k, which score='additive' has not; use score='dot'",
         ),
         (
+            {"pattern": rg.per_head([rg.causal()] * 6)},
+            "pattern=per_head(…) is not priced yet, so a declaration has one pattern; pass it in the call instead: "
+            "layer(x, pattern=rg.per_head([…]))",
+        ),
+        (
             {"sink_logits": True, "scale": inf},
             "sink_logits=True joins a softmax, which hard attention has not; use a finite scale",
         ),
@@ -301,3 +306,11 @@ def test_a_declaration_that_cannot_be_is_refused(options, text):
     with pytest.raises(SpecError) as refusal:
         rg.Attention(12, heads=6, **options)
     assert str(refusal.value) == text
+
+
+def test_a_layer_takes_a_pattern_per_head_in_the_call():
+    layer = rg.Attention(12, heads=6, kv_heads=3, pattern=rg.causal()).build().double()
+    x = randn(B, N, 12, seed=10)
+    heads = [rg.window(1), rg.full(), rg.window(2)] * 2
+    allowed = torch.stack([(rg.causal() & pattern).allowed(N) for pattern in heads])
+    assert_close(layer(x, pattern=rg.per_head(heads)), layer(x, pattern=allowed))

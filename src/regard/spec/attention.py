@@ -85,6 +85,11 @@ class Attention(Spec):
             )
         self._check_score()
         require_no_data("pattern", self.pattern)
+        require(
+            not self.pattern.differs_by_head,
+            "pattern=per_head(…) is not priced yet, so a declaration has one pattern; pass it in the call instead: "
+            "layer(x, pattern=rg.per_head([…]))",
+        )
         self._warn_of_empty_rows()
 
     def _check_score(self):
