@@ -8,6 +8,7 @@ Both sides: 6 + 6 layers of 512, 8 heads, feed-forward 2048, all biases, norms f
 branches, inside the feed-forward and (unless --attention-dropout says else) on attention weights; label smoothing
 0.1; fused AdamW over float32 weights; bf16 autocast; torch.compile with its defaults; 512 pairs of 64 tokens.
 
+Ours is replayed as a CUDA graph, with the ends of branches fused; "ours, not compiled" is that without the compiler.
 A step is a whole update: forward, loss, backward, optimiser. Tokens are those of the source and of the target,
 2 · 512 · 64 a step. Theirs has its batch on the GPU already; ours makes each batch from rows on the CPU, as
 `Trainer.run` does. The rounds alternate; a side's figure is its median round.
@@ -24,17 +25,20 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from train_gpu_updates import launch_latency
 
 import regard as rg
 from regard.schedule import constant
 from regard.training.data.ragged import Ragged
 from regard.training.data.rows import Pairs
 from regard.training.loop.loss import cross_entropy
+from regard.training.loop.meter import machine
 from regard.training.loop.optimizer import AdamW
 from regard.training.loop.trainer import Settings, Trainer
 from regard.training.recipes.tasks import Translation
@@ -137,7 +141,9 @@ def declared(size: Size, attention_dropout: float) -> rg.EncoderDecoder:
     )
 
 
-def our_step(size: Size, attention_dropout: float, device: str) -> Callable[[], Tensor]:
+def our_step(
+    size: Size, attention_dropout: float, device: str, compiles: bool = True
+) -> Callable[[], Tensor]:
     rows = 16 * size.pairs
 
     def sentences(length: int) -> Ragged:
@@ -153,7 +159,7 @@ def our_step(size: Size, attention_dropout: float, device: str) -> Callable[[], 
         optimizer=AdamW(betas=BETAS, eps=EPS),
         clip=None,
         autocast="bfloat16",
-        compile=True,
+        compile=compiles,
     )
     task = Translation(declared(size, attention_dropout).build().to(device), SMOOTHING)
     trainer = Trainer(task, data, data, settings, tempfile.mkdtemp())
@@ -165,9 +171,19 @@ def our_step(size: Size, attention_dropout: float, device: str) -> Callable[[], 
     return step
 
 
+def gpu_busy(step: Callable[[], Tensor], steps: int = 5) -> float:
+    """Milliseconds per step in which a kernel runs, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return sum(e.self_device_time_total for e in seen.key_averages()) / 1e3 / steps
+
+
 SIDES: dict[str, Callable[[Size, float, str], Callable[[], Tensor]]] = {
     "theirs": their_step,
     "ours": our_step,
+    "ours, not compiled": lambda *given: our_step(*given, compiles=False),
 }
 
 
@@ -261,8 +277,10 @@ def main() -> None:
     if given.check:
         check(device)
     told = [measured(p, size, device, given) for p in given.attention_dropout]
-    about = {"torch": torch.__version__, "size": vars(size), "tokens": size.tokens}
-    about["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    about = {"date": str(date.today()), "machine": machine(torch.device(device)), "size": vars(size)}
+    about["tokens"] = size.tokens
+    if device == "cuda":
+        about["launch_latency_us"] = round(launch_latency(device), 2)
     if given.out:
         given.out.write_text(json.dumps({**about, "figures": told}, indent=1) + "\n")
 
@@ -297,14 +315,18 @@ def measured(attention_dropout: float, size: Size, device: str, given: argparse.
             "tokens_per_second": round(size.tokens / middle),
             "tflops": round(size.flops / middle / 1e12, 1),
         }
+        if device == "cuda":
+            row[name]["gpu_busy_ms"] = round(gpu_busy(steps[name]), 2)
+            print(f"{name}: GPU busy {row[name]['gpu_busy_ms']} ms a step", flush=True)
         print(
             f"attention dropout {attention_dropout}, {name}: {1e3 * middle:.2f} ms a step, "
             f"{size.tokens / middle / 1e6:.3f} M tokens/s, {size.flops / middle / 1e12:.0f} TFLOP/s",
             flush=True,
         )
-    if len(found) == 2:
-        row["ratio"] = round(row["ours"]["tokens_per_second"] / row["theirs"]["tokens_per_second"], 3)
-        print(f"ratio {row['ratio']}", flush=True)
+    if "theirs" in found:
+        theirs = row["theirs"]["tokens_per_second"]
+        row["ratios"] = {k: round(row[k]["tokens_per_second"] / theirs, 3) for k in found if k != "theirs"}
+        print(f"ratios {row['ratios']}", flush=True)
     return row
 
 

@@ -7,6 +7,7 @@ import torch
 
 import regard as rg
 from regard.generation import beam, generate, greedy, sample
+from regard.generation.beam_search import _largest
 from regard.generation.strategies import pick, probabilities
 
 VOCAB, END = 11, 3
@@ -253,6 +254,9 @@ def test_the_weights_are_those_of_the_full_pass():
 
 REFUSED = {
     "max_new_tokens=0: it needs to be at least 1": lambda: generate(gpt(), [[1]], max_new_tokens=0),
+    "max_new_tokens has 2 numbers for 1 prompts; give one, or one per prompt": lambda: generate(
+        gpt(), [[1]], max_new_tokens=[3, 4]
+    ),
     "every prompt needs at least one token, such as the start token": lambda: generate(gpt(), [[1], []]),
     "a prompt of 24 tokens fills a table of 24 positions; shorten it": lambda: generate(gpt(), [[1] * 24]),
     "EncoderDecoder reads a source; give source=": lambda: generate(translator(), [[1]]),
@@ -278,3 +282,25 @@ def test_what_cannot_be_generated_is_refused(message):
     with pytest.raises(rg.RegardError) as refused:
         REFUSED[message]()
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("strategy", [greedy(), beam(3), sample(1.3, seed=4)], ids=repr)
+def test_each_row_may_have_its_own_limit(strategy):
+    """Rows of one call with limits of their own are those of calls with one limit."""
+    model, limits = gpt(), [2, 9, 5]
+    together = generate(model, PROMPTS[:3], strategy, max_new_tokens=limits, eos_id=END)
+    assert [n <= most for n, most in zip(together.lengths.tolist(), limits, strict=True)] == [True] * 3
+    for row, limit in enumerate(limits):
+        same = generate(model, PROMPTS[:3], strategy, max_new_tokens=limit, eos_id=END)
+        assert together.rows()[row] == same.rows()[row]
+        assert float(together.log_probs[row]) == pytest.approx(float(same.log_probs[row]), abs=1e-4)
+
+
+def test_the_largest_scores_are_found_by_blocks():
+    torch.manual_seed(0)
+    for vocab in (4096, 8000, 8001):
+        scores = torch.randn(3, 2, vocab)
+        scores[0, 0, :40] += 9.0  # all in one block
+        values, index = _largest(scores, 8)
+        assert torch.equal(values, scores.topk(8, dim=-1).values)
+        assert torch.equal(scores.gather(2, index), values)

@@ -11,6 +11,8 @@ from torch import Tensor
 from .steps import Steps
 from .strategies import beam
 
+BLOCK = 64  # scores per block when the largest ones are searched on a CPU
+
 
 @dataclass
 class Best:
@@ -27,14 +29,14 @@ def search(
     steps: Steps,
     prompt: Int[Tensor, "b n"],
     lengths: Int[Tensor, " b"] | None,
-    max_new_tokens: int,
+    limits: list[int],
     eos_id: int | None,
 ) -> list[tuple[float, list[int]]]:
     """The log-probability and the tokens of each row's best sequence, without the prompt and without `eos_id`.
 
     An end token counts where it is among the `width` likeliest continuations. A row is finished when `width` of its
     sequences have ended, or when no unfinished one can still win: a log-probability only decreases, and the length
-    penalty is largest at max_new_tokens. Rows that are finished cost nothing more.
+    penalty is largest at the row's limit of new tokens. Rows that are finished cost nothing more.
     """
     device, b, width = prompt.device, len(prompt), strategy.width
     best = [Best() for _ in range(b)]
@@ -44,7 +46,7 @@ def search(
     total = torch.full((b, width), -inf, device=device)
     total[:, 0] = 0.0  # the first step continues one sequence per row
     written = torch.empty(b, width, 0, dtype=torch.long, device=device)
-    for length in range(1, max_new_tokens + 1):
+    for length in range(1, max(limits) + 1):
         log_prob, origin, token = _continuations(total, logits.float())
         longer = torch.cat([_select(written, origin), token[..., None]], 2)
         ends = (token == eos_id) if eos_id is not None else torch.zeros_like(token, dtype=torch.bool)
@@ -54,14 +56,16 @@ def search(
         live = ends.to(torch.int8).argsort(dim=-1, stable=True)[:, :width]
         total = log_prob.gather(1, live).masked_fill(ends.gather(1, live), -inf)
         written = _select(longer, live)
-        if length == max_new_tokens:
-            _finish(rows, total, written, total > -inf, strategy.penalty(max_new_tokens))
-            break
-        bound = (total.amax(1) / strategy.penalty(max_new_tokens)).tolist()
+        at_limit = [limits[i] == length for i in active]
+        if any(at_limit):
+            unfinished = (total > -inf) & torch.tensor(at_limit, device=device)[:, None]
+            _finish(rows, total, written, unfinished, strategy.penalty(length))
         left = [
             i
-            for i, (row, most) in enumerate(zip(rows, bound, strict=True))
-            if row.score < most and row.ended < width
+            for i, (row, most) in enumerate(zip(rows, total.amax(1).tolist(), strict=True))
+            if not at_limit[i]
+            and row.ended < width
+            and row.score < most / strategy.penalty(limits[active[i]])
         ]
         if not left:
             break
@@ -99,10 +103,21 @@ def _continuations(
     """
     width, vocab = logits.shape[1:]
     each = min(2 * width, vocab)
-    scores, token = logits.log_softmax(-1).topk(each, dim=-1)
+    scores, token = _largest(logits.log_softmax(-1), each)
     log_prob = total[..., None] + scores
     largest, index = log_prob.flatten(1).topk(min(2 * width, width * each), dim=-1)
     return largest, index // each, token.flatten(1).gather(1, index)
+
+
+def _largest(scores: Float[Tensor, "b w v"], k: int) -> tuple[Float[Tensor, "b w k"], Int[Tensor, "b w k"]]:
+    """scores.topk(k). A maximum is faster on a CPU: only the k blocks with the largest maxima are searched."""
+    vocab = scores.shape[-1]
+    if scores.device.type != "cpu" or vocab % BLOCK or vocab < 4 * k * BLOCK:
+        return scores.topk(k, dim=-1)
+    blocks = scores.unflatten(-1, (-1, BLOCK))
+    index = blocks.amax(-1).topk(k, dim=-1).indices
+    values, inner = blocks.gather(2, repeat(index, "b w k -> b w k n", n=BLOCK)).flatten(2).topk(k, dim=-1)
+    return values, index.gather(2, inner // BLOCK) * BLOCK + inner % BLOCK
 
 
 def _select(written: Int[Tensor, "b w n"], origin: Int[Tensor, "b k"]) -> Int[Tensor, "b k n"]:

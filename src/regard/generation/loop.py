@@ -38,7 +38,7 @@ def generate(
     source: Int[Tensor, "b m"] | None = None,
     source_lengths: Int[Tensor, " b"] | None = None,
     padding: Bool[Tensor, "b _"] | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     eos_id: int | None = None,
     return_log_probs: bool = True,
     return_weights: bool = False,
@@ -47,29 +47,27 @@ def generate(
 
     prompt: rows of ids, of different lengths or padded on either side (`padding` is True there). An
     encoder-decoder reads `source` and starts from its start token: prompt = [[start]] * b. Rows that have
-    ended cost nothing more; no row grows longer than a learned table of positions. Without log-probabilities a
-    greedy step is about a tenth cheaper.
+    ended cost nothing more; no row grows longer than a learned table of positions. max_new_tokens: one number, or
+    one per row. Without log-probabilities a greedy step is about a tenth cheaper.
     """
     tokens, lengths = _aligned(prompt, padding, next(model.parameters()).device)
-    if max_new_tokens < 1:
-        raise SpecError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1")
+    limits = _limits(max_new_tokens, len(tokens))
     was_training = model.training
     model.eval()
     try:
         decoder, positions = steps(model, source, source_lengths)
         if positions is not None:
-            max_new_tokens = min(max_new_tokens, positions - tokens.shape[1])
-            if max_new_tokens < 1:
+            room = positions - tokens.shape[1]
+            if room < 1:
                 raise ShapeError(
                     f"a prompt of {tokens.shape[1]} tokens fills a table of {positions} positions; shorten it"
                 )
+            limits = [min(n, room) for n in limits]
         if isinstance(strategy, beam):
-            best = beam_search.search(strategy, decoder, tokens, lengths, max_new_tokens, eos_id)
+            best = beam_search.search(strategy, decoder, tokens, lengths, limits, eos_id)
             written, log_probs = [tokens for _, tokens in best], [log_prob for log_prob, _ in best]
         else:
-            written, log_probs = _decode(
-                strategy, decoder, tokens, lengths, max_new_tokens, eos_id, return_log_probs
-            )
+            written, log_probs = _decode(strategy, decoder, tokens, lengths, limits, eos_id, return_log_probs)
         result = _generated(written, log_probs if return_log_probs else None, tokens.device, eos_id or 0)
         if return_weights:
             weights = _weights(model, tokens, lengths, result, source, source_lengths)
@@ -84,19 +82,20 @@ def _decode(
     steps: Steps,
     prompt: Int[Tensor, "b n"],
     lengths: Int[Tensor, " b"] | None,
-    max_new_tokens: int,
+    limits: list[int],
     eos_id: int | None,
     with_log_probs: bool,
 ) -> tuple[list[list[int]], list[float]]:
     """One token per row and step. Returns each row's tokens and their log-probability."""
-    b, device = len(prompt), prompt.device
-    written = torch.zeros(b, max_new_tokens, dtype=torch.long, device=device)
-    count = torch.full((b,), max_new_tokens, device=device)
+    b, device, longest = len(prompt), prompt.device, max(limits)
+    written = torch.zeros(b, longest, dtype=torch.long, device=device)
+    count = torch.tensor(limits, device=device)
+    limit = None if min(limits) == longest else count.clone()  # None: all rows have the same
     log_probs = torch.zeros(b, device=device)
     active = torch.arange(b, device=device)  # the rows that have not ended
     random = torch.Generator().manual_seed(strategy.seed) if isinstance(strategy, sample) else None
     logits = steps.next(prompt, lengths)
-    for n in range(max_new_tokens):
+    for n in range(longest):
         uniform = None
         if random is not None:
             # One number for every row at every step, so that no row depends on which others are active.
@@ -110,7 +109,10 @@ def _decode(
         left = int(continues.sum())
         if left < len(active):
             count[active[~continues]] = n
-        if left == 0 or n + 1 == max_new_tokens:
+        if limit is not None:
+            continues &= limit[active] > n + 1
+            left = int(continues.sum())
+        if left == 0 or n + 1 == longest:
             break
         if left < len(active):
             rows = _compacted(continues, left)
@@ -118,6 +120,18 @@ def _decode(
             active, token = active[rows], token[rows]
         logits = steps.next(token[:, None])
     return [row[:c].tolist() for row, c in zip(written, count.tolist(), strict=True)], log_probs.tolist()
+
+
+def _limits(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
+    """The largest number of new tokens of each row."""
+    limits = [max_new_tokens] * rows if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
+    if len(limits) != rows:
+        raise ShapeError(
+            f"max_new_tokens has {len(limits)} numbers for {rows} prompts; give one, or one per prompt"
+        )
+    if min(limits) < 1:
+        raise SpecError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1")
+    return limits
 
 
 def _compacted(continues: Bool[Tensor, " b"], left: int) -> Int[Tensor, " left"]:

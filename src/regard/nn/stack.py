@@ -8,14 +8,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .. import compat, spec
 from .. import pattern as patterns
-from .. import spec
 from ..engine.call import Bias
 from ..errors import ShapeError
 from ..pattern import Pattern
 from ..position import learned
 from . import position as positions
-from .block import Block
+from .block import Block, Residual
 from .cache import Cache
 from .dropout import dropout
 from .embedding import ClassifierHead, Embedding, LanguageHead, MaskedHead, Pooler
@@ -96,6 +96,8 @@ class Stack(nn.Module):
         bias = self._bias(x, cache)
         if documents is not None:
             pattern = _within_documents(documents, pattern)
+        fuses = any(block.fuses_ends for block in self.blocks if isinstance(block, Block))
+        fuses = fuses and not compat.has_hooks(*self.blocks)  # a hook expects tensors
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {
                 "lengths": lengths,
@@ -107,9 +109,11 @@ class Stack(nn.Module):
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
                 x = checkpoint(block, x, context, use_reentrant=False, **options)
+            elif fuses:
+                x = block(x, context, continues=True, **options)
             else:
                 x = block(x, context, **options)
-        return self.norm(x)
+        return x.normed(self.norm)[1] if isinstance(x, Residual) else self.norm(x)
 
     def read(
         self, x: Float[Tensor, "b n d_model"], lengths: Int[Tensor, " b"] | None = None

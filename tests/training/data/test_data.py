@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import regard as rg
 from regard.training.data import corpora, text, tokens
 from regard.training.data.batches import Stream, by_tokens
+from regard.training.data.datasets import ContinuousText
 from regard.training.data.ragged import Ragged
 from regard.training.data.rows import IGNORED, Labeled, Pairs, Windows
 from regard.training.data.tokens import END, PAD, START, Tokens
@@ -83,6 +84,20 @@ def test_the_texts_that_come_along_are_whole_and_say_whose_they_are():
 
 
 SENTENCES = ["the cat sat on the mat", "el gato se sentó en la estera", "¿qué? <s> 中文", "a  b"]
+
+
+def test_character_ids_are_those_of_the_tokenizer():
+    tokenizer = tokens.characters(["abc ñ¿\n", "𝄞"])
+    text = "cab ñ𝄞\n?<s>¿é"
+    assert tokenizer.character_ids(text).tolist() == tokenizer.encode([text])[0]
+    assert tokenizer.character_ids("").tolist() == []
+
+
+def test_the_pairs_as_one_text_are_grouped_by_source():
+    lines = ContinuousText("en-es").text().split("\n")[:-1]
+    assert len(lines) == 138_208 and all(line.count("\t") == 1 for line in lines[:1000])
+    verses = [i for i, line in enumerate(lines) if "Yahweh" in line]
+    assert len(verses) > 1000 and verses[-1] - verses[0] < 27_617  # the Bible is one part
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram", "characters"])

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.nn import branch_end
 from regard.nn.stack import EncoderDecoder
 from regard.schedule import constant
 from regard.training.loop.consistency import consistent_cross_entropy
@@ -249,6 +251,7 @@ def test_the_consistency_loss_has_the_gradients_of_float64(vocab):
 KILLED = """
 import sys
 import torch
+from copy import deepcopy
 from dataclasses import replace
 from regard.training.recipes import Recipe
 from regard.training.recipes.run import Run
@@ -285,3 +288,64 @@ def test_a_killed_run_resumes_bit_for_bit(texts, tmp_path):
     assert start("killed").wait() == 0 and whole.wait() == 0
     one, other = (rg.load(tmp_path / folder / "model").state_dict() for folder in ("whole", "killed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "norm"),
+    [
+        (1000, torch.nn.LayerNorm(384)),
+        (77, torch.nn.LayerNorm(100, bias=False)),
+        (5, torch.nn.RMSNorm(2048, 1e-5)),
+    ],
+    ids=["layer 384", "layer 100", "rms 2048"],
+)
+def test_a_fused_branch_end_has_the_values_and_gradients_of_float64(rows, norm, dtype):
+    torch.manual_seed(0)
+    width = norm.normalized_shape[0]
+    norm = norm.cuda()
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x, y = (torch.randn(1, rows, width, device="cuda") for _ in range(2))
+    x, y = x.requires_grad_(), y.to(dtype).requires_grad_()
+    state = torch.cuda.get_rng_state()
+    total, out = branch_end.branch_end(x, y, norm, 0.2, dtype)
+    torch.cuda.set_rng_state(state)
+    mask = (
+        branch_end.branch_end(torch.zeros_like(x), torch.ones_like(y), norm, 0.2, dtype)[0].detach().double()
+    )
+    assert float((mask > 0).double().mean()) == pytest.approx(0.8, abs=4 * (0.16 / mask.numel()) ** 0.5)
+    given = [x, y, *norm.parameters()]
+    true = [t.detach().double().requires_grad_() for t in given]
+    exact_total = true[0] + mask * true[1]
+    exact_norm = deepcopy(norm).double()
+    exact_out = torch.func.functional_call(
+        exact_norm, dict(zip(dict(norm.named_parameters()), true[2:], strict=True)), (exact_total,)
+    )
+    grads = torch.randn_like(total), torch.randn_like(out)
+    ours = torch.autograd.grad([total, out], given, grads)
+    exact = torch.autograd.grad([exact_total, exact_out], true, [g.double() for g in grads])
+    for a, b in [(total, exact_total), (out, exact_out), *zip(ours, exact, strict=True)]:
+        allowed = 1e-5 if a.dtype == torch.float32 else 1e-2
+        assert float((a - b).detach().abs().max()) <= allowed * float(b.detach().abs().max())
+
+
+def test_relu_with_dropout_on_a_gpu_keeps_its_share_and_its_gradient():
+    x = torch.randn(3, 1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = branch_end.relu_dropout(x, 0.3)
+    kept = out > 0
+    assert float(kept[x > 0].double().mean()) == pytest.approx(0.7, abs=0.01) and not kept[x <= 0].any()
+    assert torch.allclose(out[kept].float(), x[kept].float() / 0.7, rtol=1e-2)
+    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert torch.allclose(dx.float(), kept.float() / 0.7, rtol=1e-2)
+
+
+def test_training_on_a_gpu_fuses_the_ends_of_branches(texts, tmp_path, monkeypatch):
+    """The kernel runs once per branch; the losses are compared by the tests of the recipes."""
+    from regard.nn import branch_kernel
+
+    calls = []
+    real = branch_kernel.branch_end
+    monkeypatch.setattr(branch_kernel, "branch_end", lambda *given: calls.append(1) or real(*given))
+    losses(made("translate", texts), tmp_path, "cuda", graphs=False)
+    assert len(calls) == UPDATES * (2 * 2 + 3 * 2)

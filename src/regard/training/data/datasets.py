@@ -105,7 +105,10 @@ class SentencePairs:
 
 @dataclass(frozen=True)
 class ContinuousText:
-    """One long text, split into windows; its last tenth is for validation."""
+    """One long text, split into windows; its last tenth is for validation.
+
+    The corpora: "shakespeare", the plays; "en-es", the sentence pairs, those of one source after another.
+    """
 
     corpus: str = "shakespeare"
     _: KW_ONLY
@@ -120,9 +123,14 @@ class ContinuousText:
             _require_vocab(self.vocab)
 
     def text(self) -> str:
-        if self.file is None:
-            return text.content(corpora.folder(self.corpus) / "tiny.txt.gz")
-        return "\n".join(_texts(self.file)) + "\n"
+        if self.file is not None:
+            return "\n".join(_texts(self.file)) + "\n"
+        home = corpora.folder(self.corpus)
+        if (home / "tiny.txt.gz").is_file():
+            return text.content(home / "tiny.txt.gz")
+        pairs, origins = text.sentences(home / "train.tsv.gz"), text.sentences(home / "train.origin.gz")
+        grouped = sorted(zip(origins, pairs, strict=True), key=lambda line: line[0])
+        return "\n".join(pair for _, pair in grouped) + "\n"
 
     def load(self, folder: Path) -> Dataset:
         content, size = self.text(), self.vocab
@@ -131,9 +139,11 @@ class ContinuousText:
             folder,
             lambda: tokens.characters([content]) if size is None else tokens.bpe([content[:cut]], size),
         )
-        train, valid = (
-            torch.tensor(ids, dtype=torch.int32) for ids in tokenizer.encode([content[:cut], content[cut:]])
-        )
+        parts = content[:cut], content[cut:]
+        if size is None:
+            train, valid = (torch.from_numpy(tokenizer.character_ids(part)) for part in parts)
+        else:
+            train, valid = (torch.tensor(ids, dtype=torch.int32) for ids in tokenizer.encode(parts))
         if min(len(train), len(valid)) <= self.context:
             raise FormatError(
                 f"{len(train) + len(valid)} tokens are too few for windows of {self.context}; give a longer text"

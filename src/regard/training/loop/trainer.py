@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BackendError, FormatError, RegardError, SpecError
+from ...nn.block import Block
+from ...nn.feed_forward import FeedForward
 from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
 from ..data.buckets import bucket_shape, pad_to_bucket
@@ -98,6 +100,7 @@ class Trainer:
             name = torch.cuda.get_device_name(self.device)
             raise BackendError(f"{name} has no bfloat16; use autocast='float16' or None, or device='cpu'")
         self.ranks = Ranks.here() if ranks is None else ranks
+        fuse_branch_ends(task, self.device.type == "cuda" and self.ranks.world == 1)
         self.call: Callable[..., tuple[Tensor, Tensor]]
         self.call = self.ranks.distribute(task, settings.parallel, settings.compile)
         self.parameters = list(task.parameters())  # listing them at each update would take 0.5 ms
@@ -390,6 +393,15 @@ class Trainer:
                 torch.set_rng_state(numbers)
             else:
                 torch.cuda.set_rng_state(numbers, self.device)
+
+
+def fuse_branch_ends(task: nn.Module, fuses: bool) -> None:
+    """Whether a step computes dropout, residual sums and norms as one pass over memory, where the GPU can."""
+    for module in task.modules():
+        if isinstance(module, Block):
+            module.fuses_ends = fuses
+        elif isinstance(module, FeedForward):
+            module.fuses_dropout = fuses
 
 
 def has_bfloat16(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from ...errors import SpecError, nearest
-from ...pattern import causal
+from ...pattern import Pattern, causal, every, window
 from ...position import learned, rope, sinusoidal
 from ...schedule import warmup_cosine
 from ...spec import (
@@ -30,6 +30,8 @@ from ..loop.averaging import ema
 from ..loop.optimizer import AdamW
 from ..loop.trainer import Settings
 from .base import Recipe
+
+LONG_CONTEXT = causal() & (window(512) | every(128))
 
 
 def translate(
@@ -162,6 +164,48 @@ def language_model(
     return Recipe("language-model", model, data, settings)
 
 
+def long_context(
+    steps: int = 400,
+    *,
+    pattern: Pattern = LONG_CONTEXT,
+    file: str | None = None,
+    context: int = 16_384,
+    d_model: int = 512,
+    layers: int = 8,
+    heads: int = 8,
+    rows: int = 4,
+    rate: int | float = 1.5e-3,
+    seed: int = 0,
+) -> Recipe:
+    """A character model with a context of 16,384, for one large GPU.
+
+    A character attends to the 512 before it and to every 128th of all earlier ones: one fifteenth of the pairs of
+    dense causal attention, which pattern=causal() gives. Two layers connect any two characters: the first collects
+    a neighborhood at each 128th position, the second reads those.
+    """
+    data = ContinuousText("en-es" if file is None else "shakespeare", file=file, context=context)
+    size = len(SPECIAL) + len(set(data.text()))
+    past = Attention(
+        d_model, heads=heads, pattern=pattern, position=rope(pairing="interleaved"), biases="none"
+    )
+    block = Block(past, FeedForward(4 * d_model, bias=False), norm_at="pre", norm_bias=False)
+    model = Encoder(
+        block, layers, embedding=Embedding(size, d_model), head=LanguageHead(), init="depth_scaled"
+    )
+    settings = Settings(
+        steps,
+        rows * context,
+        warmup_cosine(rate, max(steps // 10, 1), steps),
+        optimizer=AdamW(betas=(0.9, 0.98), eps=1e-8, decay=0.1),
+        autocast="bfloat16",
+        seed=seed,
+        valid_every=steps,
+        save_every=steps,
+        log_every=10,
+    )
+    return Recipe("long-context", model, data, settings)
+
+
 def masked_language_model(
     minutes: int | float | None = None,
     *,
@@ -253,6 +297,7 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     "translate": translate,
     "translate-h200": translate_h200,
     "language-model": language_model,
+    "long-context": long_context,
     "masked-language-model": masked_language_model,
     "classify": classify,
     "image": image,

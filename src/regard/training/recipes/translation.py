@@ -45,13 +45,12 @@ def translate(
                 strategy,
                 source=source.to(device),
                 source_lengths=None if bool((lengths == lengths[0]).all()) else lengths.to(device),
-                max_new_tokens=max_target_tokens(source.shape[1]),
+                # Each text has its own limit, so that its translation does not depend on the others of the batch.
+                max_new_tokens=[max_target_tokens(len(ids[i])) for i in part],
                 eos_id=END,
                 return_log_probs=False,
             )
-            # Each text has its own limit, so that its translation does not depend on the other rows of the batch.
-            cut = [row[: max_target_tokens(len(ids[i]))] for i, row in zip(part, result.rows(), strict=True)]
-            for i, translation in zip(part, tokens.decode(cut), strict=True):
+            for i, translation in zip(part, tokens.decode(result.rows()), strict=True):
                 out[i] = translation
     return out
 

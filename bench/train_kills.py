@@ -1,0 +1,145 @@
+"""kill -9 during GPU training: every killed run resumes, and ends with the very weights of a run that was not killed.
+
+    PYTHONPATH=src python3 bench/train_kills.py --out FILE            # 30 kills, about 80 seconds on an H200
+    PYTHONPATH=src python3 bench/train_kills.py --device cpu --runs 1 --kills 2 --steps 60
+
+Some runs of one small translation recipe, side by side, in eager deterministic mode with dropout and bf16 autocast.
+Each is killed several times, at random moments after a new checkpoint appeared, and started again; at last it trains
+to the end. Its weights are then compared bit by bit with those of a run that was left alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+PROGRAM = """
+import sys, torch
+from regard.training.recipes import Recipe
+from regard.training.recipes.run import Run
+torch.use_deterministic_algorithms(True)
+Run(Recipe.from_json(open(sys.argv[1]).read()), sys.argv[2], sys.argv[3]).train()
+"""
+WORDS = ("the", "a", "red", "old", "big", "cat", "dog", "bird", "house", "river", "sat", "ran", "near", "and")
+
+
+def prepare(home: Path, steps: int, device: str) -> None:
+    import torch
+
+    import regard as rg
+    from regard.training.recipes import recipe
+
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for _ in range(400):
+        length = int(torch.randint(1, 41, (), generator=generator))
+        words = [WORDS[int(i)] for i in torch.randint(len(WORDS), (length,), generator=generator)]
+        lines.append(" ".join(words) + "\t" + " ".join(w[::-1] for w in words[: 1 + length // 2]))
+    (home / "pairs.tsv").write_text("\n".join(lines) + "\n")
+    pairs = rg.training.SentencePairs(train=str(home / "pairs.tsv"), valid=str(home / "pairs.tsv"), vocab=300)
+    chosen = recipe("translate", minutes=None, data=pairs, d_model=64, layers=2, heads=2, dropout=0.1)
+    settings = replace(
+        chosen.settings,
+        steps=steps,
+        save_every=10,
+        valid_every=steps,
+        graphs=False,
+        autocast="bfloat16" if device == "cuda" else None,
+    )
+    (home / "recipe.json").write_text(replace(chosen, settings=settings).json())
+    (home / "run.py").write_text(PROGRAM)
+
+
+def start(home: Path, folder: str, device: str) -> subprocess.Popen:
+    source = str(Path(__file__).parents[1] / "src")
+    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "run.py", "recipe.json", folder, device]
+    return subprocess.Popen(command, cwd=home, env=env, stderr=subprocess.PIPE)
+
+
+def newest(folder: Path) -> int:
+    return max((int(p.name) for p in (folder / "checkpoints").glob("0*") if p.name.isdigit()), default=0)
+
+
+def killed(home: Path, name: str, kills: int, steps: int, device: str, found: list[dict]) -> None:
+    random_moment = random.Random(name)
+    for kill in range(kills):
+        process = start(home, name, device)
+        wanted = newest(home / name) + 10 * random_moment.randint(1, max(steps // 10 // (kills + 1), 1))
+        while process.poll() is None and newest(home / name) < wanted:
+            time.sleep(0.005)
+        time.sleep(0.2 * random_moment.random())
+        process.send_signal(signal.SIGKILL)
+        code = process.wait()
+        left = sorted(p.name for p in (home / name / "checkpoints").iterdir())
+        found.append(
+            {"run": name, "kill": kill, "exit": code, "step": newest(home / name), "left": left[-2:]}
+        )
+    process = start(home, name, device)
+    _, errors = process.communicate()
+    found.append({"run": name, "kill": None, "exit": process.returncode, "errors": errors.decode()[-400:]})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=6)
+    parser.add_argument("--kills", type=int, default=5, help="per run")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    import torch
+
+    import regard as rg
+    from regard.training.loop.meter import machine
+
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        prepare(home, given.steps, given.device)
+        whole = start(home, "whole", given.device)
+        events: list[dict] = []
+        names = [f"killed-{i}" for i in range(given.runs)]
+        threads = [
+            threading.Thread(target=killed, args=(home, name, given.kills, given.steps, given.device, events))
+            for name in names
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert whole.wait() == 0, whole.communicate()[1].decode()[-2000:]
+        true = rg.load(home / "whole" / "model").state_dict()
+        equal = {}
+        for name in names:
+            try:
+                state = rg.load(home / name / "model").state_dict()
+                equal[name] = all(torch.equal(true[key], state[key]) for key in true)
+            except (OSError, rg.RegardError) as e:
+                equal[name] = f"no model: {e}"
+    result = {
+        "date": str(date.today()),
+        "machine": machine(torch.device(given.device)),
+        "updates": given.steps,
+        "kills": sum(e["exit"] == -signal.SIGKILL for e in events),
+        "ended before the kill": sum(e["kill"] is not None and e["exit"] != -signal.SIGKILL for e in events),
+        "bit-equal runs": f"{sum(e is True for e in equal.values())} of {given.runs}",
+        "runs": equal,
+        "events": events,
+    }
+    print(json.dumps({k: v for k, v in result.items() if k != "events"}), flush=True)
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if all(e is True for e in equal.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

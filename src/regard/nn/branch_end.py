@@ -1,0 +1,164 @@
+"""What a training step on a GPU does between matrix products, each as one pass: operations that torch.compile keeps.
+
+The end of a residual branch and the norm that follows it: total = x + dropout(y), out = norm(total). And ReLU with
+dropout. Both sample dropout by themselves, from a seed of PyTorch's generator.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .. import compat
+from ..engine.call import eager
+
+MAX_WIDTH = 8192  # of a row, which one program holds
+MAX_COUNT = 1 << 31  # of random numbers: they are counted in 32 bits
+
+
+def supports(norm: nn.Module, x: Tensor, dropout: int | float) -> bool:
+    """Whether `branch_end` computes this norm after a branch on these vectors."""
+    plain = type(norm) is nn.LayerNorm or (type(norm) is nn.RMSNorm and norm.eps is not None)
+    return plain and dropout < 1 and x.shape[-1] <= MAX_WIDTH and not compat.has_hooks(norm) and on_gpu(x)
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether these operations take x: on a GPU, floating point of at most 32 bits."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and x.numel() < MAX_COUNT
+        and (torch.compiler.is_compiling() or eager(x))
+    )
+
+
+def computed_in(x: Tensor) -> torch.dtype:
+    """The dtype of a matrix product of x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _seed(x: Tensor, p: int | float) -> Tensor | None:
+    return torch.randint(2**31 - 1, (1,), device=x.device) if p else None
+
+
+def branch_end(
+    x: Float[Tensor, "b n d"], y: Float[Tensor, "b n d"], norm: Any, p: int | float, dtype: torch.dtype
+) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n d"]]:
+    """x + dropout(y), and its norm in this dtype."""
+    bias = getattr(norm, "bias", None)
+    rms = isinstance(norm, nn.RMSNorm)
+    total, out, *_ = torch.ops.regard.branch_end(
+        x, y, norm.weight, bias, _seed(x, p), float(p), float(norm.eps), rms, dtype
+    )
+    return total, out
+
+
+def relu_dropout(x: Float[Tensor, "*b d"], p: int | float) -> Float[Tensor, "*b d"]:
+    """dropout(relu(x)); the backward pass needs the output alone."""
+    return torch.ops.regard.relu_dropout(x, _seed(x, p), float(p))
+
+
+# The operations. Defined by their schemas: torch.library.custom_op would cost more time than a launch.
+
+torch.library.define(
+    "regard::branch_end",
+    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, Tensor? seed, float p, float eps, bool rms, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "regard::branch_end_backward",
+    "(Tensor d_out, Tensor? d_total, Tensor total, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, float p,"
+    " bool rms, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define("regard::relu_dropout", "(Tensor x, Tensor seed, float p) -> Tensor")
+torch.library.define("regard::relu_dropout_backward", "(Tensor d_out, Tensor out, float p) -> Tensor")
+
+
+@torch.library.impl("regard::branch_end", ("cpu", "cuda"))
+def _branch_end(*arguments):
+    from . import branch_kernel
+
+    return branch_kernel.branch_end(*arguments)
+
+
+@torch.library.impl("regard::branch_end_backward", ("cpu", "cuda"))
+def _branch_end_backward(*arguments):
+    from . import branch_kernel
+
+    return branch_kernel.branch_end_backward(*arguments)
+
+
+@torch.library.impl("regard::relu_dropout", ("cpu", "cuda"))
+def _relu_dropout(*arguments):
+    from . import branch_kernel
+
+    return branch_kernel.relu_dropout(*arguments)
+
+
+@torch.library.impl("regard::relu_dropout_backward", ("cpu", "cuda"))
+def _relu_dropout_backward(*arguments):
+    from . import branch_kernel
+
+    return branch_kernel.relu_dropout_backward(*arguments)
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+@torch.library.register_fake("regard::branch_end")
+def _(x, y, weight, bias, seed, p, eps, rms, dtype):
+    rows = x.numel() // x.shape[-1]
+    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    return _like(x), _like(x, dtype), mean, rstd
+
+
+@torch.library.register_fake("regard::branch_end_backward")
+def _(d_out, d_total, total, mean, rstd, weight, seed, p, rms, dtype):
+    width = total.shape[-1]
+    sums = [torch.empty(width, dtype=torch.float32, device=total.device) for _ in range(2)]
+    return _like(total), _like(total, dtype), *sums
+
+
+@torch.library.register_fake("regard::relu_dropout")
+def _(x, seed, p):
+    return _like(x)
+
+
+@torch.library.register_fake("regard::relu_dropout_backward")
+def _(d_out, out, p):
+    return _like(out)
+
+
+def _setup(ctx, inputs, output):
+    _, y, weight, bias, seed, p, _, rms, _ = inputs
+    total, _, mean, rstd = output
+    ctx.save_for_backward(total, mean, rstd, weight, seed)
+    ctx.rest = p, rms, y.dtype
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (weight, bias))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, d_total, d_out, *_):
+    total, mean, rstd, weight, seed = ctx.saved_tensors
+    if d_out is None:  # a run that reads the sum alone
+        d_out = torch.zeros_like(total)
+    operation = torch.ops.regard.branch_end_backward
+    dx, dy, *sums = operation(d_out, d_total, total, mean, rstd, weight, seed, *ctx.rest)
+    shared = (None if kind is None else d.to(kind) for d, kind in zip(sums, ctx.dtypes, strict=True))
+    return dx, dy, *shared, *(None,) * 5
+
+
+def _setup_relu(ctx, inputs, output):
+    ctx.save_for_backward(output)
+    ctx.p = inputs[2]
+
+
+def _backward_relu(ctx, d_out):
+    return torch.ops.regard.relu_dropout_backward(d_out, *ctx.saved_tensors, ctx.p), None, None
+
+
+torch.library.register_autograd("regard::branch_end", _backward, setup_context=_setup)
+torch.library.register_autograd("regard::relu_dropout", _backward_relu, setup_context=_setup_relu)
