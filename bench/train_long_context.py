@@ -30,7 +30,7 @@ from regard.training.loop.ranks import ALONE
 from regard.training.loop.trainer import Trainer
 from regard.training.recipes import recipe
 
-TINY = {"context": 1024, "d_model": 32, "layers": 1, "heads": 2, "rows": 2}
+TINY = {"context": 1024, "d_model": 32, "layers": 1, "rows": 2}
 
 
 def dense(q, k, v, *, dropout_p=0.0, **_):

@@ -7,9 +7,9 @@ Both sides: Marian's architecture with 4 + 3 layers of 384, 6 heads, feed-forwar
 the residual sums, one table of 8000 embeddings, dropout 0.1 on embeddings and branches, label smoothing 0.1, fused
 AdamW, clipping at 1, bf16 autocast, the same tokenizer and sentence pairs; batches of as many padded tokens on
 average. Theirs: torch.compile(dynamic=True), batches by transformers' LengthGroupedSampler. Ours: `Trainer` as
-`regard train translate-h200` runs it (buckets of lengths, CUDA graphs); it also computes a moving average of the weights. A real
-token is one of a source, or of a target with its end. The rounds alternate; a side's figure is all its real
-tokens over all its time.
+`regard train translate-h200` runs it (buckets of lengths, CUDA graphs); it also computes a moving average of the
+weights. A real token is one of a source, or of a target with its end. The rounds alternate; a side's figure is all
+its real tokens over all its time.
 """
 
 import argparse

@@ -49,9 +49,8 @@ def branch_end(
     """x + dropout(y), and its norm in this dtype."""
     bias = getattr(norm, "bias", None)
     rms = isinstance(norm, nn.RMSNorm)
-    total, out, *_ = torch.ops.regard.branch_end(
-        x, y, norm.weight, bias, _seed(x, p), float(p), float(norm.eps), rms, dtype
-    )
+    factors = [float(p), float(norm.eps), float(rms)]
+    total, out, _ = torch.ops.regard.branch_end(x, y, norm.weight, bias, _seed(x, p), factors, dtype)
     return total, out
 
 
@@ -64,13 +63,13 @@ def relu_dropout(x: Float[Tensor, "*b d"], p: int | float) -> Float[Tensor, "*b 
 
 torch.library.define(
     "regard::branch_end",
-    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, Tensor? seed, float p, float eps, bool rms, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, Tensor? seed, float[] factors, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "regard::branch_end_backward",
-    "(Tensor d_out, Tensor? d_total, Tensor total, Tensor mean, Tensor rstd, Tensor? weight, Tensor? seed, float p,"
-    " bool rms, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor?[] grads, Tensor total, Tensor statistics, Tensor? weight, Tensor? seed, float[] factors,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define("regard::relu_dropout", "(Tensor x, Tensor seed, float p) -> Tensor")
 torch.library.define("regard::relu_dropout_backward", "(Tensor d_out, Tensor out, float p) -> Tensor")
@@ -109,14 +108,13 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @torch.library.register_fake("regard::branch_end")
-def _(x, y, weight, bias, seed, p, eps, rms, dtype):
-    rows = x.numel() // x.shape[-1]
-    mean, rstd = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
-    return _like(x), _like(x, dtype), mean, rstd
+def _(x, y, weight, bias, seed, factors, dtype):
+    statistics = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+    return _like(x), _like(x, dtype), statistics
 
 
 @torch.library.register_fake("regard::branch_end_backward")
-def _(d_out, d_total, total, mean, rstd, weight, seed, p, rms, dtype):
+def _(grads, total, statistics, weight, seed, factors, dtype):
     width = total.shape[-1]
     sums = [torch.empty(width, dtype=torch.float32, device=total.device) for _ in range(2)]
     return _like(total), _like(total, dtype), *sums
@@ -133,22 +131,21 @@ def _(d_out, out, p):
 
 
 def _setup(ctx, inputs, output):
-    _, y, weight, bias, seed, p, _, rms, _ = inputs
-    total, _, mean, rstd = output
-    ctx.save_for_backward(total, mean, rstd, weight, seed)
-    ctx.rest = p, rms, y.dtype
+    _, y, weight, bias, seed, factors, _ = inputs
+    total, _, statistics = output
+    ctx.save_for_backward(total, statistics, weight, seed)
+    ctx.rest = factors, y.dtype
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (weight, bias))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, d_total, d_out, *_):
-    total, mean, rstd, weight, seed = ctx.saved_tensors
+    total, *saved = ctx.saved_tensors
     if d_out is None:  # a run that reads the sum alone
         d_out = torch.zeros_like(total)
-    operation = torch.ops.regard.branch_end_backward
-    dx, dy, *sums = operation(d_out, d_total, total, mean, rstd, weight, seed, *ctx.rest)
+    dx, dy, *sums = torch.ops.regard.branch_end_backward([d_out, d_total], total, *saved, *ctx.rest)
     shared = (None if kind is None else d.to(kind) for d, kind in zip(sums, ctx.dtypes, strict=True))
-    return dx, dy, *shared, *(None,) * 5
+    return dx, dy, *shared, *(None,) * 3
 
 
 def _setup_relu(ctx, inputs, output):

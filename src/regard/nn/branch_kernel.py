@@ -135,39 +135,36 @@ def branch_end(
     weight: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    p: float,
-    eps: float,
-    rms: bool,
+    factors: list[float],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x + dropout(y), its norm in `dtype`, and the norm's mean and 1 / standard deviation of each row."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + dropout(y), its norm in `dtype`, each row's mean and 1 / standard deviation. factors: p, eps, RMS norm."""
+    p, eps, rms = factors
     x, y, d = x.contiguous(), y.contiguous(), x.shape[-1]
     rows = x.numel() // d
     total, out = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
-    mean, rstd = (torch.empty(rows, device=x.device, dtype=torch.float32) for _ in range(2))
+    statistics = torch.empty(2, rows, device=x.device, dtype=torch.float32)
     (columns, tile), (threshold, factor) = _tile(d), _dropping(p)
     if rows:
         branch_end_kernel[(triton.cdiv(rows, tile),)](
-            x, y, weight, bias, seed, total, out, mean, rstd, rows, d, eps, threshold, factor,
-            RMS=rms, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, DROPS=seed is not None,
+            x, y, weight, bias, seed, total, out, statistics[0], statistics[1], rows, d, eps, threshold, factor,
+            RMS=bool(rms), HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, DROPS=seed is not None,
             ROUNDS=ROUNDS, D=columns, R=tile,
         )  # fmt: skip
-    return total, out, mean, rstd
+    return total, out, statistics
 
 
 def branch_end_backward(
-    d_out: Tensor,
-    d_total: Tensor | None,
+    grads: list[Tensor | None],
     total: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     seed: Tensor | None,
-    p: float,
-    rms: bool,
+    factors: list[float],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, of y in `dtype`, of weight and of bias in float32."""
+    """The gradients of x, of y in `dtype`, of weight and of bias in float32. grads: of the norm, and of the sum."""
+    (d_out, d_total), (p, _, rms) = (None if g is None else g.contiguous() for g in grads), factors
     d = total.shape[-1]
     rows = total.numel() // d
     dx, dy = torch.empty_like(total), torch.empty_like(total, dtype=dtype)
@@ -175,9 +172,9 @@ def branch_end_backward(
     programs = max(min(PROGRAMS, triton.cdiv(rows, tile)), 1)
     sums = torch.empty(2, programs, d, device=total.device, dtype=torch.float32)
     branch_end_backward_kernel[(programs,)](
-        d_out.contiguous(), None if d_total is None else d_total.contiguous(), total, mean, rstd, weight, seed,
-        dx, dy, sums[0], sums[1], rows, d, threshold, factor,
-        RMS=rms, HAS_WEIGHT=weight is not None, HAS_TOTAL=d_total is not None, DROPS=seed is not None,
+        d_out, d_total, total, statistics[0], statistics[1], weight, seed, dx, dy,
+        sums[0], sums[1], rows, d, threshold, factor,
+        RMS=bool(rms), HAS_WEIGHT=weight is not None, HAS_TOTAL=d_total is not None, DROPS=seed is not None,
         ROUNDS=ROUNDS, D=columns, R=tile,
     )  # fmt: skip
     return dx, dy, sums[0].sum(0), sums[1].sum(0)

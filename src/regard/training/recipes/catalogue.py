@@ -172,10 +172,7 @@ def long_context(
     context: int = 16_384,
     d_model: int = 512,
     layers: int = 8,
-    heads: int = 8,
     rows: int = 4,
-    rate: int | float = 1.5e-3,
-    seed: int = 0,
 ) -> Recipe:
     """A character model with a context of 16,384, for one large GPU.
 
@@ -185,6 +182,7 @@ def long_context(
     """
     data = ContinuousText("en-es" if file is None else "shakespeare", file=file, context=context)
     size = len(SPECIAL) + len(set(data.text()))
+    heads = max(d_model // 64, 1)
     past = Attention(
         d_model, heads=heads, pattern=pattern, position=rope(pairing="interleaved"), biases="none"
     )
@@ -195,10 +193,9 @@ def long_context(
     settings = Settings(
         steps,
         rows * context,
-        warmup_cosine(rate, max(steps // 10, 1), steps),
+        warmup_cosine(1.5e-3, max(steps // 10, 1), steps),
         optimizer=AdamW(betas=(0.9, 0.98), eps=1e-8, decay=0.1),
         autocast="bfloat16",
-        seed=seed,
         valid_every=steps,
         save_every=steps,
         log_every=10,
