@@ -67,6 +67,7 @@ class Case:
     h_kv: int = 1
     dtype: str = "float32"
     at: tuple[int, int] | None = None
+    row_at: tuple[int, ...] | None = None  # of one query, its position in each batch row; only o and lse then
     scale: float | None = None
     lengths: tuple[int, ...] | None = None  # keys past them hold NaN, values infinity
     starts: tuple[int, ...] | None = None  # with lengths: keys before them too
@@ -92,6 +93,7 @@ def _words() -> Iterator[Case]:
 
 
 BOTH = causal() & (window(5) | every(8))
+RECENT = causal() & (window(20) | sinks(4))
 LATTICE = Related(Relation(near=3, far=27, divisor=2, query_below=24, key_class=(4, 1)))
 SMALL = [
     *_words(),
@@ -116,6 +118,21 @@ SMALL = [
     Case("width 1", full(), n=7, m=11, d_k=1, d_v=1),
     Case("n < m", BOTH, n=7, m=53),
     Case("one query", BOTH, n=1, m=53),
+    Case("one query, heads in groups", RECENT, n=1, m=283, b=2, h=6, h_kv=2),
+    Case("one query, keys in pieces", causal() & (window(90) | every(8)), n=1, m=283, h=4),
+    Case(
+        "one query, row positions",
+        RECENT | every(8),
+        n=1,
+        m=97,
+        b=3,
+        h=2,
+        lengths=(97, 41, 1),
+        row_at=(96, 40, 0),
+    ),
+    Case("one query of a block", causal() & strided(6) | blocks(12), n=1, at=(31, 1), softcap=2.0),
+    Case("one query, left padding", window(30) - dilated(3, 5), n=1, at=(33, 1), lengths=(35,), starts=(7,)),
+    Case("one query of some", window(5) | rows(7, 3), n=1, at=(31, 1)),
     Case("one key", full(), n=11, m=1, at=(0, 1), one_key=True),
     Case("one pair", full(), n=1, m=1, one_key=True),
     Case("heads behind positions", BOTH, h=2, h_kv=2, b=2, n=19, m=19, order="b n h d"),
@@ -225,8 +242,8 @@ LARGE = {
 def _wide_batch(case: Case, dtype: str) -> Case:
     """A small case in eight batch rows, so that a maximum is one over many numbers."""
     lengths, starts = (None if x is None else 8 * x for x in (case.lengths, case.starts))
-    name = f"{case.name}, {dtype}"
-    return replace(case, name=name, b=8 * case.b, lengths=lengths, starts=starts, dtype=dtype)
+    rows = {"lengths": lengths, "starts": starts, "row_at": None if case.row_at is None else 8 * case.row_at}
+    return replace(case, name=f"{case.name}, {dtype}", b=8 * case.b, dtype=dtype, **rows)
 
 
 def _large(name: str, d: int, dtype: str) -> Case:
@@ -349,10 +366,9 @@ def hidden(case: Case, device: str) -> Tensor:
 def dense(case: Case, device: str) -> Any:
     """(q, k, v) → (o, lse) by the formula, over every pair, in the dtype of q; lse at least in float32."""
     past = hidden(case, device)
-    allowed = case.pattern.allowed(case.n, case.m, case.at).to(device) & rearrange(
-        ~past, "b h m 1 -> b h 1 m"
-    )
-
+    at = case.at if case.row_at is None else torch.tensor(case.row_at)
+    allowed = case.pattern.allowed(case.n, case.m, at).to(device)
+    allowed = allowed & rearrange(~past, "b h m 1 -> b h 1 m")
     where = positions(case.pattern, case.n, case.m, case.at, torch.device(device))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,9 +404,12 @@ def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
     if case.starts is not None:
         lengths = torch.tensor(list(zip(case.starts, case.lengths)), device=device)
     parts = bias(case, device, q.dtype)
-    extras = Extras(**parts, lengths=lengths, seed=SEED)
+    at = None if case.row_at is None else torch.tensor(case.row_at, device=device)
+    extras = Extras(**parts, lengths=lengths, seed=SEED, at=at)
     made = task(q, v, options(case), extras, configs)
     o, lse = host.forward(q, k, v, made, extras)
+    if at is not None:
+        return [o, lse]
     grads = do if "o" in case.given.split() else torch.zeros_like(o), dlse if "lse" in case.given else None
     found = host.backward((q, k, v, o, lse), grads, made, extras, bool(parts))
     return [o, lse, *(x for x in found if x is not None)]
@@ -401,7 +420,7 @@ def repeatable(case: Case, device: str, configs: Any) -> bool:
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 
-    terms = case.lengths or case.reach is not None or case.slopes or case.softcap
+    terms = case.lengths or case.row_at or case.reach is not None or case.slopes or case.softcap
     if terms or case.dropout_p or (case.scale or 1.0) < 0:
         return True
     q, k, v, do, _ = tensors(case, device)
@@ -448,6 +467,8 @@ def run(case: Case, attend: Any, device: str, dtype: torch.dtype) -> list[Tensor
     q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
     parts = {name: x.requires_grad_() for name, x in bias(case, device, dtype).items()}
     o, lse = attend(q, k, v, **parts)
+    if case.row_at is not None:
+        return [o.detach(), lse.detach()]
     given = {"o": (o, do.to(dtype)), "lse": (lse, dlse.to(lse.dtype))}
     outs, grads = zip(*(given[name] for name in case.given.split(" and ")))
     found = torch.autograd.grad(outs, (q, k, v, *parts.values()), grads, materialize_grads=True)
@@ -552,7 +573,7 @@ def outcome(case: Case, device: str) -> dict[str, Any]:
     dtype = getattr(torch, case.dtype)
     exact, plain = (run(case, dense(case, device), device, d) for d in (torch.float64, dtype))
     found, one_launch = counted(launches, lambda: fast(case, device, configs))
-    names = OUTPUTS + tuple(f"d{name}" for name in bias(case, device, dtype))
+    names = OUTPUTS[: len(found)] + tuple(f"d{name}" for name in bias(case, device, dtype))
     result = errors(names, found, plain, exact)
     if case.one_key:
         for name, size in terms(case, device).items():

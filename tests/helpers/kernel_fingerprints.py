@@ -151,6 +151,8 @@ def calls():
     yield "triton dropout", attend(sparse, 700, 128, dropout_p=0.2, seed=1 << 40)
     yield "triton softcap, left padding", attend(sparse, 700, 128, softcap=20.0, lengths=[[5, 600]])
     yield "triton split rows", attend(full(), 5, 32, single, m=8192)
+    yield "triton one query", attend(causal() & (window(1024) | every(64)) | blocks(512), 1, 128, h=8, m=8192)
+    yield "triton one query, pieces, lengths", attend(full(), 1, 64, half, h=8, m=8192, lengths=[[5, 600]])
     yield "triton passes that go on", attend(window(3) | rows(13, 5) | rows(17, 1), 2304, 32)
     yield "triton wide values", attend(sparse, 2304, 16, d_v=40)
     for d, dtype in ((64, bf16), (128, half), (64, single)):

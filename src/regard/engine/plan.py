@@ -37,6 +37,7 @@ from .parts import (
 TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, merging with other passes
 SAMPLE_TILES = 256  # tiles on which candidates are compared
 MAX_CLAUSES = 8  # clauses that a union is split into
+MAX_RUNS = 4  # progressions of one query
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,3 +297,73 @@ def _is_row_class(relation: Relation) -> bool:
     """Whether it asks for a residue of the tile's rows and nothing else."""
     k, _ = relation.query_class
     return k > 1 and relation == Relation(query_class=relation.query_class)
+
+
+# The plan of one query, as formulas of its position p: a sequence that grows by a key at a time would need a new plan
+# for each token, and the position may differ by batch row, in a tensor on the device. For one query, each clause of a
+# pattern is one progression.
+
+
+@lru_cache(maxsize=1024)
+def run_formulas(pattern: Pattern) -> tuple[str, ...] | None:
+    """First key, step and end of each progression of keys that a query at p may attend to, m keys there are.
+
+    Every allowed key is in one of them; a key may also be in several, or in one and not be allowed. None where the
+    pattern has data or too many clauses.
+
+    >>> from regard.pattern import causal, every, window
+    >>> run_formulas(causal() & every(64))
+    ('(0) + ((0 - (0)) % 64 + 64) % 64', '64', 'minimum(m, p + 1)')
+    """
+    union = clauses(pattern)
+    if len(union) > MAX_RUNS or not all(isinstance(x, Word) for x in pattern.leaves()):
+        return None
+    out: list[str] = []
+    for clause in union:
+        relation = Relation()
+        for word in clause:
+            if isinstance(word, Word):
+                relation &= word.relation
+            elif not (isinstance(word, Not) and isinstance(word.inner, Word)):
+                return None
+        out += _run(relation)
+    return tuple(out)
+
+
+def _run(r: Relation) -> tuple[str, str, str]:
+    starts, ends = ["0"], ["m"]
+    if r.far < FAR:
+        starts.append(f"p - {r.far}")
+    if r.near > -FAR:
+        ends.append(f"p + {1 - r.near}")
+    if r.key_below < FAR:
+        ends.append(f"{r.key_below}")
+    for size in r.blocks:
+        starts.append(f"p - {_residue(size)}")
+        ends.append(f"p - {_residue(size)} + {size}")
+    if r.query_below < FAR:
+        ends.append(f"where(p < {r.query_below}, m, 0)")
+    if r.query_class[0] > 1:
+        ends.append(f"where({_residue(r.query_class[0])} == {r.query_class[1]}, m, 0)")
+    first, end = _nested("maximum", starts), _nested("minimum", ends)
+    step, rest = (r.divisor, _residue(r.divisor)) if r.divisor > r.key_class[0] else (*r.key_class,)
+    if step > 1:
+        first = f"({first}) + (({rest} - ({first})) % {step} + {step}) % {step}"
+    return first, str(step), end
+
+
+def _nested(name: str, terms: list[str]) -> str:
+    return terms[0] if len(terms) == 1 else f"{name}({_nested(name, terms[:-1])}, {terms[-1]})"
+
+
+def _residue(k: int) -> str:
+    """That of p, with the sign of k: C gives a remainder the sign of p, which may be below 0."""
+    return f"(p % {k} + {k}) % {k}"
+
+
+@lru_cache(maxsize=4096)
+def keys_visited(pattern: Pattern, p: int, m: int) -> int:
+    """How many keys the kernel reads for a query at p."""
+    names = {"maximum": max, "minimum": min, "where": lambda condition, a, b: a if condition else b}
+    found = [eval(x, {**names, "p": p, "m": m}) for x in run_formulas(pattern) or ()]
+    return sum(max(0, -(-(end - first) // step)) for first, step, end in zip(*[iter(found)] * 3))

@@ -4,19 +4,22 @@ Nothing here imports Triton before a call runs: the choice of a backend is the s
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import BackendError
+from ...pattern import Pattern
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import Call, CallFacts, Outputs, Prepared
 from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
-from ..plan import plan, why_masked
+from ..plan import keys_visited, plan, run_formulas, why_masked
 
 MAX_HEAD_DIM = 256  # what the kernels hold
+MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (the group `short` of
 # bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, and by several.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
@@ -31,8 +34,8 @@ class Triton:
     automatic = ("cuda",)
 
     def refuses(self, f: CallFacts) -> str | None:
-        if f.no_tiles:
-            return f.no_tiles
+        if refused := _without_positions(f).no_tiles:
+            return refused
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
         if f.pattern.has_data:
@@ -41,6 +44,8 @@ class Triton:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"
         if max(f.d_k, f.d_v) > MAX_HEAD_DIM:
             return f"heads {max(f.d_k, f.d_v)} wide do not fit the Triton kernels, which hold {MAX_HEAD_DIM}"
+        if _decodes(f):
+            return None
         if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
             return None
         return why_masked(*f.place)
@@ -59,13 +64,33 @@ class Triton:
 
 
 def _computed(f: CallFacts) -> int:
-    return plan(*f.place).computed
+    return keys_visited(f.pattern, f.offset[0], f.m) if _decodes(f) else plan(*f.place).computed
+
+
+def _without_positions(f: CallFacts) -> CallFacts:
+    """The same call without the per-row positions of its queries, if these kernels take them: of one query, without
+    gradients, where no compiler sees the call."""
+    taken = f.row_offsets and _decodes(f) and not f.grad and not f.observed
+    return replace(f, row_offsets=False) if taken else f
+
+
+def _decodes(f: CallFacts) -> bool:
+    if torch.compiler.is_compiling() or f.bias != "none" or f.dropout_p:
+        return False
+    return decodes(f.pattern, f.n, f.heads // f.kv_heads)
+
+
+def decodes(pattern: Pattern, n: int, group: int) -> bool:
+    """Whether the kernel for one query per batch row takes a call without bias and dropout."""
+    return n == 1 and group <= MAX_GROUP and run_formulas(pattern) is not None
 
 
 def variant(f: CallFacts) -> str:
     """Which kernels run, for contiguous tensors: those for Hopper, one launch for the whole backward pass."""
     if torch.compiler.is_compiling():
         return "general kernels"
+    if _decodes(f):
+        return "one query" + (", one-launch backward" if f.grad and _backward_in_one_launch(f) else "")
     names = ["Hopper" if _on_hopper(f) else "general kernels"]
     if f.grad and _backward_in_one_launch(f):
         names.append("one-launch backward")
@@ -118,6 +143,8 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
     seed = int(sample_seed()) if call.dropout_p else NO_SEED
     options = Options(f.pattern, *f.offset, f.factor, call.dropout_p, call.softcap)
+    if isinstance(call.at, Tensor):
+        return forward((call.q, call.k, call.v), (None, None, call.limits()), seed, options, call.at)
     return _Attend.apply(call.q, call.k, call.v, table, slopes, call.limits(), seed, options)
 
 
@@ -155,13 +182,15 @@ class _Attend(torch.autograd.Function):
         return *backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias), None, None, None
 
 
-def forward(qkv: Any, extras: Any, seed: int, options: Options) -> tuple[Tensor, Tensor]:
-    """o and lse. qkv: q, k, v; extras: table, slopes, lengths."""
+def forward(
+    qkv: Any, extras: Any, seed: int, options: Options, at: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """o and lse. qkv: q, k, v; extras: table, slopes, lengths; at: the position of the query of each batch row."""
     from . import host
     from .call import Extras, task
 
     table, slopes, lengths = extras
-    more = Extras(table, slopes, lengths, seed)
+    more = Extras(table, slopes, lengths, seed, at)
     q, k, v = qkv
     o, lse = host.forward(q, k, v, task(q, v, options, more), more)
     return o.contiguous(), lse.contiguous()

@@ -93,6 +93,9 @@ class Extras(NamedTuple):
     slopes: Float[Tensor, " h"] | None = None
     lengths: Int[Tensor, "b *two"] | None = None  # where the keys of each batch row end, or begin and end
     seed: int = NO_SEED
+    at: Int[Tensor, " b"] | None = (
+        None  # the position of the query of each batch row, where there is one query
+    )
 
     @property
     def limits(self) -> int:
@@ -101,11 +104,13 @@ class Extras(NamedTuple):
 
     def on(self, device: torch.device) -> "Extras":
         """As the kernels read them: contiguous, the bias in float32 and base 2, lengths as int32 on this device."""
-        if self[:3] == (None, None, None):
+        if self[:3] == (None, None, None) and self.at is None:
             return self
         table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in self[:2])
-        lengths = None if self.lengths is None else self.lengths.to(device, torch.int32).contiguous()
-        return Extras(table, slopes, lengths, self.seed)
+        lengths, at = (
+            None if x is None else x.to(device, torch.int32).contiguous() for x in (self.lengths, self.at)
+        )
+        return Extras(table, slopes, lengths, self.seed, at)
 
 
 PLAIN = Extras()
@@ -202,6 +207,7 @@ class CallLayout(NamedTuple):
     lengths: int = 0  # numbers that say which keys of a batch row are hidden: none, the end, or begin and end
     has_dlse: bool = False  # backward: the log-sum-exp has a gradient
     bias_gradient: bool = False  # backward: the bias needs a gradient
+    per_row: bool = False  # the position of the query differs by batch row
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:
@@ -217,5 +223,6 @@ class CallLayout(NamedTuple):
             "table": self.task.reach is not None,
             "slopes": self.task.has_slopes,
             "lengths": self.lengths > 0,
+            "at": self.per_row,
         }
         return tuple(name for name, is_there in there.items() if is_there)

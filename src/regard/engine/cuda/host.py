@@ -54,7 +54,7 @@ def _forward_call(call: CallLayout) -> ForwardCall:
         else:
             o = torch.zeros(shape, dtype=dtype, device=device)
             lse = torch.full(shape[:3], -torch.inf, device=device)
-        run((q, k, v, o, lse) if plain else (q, k, v, o, lse, *_present(*extras[:3])), extras.seed)
+        run((q, k, v, o, lse) if plain else (q, k, v, o, lse, *_present(*extras[:3], extras.at)), extras.seed)
         return o.to(call.dtype) if accumulates else o, lse
 
     return forward
@@ -107,7 +107,8 @@ def forward(
         return forward(-q, k, v, negated(task), extras)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    call = CallLayout(task, (layout(q), layout(k), layout(v)), q.dtype, q.device, extras.limits)
+    layouts = layout(q), layout(k), layout(v)
+    call = CallLayout(task, layouts, q.dtype, q.device, extras.limits, per_row=extras.at is not None)
     with _device_of(q):
         o, lse = prepared_forward(call)(q, k, v, extras.on(q.device))
     return _narrowed(o, d_v), lse

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from ... import compat
-from .backend import one_launch
+from ..plan import keys_visited, run_formulas
+from .backend import decodes, one_launch
 from .call import CallLayout, Config, Layout, base2, contiguous, default, exceeds_int32, padded
-from .mask import compiled
+from .mask import compiled, runs
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
 from .tile_lists import tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
-from .triton.forward import SLOPES, TABLE, Static, forward_kernel, merge_kernel, static
+from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
 from .work_split import WorkSplit, flatten_heads, split_work
 
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
@@ -30,6 +31,8 @@ Launches = list[tuple[Launch, Arguments]]
 
 def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
+    if (one_query := decode(call)) is not None:
+        return DevicePasses((), True), one_query
     by_hopper = hopper_passes(call, call.task.configs.hopper_forward, False)
     if by_hopper is not None:
         return by_hopper, hopper_forward(call, by_hopper)
@@ -56,6 +59,39 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     return route, Program(
         ("q", "k", "v", "o", "lse", *call.optional_inputs), launches, workspace, call.device
     )
+
+
+def decode(call: CallLayout) -> Program | None:
+    """Fills o and lse of one query per batch row; None where the general kernels run the call."""
+    task, (b, h, h_kv, n, m, d_k, d_v), (q, k, v) = call.task, call.sizes, call.tensors[:3]
+    has_bias = task.reach is not None or task.has_slopes
+    if has_bias or task.dropout_p or not decodes(task.pattern, n, h // h_kv):
+        return None
+    rows, heads, group = max(16, padded(h // h_kv)), b * h_kv, h // h_kv
+    config = Config(rows, 32 if max(d_k, d_v) > 128 or call.dtype == torch.float32 else 64, 4, 3)
+    blocks = -(-keys_visited(task.pattern, m - 1 if call.per_row else task.start, m) // config.block)
+    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, blocks))
+    sizes = static(task.pattern, config, call)._replace(
+        SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
+        GROUP=group, runs=runs(task.pattern), RUNS=len(run_formulas(task.pattern) or ()) // 3, PER_ROW=call.per_row,
+    )  # fmt: skip
+    launch = Launch(
+        decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
+        h_kv, heads, m, task.start, pieces, *_numbers(call)[:2], S=sizes,
+    )  # fmt: skip
+    parts = ("part_o", "part_lse") if pieces > 1 else ("lse", "lse")
+    others = ("lengths" if call.lengths else "lse"), ("at" if call.per_row else "lse")
+    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *parts, *others))]
+    if pieces > 1:
+        total = Launch(
+            merge_kernel, heads, config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
+            keep=None, R=rows, d_v=d_v, DV=padded(d_v), ACCUMULATES=False, WIDE=False,
+        )  # fmt: skip
+        join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
+        launches.append((total, ("o", "lse", *parts, join)))
+    workspace = {"part_o": pieces * heads * rows * padded(d_v), "part_lse": pieces * heads * rows}
+    inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
+    return Program(inputs, launches, workspace if pieces > 1 else {}, call.device)
 
 
 def backward(call: CallLayout) -> Backward:
@@ -236,7 +272,7 @@ def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor |
 def _bias_programs(call: CallLayout, counts: list[int]) -> int:
     """Programs per head, each with a row of sums: about as many as a GPU runs at a time, and no more than items."""
     b, h = call.sizes[:2]
-    at_a_time = 2 * _multiprocessors(call.device) if call.device.type == "cuda" else 2
+    at_a_time = 2 * _multiprocessors(call.device)
     return min(max(at_a_time // (b * h), 1), max(counts, default=1))
 
 
@@ -323,7 +359,8 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """2 under the interpreter, which has no device."""
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def hopper_forward(call: CallLayout, route: DevicePasses) -> Program:

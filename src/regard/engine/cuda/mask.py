@@ -10,6 +10,7 @@ is computed once per key; a pair costs one comparison per bound, and only in blo
 
 import hashlib
 import linecache
+import re
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
 from operator import and_
@@ -24,6 +25,7 @@ from ...errors import BackendError
 from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full
 from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
+from ..plan import run_formulas
 
 # Marks of blocks: places past the last key, past the upper, before the lower bound; some places are exempt.
 END, UPPER, LOWER, FREES = 16, 32, 64, 128
@@ -79,6 +81,13 @@ def _residue(name: str, k: int) -> str:
 def compiled(pattern: Pattern) -> Any:
     """`allowed(i, j)` as a Triton function. The interpreter needs tl."""
     return function("allowed", "i, j", expression(pattern), triton.jit, {"tl": tl})
+
+
+@lru_cache(maxsize=1024)
+def runs(pattern: Pattern) -> Any:
+    """The progressions of keys of one query (see plan.run_formulas) as a Triton function of p and m."""
+    body = re.sub(r"\b(maximum|minimum|where)\(", r"tl.\1(", ", ".join(run_formulas(pattern) or ()))
+    return function("runs", "p, m", f"({body},)", triton.jit, {"tl": tl})
 
 
 def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, Any]) -> Any:

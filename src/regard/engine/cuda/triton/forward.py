@@ -15,6 +15,7 @@ from ..call import CallLayout, Config, padded
 from ..mask import compiled
 
 INTERPRETED = tl.constexpr(prepared.INTERPRETED)
+AHEAD = tl.constexpr(4)  # parts whose loads do not wait for one another
 ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known statistical test
 TABLE, SLOPES = 1, 2  # the parts of a bias, added up to BIAS
 # Numbers that must not make Triton compile again.
@@ -45,6 +46,9 @@ class Static(NamedTuple):
     SIDES: int = 0  # of gradients: FOR_QUERIES, FOR_KEYS or both
     LISTED: bool = False  # tiles and blocks are lists of members; else they are progressions
     GROUP: int = 1  # query heads per key head
+    runs: Any = None  # of one query: (p, m) → first key, step and end of each of RUNS progressions
+    RUNS: int = 0
+    PER_ROW: bool = False  # of one query: its position differs by batch row
     HAS_DLSE: bool = False  # the log-sum-exp has a gradient
     LEARNS: bool = False  # the bias has a gradient
 
@@ -271,6 +275,16 @@ def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors,
 
 
 @triton.jit
+def join(scores, unit, top, total, acc):
+    """The running softmax joined by these scores: the largest (base 2), the sum, the output so far; their weights."""
+    higher = tl.maximum(top, tl.max(scores, 1) * unit)
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
+    weights = tl.exp2(scores * unit - base[:, None])
+    fade = tl.exp2(top - base)
+    return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None], weights
+
+
+@triton.jit
 def _visit(
     q, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, top, total, acc, bias, begins, latest, dropout,
     S: tl.constexpr,
@@ -283,17 +297,12 @@ def _visit(
         products, i[:, None], j[None, :], valid[None, :], valid[None, :], t >= mid, low - latest, high - begins,
         bias, factors, S,
     )  # fmt: skip
-    higher = tl.maximum(top, tl.max(scores, 1) * unit)
-    base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
-    weights = tl.exp2(scores * unit - base[:, None])
-    fade = tl.exp2(top - base)
-    total = total * fade + tl.sum(weights, 1)
+    top, total, acc, weights = join(scores, unit, top, total, acc)
     if S.DROPS:
         weights = tl.where(is_kept(dropout, r[:, None], j[None, :]), weights * dropout[3], 0.0)
     v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
-    acc = acc * fade[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
-    return higher, total, acc
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -365,20 +374,88 @@ def merge_kernel(
         top = tl.load(LSE + r, mask=in_tile, other=-float("inf"))
         total = tl.where(top == -float("inf"), 0.0, 1.0)
         acc = rows_of(O, r, o_n, in_tile, d_v, DV, True, WIDE).to(tl.float32)
-    for u in range(pieces):
-        t = slot + u
-        at = (t.to(tl.int64) * all_heads + bh) * R + a
-        lse = tl.load(PART_LSE + at)
-        higher = tl.maximum(top, lse)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        fade = tl.exp(top - base)
-        weight = tl.exp(lse - base)
-        total = total * fade + weight
-        o = tl.load(PART_O + at[:, None] * DV + tl.arange(0, DV)[None, :])
-        acc = acc * fade[:, None] + o * weight[:, None]
-        top = higher
+    for u in range(0, pieces, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            at = ((slot + u + ahead).to(tl.int64) * all_heads + bh) * R + a
+            there = a < tl.where(u + ahead < pieces, R, 0)
+            lse = tl.load(PART_LSE + at, mask=there, other=-float("inf"))
+            o = tl.load(PART_O + at[:, None] * DV + tl.arange(0, DV)[None, :], mask=there[:, None], other=0.0)
+            higher = tl.maximum(top, lse)
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            fade = tl.exp(top - base)
+            weight = tl.exp(lse - base)
+            total = total * fade + weight
+            acc = acc * fade[:, None] + o * weight[:, None]
+            top = higher
     if keep is not None:
         i = start + step * r
         in_tile = in_tile & keep(i, i)
     tl.store(LSE + r, top + tl.log(total), mask=in_tile)
     store_rows(O, r, o_n, acc / tl.where(total > 0.0, total, 1.0)[:, None], in_tile, d_v, DV, WIDE)
+
+
+@triton.jit
+def _blocks(first, step, end, B: tl.constexpr):
+    """Blocks of B keys from first on, below end."""
+    return tl.maximum(end - first + step * B - 1, 0) // (step * B)
+
+
+@triton.jit(do_not_specialize=["heads", "all_heads", "m", "start", "pieces"])
+def decode_kernel(
+    Q, K, V, O, LSE, PART_O, PART_LSE, LIMITS, AT, q_b, q_h, k_b, k_h, k_m, v_b, v_h, v_m,
+    heads, all_heads, m, start, pieces, scale2, cap2, S: tl.constexpr,
+):  # fmt: skip
+    """One query per batch row, at position p: a piece of the keys of one key head, for the GROUP query heads that
+    share it. They are one tile, so that each key is read once; the progressions of keys are formulas of p."""
+    bh, b, h, piece = head_of(tl.program_id(0), heads, all_heads)
+    g, c = tl.arange(0, S.R), tl.arange(0, S.B)
+    in_tile = g < S.GROUP
+    p = start
+    if S.PER_ROW:
+        p = tl.load(AT + b)
+    limits = limits_of(LIMITS, b, S)
+    Q += b * q_b + h * S.GROUP * q_h
+    K += b * k_b + h * k_h
+    V += b * v_b + h * v_h
+    q = rows_of(Q, g, q_h, in_tile, S.d_k, S.DK, True, S.WIDE)
+    top = tl.full((S.R,), -float("inf"), tl.float32)
+    total = tl.zeros((S.R,), tl.float32)
+    acc = tl.zeros((S.R, S.DV), tl.float32)
+
+    runs = S.runs(p, m)
+    blocks = 0
+    for w in tl.static_range(S.RUNS):
+        blocks += _blocks(runs[3 * w], runs[3 * w + 1], runs[3 * w + 2], S.B)
+    lo, hi = blocks * piece // pieces, blocks * (piece + 1) // pieces
+    before = 0
+    for w in tl.static_range(S.RUNS):
+        first, step, end = runs[3 * w], runs[3 * w + 1], runs[3 * w + 2]
+        count = _blocks(first, step, end, S.B)
+        for t in range(tl.maximum(lo, before), tl.minimum(hi, before + count)):
+            j = first + step * ((t - before) * S.B + c)
+            valid = within(j < end, j, limits, S)
+            for u in tl.static_range(w):  # a key counts in the first progression that has it
+                inside = (
+                    (j >= runs[3 * u]) & (j < runs[3 * u + 2]) & ((j - runs[3 * u]) % runs[3 * u + 1] == 0)
+                )
+                valid = valid & (inside == 0)
+            k = rows_of(K, j, k_m, valid, S.d_k, S.DK, True, S.WIDE)
+            products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
+            scores, unit, _ = masked_scores(
+                products, p, j[None, :], valid[None, :], valid[None, :], True, 0, 0, 0, (scale2, cap2), S
+            )
+            top, total, acc, weights = join(scores, unit, top, total, acc)
+            v = rows_of(V, j, v_m, valid, S.d_v, S.DV, True, S.WIDE)
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=S.PRECISION)
+        before += count
+
+    lse = (top + tl.log2(total)) * 0.6931471805599453  # log2(0) = −∞: no allowed key
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if S.SPLIT:
+        at = (piece.to(tl.int64) * all_heads + bh) * S.R + g
+        tl.store(PART_LSE + at, lse)
+        tl.store(PART_O + at[:, None] * S.DV + tl.arange(0, S.DV)[None, :], acc)
+    else:
+        row = bh.to(tl.int64) * S.GROUP
+        tl.store(LSE + row + g, lse, mask=in_tile)
+        store_rows(O + row * S.d_v, g, S.d_v, acc, in_tile, S.d_v, S.DV, False)
