@@ -268,9 +268,24 @@ def _on_gpu() -> Iterator[Case]:
     # Of the keys that all queries may attend to, parts of dk and dv, which the launch of the other keys adds up;
     # grouped heads are not flattened.
     parts = causal() & (window(40) | every(32))
-    for d, n, h_kv in ((64, 3072, 4), (128, 3072, 4), (128, 3100, 2)):
+    for d, n, h_kv in (
+        (64, 3072, 4),
+        (128, 3072, 4),
+        (128, 3100, 2),
+        (96, 3072, 4),
+        (80, 3100, 2),
+        (48, 3072, 4),
+    ):
         name = f"causal window | every, in parts, d = {d}, h_kv = {h_kv}"
         yield Case(name, parts, n=n, m=n, d_k=d, d_v=d, b=2, h=4, h_kv=h_kv, dtype="bfloat16")
+    # Some passes by the kernels for Hopper, others by the general ones.
+    mixed = {
+        "global rows and keys": window(40) | rows(64) | every(64),
+        "window, then strided": causal() & (window(63) | strided(64)),
+        "window, then dilated": causal() & (window(32) | dilated(32, 8) | dilated(32, 64)),
+    }
+    for (name, pattern), d in product(mixed.items(), (64, 128)):
+        yield Case(f"{name}, d = {d}", pattern, n=3072, m=3072, d_k=d, d_v=d, h=4, h_kv=2, dtype="bfloat16")
     for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
         case = _large("causal window | every", d, dtype)
         yield replace(case, name=f"{case.name}, steep", steep=8.0)

@@ -16,7 +16,6 @@ import tempfile
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
@@ -95,12 +94,9 @@ def ptx_of(kernel, args, kwargs) -> str:
 
 def hopper_on_cpu() -> None:
     """Let the Hopper variant take CPU tensors: its condition on the device is left out."""
-    import torch
-
     from regard.engine.cuda import launches
 
-    properties = SimpleNamespace(multi_processor_count=132)
-    torch.cuda.get_device_properties = lambda device=None: properties
+    launches._multiprocessors = lambda device: 132
     launches.is_hopper = lambda device: True
 
 
@@ -111,7 +107,7 @@ def calls():
     from regard.engine.compiled_ops import NO_SEED, Options
     from regard.engine.cuda import host
     from regard.engine.cuda.call import Extras, task
-    from regard.pattern import blocks, causal, dilated, every, full, rows, window
+    from regard.pattern import blocks, causal, dilated, every, full, rows, strided, window
 
     sparse = causal() & (window(128) | every(64))
     bf16, half, single = torch.bfloat16, torch.float16, torch.float32
@@ -139,6 +135,9 @@ def calls():
     for pattern, d in hopper:
         yield f"hopper {pattern!r} d={d}", attend(pattern, 8192 if pattern is sparse else 3072, d)
     yield "hopper grouped", attend(sparse, 8200, 128, half, h=4, lse=True)
+    yield "hopper, narrower heads", attend(sparse, 8192, 96)
+    yield "hopper, then rows", attend(window(64) | rows(64) | every(64), 8192, 128)
+    yield "hopper, then passes that go on", attend(causal() & (window(127) | strided(128)), 8192, 128)
     for d, dtype in ((80, bf16), (256, half), (32, single), (128, single)):
         yield f"triton sparse d={d} {dtype}", attend(sparse, 2304, d, dtype)
     one = {"h": 1, "h_kv": 1}

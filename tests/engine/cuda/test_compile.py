@@ -46,9 +46,9 @@ def launches_of(which, pattern, d, n=8192):
         _, program = launches.forward(call._replace(tensors=(like,) * 3))
         return [launch for launch, *_ in program.launches], configs.hopper_forward
     if which == "hopper_dq":
-        made = launches.hopper_dq(call, launches.hopper_passes(call, configs.hopper_dq, False))
+        made = launches.hopper_dq(call, launches.routes(call, configs.dq, configs.hopper_dq, False)[1])
         return [launch for launch, _ in made], configs.hopper_dq
-    made, _ = launches.hopper_dkv(call, launches.hopper_passes(call, configs.hopper_dkv, True))
+    made, _ = launches.hopper_dkv(call, launches.routes(call, configs.dkv, configs.hopper_dkv, True)[1])
     return [launch for launch, _ in made], configs.hopper_dkv
 
 

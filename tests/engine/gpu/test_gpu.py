@@ -96,6 +96,40 @@ def test_a_bias_by_distance_runs_in_the_kernels_and_equals_sdpa_with_a_mask(part
 
 
 @THEIRS
+@pytest.mark.parametrize("n", [700, 2100])
+def test_softcap_and_sink_logits_have_the_gradients_of_the_formula(n):
+    q, k, v = heads(n)
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    terms = {"softcap": 3.0, "sink_logits": sinks}
+    assert rg.explain(q, k, v, SPARSE, **terms).backend == "triton"
+    o, formula = (rg.attention(q, k, v, SPARSE, **terms, backend=name) for name in ("auto", "reference"))
+    inputs = [q, k, v, sinks]
+    assert close([o], [formula]) and close(gradients(o, inputs), gradients(formula, inputs))
+
+
+@THEIRS
+@pytest.mark.parametrize("lengths", [False, True])
+def test_one_query_at_a_position_of_its_own_in_each_batch_row(lengths):
+    g = torch.Generator().manual_seed(0)
+    shapes = (3, 8, 1, 64), (3, 2, 5000, 64), (3, 2, 5000, 64)
+    q, k, v = (torch.randn(s, generator=g).to("cuda", torch.bfloat16) for s in shapes)
+    at = torch.tensor([4999, 1700, 3], device="cuda")
+    pattern = causal() & (window(1024) | every(64) | rg.sinks(4))
+    options = {"at": at, "return_lse": True} | ({"lengths": at + 1} if lengths else {})
+    explained = rg.explain(q, k, v, pattern, **options)
+    assert (explained.backend, explained.variant) == ("triton", "one query")
+    found, formula = (
+        rg.attention(q, k, v, pattern, **options, backend=name) for name in ("auto", "reference")
+    )
+    assert close(found, formula)
+    at.add_(-1)  # what a graph would replay: positions are read when the kernel runs
+    moved = rg.attention(q, k, v, pattern, **options)
+    assert not close(moved, found) and close(
+        moved, rg.attention(q, k, v, pattern, **options, backend="reference")
+    )
+
+
+@THEIRS
 def test_dropout_drops_its_share_keeps_the_mean_and_samples_anew():
     q, k, _ = heads(1500)
     v = torch.ones_like(q)

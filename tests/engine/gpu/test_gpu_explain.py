@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture
 def launched():
-    """A list that receives what is launched: the module of each kernel, and whether it runs on lists of members.
+    """A list that receives what is launched: module and name of each kernel, and whether it runs on lists of members.
 
     One patch for the whole test: a prepared call keeps the method that it was prepared with.
     """
@@ -34,7 +34,8 @@ def launched():
 
     def module(launch):
         listed = getattr(getattr(launch.sizes.get("S"), "LISTED", False), "value", False)
-        return getattr(launch.kernel, "fn", launch.kernel).__module__ + (", lists" if listed else "")
+        kernel = getattr(launch.kernel, "fn", launch.kernel)
+        return f"{kernel.__module__}.{kernel.__name__}" + (", lists" if listed else "")
 
     def noting(real, launches):
         def run(self, *given):
@@ -67,6 +68,8 @@ def take(modules):
 def variant(forward, backward, grad):
     """The variant of triton that these kernels are."""
     names = ["Hopper" if any(".hopper." in module for module in forward) else "general kernels"]
+    if any(module.endswith(".decode_kernel") for module in forward):
+        names = ["one query"]
     if grad and any(module.endswith(", lists") for module in backward):
         names.append("one-launch backward")
     return ", ".join(names)

@@ -116,11 +116,12 @@ def _on_hopper(f: CallFacts) -> bool:
     if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
         return False
     from .call import CallLayout, contiguous
-    from .launches import hopper_passes
+    from .launches import routes
 
     layouts = tuple(contiguous(*x.shape) for x in f.like())
     call = CallLayout(_plain_task(f), layouts, f.dtype, torch.device(f.device))
-    return hopper_passes(call, call.task.configs.hopper_forward, False) is not None
+    configs = call.task.configs
+    return bool(routes(call, configs.forward, configs.hopper_forward, False)[1].steps)
 
 
 def _plain_task(f: CallFacts) -> Any:

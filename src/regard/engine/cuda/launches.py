@@ -1,6 +1,7 @@
 """Which kernels run a call, and what each is given: those for Hopper where they can, else the general ones."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel
 from .work_split import WorkSplit, flatten_heads, split_work
 
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
-HOPPER_WIDTHS = (64, 128)  # head widths that the kernels for Hopper take
+HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
 # Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
 # Of a backward pass by one launch, by the larger of the two padded widths.
@@ -33,17 +34,15 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     """Fills o and lse."""
     if (one_query := decode(call)) is not None:
         return DevicePasses((), True), one_query
-    by_hopper = hopper_passes(call, call.task.configs.hopper_forward, False)
-    if by_hopper is not None:
-        return by_hopper, hopper_forward(call, by_hopper)
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], contiguous(b, h, n, d_v)
-    route, wide = passes(call, config, False), exceeds_int32(q, k, v, o)
-    rows = max((step.work.slots for step in route.steps), default=0) * b * h * config.tile
+    route, by_hopper, others = routes(call, config, task.configs.hopper_forward, False)
+    launches = hopper_forward(call, by_hopper) if by_hopper.steps else []
+    wide, slots = exceeds_int32(q, k, v, o), max((step.work.slots for step in others.steps), default=0)
+    rows = slots * b * h * config.tile
     workspace = {"part_o": rows * padded(d_v), "part_lse": rows} if rows else {}
     part_o, part_lse = ("part_o", "part_lse") if rows else ("lse", "lse")
-    launches: Launches = []
-    for step in route.steps:
+    for step in others.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides,
@@ -143,10 +142,13 @@ def general_backward(call: CallLayout) -> Backward:
     return Backward(outputs, program, not (call.bias_gradient or by_queries.joins or by_keys.joins))
 
 
-def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int) -> tuple[Launches, int]:
+def gradients(
+    call: CallLayout, route: DevicePasses, config: Config, sides: int, apart: bool = False
+) -> tuple[Launches, int]:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row; or else dk and dv.
 
     Also the numbers in the parts of split tiles of one pass: passes run one after the other and share the room.
+    apart: instead of stats, fill lse2 and delta, which the kernels for Hopper read.
     """
     (b, h, h_kv, n, m, d_k, d_v), task = call.sizes, call.task
     q, k, v = contiguous(b, h, n, d_k), contiguous(b, h_kv, m, d_k), contiguous(b, h_kv, m, d_v)
@@ -156,9 +158,10 @@ def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int)
     width, heads = sum(padded(out.shape[-1]) for _, out, _ in outs), b * (h_kv if by_keys else h)
     launches: Launches = []
     for nth, step in enumerate(route.steps):
-        made = _static(call, step, config, wide)._replace(SIDES=sides)
+        made = _static(call, step, config, wide)._replace(SIDES=sides, APART=apart)
         tables = step.work.items, step.work.items, step.work.blocks
-        buffers = "part", "lse" if by_keys or not call.bias_gradient else f"far{nth}"
+        far = f"far{nth}" if call.bias_gradient and not by_keys else "lse"
+        buffers = ("lse2", "part", "delta") if apart else ("stats", "part", far)
         programs = len(step.work.items) * heads
         launches.append(_gradients(call, programs, config, made, (q, k, v), buffers, tables))
         for name, out, at in outs:
@@ -171,30 +174,17 @@ def gradients(call: CallLayout, route: DevicePasses, config: Config, sides: int)
 
 def _gradients(
     call: CallLayout, programs: int, config: Config, static: Static, outs: tuple[Layout, ...],
-    buffers: tuple[str, str], tables: tuple[Tensor, ...], for_keys: int = 0,
+    buffers: tuple[str, str, str], tables: tuple[Tensor, ...], for_keys: int = 0,
 ) -> tuple[Launch, Arguments]:  # fmt: skip
-    """One launch of the kernel that has both sides. buffers: for parts of split tiles, for sums of ds."""
+    """One launch of the kernel that has both sides. buffers: for stats, for parts of split tiles, for sums of ds."""
     (b, h, h_kv, n, _, _, _), task = call.sizes, call.task
     launch = Launch(
         gradients_kernel, programs, config, *(x for like in (*call.tensors, *outs) for x in like.strides),
         h, b * h, for_keys, n, task.start, task.step, task.scale, *_numbers(call),
         S=static._replace(GROUP=h // h_kv, HAS_DLSE=call.has_dlse),
     )  # fmt: skip
-    stats = "lse" if static.LISTED else "stats"
-    names = (
-        "q",
-        "k",
-        "v",
-        "o",
-        "do",
-        "lse",
-        "dlse" if call.has_dlse else "lse",
-        stats,
-        "dq",
-        "dk",
-        "dv",
-        *buffers,
-    )
+    (stats, *others), dlse = buffers, "dlse" if call.has_dlse else "lse"
+    names = "q", "k", "v", "o", "do", "lse", dlse, stats, "dq", "dk", "dv", *others
     return launch, (*names, *_extras(call), *tables)
 
 
@@ -208,7 +198,7 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     lists, for_keys = tables(task.pattern, (n, m), place, tile, call.device)
     programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
     made = static(task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
-    launch = _gradients(call, programs, config, made, outs, ("lse", "lse"), lists, for_keys)
+    launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
     like = torch.empty_like  # three calls: faster than one and its parts, and none keeps the others in memory
     return Backward(
@@ -328,25 +318,40 @@ def is_hopper(device: torch.device) -> bool:
     return hopper and compat.has_gluon()
 
 
-def hopper_passes(call: CallLayout, config: Config | None, by_keys: bool) -> DevicePasses | None:
-    """The passes of the plan where the Hopper kernels can run them; else None.
+def routes(
+    call: CallLayout, config: Config, hopper: Config | None, by_keys: bool
+) -> tuple[DevicePasses, DevicePasses, DevicePasses]:
+    """The passes of the plan, all of them; those that the kernels for Hopper run, if any; and the others.
 
-    They need 16-bit types, one head width for all, no bias, dropout or lengths, and no pass that goes on from an
-    earlier one. By queries no tile may be split or be without a key. The scale may not be negative, because the
-    largest score is scaled last.
+    A pass that goes on from an earlier one is none of Hopper's. By queries, no tile may be split or be without a key.
+    """
+    route = passes(call, config if hopper is None else hopper, by_keys)
+    fast = [
+        step
+        for step in route.steps
+        if not (step.accumulates or step.work.empty or (step.work.slots and not by_keys))
+    ]
+    others = [step for step in route.steps if step not in fast]
+    mixes = not others or (hopper is not None and (hopper.tile, hopper.block) == (config.tile, config.block))
+    if hopper is None or not takes_hopper(call) or not mixes:
+        route = passes(call, config, by_keys)
+        return route, replace(route, steps=()), route
+    return route, replace(route, steps=tuple(fast)), replace(route, steps=tuple(others))
+
+
+def takes_hopper(call: CallLayout) -> bool:
+    """Whether the kernels for Hopper take such a call.
+
+    They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths. The scale may not be
+    negative, because the largest score is scaled last.
     """
     task, d = call.task, call.tensors[0].shape[-1]
-    if config is None or call.lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
-        return None
-    if d not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
-        return None
-    if any(x.shape[-1] != d or not x.aligned or any(s % 8 for s in x.strides) for x in call.tensors):
-        return None
-    if not is_hopper(call.device):
-        return None
-    route = passes(call, config, by_keys)
-    simple = all(not (s.accumulates or s.work.empty or (s.work.slots and not by_keys)) for s in route.steps)
-    return route if simple else None
+    if call.lengths or not task.plain or task.scale < 0 or call.dtype.itemsize != 2:
+        return False
+    if padded(d) not in HOPPER_WIDTHS or exceeds_int32(*call.tensors):
+        return False
+    fit = all(x.shape[-1] == d and x.aligned and not any(s % 8 for s in x.strides) for x in call.tensors)
+    return fit and is_hopper(call.device)
 
 
 def programs_per_multiprocessor(config: Config) -> int:
@@ -363,7 +368,7 @@ def _multiprocessors(device: torch.device) -> int:
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def hopper_forward(call: CallLayout, route: DevicePasses) -> Program:
+def hopper_forward(call: CallLayout, route: DevicePasses) -> Launches:
     """Fills o and lse."""
     from .hopper.forward import hopper_forward  # Gluon is imported only where there is a Hopper GPU
     from .hopper.static import hopper_static
@@ -382,22 +387,28 @@ def hopper_forward(call: CallLayout, route: DevicePasses) -> Program:
             S=hopper_static(step, config, call)._replace(below=step.work.free[0], above=step.work.free[1]),
         )  # fmt: skip
         launches.append((launch, ("q", "k", "v", "o", "lse", cut.chunks, cut.blocks)))
-    return Program(("q", "k", "v", "o", "lse"), launches, {}, call.device)
+    return launches
 
 
 def hopper_backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv; None where these kernels cannot run the call."""
-    by_queries = hopper_passes(call, call.task.configs.hopper_dq, False)
-    by_keys = hopper_passes(call, call.task.configs.hopper_dkv, True)
-    if by_queries is None or by_keys is None:
+    configs, (q, k), dtype, device = (
+        call.task.configs,
+        (x.shape for x in call.tensors[:2]),
+        call.dtype,
+        call.device,
+    )
+    by_queries, fast, others = routes(call, configs.dq, configs.hopper_dq, False)
+    by_keys, _, left = routes(call, configs.dkv, configs.hopper_dkv, True)
+    if not fast.steps or left.steps or by_queries.joins:
         return None
-    q, k, dtype, device = call.tensors[0].shape, call.tensors[1].shape, call.dtype, call.device
+    for_rest, part = gradients(call, others, configs.dq, FOR_QUERIES, apart=True)
     for_keys, parts = hopper_dkv(call, by_keys)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows} | parts
+    workspace = {"lse2": rows, "delta": rows, "part": part} | parts
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    launches, zeroed = hopper_dq(call, by_queries) + for_keys, make is torch.zeros
+    launches, zeroed = hopper_dq(call, fast) + for_rest + for_keys, make is torch.zeros
     program = Program(inputs, launches, workspace, device, zeroed)
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -450,7 +461,7 @@ def hopper_dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[st
         cut, launch = _by_keys(call, step, adds, waits=nth == 0)
         if cut.slots:
             part = f"part{nth}"
-            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * d
+            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
         slots = cut.slot if adds is None else adds[1]
         names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, cut.chunks, cut.blocks, slots
         launches.append((launch, names))
@@ -458,7 +469,7 @@ def hopper_dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[st
             total = Launch(
                 sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
                 *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=_kept(step), R=config.tile, SLICE=SLICE,
-                d=d, D=d, PART_WIDTH=d, ACCUMULATES=False, WIDE=exceeds_int32(both),
+                d=d, D=padded(d), PART_WIDTH=padded(d), ACCUMULATES=False, WIDE=exceeds_int32(both),
             )  # fmt: skip
             sums.append((total, ("dk", part, cut.joins)))
         before = step, cut.joins

@@ -16,6 +16,7 @@ from .forward import (
     _note,
     _row,
     _spot,
+    _within,
     async_copy,
     barrier,
     fetch,
@@ -58,11 +59,11 @@ def _of_tile(BLOCKS, t, R: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _put(X, place, value, x, mine, stride, LOAD: gl.constexpr):
+def _put(X, place, value, x, mine, stride, S: gl.constexpr):
     """Rows x of X ← value, through shared memory that nothing else uses just now."""
     place.store(value.to(place.dtype))
-    d = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LOAD))
-    gl.store(X + (x * stride)[:, None] + d[None, :], place.load(LOAD), mask=mine[:, None])
+    d = gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))
+    gl.store(X + (x * stride)[:, None] + d[None, :], place.load(S.LOAD), mask=_within(mine, S))
 
 
 # dq: tiles of queries, blocks of keys
@@ -78,9 +79,9 @@ def _fetch_queries(tile, Q, DO, O, LSE, BLOCKS, t, q_n, do_n, o_n, S: gl.constex
     """Start to copy q, do, o and lse of the tile of block t."""
     qs, dos, os, lses = tile
     x = _of_tile(BLOCKS, t, S.R, gl.SliceLayout(1, S.LOAD))
-    _copy(qs, Q, x, q_n)
-    _copy(dos, DO, x, do_n)
-    _copy(os, O, x, o_n)
+    _copy(qs, Q, x, q_n, S)
+    _copy(dos, DO, x, do_n, S)
+    _copy(os, O, x, o_n, S)
     fetch(lses, LSE + _of_tile(BLOCKS, t, S.R, S.FLAT))
 
 
@@ -122,8 +123,8 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     if t < last:
         spot = _spot(ahead, c, S.SEGMENTS)
-        _copy_block(ks_next, K, spot, k_m, c, S.SEGMENTS)
-        _copy_block(vs_next, V, spot, v_m, c, S.SEGMENTS)
+        _copy_block(ks_next, K, spot, k_m, c, S)
+        _copy_block(vs_next, V, spot, v_m, c, S)
         _note(noted_next, ahead, coming, flat, S)
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
@@ -143,7 +144,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
         barrier()
         _, _, count = _tile(BLOCKS, t)
         x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        _put(DQ, ks, dq * scale, x, mine, dq_n, S.LOAD)
+        _put(DQ, ks, dq * scale, x, mine, dq_n, S)
         dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     return dq, lse2, delta, first, hop, coming, later, after
 
@@ -177,8 +178,8 @@ def hopper_dq(
     row, mark = _row(CHUNKS + 4, 0, S.SEGMENTS)
     j = _keys(row, c, -1, S.SEGMENTS)
     _fetch_queries(tile, Q, DO, O, LSE, CHUNKS + 4, 0, q_n, do_n, o_n, S)
-    _copy(kr.index(lo % 2), K, j, k_m)
-    _copy(vr.index(lo % 2), V, j, v_m)
+    _copy(kr.index(lo % 2), K, j, k_m, S)
+    _copy(vr.index(lo % 2), V, j, v_m, S)
     _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
     async_copy.commit_group()
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
@@ -209,7 +210,7 @@ def _put_part(PART, at, value, R: gl.constexpr):
 
 @gluon.jit(noinline=True)
 def _add_parts(
-    DK, DV, PART, JOINS, joins, heads, m, keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr
+    DK, DV, PART, JOINS, joins, heads, m, keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
     """dk and dv of tiles of R of the m keys of each head: of dk and of dv, as many parts of each tile as JOINS says.
 
@@ -235,11 +236,14 @@ def _add_parts(
         x = first + hop * x
         if keep is not None:
             mine = mine & keep(x, x)
-        to = h.to(gl.int64) * m * D + (x * D)[:, None] + d
+        to = h.to(gl.int64) * m * WIDTH + (x * WIDTH)[:, None] + d
+        mine = mine[:, None]
+        if WIDTH < D:
+            mine = mine & (d < WIDTH)
         if of_v == 0:
-            gl.store(DK + to, total.to(DK.dtype.element_ty), mask=mine[:, None])
+            gl.store(DK + to, total.to(DK.dtype.element_ty), mask=mine)
         else:
-            gl.store(DV + to, total.to(DV.dtype.element_ty), mask=mine[:, None])
+            gl.store(DV + to, total.to(DV.dtype.element_ty), mask=mine)
 
 
 @gluon.jit
@@ -271,8 +275,8 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
     spot = _spot(row, c, S.SEGMENTS)
-    _copy_block(qs, Q, spot, q_n, c, S.SEGMENTS)
-    _copy_block(dos, DO, spot, do_n, c, S.SEGMENTS)
+    _copy_block(qs, Q, spot, q_n, c, S)
+    _copy_block(dos, DO, spot, do_n, c, S)
     if WAITS:
         flat = _awaited(flat)
     f = _keys(row, flat, -1, S.SEGMENTS)
@@ -296,11 +300,11 @@ def _close_keys(
             _put_part(PART, at * S.R, dk, S.R)
             _put_part(PART, (at + all_heads) * S.R, dv, S.R)
         else:
-            _put(DK, place_k, dk, x, mine, stride, S.LOAD)
-            _put(DV, place_v, dv, x, mine, stride, S.LOAD)
+            _put(DK, place_k, dk, x, mine, stride, S)
+            _put(DV, place_v, dv, x, mine, stride, S)
     else:
-        _put(DK, place_k, dk, x, mine, stride, S.LOAD)
-        _put(DV, place_v, dv, x, mine, stride, S.LOAD)
+        _put(DK, place_k, dk, x, mine, stride, S)
+        _put(DV, place_v, dv, x, mine, stride, S)
 
 
 @gluon.jit
@@ -333,8 +337,8 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     if ends & (t < last):
         barrier()
         x = _of_tile(BLOCKS, t + 1, S.R, gl.SliceLayout(1, S.LOAD))
-        _copy(ks, K, x, k_m)
-        _copy(vs, V, x, v_m)
+        _copy(ks, K, x, k_m, S)
+        _copy(vs, V, x, v_m, S)
     async_copy.commit_group()
     dv, dk = warpgroup_mma_wait(0, deps=[product_v, product_k])
     if ends:
@@ -379,8 +383,8 @@ def hopper_dkv(
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, mark = _row(CHUNKS + 4, 0, S.SEGMENTS)
     x = _of_tile(CHUNKS + 4, 0, S.R, gl.SliceLayout(1, S.LOAD))
-    _copy(ks, K, x, k_m)
-    _copy(vs, V, x, v_m)
+    _copy(ks, K, x, k_m, S)
+    _copy(vs, V, x, v_m, S)
     rows = Q, DO, LSE2, DELTA, q_h, q_n, do_h, do_n, n, start, step
     place = qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0
     _fetch_rows(place, row, mark, c, flat, rows, S, S.WAITS)
@@ -401,4 +405,4 @@ def hopper_dkv(
     if not S.WAITS:
         joins = _awaited(joins)
     if S.ADDS:
-        _add_parts(ALL_K, ALL_V, PART, SLOTS, joins, of_heads, m, S.adds, S.R, S.D)
+        _add_parts(ALL_K, ALL_V, PART, SLOTS, joins, of_heads, m, S.adds, S.R, S.D, S.d)

@@ -269,7 +269,7 @@ def _close(O, LSE, place, first, hop, marks, acc, top, total, start, step, o_n, 
     place.store((acc * scale[:, None]).to(place.dtype))
     x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
     d = gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))
-    gl.store(O + (x * o_n)[:, None] + d[None, :], place.load(S.LOAD), mask=mine[:, None])
+    gl.store(O + (x * o_n)[:, None] + d[None, :], place.load(S.LOAD), mask=_within(mine, S))
 
 
 @gluon.jit
@@ -300,9 +300,18 @@ def _addresses(X, x, D: gl.constexpr):
 
 
 @gluon.jit
-def _copy(place, X, x, stride):
-    """Start to copy rows x of X; zeros, and nothing is read, where x < 0."""
-    fetch(place, _addresses(X, x * stride, place.shape[1]), mask=(x >= 0)[:, None])
+def _within(rows, S: gl.constexpr):
+    """Which numbers of these rows to copy: of those that are True, as many as heads are wide."""
+    if S.d == S.D:
+        return rows[:, None]
+    else:
+        return rows[:, None] & (gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD)) < S.d)[None, :]
+
+
+@gluon.jit
+def _copy(place, X, x, stride, S: gl.constexpr):
+    """Start to copy rows x of X; zeros, and nothing is read, where x < 0 and past the width of a head."""
+    fetch(place, _addresses(X, x * stride, S.D), mask=_within(x >= 0, S))
 
 
 @gluon.jit
@@ -315,14 +324,14 @@ def _spot(row, c, SEGMENTS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_block(place, X, spot, stride, c, SEGMENTS: gl.constexpr):
+def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
     """Start to copy the rows of a block, zeros at its empty places. Of one segment, a row is one multiplication."""
     a, b, end = spot
-    if SEGMENTS == 1:
-        rows = _addresses(X, a * stride + b * stride * c, place.shape[1])
-        fetch(place, rows, mask=(c < end)[:, None])
+    if S.SEGMENTS == 1:
+        rows = _addresses(X, a * stride + b * stride * c, S.D)
+        fetch(place, rows, mask=_within(c < end, S))
     else:
-        _copy(place, X, b, stride)
+        _copy(place, X, b, stride, S)
 
 
 @gluon.jit
@@ -330,7 +339,10 @@ def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
         x = _of_tile(row, marks, S.R, gl.SliceLayout(1, S.LOAD))
-        fetch(qs, _addresses(Q, x * q_n, qs.shape[1]))
+        if S.d == S.D:
+            fetch(qs, _addresses(Q, x * q_n, S.D))
+        else:
+            _copy(qs, Q, x, q_n, S)
 
 
 @gluon.jit
@@ -343,9 +355,9 @@ def _first_copies(
     _fetch_queries(qs, Q, row, marks, q_n, S)
     spot = _spot(row, c, S.SEGMENTS)
     _note(noted.index(lo % 2), row, marks, flat, S)
-    _copy_block(ks, K, spot, k_m, c, S.SEGMENTS)
+    _copy_block(ks, K, spot, k_m, c, S)
     async_copy.commit_group()
-    _copy_block(vs.index(0), V, spot, v_m, c, S.SEGMENTS)
+    _copy_block(vs.index(0), V, spot, v_m, c, S)
     async_copy.commit_group()
     _note(noted.index((lo + 1) % 2), following, coming, flat, S)
     return row, marks, following, coming
@@ -385,7 +397,7 @@ def hopper_forward(
     barrier()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
     barrier()
-    _copy_block(ks, K, spot, k_m, c, S.SEGMENTS)
+    _copy_block(ks, K, spot, k_m, c, S)
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
@@ -405,8 +417,8 @@ def hopper_forward(
         later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S.SEGMENTS)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
-        _copy_block(ks, K, ahead, k_m, c, S.SEGMENTS)
-        _copy_block(vs.index(1 - at), V, spot, v_m, c, S.SEGMENTS)
+        _copy_block(ks, K, ahead, k_m, c, S)
+        _copy_block(vs.index(1 - at), V, spot, v_m, c, S)
         if t + 2 <= last:
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()

@@ -8,7 +8,7 @@ import torch
 
 from .... import compat
 from ....pattern import Pattern
-from ..call import CallLayout, Config
+from ..call import CallLayout, Config, padded
 from ..mask import NO_KEY_FREE, Free, band, expression, function
 from ..schedule import DevicePass
 
@@ -18,7 +18,7 @@ PER_ROW = 8
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for, S in the kernels: tiles and blocks of R members, heads of width D.
+    """What a kernel is compiled for, S in the kernels: tiles and blocks of R members, heads of width d ≤ D.
 
     Layouts say which thread holds what: rows being copied, one number per key, scores, outputs; and rows in shared
     memory.
@@ -32,6 +32,7 @@ class Static(NamedTuple):
     keep: Any  # (x, x) → whether the results of member x count; None: all do
     MARKS: int  # all marks that occur
     R: int
+    d: int  # the width of a head; zeros are put behind
     D: int
     SEGMENTS: int
     LOAD: Any
@@ -50,7 +51,8 @@ class Static(NamedTuple):
 
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
-    work, block, warps, d = step.work, config.block, config.warps, call.tensors[0].shape[-1]
+    work, block, warps, width = step.work, config.block, config.warps, call.tensors[0].shape[-1]
+    d = padded(width)
     kind = gl.bfloat16 if call.dtype == torch.bfloat16 else gl.float16
     layouts = (
         gl.BlockedLayout([1, 8], [32 // PER_ROW, PER_ROW], [warps, 1], [1, 0]),
@@ -59,7 +61,7 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
     )
-    sizes = work.marks, config.tile, d, work.segments
+    sizes = work.marks, config.tile, width, d, work.segments
     return Static(*(*tests(work.pattern), keep(step.keep), *sizes, *layouts))
 
 

@@ -1,0 +1,251 @@
+"""Rows that were weak before 0.2, on one GPU: decoding, global tokens, strides, head widths, score terms, CPU time.
+
+    PYTHONPATH=src python3 bench/gpu_rows.py [--group decode patterns terms host] [--flex]
+
+decode    one query of 32/8 heads of 128 over 32,768 keys, against SDPA on the keys that it needs, sliced beforehand
+patterns  forward and forward+backward; `realized` is the FLOPs needed over the time, by those of a dense product
+terms     softcap and sink logits beside the same call without
+host      microseconds of the CPU a prepared call, forward and backward
+
+`wall` is the time of one call under CUDA events, `busy` that of the same launches replayed as a CUDA graph. Medians,
+the cache cleared before each call. Results are compared with another backend of the same call first.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+import triton
+
+import regard as rg
+
+BF16 = torch.bfloat16
+DECODE = rg.causal() & (rg.window(1024) | rg.sinks(4))
+SPARSE = rg.causal() & (rg.window(128) | rg.every(64))
+PATTERNS = [  # pattern, n, width, heads, batch
+    (rg.causal() & (rg.window(127) | rg.strided(128)), 65536, 128, 16, 1),
+    (rg.window(64) | rg.rows(64) | rg.every(64), 8192, 128, 16, 1),
+    (rg.causal() & (rg.window(64) | rg.dilated(64, 8) | rg.dilated(64, 64)), 16384, 128, 16, 1),
+    (SPARSE, 8192, 96, 16, 1),
+    (SPARSE, 8192, 80, 16, 1),
+    (SPARSE, 8192, 256, 16, 1),
+    (SPARSE, 8192, 64, 12, 2),
+    (SPARSE, 8192, 128, 16, 1),
+    (rg.causal() & rg.window(256), 32768, 128, 16, 1),
+    (rg.causal() & (rg.window(1024) | rg.sinks(16)), 32768, 128, 16, 1),
+    (rg.causal() | rg.prefix(2048), 16384, 128, 16, 1),
+]
+
+
+def wall(fn, times: int = 20) -> float:
+    """Median milliseconds under CUDA events, the cache cleared before each call."""
+    clear = torch.empty(1 << 26, dtype=torch.int, device="cuda")
+    pairs = []
+    for _ in range(times + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        clear.zero_()
+        begin.record()
+        fn()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in pairs[3:])
+
+
+def busy(fn) -> float | None:
+    """The same of a CUDA graph of the call."""
+    try:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                fn()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+    except Exception as error:
+        print("  no graph:", repr(error)[:120], flush=True)
+        return None
+    return wall(graph.replay)
+
+
+def cpu(fn, calls: int = 100) -> float:
+    """Microseconds of the CPU a call, made back to back."""
+    for _ in range(10):
+        fn()
+    torch.cuda.synchronize()
+    begin = perf_counter()
+    for _ in range(calls):
+        fn()
+    took = perf_counter() - begin
+    torch.cuda.synchronize()
+    return 1e6 * took / calls
+
+
+def both(attend, q, k, v, do, *more):
+    inputs = [*(x.detach().requires_grad_() for x in (q, k, v)), *more]
+    return lambda: torch.autograd.grad(attend(*inputs[:3]), inputs, do)
+
+
+def off(x, y) -> float:
+    return float((x.float() - y.float()).norm() / y.float().norm())
+
+
+def add(out: list, **row) -> None:
+    out.append(row)
+    print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
+
+
+def matrix_rate() -> float:
+    """FLOP/s of a dense bf16 product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+    return 2 * 8192**3 / (1e-3 * wall(lambda: a @ b))
+
+
+def decode(out: list, rate: float, flex: bool) -> None:
+    for batch in (1, 8, 32):
+        decode_row(out, batch, 32768)
+
+
+def decode_row(out: list, batch: int, m: int) -> None:
+    shapes = (batch, 32, 1, 128), (batch, 8, m, 128), (batch, 8, m, 128)
+    q, k, v = (torch.randn(s, device="cuda", dtype=BF16) for s in shapes)
+    near = torch.cat([torch.arange(4), torch.arange(m - 1025, m)]).cuda()
+    few_k, few_v = k[:, :, near].contiguous(), v[:, :, near].contiguous()
+    at = torch.randint(m // 2, m, (batch,), device="cuda")
+    calls = {
+        "ours": lambda: rg.attention(q, k, v, DECODE),
+        "sdpa_sliced": lambda: F.scaled_dot_product_attention(q, few_k, few_v, enable_gqa=True),
+        "ours_lengths": lambda: rg.attention(q, k, v, DECODE, lengths=at),
+        "ours_row_at": lambda: rg.attention(q, k, v, DECODE, at=at, lengths=at + 1),
+    }
+    with torch.no_grad():
+        error = off(calls["ours"](), calls["sdpa_sliced"]())
+        rows = off(calls["ours_row_at"](), rg.attention(q, k, v, DECODE, at=at, backend="reference"))
+        assert max(error, rows) < 2e-2, (error, rows)
+        row = {}
+        for name, fn in calls.items():
+            row |= {f"{name}_wall": wall(fn, 40), f"{name}_busy": busy(fn), f"{name}_cpu_us": cpu(fn)}
+        row["variant"] = rg.explain(q, k, v, DECODE).variant
+        row["ratio_busy"] = row["ours_busy"] / row["sdpa_sliced_busy"]
+        row["ratio_wall"] = row["ours_wall"] / row["sdpa_sliced_wall"]
+    add(out, group="decode", batch=batch, off=error, **row)
+
+
+def patterns(out: list, rate: float, flex: bool) -> None:
+    for pattern, n, d, heads, batch in PATTERNS:
+        torch.manual_seed(0)
+        q, k, v, do = (torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
+        ours = lambda q, k, v, p=pattern: rg.attention(q, k, v, p, backend="triton")  # noqa: E731
+        flops = 4 * d * heads * batch * pattern.count(n)
+        step = both(ours, q, k, v, do)
+        with torch.no_grad():
+            forward = lambda q=q, k=k, v=v, ours=ours: ours(q, k, v)  # noqa: E731
+            forward()
+            f_wall, f_busy = wall(forward), busy(forward)
+            part = slice(n - 256, n)  # the last queries against the formula
+            exact = rg.attention(q[:1, :2, part].float(), k[:1, :2].float(), v[:1, :2].float(), pattern,
+                                 backend="reference")  # fmt: skip
+            error = off(forward()[:1, :2, part], exact)
+        assert error < 2e-2, error
+        step()
+        b_wall, b_busy = wall(step), busy(step)
+        row = {"forward_wall": f_wall, "forward_busy": f_busy, "both_wall": b_wall, "both_busy": b_busy}
+        row |= {
+            "realized_forward": flops / rate / (1e-3 * f_wall),
+            "realized_both": 3.5 * flops / rate / (1e-3 * b_wall),
+        }
+        row["variant"] = rg.explain(q, k, v, pattern, backend="triton").variant
+        if flex:
+            row |= flex_times(pattern, n, q, k, v, do)
+        add(
+            out, group="patterns", pattern=repr(pattern), n=n, d=d, heads=heads, batch=batch, off=error, **row
+        )
+
+
+def flex_times(pattern, n, q, k, v, do) -> dict:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.reset()
+    mask = create_block_mask(lambda b, h, i, j: pattern.allows(i, j), None, None, n, n, device="cuda")
+    fn = torch.compile(flex_attention, dynamic=False)
+    attend = lambda q, k, v: fn(q, k, v, block_mask=mask)  # noqa: E731
+    try:
+        with torch.no_grad():
+            forward = lambda: attend(q, k, v)  # noqa: E731
+            forward()
+            f = wall(forward)
+        step = both(attend, q, k, v, do)
+        step()
+        return {"flex_forward_wall": f, "flex_both_wall": wall(step)}
+    except Exception as error:
+        return {"flex": repr(error)[:120]}
+
+
+def terms(out: list, rate: float, flex: bool) -> None:
+    for pattern, n in ((SPARSE, 16384), (rg.causal(), 8192)):
+        q, k, v, do = (torch.randn(1, 16, n, 128, device="cuda", dtype=BF16) for _ in range(4))
+        sink = torch.randn(16, device="cuda", requires_grad=True)
+        for name, given in (
+            ("plain", {}), ("sink_logits", {"sink_logits": sink}), ("softcap", {"softcap": 30.0}),
+        ):  # fmt: skip
+            attend = lambda q, k, v, p=pattern, g=given: rg.attention(q, k, v, p, **g)  # noqa: E731
+            step = both(attend, q, k, v, do)
+            with torch.no_grad():
+                forward = lambda a=attend, q=q, k=k, v=v: a(q, k, v)  # noqa: E731
+                forward()
+                f = wall(forward)
+            step()
+            found = rg.explain(q, k, v, pattern, **given)
+            add(out, group="terms", pattern=repr(pattern), n=n, term=name, forward_wall=f, both_wall=wall(step),
+                both_busy=busy(step), runs=f"{found.backend}, {found.variant}")  # fmt: skip
+
+
+def host(out: list, rate: float, flex: bool) -> None:
+    for n, d, heads, batch in ((1024, 64, 16, 1), (8192, 64, 12, 2), (8192, 128, 16, 1)):
+        host_row(out, n, d, heads, batch)
+
+
+def host_row(out: list, n: int, d: int, heads: int, batch: int) -> None:
+    q, k, v, do = (torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
+    with torch.no_grad():
+        forward = cpu(lambda: rg.attention(q, k, v, SPARSE))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    learns = cpu(lambda: rg.attention(q, k, v, SPARSE))
+    all_of_it = cpu(lambda: torch.autograd.grad(rg.attention(q, k, v, SPARSE), inputs, do))
+    add(out, group="host", pattern=repr(SPARSE), n=n, d=d, heads=heads, batch=batch, forward_us=forward,
+        forward_with_grad_us=learns, both_us=all_of_it, backward_us=all_of_it - learns)  # fmt: skip
+
+
+GROUPS = {"decode": decode, "patterns": patterns, "terms": terms, "host": host}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument(
+        "--flex", action="store_true", help="FlexAttention beside each pattern; compiling takes minutes"
+    )
+    options = parser.parse_args()
+    rate = matrix_rate()
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name(0)}"
+    print(f"{versions}; a dense product has {rate / 1e12:.0f} TFLOP/s", flush=True)
+    out: list[dict] = []
+    for name in options.group:
+        try:
+            GROUPS[name](out, rate, options.flex)
+        except Exception as error:  # the other groups still have their say
+            add(out, group=name, failed=repr(error)[:600])
+        if folder := os.environ.get("OUT"):
+            result = {"versions": versions, "matrix_flops": rate, "rows": out}
+            Path(folder, "gpu_rows.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
