@@ -117,12 +117,12 @@ def task(d_k=64, d_v=64, dtype=torch.bfloat16, **more):
 
 
 def test_short_plain_calls_with_stored_configurations_take_one_launch():
-    from regard.engine.cuda import backend, launches
-    from regard.engine.cuda.call import CallLayout
+    from regard.engine.cuda import backend
+    from regard.engine.cuda.call import CallLayout, one_launch_config
     from regard.engine.cuda.call import contiguous as dense
 
     def config_of(task, tensors, dtype):
-        return launches.one_launch_config(CallLayout(task, tensors, dtype, torch.device("cpu")))
+        return one_launch_config(CallLayout(task, tensors, dtype, torch.device("cpu")))
 
     half = torch.bfloat16
     assert config_of(task(), layouts(), half) is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...pattern import Pattern
 from ..compiled_ops import NO_SEED, Options
+from .backend import one_launch
 
 LOG2E = 1.4426950408889634
 
@@ -71,6 +72,9 @@ SINGLE = {  # IEEE products run on the ordinary arithmetic units: larger tiles w
     128: Configs(Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
     256: Configs(Config(16, 32, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
 }
+
+ONE_LAUNCH_HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}  # of a backward pass by one launch
+ONE_LAUNCH_SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
 
 
 def padded(d: int) -> int:
@@ -182,6 +186,11 @@ class Layout(NamedTuple):
         """Of batch, head and row; numbers of a row are adjacent."""
         return self.stride[:3]
 
+    def like(self) -> "Layout":
+        """The layout that torch.empty_like gives a tensor of this one."""
+        made = torch.empty_like(torch.empty_strided(self.shape, self.stride, device="meta"))
+        return self._replace(stride=made.stride())
+
 
 def layout(x: Tensor) -> Layout:
     return Layout(x.shape, x.stride(), x.data_ptr() % 16 == 0)
@@ -226,3 +235,20 @@ class CallLayout(NamedTuple):
             "at": self.per_row,
         }
         return tuple(name for name, is_there in there.items() if is_there)
+
+
+def one_launch_config(call: CallLayout) -> Config | None:
+    """The configuration of the one launch; None where the call is too long or too wide, or has extras.
+
+    Also None where the task has a configuration of its own: it is for the general kernels.
+    """
+    b, h, _, n, m, d_k, d_v = call.sizes
+    width = max(64, padded(d_k), padded(d_v))
+    is_stored = call.task.configs is default(d_k, d_v, call.dtype)
+    if not is_stored or call.lengths or not call.task.plain or not one_launch(n, m, b * h, width):
+        return None
+    return (
+        None
+        if exceeds_int32(*call.tensors)
+        else (ONE_LAUNCH_SINGLE if call.dtype == torch.float32 else ONE_LAUNCH_HALF)[width]
+    )

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ... import compat
 from ..plan import keys_visited, run_formulas
-from .backend import decodes, one_launch
-from .call import CallLayout, Config, Layout, base2, contiguous, default, exceeds_int32, padded
+from .backend import decodes
+from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, one_launch_config, padded
 from .mask import compiled, runs
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
@@ -23,9 +23,6 @@ SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly
 HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
 # Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
-# Of a backward pass by one launch, by the larger of the two padded widths.
-HALF = {64: Config(64, 64, 4, 2), 128: Config(64, 64, 8, 2)}
-SINGLE = {64: Config(32, 32, 8, 1), 128: Config(16, 32, 8, 1)}
 
 Launches = list[tuple[Launch, Arguments]]
 
@@ -193,7 +190,7 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     config = one_launch_config(call)
     if config is None:
         return None
-    (b, h, h_kv, n, m, _, _), task, outs = call.sizes, call.task, tuple(map(_like, call.tensors[:3]))
+    (b, h, h_kv, n, m, _, _), task, outs = call.sizes, call.task, tuple(x.like() for x in call.tensors[:3])
     place, tile = (task.start, task.step), (config.tile, config.block)
     lists, for_keys = tables(task.pattern, (n, m), place, tile, call.device)
     programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
@@ -204,25 +201,6 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     return Backward(
         lambda x: (like(x[0]), like(x[1]), like(x[2])), Program(inputs, [launch], {}, call.device)
     )
-
-
-def one_launch_config(call: CallLayout) -> Config | None:
-    """The configuration of the one launch; None where the call is too long or too wide, or has extras.
-
-    Also None where the task has a configuration of its own: it is for the general kernels.
-    """
-    b, h, _, n, m, d_k, d_v = call.sizes
-    width = max(64, padded(d_k), padded(d_v))
-    is_stored = call.task.configs is default(d_k, d_v, call.dtype)
-    if not is_stored or call.lengths or not call.task.plain or not one_launch(n, m, b * h, width):
-        return None
-    return None if exceeds_int32(*call.tensors) else (SINGLE if call.dtype == torch.float32 else HALF)[width]
-
-
-def _like(x: Layout) -> Layout:
-    """The layout that torch.empty_like gives a tensor of this one."""
-    made = torch.empty_like(torch.empty_strided(x.shape, x.stride, device="meta"))
-    return x._replace(stride=made.stride())
 
 
 def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
