@@ -56,6 +56,14 @@ def load(source: str) -> LoadedModel:
     return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)))
 
 
+def included_translator() -> LoadedModel:
+    """The translator that is part of regard."""
+    from ..training.translator import open_translator
+
+    net, tokens, _ = open_translator()
+    return LoadedModel(net, tokens, net.spec)
+
+
 def _huggingface(config: Any, folder: Path) -> LoadedModel:
     from transformers import (
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from .calls import AttentionCall
 from .head_kinds import KINDS
 from .view import View
 
@@ -40,10 +41,15 @@ COLUMNS = (
 
 def page(view: View, *, title: str | None = None) -> str:
     """The HTML document."""
-    parts = {name: (PARTS / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
     title = html.escape(title or f"Attention heads of {view.title}")
     data = json.dumps(contents(view)).replace("<", "\\u003c")  # so that no text can end its script element
-    return fill(parts["html"], {"title": title, "css": parts["css"], "js": parts["js"], "data": data})
+    parts = {"heads": part("heads.html"), "css": part("heads.css"), "js": part("heads.js")}
+    return fill(part("page.html"), {"title": title, "data": data, **parts})
+
+
+def part(name: str) -> str:
+    """A file of the page; the studio of `regard serve` is made of the same ones."""
+    return (PARTS / name).read_text(encoding="utf-8")
 
 
 def fill(template: str, values: Mapping[str, str]) -> str:
@@ -58,10 +64,10 @@ def inline(view: View, height: int = 720) -> str:
     return f'<iframe srcdoc="{document}" sandbox="allow-scripts" style="{style}"></iframe>'
 
 
-def contents(view: View, batch: int = 0) -> dict[str, Any]:
+def contents(view: View, batch: int = 0, budget: int = BUDGET) -> dict[str, Any]:
     """The data of the page: layers with their tokens and maps, one row of statistics per head, the image."""
     heads = sum(c.heads for c in view.calls)
-    side = max(isqrt(BUDGET // max(heads, 1)), 8)
+    side = max(isqrt(budget // max(heads, 1)), 8)
     layers = []
     for call in view.calls:
         stored = call.source is not None
@@ -70,6 +76,7 @@ def contents(view: View, batch: int = 0) -> dict[str, Any]:
             {
                 "name": call.name,
                 "role": call.role,
+                "group": _group(call),
                 "implementation": call.implementation,
                 "queries": list(view.queries(call.layer, batch)) if stored else [],
                 "keys": list(view.keys(call.layer, batch)) if stored else [],
@@ -84,6 +91,7 @@ def contents(view: View, batch: int = 0) -> dict[str, Any]:
     keep = ("layer", "head", "kind", "confidence", "evidence", *(name for name, _ in known))
     return {
         "layers": layers,
+        "start": _most_distinctive(rows),
         "rows": [{name: _rounded(row.get(name)) for name in keep} for row in rows],
         "columns": known,
         "kinds": [k for k in KINDS if any(row["kind"] == k for row in rows)],
@@ -93,6 +101,25 @@ def contents(view: View, batch: int = 0) -> dict[str, Any]:
         "image": None if view.image is None else _png(view.image),
         "pooled": any(max(c.n, c.m) > side for c in view.calls),
     }
+
+
+def _group(call: AttentionCall) -> str:
+    """The stack that a call belongs to: encoder, decoder, cross, or self where the model has one stack."""
+    name = call.name.lower()
+    if call.role == "cross":
+        return "cross"
+    return "decoder" if "decoder" in name else "encoder" if "encoder" in name else "self"
+
+
+COMMON = ("mixed", "uniform", "first", "sink", "self")  # kinds that nearly every model has many heads of
+
+
+def _most_distinctive(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """The head that a page opens with: the surest of the kinds that are not common, and the sharpest of equals."""
+    best = max(
+        rows, key=lambda r: (r["kind"] not in COMMON, r["confidence"], -(r.get("entropy_share") or 1.0))
+    )
+    return best["layer"], best["head"]
 
 
 def _packed(weights: Float[Tensor, "n m"], side: int) -> dict[str, Any]:

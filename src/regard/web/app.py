@@ -5,7 +5,7 @@ in worker processes (workers.py), so that the page and its list of presets never
 """
 
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from threading import Lock
@@ -32,15 +32,25 @@ from ..cli.models import (
     vocabulary,
 )
 from ..errors import FormatError, RegardError, SpecError
-from ..lens.html_report import page
+from ..lens.html_report import fill, page, part
 from ..lens.view import look
 from ..value import MAX_DEPTH
+from . import studio_tasks
 from .guard import Guard
+from .studio import Studio, add_routes
+from .studio_routes import add_task_routes
 from .workers import BusyError, Workers
 
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+PARTS = Path(__file__).with_name("page")
 MAX_COUNTED = 10**9  # positions of a pattern that is counted
 MAX_TOKENS = 512  # of a text whose heads are shown
+
+
+def studio_page() -> str:
+    """The page with its style and its scripts; its panel of heads is the page that `regard look` writes."""
+    own = {name: (PARTS / f"studio.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
+    style, script = part("heads.css") + own["css"], part("heads.js") + own["js"]
+    return fill(own["html"], {"css": style, "js": script, "heads": part("heads.html")})
 
 
 class PatternRequest(BaseModel):
@@ -87,9 +97,17 @@ def create_app(
     host: str = "127.0.0.1",
     token: str | None = None,
     workers: Workers | None = None,
+    *,
+    name: str = "the model",
+    runs: Path | None = None,
+    code: bool = False,
 ) -> FastAPI:
-    """The application; loaded: the model whose heads it shows; token: a secret that every request has to show."""
+    """The application; loaded: the model whose heads it shows; token: a secret that every request has to show.
+
+    name: of the model; runs: a folder of training runs; code: the page may send Python code, whose laws are checked.
+    """
     workers = Workers() if workers is None else workers
+    whole_page = studio_page()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -121,14 +139,30 @@ def create_app(
             )
         return JSONResponse({"error": str(error.detail)}, error.status_code)
 
+    def exclusively(act: Callable[[], Any]) -> Any:
+        """The result of a function of the model, which one request at a time may run."""
+        if not one_at_a_time.acquire(timeout=workers.deadline):
+            raise BusyError(f"the server is busy: the model was not free within {workers.deadline:g} s")
+        try:
+            with torch.no_grad():
+                return act()
+        finally:
+            one_at_a_time.release()
+
     @app.get("/", response_class=HTMLResponse)
     async def home() -> str:
-        return PAGE
+        return whole_page
 
     @app.get("/api")
     async def about() -> dict[str, Any]:
         reads = None if loaded is None else ("text" if loaded.tokenizer is not None else "ids")
-        return {"version": regard.__version__, "presets": list(spec.presets()), "reads": reads}
+        return {
+            "version": regard.__version__,
+            "presets": list(spec.presets()),
+            "reads": reads,
+            "targets": list(studio_tasks.TARGETS),
+            "code": code,
+        }
 
     @app.post("/api/pattern")
     async def pattern(request: PatternRequest) -> Response:
@@ -142,14 +176,10 @@ def create_app(
     def heads(request: LookRequest) -> str:
         if loaded is None:
             raise SpecError("this page was started without a model; use `regard serve MODEL`")
-        if not one_at_a_time.acquire(timeout=workers.deadline):
-            raise BusyError(f"the server is busy: the model was not free within {workers.deadline:g} s")
-        try:
-            with torch.no_grad():
-                return _heads(request, loaded)
-        finally:
-            one_at_a_time.release()
+        return exclusively(lambda: _heads(request, loaded))
 
+    add_task_routes(app, workers, _json, code)
+    add_routes(app, None if loaded is None else Studio(loaded, name), exclusively, _json, runs)
     return app
 
 

@@ -4,10 +4,12 @@ import errno
 import secrets
 import socket
 import webbrowser
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..cli import names
 from ..cli.forms import FORMS
 from ..errors import SpecError
 
@@ -15,7 +17,13 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def serve(
-    model: Annotated[str | None, typer.Argument(help=f"The model whose heads are shown: {FORMS}.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help=f"The model whose heads are shown: {FORMS}; by default the translator of regard.",
+            autocompletion=names.models,
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="A host name or IPv4 address; 0.0.0.0 for access from other machines.")
     ] = "127.0.0.1",
@@ -24,6 +32,16 @@ def serve(
     deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 10.0,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Requests that are computed at a time.")] = 2,
     memory: Annotated[float, typer.Option(min=0.1, help="GiB that each of them may allocate.")] = 2.0,
+    runs: Annotated[
+        Path | None, typer.Option(help="A folder of training runs; by default ./runs if it exists.")
+    ] = None,
+    allow_code: Annotated[
+        bool,
+        typer.Option(
+            "--allow-code",
+            help="Let the page send Python code to check; whoever opens the page can then run code here.",
+        ),
+    ] = False,
 ) -> None:
     """Serve a web page: patterns drawn and explained, costs, the heads of a model.
 
@@ -37,16 +55,22 @@ def serve(
         from .workers import GIB, Workers
     except ModuleNotFoundError as e:
         raise SpecError(f"the page needs an extra ({e}): pip install 'regard[web]'") from e
-    from ..cli.models import image_size, load
+    from ..cli.models import image_size, included_translator, load
 
     _check_port(host, port)
-    loaded = None if model is None else load(model)
-    if loaded is not None and image_size(loaded.config):
+    if runs is not None and not runs.is_dir():
+        raise SpecError(f"--runs {runs}: there is no such folder")
+    if runs is None and Path("runs").is_dir():
+        runs = Path("runs")
+    loaded = included_translator() if model is None else load(model)
+    if image_size(loaded.config):
         raise SpecError(
             f"{model} takes images, and the page takes text; use `regard look {model} IMAGE --out heads.html`"
         )
     token = None if host in LOOPBACK else secrets.token_urlsafe(16)
-    page = create_app(loaded, host, token, Workers(workers, deadline, int(memory * GIB)))
+    pool = Workers(workers, deadline, int(memory * GIB))
+    name = model or "the translator of regard, English to Spanish"
+    page = create_app(loaded, host, token, pool, name=name, runs=runs, code=allow_code)
     address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" + (
         f"/?token={token}" if token else ""
     )

@@ -14,6 +14,7 @@ from .. import spec, value
 from ..costs.entry import cost as price
 from ..errors import RegardError, SpecError, nearest
 from ..pattern import parse_pattern
+from . import studio_tasks
 
 MAX_EXPLAINED = 1 << 17  # positions of a pattern that is explained
 MAX_DRAWN = 64  # positions that are drawn
@@ -53,7 +54,7 @@ def cost(fields: dict[str, Any]) -> dict[str, Any]:
     return {"text": str(result), "cost": result.plain()}
 
 
-TASKS: dict[str, Callable[[dict[str, Any]], Any]] = {"pattern": pattern, "cost": cost}
+TASKS: dict[str, Callable[[dict[str, Any]], Any]] = {"pattern": pattern, "cost": cost, **studio_tasks.TASKS}
 
 
 def serve(pipe: Connection, memory: int) -> None:
