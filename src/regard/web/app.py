@@ -121,33 +121,10 @@ def create_app(
     if host != "0.0.0.0":  # so that pages of other sites cannot send requests
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost", "127.0.0.1"])
     app.add_middleware(Guard, token=token)
-    one_at_a_time = Lock()  # a model is run by one request at a time: memory, and models with state
 
-    @app.exception_handler(RegardError)
-    def regard_error(_: Request, error: RegardError) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 429 if isinstance(error, BusyError) else 422)
+    _answer_errors(app)
 
-    @app.exception_handler(RequestValidationError)
-    def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse({"error": _message(error.errors())}, 422)
-
-    @app.exception_handler(HTTPException)
-    def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 400:  # FastAPI could not read the body
-            return JSONResponse(
-                {"error": "the body is not JSON that can be read: nesting, numbers, UTF-8"}, 422
-            )
-        return JSONResponse({"error": str(error.detail)}, error.status_code)
-
-    def exclusively(act: Callable[[], Any]) -> Any:
-        """The result of a function of the model, which one request at a time may run."""
-        if not one_at_a_time.acquire(timeout=workers.deadline):
-            raise BusyError(f"the server is busy: the model was not free within {workers.deadline:g} s")
-        try:
-            with torch.no_grad():
-                return act()
-        finally:
-            one_at_a_time.release()
+    exclusively = _one_at_a_time(workers.deadline)
 
     @app.get("/", response_class=HTMLResponse)
     async def home() -> str:
@@ -181,6 +158,42 @@ def create_app(
     add_task_routes(app, workers, _json, code)
     add_routes(app, None if loaded is None else Studio(loaded, name), exclusively, _json, runs)
     return app
+
+
+def _one_at_a_time(deadline: int | float) -> Callable[[Callable[[], Any]], Any]:
+    """A function that runs others, for one request at a time: because of memory, and of models with state."""
+    lock = Lock()
+
+    def exclusively(act: Callable[[], Any]) -> Any:
+        if not lock.acquire(timeout=deadline):
+            raise BusyError(f"the server is busy: the model was not free within {deadline:g} s")
+        try:
+            with torch.no_grad():
+                return act()
+        finally:
+            lock.release()
+
+    return exclusively
+
+
+def _answer_errors(app: FastAPI) -> None:
+    """Errors become JSON with a sentence."""
+
+    @app.exception_handler(RegardError)
+    def regard_error(_: Request, error: RegardError) -> JSONResponse:
+        return JSONResponse({"error": str(error)}, 429 if isinstance(error, BusyError) else 422)
+
+    @app.exception_handler(RequestValidationError)
+    def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
+        return JSONResponse({"error": _message(error.errors())}, 422)
+
+    @app.exception_handler(HTTPException)
+    def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 400:  # FastAPI could not read the body
+            return JSONResponse(
+                {"error": "the body is not JSON that can be read: nesting, numbers, UTF-8"}, 422
+            )
+        return JSONResponse({"error": str(error.detail)}, error.status_code)
 
 
 def _json(result: Any) -> Response:

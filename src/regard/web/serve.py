@@ -4,6 +4,8 @@ import errno
 import secrets
 import socket
 import webbrowser
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,38 +13,45 @@ import typer
 
 from ..cli import names
 from ..cli.forms import FORMS
+from ..cli.options import with_options
 from ..errors import SpecError
 
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
-def serve(
+@dataclass(frozen=True)
+class ServeRequest:
+    """The argument and options of `regard serve`, one field each."""
+
     model: Annotated[
         str | None,
         typer.Argument(
             help=f"The model whose heads are shown: {FORMS}; by default the translator of regard.",
             autocompletion=names.models,
         ),
-    ] = None,
+    ] = None
     host: Annotated[
         str, typer.Option(help="A host name or IPv4 address; 0.0.0.0 for access from other machines.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8765,
-    browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 10.0,
-    workers: Annotated[int, typer.Option(min=1, max=64, help="Requests that are computed at a time.")] = 2,
-    memory: Annotated[float, typer.Option(min=0.1, help="GiB that each of them may allocate.")] = 2.0,
+    ] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8765
+    browse: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False
+    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 10.0
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Requests that are computed at a time.")] = 2
+    memory: Annotated[float, typer.Option(min=0.1, help="GiB that each of them may allocate.")] = 2.0
     runs: Annotated[
         Path | None, typer.Option(help="A folder of training runs; by default ./runs if it exists.")
-    ] = None,
+    ] = None
     allow_code: Annotated[
         bool,
         typer.Option(
             "--allow-code",
             help="Let the page send Python code to check; whoever opens the page can then run code here.",
         ),
-    ] = False,
-) -> None:
+    ] = False
+
+
+@partial(with_options, ServeRequest)
+def serve(request: ServeRequest) -> None:
     """Serve a web page: patterns drawn and explained, costs, the heads of a model.
 
     Example: regard serve runs/translate --open
@@ -57,21 +66,23 @@ def serve(
         raise SpecError(f"the page needs an extra ({e}): pip install 'regard[web]'") from e
     from ..cli.models import image_size, included_translator, load
 
-    _check_port(host, port)
+    _check_port(request.host, request.port)
+    runs = request.runs
     if runs is not None and not runs.is_dir():
         raise SpecError(f"--runs {runs}: there is no such folder")
     if runs is None and Path("runs").is_dir():
         runs = Path("runs")
+    host, model = request.host, request.model
     loaded = included_translator() if model is None else load(model)
     if image_size(loaded.config):
         raise SpecError(
             f"{model} takes images, and the page takes text; use `regard look {model} IMAGE --out heads.html`"
         )
     token = None if host in LOOPBACK else secrets.token_urlsafe(16)
-    pool = Workers(workers, deadline, int(memory * GIB))
+    pool = Workers(request.workers, request.deadline, int(request.memory * GIB))
     name = model or "the translator of regard, English to Spanish"
-    page = create_app(loaded, host, token, pool, name=name, runs=runs, code=allow_code)
-    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}" + (
+    page = create_app(loaded, host, token, pool, name=name, runs=runs, code=request.allow_code)
+    address = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{request.port}" + (
         f"/?token={token}" if token else ""
     )
     if token:
@@ -81,9 +92,11 @@ def serve(
             err=True,
         )
     typer.echo(f"{address} (Ctrl-C to stop)", err=True)
-    if browse:
+    if request.browse:
         webbrowser.open(address)
-    uvicorn.run(page, host=host, port=port, log_level="warning", http=TimedProtocol, timeout_keep_alive=5)
+    uvicorn.run(
+        page, host=host, port=request.port, log_level="warning", http=TimedProtocol, timeout_keep_alive=5
+    )
 
 
 def _check_port(host: str, port: int) -> None:
