@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.rows import IGNORED
-from .loss_cuda import CHUNK_LOGITS, _add_product, _gradients
+from . import chunked_loss
+from .loss_cuda import CHUNK_LOGITS
 
 
 def consistent_cross_entropy(
@@ -29,12 +30,8 @@ def consistent_cross_entropy(
     states: those of the first pass, then those of the second.
     """
     rows, y = states.reshape(-1, states.shape[-1]), targets.reshape(-1)
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind):
-        rows = rows.to(torch.get_autocast_dtype(kind))
+    rows, needs = chunked_loss.prepared(rows, table, bias)
     chunk = chunk or max(1, CHUNK_LOGITS // 2 // len(table))
-    enabled = torch.is_grad_enabled()
-    needs = [enabled and x is not None and x.requires_grad for x in (rows, table, bias)]
     loss, plain, *_ = pairs(rows, table, bias, y, float(smoothing), float(weight), chunk, needs)
     return loss, plain.detach()
 
@@ -54,7 +51,7 @@ def pairs(
     with torch.autocast(rows.device.type, enabled=False):
         t, half = table.to(rows.dtype), len(y)
         losses = [rows.new_zeros(2, dtype=torch.float32)]
-        d_rows, d_table, d_bias = _gradients(rows, table, bias, needs)
+        d_rows, *shared = chunked_loss.gradients(rows, table, bias, needs)
         for i in range(0, half, chunk):
             target = y[i : i + chunk]
             part = torch.cat([rows[i : i + len(target)], rows[half + i : half + i + len(target)]])
@@ -63,12 +60,9 @@ def pairs(
             if needs[0]:
                 d_part = logits @ t
                 d_rows[i : i + len(target)], d_rows[half + i : half + i + len(target)] = d_part.chunk(2)
-            if needs[1]:
-                _add_product(d_table, logits, part, first=i == 0)
-            if needs[2]:
-                d_bias += logits.sum(0, dtype=torch.float32)
+            chunked_loss.add_shared(shared, logits, part, needs, first=i == 0)
         loss, plain = torch.stack(losses).sum(0).unbind()
-    return loss.clone(), plain.clone(), d_rows, d_table, d_bias
+    return loss.clone(), plain.clone(), d_rows, *shared
 
 
 def _losses_and_gradient(
@@ -97,25 +91,4 @@ def _losses_and_gradient(
     return [loss[counted].sum() for loss in losses]
 
 
-@pairs.register_fake
-def _(rows, table, bias, y, smoothing, weight, chunk, needs):
-    loss, plain = (rows.new_empty((), dtype=torch.float32) for _ in range(2))
-    return loss, plain, *_gradients(rows, table, bias, needs)
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*output[2:])
-    ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
-    ctx.needs = inputs[7]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, d_loss, *_):
-    if d_loss is None:
-        return (None,) * 8
-    saved = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs)
-    grads = ((d.float() * d_loss).to(dtype) if need else None for d, dtype, need in saved)
-    return *grads, *(None,) * 5
-
-
-pairs.register_autograd(_backward, setup_context=_setup)
+chunked_loss.register(pairs)
