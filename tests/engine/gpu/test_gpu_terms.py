@@ -1,0 +1,128 @@
+"""A pattern per head, trees, listed blocks, grids, left padding and random compositions on a GPU, against the formula.
+
+PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu_terms.py -q
+"""
+
+import random
+
+import pytest
+import torch
+
+import regard as rg
+from regard.engine.attention import call_of, normalized
+from regard.errors import BackendError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+f64 = torch.float64
+
+
+def formula(q, k, v, options):
+    """Every table dense, in the dtype of the inputs."""
+    call = normalized(call_of(q, k, v, **options)).hide()
+    k, v = (rg.reference.repeat_heads(x, q.shape[1]) for x in (call.k, call.v))
+    terms = {"scale": call.scale, "softcap": call.softcap, "sink_logits": call.sink_logits}
+    allowed, bias = call.allowed(), call.dense_bias()
+    if terms["sink_logits"] is not None:
+        terms["sink_logits"] = terms["sink_logits"].to(q.dtype)
+    return rg.reference.attend(call.q, k, v, allowed, bias=bias, **terms).o
+
+
+def with_gradients(function, inputs, do):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    o = function(*inputs)
+    return [o, *torch.autograd.grad((o.to(do.dtype) * do).sum(), inputs)]
+
+
+def check(q, k, v, options, backend, where):
+    """max|fast − ref| ≤ 2 · max|plain − ref| + 4 ulp of max|ref|."""
+    do = torch.randn(
+        *q.shape[:3], v.shape[-1], device=q.device, generator=torch.Generator("cuda").manual_seed(1)
+    )
+    exact = [x.to(f64) for x in (q, k, v)]
+    ref = with_gradients(lambda *x: formula(*x, options), exact, do.to(f64))
+    plain = with_gradients(lambda *x: formula(*x, options), (q, k, v), do)
+    fast = with_gradients(lambda *x: rg.attention(*x, **options, backend=backend), (q, k, v), do)
+    for name, r, p, f in zip(("o", "dq", "dk", "dv"), ref, plain, fast):
+        assert f.isfinite().all(), f"{where}, {name}: not finite"
+        limit = 2 * (p.to(f64) - r).abs().max() + 4 * torch.finfo(q.dtype).eps * r.abs().max()
+        error = (f.to(f64) - r).abs().max()
+        assert error <= limit, f"{where}, {name}: {error:.2e} where {limit:.2e} is allowed"
+
+
+def qkv(b, h, h_kv, n, m, d, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = (b, h, n, d), (b, h_kv, m, d), (b, h_kv, m, d)
+    return tuple(torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes)
+
+
+N = 1024
+LIST = torch.randint(-1, 16, (16, 3), generator=torch.Generator().manual_seed(1))
+PARENTS = torch.tensor([-1] + [i - 1 if i % 128 else 40 for i in range(1, N)])
+HEADS = [rg.causal() & rg.window(64), rg.causal(), rg.causal() & rg.window(64), rg.causal() & rg.every(16)]
+
+
+def patterns():
+    return {
+        "per head": HEADS,
+        "tree": rg.tree(PARENTS.cuda()),
+        "list": rg.causal() & rg.selected(LIST.cuda(), 64),
+        "grid": rg.neighborhood((32, 32), 7),
+        "shifted grid": rg.neighborhood((32, 32), 5, border="shifted"),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["per head", "tree", "list", "grid", "shifted grid"])
+def test_patterns_that_data_heads_and_grids_decide(name, dtype):
+    q, k, v = qkv(2, 4, 2, N, N, 64, dtype)
+    check(q, k, v, {"pattern": patterns()[name]}, "auto", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_left_padding_and_offsets_per_row(dtype):
+    q, k, v = qkv(3, 4, 2, 300, 700, 64, dtype)
+    spans = torch.tensor([[0, 700], [130, 700], [500, 650]], device="cuda")
+    for pattern in (rg.causal(), rg.causal() & (rg.window(100) | rg.sinks(8))):
+        check(q, k, v, {"pattern": pattern, "lengths": spans}, "auto", f"{pattern!r}, left padding")
+        rows = torch.tensor([400, 10, 399], device="cuda")
+        check(q, k, v, {"pattern": pattern, "at": rows}, "auto", f"{pattern!r}, offsets")
+
+
+def sample(seed):
+    r = random.Random(seed)
+    words = [
+        rg.window(r.randint(1, 90)),
+        rg.every(r.randint(2, 40)),
+        rg.sinks(r.randint(1, 9)),
+        rg.blocks(r.randint(8, 90)),
+    ]
+    pattern = rg.causal() & (r.choice(words) | r.choice(words))
+    h_kv, group, b = r.choice([1, 2]), r.choice([1, 2, 4]), r.choice([1, 3])
+    h, m = h_kv * group, r.choice([65, 300, 520])
+    n = r.choice([1, m, m // 3])
+    dtype = r.choice([torch.float32, torch.float16, torch.bfloat16])
+    options = {
+        "pattern": pattern if r.random() < 0.6 else [r.choice([pattern, rg.causal()]) for _ in range(h)]
+    }
+    generator = torch.Generator("cuda").manual_seed(seed)
+    if r.random() < 0.4:
+        options["softcap"] = r.choice([1.0, 20.0])
+    if r.random() < 0.4:
+        options["sink_logits"] = torch.randn(h, device="cuda", generator=generator)
+    if r.random() < 0.4:
+        first = torch.randint(0, m // 2, (b,), device="cuda", generator=generator)
+        options["lengths"] = torch.stack([first, torch.full_like(first, m - 3)], 1)
+    if r.random() < 0.3:
+        options["at"] = torch.randint(0, m, (b,), device="cuda", generator=generator)
+    return qkv(b, h, h_kv, n, m, r.choice([32, 64, 80]), dtype, seed), options
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_compositions(seed):
+    (q, k, v), options = sample(seed)
+    for backend in ("auto", "triton"):
+        try:
+            rg.explain(q, k, v, **options, backend=backend)
+        except BackendError:
+            continue
+        check(q, k, v, options, backend, f"seed {seed}, {backend}, {q.dtype}, {options}")
