@@ -1,4 +1,4 @@
-"""A pattern per head, trees, listed blocks, grids, left padding and random compositions on a GPU, against the formula.
+"""A pattern per head, trees, listed blocks, grids, padding and random compositions on a GPU, against the formula.
 
 PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu_terms.py -q
 """
