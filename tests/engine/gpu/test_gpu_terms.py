@@ -122,7 +122,7 @@ def test_random_compositions(seed):
     (q, k, v), options = sample(seed)
     for backend in ("auto", "triton"):
         try:
-            rg.explain(q, k, v, **options, backend=backend)
+            rg.explain(q.requires_grad_(), k, v, **options, backend=backend)
         except BackendError:
             continue
         check(q, k, v, options, backend, f"seed {seed}, {backend}, {q.dtype}, {options}")
