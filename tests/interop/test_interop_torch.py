@@ -303,6 +303,15 @@ def test_a_decoder_layer_looks_ahead_where_the_pattern_says_so():
         (partial(F.gelu, approximate="tanh"), "gelu_tanh"),
         (F.silu, "silu"),
         (nn.SiLU(), "silu"),
+        (torch.tanh, "tanh"),
+        (nn.Sigmoid(), "sigmoid"),
+        (F.leaky_relu, "leaky_relu"),
+        (nn.ReLU6(inplace=True), "relu6"),
+        (nn.ELU(), "elu"),
+        (F.selu, "selu"),
+        (nn.Mish(), "mish"),
+        (nn.Softplus(), "softplus"),
+        (F.hardswish, "hardswish"),
     ],
 )
 def test_an_activation_is_known_however_it_is_given(activation, name):
@@ -333,7 +342,45 @@ def test_the_fast_path_of_pytorch_gives_the_same(activation, norm_first):
     close(o[real], theirs[real], "output")
 
 
+@norm_places
+def test_rms_norms_are_carried(norm_first):
+    """In training mode: the fast path of PyTorch asks every norm for a bias."""
+    theirs = nn.TransformerEncoderLayer(D, HEADS, D_FF, 0.0, batch_first=True, norm_first=norm_first)
+    theirs.norm1, theirs.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
+    theirs = stirred(theirs)
+    ours = from_torch(theirs)
+    assert (ours.spec.norm, ours.spec.eps) == ("rms", torch.finfo(torch.float64).eps)
+    agree(ours, theirs, lambda m, x: m(x), lambda m, x: m(x), vectors(B, N, D))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_key_of_zeros_is_a_sink_of_logit_zero(padded):
+    theirs = stirred(nn.MultiheadAttention(D, HEADS, add_zero_attn=True, batch_first=True))
+    ours = from_torch(theirs)
+    assert ours.spec.sink_logits and not ours.sink_logits.requires_grad
+    x = vectors(B, N, D)
+    given = {"key_padding_mask": padding(N_LENGTHS, N)} if padded else {}
+    expected, weights = theirs(x, x, x, average_attn_weights=False, **given)
+    o, found = ours(x, lengths=N_LENGTHS if padded else None, return_weights=True)
+    close(o, expected, "output")
+    close(found, weights[..., :-1], "weights")
+    assert weights[..., -1].mean() > 0.01
+
+
 # --- stacks ---
+
+
+def test_a_decoder_without_a_causal_mask_is_the_same_in_both():
+    """As in models that decode boxes: nothing is written token by token."""
+    theirs = nn.TransformerDecoder(nn.TransformerDecoderLayer(D, HEADS, D_FF, 0.0, batch_first=True), 2)
+    theirs = stirred(theirs)
+    x, context = vectors(B, N, D), vectors(B, M, D, seed=2)
+    ours = from_torch(theirs, pattern=rg.full())
+    assert isinstance(ours.spec, rg.Decoder)
+    agree(ours, theirs, lambda m, x, c: m(x, c), lambda m, x, c: m(x, c), x, context)
+    whole = stirred(nn.Transformer(10, 2, 1, 1, D_FF, 0.0, batch_first=True))
+    source, target = vectors(B, M, 10), vectors(B, N, 10, seed=2)
+    close(from_torch(whole, pattern=rg.full())(source, target), whole(source, target), "output")
 
 
 @pytest.mark.ledger("S3.Q3.0", "S4.1.4e.2")

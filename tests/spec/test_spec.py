@@ -161,7 +161,7 @@ WRONG = [
         "position=shaw(3) depends on the queries of each layer; pass it to the block's attention",
     ),
     (
-        lambda: Decoder(block(), 2),
+        lambda: Decoder(block(), 2, embedding=Embedding(5, block().d_model)),
         "a Decoder must be causal, and pattern=full() allows later keys; use rg.causal() & full()",
     ),
     (

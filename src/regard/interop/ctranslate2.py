@@ -25,6 +25,8 @@ ACTIVATIONS = {  # ours, theirs
     "gelu": "GELU",
     "gelu_tanh": "GELUTanh",
     "silu": "SWISH",
+    "tanh": "Tanh",
+    "sigmoid": "Sigmoid",
     "swiglu": "SWISH",
     "geglu": "GELU",
 }
@@ -90,6 +92,9 @@ def _check(model: spec.EncoderDecoder) -> None:
             side, stack.position is None, f"position={stack.position!r}", "positions are added to the input"
         )
         _need(side, block.feed_forward is not None, "feed_forward=None", "every block has one")
+        if block.feed_forward is not None:
+            name = block.feed_forward.activation
+            _need(side, name in ACTIVATIONS, f"activation={name!r}", f"it has {', '.join(ACTIVATIONS)}")
         _need(side, block.residual, "residual=False", "every branch is added to its input")
         _need(side, block.norm in ("layer", "rms"), f"norm={block.norm!r}", "it has layer and rms norms")
         epsilons = {block.eps, embedding.eps if embedding.norm else block.eps, eps}
@@ -110,6 +115,8 @@ def _check_attention(side: str, a: spec.Attention, pattern: Any, heads: int) -> 
     _need(side, a.factor is None or 0 < a.factor < torch.inf, f"scale={a.factor}", "it is a number above 0")
     _need(side, size.kv_heads == size.heads, f"kv_heads={a.kv_heads}", "every head has its own keys")
     _need(side, size.heads == heads, f"heads={size.heads} and {heads}", "a stack has one number of heads")
+    _need(side, a.softcap is None, f"softcap={a.softcap}", "its scores have no cap")
+    _need(side, not a.sink_logits, "sink_logits=True", "its softmax is over keys alone")
     _need(side, a.output, "output=False", "it projects what the heads found")
     width = size.d_model // size.heads
     same = size.d_k == size.d_v == width

@@ -21,7 +21,23 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "leaky_relu": F.leaky_relu,
+    "relu6": F.relu6,
+    "elu": F.elu,
+    "selu": F.selu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "hardswish": F.hardswish,
 }
+# Modules of an activation, with the parameters that ours have.
+MODULES: dict[str, nn.Module] = {
+    "relu": nn.ReLU(), "silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU("tanh"), "tanh": nn.Tanh(),
+    "sigmoid": nn.Sigmoid(), "leaky_relu": nn.LeakyReLU(), "relu6": nn.ReLU6(), "elu": nn.ELU(), "selu": nn.SELU(),
+    "mish": nn.Mish(), "softplus": nn.Softplus(), "hardswish": nn.Hardswish(),
+}  # fmt: skip
+OTHERS: dict[Any, str] = {torch.relu: "relu", F.tanh: "tanh", F.sigmoid: "sigmoid", torch.selu: "selu"}
 
 
 def declare(module: nn.Module, pattern: Pattern | None) -> spec.Spec:
@@ -53,11 +69,6 @@ def _read_attention(module: nn.MultiheadAttention, pattern: Pattern | None) -> s
         "use add_bias_kv=False",
     )
     require(
-        not module.add_zero_attn,
-        "add_zero_attn=True gives each sequence one more key and value of zeros, which ours has not; "
-        "use add_zero_attn=False",
-    )
-    require(
         module.kdim == module.vdim,
         f"kdim={module.kdim} and vdim={module.vdim}: ours reads keys and values from one context; "
         f"give both one width",
@@ -68,6 +79,8 @@ def _read_attention(module: nn.MultiheadAttention, pattern: Pattern | None) -> s
         d_context=None if module.kdim == module.embed_dim else module.kdim,
         pattern=full() if pattern is None else pattern,
         biases="none" if module.in_proj_bias is None else "all",
+        # One more key and value of zeros: its score is 0, and it adds nothing to the sum.
+        sink_logits=bool(module.add_zero_attn),
         dropout=float(module.dropout),
     )
 
@@ -77,7 +90,7 @@ def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
     if crosses and pattern is None:
         pattern = causal()
     branches = 3 if crosses else 2
-    eps, norm_bias = _read_norms([getattr(layer, f"norm{i + 1}") for i in range(branches)])
+    norm, eps, norm_bias = _read_norms([getattr(layer, f"norm{i + 1}") for i in range(branches)])
     rates = [float(getattr(layer, f"dropout{i + 1}").p) for i in range(branches)]
     require(len(set(rates)) == 1, f"dropout1, dropout2, … drop {rates}; ours has one rate for all branches")
     return spec.Block(
@@ -89,6 +102,7 @@ def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
             dropout=float(layer.dropout.p),
         ),
         cross=_read_attention(layer.multihead_attn, None) if crosses else None,
+        norm=norm,
         norm_at="pre" if layer.norm_first else "post",
         norm_bias=norm_bias,
         eps=eps,
@@ -96,35 +110,54 @@ def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
     )
 
 
-def _read_norms(norms: list[Any]) -> tuple[float, bool]:
-    """eps, and whether there is a shift: the same in all of them."""
+def _read_norms(norms: list[Any]) -> tuple[str, float, bool]:
+    """The kind, eps, and whether there is a shift: the same in all of them."""
     for norm in norms:
         require(
-            type(norm) is nn.LayerNorm and norm.weight is not None,
-            f"{norm} where a norm stands; it needs to be nn.LayerNorm(d_model), with its learned scale",
+            type(norm) in (nn.LayerNorm, nn.RMSNorm) and norm.weight is not None,
+            f"{norm} where a norm stands; it needs to be nn.LayerNorm(d_model) or nn.RMSNorm(d_model), with its "
+            f"learned scale",
         )
+    require(
+        len({type(n) for n in norms}) == 1,
+        "nn.LayerNorm and nn.RMSNorm in one block; ours has one norm for all",
+    )
+    if type(norms[0]) is nn.RMSNorm:
+        # PyTorch's default is the resolution of the inputs' dtype, which is that of the weights.
+        eps = {torch.finfo(n.weight.dtype).eps if n.eps is None else n.eps for n in norms}
+        require(
+            len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all"
+        )
+        return "rms", eps.pop(), True
     eps, shifts = {n.eps for n in norms}, {n.bias is not None for n in norms}
     require(len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all")
     require(len(shifts) == 1, "some norms have a bias and some have none; ours has one norm_bias for all")
-    return eps.pop(), shifts.pop()
+    return "layer", eps.pop(), shifts.pop()
 
 
 def _read_activation(given: Any) -> str:
     """Its name. PyTorch holds an activation as a function or as a module."""
-    match given:
-        case nn.ReLU():
-            return "relu"
-        case nn.SiLU():
-            return "silu"
-        case nn.GELU():
-            return "gelu" if given.approximate == "none" else "gelu_tanh"
-        case partial(func=F.gelu, args=(), keywords={"approximate": "tanh"}):
+    if isinstance(given, partial) and (given.func, given.args) == (F.gelu, ()):
+        if given.keywords == {"approximate": "tanh"}:
             return "gelu_tanh"
-    for name, known in (*ACTIVATIONS.items(), ("relu", torch.relu)):
+    elif isinstance(given, nn.Module):
+        for name, module in MODULES.items():
+            if type(given) is type(module) and _parameters(given) == _parameters(module):
+                return name
+    for name, known in (*ACTIVATIONS.items(), *((word, function) for function, word in OTHERS.items())):
         if given is known:
             return name
     called = getattr(given, "__name__", repr(given))
     raise SpecError(f"activation {called} is not one that ours knows; known: {', '.join(ACTIVATIONS)}")
+
+
+def _parameters(activation: nn.Module) -> dict[str, Any]:
+    """What the module was made with; whether it works in place changes no result."""
+    return {
+        k: v
+        for k, v in vars(activation).items()
+        if not k.startswith("_") and k not in ("inplace", "training")
+    }
 
 
 def _read_stack(stack: Any, pattern: Pattern | None) -> spec.Encoder | spec.Decoder:
@@ -178,7 +211,9 @@ READERS: dict[type, Callable[[Any, Pattern | None], spec.Spec]] = {
 
 def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "") -> nn.MultiheadAttention:
     size, theirs = declared.sizes, "nn.MultiheadAttention"
-    _require_only(theirs, declared, field, score="dot", position=None, output=True)
+    _require_only(
+        theirs, declared, field, score="dot", position=None, output=True, softcap=None, sink_logits=False
+    )
     width = size.d_model / size.heads
     for name, only in {"kv_heads": size.heads, "d_k": width, "d_v": width, "d_out": size.d_model}.items():
         require(

@@ -45,7 +45,16 @@ def from_torch(module: nn.Module, *, pattern: Pattern | None = None) -> nn.Modul
     _require_all(module, [pair.theirs for pair in pairs])
     for pair in pairs:
         pair.read()
+    _zero_sinks(ours, next(module.parameters()))
     return ours.train(module.training)
+
+
+def _zero_sinks(ours: nn.Module, like: Tensor) -> None:
+    """add_zero_attn: a score of 0 that is not learned."""
+    for part in ours.modules():
+        if isinstance(part, MultiHeadAttention) and part.sink_logits is not None:
+            zeros = torch.zeros(part.sink_logits.shape, dtype=like.dtype, device=like.device)
+            part.sink_logits = nn.Parameter(zeros, requires_grad=False)
 
 
 def to_torch(module: Any, *, batch_first: bool = True) -> nn.Module:
@@ -128,9 +137,9 @@ def _pairs(ours: Any, theirs: Any) -> Iterator[Pair]:
                 yield from _pairs(part, other)
         case MultiHeadAttention():
             yield from _attention_pairs(ours, theirs)
-        case nn.Linear() | nn.LayerNorm():
+        case nn.Linear() | nn.LayerNorm() | nn.RMSNorm():
             for name in ("weight", "bias"):
-                if getattr(ours, name) is not None:
+                if getattr(ours, name, None) is not None:
                     yield Pair(Place(theirs, name), (Place(ours, name),))
 
 

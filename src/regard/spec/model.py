@@ -8,7 +8,11 @@ from ..position import Position, learned, shaw
 from .attention import Attention
 from .base import Number, Spec, require, require_known, require_positive_fields, require_probability
 
-ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "swiglu", "geglu")
+PLAIN = (
+    *("relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid"),
+    *("leaky_relu", "relu6", "elu", "selu", "mish", "softplus", "hardswish"),
+)
+ACTIVATIONS = (*PLAIN, "swiglu", "geglu")
 NORMS = ("layer", "rms", "batch", "none")
 INITS = ("xavier", "xavier_packed", "normal", "depth_scaled", "torch")
 POOLS = ("first", "last", "mean", "max")
@@ -132,7 +136,7 @@ class MaskedHead(Spec):
     eps: Number = 1e-5
 
     def __post_init__(self):
-        require_known("activation", self.activation, ACTIVATIONS[:4])
+        require_known("activation", self.activation, PLAIN)
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,7 +181,10 @@ class Encoder(Spec):
 
 @dataclass(frozen=True, repr=False)
 class Decoder(Spec):
-    """A stack of causal blocks; if its block has cross, it also attends to a context."""
+    """A stack of causal blocks; if its block has cross, it also attends to a context.
+
+    Over vectors, without an embedding or a head, it may also attend to later positions, as decoders of boxes do.
+    """
 
     block: Block
     layers: int
@@ -194,8 +201,9 @@ class Decoder(Spec):
         require_known("init", self.init, INITS)
         check_stack(self)
         pattern = self.block.attention.pattern
+        writes = self.embedding is not None or self.head is not None
         require(
-            (pattern - causal()).count(64) == 0,
+            not writes or (pattern - causal()).count(64) == 0,
             f"a Decoder must be causal, and pattern={pattern!r} allows later keys; use rg.causal() & {pattern!r}",
         )
 
