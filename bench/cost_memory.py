@@ -1,7 +1,8 @@
-"""Is the predicted memory the memory used? Training steps of generated models on the CPU, against the profiler.
+"""Is the predicted memory the memory used? Training steps and generation of generated models on the CPU.
 
 `PYTHONPATH=src:bench python3 bench/cost_memory.py --seed 25 --count 40 [--json OUT]` predicts and measures each; the
-profiler reports every allocation and release of the CPU allocator, also of temporaries inside kernels.
+profiler reports every allocation and release of the CPU allocator, also of temporaries inside kernels. Where a model
+decodes with a cache, also the forward pass, the prompt and the next token are compared.
 """
 
 import argparse
@@ -10,20 +11,27 @@ import statistics
 from pathlib import Path
 
 import torch
-from cost_models import cases, described, predicted, stepping
+from cost_models import built, cases, described, predicted, stepping
+
+from regard.costs.memory.run import prompt
 
 
-def counted(call) -> int:
-    """The peak of the bytes that the allocator added while `call` ran."""
+def counted(call) -> tuple[int, int, object]:
+    """The peak of the bytes that the allocator added while `call` ran, what remains of them, and the result."""
     activity = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
-        call()
+        result = call()
     events = profile.profiler.kineto_results.events()
     now = peak = 0
     for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         now += size
         peak = max(peak, now)
-    return peak
+    return peak, now, result
+
+
+def total(tensors) -> int:
+    unique = {x.untyped_storage().data_ptr(): x for x in tensors}
+    return sum(x.numel() * x.element_size() for x in unique.values())
 
 
 def measured(case) -> int:
@@ -32,8 +40,23 @@ def measured(case) -> int:
     states = [
         x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()
     ]
-    unique = {x.untyped_storage().data_ptr(): x for x in [*there, *states]}
-    return sum(x.numel() * x.element_size() for x in unique.values()) + counted(step)
+    return total([*there, *states]) + counted(step)[0]
+
+
+def measured_generation(case) -> dict[str, int]:
+    """Peaks of a forward pass without gradients, of a prompt of n − 1 tokens, and of the next token."""
+    model, args, kwargs, _ = built(case, "cpu")
+    model.eval()
+    labels = kwargs.pop("labels", None)
+    if labels is not None and model.config.is_encoder_decoder:
+        kwargs["decoder_input_ids"] = labels
+    there = total([*model.parameters(), *model.buffers(), *args, *kwargs.values()])
+    with torch.no_grad():
+        model(*args, **kwargs)
+        inference = counted(lambda: model(*args, **kwargs))[0]
+        prefill, cache, then = counted(lambda: prompt(model, args, kwargs))
+        decode = counted(then)[0]
+    return {"inference": there + inference, "prefill": there + prefill, "decode": there + cache + decode}
 
 
 def main() -> None:
@@ -42,12 +65,18 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows, errors = [], []
+    rows, errors, generated = [], [], []
     for case in cases(options.seed, options.count, 1):
         memory, real = predicted(case, "cpu").memory, measured(case)
         errors.append(memory.training_peak / real - 1)
         rows.append({"model": described(case), "predicted": memory.training_peak, "measured": real})
         moment = f"{memory.peak_part}, {memory.peak.operation}"
+        if memory.prefill_peak is not None:
+            peaks = (memory.inference_peak, memory.prefill_peak, memory.decode_peak)
+            for (kind, size), guess in zip(measured_generation(case).items(), peaks):
+                rows[-1] |= {f"{kind}_predicted": guess, f"{kind}_measured": size}
+                generated.append(guess / size - 1)
+                print(f"   {generated[-1]:+8.3%}  {guess:>12,}  {size:>12,}  {kind}", flush=True)
         print(
             f"{errors[-1]:+8.3%}  {memory.training_peak:>12,}  {real:>12,}  {described(case)}  [{moment}]",
             flush=True,
@@ -55,6 +84,9 @@ def main() -> None:
     sizes = sorted(map(abs, errors))
     print(f"{len(rows)} models: median {statistics.median(sizes):.3%}, worst {sizes[-1]:.3%}, "
           f"{sum(e > 0.03 for e in sizes)} beyond 3 %")  # fmt: skip
+    sizes = sorted(map(abs, generated))
+    print(f"inference, prompt and next token, {len(sizes)} peaks: median {statistics.median(sizes):.3%}, "
+          f"worst {sizes[-1]:.3%}, {sum(e > 0.03 for e in sizes)} beyond 3 %")  # fmt: skip
     if options.json:
         versions = {"torch": str(torch.__version__), "seed": options.seed, "threads": torch.get_num_threads()}
         options.json.write_text(json.dumps({**versions, "rows": rows}, indent=1), encoding="utf-8")

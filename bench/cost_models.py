@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 import regard as rg
 from regard.costs import TrainingStep, cost
-from regard.costs.memory.declared import example_inputs, targets_of
-from regard.costs.sizes import Request
+from regard.costs.sizes import Size
+from regard.costs.subject import declared_inputs, declared_targets
 from regard.position import alibi, learned, relative_table, rope, sinusoidal
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "GPT2", "Bert", "T5", "Marian", "ViT", "Gemma2")
@@ -137,10 +137,11 @@ CLASSES = {
 def built(case: Case, device: str) -> tuple[torch.nn.Module, tuple, dict, Any]:
     """The model on the device, its positional and named inputs, and targets."""
     if case.spec is not None:
-        request = Request(case.spec, case.n, case.n, case.batch, train=True)
+        size = Size(case.n, case.n, case.batch)
         with torch.device(device):
             model = case.spec.build()
-        return model, tuple(x.to(device) for x in example_inputs(request)), {}, targets_of(request)
+        given = tuple(x.to(device) for x in declared_inputs(case.spec, size))
+        return model, given, {}, declared_targets(case.spec, size)
     import transformers
 
     config = getattr(transformers, f"{case.family}Config")(**case.config)
@@ -180,18 +181,13 @@ def predicted(case: Case, device: str) -> Any:
 
 def stepping(case: Case, device: str) -> tuple[Any, Any, list[torch.Tensor]]:
     """() → one training step, the optimizer, and the tensors that exist before it, without optimizer state."""
-    from regard.costs.memory.step import freeze
+    from regard.costs.memory.step import checkpoint, freeze
 
     t = case.training
-    if case.spec is not None and t.checkpointing is not None:
-        from regard.costs.memory.declared import with_checkpoint
-
-        case = case._replace(spec=with_checkpoint(case.spec, bool(t.checkpointing)))
     model, args, kwargs, targets = built(case, device)
     targets = None if targets is None else targets.to(device)
     model.train()
-    if case.spec is None and t.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint(model, t.checkpointing)
     freeze(model, t.frozen)
     trained = [p for p in model.parameters() if p.requires_grad]
     options = {"foreach": device == "cuda"}

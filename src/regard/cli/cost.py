@@ -13,12 +13,13 @@ from typer.core import TyperGroup
 
 from ..costs.entry import cost as price
 from ..costs.layer_types import compare as compared
-from ..costs.memory.declared import fits
+from ..costs.memory.peak import readable
 from ..costs.memory.step import IMPLEMENTATIONS, OPTIMIZERS, TrainingStep
 from ..costs.time import estimate, load_roofline, measure_time
 from ..costs.tree import Cost
 from ..errors import SpecError
 from ..spec import Spec
+from ..spec.base import require_positive
 from . import targets
 from .options import with_options
 
@@ -43,10 +44,8 @@ class DefaultToOf(TyperGroup):
         return super().resolve_command(ctx, args if first in self.commands else ["of", *args])
 
     def parse_args(self, ctx, args):
-        """Options are allowed before the model."""
-        if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
-            args = ["of", *args]
-        return super().parse_args(ctx, args)
+        """Options are allowed before the model; --help shows those of a model."""
+        return super().parse_args(ctx, ["of", *args] if args and args[0].startswith("-") else args)
 
 
 app = typer.Typer(
@@ -80,6 +79,7 @@ class CostRequest:
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     backend: Annotated[str, typer.Option(help="The backend of attention.")] = "auto"
     train: Annotated[bool, typer.Option("--train", help="Include a training step.")] = False
+    depth: Annotated[int | None, typer.Option(min=0, help="Show the tree of parts to this depth.")] = None
     optimizer: Annotated[
         str,
         typer.Option(
@@ -93,6 +93,10 @@ class CostRequest:
     master_weights: Annotated[
         bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
     ] = False
+    accumulate: Annotated[int, typer.Option(help="Batches per optimizer step.")] = 1
+    frozen: Annotated[str, typer.Option(help="Weights that are not trained: names such as 'embed*,head*'.")] = ""
+    lora: Annotated[int, typer.Option(help="Rank of trained adapters; all else is frozen.")] = 0
+    ranks: Annotated[int, typer.Option(help="GPUs that share the weights (FSDP2): also the peak of one of them.")] = 1
     fits: Annotated[
         str | None, typer.Option(help="The largest batch and n that fit this memory, such as 80GB.")
     ] = None
@@ -105,16 +109,22 @@ class CostRequest:
 
     @property
     def training(self) -> TrainingStep | bool:
-        if not self.train:
-            return False
         name, _, implementation = self.optimizer.partition(":")
-        return TrainingStep(
+        step = TrainingStep(
             optimizer=name,
             implementation=implementation or "auto",
             autocast=self.autocast,
             checkpointing=True if self.checkpointing else None,
             master_weights=self.master_weights,
+            accumulate=self.accumulate,
+            frozen=tuple(filter(None, self.frozen.split(","))),
+            lora=self.lora,
         )
+        require_positive("ranks", self.ranks)
+        if not self.train and (step != TrainingStep() or self.ranks > 1):
+            unused = [f.name for f in fields(step) if getattr(step, f.name) != f.default] or ["ranks"]
+            raise SpecError(f"--{unused[0].replace('_', '-')} is an option of a training step: add --train")
+        return step if self.train else False
 
 
 @app.command()
@@ -127,6 +137,8 @@ def of(request: CostRequest) -> None:
     regard cost config.json --n 512 --json
 
     regard cost my.module:build_model --n 1024
+
+    regard cost compare --help    layer types side by side
     """
     thing, inputs = _read(request.source)
     result = price(
@@ -150,7 +162,7 @@ def of(request: CostRequest) -> None:
             json.dumps(result.plain() | {name: data for name, (data, _) in extra.items()}, default=str)
         )
         return
-    _show(result)
+    _show(result.table(request.depth))
     for _, text in extra.values():
         typer.echo(text)
 
@@ -169,13 +181,17 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 def _extra(result: Cost, request: CostRequest) -> dict[str, tuple[Any, str]]:
     """What fits and the time it takes, each as data and as text."""
     extra: dict[str, tuple[Any, str]] = {}
+    if request.ranks > 1:
+        one = result.memory.main.usage(ranks=request.ranks)
+        text = f"each of {request.ranks} ranks (FSDP2): peak {readable(one.peak)}, taken from the device {readable(one.reserved)}"
+        extra["per_rank"] = ({"ranks": request.ranks, "peak": one.peak, "reserved": one.reserved}, text)
     if request.fits:
-        extra["fits"] = _fitting(result, request.fits)
+        extra["fits"] = _fitting(result, request)
     if request.time or request.measure:
         roofline = load_roofline()
         if roofline is None:
             raise SpecError("this machine has not been measured; run `regard bench machine` first")
-        guess = estimate(result, roofline, backward=request.train)
+        guess = estimate(result, roofline)
         text = str(guess)
         if request.measure:
             real = _measure(result)
@@ -186,16 +202,15 @@ def _extra(result: Cost, request: CostRequest) -> dict[str, tuple[Any, str]]:
     return {name: (data, text) for name, (data, text) in extra.items()}
 
 
-def _fitting(result: Cost, memory: str) -> tuple[dict[str, int], str]:
-    if result.request is None:
-        raise SpecError("--fits needs a declaration, whose cost is computed at many sizes")
-    budget = size_of(memory)
-    sizes = {"batch": fits(result.request, budget, "batch")}
-    text = [f"within {budget:,} bytes: batch {sizes['batch']:,} at n = {result.request.n:,}"]
-    if hasattr(result.request.spec, "image"):
-        return sizes, text[0]
-    sizes["n"] = fits(result.request, budget, "n")
-    return sizes, f"{text[0]}, or n {sizes['n']:,} at batch {result.request.batch:,}"
+def _fitting(result: Cost, request: CostRequest) -> tuple[dict[str, int], str]:
+    budget = size_of(request.fits or "")
+    sizes = {"batch": result.fits(budget, "batch")}
+    text = f"within {readable(budget)} ({budget:,} bytes): batch {sizes['batch']:,}"
+    try:
+        sizes["n"] = result.fits(budget, "n")
+    except SpecError:  # the image determines it
+        return sizes, text
+    return sizes, f"{text}, or n {sizes['n']:,} at batch {request.batch:,}"
 
 
 def size_of(text: str) -> int:
@@ -219,12 +234,13 @@ def _measure(result: Cost) -> float:
 
 def _show(result: Any) -> None:
     """A rich table on a terminal; plain text in a file or a pipe."""
+    tables = result.tables() if hasattr(result, "tables") else [result]
     if not sys.stdout.isatty():
-        typer.echo(str(result))
+        typer.echo("\n\n".join(t.text() for t in tables))
         return
     from rich.console import Console
 
-    Console().print(result)
+    Console().print(*(t.rich() for t in tables), sep="\n")
 
 
 @app.command()

@@ -8,6 +8,7 @@ import typer
 
 from ..costs.gpus import CARDS
 from ..costs.planner import plan as planned
+from ..errors import SpecError
 from ..pattern.parse import parse_pattern
 from . import targets
 from .cost import size_of
@@ -29,6 +30,9 @@ class PlanRequest:
     pattern: Annotated[
         str | None, typer.Option(help="Another attention pattern, such as 'causal() & window(256)'.")
     ] = None
+    code: Annotated[
+        int | None, typer.Option(min=1, help="Print only the program of this row of the table: 1 is the fastest.")
+    ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False
 
 
@@ -41,6 +45,8 @@ def plan(request: PlanRequest) -> None:
     Example: regard plan gpt2 --gpu h100,a100-40,4090,l4 --n 1024
 
     regard plan config.json --memory 80GB --ranks 8
+
+    regard plan gpt2 --gpu 4090 --code 1 > plan.py && python plan.py
     """
     typer.echo("planning …", err=True)
     result = planned(
@@ -52,4 +58,10 @@ def plan(request: PlanRequest) -> None:
         ranks=request.ranks,
         pattern=None if request.pattern is None else parse_pattern(request.pattern),
     )
+    if request.code is not None:
+        if request.code > len(result.choices) or not result.choices[request.code - 1].batch:
+            fitting = sum(bool(c.batch) for c in result.choices)
+            raise SpecError(f"--code {request.code}: {fitting} of the {len(result.choices)} choices fit")
+        typer.echo(result.choices[request.code - 1].code)
+        return
     typer.echo(result.json() if request.as_json else str(result))

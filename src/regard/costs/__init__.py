@@ -4,9 +4,9 @@ from .analysis import relative_orders, score_orders
 from .connectivity import ReceptiveField, dependencies, layers_to_connect, receptive_field, receptive_set
 from .entry import cost
 from .layer_types import Comparison, compare
-from .memory import Memory, TrainingStep, fits
+from .memory import Memory, TrainingStep
 from .planner import Choice, Plan, plan
-from .runnable import call, example, runnable, stepping
+from .runnable import call, example, generate_one, join_ranks, shard, stepping
 from .tree import Amounts, Cost, Pairs, Part
 
 __all__ = [
@@ -25,13 +25,14 @@ __all__ = [
     "cost",
     "dependencies",
     "example",
-    "fits",
+    "generate_one",
+    "join_ranks",
     "layers_to_connect",
     "plan",
     "receptive_field",
     "receptive_set",
     "relative_orders",
-    "runnable",
     "score_orders",
+    "shard",
     "stepping",
 ]

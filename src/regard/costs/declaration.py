@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from .. import spec as specs
@@ -11,8 +12,11 @@ from ..spec.base import require_positive
 from .flops.attention import attention
 from .flops.baselines import convolutional, mixing, recurrent
 from .flops.models import block, embedding, encoder_decoder, stack, vision
-from .memory.declared import memory_of
+from .memory import Memory
+from .memory.attention import attention_facts
+from .memory.step import training_of
 from .sizes import Numbers, Request, Scope, Symbols, root_scope
+from .subject import Subject
 from .tree import Cost, Pairs, Part
 
 BUILDERS: dict[type, Callable[[Any, Scope], Part]] = {
@@ -49,9 +53,23 @@ def price(request: Request) -> Cost:
         tree,
         pairs,
         remember=lambda: memory_of(request),
+        fitting=Subject(request.spec).fitting(request),
         formulas=lambda: _symbolic_tree(request),
         request=request,
     )
+
+
+def memory_of(request: Request) -> Memory | None:
+    """The memory of a declared model at these sizes; None for declarations that are no module by themselves."""
+    if isinstance(request.spec, specs.Mixing):
+        return None
+    return _memory(replace(request, train=training_of(request.train)))
+
+
+@lru_cache(maxsize=16)
+def _memory(request: Request) -> Memory:
+    setting = Subject(request.spec).setting(request.size, request.train, request.dtype, request.device)
+    return Memory(setting, attention_facts(request))
 
 
 def _symbolic_tree(request: Request) -> tuple[Part, dict[Any, int]]:

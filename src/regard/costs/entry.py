@@ -3,13 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..engine.backends import BACKENDS
 from ..errors import SpecError, nearest
 from ..spec import Spec, preset
 from ..spec.base import require_positive
 from .declaration import check_lengths, price
+from .module import built, cost_of_module
 from .sizes import Request
+from .subject import is_config
 from .tree import Cost
 
 if TYPE_CHECKING:
@@ -19,6 +22,7 @@ DTYPES = {
     str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 DEVICES = ("cpu", "cuda", "mps")
+DEFAULT_N = 128  # for a model of Hugging Face
 
 
 def cost(
@@ -53,12 +57,15 @@ def cost(
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
     if device not in DEVICES:
         raise SpecError(f"unknown device {device!r}; {nearest(device, DEVICES)}")
-    if not isinstance(model, Spec) and not example_inputs:
+    if not example_inputs:
+        if not isinstance(model, Spec | nn.Module) and not is_config(model) and callable(model):
+            model = built(model)
         model = getattr(model, "spec", model)  # a module built from a declaration
     if not isinstance(model, Spec):
-        from .module import TraceOptions, cost_of_module
-
-        return cost_of_module(model, example_inputs, TraceOptions(n, m, batch, dtype, train, device))
+        n = DEFAULT_N if n is None else n
+        require_positive("n", n)
+        request = Request(model, n, n if m is None else m, batch, dtype, train, backend, device)
+        return cost_of_module(model, example_inputs, request)
     if example_inputs:
         raise SpecError(
             f"{type(model).__name__} is a declaration: its cost follows from its sizes; "

@@ -28,6 +28,11 @@ class Card(NamedTuple):
     source: str
 
     @property
+    def described(self) -> str:
+        rates = f"{self.half / TFLOPS:,.0f} TFLOP/s in 16 bits, {self.single / TFLOPS:,.1f} in float32"
+        return f"{self.memory / GB:,.0f} GB, {self.bandwidth / TB:.2f} TB/s, {rates} ({self.source})"
+
+    @property
     def gpu(self) -> Gpu:
         return Gpu(self.capability, self.multiprocessors)
 

@@ -6,14 +6,14 @@ of steps) after which every output depends on every input.
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import SpecError, nearest
 from ..pattern import full, window
@@ -22,9 +22,10 @@ from ..spec.base import require_positive
 from .analysis import core_of
 from .declaration import build_tree
 from .sizes import Numbers, Request
+from .tables import Table
+from .time import time_call
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"
-MIN_SECONDS = 0.2  # timing one layer at one length repeats it for at least this long
 
 
 @dataclass(frozen=True)
@@ -129,90 +130,41 @@ class Comparison:
     def json(self, indent: int | None = None) -> str:
         return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
 
-    def tables(self) -> list[tuple[str, list[tuple[str, ...]]]]:
-        """(title, lines) of each table; the first line is the heading."""
-        types: list[tuple[str, ...]] = [
-            (
-                "layer",
-                "FLOPs",
-                "complexity",
-                "sequential steps",
-                "order",
-                "path length",
-                "order",
-                "values saved to train",
-                "values to decode",
-            )
-        ]
-        types += [
-            (
-                l.name,
-                f"{l.flops:,}",
-                l.complexity,
-                f"{l.sequential_steps:,}",
-                l.sequential_order,
-                f"{l.path_length:,}",
-                l.path_order,
-                f"{l.training_values:,}",
-                f"{l.decoding_values:,}",
-            )
+    def tables(self) -> list[Table]:
+        head = "layer, FLOPs, complexity, sequential steps, order, path length, order, values saved to train, values to decode"
+        types = [
+            (l.name, f"{l.flops:,}", l.complexity, f"{l.sequential_steps:,}", l.sequential_order, f"{l.path_length:,}",
+             l.path_order, f"{l.training_values:,}", f"{l.decoding_values:,}")
             for l in self.layers
+        ]  # fmt: skip
+        title = f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}"
+        crossings = [
+            (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths) for c in self.crossovers
         ]
-        crossovers: list[tuple[str, ...]] = [("more FLOPs", "than", "beyond n =", "")]
-        crossovers += [
-            (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths)
-            for c in self.crossovers
-        ]
-        out: list[tuple[str, list[tuple[str, ...]]]] = [
-            (f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}", types),
-            ("crossover lengths", crossovers),
+        tables = [
+            Table(title, tuple(head.split(", ")), types),
+            Table("crossover lengths", ("more FLOPs", "than", "beyond n =", ""), crossings),
         ]
         if self.growth:
-            timed: list[tuple[str, ...]] = [
-                ("layer", "measured exponent", "predicted", *(f"n = {n:,}" for n in self.growth[0].lengths))
-            ]
-            timed += [
-                (
-                    g.name,
-                    f"{g.measured:.2f}",
-                    f"{g.predicted:.2f}",
-                    *(f"{1e3 * s:.3g} ms" for s in g.seconds),
-                )
+            lengths = (f"n = {n:,}" for n in self.growth[0].lengths)
+            timed = [
+                (g.name, f"{g.measured:.2f}", f"{g.predicted:.2f}", *(f"{1e3 * s:.3g} ms" for s in g.seconds))
                 for g in self.growth
             ]
-            out.append(("growth measured on this machine", timed))
-        return out
+            heading = ("layer", "measured exponent", "predicted", *lengths)
+            tables.append(Table("growth measured on this machine", heading, timed))
+        return tables
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{title}\n{_aligned(lines)}" for title, lines in self.tables())
+        return "\n\n".join(t.text() for t in self.tables())
 
     def __rich__(self) -> Any:
         from rich.console import Group
-        from rich.table import Table
 
-        tables: list[Any] = []
-        for title, (head, *lines) in self.tables():
-            table = Table(*head, title=title, title_justify="left", box=None, header_style="bold")
-            for line in lines:
-                table.add_row(*line)
-            tables += [table, ""]
-        return Group(*tables)
+        return Group(*(t.rich() for t in self.tables()))
 
     def _repr_html_(self) -> str:
-        def row(cells: tuple[str, ...], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{c}</{tag}>" for c in cells) + "</tr>"
-
-        return "".join(
-            f"<p>{title}</p><table>{row(head, 'th')}{''.join(row(l, 'td') for l in lines)}</table>"
-            for title, (head, *lines) in self.tables()
-        )
-
-
-def _aligned(lines: list[tuple[str, ...]]) -> str:
-    widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+        return "".join(t.html() for t in self.tables())
 
 
 def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
@@ -355,12 +307,14 @@ def _polynomial(flops: Callable[[int], int]) -> tuple[Fraction, Fraction]:
     return a, one - a
 
 
-def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 3) -> Growth:
+def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 10) -> Growth:
     """The layer timed at each length, best of several runs, and the slope of log time against log length."""
     if len(lengths) < 2:
         raise SpecError(f"measure={tuple(lengths)}: fitting an exponent needs at least two lengths")
     layer, width = _layer(kind.spec)
-    seconds = [_time(layer, torch.randn(1, n, width), repeats) for n in lengths]
+    with torch.no_grad():
+        inputs = [torch.randn(1, n, width) for n in lengths]
+        seconds = [time_call(partial(layer, x), "cpu", repeats, min) for x in inputs]
     flops = [kind.flops(n) for n in lengths]
     return Growth(kind.name, tuple(lengths), tuple(seconds), slope(lengths, seconds), slope(lengths, flops))
 
@@ -374,18 +328,6 @@ def _layer(spec: Any) -> tuple[nn.Module, int]:
         case Convolutional():
             return module.layers[-1], spec.d_model
     return module, spec.d_model
-
-
-@torch.no_grad()
-def _time(layer: nn.Module, x: Tensor, repeats: int) -> float:
-    """The best of at least `repeats` runs and of as many as fit into `MIN_SECONDS`."""
-    layer(x)
-    best, runs, until = math.inf, 0, time.perf_counter() + MIN_SECONDS
-    while runs < repeats or time.perf_counter() < until:
-        start = time.perf_counter()
-        layer(x)
-        best, runs = min(best, time.perf_counter() - start), runs + 1
-    return best
 
 
 def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:

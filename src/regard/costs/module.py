@@ -2,64 +2,91 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..compat import CAN_DISPATCH
 from ..errors import ShapeError, SpecError
-from ..spec import Spec
-from . import huggingface
-from .memory.report import Setting, traced
-from .memory.step import training_of
-from .trace.nested import leaves
-from .trace.tracer import Trace
+from .memory import Memory
+from .memory.peak import readable
+from .memory.run import Run, Setting, run
+from .memory.step import TrainingStep, training_of
+from .sizes import Request
+from .subject import Subject, build, is_config
+from .trace.nested import tensors_in
+from .trace.tracer import DataDependent, Trace
 from .tree import Amounts, Cost, Part
 
 
-class TraceOptions(NamedTuple):
-    """How a module is traced: sizes of generated inputs, dtype, training step, device."""
-
-    n: int | None
-    m: int | None
-    batch: int
-    dtype: torch.dtype
-    train: Any
-    device: str
-
-
-def cost_of_module(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> Cost:
+def cost_of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cost:
     """The cost of running the model on meta tensors: no weight is allocated, no product is computed."""
     if not CAN_DISPATCH:
         raise SpecError(
             "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
         )
-    if (
-        not isinstance(model, nn.Module)
-        and not huggingface.is_config(model)
-        and callable(model)
-        and not inputs
-    ):
-        model = _call(model)
-        if isinstance(model, Spec):
-            from .entry import cost
-
-            return cost(model, **options._asdict())
-    if huggingface.is_config(model):
-        model = huggingface.build(model)
+    if is_config(model):
+        model = build(model)
     if not callable(model):
         raise SpecError(
             f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
             f"Hugging Face configuration"
         )
+    training, fitting = training_of(request.train), None
     if not inputs and hasattr(model, "config"):
-        labels = bool(options.train) and getattr(options.train, "loss", None) is None
-        inputs = (huggingface.generated_inputs(model, options.n or 128, options.m, options.batch, labels),)
-    return _traced_cost(model, inputs, options)
+        subject = Subject(model)
+        fitting = subject.fitting(request)
+        setting = subject.setting(request.size, training, request.dtype, request.device)
+        setting = replace(setting, evaluate=False)
+    else:
+        named = len(inputs) == 1 and isinstance(inputs[0], dict)
+        given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
+        module = model if isinstance(model, nn.Module) else _Function(model)
+        setting = Setting(module, given, None, request.dtype, training, request.device)
+    _check_inputs(model, setting)
+    main = _traced(setting)
+    sizes: dict[str, Any] = {
+        f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))
+    }
+    sizes |= {"dtype": str(request.dtype).removeprefix("torch."), "device": request.device}
+    return Cost(
+        _name(model),
+        sizes | {"train": training if training is not None and training != TrainingStep() else bool(training)},
+        tree(main.trace, main.module, _name(model)),
+        tuple(main.trace.pairs),
+        tuple(f"{op} ({times} ×)" for op, times in main.trace.unknown.items()),
+        lambda: Memory(setting, main=main),
+        tuple(main.trace.notes),
+        fitting=fitting,
+    )
 
 
-def _call(build: Callable) -> Any:
+def _traced(setting: Setting) -> Run:
+    """The run, or what is wrong with it in words, with what is still known."""
+    name = _name(setting.module)
+    count = sum(p.numel() for p in setting.module.parameters())
+    known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
+    try:
+        return run(setting)
+    except DataDependent as e:
+        raise DataDependent(f"{e}{known}") from e
+    except TypeError as e:
+        if "argument" not in str(e):
+            raise
+        raise ShapeError(f"{name} does not take these inputs: {e}") from e
+    except NotImplementedError as e:
+        raise ShapeError(f"{name} cannot be traced: {str(e).splitlines()[0]}{known}") from e
+    except RuntimeError as e:
+        text = str(e).splitlines()[0] if str(e) else type(e).__name__
+        if "overflow" in text or "too large" in text or "numel" in text:
+            raise ShapeError(f"{name} at these sizes overflows 64-bit sizes: {text}{known}") from e
+        raise ShapeError(f"{name} fails on inputs of these shapes: {text}{known}") from e
+
+
+def built(build: Callable) -> Any:
+    """What a function without arguments returns, on meta tensors."""
     needed = _required(build)
     if needed:
         raise SpecError(
@@ -68,36 +95,6 @@ def _call(build: Callable) -> Any:
         )
     with torch.device("meta"):
         return build()
-
-
-def _traced_cost(model: Any, inputs: tuple[Any, ...], options: TraceOptions) -> Cost:
-    dtype, training = options.dtype, training_of(options.train)
-    args, kwargs = ((), dict(inputs[0])) if len(inputs) == 1 and isinstance(inputs[0], dict) else (inputs, {})
-    module = model if isinstance(model, nn.Module) else _Function(model)
-    _check_inputs(model, module, args, kwargs)
-    setting = Setting((args, kwargs), None, dtype, training, options.device)
-    try:
-        trace, twin, memory = traced(module, setting)
-    except TypeError as e:
-        if "argument" not in str(e):
-            raise
-        raise ShapeError(f"{_name(module)} does not take these inputs: {e}") from e
-    except NotImplementedError as e:
-        raise ShapeError(f"{_name(module)} cannot be traced: {str(e).splitlines()[0]}") from e
-    sizes: dict[str, Any] = {
-        f"input {k}": "×".join(map(str, x.shape))
-        for k, x in enumerate(leaves((args, kwargs)))
-        if isinstance(x, Tensor)
-    }
-    return Cost(
-        _name(model),
-        sizes | {"dtype": str(dtype).removeprefix("torch."), "train": training is not None},
-        tree(trace, twin, _name(module)),
-        tuple(trace.pairs),
-        tuple(f"{op} ({times} ×)" for op, times in trace.unknown.items()),
-        lambda: memory,
-        tuple(trace.notes),
-    )
 
 
 class _Function(nn.Module):
@@ -128,7 +125,7 @@ def tree(trace: Trace, module: nn.Module, name: str) -> Part:
             part(child, child_name, f"{path}.{child_name}" if path else child_name)
             for child_name, child in inner.named_children()
         ]
-        parts = (*terms.pop(path, []), *(p for p in children if p is not None))
+        parts = (*terms.pop(path, []), *folded([p for p in children if p is not None]))
         count = sum(p.numel() for p in own)
         return Part(label, Amounts(parameters=count), parts) if count or parts or not path else None
 
@@ -136,6 +133,21 @@ def tree(trace: Trace, module: nn.Module, name: str) -> Part:
     assert root is not None
     rest = tuple(Part(path, parts=tuple(parts)) for path, parts in terms.items())
     return Part(root.name, root.own, (*root.parts, *rest))
+
+
+def folded(parts: list[Part]) -> list[Part]:
+    """Numbered layers that are equal and follow each other as one part: `0–31` is 32 times the same."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        if runs and part.name.isdigit() and _same(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [r[0] if len(r) == 1 else replace(r[0], name=f"{r[0].name}–{r[-1].name}", times=len(r)) for r in runs]
+
+
+def _same(a: Part, b: Part) -> bool:
+    return a.name.isdigit() and replace(a, name=b.name) == b
 
 
 # -- names and inputs ---------------------------------------------------------------------------------------------
@@ -156,8 +168,8 @@ def _required(call: Callable) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
 
 
-def _check_inputs(model: Any, module: nn.Module, args: tuple, kwargs: dict) -> None:
-    call = module.forward if isinstance(model, nn.Module) else model
+def _check_inputs(model: Any, setting: Setting) -> None:
+    call, (args, kwargs) = model.forward if isinstance(model, nn.Module) else model, setting.given
     missing = [name for name in _required(call)[len(args) :] if name not in kwargs]
     if missing:
         raise ShapeError(

@@ -1,31 +1,39 @@
-"""What fits? The largest batch of each kind of training step within a card's memory, its time, and code to run it."""
+"""What fits? The largest batch of each kind of step within a card's memory, its time, and code to run it."""
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..pattern import Pattern
-from ..spec import Spec, preset
 from ..spec.base import require_positive
-from . import huggingface
 from .gpus import CARDS, Card, card
-from .memory.allocator import OutOfMemory, Usage
-from .memory.declared import example_inputs, largest, module_of, targets_of
-from .memory.report import Setting, traced, usage
-from .memory.sharding import per_rank
+from .memory.allocator import OutOfMemory
+from .memory.peak import readable
+from .memory.run import Run, generates, run
 from .memory.step import TrainingStep
-from .sizes import Request
-from .time import load_roofline, step_time
+from .sizes import Size
+from .subject import NO_LIMIT, Subject, largest
+from .tables import Table
+from .time import Roofline, load_roofline, time_of
 
 SHARE = 0.9  # of the memory that a plan uses; the rest is for fragments, the CUDA context and other libraries
 DEFAULT_N = 1024
-GB = 10**9
+MAX_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Option:
+    """One kind of step: a training step, a forward pass, or generation with a cache."""
+
+    label: str
+    training: TrainingStep | None = None
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,25 +42,24 @@ class Choice:
 
     gpu: str
     memory: int  # of the card, in bytes
-    label: str
+    option: Option
     n: int
     batch: int  # per rank; 0 if nothing fits
     ranks: int
-    strategy: str
-    training: TrainingStep | None
-    peak: int
+    peak: int | None  # None where not even one row fits the card
     reserved: int
     seconds: float
     code: str
+    longest_n: int | None = None  # with a batch of 1; computed for the fastest choice of a card
 
     @property
     def tokens_per_second(self) -> float:
-        return self.ranks * self.batch * self.n / self.seconds if self.batch else 0.0
+        tokens = 1 if self.option.cached else self.n  # a step of generation is one token of each row
+        return self.ranks * self.batch * tokens / self.seconds if self.batch else 0.0
 
     def plain(self) -> dict[str, Any]:
-        training = None if self.training is None else dataclasses.asdict(self.training)
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "training"}
-        return {**fields, "training": training, "tokens_per_second": self.tokens_per_second}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "option"}
+        return fields | dataclasses.asdict(self.option) | {"tokens_per_second": self.tokens_per_second}
 
 
 @dataclass(frozen=True)
@@ -75,27 +82,28 @@ class Plan:
     def json(self, indent: int | None = None) -> str:
         return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
 
-    def __str__(self) -> str:
-        titles = ("GPU", "ranks", "how", "n", "batch", "peak, GB", "of", "step, ms", "tokens/s")
-        rows = [titles]
-        for c in self.choices:
-            fit = bool(c.batch)
-            rows.append(
-                (c.gpu, f"{c.ranks}", c.label, f"{c.n:,}", f"{c.batch:,}" if fit else "none fits",
-                 f"{c.peak / GB:,.2f}", f"{c.memory / GB:,.0f}", f"{c.seconds * 1e3:,.1f}" if fit else "",
-                 f"{c.tokens_per_second:,.0f}" if fit else "")
-            )  # fmt: skip
-        widths = [max(len(r[k]) for r in rows) for k in range(len(titles))]
+    def table(self) -> Table:
+        heading = ("GPU", "ranks", "how", "n", "batch", "peak", "of", "step, ms", "tokens/s", "longest n")
         lines = []
-        for r in rows:
-            cells = [x.ljust(w) if k in (0, 2) else x.rjust(w) for k, (x, w) in enumerate(zip(r, widths))]
-            lines.append("  ".join(cells).rstrip())
-        best = (
-            ["", f"the fastest, batch {self.choices[0].batch}:", self.choices[0].code]
-            if self.choices[0].batch
-            else []
-        )
-        return "\n".join([self.model, "", *lines, "", *self.notes, *best])
+        for c in self.choices:
+            peak = "" if c.peak is None else readable(c.peak)
+            row = (c.gpu, f"{c.ranks}", c.option.label, f"{c.n:,}", f"{c.batch:,}", peak, readable(c.memory))
+            longest = "" if c.longest_n is None else f"{c.longest_n:,}"
+            times = (f"{c.seconds * 1e3:,.1f}", f"{c.tokens_per_second:,.0f}", longest)
+            lines.append((*row, *(times if c.batch else ("", "does not fit", ""))))
+        best = ("", f"the fastest, batch {self.choices[0].batch}:", self.choices[0].code) if self.choices[0].batch else ()
+        return Table(self.model, heading, lines, (*self.notes, *best))
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def __repr__(self) -> str:
+        first = self.choices[0]
+        return f"<Plan for {self.model[:60]}: {first.option.label}, batch {first.batch}, {first.gpu}>"
+
+    def _repr_html_(self) -> str:
+        *notes, code = self.table().below
+        return f"{self.table()._replace(below=tuple(notes)).html()}<pre>{code}</pre>"
 
 
 def plan(
@@ -112,155 +120,162 @@ def plan(
 
     model: a declaration, the name of a preset, a Hugging Face configuration or model. gpu: names of cards, separated
     by commas (h200, h100, a100-80, a100-40, l40s, l4, 4090, …); memory: bytes of a card, in place of its own.
-    train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass. ranks: cards that share
-    the work (FSDP2). pattern: replaces the pattern of a declared attention.
+    train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and generation. ranks:
+    cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
     """
-    subject = _Subject.of(model, n, pattern)
+    subject = Subject.of(model)
     require_positive("ranks", ranks)
-    names = [g.strip() for g in (gpu or "h100").split(",")]
-    choices = []
-    for name in names:
-        chosen = card(name) if gpu else CARDS["h100"]
+    if n is not None:
+        require_positive("n", n)
+    if pattern is not None:
+        if not subject.declared:
+            raise SpecError("pattern= replaces the pattern of a declaration; this model has none of ours")
+        subject = Subject(_with_pattern(subject.model, pattern))
+    name = model if isinstance(model, str) and pattern is None else ""
+    length = subject.tokens or n or min(subject.max_n, DEFAULT_N)
+    search = _Search(subject, name, length, ranks)
+    choices: list[Choice] = []
+    for label in [g.strip() for g in (gpu or "h100").split(",")]:
+        chosen = card(label) if gpu else CARDS["h100"]
         chosen = chosen if memory is None else chosen._replace(memory=memory)
-        label = name if gpu else f"{chosen.memory / GB:,.0f} GB"
-        for how, training in _options(train):
-            choices.append(_choice(subject, label, chosen, how, training, ranks))
+        title = label if gpu else readable(chosen.memory)
+        each = [search.choice(title, chosen, option) for option in _options(subject, train)]
+        best = max(each, key=lambda c: c.tokens_per_second)
+        longest = search.longest(chosen, best)
+        choices += [replace(c, longest_n=longest) if c is best else c for c in each]
     choices.sort(key=lambda c: -c.tokens_per_second)
+    shown = dict.fromkeys(c.gpu for c in choices) if gpu else {}
     notes = [
-        f"a batch is per rank; its predicted peak is at most {SHARE:.0%} of the memory",
+        f"a batch is per rank; its predicted peak is at most {SHARE:.0%} of the memory; longest n: with a batch of 1",
         "times are estimates from the rates of data sheets, or of `regard bench machine`"
         + ("; the exchange between ranks is not counted" if ranks > 1 else ""),
+        *(f"{g}: {card(g).described}" for g in shown),
     ]
-    return Plan(subject.name, tuple(choices), tuple(notes))
+    described = name or (repr(subject.model) if subject.declared else type(subject.module).__name__)
+    return Plan(described, tuple(choices), tuple(notes))
 
 
-def _options(train: bool) -> Iterator[tuple[str, TrainingStep | None]]:
+def _options(subject: Subject, train: bool) -> Iterator[Option]:
     if not train:
-        yield "forward, bfloat16", None
+        yield Option("forward, bfloat16")
+        if generates(subject.module):
+            yield Option("generation, bfloat16", cached=True)
         return
     low = TrainingStep(autocast="bfloat16")
-    yield "float32", TrainingStep()
-    yield "bfloat16", low
-    yield "bfloat16, checkpointing", replace(low, checkpointing=True)
-    yield "bfloat16, checkpointing, 8-bit AdamW", replace(low, checkpointing=True, optimizer="adamw8bit")
-    yield "bfloat16, LoRA 16", replace(low, lora=16)
-    yield "bfloat16, LoRA 16, checkpointing", replace(low, lora=16, checkpointing=True)
+    yield Option("full, float32", TrainingStep())
+    yield Option("full, bfloat16", low)
+    yield Option("full, bfloat16, checkpointing", replace(low, checkpointing=True))
+    yield Option("full, bfloat16, checkpointing, 8-bit AdamW", replace(low, checkpointing=True, optimizer="adamw8bit"))
+    yield Option("LoRA 16, bfloat16", replace(low, lora=16))
+    yield Option("LoRA 16, bfloat16, checkpointing", replace(low, lora=16, checkpointing=True))
 
 
-def _choice(
-    subject: "_Subject", label: str, on: Card, how: str, training: TrainingStep | None, ranks: int
-) -> Choice:
-    traces: dict[int, tuple[Any, Usage]] = {}
+class _Search:
+    """Batches of one model that fit. Sizes of storages are lines in the batch: two traces give them all."""
+
+    def __init__(self, subject: Subject, name: str, n: int, ranks: int):
+        self.subject, self.name, self.n, self.ranks = subject, name, n, ranks
+        self.traced = cache(self._traced)
+
+    def _traced(self, n: int, batch: int, option: Option, on: Any) -> Run:
+        dtype = torch.bfloat16 if option.training is None else torch.float32
+        setting = self.subject.setting(Size(n, n, batch), option.training, dtype, "cuda", on)
+        return run(replace(setting, cached=option.cached))
+
+    def choice(self, label: str, on: Card, option: Option) -> Choice:
+        budget, first = int(SHARE * on.memory), self.traced(self.n, 1, option, on.gpu)
+        at, near = 1, first
+        for _ in range(4):  # nearer and nearer to the largest batch, until the line is not drawn far beyond its ends
+            peak = _between(first, near, at, on.memory, self.ranks)
+            batch = largest(peak, budget, MAX_BATCH)
+            if batch <= 1 or at / 2 <= batch <= at:
+                break
+            at = batch
+            near = self.traced(self.n, at, option, on.gpu)
+        exact = near if batch == at else self.traced(self.n, max(batch, 1), option, on.gpu)
+        try:
+            used = exact.usage(on.memory, self.ranks)
+        except OutOfMemory:
+            return Choice(label, on.memory, option, self.n, 0, self.ranks, None, 0, 0.0, "")
+        if used.peak > budget:
+            return Choice(label, on.memory, option, self.n, 0, self.ranks, used.peak, used.reserved, 0.0, "")
+        seconds = _seconds(exact, _roofline(label, on), option)
+        code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
+        sizes = (self.n, batch, self.ranks, used.peak, used.reserved)
+        return Choice(label, on.memory, option, *sizes, seconds, code)
+
+    def longest(self, on: Card, choice: Choice) -> int | None:
+        """The longest n that fits with a batch of 1; None where the model determines it."""
+        if self.subject.tokens is not None or not choice.batch:
+            return None
+
+        def peak(n: int) -> int:
+            try:
+                return self.traced(n, 1, choice.option, on.gpu).usage(on.memory, self.ranks).peak
+            except OutOfMemory:
+                return 2 * on.memory
+
+        start, limit, budget = self.n * choice.batch, self.subject.max_n, int(SHARE * on.memory)
+        if limit < NO_LIMIT and start >= limit and peak(limit) <= budget:
+            return limit
+        return 256 * largest(lambda k: peak(256 * k), budget, min(limit, 1 << 22) // 256) or None
+
+
+def _between(first: Run, near: Run, at: int, limit: int, ranks: int) -> Callable[[int], int]:
+    """The peak by batch size, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
+    ones, ends = ([r.bytes for r in x.trace.meter.records] for x in (first, near))
+    constant = set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
+    same = first.trace.meter.events == near.trace.meter.events and at > 1
 
     def peak(batch: int) -> int:
-        trace, step = subject.run(batch, training, on)
+        if same:
+            sizes = [a + (b - a) * (batch - 1) // (at - 1) for a, b in zip(ones, ends)]
+        else:
+            sizes = [size if k in constant else size * batch // at for k, size in enumerate(ends)]
         try:
-            if step is None:
-                used = usage(trace, subject.begin(trace), set(), training=False, limit=on.memory)
-            else:
-                used = per_rank(step, ranks, "fsdp", limit=on.memory)
+            return near.usage(limit, ranks, sizes=sizes).peak
         except OutOfMemory:
-            return 2 * on.memory
-        traces[batch] = trace, used
-        return used.peak
+            return 2 * limit
 
-    batch = largest(peak, int(SHARE * on.memory), 1 << 20)
-    at = traces.get(max(batch, 1))
-    if not batch or at is None:
-        least = at[1].peak if at is not None else 2 * on.memory
-        return Choice(label, on.memory, how, subject.n, 0, ranks, "fsdp", training, least, 0, 0.0, "")
-    trace, used = at
+    return peak
+
+
+def _roofline(label: str, on: Card) -> Roofline:
     stored = load_roofline()
-    roofline = stored if stored is not None and label in stored.machine.lower() else on.roofline(label)
-    seconds = step_time(trace.work, roofline).seconds
-    code = subject.code(batch, training)
-    return Choice(
-        label, on.memory, how, subject.n, batch, ranks, "fsdp", training, used.peak, used.reserved, seconds, code
-    )  # fmt: skip
+    return stored if stored is not None and label in stored.machine.lower() else on.roofline(label)
 
 
-@dataclass(frozen=True)
-class _Subject:
-    """What is planned: how to run it at a batch size, and how to write that as code."""
+def _seconds(traced: Run, roofline: Roofline, option: Option) -> float:
+    phases = time_of(traced.trace.work, roofline).phases
+    return phases["decode"] if option.cached else sum(phases.values())
 
-    name: str
-    n: int
-    spec: Any  # a declaration, or None
-    module: nn.Module | None
 
-    @staticmethod
-    def of(model: Any, n: int | None, pattern: Pattern | None) -> "_Subject":
-        name = model if isinstance(model, str) else ""
-        model = preset(model) if isinstance(model, str) else model
-        if not isinstance(model, Spec) and hasattr(model, "spec"):
-            model = model.spec
-        if isinstance(model, Spec):
-            declared: Any = model if pattern is None else _with_pattern(model, pattern)
-            length = declared.tokens if hasattr(declared, "tokens") else n or _default_n(declared)
-            return _Subject(name if pattern is None and name else repr(declared), length, declared, None)
-        if pattern is not None:
-            raise SpecError("pattern= replaces the pattern of a declaration; this model has none of ours")
-        if huggingface.is_config(model):
-            model = huggingface.build(model)
-        if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-            raise SpecError(
-                f"cannot plan {type(model).__name__}: pass a declaration, the name of a preset, or a Hugging Face "
-                f"configuration or model, whose inputs are known at any batch size"
-            )
-        limit = getattr(model.config, "max_position_embeddings", None)
-        return _Subject(type(model).__name__, n or min(limit or DEFAULT_N, DEFAULT_N), None, model)
-
-    def run(self, batch: int, training: TrainingStep | None, on: Card) -> tuple[Any, Any]:
-        """The trace of one step at this batch size, and the step if it trains."""
-        targets: Tensor | None = None
-        if self.spec is not None:
-            request = Request(self.spec, self.n, self.n, batch, train=bool(training))
-            module = module_of(self.spec, None if training is None else training.checkpointing)
-            given: tuple[tuple, dict] = (example_inputs(request), {})
-            targets = targets_of(request) if training else None
-        else:
-            assert self.module is not None
-            module = self.module
-            given = ((), huggingface.generated_inputs(module, self.n, None, batch, training is not None))
-        dtype = torch.float32 if training is not None else torch.bfloat16
-        setting = Setting(given, targets, dtype, training, "cuda", on.gpu)
-        trace, _, memory = traced(module, setting)
-        return trace, memory.step
-
-    @staticmethod
-    def begin(trace: Any) -> int:
-        records = trace.meter.records
-        return next((i for i, (k, _) in enumerate(trace.meter.events) if records[k].phase != "setup"), 0)
-
-    def code(self, batch: int, training: TrainingStep | None) -> str:
-        """A program that runs one step of this choice."""
-        t = training
-        if self.spec is not None:
-            build = [
-                f"declared = rg.spec.from_json({self.spec.json()!r})"
-                if self.name.startswith(type(self.spec).__name__)
-                else f"declared = rg.preset({self.name!r})"
-            ]
-            build += [
-                f"model = rg.costs.runnable(declared, checkpointing={bool(t and t.checkpointing)}).cuda()"
-            ]
-            inputs = [f"inputs, targets = rg.costs.example(declared, n={self.n}, batch={batch})"]
-        else:
-            assert self.module is not None
-            config: Any = self.module.config
-            build = [
-                f"config = transformers.AutoConfig.for_model({config.model_type!r}, **{config.to_diff_dict()!r})",
-                f"model = transformers.{type(self.module).__name__}(config).cuda()",
-                *(["model.gradient_checkpointing_enable()"] if t and t.checkpointing else []),
-            ]
-            inputs = [f"inputs, targets = rg.costs.example(model, n={self.n}, batch={batch})"]
-        head = ["import torch, regard as rg", *(["import transformers"] if self.spec is None else [])]
-        if t is None:
-            return "\n".join([*head, *build, "model = model.bfloat16().eval()", *inputs, "with torch.no_grad():",
-                              "    rg.costs.call(model, inputs)"])  # fmt: skip
-        return "\n".join(
-            [*head, *build, *inputs, f"step = rg.costs.stepping(model, inputs, targets, rg.{t!r})", "step()"]
-        )
+def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ranks: int = 1) -> str:
+    """A program that runs one step of this choice."""
+    t = option.training
+    if subject.declared:
+        head = ["import torch, regard as rg"]
+        declared = f"rg.preset({name!r})" if name else f"rg.spec.from_json({subject.model.json()!r})"
+        build = [f"declared = {declared}", "model = declared.build().cuda()"]
+    else:
+        config: Any = subject.module.config
+        head, kind = ["import torch, transformers, regard as rg"], type(subject.module).__name__
+        build = [
+            f"config = transformers.{type(config).__name__}.from_dict({config.to_diff_dict()!r})",
+            f"model = transformers.{kind}(config).cuda()",
+        ]
+    if ranks > 1:
+        head.insert(0, f"# torchrun --nproc-per-node {ranks} plan.py")
+        head.append("rg.costs.join_ranks()")
+        build.append("rg.costs.shard(model)")
+    inputs = f"inputs, targets = rg.costs.example({'declared' if subject.declared else 'model'}, n={n}, batch={batch})"
+    if t is not None:
+        step = [f"step = rg.costs.stepping(model, inputs, targets, rg.{t!r})", "step()"]
+    elif option.cached:
+        step = ["model = model.bfloat16().eval()", "rg.costs.generate_one(model, inputs)"]
+    else:
+        step = ["model = model.bfloat16().eval()", "with torch.no_grad():", "    rg.costs.call(model, inputs)"]
+    return "\n".join([*head, *build, inputs, *step])
 
 
 def _with_pattern(declared: Any, pattern: Pattern) -> Any:
@@ -271,10 +286,3 @@ def _with_pattern(declared: Any, pattern: Pattern) -> Any:
         if getattr(declared, name, None) is not None:
             return replace(declared, **{name: _with_pattern(getattr(declared, name), pattern)})
     raise SpecError(f"{type(declared).__name__} has no attention whose pattern could be replaced")
-
-
-def _default_n(declared: Any) -> int:
-    inner = getattr(declared, "decoder", declared)
-    position = getattr(getattr(inner, "embedding", None), "position", None)
-    table = getattr(position, "table", None)
-    return min(table, DEFAULT_N) if isinstance(table, int) else DEFAULT_N

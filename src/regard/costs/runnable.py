@@ -7,32 +7,56 @@ import torch
 from torch import Tensor, nn
 
 from ..spec import Spec
-from . import huggingface
-from .memory.declared import example_inputs, targets_of, with_checkpoint
-from .memory.step import Optimizer, TrainingStep, adapt, autocast_region, freeze, loss_of
-from .sizes import Request
+from .memory.run import prompt
+from .memory.step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
+from .sizes import Size
+from .subject import Subject
 
 
-def runnable(declared: Spec, checkpointing: bool = False) -> nn.Module:
-    """The module of a declaration, each block checkpointed or not."""
-    built: nn.Module = with_checkpoint(declared, checkpointing).build()
-    return built
+def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None) -> tuple[Any, Tensor | None]:
+    """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
+    subject = Subject(model)
+    length = subject.tokens or n
+    setting = subject.setting(Size(length, m or length, batch), TrainingStep())
+    args, kwargs = setting.given
+    targets = None if setting.targets is None else setting.targets.to(device)
 
+    def real(x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            return torch.randn(x.shape, dtype=x.dtype, device=device)
+        return torch.zeros(x.shape, dtype=x.dtype, device=device) + int(not isinstance(model, Spec))
 
-def example(model: Any, n: int, batch: int, device: str = "cuda") -> tuple[Any, Tensor | None]:
-    """Inputs on the device, and targets if the model itself takes none."""
-    if isinstance(model, Spec):
-        length = getattr(model, "tokens", n)
-        request = Request(model, length, length, batch, train=True)
-        targets = targets_of(request)
-        given = tuple(torch.zeros(x.shape, dtype=x.dtype, device=device) for x in example_inputs(request))
-        return given, None if targets is None else targets.to(device)
-    named = huggingface.generated_inputs(model, n, None, batch, labels=True)
-    return {k: torch.zeros(x.shape, dtype=x.dtype, device=device) + 1 for k, x in named.items()}, None
+    return ({k: real(x) for k, x in kwargs.items()} or tuple(map(real, args))), targets
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def generate_one(model: nn.Module, inputs: Any) -> None:
+    """A prompt of all tokens but the last, and the last one with the cache of keys and values."""
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    with torch.no_grad():
+        prompt(model, args, kwargs)()
+
+
+def join_ranks() -> None:
+    """Join the processes that torchrun started, each on a device of its own."""
+    cuda = torch.cuda.is_available()
+    torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2: every module of a list of modules by itself, then the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block)
+    fully_shard(model)
 
 
 def stepping(
@@ -40,6 +64,7 @@ def stepping(
 ) -> Callable[[], float]:
     """() → the loss of one training step with these options."""
     model.train()
+    checkpoint(model, training.checkpointing)
     freeze(model, training.frozen)
     if training.lora:
         adapt(model, training.lora)
@@ -47,9 +72,10 @@ def stepping(
     optimizer = Optimizer(list(model.parameters()), training, device)
 
     def step() -> float:
-        with autocast_region(training, device):
-            loss = loss_of(call(model, inputs), targets, training)
-        loss.backward()
+        for _ in range(training.accumulate):
+            with autocast_region(training, device):
+                loss = loss_of(call(model, inputs), targets, training)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())

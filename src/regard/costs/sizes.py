@@ -7,15 +7,23 @@ import torch
 
 from ..errors import SpecError
 from ..pattern import Pattern, causal, full, window
-from ..spec import Attention, Sizes, Spec
+from ..spec import Attention, Sizes
 from .tree import Amount, Pairs
+
+
+class Size(NamedTuple):
+    """Lengths of queries and keys (of an encoder-decoder: of target and source), and the batch size."""
+
+    n: int
+    m: int
+    batch: int = 1
 
 
 @dataclass(frozen=True)
 class Request:
-    """The cost of this declaration, at these lengths, in this dtype, on this device, by this backend."""
+    """The cost of this declaration (or model), at these lengths, in this dtype, on this device, by this backend."""
 
-    spec: Spec
+    spec: Any
     n: int
     m: int
     batch: int = 1
@@ -27,6 +35,10 @@ class Request:
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def size(self) -> Size:
+        return Size(self.n, self.m, self.batch)
 
     @property
     def compute_dtype(self) -> torch.dtype:

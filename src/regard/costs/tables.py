@@ -1,10 +1,11 @@
-"""A cost as a table: plain text, rich, HTML, LaTeX. The first three show the same rows."""
+"""Tables as plain text, for a terminal and for a notebook; the table of a cost; its formulas in LaTeX."""
 
 import html as escape
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any, NamedTuple
 
-from .memory.declared import declared_rows
+from .memory.peak import readable
+from .trace.tracer import merged
 from .tree import CONVENTION, Amounts, Cost, Part
 
 HEADINGS = {
@@ -17,13 +18,53 @@ HEADINGS = {
 }
 
 
-class Row(NamedTuple):
-    """One line of the table: depth in the tree, name, cells, and a note."""
+class Table(NamedTuple):
+    """Lines of cells under a heading, with text above and below. The first column may be indented by spaces."""
 
-    depth: int
-    name: str
-    cells: tuple[str, ...]
-    note: str
+    above: str
+    heading: tuple[str, ...]
+    lines: list[tuple[str, ...]]
+    below: tuple[str, ...] = ()
+
+    def _is_left(self, column: int) -> bool:
+        """Whether a column holds words: numbers are aligned to the right."""
+        cells = [line[column] for line in self.lines if line[column]]
+        return not column or not any(c[0].isdigit() or c[0] in "+-−" for c in cells)
+
+    def text(self) -> str:
+        every = [self.heading, *self.lines]
+        widths = [max(len(line[k]) for line in every) for k in range(len(self.heading))]
+        rows = [
+            "  ".join(c.ljust(w) if self._is_left(k) else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths)))
+            for line in every
+        ]
+        return "\n".join([self.above, "", *(row.rstrip() for row in rows), *(["", *self.below] if self.below else [])])
+
+    def rich(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=None, header_style="bold", pad_edge=False)
+        for k, title in enumerate(self.heading):
+            table.add_column(title, justify="left" if self._is_left(k) else "right", no_wrap=True)
+        for line in self.lines:
+            table.add_row(*map(Text, line))
+        return Group(Text(self.above), "", table, "", *map(Text, self.below))
+
+    def html(self) -> str:
+        def row(line: tuple[str, ...], tag: str) -> str:
+            cells = []
+            for k, cell in enumerate(line):
+                indent = len(cell) - len(cell.lstrip())
+                style = f"text-align:{'left' if self._is_left(k) else 'right'};padding-left:{0.5 + 0.6 * indent:.1f}em"
+                cells.append(f'<{tag} style="{style}">{escape.escape(cell.strip())}</{tag}>')
+            return f"<tr>{''.join(cells)}</tr>"
+
+        lines = "".join(row(line, "td") for line in self.lines)
+        above = escape.escape(self.above).replace("\n", "<br>")
+        below = "<br>".join(map(escape.escape, self.below))
+        return f"<p>{above}</p><table>{row(self.heading, 'th')}{lines}</table><p><small>{below}</small></p>"
 
 
 def columns(cost: Cost) -> list[str]:
@@ -35,34 +76,65 @@ def columns(cost: Cost) -> list[str]:
         shown.append("backward_flops")
         if total.executed_backward_flops != total.backward_flops:
             shown.append("executed_backward_flops")
-    if total.elementwise_flops:
-        shown.append("elementwise_flops")
-    return shown
+    return [*shown, "elementwise_flops"] if total.elementwise_flops else shown
 
 
-def headings(cost: Cost) -> list[str]:
-    return [*(HEADINGS[c] for c in columns(cost)), "share"]
-
-
-def rows(cost: Cost) -> Iterator[Row]:
-    """The tree, top down, in amounts of the whole model; the last cell is the share of the FLOPs."""
-    shown, total = columns(cost), cost.total.flops
-    for depth, part, amounts in cost.tree.nodes():
+def table(cost: Cost, depth: int | None = None) -> Table:
+    """The tree, top down, in amounts of the whole model, to this depth; the last number is the share of the FLOPs."""
+    shown, total, lines = columns(cost), cost.total.flops, []
+    traced = cost.request is None
+    for at, part, amounts in cost.tree.nodes():
+        # The operations of a traced module are left out, but for attention: they would double the table.
+        operation = traced and at > 0 and part.is_term and not part.own.parameters and "attention" not in part.name
+        if operation or (depth is not None and at > depth):
+            continue
         share = f"{amounts.flops / total:.1%}" if total and amounts.flops else ""
         name = part.name if part.times == 1 else f"{part.name} × {part.times}"
-        yield Row(depth, name, (*(_number(getattr(amounts, c)) for c in shown), share), part.note)
+        note = f"({part.note})" if part.note else ""
+        lines.append(("  " * at + name, *(_number(getattr(amounts, c)) for c in shown), share, note))
+    heading = ("", *(HEADINGS[c] for c in shown), "share", "")
+    return Table(above(cost), heading, lines, tuple(remarks(cost)))
 
 
 def _number(amount: Any) -> str:
     return "" if amount == 0 else f"{amount:,}" if isinstance(amount, int) else str(amount)
 
 
-def heading(cost: Cost) -> str:
-    sizes = ", ".join(
-        name if v is True else f"{name} = {v}" for name, v in cost.sizes.items() if v is not False
-    )
+def short(amount: Any) -> str:
+    """A number with three digits and a prefix.
+
+    >>> short(124_439_808), short(950)
+    ('124 M', '950')
+    """
+    for unit, name in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if amount >= unit:
+            return f"{amount / unit:.3g} {name}"
+    return f"{amount}"
+
+
+def above(cost: Cost) -> str:
+    """The name, the sizes, and the sums."""
+    shown = {k: v for k, v in cost.sizes.items() if v is not False}
+    sizes = ", ".join(k if v is True else f"{k} = {v}" for k, v in shown.items())
     name = cost.name if len(cost.name) <= 100 else cost.name[:97] + "…"
-    return f"{name}\n{sizes}"
+    return f"{name}\n{sizes}" + (f"\n{summary(cost)}" if cost.sizes else "")
+
+
+def summary(cost: Cost) -> str:
+    """Parameters, FLOPs and peak memory, in one line."""
+    words = [f"{short(cost.parameters)} parameters", f"{short(cost.flops)}FLOP"]
+    if cost.sizes.get("train"):
+        words[-1] += f" forward, {short(cost.total.backward_flops)}FLOP backward"
+    if _has_memory(cost):
+        memory, kind = cost.memory, "training" if cost.memory.trains else "inference"
+        words.append(f"{kind} peak {readable(memory.usage.peak)} (weights {readable(memory.weights)})")
+    return ", ".join(words)
+
+
+def _has_memory(cost: Cost) -> bool:
+    """Whether memory was computed or a training step was requested: a trace takes longer than the formulas."""
+    wanted = cost.sizes.get("train") or "memory" in vars(cost) or cost.request is None
+    return bool(wanted) and cost.memory is not None
 
 
 def remarks(cost: Cost) -> list[str]:
@@ -77,16 +149,12 @@ def remarks(cost: Cost) -> list[str]:
 
 
 def _memory(cost: Cost) -> list[str]:
-    """Everything if it was computed or a training step was requested; else what has a formula."""
-    if not cost.sizes.get("train") and "memory" not in vars(cost) and cost.request is not None:
-        rows, later = declared_rows(cost.request), ["memory  peaks are computed on request: cost.memory"]
-    elif cost.memory is None:
-        return []
-    else:
-        rows = cost.memory.rows()
-        later = [] if cost.memory.peak is None else [cost.explain_peak()]
-    width = max((len(name) for name, _ in rows), default=0)
-    return [*(f"memory  {name:<{width}}  {size:>18,} bytes" for name, size in rows), *later] if rows else []
+    if not _has_memory(cost):
+        return [] if cost.request is None else ["memory  peaks are computed on request: cost.memory"]
+    rows = cost.memory.rows()
+    width = max(len(name) for name, _ in rows)
+    sizes = [(name, size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}") for name, size in rows]
+    return [*(f"memory  {name:<{width}}  {size}" for name, size in sizes), cost.explain_peak()]
 
 
 def _biases(cost: Cost) -> list[str]:
@@ -115,59 +183,15 @@ def _scores(cost: Cost) -> list[str]:
 
 
 def _pairs(cost: Cost) -> list[str]:
-    lines = [
-        f"pairs in {p.path}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
+    """A line for each attention; equal ones of several layers are one line."""
+    lines = Counter(
+        f"pairs in {merged(p.path)}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
         f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
         for p in cost.pairs
-    ]
+    )
     saving = cost.saving
-    if saving is not None and saving.core:
-        lines.append(str(saving))
-    return lines
-
-
-def text(cost: Cost) -> str:
-    """Plain text: the tree on the left, numbers right-aligned."""
-    titles = ("", *headings(cost))
-    lines = [("  " * r.depth + r.name, *r.cells, r.note) for r in rows(cost)]
-    widths = [max(len(line[k]) for line in [titles, *lines]) for k in range(len(titles))]
-    out = [heading(cost), ""]
-    for line in [(*titles, ""), *lines]:
-        name, *cells = line[: len(titles)]
-        note = f"  ({line[-1]})" if line[-1] else ""
-        aligned = [name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:]))]
-        out.append(("  ".join(aligned) + note).rstrip())
-    return "\n".join([*out, "", *remarks(cost)])
-
-
-def rich(cost: Cost) -> Any:
-    """For a terminal."""
-    from rich.console import Group
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("")
-    for title in headings(cost):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", style="dim")
-    for r in rows(cost):
-        style = "bold" if r.depth == 0 else None
-        table.add_row("  " * r.depth + r.name, *r.cells, r.note, style=style)
-    return Group(heading(cost), "", table, "", *remarks(cost))
-
-
-def html(cost: Cost) -> str:
-    """For a notebook."""
-    titles = "".join(f"<th>{t}</th>" for t in ("", *headings(cost), ""))
-    lines = []
-    for r in rows(cost):
-        cells = "".join(f'<td style="text-align:right">{c}</td>' for c in r.cells)
-        name = f'<td style="text-align:left;padding-left:{0.5 + 1.2 * r.depth:.1f}em">{escape.escape(r.name)}</td>'
-        note = f'<td style="text-align:left">{escape.escape(r.note)}</td>'
-        lines.append(f"<tr>{name}{cells}{note}</tr>")
-    under = "<br>".join(map(escape.escape, remarks(cost)))
-    above = escape.escape(heading(cost)).replace("\n", "<br>")
-    return f"<p>{above}</p><table><tr>{titles}</tr>{''.join(lines)}</table><p><small>{under}</small></p>"
+    saved = [str(saving)] if saving is not None and saving.core else []
+    return [*(line if times == 1 else f"{line}, {times} times" for line, times in lines.items()), *saved]
 
 
 def latex(cost: Cost) -> str:
@@ -176,12 +200,8 @@ def latex(cost: Cost) -> str:
 
     def as_latex(formula: Any) -> str:
         formula = sympy.sympify(formula)
-        words = {
-            s: r"\mathrm{" + s.name + "}"
-            for s in formula.free_symbols
-            if len(s.name) > 2 and "_" not in s.name
-        }
-        return sympy.latex(formula, symbol_names=words)
+        long = [s for s in formula.free_symbols if len(s.name) > 2 and "_" not in s.name]
+        return sympy.latex(formula, symbol_names={s: r"\mathrm{" + s.name + "}" for s in long})
 
     def line(name: str, a: Amounts) -> str:
         label = name.replace("_", r"\_")

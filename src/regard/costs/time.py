@@ -1,8 +1,8 @@
-"""The roofline of a machine, measured once and stored, and the time that a cost would take there.
+"""The roofline of a machine, measured once and stored, and the time that a traced run would take there.
 
-A part takes the longer of two times: its FLOPs divided by the peak rate of matrix products in its dtype, and its
-bytes divided by the memory bandwidth. Inside fused attention the softmax runs at the float32 rate and does not
-overlap the products. Every kernel also takes the time of the shortest product, its launch overhead.
+A kernel takes the longer of two times, its FLOPs divided by the peak rate of its dtype and its bytes divided by the
+memory bandwidth, and the time of the shortest kernel. On a GPU the host takes time for every operation, view and call
+of a module before the kernel can start: kernels wait for the host, and the host runs ahead of them.
 """
 
 import json
@@ -13,21 +13,24 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import FormatError, SpecError
-from ..spec import EncoderDecoder, Vision
-from .flops.pairs import FUSED
+from .memory.step import training_of
+from .runnable import call as call_model
+from .runnable import example, stepping
 from .sizes import Request
-from .tree import Amounts, Cost, Part
+from .trace.tracer import Work
+from .tree import Cost
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Fitted to steps of 21 models on an H200 (median error 18 %, worst 60 %): kernels take longer than at the best rates,
-# and the host needs more for an operation of a model, with its views and Python, than for one in a chain.
-KERNEL_TIME, HOST_TIME = 1.3, 2.6
-CORE = ("scores", "scale", "softmax", "mixing", "bias", "position_scores")
+# Fitted to training steps on an H200 (bench/cost_time.py): kernels reach a share of the best rates, and the host needs
+# multiples of what one operation in a chain takes. Of a foreach optimizer every tensor counts.
+PRODUCT, ATTENTION, MOVE, LAUNCH = 1.3, 2.0, 1.3, 1.0
+HOST = {"module": 1.5, "view": 0.35, "operation": 1.2, "attention": 8.0, "tensor": 0.1}
+BACKWARD = 1.0  # of the host, where autograd calls operations without Python
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,8 @@ class Roofline:
                 raise SpecError(f"{name}={rate!r} is not a positive rate")
 
     def rate(self, dtype: str) -> float:
-        if dtype not in self.flops_per_s:
-            known = ", ".join(self.flops_per_s)
-            raise SpecError(
-                f"{self.machine} was measured in {known} but not in {dtype}; run `regard bench machine`"
-            )
-        return self.flops_per_s[dtype]
+        """FLOP/s of products in this dtype; what was not measured runs as float32 does, float64 at half of it."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["float32"] / (2 if dtype == "float64" else 1))
 
     @property
     def balance(self) -> dict[str, float]:
@@ -142,6 +141,7 @@ def time_call(
     device: str,
     repeats: int = 10,
     reduce: Callable[[list[float]], float] = median,
+    graph: bool = True,
 ) -> float:
     """Seconds per call after warm-up, by default the median. On a GPU a CUDA graph is replayed, without Python."""
     for _ in range(3):
@@ -149,14 +149,16 @@ def time_call(
     if device != "cuda":
         return reduce([_timed(call) for _ in range(repeats)])
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    if not graph:  # launches included
+        return reduce([_timed(lambda: (call(), torch.cuda.synchronize())) for _ in range(repeats)])
+    replayed = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(replayed):
         call()
     times = []
     for _ in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        replayed.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
@@ -203,196 +205,104 @@ def load_roofline(path: str | Path | None = None) -> Roofline | None:
 # -- estimating ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PartTime:
-    """The time of a part over all its copies, and its limit."""
+class PartTime(NamedTuple):
+    """The time of the kernels of a module over all its copies, their limit, their FLOPs and bytes."""
 
     path: str
     seconds: float
     limit: str  # compute, memory or launch
+    flops: float
+    bytes: float
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated time of a cost on a machine, part by part."""
+    """The estimated time of a run by phase: its kernels, the host that launches them, and both overlapped."""
 
     machine: str
-    parts: tuple[PartTime, ...]
-    measured: float | None = None  # seconds, if it was also run
-
-    @property
-    def seconds(self) -> float:
-        return sum(p.seconds for p in self.parts)
-
-    @property
-    def longest(self) -> PartTime:
-        return max(self.parts, key=lambda p: p.seconds)
-
-    def plain(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, **asdict(self)}
-
-    def __str__(self) -> str:
-        width = max((len(p.path) for p in self.parts), default=0)
-        lines = [f"estimated on {self.machine}: {self.seconds * 1e3:.3f} ms"]
-        if self.measured is not None:
-            error = self.seconds / self.measured - 1
-            lines.append(f"measured: {self.measured * 1e3:.3f} ms (estimate {error:+.0%})")
-        lines += [f"  {p.path:<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}" for p in self.parts]
-        return "\n".join(lines)
-
-
-def estimate(cost: Cost, roofline: Roofline, dtype: str | None = None, backward: bool = False) -> Estimate:
-    """The time of a forward pass (or of forward and backward), by the roofline model."""
-    dtype = dtype or str(cost.sizes.get("dtype", "float32")).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise SpecError(f"dtype={dtype!r}: rooflines are measured for {', '.join(DTYPES)}")
-    fused = {p.path for p in cost.pairs if p.backend in FUSED or p.backend == "fused"}
-    parts = tuple(
-        _time(path, amounts, times, roofline, dtype, backward)
-        for path, amounts, times in _kernels(cost.tree, fused)
-        if amounts != Amounts()
-    )
-    return Estimate(roofline.machine, parts)
-
-
-def _kernels(tree: Part, fused: set[str]) -> list[tuple[str, Amounts, int]]:
-    """(path, amounts of one kernel, number of kernels): each term is a kernel, a fused attention core is one."""
-    kernels: list[tuple[str, Amounts, int]] = []
-
-    def descend(part: Part, path: str, times: int) -> None:
-        times *= part.times
-        core = [p for p in part.parts if p.name in CORE]
-        if core and (path in fused or (not path and fused)):  # a single attention is the whole tree
-            kernels.append(
-                (f"{path}/core" if path else "core", sum((p.total for p in core), Amounts()), times)
-            )
-            rest = [p for p in part.parts if p not in core]
-        else:
-            rest = list(part.parts)
-        own = part.own
-        if own.executed_flops or own.bytes:
-            kernels.append((path or part.name, own, times))
-        for p in rest:
-            descend(p, f"{path}/{p.name}" if path else p.name, times)
-
-    descend(tree, "", 1)
-    return kernels
-
-
-def _time(
-    path: str, amounts: Amounts, times: int, roofline: Roofline, dtype: str, backward: bool
-) -> PartTime:
-    flops = amounts.executed_flops + (amounts.executed_backward_flops if backward else 0)
-    passes = 3 if backward else 1
-    compute = flops / roofline.rate(dtype)
-    if flops and amounts.elementwise_flops:  # softmax, between two products of a fused kernel
-        compute += passes * amounts.elementwise_flops / roofline.rate("float32")
-    memory = passes * amounts.bytes / roofline.bytes_per_s
-    launch = passes * roofline.kernel_s if flops or amounts.bytes else 0.0
-    _, limit = max((compute, "compute"), (memory, "memory"), (launch, "launch"))
-    return PartTime(path, times * (launch + max(compute, memory)), limit)
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The estimated time of a step by phase: its kernels on the device, and the host that launches them."""
-
-    machine: str
-    device: dict[str, float]  # phase → seconds
+    phases: dict[str, float]  # forward, backward, optimizer; prefill, decode → seconds
+    device: dict[str, float]
     host: dict[str, float]
     parts: tuple[PartTime, ...]  # kernels by module, longest first
 
     @property
     def seconds(self) -> float:
-        """Host and device overlap: the slower one decides, phase by phase."""
-        return sum(max(self.device[p], self.host.get(p, 0.0)) for p in self.device)
+        return sum(self.phases.values())
 
     @property
     def bound(self) -> str:
         return "host" if sum(self.host.values()) > sum(self.device.values()) else "device"
 
+    @property
+    def longest(self) -> PartTime:
+        return self.parts[0]
+
     def plain(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "bound": self.bound, **asdict(self)}
+        parts = [p._asdict() for p in self.parts]
+        return {"seconds": self.seconds, "bound": self.bound, **asdict(self), "parts": parts}
 
     def __str__(self) -> str:
         lines = [f"estimated on {self.machine}: {self.seconds * 1e3:.3f} ms, bound by the {self.bound}"]
-        for phase, seconds in self.device.items():
-            host = self.host.get(phase, 0.0)
-            lines.append(
-                f"  {phase:<10} {seconds * 1e3:9.3f} ms of kernels, {host * 1e3:9.3f} ms to launch them"
-            )
+        for phase, seconds in self.phases.items():
+            busy, host = self.device.get(phase, 0.0), self.host.get(phase, 0.0)
+            launch = f", {host * 1e3:.3f} ms to launch them" if host else ""
+            lines.append(f"  {phase:<10} {seconds * 1e3:9.3f} ms: {busy * 1e3:.3f} ms of kernels{launch}")
         width = max((len(p.path) for p in self.parts[:12]), default=0)
-        lines += [f"  {p.path:<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}" for p in self.parts[:12]]
+        lines += [f"  {p.path or 'the model':<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}" for p in self.parts[:12]]
         return "\n".join(lines)
 
 
-def step_time(work: list[tuple[str, str, Any, Any, str]], roofline: Roofline) -> StepTime:
-    """The time of traced kernels. work: (phase, module, FLOPs, bytes, dtype) of each."""
-    device: dict[str, float] = {}
-    host: dict[str, float] = {}
+def estimate(cost: Cost, roofline: Roofline, generation: bool = False) -> Estimate:
+    """The time of a forward pass or a training step; generation: of a prompt and of one more token with a cache."""
+    if cost.memory is None:
+        raise SpecError(f"the time of {cost.name} is not known: it is no module by itself")
+    traced = cost.memory.generation if generation else cost.memory.main
+    if traced is None:
+        raise SpecError(f"{cost.name} does not decode with a cache of keys and values")
+    return time_of(traced.trace.work, roofline)
+
+
+def time_of(work: list[Work], roofline: Roofline) -> Estimate:
+    """The time of traced work, in its order: a kernel starts when the host has come to it and the last one is done."""
+    device, host, ends = dict[str, float](), dict[str, float](), dict[str, float]()
     parts: dict[str, list[float]] = {}
-    for phase, path, flops, moved, dtype in work:
-        rate = roofline.flops_per_s.get(dtype) or roofline.flops_per_s["float32"]
-        compute, memory = flops / rate, moved / roofline.bytes_per_s
-        seconds = KERNEL_TIME * (roofline.kernel_s + max(compute, memory))
-        device[phase] = device.get(phase, 0.0) + seconds
-        host[phase] = host.get(phase, 0.0) + HOST_TIME * roofline.host_s
-        part = parts.setdefault(path, [0.0, 0.0, 0.0, 0.0])
-        for at, amount in enumerate((seconds, compute, memory, roofline.kernel_s)):
-            part[at] += amount
+    at_host = at_device = 0.0
+    for w in work:
+        waits = HOST[w.kind] * (BACKWARD if w.phase == "backward" else 1.0) + HOST["tensor"] * w.tensors
+        at_host += waits * roofline.host_s
+        host[w.phase] = host.get(w.phase, 0.0) + waits * roofline.host_s
+        if w.kind not in ("view", "module"):
+            compute = (ATTENTION if w.kind == "attention" else PRODUCT) * w.flops / roofline.rate(w.dtype)
+            memory = MOVE * w.bytes / roofline.bytes_per_s
+            seconds = LAUNCH * roofline.kernel_s + max(compute, memory)
+            at_device = max(at_device, at_host) + seconds
+            device[w.phase] = device.get(w.phase, 0.0) + seconds
+            part = parts.setdefault(w.path, [0.0] * 6)
+            for k, amount in enumerate((seconds, compute, memory, roofline.kernel_s, w.flops, w.bytes)):
+                part[k] += amount
+        ends[w.phase] = max(at_host, at_device)
     limits = ("compute", "memory", "launch")
-    timed = [PartTime(path, p[0], limits[max(range(3), key=lambda k: p[1 + k])]) for path, p in parts.items()]
-    ordered = tuple(sorted(timed, key=lambda p: -p.seconds))
-    return StepTime(roofline.machine, device, host, ordered)
+    timed = [
+        PartTime(path, p[0], limits[max(range(3), key=lambda k: p[1 + k])], p[4], p[5]) for path, p in parts.items()
+    ]
+    starts = [0.0, *ends.values()]
+    phases = {phase: end - start for (phase, end), start in zip(ends.items(), starts)}
+    return Estimate(roofline.machine, phases, device, host, tuple(sorted(timed, key=lambda p: -p.seconds)))
 
 
 def measure_time(request: Request) -> float:
-    """Seconds of the built module on this machine: a forward pass, or both passes if `request.train`."""
-    device = request.device
+    """Seconds of the built module on this machine: a forward pass, or a training step if `request.train`."""
+    device, training = request.device, training_of(request.train)
     with torch.device(device):
         module = request.spec.build().to(request.dtype)
-    inputs = _example_inputs(request)
+    inputs, targets = example(request.spec, request.n, request.batch, device, request.m)
+    if training is not None:
+        step = stepping(module, inputs, targets, training)
+        return time_call(step, device, graph=False)
+    module.eval()
 
     def forward() -> Any:
         with torch.no_grad():
-            return module(*inputs)
+            return call_model(module, inputs)
 
-    if not request.train:
-        return time_call(forward, device)
-    out = forward()
-    grad = torch.randn_like(out)
-
-    def both() -> None:
-        module(*inputs).backward(grad)
-
-    return time_call(both, device) if device == "cpu" else _time_eager(both)
-
-
-def _time_eager(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Seconds per call on a GPU, launches included: this backward pass is not captured in a graph."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
-
-
-def _example_inputs(request: Request) -> list[torch.Tensor]:
-    spec, batch, device = request.spec, request.batch, request.device
-
-    def sequence(part: Any, length: int) -> torch.Tensor:
-        if getattr(part, "embedding", None) is not None:
-            return torch.randint(0, part.embedding.vocab, (batch, length), device=device)
-        return torch.randn(batch, length, part.d_model, device=device).to(request.dtype)
-
-    match spec:
-        case EncoderDecoder():
-            return [sequence(spec.encoder, request.m), sequence(spec.decoder, request.n)]
-        case Vision():
-            return [torch.randn(batch, spec.channels, *spec.image, device=device).to(request.dtype)]
-    return [sequence(spec, request.n)]
+    return time_call(forward, device)

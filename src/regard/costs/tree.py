@@ -129,7 +129,7 @@ class Pairs:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"waste": self.waste}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cost:
     """The cost of a model. `print` it for a table; `total`, `tree` and `json()` are for programs."""
 
@@ -143,9 +143,10 @@ class Cost:
     formulas: Callable[[], tuple[Part, dict[Any, int]]] | None = field(
         default=None, repr=False, compare=False
     )
-    request: Any = field(
-        default=None, repr=False, compare=False
-    )  # the declaration and its sizes; None if traced
+    # The declaration and its sizes; None if traced.
+    request: Any = field(default=None, repr=False, compare=False)
+    # (budget in bytes, "batch" or "n") → the largest that fits; None if traced at one size.
+    fitting: Callable[[int, str], int] | None = field(default=None, repr=False, compare=False)
 
     @property
     def total(self) -> Amounts:
@@ -157,7 +158,7 @@ class Cost:
         return None if self.remember is None else self.remember()
 
     def explain_peak(self) -> str:
-        """Where the peak of a training step is, what is alive there, and what would lower it, in words."""
+        """Where the peak is, what is alive there, and what would lower it, in words."""
         if self.memory is None:
             raise SpecError(f"the memory of {self.name} is not known")
         return self.memory.explain_peak()
@@ -227,13 +228,11 @@ class Cost:
 
     def fits(self, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits."""
-        from .memory.declared import fits
-
-        if self.request is None:
+        if self.fitting is None:
             raise SpecError(
                 f"{self.name} was traced at one size; declare a spec to find the largest size that fits"
             )
-        return fits(self.request, budget, vary)
+        return self.fitting(budget, vary)
 
     @property
     def score_orders(self) -> Any:
@@ -280,17 +279,22 @@ class Cost:
     def json(self, indent: int | None = None) -> str:
         return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
 
-    def __str__(self) -> str:
-        from .tables import text
+    def table(self, depth: int | None = None) -> Any:
+        """The table to this depth of the tree: `.text()`, `.rich()`, `.html()`."""
+        from .tables import table
 
-        return text(self)
+        return table(self, depth)
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def __repr__(self) -> str:
+        from .tables import summary
+
+        return f"<Cost of {self.name[:60]}: {summary(self)}>"
 
     def __rich__(self) -> Any:
-        from .tables import rich
-
-        return rich(self)
+        return self.table().rich()
 
     def _repr_html_(self) -> str:
-        from .tables import html
-
-        return html(self)
+        return self.table().html()

@@ -124,11 +124,12 @@ class Caching:
 
 
 class Usage(NamedTuple):
-    """Peak bytes, bytes taken from the device, and the index of the event of the peak."""
+    """Peak bytes, bytes taken from the device, the index of the event of the peak, and the peak of each phase."""
 
     peak: int
     reserved: int
     at: int
+    by_phase: dict[str, int]
 
 
 def replay(
@@ -139,10 +140,12 @@ def replay(
     device: str,
     repeats: int = 2,
     limit: int | None = None,
+    phases: list[str] | None = None,
 ) -> Usage:
     """The peak of the last of 1 + `repeats` equal steps after the setup.
 
-    persistent: storages that the first step allocates and later ones find, such as optimizer state.
+    persistent: storages that the first step allocates and later ones find, such as optimizer state. phases: of each
+    storage.
     """
     memory: Any = Caching(limit) if device == "cuda" else Plain()
     blocks: dict[int, Any] = {}
@@ -158,15 +161,20 @@ def replay(
     for event in setup:
         apply(event)
     at = highest = 0
+    by_phase: dict[str, int] = {}
     for turn in range(1 + repeats):
         memory.peak, highest = memory.allocated, -1
+        by_phase.clear()
         for index, event in enumerate(step):
             if turn and event[0] in persistent:
                 continue
             apply(event)
             if memory.allocated > highest:
                 at, highest = index, memory.allocated
+            if phases is not None and event[1] > 0:
+                phase = phases[event[0]]
+                by_phase[phase] = max(by_phase.get(phase, 0), memory.allocated)
         for key in {key for key, _ in step} - persistent:  # what is still referred to goes with the next step
             if key in blocks:
                 memory.free(blocks.pop(key))
-    return Usage(memory.peak, memory.reserved, at)
+    return Usage(memory.peak, memory.reserved, at, by_phase)

@@ -4,20 +4,39 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..trace.meter import Meter, Record
 from ..trace.tracer import merged
-from .step import Step
+from .allocator import Usage
+from .run import Run
 
+# In the order of the pictures: what stays for long is at the bottom.
 KINDS = (
-    "weights",
-    "optimizer state",
-    "gradients",
-    "saved for backward",
-    "inputs",
-    "temporary",
-    "workspace",
-)
-MIB = 1 << 20
+    "weights", "master weights", "optimizer state", "gradients", "key/value cache", "saved for backward", "inputs",
+    "temporary", "workspace",
+)  # fmt: skip
+GIB = 1 << 30
+ADVICE = {
+    "saved for backward": "Autocast would halve what float32 products save; a smaller batch lowers all of it.",
+    **dict.fromkeys(
+        ("weights", "optimizer state", "gradients", "master weights"),
+        "8-bit states (optimizer='adamw8bit'), frozen weights (lora=16) or more ranks lower weights, gradients and "
+        "optimizer state; a smaller batch hardly does.",
+    ),
+    "key/value cache": "Fewer key/value heads, a window or a smaller batch lowers it.",
+    "temporary": "A smaller batch, or logits and loss in chunks, lowers it.",
+}
+PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
+
+
+def readable(size: int | float) -> str:
+    """Bytes in the largest unit of which there is at least one.
+
+    >>> readable(3 << 29), readable(1536), readable(10)
+    ('1.50 GiB', '1.50 KiB', '10 bytes')
+    """
+    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size:,} bytes"
 
 
 class Alive(NamedTuple):
@@ -33,13 +52,11 @@ class Peak:
     """The moment at which most memory is allocated."""
 
     bytes: int
-    phase: str  # forward, backward or optimizer
+    phase: str  # forward, backward, optimizer, prefill or decode
     path: str  # the module whose operation runs
     operation: str
     alive: tuple[Alive, ...]  # largest first
-    timeline: tuple[
-        tuple[str, dict[str, int]], ...
-    ]  # (phase, bytes by kind) at moments of the step, in order
+    timeline: tuple[tuple[str, dict[str, int]], ...]  # (phase, bytes by kind) at moments of the run, in order
 
     def by_kind(self) -> dict[str, int]:
         kinds: Counter[str] = Counter()
@@ -50,25 +67,28 @@ class Peak:
     @property
     def moment(self) -> str:
         where = f" of {self.path}" if self.path else ""
-        return f"in the {self.phase}{' pass' if self.phase != 'optimizer' else ' step'}{where} ({self.operation})"
+        return f"in the {PHASES.get(self.phase, f'{self.phase} pass')}{where} ({self.operation})"
 
     def explain(self) -> str:
         """In words: when the peak is, what it consists of, and what would lower it."""
         kinds, total = self.by_kind(), max(sum(a.bytes for a in self.alive), 1)
         largest = sorted(kinds.items(), key=lambda kv: -kv[1])
         parts = ", ".join(f"{size / total:.0%} are {kind}" for kind, size in largest if size / total >= 0.01)
-        lines = [f"The peak of {self.bytes / MIB:,.1f} MiB is {self.moment}; {parts}."]
-        top = ", ".join(f"{a.path or 'the model'} {a.kind} {a.bytes / MIB:,.1f} MiB" for a in self.alive[:3])
-        lines.append(f"Most of it: {top}.")
-        return " ".join([*lines, _advice(largest[0][0] if largest else "", self)])
+        top = ", ".join(f"{a.path or 'the model'} {a.kind} {readable(a.bytes)}" for a in self.alive[:3])
+        words = f"The peak of {readable(self.bytes)} is {self.moment}; {parts}. Most of it: {top}."
+        return f"{words} {ADVICE.get(largest[0][0], '')}".rstrip()
 
     def table(self, rows: int = 20) -> str:
+        """Modules and kinds at the peak, largest first, with their share."""
+        total = max(sum(a.bytes for a in self.alive), 1)
         width = max((len(a.path) for a in self.alive[:rows]), default=0)
-        lines = [f"{a.bytes:>16,}  {a.kind:<18}  {a.path:<{width}}".rstrip() for a in self.alive[:rows]]
+        lines = [
+            f"{readable(a.bytes):>14}  {a.bytes / total:>6.1%}  {a.kind:<18}  {a.path:<{width}}".rstrip()
+            for a in self.alive[:rows]
+        ]
         rest = sum(a.bytes for a in self.alive[rows:])
-        return "\n".join(
-            [*lines, *([f"{rest:>16,}  in {len(self.alive) - rows} smaller ones"] if rest else [])]
-        )
+        more = f"{readable(rest):>14}  {rest / total:>6.1%}  in {len(self.alive) - rows} smaller ones"
+        return "\n".join([*lines, *([more] if rest else [])])
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -81,74 +101,34 @@ class Peak:
         }
 
 
-def _advice(kind: str, peak: Peak) -> str:
-    kinds = peak.by_kind()
-    match kind:
-        case "saved for backward":
-            saved = kinds["saved for backward"]
-            largest = max((a.bytes for a in peak.alive if a.kind == kind), default=0)
-            return (
-                f"Checkpointing each block (TrainingStep(checkpointing=True)) would keep one input per block instead "
-                f"of {saved / MIB:,.1f} MiB, at the price of a second forward pass; autocast would halve what "
-                f"products save; the largest module saves {largest / MIB:,.1f} MiB."
-            )
-        case "optimizer state" | "weights" | "gradients":
-            return (
-                "Weights, gradients and optimizer state dominate: 8-bit states (optimizer='adamw8bit'), frozen "
-                "weights (LoRA) or sharding over ranks lowers them; a smaller batch hardly does."
-            )
-        case "temporary" | "workspace":
-            return "Temporary results dominate: a smaller batch, or logits and loss in chunks, lowers them."
-    return ""
-
-
-def kinds_of(meter: Meter, step: Step) -> list[str]:
-    """The kind of each storage."""
-
-    def kind(key: int, record: Record) -> str:
-        if record.workspace:
-            return "workspace"
-        for name, keys in (
-            ("weights", step.weights),
-            ("optimizer state", step.state),
-            ("gradients", step.gradients),
-            ("inputs", step.inputs),
-            ("saved for backward", step.saved),
-        ):
-            if key in keys:
-                return name
-        return "temporary"
-
-    return [kind(key, record) for key, record in enumerate(meter.records)]
-
-
-def peak_of(step: Step, at: int, size: int, workspaces: int) -> Peak:
-    """The peak at this event of the step, and the course of the memory around it."""
-    meter = step.trace.meter
-    kinds, events = kinds_of(meter, step), meter.events
-    current: Counter[str] = Counter()
-    alive: set[int] = set(step.state)
-    for key, change in events[: step.begin]:
+def peak_of(run: Run, usage: Usage) -> Peak:
+    """The peak of a run, and the course of the memory around it."""
+    meter, workspaces = run.trace.meter, sum(run.workspaces)
+    records, events = meter.records, meter.events
+    kinds = [run.kinds.get(k, "workspace" if r.workspace else "temporary") for k, r in enumerate(records)]
+    stays = run.keys("optimizer state")
+    alive: set[int] = set(stays)
+    for key, change in events[: run.begin]:
         alive.add(key) if change > 0 else alive.discard(key)
+    current: Counter[str] = Counter({"workspace": workspaces})
     for key in alive:
-        current[kinds[key]] += meter.records[key].bytes
-    current["workspace"] += workspaces
-    timeline, stride = [], max(1, (len(events) - step.begin) // 400)
-    found: set[int] = set(alive)
-    for index, (key, change) in enumerate(events[step.begin :]):
-        if key in step.state:
+        current[kinds[key]] += records[key].bytes
+    timeline, stride = [], max(1, (len(events) - run.begin) // 400)
+    at_peak: set[int] = set(alive)
+    for index, (key, change) in enumerate(events[run.begin :]):
+        if key in stays:
             continue
         (alive.add if change > 0 else alive.discard)(key)
-        current[kinds[key]] += change * meter.records[key].bytes
-        if index == at:
-            found = set(alive)
-        if index % stride == 0 or index == at:
-            timeline.append((meter.records[key].phase, dict(current)))
+        current[kinds[key]] += change * records[key].bytes
+        if index == usage.at:
+            at_peak = set(alive)
+        if index % stride == 0 or index == usage.at:
+            timeline.append((records[key].phase, dict(current)))
     sums: Counter[tuple[str, str]] = Counter()
-    for key in found:
-        sums[kinds[key], merged(step.owners.get(key, meter.records[key].path))] += meter.records[key].bytes
+    for key in at_peak:
+        sums[kinds[key], merged(run.owners.get(key, records[key].path))] += records[key].bytes
     if workspaces:
         sums["workspace", "cuBLAS"] += workspaces
-    record = meter.records[events[step.begin + at][0]] if events[step.begin :] else Record(0, "", "", "")
-    entries = sorted((Alive(size, kind, path) for (kind, path), size in sums.items() if size), reverse=True)
-    return Peak(size, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
+    entries = tuple(sorted((Alive(size, kind, path) for (kind, path), size in sums.items() if size), reverse=True))
+    record = records[events[run.begin + usage.at][0]]
+    return Peak(usage.peak, record.phase, record.path, record.operation, entries, tuple(timeline))

@@ -1,199 +1,213 @@
 """The memory of a model: weights, gradients, optimizer state, saved activations, peaks of training and inference.
 
-All of it comes from running the module on meta tensors (trace/) and replaying what it allocates (allocator.py).
+All of it comes from running the module on meta tensors (run.py) and replaying what it allocates (allocator.py).
 """
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-import torch
-from torch import nn
-
 from ...errors import SpecError
-from ..trace.attention import H200, Gpu
-from ..trace.tracer import Trace, merged, tracing
-from ..trace.twin import inputs_of, twin_of
-from .allocator import Usage, replay
-from .peak import Peak, peak_of
-from .step import Step, TrainingStep, adapt, freeze, run_step
+from ..trace.nested import tensors_in
+from ..trace.tracer import merged
+from .allocator import Usage
+from .peak import Peak, peak_of, readable
+from .run import Run, Setting, generates, run
 
-WORKSPACE = 33 << 20  # cuBLAS 32 MiB and cuBLASLt 1 MiB per thread that multiplies (H100, H200)
+NO_CACHE = "none: this model does not decode with a cache of keys and values"
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Memory in bytes. `rows()` lists everything; `explain_peak()` says where the training peak is, in words."""
+class AttentionFacts:
+    """What a declared attention determines by formula, in bytes."""
 
-    weights: int
     one_attention: int = 0  # q, k, v, weights and outputs of one attention layer, for one batch row
     kv_cache: int = 0  # keys and values of all layers, for the whole batch
-    inference_peak: int = 0  # of a forward pass without gradients
-    prefill_peak: int = 0  # of a forward pass that fills a cache of keys and values
-    decode_peak: int = 0  # of one more token with that cache
-    workspace: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    master_weights: int = 0
-    saved: dict[str, int] = field(default_factory=dict)  # for the backward pass, by module
-    saved_by_method: dict[str, int] = field(
-        default_factory=dict
-    )  # by attention cores, for each kind of kernel
-    training_peak: int = 0  # of a training step
-    reserved: int = 0  # taken from the device for it, with the gaps of the allocator
-    peak_part: str = ""  # the phase in which the training peak occurs
-    between_steps: int = 0
-    peak: Peak | None = field(default=None, repr=False, compare=False)
-    formulas: Callable[[], dict[str, Any]] | None = field(default=None, repr=False, compare=False)
-    step: Step | None = field(default=None, repr=False, compare=False)
+    saved_by_method: dict[str, int] = field(default_factory=dict)  # by attention cores, for each kind of kernel
+    formulas: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+
+
+class Memory:
+    """Memory in bytes. `rows()` lists everything; `explain_peak()` says where the peak is, in words.
+
+    Each run on meta tensors takes place when one of its numbers is first read.
+    """
+
+    def __init__(self, setting: Setting, facts: AttentionFacts | None = None, main: Run | None = None):
+        self.setting, self.facts = setting, facts or AttentionFacts()
+        if main is not None:
+            self.main = main
+
+    @cached_property
+    def main(self) -> Run:
+        """The training step if there is one, else the forward pass."""
+        return run(self.setting)
+
+    @cached_property
+    def usage(self) -> Usage:
+        return self.main.usage()
+
+    @cached_property
+    def _inference(self) -> Usage:
+        if not self.trains:
+            return self.usage
+        return run(self.setting.inference).usage()
+
+    @cached_property
+    def generation(self) -> Run | None:
+        """A prompt and one more token with a cache; None if the model has none."""
+        setting = replace(self.setting.inference, cached=True)
+        long = any(x.dim() > 1 and x.shape[1] > 1 for x in tensors_in(setting.given))
+        return run(setting) if long and generates(setting.module) else None
+
+    @cached_property
+    def _generated(self) -> dict[str, int]:
+        return {} if self.generation is None else self.generation.usage().by_phase
+
+    @property
+    def trains(self) -> bool:
+        return self.setting.training is not None
+
+    @property
+    def weights(self) -> int:
+        unique = {id(p): p for p in self.main.module.parameters()}
+        return sum(p.numel() * p.element_size() for p in unique.values())
+
+    @property
+    def inference_peak(self) -> int:
+        """Of a forward pass without gradients."""
+        return self._inference.peak
+
+    @property
+    def prefill_peak(self) -> int | None:
+        """Of a prompt of n − 1 tokens that fills a cache of keys and values; None without a cache."""
+        return self._generated.get("prefill")
+
+    @property
+    def decode_peak(self) -> int | None:
+        """Of the next token with that cache."""
+        return self._generated.get("decode")
+
+    @property
+    def kv_cache(self) -> int | None:
+        """Keys and values of all layers: by formula of a declaration, else as traced."""
+        if self.facts.kv_cache or self.generation is None:
+            return self.facts.kv_cache or None
+        return self.generation.bytes("key/value cache")
+
+    @property
+    def one_attention(self) -> int:
+        return self.facts.one_attention
+
+    @property
+    def saved_by_method(self) -> dict[str, int]:
+        return self.facts.saved_by_method if self.trains else {}
+
+    @property
+    def formulas(self) -> Callable[[], dict[str, Any]] | None:
+        return self.facts.formulas
+
+    @property
+    def workspace(self) -> int:
+        return sum(self.main.workspaces)
+
+    @property
+    def gradients(self) -> int:
+        return self.main.bytes("gradients")
+
+    @property
+    def optimizer_state(self) -> int:
+        return self.main.bytes("optimizer state")
+
+    @property
+    def master_weights(self) -> int:
+        return self.main.bytes("master weights")
+
+    @cached_property
+    def saved(self) -> dict[str, int]:
+        """Saved for the backward pass, by module, largest first."""
+        records, saved = self.main.trace.meter.records, Counter[str]()
+        for k in self.main.keys("saved for backward"):
+            saved[merged(records[k].path)] += records[k].bytes
+        return dict(saved.most_common())
 
     @property
     def saved_total(self) -> int:
         return sum(self.saved.values())
 
+    @property
+    def training_peak(self) -> int | None:
+        """Of a training step; None without one."""
+        return self.usage.peak if self.trains else None
+
+    @property
+    def reserved(self) -> int:
+        """Taken from the device for it, with the gaps of the allocator."""
+        return self.usage.reserved
+
+    @property
+    def between_steps(self) -> int:
+        kinds = ("weights", "inputs", "optimizer state", "master weights")
+        return sum(map(self.main.bytes, kinds)) + self.workspace
+
+    @cached_property
+    def peak(self) -> Peak:
+        """The moment of the peak of the training step, else of inference, and what is alive there."""
+        return peak_of(self.main, self.usage)
+
+    @property
+    def peak_part(self) -> str:
+        """The phase in which the peak occurs."""
+        return self.peak.phase
+
     def explain_peak(self) -> str:
         """The moment of the peak, what is alive there, and what would lower it, in words."""
-        if self.peak is None:
-            raise SpecError("there is no training peak to explain: pass train=True")
-        return self.peak.explain()
+        words, training, kinds = self.peak.explain(), self.setting.training, self.peak.by_kind()
+        if training is None or training.checkpointing or max(kinds, key=lambda k: kinds[k]) != "saved for backward":
+            return words
+        with suppress(SpecError):  # a module that has no checkpointing
+            training = replace(training, checkpointing=True)
+            less = Memory(replace(self.setting, training=training)).training_peak
+            if less is not None and less < self.usage.peak:
+                words += f" Checkpointing each block would lower the peak to {readable(less)}, for a second forward pass."
+        return words
 
-    def rows(self) -> list[tuple[str, int]]:
-        rows = [
+    def rows(self) -> list[tuple[str, int | str]]:
+        rows: list[tuple[str, int | str | None]] = [
             ("weights", self.weights),
             ("one attention, one batch row: q, k, v, weights, outputs", self.one_attention),
-            ("key/value cache", self.kv_cache),
+            ("key/value cache", self.kv_cache or NO_CACHE),
             ("cuBLAS workspaces", self.workspace),
             ("inference peak", self.inference_peak),
-            ("prefill peak, with the cache", self.prefill_peak),
-            ("decode peak, one token", self.decode_peak),
+            ("prefill peak, a prompt of n − 1 tokens", self.prefill_peak),
+            ("decode peak, the next token", self.decode_peak),
         ]
-        if self.training_peak:
+        if self.trains:
             rows += [
                 ("gradients", self.gradients),
                 ("optimizer state", self.optimizer_state),
                 ("float32 master weights", self.master_weights),
-                *((f"saved for backward: {part}", size) for part, size in self.saved.items()),
+                *((f"saved for backward: {part or 'the model'}", size) for part, size in self.saved.items()),
                 ("saved for backward, total", self.saved_total),
-                *(
-                    (f"saved by attention cores, {method}", size)
-                    for method, size in self.saved_by_method.items()
-                ),
+                *((f"saved by attention cores, {method}", size) for method, size in self.saved_by_method.items()),
                 (f"training peak, in {self.peak_part}", self.training_peak),
-                ("taken from the device", self.reserved if self.reserved != self.training_peak else 0),
             ]
+        rows.append(("taken from the device", self.reserved if self.reserved != self.usage.peak else 0))
         return [(name, size) for name, size in rows if size]
 
     def plain(self) -> dict[str, Any]:
-        left_out = ("formulas", "peak", "step")
-        plain = {n: getattr(self, n) for n in Memory.__dataclass_fields__ if n not in left_out}
-        peak = None if self.peak is None else self.peak.plain()
-        return plain | {"saved_total": self.saved_total, "peak": peak}
+        names = (
+            "weights", "one_attention", "kv_cache", "inference_peak", "prefill_peak", "decode_peak", "workspace",
+            "gradients", "optimizer_state", "master_weights", "saved", "saved_by_method", "training_peak", "reserved",
+            "peak_part", "between_steps", "saved_total",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {"peak": self.peak.plain()}
+
+    def __repr__(self) -> str:
+        peak = f"training_peak={self.training_peak:,}" if self.trains else f"inference_peak={self.inference_peak:,}"
+        return f"Memory(weights={self.weights:,}, {peak})"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a module is run: inputs, targets, dtype, training step, device."""
-
-    given: tuple[tuple, dict]
-    targets: Any = None
-    dtype: torch.dtype = torch.float32
-    training: TrainingStep | None = None
-    device: str = "cpu"
-    gpu: Gpu = H200
-
-
-def traced(module: nn.Module, setting: Setting) -> tuple[Trace, nn.Module, Memory]:
-    """The trace of a forward pass or of a training step, the module that ran, and the memory."""
-    trace = Trace(setting.device, setting.gpu)
-    twin = twin_of(module, trace, setting.dtype)
-    given, targets = inputs_of(trace, (setting.given, setting.targets), setting.dtype)
-    if setting.training is None:
-        with tracing(trace), trace.modules_of(twin), torch.no_grad(), trace.meter.during("forward"):
-            out = twin(*given[0], **given[1])
-        del out
-        return trace, twin, _inference(trace, twin)
-    twin.train()
-    checkpoint(twin, setting.training)
-    freeze(twin, setting.training.frozen)
-    if setting.training.lora:
-        adapt(twin, setting.training.lora)
-        for p in twin.parameters():
-            trace.meter.track(p, "", "weight")
-    with tracing(trace), trace.modules_of(twin), torch.enable_grad():
-        step = run_step(trace, twin, given, targets, setting.training)
-    return trace, twin, memory_of_step(step, setting.training)
-
-
-def checkpoint(module: Any, training: TrainingStep) -> None:
-    """Turn checkpointing on or off in a module that knows how."""
-    wanted = training.checkpointing
-    if wanted is None:
-        return
-    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": wanted == "reentrant"}}
-    if hasattr(module, "gradient_checkpointing_enable"):
-        if wanted:
-            module.gradient_checkpointing_enable(**reentrant)
-        else:
-            module.gradient_checkpointing_disable()
-    elif wanted and not getattr(module, "spec", None):
-        raise SpecError(
-            f"{type(module).__name__} has no gradient_checkpointing_enable(); call torch.utils.checkpoint in its "
-            f"forward, and leave checkpointing out here"
-        )
-
-
-def _weights(module: nn.Module) -> int:
-    unique = {id(p): p for p in module.parameters()}
-    return sum(p.numel() * p.element_size() for p in unique.values())
-
-
-def usage(trace: Trace, begin: int, persistent: set[int], training: bool, limit: int | None = None) -> Usage:
-    """Peak and reserved bytes of the step that begins at this event."""
-    meter, device = trace.meter, trace.device
-    sizes = [r.bytes for r in meter.records]
-    workspaces = [WORKSPACE - SMALL_LT, SMALL_LT] * (1 + training) if device == "cuda" else []
-    setup = [*meter.events[:begin], *((len(sizes) + i, 1) for i in range(len(workspaces)))]
-    repeats = 2 if training and device == "cuda" else 1 if training else 0
-    return replay([*sizes, *workspaces], setup, meter.events[begin:], persistent, device, repeats, limit)
-
-
-SMALL_LT = 1 << 20
-
-
-def _inference(trace: Trace, module: nn.Module) -> Memory:
-    begin = next(
-        (i for i, (k, _) in enumerate(trace.meter.events) if trace.meter.records[k].phase != "setup"), 0
-    )
-    used = usage(trace, begin, set(), training=False)
-    workspace = WORKSPACE if trace.device == "cuda" else 0
-    return Memory(_weights(module), inference_peak=used.peak, workspace=workspace, reserved=used.reserved)
-
-
-def memory_of_step(step: Step, training: TrainingStep) -> Memory:
-    meter = step.trace.meter
-    size = meter.records
-    used = usage(step.trace, step.begin, step.state, training=True)
-    workspace = 2 * WORKSPACE if step.trace.device == "cuda" else 0
-
-    def total(keys: set[int]) -> int:
-        return sum(size[k].bytes for k in keys)
-
-    masters = {k for k in step.state if size[k].phase == "setup"}
-    saved: Counter[str] = Counter()
-    for k in step.saved:
-        saved[merged(size[k].path)] += size[k].bytes
-    return Memory(
-        total(step.weights),
-        workspace=workspace,
-        gradients=total(step.gradients),
-        optimizer_state=total(step.state - masters),
-        master_weights=total(masters),
-        saved=dict(sorted(saved.items(), key=lambda kv: -kv[1])),
-        training_peak=used.peak,
-        reserved=used.reserved,
-        peak_part=size[meter.events[step.begin + used.at][0]].phase,
-        between_steps=total(step.weights | step.inputs | step.state) + workspace,
-        peak=peak_of(step, used.at, used.peak, workspace),
-        step=step,
-    )

@@ -1,8 +1,8 @@
-"""A training step of a module on meta tensors: forward, loss, backward, optimizer."""
+"""The options of a training step, and its parts: autocast, adapters, frozen weights, loss, optimizer."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import run_backward
+from ...compat import without_function_modes
 from ...errors import ShapeError, SpecError
+from ...nn.stack import Stack
 from ...spec.base import require_known, require_positive
 from ..trace.nested import tensors_in
-from ..trace.tracer import Trace
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "adamw8bit")
 IMPLEMENTATIONS = ("auto", "for_loop", "foreach", "fused")
-STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adamw8bit": 2}
 AUTOCAST = ("bfloat16", "float16")
-BLOCK_8BIT = 256  # values that share one float32 scale in 8-bit states
+BLOCK_8BIT, LEAST_8BIT = 256, 4096  # values that share a scale; tensors with fewer values keep float32 states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +54,6 @@ class TrainingStep:
             raise SpecError(f"lora={self.lora} is not a rank; use 16, or 0 for none")
         if isinstance(self.checkpointing, str):
             require_known("checkpointing", self.checkpointing, ("reentrant",))
-
-    @property
-    def states(self) -> int:
-        """Values that the optimizer stores per parameter."""
-        return STATES[self.optimizer]
 
     def implementation_on(self, device: str) -> str:
         if self.implementation != "auto":
@@ -113,6 +107,25 @@ def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
             p.requires_grad_(False)
 
 
+def checkpoint(module: Any, wanted: bool | str | None) -> None:
+    """Turn checkpointing on or off in a module that knows how; None leaves it as it is."""
+    stacks = [m for m in module.modules() if isinstance(m, Stack)]
+    if wanted is None:
+        return
+    for stack in stacks:
+        stack.spec = replace(stack.spec, checkpoint=bool(wanted))
+    if wanted and hasattr(module, "gradient_checkpointing_enable"):
+        reentrant = {"use_reentrant": wanted == "reentrant"}
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=reentrant)
+    elif hasattr(module, "gradient_checkpointing_disable"):
+        module.gradient_checkpointing_disable()
+    elif wanted and not stacks and not getattr(module, "spec", None):
+        raise SpecError(
+            f"{type(module).__name__} has no gradient_checkpointing_enable(); call torch.utils.checkpoint in its "
+            f"forward, and leave checkpointing out here"
+        )
+
+
 def loss_of(out: Any, targets: Tensor | None, training: TrainingStep) -> Tensor:
     """The loss: the given one, the model's own, cross-entropy with targets, else the mean square of the outputs."""
     if training.loss is not None:
@@ -136,36 +149,20 @@ class Optimizer:
     def __init__(self, parameters: list[nn.Parameter], training: TrainingStep, device: str):
         self.parameters, self.training = [p for p in parameters if p.requires_grad], training
         self.masters: list[Tensor] = []
-        self.state8: list[Tensor] = []
         trained: list[Any] = self.parameters
         if training.master_weights:
             with torch.no_grad():
                 trained = self.masters = [nn.Parameter(p.float()) for p in self.parameters]
-        self.inner = None if training.optimizer == "adamw8bit" else _optimizer(trained, training, device)
+        self.inner: Any = _optimizer(trained, training, device)
 
     def step(self) -> None:
         for master, p in zip(self.masters, self.parameters):
             master.grad = None if p.grad is None else p.grad.float()
-        if self.inner is None:
-            self._step_8bit()
-        else:
-            self.inner.step()
+        self.inner.step()
         with torch.no_grad():
             for master, p in zip(self.masters, self.parameters):
                 p.copy_(master)
                 master.grad = None
-
-    def _step_8bit(self) -> None:
-        """Two states of one byte per value with a scale for every 256; the update itself allocates nothing."""
-        for p in self.masters or self.parameters:
-            if p.grad is not None and not self.full:
-                blocks = -(-p.numel() // BLOCK_8BIT)
-                self.state8 += [torch.empty_like(p, dtype=torch.uint8) for _ in range(2)]
-                self.state8 += [p.new_empty(blocks, dtype=torch.float32) for _ in range(2)]
-
-    @property
-    def full(self) -> bool:
-        return len(self.state8) >= 4 * len(self.masters or self.parameters)
 
     def zero_grad(self) -> None:
         for p in self.parameters:
@@ -173,13 +170,35 @@ class Optimizer:
 
     def tensors(self) -> list[Tensor]:
         """The optimizer state, without counters that stay on the CPU."""
-        if self.inner is None:
-            return self.state8
         return [x for s in self.inner.state.values() for x in s.values() if isinstance(x, Tensor)]
+
+
+class States8:
+    """The states of bitsandbytes' AdamW8bit without its arithmetic, whose kernel allocates nothing.
+
+    Two states of one byte per value with a float32 scale for every 256; tensors below 4096 values stay in float32.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+
+    def step(self) -> None:
+        for p in self.parameters:
+            if p.grad is None or p in self.state:
+                continue
+            kind, blocks = torch.uint8 if p.numel() >= LEAST_8BIT else torch.float32, -(-p.numel() // BLOCK_8BIT)
+            self.state[p] = {f"state{i}": torch.empty_like(p, dtype=kind) for i in (1, 2)}
+            if kind == torch.uint8:
+                self.state[p] |= {f"absmax{i}": p.new_empty(blocks, dtype=torch.float32) for i in (1, 2)}
 
 
 def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> Any:
     implementation = training.implementation_on(device)
+    if training.optimizer == "adamw8bit":
+        with without_function_modes():
+            traced = all(p.is_meta for p in parameters)
+        return States8(parameters) if traced else _bitsandbytes(parameters)
     options: dict[str, Any] = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     if training.optimizer in ("sgd", "momentum"):
         momentum = 0.9 if training.optimizer == "momentum" else 0.0
@@ -188,64 +207,9 @@ def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> An
     return kind(parameters, **options)
 
 
-@dataclass
-class Step:
-    """The keys of storages by what they are, and where the step begins among the events of the meter."""
-
-    trace: Trace
-    begin: int
-    weights: set[int]
-    inputs: set[int]
-    gradients: set[int]
-    state: set[int]
-    saved: set[int]  # alive after the forward pass
-    owners: dict[int, str]  # storages of parameters, gradients and states → module
-
-
-def run_step(
-    trace: Trace,
-    module: nn.Module,
-    given: tuple[tuple, dict],
-    targets: Tensor | None,
-    training: TrainingStep,
-) -> Step:
-    """One traced training step. The module's parameters and the inputs are meta tensors that the meter knows."""
-    meter = trace.meter
-    weights, inputs = _keys(meter, module), set(meter.alive.values())
-    if not any(p.requires_grad for p in module.parameters()):
-        raise ShapeError("no output requires a gradient: a training step needs trainable weights")
-    optimizer = Optimizer(list(module.parameters()), training, trace.device)
-    masters = {k for k in map(meter.key_of, optimizer.masters) if k is not None}
-    begin = len(meter.events)
-    before, saved = set(meter.alive.values()), set[int]()
-    for _ in range(min(training.accumulate, 2)):  # a third batch repeats the second
-        with meter.during("forward"):
-            loss = [_loss(trace, module, given, targets, training)]
-        saved = saved or set(meter.alive.values()) - before
-        with meter.during("backward"):
-            run_backward(loss.pop())
-    owners: dict[int, str] = {}
-    for name, p in [*module.named_parameters(), *module.named_buffers()]:
-        for x in (p, p.grad):
-            if x is not None and (key := meter.key_of(x)) is not None:
-                owners[key] = name.rpartition(".")[0]
-    gradients = set(owners) - weights
-    with meter.during("optimizer"):
-        optimizer.step()
-    state = {k for k in map(meter.key_of, optimizer.tensors()) if k is not None} | masters
-    optimizer.zero_grad()
-    meter.stop()
-    return Step(trace, begin, weights, inputs - weights, gradients, state, saved - gradients, owners)
-
-
-def _loss(
-    trace: Trace, module: nn.Module, given: tuple[tuple, dict], targets: Tensor | None, training: TrainingStep
-) -> Tensor:
-    args, kwargs = given
-    with autocast_region(training, trace.device):
-        return loss_of(module(*args, **kwargs), targets, training)
-
-
-def _keys(meter: Any, module: nn.Module) -> set[int]:
-    tensors = [*module.parameters(), *module.buffers()]
-    return {k for k in map(meter.key_of, tensors) if k is not None}
+def _bitsandbytes(parameters: list[Any]) -> Any:
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ModuleNotFoundError as missing:
+        raise SpecError("optimizer='adamw8bit' runs with bitsandbytes: pip install bitsandbytes") from missing
+    return AdamW8bit(parameters)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ... import compat
 from ...compat import without_function_modes
 from ..tree import Amounts, Pairs
 from . import autocast
@@ -119,8 +120,8 @@ def kernel_of(call: SdpaCall, device: str, gpu: Gpu) -> str:
     if call.q.dim() != 4 or not call.q.numel() or not call.k.numel():
         return "math"
     if device == "cpu":
-        trained = call.mask is not None and call.mask.requires_grad
-        return "math" if call.dropout_p or trained or call.widths[0] != call.widths[1] else "cpu"
+        refused = call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4))
+        return "math" if call.dropout_p or refused or call.widths[0] != call.widths[1] else "cpu"
     if device != "cuda":
         return "math"
     half, (d_k, d_v) = call.q.dtype in HALF, call.widths
@@ -189,7 +190,8 @@ class FusedKernel(torch.autograd.Function):
         size = backward_workspace(ctx.kernel, q, k, v)
         ctx.trace.meter.workspace(size, ctx.trace.path, f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[-1] + v.shape[-1])
-        ctx.trace.note_work(products, 4 * sum(x.numel() * x.element_size() for x in (q, k, v)), str(q.dtype))
+        moved = 4 * sum(x.numel() * x.element_size() for x in (q, k, v))
+        ctx.trace.note_work(products, moved, str(q.dtype), "attention")
         of_mask = None
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
@@ -217,7 +219,7 @@ def count_attention(trace: Any, call: SdpaCall, pairs: CallPairs) -> Float[Tenso
     counted = Call(q.shape[:-2].numel(), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], pairs)
     amounts = counted.forward(q.element_size())
     if kernel_of(call, trace.device, trace.gpu) != "math":
-        trace.note_work(amounts.executed_flops, amounts.bytes, str(q.dtype))
+        trace.note_work(amounts.executed_flops, amounts.bytes, str(q.dtype), "attention")
     if trace.in_backward:  # computed again by a checkpoint
         trace.add(FUSED, Amounts(executed_backward_flops=amounts.executed_flops))
     else:
@@ -240,7 +242,8 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
     if kernel == "math":
         with trace.uncounted_backward():
             if call.dropout_p and trace.device == "cuda":
-                return _math_with_dropout(call)
+                with compat.below_autocast():
+                    return _math_with_dropout(call)
             grouped = call.grouped and q.dim() == 4
             return _sdpa(q, k, v, mask, call.dropout_p, call.is_causal, enable_gqa=grouped)
     if mask is not None and mask.dtype == torch.bool:
@@ -272,7 +275,8 @@ def _math_with_dropout(call: SdpaCall) -> Tensor:
     if mask is not None:
         scores = scores.add_(mask)
     weights = torch.native_dropout(scores.softmax(-1), call.dropout_p, True)[0]
-    return (weights @ v).to(dtype)
+    returned = weights.to(dtype), (weights @ v).to(dtype)  # PyTorch returns the weights too, and drops them
+    return returned[1]
 
 
 def sdpa(trace: Any) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,10 +40,23 @@ from .products import has_no_product, product_flops
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
+STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
 READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
 LOWEST = torch.finfo(torch.float32).min / 2
+
+
+class Work(NamedTuple):
+    """One operation, view or call of a module: what the host does, and the kernel it launches if any."""
+
+    phase: str
+    path: str
+    kind: str  # operation, attention, view, module
+    flops: float = 0
+    bytes: float = 0
+    dtype: str = ""
+    tensors: int = 0  # of the lists that an optimizer's operation updates at once
 
 
 class Trace(DispatchMode):
@@ -56,9 +69,7 @@ class Trace(DispatchMode):
         self.pairs: list[Pairs] = []
         self.unknown: Counter[str] = Counter()
         self.notes: dict[str, None] = {}  # assumptions, in order
-        self.work: list[
-            tuple[str, str, float, float, str]
-        ] = []  # phase, module, FLOPs, bytes, dtype of each kernel
+        self.work: list[Work] = []  # of the host and the device, in order
         self.meter = Meter()
         self.counts = True  # False inside an attention that is counted as a whole
         self._paths: list[str] = []  # of the modules being called, innermost last
@@ -103,6 +114,7 @@ class Trace(DispatchMode):
         if path is not None:
             self._paths.append(path)
             self._calls.append((compat.node_number(), path))
+            self.work.append(Work(self.meter.phase, path, "module"))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if id(module) in self._names and self._paths:
@@ -117,8 +129,13 @@ class Trace(DispatchMode):
 
     def _count(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
         flops = None if op.is_view else product_flops(op, args, kwargs, out)
-        if not op.is_view and any(x.is_meta for x in tensors_in(out)):
-            self.note_work(flops or 0, _bytes(args, out), str(_dtype(args, out)))
+        if op.is_view:
+            self.work.append(Work(self.meter.phase, merged(self.path), "view"))
+        elif any(x.is_meta for x in tensors_in((args, out))):
+            lists = sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in op.__name__ else 0
+            if self.meter.phase != "optimizer" or op.__name__.split(".")[0] not in STATE:
+                kind = "attention" if "attention" in op.__name__ else "operation"
+                self.note_work(flops or 0, _bytes(args, out), str(_dtype(args, out)), kind, lists)
         if not self.counts or self.meter.phase not in ("forward", "backward"):
             return
         name = op.__name__.split(".")[0]
@@ -131,14 +148,16 @@ class Trace(DispatchMode):
         if self.in_backward:
             if self._skipped():
                 return
-            path = "backward" if self.path == "" or not self._paths else self.path
-            self.add(name, Amounts(backward_flops=flops, executed_backward_flops=flops), path)
+            self.add(name, Amounts(backward_flops=flops, executed_backward_flops=flops), self.path or "backward")
         else:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=_bytes(args, out)))
 
-    def note_work(self, flops: int | float, moved: int | float, dtype: str) -> None:
+    def note_work(
+        self, flops: int | float, moved: int | float, dtype: str, kind: str = "operation", tensors: int = 0
+    ) -> None:
         """A kernel of the phase that runs."""
-        self.work.append((self.meter.phase, merged(self.path), flops, moved, dtype.removeprefix("torch.")))
+        dtype = dtype.removeprefix("torch.")
+        self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors))
 
     def _count_elementwise(self, out: Any) -> None:
         if isinstance(out, Tensor) and out.is_floating_point():

@@ -12,6 +12,7 @@ from .curves import (
 )
 from .heads import convolution_map, head_evolution, head_gallery, shape_trace
 from .maps import attention_map, attention_rows, dependence, overview
+from .memory import memory_timeline, memory_treemap, roofline
 from .patterns import mask_matrix, mask_table, receptive_field
 from .positions import patch_positions, positional_encoding
 from .sharpness import sharpness
@@ -31,11 +32,14 @@ __all__ = [
     "learning_rates",
     "mask_matrix",
     "mask_table",
+    "memory_timeline",
+    "memory_treemap",
     "overview",
     "patch_positions",
     "positional_encoding",
     "receptive_field",
     "recorded_gradients",
+    "roofline",
     "saturation",
     "shape_trace",
     "sharpness",

@@ -28,7 +28,7 @@ BEFORE_TRAINING = ("L29", "L31")  # causality, padding: a model that violates th
 AFTER_TRAINING = ("L29", "L31", "L32", "L33", "L48", "L52", "L56")
 MAX_CHECKED_PARAMETERS = 50_000_000  # a larger model is checked with one layer per stack
 BUDGET = Budget(cases=2, seconds=10.0)  # per law; two cases usually take less
-WEIGHT_PASSES = {"norm": 2, "AdamW": 7, "average": 3}  # how often an update reads or writes each weight
+WEIGHT_PASSES = {"norm": 2, "average": 3}  # how often an update reads or writes each weight
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,10 @@ def _estimated_speed(
     """The time of an update from its FLOPs and bytes and the machine's peak rates, without Python's overhead."""
     roofline, method = _roofline(device)
     s, per = recipe.settings, WEIGHT_PASSES
-    dtype = s.autocast if s.autocast in roofline.flops_per_s else "float32"
-    passes = machines.estimate(costs, roofline, dtype, backward=True).seconds
-    times = per["AdamW"] + (per["norm"] if s.clip else 0) + (per["average"] if s.average else 0)
-    seconds = s.accumulate * passes + times * 4 * parameters / roofline.bytes_per_s
+    phases = machines.estimate(costs, roofline).phases
+    passes, update = phases["forward"] + phases["backward"], phases["optimizer"]
+    times = (per["norm"] if s.clip else 0) + (per["average"] if s.average else 0)
+    seconds = s.accumulate * passes + update + times * 4 * parameters / roofline.bytes_per_s
     return Speed(1, seconds, s.accumulate * batch.rows * batch.predicted, method)
 
 

@@ -1,0 +1,159 @@
+"""FLOPs and memory of the model families of transformers: traced, and compared with PyTorch's FLOP counter.
+
+One class of each family is built with the tiny configuration of its tests (`--tests FOLDER`, a checkout that the user
+has; nothing is downloaded), runs on the CPU under torch.utils.flop_counter with attention as plain products, and is
+traced by `rg.cost` with the same inputs: a forward pass, whose FLOPs have to be equal, and a training step, whose memory
+has to be found. Mixtures of experts are traced with unknown scores: experts count at the routed number. Families run
+in processes of their own and are stored at once, so that an interrupted run goes on where it was.
+
+    python bench/cost_families.py --tests ~/transformers --out bench/results/cost_families.jsonl
+    python bench/cost_families.py --table > bench/results/cost_families.md
+"""
+
+import argparse
+import copy
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from huggingface_census import TextCase, short, testers, without_dropout
+
+LIMIT_S = 300
+PREFERRED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "Model")
+
+
+def families(tests: str) -> list[str]:
+    """The folders of transformers that have a modeling file."""
+    import transformers
+
+    root = Path(transformers.__file__).parent / "models"
+    return sorted({f.parent.name for f in root.glob("*/modeling_*.py")})
+
+
+def case_of(folder: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """A test case of the family, a model class, its tiny configuration, and inputs."""
+    for case in testers(folder) or [TextCase(folder)]:
+        here = [c for c in case.all_model_classes if c.__module__.startswith(f"transformers.models.{folder}.")]
+        for ending in (*PREFERRED, ""):
+            for cls in here:
+                if cls.__name__.endswith(ending):
+                    config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
+                    config = case.config_for(cls) if isinstance(case, TextCase) else config
+                    return case, cls, config, case._prepare_for_class(inputs, cls, return_labels=False)
+    raise LookupError("no model class with a tiny configuration in the tests or with small sizes")
+
+
+def family(folder: str) -> dict[str, Any]:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import regard as rg
+
+    torch.manual_seed(0)
+    row: dict[str, Any] = {"family": folder}
+    try:
+        _, cls, config, inputs = case_of(folder)
+        without_dropout(config)
+        row["class"] = cls.__name__
+        try:
+            model = cls._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+        except ValueError:  # a family without that choice
+            model = cls(copy.deepcopy(config)).eval()
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(**copy.deepcopy(inputs))
+        row["counted"] = counter.get_total_flops()
+        row["ops"] = sorted({str(op) for per in counter.get_flop_counts().values() for op in per})
+    except BaseException as e:
+        return {**row, "result": "not built here", "reason": short(e)}
+    try:
+        result = rg.cost(model, copy.deepcopy(inputs))
+        row |= {"traced": result.flops, "executed": result.total.executed_flops}
+        row |= {"uncounted": list(result.uncounted), "notes": list(result.notes)}
+        row["inference_peak"] = result.memory.inference_peak
+    except BaseException as e:
+        return {**row, "result": "error", "reason": short(e)}
+    row["result"] = "equal" if row["traced"] == row["counted"] else "differs"
+    try:
+        trained = rg.cost(model, copy.deepcopy(inputs), train=True).memory
+        row |= {"training_peak": trained.training_peak, "peak_phase": trained.peak_part}
+    except BaseException as e:
+        row |= {"result": "error" if row["result"] == "equal" else row["result"], "reason": f"training: {short(e)}"}
+    return row
+
+
+def forked(folder: str) -> dict[str, Any]:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        signal.alarm(LIMIT_S)
+        row = family(folder)
+        with os.fdopen(write, "w") as file:
+            file.write(json.dumps(row))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        text = file.read()
+    os.waitpid(child, 0)
+    ended = {"family": folder, "result": "not built here", "reason": f"ended, or took over {LIMIT_S} s"}
+    return json.loads(text) if text else ended
+
+
+def run_all(out: Path, tests: str, only: list[str], again: bool) -> None:
+    sys.path.insert(0, tests)
+    importlib.import_module("tests.test_modeling_common")
+    importlib.import_module("regard")
+    stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {row["family"] for row in stored if not again or row["result"] == "equal"}
+    for folder in only or families(tests):
+        if folder in done:
+            continue
+        began = time.time()
+        row = forked(folder)
+        row["seconds"] = round(time.time() - began, 1)
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(folder, row["result"], row.get("traced"), row.get("counted"), row.get("reason", "")[:150], flush=True)
+
+
+def table(out: Path) -> None:
+    import torch
+    import transformers
+
+    rows = list({row["family"]: row for row in map(json.loads, out.read_text().splitlines())}.values())
+    built = [r for r in rows if r["result"] != "not built here"]
+    equal, errors = ([r for r in built if r["result"] == kind] for kind in ("equal", "error"))
+    print(f"# Costs of the model families of transformers {transformers.__version__}\n")
+    print(
+        f"`bench/cost_families.py`, torch {torch.__version__}, CPU. {len(rows)} families, of which {len(built)} are "
+        f"built here at a tiny size: {len(built) - len(errors)} ({(len(built) - len(errors)) / len(built):.1%}) are "
+        f"priced without an error, forward and training step; for {len(equal)} ({len(equal) / len(built):.1%}) the FLOPs "
+        f"of the forward pass equal PyTorch's counter and nothing failed.\n"
+    )
+    print("| family | class | result | traced FLOPs | counted FLOPs | training peak, bytes | remarks |")
+    print("|---|---|---|--:|--:|--:|---|")
+    for r in sorted(rows, key=lambda r: r["family"]):
+        notes = "; ".join([r.get("reason", ""), *r.get("uncounted", [])[:3], *r.get("notes", [])]).strip("; ")
+        numbers = (f"{r[k]:,}" if r.get(k) is not None else "" for k in ("traced", "counted", "training_peak"))
+        notes = notes.replace("|", "/").replace("\n", " ")[:220]
+        print(f"| {r['family']} | {r.get('class', '')} | {r['result']} | {' | '.join(numbers)} | {notes} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", default="", help="a checkout of transformers that has tests/models")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/cost_families.jsonl"))
+    parser.add_argument("--table", action="store_true", help="print the stored rows as a page")
+    parser.add_argument("--again", action="store_true", help="also run the stored families that are not equal")
+    parser.add_argument("families", nargs="*", help="these families only")
+    args = parser.parse_args()
+    if args.table:
+        table(args.out)
+    else:
+        run_all(args.out, args.tests, args.families, args.again)

@@ -1,0 +1,234 @@
+"""A module on meta tensors: a forward pass, a prompt and one more token with a cache, or a training step.
+
+Over several ranks each one holds:
+fsdp  weights, gradients and optimizer state divided; the weights of the block that runs and of the next one gathered
+      whole, and the gradient of a block whole before it is scattered
+ddp   everything, and gradients a second time in the buckets that are exchanged
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import run_backward
+from ...errors import ShapeError
+from ...generation.steps import StackSteps
+from ...nn.embedding import LanguageHead
+from ...nn.stack import EncoderDecoder, Stack
+from ...pattern import causal
+from ...spec.base import require_known, require_positive
+from ..trace.attention import H200, Gpu
+from ..trace.tracer import Trace, tracing
+from ..trace.twin import inputs_of, twin_of
+from .allocator import Usage, replay
+from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
+
+STRATEGIES = ("fsdp", "ddp")
+SMALL_WORKSPACE = 1 << 20
+WORKSPACE = (32 << 20) + SMALL_WORKSPACE  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs: a module with its inputs (positional, named), targets, dtype, training step, device.
+
+    training None is a forward pass without gradients; cached: of a prompt, then of one more token.
+    """
+
+    module: nn.Module
+    given: tuple[tuple, dict]
+    targets: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    training: TrainingStep | None = None
+    device: str = "cpu"
+    gpu: Gpu = H200
+    cached: bool = False
+    evaluate: bool = False  # in the mode for inference; else, without a training step, in the mode of the module
+
+    @property
+    def inference(self) -> "Setting":
+        """The same model without a training step: labels are left out, or become the input of a decoder."""
+        args, kwargs = self.given
+        kwargs = dict(kwargs)
+        labels = kwargs.pop("labels", None)
+        config = getattr(self.module, "config", None)
+        if labels is not None and getattr(config, "is_encoder_decoder", False):
+            kwargs.setdefault("decoder_input_ids", labels)
+        return replace(self, given=(args, kwargs), targets=None, training=None, evaluate=True)
+
+
+@dataclass
+class Run:
+    """A traced call: the kind of each storage, its module, and where the call begins among the meter's events."""
+
+    trace: Trace
+    module: nn.Module
+    kinds: dict[int, str]  # key of a storage → weights, inputs, gradients, …; what is not listed is temporary
+    begin: int = 0
+    owners: dict[int, str] = field(default_factory=dict)  # storages of parameters and gradients → module
+
+    @property
+    def trains(self) -> bool:
+        return "optimizer" in self.trace.meter.marks
+
+    @property
+    def workspaces(self) -> list[int]:
+        """cuBLAS's buffers: in a training step the thread of the backward pass has its own."""
+        each = [WORKSPACE - SMALL_WORKSPACE, SMALL_WORKSPACE]
+        return each * (1 + self.trains) if self.trace.device == "cuda" else []
+
+    def keys(self, kind: str) -> set[int]:
+        return {k for k, name in self.kinds.items() if name == kind}
+
+    def bytes(self, kind: str) -> int:
+        return sum(self.trace.meter.records[k].bytes for k in self.keys(kind))
+
+    def mark(self, keys: Iterable[int | None], kind: str) -> None:
+        self.kinds |= {k: kind for k in keys if k is not None and k not in self.kinds}
+
+    def usage(
+        self, limit: int | None = None, ranks: int = 1, strategy: str = "fsdp", sizes: list[int] | None = None
+    ) -> Usage:
+        """Peak and reserved bytes of one rank, on a device with at most `limit` bytes; sizes: of other storages."""
+        require_positive("ranks", ranks)
+        require_known("strategy", strategy, STRATEGIES)
+        meter, buffers = self.trace.meter, list(self.workspaces)
+        sizes = [r.bytes for r in meter.records] if sizes is None else list(sizes)
+        phases = [r.phase for r in meter.records]
+        if ranks > 1 and strategy == "ddp":
+            buffers.append(self.bytes("gradients"))
+        elif ranks > 1:
+            buffers += [2 * self._largest_block(), self._largest_block()]
+            divided = ("weights", "gradients", "optimizer state", "master weights")
+            for key, kind in self.kinds.items():
+                sizes[key] = -(-sizes[key] // ranks) if kind in divided else sizes[key]
+        setup = [*meter.events[: self.begin], *((len(sizes) + i, 1) for i in range(len(buffers)))]
+        repeats = (2 if self.trace.device == "cuda" else 1) if self.trains else 0
+        persistent = self.keys("optimizer state") | self.keys("master weights")
+        events = meter.events[self.begin :]
+        phases += ["setup"] * len(buffers)
+        return replay([*sizes, *buffers], setup, events, persistent, self.trace.device, repeats, limit, phases)
+
+    def _largest_block(self) -> int:
+        """Bytes of the weights of the largest repeated block: modules under one number, as in layers.3."""
+        blocks: Counter[str] = Counter()
+        for key in self.keys("weights"):
+            parts = self.owners.get(key, "").split(".")
+            at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+            blocks[".".join(parts[: at + 1])] += self.trace.meter.records[key].bytes
+        return max(blocks.values(), default=0)
+
+
+def run(setting: Setting) -> Run:
+    """The call on meta tensors; nothing of the given module changes."""
+    trace, training = Trace(setting.device, setting.gpu), setting.training
+    meter = trace.meter
+    twin = twin_of(setting.module, trace, setting.dtype)
+    (args, kwargs), targets = inputs_of(trace, (setting.given, setting.targets), setting.dtype)
+    if setting.evaluate:
+        twin.eval()
+    if training is not None:
+        twin.train()
+        checkpoint(twin, training.checkpointing)
+        freeze(twin, training.frozen)
+        if training.lora:
+            adapt(twin, training.lora)
+            for p in twin.parameters():
+                meter.track(p, "", "weight")
+    result = Run(trace, twin, {})
+    result.mark(map(meter.key_of, [*twin.parameters(), *twin.buffers()]), "weights")
+    result.mark(meter.alive.values(), "inputs")
+    with tracing(trace), trace.modules_of(twin), torch.set_grad_enabled(training is not None):
+        if training is not None:
+            _train(result, (args, kwargs), targets, training)
+        elif setting.cached:
+            result.begin = len(meter.events)
+            _generate(result, args, kwargs)
+        else:
+            result.begin = len(meter.events)
+            with meter.during("forward"):
+                out = twin(*args, **kwargs)
+            del out
+    for name, p in [*twin.named_parameters(), *twin.named_buffers()]:
+        if (key := meter.key_of(p)) is not None:
+            result.owners[key] = name.rpartition(".")[0]
+    return result
+
+
+def _train(result: Run, given: tuple[tuple, dict], targets: Tensor | None, training: TrainingStep) -> None:
+    """Forward, loss, backward, optimizer. The module's parameters and the inputs are known to the meter."""
+    trace, module, meter = result.trace, result.module, result.trace.meter
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ShapeError("no output requires a gradient: a training step needs trainable weights")
+    optimizer = Optimizer(list(module.parameters()), training, trace.device)
+    result.mark(map(meter.key_of, optimizer.masters), "master weights")
+    result.begin = len(meter.events)
+    before, saved = set(meter.alive.values()), set[int]()
+    args, kwargs = given
+    for _ in range(min(training.accumulate, 2)):  # a third batch repeats the second
+        with meter.during("forward"), autocast_region(training, trace.device):
+            loss = [loss_of(module(*args, **kwargs), targets, training)]
+        saved = saved or set(meter.alive.values()) - before
+        with meter.during("backward"):
+            run_backward(loss.pop())
+    for name, p in module.named_parameters():
+        if p.grad is not None and (key := meter.key_of(p.grad)) is not None:
+            result.owners[key] = name.rpartition(".")[0]
+            result.mark([key], "gradients")
+    result.mark(saved, "saved for backward")
+    with meter.during("optimizer"):
+        optimizer.step()
+    result.mark(map(meter.key_of, optimizer.tensors()), "optimizer state")
+    optimizer.zero_grad()
+    meter.stop()  # the optimizer's state outlives the step
+
+
+def _generate(result: Run, args: tuple, kwargs: dict) -> None:
+    """All tokens but the last as a prompt, with a cache of keys and values; then the last one with that cache."""
+    module, meter = result.module, result.trace.meter
+    before = set(meter.alive.values())
+    with meter.during("prefill"):
+        then = prompt(module, args, kwargs)
+    result.mark(set(meter.alive.values()) - before, "key/value cache")
+    with meter.during("decode"):
+        then()
+
+
+def generates(module: Any) -> bool:
+    """Whether this module decodes with a cache: a causal stack of ours with a language head, or one that says so."""
+    if isinstance(module, Stack | EncoderDecoder):
+        stack = module.decoder if isinstance(module, EncoderDecoder) else module
+        inner: Any = stack.spec
+        sees_later = inner.block.attention.pattern - causal()
+        return isinstance(stack.head, LanguageHead) and not sees_later.count(8)
+    config = getattr(module, "config", None)
+    return bool(hasattr(module, "can_generate") and module.can_generate() and getattr(config, "use_cache", 1))
+
+
+def prompt(module: Any, args: tuple, kwargs: dict) -> Any:
+    """Run the prompt; () → the next token."""
+    if isinstance(module, Stack | EncoderDecoder):
+        ids = args[-1] if isinstance(module, EncoderDecoder) else args[0]
+        context = module.encode(args[0]) if isinstance(module, EncoderDecoder) else None
+        decoder: Any = getattr(module, "decoder", module)
+        steps = StackSteps(decoder, *([context] if context is not None else args[1:]))
+        steps.next(ids[:, :-1])
+        return lambda: steps.next(ids[:, -1:])
+    named = dict(kwargs) | ({module.main_input_name: args[0]} if args else {})
+    name = "decoder_input_ids" if module.config.is_encoder_decoder else "input_ids"
+    ids = named.pop(name)
+    known = signature(module.forward).parameters
+    options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in known else {})
+    for mask in ("attention_mask", "token_type_ids"):
+        if isinstance(named.get(mask), Tensor) and name == "input_ids":
+            named.pop(mask)
+    out = module(**named, **{name: ids[:, :-1]}, **options)
+    cache = {"past_key_values": out.past_key_values}
+    if module.config.is_encoder_decoder:
+        cache["encoder_outputs"] = (out.encoder_last_hidden_state,)
+    return lambda: module(**{name: ids[:, -1:]}, **cache, **options)

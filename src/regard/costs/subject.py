@@ -1,0 +1,242 @@
+"""What is priced and planned at any length and batch size: a declaration, or a model of Hugging Face."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import spec
+from ..errors import SpecError
+from ..spec.base import require_known, require_positive
+from .memory.allocator import OutOfMemory
+from .memory.run import Setting, run
+from .memory.step import TrainingStep, training_of
+from .sizes import Request, Size
+from .trace.attention import H200, Gpu
+
+HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
+CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
+NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A declaration, or a module that has a Hugging Face configuration."""
+
+    model: Any
+
+    @staticmethod
+    def of(model: Any) -> "Subject":
+        model = spec.preset(model) if isinstance(model, str) else model
+        model = build(model) if is_config(model) else getattr(model, "spec", model)
+        if isinstance(model, spec.Spec) or (isinstance(model, nn.Module) and hasattr(model, "config")):
+            return Subject(model)
+        raise SpecError(
+            f"cannot run {type(model).__name__} at other sizes: pass a declaration, the name of a preset, or a Hugging "
+            f"Face configuration or model, whose inputs are known at any batch size"
+        )
+
+    @property
+    def declared(self) -> bool:
+        return isinstance(self.model, spec.Spec)
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """On meta tensors, if it is a declaration."""
+        if not self.declared:
+            return self.model
+        with torch.device("meta"):
+            return self.model.build()
+
+    @property
+    def tokens(self) -> int | None:
+        """The length of an image model, which its image determines."""
+        if self.declared:
+            return getattr(self.model, "tokens", None)
+        config: Any = self.module.config
+        if getattr(self.module, "main_input_name", "") != "pixel_values" or hasattr(config, "vocab_size"):
+            return None
+        side, patch = _side(config), getattr(config, "patch_size", 1)
+        return (side // (patch if isinstance(patch, int) else patch[0])) ** 2
+
+    @property
+    def max_n(self) -> int:
+        """The number of positions of a learned table, if there is one."""
+        if not self.declared:
+            return getattr(self.module.config, "max_position_embeddings", None) or NO_LIMIT
+        stack = self.model.decoder if isinstance(self.model, spec.EncoderDecoder) else self.model
+        position = getattr(getattr(stack, "embedding", None), "position", None)
+        table = getattr(position, "table", None)
+        limited = isinstance(table, int) and getattr(position, "beyond", "") != "resample"
+        return table if limited else NO_LIMIT  # type: ignore[return-value]
+
+    def setting(
+        self,
+        size: Size,
+        training: TrainingStep | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        gpu: Gpu = H200,
+    ) -> Setting:
+        """The model with inputs of this size."""
+        if self.declared:
+            targets = None if training is None else declared_targets(self.model, size)
+            given: tuple[tuple, dict] = (declared_inputs(self.model, size, dtype), {})
+        else:
+            labels = training is not None and training.loss is None
+            targets, given = None, ((), generated_inputs(self.module, size, labels))
+        return Setting(self.module, given, targets, dtype, training, device, gpu, evaluate=training is None)
+
+    def fitting(self, request: Request) -> Callable[[int, str], int]:
+        """(budget, what varies) → the largest size of this request that fits."""
+        options = {"training": training_of(request.train), "dtype": request.dtype, "device": request.device}
+        return lambda budget, vary: fits(self, request.size, budget, vary, **options)
+
+
+def fits(
+    subject: Subject, size: Size, budget: int, vary: str = "batch", limit: int | None = None, **options: Any
+) -> int:
+    """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits.
+
+    Found by interpolation and bisection, since memory grows with both. m follows n if the two are equal. limit: bytes
+    that the allocator may take from the device.
+    """
+    require_known("vary", vary, ("batch", "n"))
+    require_positive("budget", budget)
+    if vary == "n" and subject.tokens is not None:
+        raise SpecError("vary='n': the image size determines the number of patches; use vary='batch'")
+
+    def peak(value: int) -> int:
+        n, m, batch = size.n, size.m, size.batch
+        at = Size(n, m, value) if vary == "batch" else Size(value, value if m == n else m, batch)
+        try:
+            return run(subject.setting(at, **options)).usage(limit).peak
+        except OutOfMemory:
+            return 2 * budget
+
+    return largest(peak, budget, subject.max_n if vary == "n" else NO_LIMIT)
+
+
+def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:
+    """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
+    low, low_peak, size = 0, 0, 1
+    high, high_peak = limit + 1, 0
+    while high_peak <= budget and low < limit:  # an upper bound, by what the last size leaves free
+        used = peak(size)
+        if used > budget:
+            high, high_peak = size, used
+            break
+        low, low_peak = size, used
+        size = min(limit, low * min(64, max(2, 2 * budget // max(used, 1))))
+    halve = False
+    while high_peak > budget and high - low > 1:  # where the peak is a line, one or two steps suffice
+        share = 0.5 if halve else (budget - low_peak) / (high_peak - low_peak)
+        size = min(max(low + int((high - low) * share), low + 1), high - 1)
+        used, before = peak(size), high - low
+        if used <= budget:
+            low, low_peak = size, used
+        else:
+            high, high_peak = size, used
+        halve = high - low > before // 4
+    return low
+
+
+# -- declarations -------------------------------------------------------------------------------------------------
+
+
+def declared_inputs(declared: Any, size: Size, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """Inputs of the right shapes: ids, vectors or pixels; where a model has a context, that too."""
+
+    def sequence(part: Any, length: int, width: int | None = None) -> Tensor:
+        if isinstance(part, spec.Embedding) or getattr(part, "embedding", None) is not None:
+            return torch.zeros(size.batch, length, dtype=torch.long)
+        shape = (size.batch, length, part.d_model if width is None else width)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    match declared:
+        case spec.EncoderDecoder():
+            return sequence(declared.encoder, size.m), sequence(declared.decoder, size.n)
+        case spec.Recurrent():
+            return tuple(torch.zeros(size.batch, length, dtype=torch.long) for length in (size.m, size.n))
+        case spec.Vision():
+            return (torch.empty(size.batch, declared.channels, *declared.image, dtype=dtype, device="meta"),)
+    given = [sequence(declared, size.n)]
+    inner = getattr(declared, "block", declared)
+    cross = inner if isinstance(inner, spec.Attention) else getattr(inner, "cross", None)
+    if cross is not None and (cross is not declared or cross.d_context is not None):
+        given.append(sequence(cross, size.m, cross.sizes.d_context))
+    return tuple(given)
+
+
+def declared_targets(declared: Any, size: Size) -> Tensor | None:
+    """Class or token ids, if the model has a head that scores them."""
+    declared = declared.decoder if isinstance(declared, spec.EncoderDecoder) else declared
+    match getattr(declared, "head", None):
+        case spec.ClassifierHead():
+            return torch.zeros(size.batch, dtype=torch.long)
+        case spec.LanguageHead() | spec.MaskedHead():
+            return torch.zeros(size.batch * size.n, dtype=torch.long)
+    return None
+
+
+# -- Hugging Face -------------------------------------------------------------------------------------------------
+
+
+def is_config(model: Any) -> bool:
+    return hasattr(model, "model_type") and hasattr(model, "to_dict") and not isinstance(model, nn.Module)
+
+
+def build(config: Any) -> nn.Module:
+    """The model of a configuration on meta tensors, of the architecture that it names if any."""
+    try:
+        import transformers
+    except ModuleNotFoundError as missing:
+        raise SpecError(
+            "a Hugging Face configuration needs transformers: pip install 'regard[huggingface]'"
+        ) from missing
+    name = (getattr(config, "architectures", None) or [None])[0]
+    kind = getattr(transformers, name, None) if name else None
+    if name and kind is None:
+        raise SpecError(
+            f"transformers {transformers.__version__} has no {name}: upgrade it, or leave architectures out of the "
+            f"configuration"
+        )
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+    return model.eval()
+
+
+def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict[str, Tensor]:
+    """Inputs of the right shapes: pixels, sound or token ids; for an encoder-decoder source and target ids.
+
+    labels: also what the model's own loss compares with, where it has one.
+    """
+    config: Any = model.config
+    main, name, batch = getattr(model, "main_input_name", "input_ids"), type(model).__name__, size.batch
+    if main == "pixel_values" and not hasattr(config, "vocab_size"):
+        given = {main: torch.empty(batch, config.num_channels, _side(config), _side(config), device="meta")}
+        return given | ({"labels": _ids(batch)} if labels and name.endswith(CLASSIFIERS) else {})
+    if main == "input_values":
+        return {main: torch.empty(batch, size.n, device="meta")}
+    encodes = bool(getattr(config, "is_encoder_decoder", False))
+    given = {"input_ids": _ids(batch, size.m if encodes else size.n)}
+    scored = labels and name.endswith(HEADS)
+    if scored:
+        given["labels"] = _ids(batch, size.n)
+    elif labels and name.endswith(CLASSIFIERS):
+        given["labels"] = _ids(batch)
+    if encodes and not scored and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        given["decoder_input_ids"] = _ids(batch, size.n)
+    return given
+
+
+def _side(config: Any) -> int:
+    return config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+
+
+def _ids(*size: int) -> Tensor:
+    return torch.ones(size, dtype=torch.long)
