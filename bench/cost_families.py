@@ -2,8 +2,8 @@
 
 One class of each family is built with the tiny configuration of its tests (`--tests FOLDER`, a checkout that the user
 has; nothing is downloaded), runs on the CPU under torch.utils.flop_counter with attention as plain products, and is
-traced by `rg.cost` with the same inputs: a forward pass, whose FLOPs have to be equal, and a training step, whose memory
-has to be found. Mixtures of experts are traced with unknown scores: experts count at the routed number. Families run
+traced by `rg.cost` with the same inputs: a forward pass, whose FLOPs have to be equal, and a training step, for its
+memory. Mixtures of experts are traced with unknown scores: experts count at the routed number. Families run
 in processes of their own and are stored at once, so that an interrupted run goes on where it was.
 
     python bench/cost_families.py --tests ~/transformers --out bench/results/cost_families.jsonl
@@ -15,6 +15,7 @@ import copy
 import importlib
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -27,18 +28,22 @@ LIMIT_S = 300
 PREFERRED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "Model")
 
 
-def families(tests: str) -> list[str]:
-    """The folders of transformers that have a modeling file."""
+def families() -> list[str]:
+    """The folders of transformers that have a modeling file, in random order: a part of them is a fair sample."""
     import transformers
 
     root = Path(transformers.__file__).parent / "models"
-    return sorted({f.parent.name for f in root.glob("*/modeling_*.py")})
+    names = sorted({f.parent.name for f in root.glob("*/modeling_*.py")})
+    random.Random(25).shuffle(names)
+    return names
 
 
 def case_of(folder: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     """A test case of the family, a model class, its tiny configuration, and inputs."""
     for case in testers(folder) or [TextCase(folder)]:
-        here = [c for c in case.all_model_classes if c.__module__.startswith(f"transformers.models.{folder}.")]
+        here = [
+            c for c in case.all_model_classes if c.__module__.startswith(f"transformers.models.{folder}.")
+        ]
         for ending in (*PREFERRED, ""):
             for cls in here:
                 if cls.__name__.endswith(ending):
@@ -50,6 +55,7 @@ def case_of(folder: str) -> tuple[Any, Any, Any, dict[str, Any]]:
 
 def family(folder: str) -> dict[str, Any]:
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     import regard as rg
@@ -65,7 +71,7 @@ def family(folder: str) -> dict[str, Any]:
         except ValueError:  # a family without that choice
             model = cls(copy.deepcopy(config)).eval()
         row["parameters"] = sum(p.numel() for p in model.parameters())
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(**copy.deepcopy(inputs))
         row["counted"] = counter.get_total_flops()
         row["ops"] = sorted({str(op) for per in counter.get_flop_counts().values() for op in per})
@@ -83,7 +89,10 @@ def family(folder: str) -> dict[str, Any]:
         trained = rg.cost(model, copy.deepcopy(inputs), train=True).memory
         row |= {"training_peak": trained.training_peak, "peak_phase": trained.peak_part}
     except BaseException as e:
-        row |= {"result": "error" if row["result"] == "equal" else row["result"], "reason": f"training: {short(e)}"}
+        row |= {
+            "result": "error" if row["result"] == "equal" else row["result"],
+            "reason": f"training: {short(e)}",
+        }
     return row
 
 
@@ -105,21 +114,26 @@ def forked(folder: str) -> dict[str, Any]:
     return json.loads(text) if text else ended
 
 
-def run_all(out: Path, tests: str, only: list[str], again: bool) -> None:
+def run_all(out: Path, tests: str, only: list[str], again: bool, limit: int) -> None:
     sys.path.insert(0, tests)
     importlib.import_module("tests.test_modeling_common")
     importlib.import_module("regard")
     stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {row["family"] for row in stored if not again or row["result"] == "equal"}
-    for folder in only or families(tests):
-        if folder in done:
-            continue
+    for folder in [name for name in only or families() if name not in done][:limit]:
         began = time.time()
         row = forked(folder)
         row["seconds"] = round(time.time() - began, 1)
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(folder, row["result"], row.get("traced"), row.get("counted"), row.get("reason", "")[:150], flush=True)
+        print(
+            folder,
+            row["result"],
+            row.get("traced"),
+            row.get("counted"),
+            row.get("reason", "")[:150],
+            flush=True,
+        )
 
 
 def table(out: Path) -> None:
@@ -133,27 +147,34 @@ def table(out: Path) -> None:
     print(
         f"`bench/cost_families.py`, torch {torch.__version__}, CPU. {len(rows)} families, of which {len(built)} are "
         f"built here at a tiny size: {len(built) - len(errors)} ({(len(built) - len(errors)) / len(built):.1%}) are "
-        f"priced without an error, forward and training step; for {len(equal)} ({len(equal) / len(built):.1%}) the FLOPs "
-        f"of the forward pass equal PyTorch's counter and nothing failed.\n"
+        f"priced without an error, forward and training step; for {len(equal)} ({len(equal) / len(built):.1%}) the "
+        f"FLOPs of the forward pass equal PyTorch's counter and nothing failed.\n"
     )
     print("| family | class | result | traced FLOPs | counted FLOPs | training peak, bytes | remarks |")
     print("|---|---|---|--:|--:|--:|---|")
     for r in sorted(rows, key=lambda r: r["family"]):
         notes = "; ".join([r.get("reason", ""), *r.get("uncounted", [])[:3], *r.get("notes", [])]).strip("; ")
-        numbers = (f"{r[k]:,}" if r.get(k) is not None else "" for k in ("traced", "counted", "training_peak"))
+        numbers = (
+            f"{r[k]:,}" if r.get(k) is not None else "" for k in ("traced", "counted", "training_peak")
+        )
         notes = notes.replace("|", "/").replace("\n", " ")[:220]
         print(f"| {r['family']} | {r.get('class', '')} | {r['result']} | {' | '.join(numbers)} | {notes} |")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tests", default="", help="a checkout of transformers that has tests/models")
     parser.add_argument("--out", type=Path, default=Path("bench/results/cost_families.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the stored rows as a page")
-    parser.add_argument("--again", action="store_true", help="also run the stored families that are not equal")
+    parser.add_argument(
+        "--again", action="store_true", help="also run the stored families that are not equal"
+    )
+    parser.add_argument("--limit", type=int, default=10**6, help="families at most in this call")
     parser.add_argument("families", nargs="*", help="these families only")
     args = parser.parse_args()
     if args.table:
         table(args.out)
     else:
-        run_all(args.out, args.tests, args.families, args.again)
+        run_all(args.out, args.tests, args.families, args.again, args.limit)

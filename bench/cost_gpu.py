@@ -38,21 +38,26 @@ MIB = 1 << 20
 
 def predict(options) -> None:
     """Peaks, the traced work for the time, and plans, of models that no rule was tuned for."""
-    written = {"torch": str(torch.__version__), "seed": options.seed, "models": [], "fit": [], "plans": []}
+    written = {"torch": str(torch.__version__), "seed": options.seed, "models": [], "plans": []}
+    works: dict = {"models": [], "fit": []}  # a few megabytes: beside the file, for --report
     for index, case in enumerate(cases(options.seed, options.count, 8)):
         start, memory = time.process_time(), predicted(case, "cuda").memory
         row = {"model": described(case), "peak": memory.training_peak, "reserved": memory.reserved}
         row |= {"moment": memory.peak.moment}
         if index < TIMED:
-            row["work"] = packed(memory.main.trace.work)
+            works["models"].append(packed(memory.main.trace.work))
         if memory.prefill_peak is not None and sum("prefill" in r for r in written["models"]) < GENERATED:
-            row |= {"prefill": memory.prefill_peak, "decode": memory.decode_peak, "inference": memory.inference_peak}
+            row |= {
+                "prefill": memory.prefill_peak,
+                "decode": memory.decode_peak,
+                "inference": memory.inference_peak,
+            }
         row["cpu_seconds"] = round(time.process_time() - start, 2)
         written["models"].append(row)
         print(row["cpu_seconds"], row["model"], flush=True)
     for case in cases(FIT_SEED, FIT_COUNT, 8):
-        row = {"model": described(case), "work": packed(predicted(case, "cuda").memory.main.trace.work)}
-        written["fit"].append(row)
+        works["fit"].append(packed(predicted(case, "cuda").memory.main.trace.work))
+    options.predict.with_suffix(".work.json").write_text(json.dumps(works), encoding="utf-8")
     options.predict.write_text(json.dumps(written), encoding="utf-8")
     for index, case in enumerate(cases(options.seed + 1, PLANS, 8)):
         training = case.training
@@ -61,7 +66,13 @@ def predict(options) -> None:
         option = planner.Option("one", dataclasses.replace(training, frozen=()))
         card = planner.card("h200")._replace(memory=CAP)
         choice = search.choice("h200", card, option)
-        row = {"model": described(case), "batch": choice.batch, "n": choice.n, "peak": choice.peak, "code": choice.code}
+        row = {
+            "model": described(case),
+            "batch": choice.batch,
+            "n": choice.n,
+            "peak": choice.peak,
+            "code": choice.code,
+        }
         written["plans"].append(row)
         print("plan", index, choice.batch, choice.n, choice.peak, flush=True)
         options.predict.write_text(json.dumps(written), encoding="utf-8")
@@ -114,7 +125,7 @@ def peak_of(case) -> dict:
 def generation_of(case) -> dict:
     from cost_models import built
 
-    from regard.costs.memory.run import prompt
+    from regard.costs.memory.runs import prompt
 
     model, args, kwargs, _ = built(case, "cuda")
     model.eval()
@@ -229,7 +240,8 @@ def measure(file: Path, folder: Path) -> None:
 
 
 def report(file: Path, folder: Path) -> None:
-    given, found = (json.loads(p.read_text(encoding="utf-8")) for p in (file, folder / "measured.json"))
+    files = (file, folder / "measured.json", file.with_suffix(".work.json"))
+    given, found, works = (json.loads(p.read_text(encoding="utf-8")) for p in files)
     print("| model | predicted, MiB | measured, MiB | error | reserved |\n|---|--:|--:|--:|--:|")
     errors = []
     for i, row in enumerate(given["models"]):
@@ -239,7 +251,9 @@ def report(file: Path, folder: Path) -> None:
             continue
         errors.append(row["peak"] / real["peak"] - 1)
         reserved = row["reserved"] / real["reserved"] - 1
-        numbers = f"{row['peak'] / MIB:,.1f} | {real['peak'] / MIB:,.1f} | {errors[-1]:+.2%} | {reserved:+.1%}"
+        numbers = (
+            f"{row['peak'] / MIB:,.1f} | {real['peak'] / MIB:,.1f} | {errors[-1]:+.2%} | {reserved:+.1%}"
+        )
         print(f"| {row['model']} | {numbers} |")
     print(f"\n{summary(errors, 0.03)}\n\n## Inference, prompt and next token\n")
     print("| model | kind | predicted, MiB | measured, MiB | error |\n|---|---|--:|--:|--:|")
@@ -254,7 +268,9 @@ def report(file: Path, folder: Path) -> None:
             elif "error" in real and kind == "decode":
                 print(f"| {row['model']} | | | {real['error']} | |")
     print(f"\n{summary(errors, 0.03)}\n\n## Plans within {CAP / 1e9:.0f} GB\n")
-    print("| model | n | batch | predicted | measured | one more row | holds |\n|---|--:|--:|--:|--:|---|---|")
+    print(
+        "| model | n | batch | predicted | measured | one more row | holds |\n|---|--:|--:|--:|--:|---|---|"
+    )
     holds = 0
     for i, row in enumerate(given["plans"]):
         real = found.get(f"plans {i}", {"error": "not run"})
@@ -272,7 +288,7 @@ def report(file: Path, folder: Path) -> None:
     roofline, errors = machines.Roofline(**found["roofline"]), []
     for i, row in enumerate(given["models"][:TIMED]):
         if isinstance(real := found.get(f"time {i}"), float):
-            guess = machines.time_of(unpacked(row["work"]), roofline)
+            guess = machines.time_of(unpacked(works["models"][i]), roofline)
             errors.append(guess.seconds / real - 1)
             numbers = f"{guess.seconds * 1e3:.1f} | {real * 1e3:.1f} | {errors[-1]:+.0%} | {guess.bound}"
             print(f"| {row['model']} | {numbers} |")
@@ -282,11 +298,14 @@ def report(file: Path, folder: Path) -> None:
 def summary(errors: list[float], bound: float) -> str:
     sizes = sorted(map(abs, errors))
     beyond = sum(e > bound for e in sizes)
-    return f"{len(sizes)} rows: median {statistics.median(sizes):.2%}, worst {sizes[-1]:.2%}, {beyond} beyond {bound:.0%}"
+    middle = statistics.median(sizes)
+    return f"{len(sizes)} rows: median {middle:.2%}, worst {sizes[-1]:.2%}, {beyond} beyond {bound:.0%}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=2711)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--predict", type=Path)

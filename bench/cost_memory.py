@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from cost_models import built, cases, described, predicted, stepping
 
-from regard.costs.memory.run import prompt
+from regard.costs.memory.runs import prompt
 
 
 def counted(call) -> tuple[int, int, object]:

@@ -1,4 +1,4 @@
-"""`regard cost` and `regard bench` as they are called."""
+"""`regard cost`, `regard plan` and `regard bench` as they are called."""
 
 import json
 import sys
@@ -8,13 +8,16 @@ import typer
 from typer.testing import CliRunner
 
 import regard as rg
-from regard.cli import bench, cost
+from regard.cli import bench, cost, plan
 from regard.costs.entry import cost as price
+from regard.costs.gpus import CARDS
+from regard.costs.memory.step import IMPLEMENTATIONS, OPTIMIZERS
 
 unchecked = pytest.mark.compiled  # without the shape checker: what fits is found by asking at many sizes
 app = typer.Typer()
 app.add_typer(cost.app, name="cost")
 app.add_typer(bench.app, name="bench")
+app.command(name="plan")(plan.plan)
 
 
 def run(*words):
@@ -124,7 +127,57 @@ def test_estimated_and_measured_times_are_printed(tmp_path, monkeypatch):
 @unchecked
 def test_a_vision_model_needs_no_length():
     result = run("cost", "tiny-vit", "--train", "--fits", "100MB").stdout
-    assert "within 100,000,000 bytes: batch " in result and ", or n" not in result
+    assert "within 95.37 MiB (100,000,000 bytes): batch " in result and ", or n" not in result
+
+
+@unchecked
+@pytest.mark.filterwarnings("ignore")
+def test_options_of_a_step_act_on_a_hugging_face_configuration(tmp_path):
+    small = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
+    small |= {"vocab_size": 50, "intermediate_size": 64, "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+
+    def peak(*options):
+        words = (tmp_path / "config.json", "--n", 64, "--batch", 8, "--train", "--json", *options)
+        return json.loads(run("cost", *words).stdout)["memory"]["training_peak"]
+
+    plain = peak()
+    assert peak("--checkpointing") < plain and peak("--autocast", "bfloat16") < plain != peak("--lora", 2)
+    words = (tmp_path / "config.json", "--n", 16, "--fits", "50MB")
+    assert json.loads(run("cost", *words, "--json").stdout)["fits"]["batch"] > 1
+    table = run("cost", tmp_path / "config.json", "--n", 16).stdout
+    assert "0–2 × 3" in table and "pairs in model.layers.*.self_attn" in table and ", 3 times" in table
+    assert "parameters, " in table.splitlines()[2] and "inference peak" in table.splitlines()[2]
+    assert len(run("cost", tmp_path / "config.json", "--n", 16, "--depth", 1).stdout.splitlines()) < len(
+        table.splitlines()
+    )
+
+
+def test_help_shows_the_options_of_a_model():
+    shown = run("cost", "--help").stdout
+    assert "--autocast" in shown and "regard cost compare" in shown
+    assert all(name in shown for name in (*OPTIMIZERS, *IMPLEMENTATIONS[1:]))
+    cards = run("plan", "--help").stdout
+    assert all(name in cards for name in CARDS)
+
+
+@unchecked
+def test_ranks_divide_the_peak():
+    words = ("cost", "tiny-gpt", "--n", 16, "--train", "--device", "cuda", "--ranks", 4, "--json")
+    found = json.loads(run(*words).stdout)
+    assert found["per_rank"]["peak"] < found["memory"]["training_peak"]
+
+
+@unchecked
+def test_a_plan_is_a_table_data_or_a_program():
+    words = ("plan", "tiny-gpt", "--gpu", "l4", "--n", 32, "--inference")
+    table = run(*words).stdout
+    assert "tokens/s" in table and "l4: 24 GB" in table and "NVIDIA L4 data sheet" in table
+    choices = json.loads(run(*words, "--json").stdout)["choices"]
+    assert [c["label"] for c in choices] == ["forward, bfloat16", "generation, bfloat16"]
+    assert run(*words, "--code", 1).stdout.strip() == choices[0]["code"]
+    with pytest.raises(rg.SpecError, match="--code 3: 2 of the 2 choices fit"):
+        run(*words, "--code", 3)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +189,9 @@ def test_a_vision_model_needs_no_length():
         (("tiny-gpt", "--n", 8, "--dtype", "float31"), "unknown dtype 'float31'; did you mean float32?"),
         (("tiny-gpt", "--n", 8, "--device", "gpu"), "unknown device 'gpu'"),
         (("tiny-gpt", "--n", 8, "--train", "--optimizer", "adamq"), "optimizer='adamq' is unknown"),
+        (("tiny-gpt", "--n", 8, "--autocast", "fp8"), "autocast='fp8' is unknown"),
+        (("tiny-gpt", "--n", 8, "--autocast", "bfloat16"), "--autocast is an option of a training step: add"),
+        (("tiny-gpt", "--n", 8, "--ranks", 4), "--ranks is an option of a training step: add --train"),
         (("tiny-gpt", "--n", 8, "--fits", "much"), "'much' is not an amount of memory; use 80GB, 24GiB or"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 import regard as rg
 from regard.costs import example, plan, stepping
 from regard.costs.gpus import CARDS, card
-from regard.costs.memory.run import Setting, run
+from regard.costs.memory.runs import Setting, run
 from regard.costs.memory.step import TrainingStep
 from regard.costs.planner import SHARE, Option
 from regard.costs.time import HOST, time_of
@@ -61,6 +61,56 @@ def test_a_step_is_bound_by_the_host_where_kernels_are_short():
     assert estimate.phases["forward"] == pytest.approx(5e-3 * HOST["operation"], rel=0.01)
     assert estimate.phases["backward"] > estimate.device["backward"] > 0.5
     assert estimate.parts[0].limit == "compute" and estimate.bound == "device"
+
+
+@pytest.mark.compiled
+def test_a_foreign_model_is_planned_and_its_code_runs_the_planned_step(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 64}
+    config = transformers.GPT2Config(
+        **sizes, bos_token_id=0, eos_token_id=0, architectures=["GPT2LMHeadModel"]
+    )
+    options = [
+        Option("float32", TrainingStep()),
+        Option("adapters", TrainingStep(lora=2, autocast="bfloat16")),
+    ]
+    monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter(options))
+    result = plan(config, gpu="l4,4090", memory=80_000_000, n=32)
+    assert {c.gpu for c in result.choices} == {"l4", "4090"} and len(result.choices) == 4
+    assert result.best.longest_n == 64  # its table of positions
+    assert "4090: 24 GB, 1.01 TB/s" in str(result) and "NVIDIA" in str(result)
+    for choice in result.choices[:2]:
+        code = choice.code.replace(".cuda()", "").replace(f"batch={choice.batch})", "batch=2, device='cpu')")
+        assert code != choice.code
+        names = {}
+        exec(code, names)
+        assert names["step"]() > 0
+    assert "<pre>import torch, transformers" in result._repr_html_() and len(repr(result)) < 200
+
+
+def test_generation_is_planned_with_its_cache():
+    forward, generation = sorted(
+        plan(tiny, memory=10**9, n=64, train=False).choices, key=lambda c: c.option.cached
+    )
+    assert generation.option.cached and generation.batch > 0 and forward.batch > 0
+    names = {}
+    code = generation.code.replace(".cuda()", "").replace(
+        f"batch={generation.batch})", "batch=2, device='cpu')"
+    )
+    exec(code, names)
+    assert "generate_one" in generation.code
+
+
+def test_code_for_several_ranks_shards_the_model():
+    code = plan(tiny, memory=10**9, n=64, train=False, ranks=2).choices[0].code
+    assert code.startswith("# torchrun --nproc-per-node 2") and "rg.costs.shard(model)" in code
+
+
+def test_8_bit_states_need_bitsandbytes(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    inputs, targets = example(tiny, n=8, batch=2, device="cpu")
+    with pytest.raises(rg.SpecError, match="pip install bitsandbytes"):
+        stepping(tiny.build(), inputs, targets, TrainingStep(optimizer="adamw8bit"))
 
 
 def test_every_card_has_a_source_and_an_unknown_one_is_named():

@@ -4,23 +4,15 @@ import inspect
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..costs.entry import cost as price
-from ..costs.layer_types import compare as compared
-from ..costs.memory.peak import readable
-from ..costs.memory.step import IMPLEMENTATIONS, OPTIMIZERS, TrainingStep
-from ..costs.time import estimate, load_roofline, measure_time
-from ..costs.tree import Cost
 from ..errors import SpecError
-from ..spec import Spec
-from ..spec.base import require_positive
-from . import targets
+from .forms import FORMS
 from .options import with_options
 
 UNITS = {
@@ -65,7 +57,7 @@ def cost() -> None:
 class CostRequest:
     """The arguments and options of `regard cost`, one field each."""
 
-    source: Annotated[str, typer.Argument(help=targets.FORMS)]
+    source: Annotated[str, typer.Argument(help=FORMS)]
     n: Annotated[
         int | None, typer.Option(help="Number of queries; of an encoder-decoder, the target length.")
     ] = None
@@ -83,7 +75,8 @@ class CostRequest:
     optimizer: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(OPTIMIZERS)}; with an implementation: adamw:fused ({', '.join(IMPLEMENTATIONS[1:])})."
+            help="sgd, momentum, adam, adamw or adamw8bit; adamw:fused names an implementation "
+            "(for_loop, foreach, fused)."
         ),
     ] = "adamw"
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16.")] = None
@@ -94,9 +87,13 @@ class CostRequest:
         bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
     ] = False
     accumulate: Annotated[int, typer.Option(help="Batches per optimizer step.")] = 1
-    frozen: Annotated[str, typer.Option(help="Weights that are not trained: names such as 'embed*,head*'.")] = ""
+    frozen: Annotated[
+        str, typer.Option(help="Weights that are not trained: names such as 'embed*,head*'.")
+    ] = ""
     lora: Annotated[int, typer.Option(help="Rank of trained adapters; all else is frozen.")] = 0
-    ranks: Annotated[int, typer.Option(help="GPUs that share the weights (FSDP2): also the peak of one of them.")] = 1
+    ranks: Annotated[
+        int, typer.Option(help="GPUs that share the weights (FSDP2): also the peak of one of them.")
+    ] = 1
     fits: Annotated[
         str | None, typer.Option(help="The largest batch and n that fit this memory, such as 80GB.")
     ] = None
@@ -108,7 +105,11 @@ class CostRequest:
     latex: Annotated[bool, typer.Option("--latex", help="Write a LaTeX table of formulas.")] = False
 
     @property
-    def training(self) -> TrainingStep | bool:
+    def training(self) -> Any:
+        """The TrainingStep, or False."""
+        from ..costs.memory.step import TrainingStep
+        from ..spec.base import require_positive
+
         name, _, implementation = self.optimizer.partition(":")
         step = TrainingStep(
             optimizer=name,
@@ -140,6 +141,8 @@ def of(request: CostRequest) -> None:
 
     regard cost compare --help    layer types side by side
     """
+    from ..costs.entry import cost as price
+
     thing, inputs = _read(request.source)
     result = price(
         thing,
@@ -169,6 +172,8 @@ def of(request: CostRequest) -> None:
 
 def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
     """The model, and its inputs if a function returned both."""
+    from . import targets
+
     thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
         import torch
@@ -178,12 +183,16 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
     return (thing[0], tuple(thing[1:])) if isinstance(thing, tuple) else (thing, ())
 
 
-def _extra(result: Cost, request: CostRequest) -> dict[str, tuple[Any, str]]:
+def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
     """What fits and the time it takes, each as data and as text."""
+    from ..costs.memory.peak import readable
+    from ..costs.time import estimate, load_roofline
+
     extra: dict[str, tuple[Any, str]] = {}
     if request.ranks > 1:
         one = result.memory.main.usage(ranks=request.ranks)
-        text = f"each of {request.ranks} ranks (FSDP2): peak {readable(one.peak)}, taken from the device {readable(one.reserved)}"
+        peaks = f"peak {readable(one.peak)}, taken from the device {readable(one.reserved)}"
+        text = f"each of {request.ranks} ranks (FSDP2): {peaks}"
         extra["per_rank"] = ({"ranks": request.ranks, "peak": one.peak, "reserved": one.reserved}, text)
     if request.fits:
         extra["fits"] = _fitting(result, request)
@@ -202,7 +211,9 @@ def _extra(result: Cost, request: CostRequest) -> dict[str, tuple[Any, str]]:
     return {name: (data, text) for name, (data, text) in extra.items()}
 
 
-def _fitting(result: Cost, request: CostRequest) -> tuple[dict[str, int], str]:
+def _fitting(result: Any, request: CostRequest) -> tuple[dict[str, int], str]:
+    from ..costs.memory.peak import readable
+
     budget = size_of(request.fits or "")
     sizes = {"batch": result.fits(budget, "batch")}
     text = f"within {readable(budget)} ({budget:,} bytes): batch {sizes['batch']:,}"
@@ -225,8 +236,10 @@ def size_of(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def _measure(result: Cost) -> float:
-    if result.request is None or not isinstance(result.request.spec, Spec):
+def _measure(result: Any) -> float:
+    from ..costs.time import measure_time
+
+    if result.request is None:
         raise SpecError("--measure needs a declaration, so that it can be built and run")
     typer.echo("running it …", err=True)
     return measure_time(result.request)
@@ -258,6 +271,8 @@ def compare(
 
     Example: regard cost compare --n 4096 --d 64 --measure
     """
+    from ..costs.layer_types import compare as compared
+
     result = compared(n=n, d=d, kernel=kernel, w=w, measure=measure)
     if as_json:
         typer.echo(result.json())

@@ -6,12 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ..costs.gpus import CARDS
-from ..costs.planner import plan as planned
 from ..errors import SpecError
-from ..pattern.parse import parse_pattern
-from . import targets
 from .cost import size_of
+from .forms import FORMS
 from .options import with_options
 
 
@@ -19,9 +16,12 @@ from .options import with_options
 class PlanRequest:
     """The argument and options of `regard plan`, one field each."""
 
-    source: Annotated[str, typer.Argument(help=targets.FORMS)]
+    source: Annotated[str, typer.Argument(help=FORMS)]
     memory: Annotated[str | None, typer.Option(help="Memory of a card, such as 80GB.")] = None
-    gpu: Annotated[str | None, typer.Option(help=f"Cards to compare: {', '.join(CARDS)}.")] = None
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Cards to compare: b200, h200, h100, a100-80, a100-40, l40s, l4, 4090, 3090."),
+    ] = None
     n: Annotated[int | None, typer.Option(help="Length of a sequence.")] = None
     train: Annotated[
         bool, typer.Option("--train/--inference", help="A training step, or a forward pass.")
@@ -31,7 +31,8 @@ class PlanRequest:
         str | None, typer.Option(help="Another attention pattern, such as 'causal() & window(256)'.")
     ] = None
     code: Annotated[
-        int | None, typer.Option(min=1, help="Print only the program of this row of the table: 1 is the fastest.")
+        int | None,
+        typer.Option(min=1, help="Print only the program of this row of the table: 1 is the fastest."),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False
 
@@ -48,6 +49,10 @@ def plan(request: PlanRequest) -> None:
 
     regard plan gpt2 --gpu 4090 --code 1 > plan.py && python plan.py
     """
+    from ..costs.planner import plan as planned
+    from ..pattern.parse import parse_pattern
+    from . import targets
+
     typer.echo("planning …", err=True)
     result = planned(
         targets.read(request.source),

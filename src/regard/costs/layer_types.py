@@ -131,18 +131,19 @@ class Comparison:
         return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
 
     def tables(self) -> list[Table]:
-        head = "layer, FLOPs, complexity, sequential steps, order, path length, order, values saved to train, values to decode"
+        head = ("layer", "FLOPs", "complexity", "sequential steps", "order", "path length", "order")
         types = [
-            (l.name, f"{l.flops:,}", l.complexity, f"{l.sequential_steps:,}", l.sequential_order, f"{l.path_length:,}",
-             l.path_order, f"{l.training_values:,}", f"{l.decoding_values:,}")
+            (l.name, f"{l.flops:,}", l.complexity, f"{l.sequential_steps:,}", l.sequential_order,
+             f"{l.path_length:,}", l.path_order, f"{l.training_values:,}", f"{l.decoding_values:,}")
             for l in self.layers
         ]  # fmt: skip
         title = f"one layer: n = {self.n}, d = {self.d}, kernel {self.kernel}, window {self.window}"
         crossings = [
-            (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths) for c in self.crossovers
+            (c.first, c.second, "always" if c.n is None else f"{c.n:,.6g}", c.in_widths)
+            for c in self.crossovers
         ]
         tables = [
-            Table(title, tuple(head.split(", ")), types),
+            Table(title, (*head, "values saved to train", "values to decode"), types),
             Table("crossover lengths", ("more FLOPs", "than", "beyond n =", ""), crossings),
         ]
         if self.growth:

@@ -12,7 +12,7 @@ from ..compat import CAN_DISPATCH
 from ..errors import ShapeError, SpecError
 from .memory import Memory
 from .memory.peak import readable
-from .memory.run import Run, Setting, run
+from .memory.runs import Run, Setting, run
 from .memory.step import TrainingStep, training_of
 from .sizes import Request
 from .subject import Subject, build, is_config
@@ -53,7 +53,8 @@ def cost_of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cos
     sizes |= {"dtype": str(request.dtype).removeprefix("torch."), "device": request.device}
     return Cost(
         _name(model),
-        sizes | {"train": training if training is not None and training != TrainingStep() else bool(training)},
+        sizes
+        | {"train": training if training is not None and training != TrainingStep() else bool(training)},
         tree(main.trace, main.module, _name(model)),
         tuple(main.trace.pairs),
         tuple(f"{op} ({times} ×)" for op, times in main.trace.unknown.items()),
@@ -143,7 +144,9 @@ def folded(parts: list[Part]) -> list[Part]:
             runs[-1].append(part)
         else:
             runs.append([part])
-    return [r[0] if len(r) == 1 else replace(r[0], name=f"{r[0].name}–{r[-1].name}", times=len(r)) for r in runs]
+    return [
+        r[0] if len(r) == 1 else replace(r[0], name=f"{r[0].name}–{r[-1].name}", times=len(r)) for r in runs
+    ]
 
 
 def _same(a: Part, b: Part) -> bool:

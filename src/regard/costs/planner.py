@@ -15,7 +15,7 @@ from ..spec.base import require_positive
 from .gpus import CARDS, Card, card
 from .memory.allocator import OutOfMemory
 from .memory.peak import readable
-from .memory.run import Run, generates, run
+from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
 from .subject import NO_LIMIT, Subject, largest
@@ -91,7 +91,11 @@ class Plan:
             longest = "" if c.longest_n is None else f"{c.longest_n:,}"
             times = (f"{c.seconds * 1e3:,.1f}", f"{c.tokens_per_second:,.0f}", longest)
             lines.append((*row, *(times if c.batch else ("", "does not fit", ""))))
-        best = ("", f"the fastest, batch {self.choices[0].batch}:", self.choices[0].code) if self.choices[0].batch else ()
+        best = (
+            ("", f"the fastest, batch {self.choices[0].batch}:", self.choices[0].code)
+            if self.choices[0].batch
+            else ()
+        )
         return Table(self.model, heading, lines, (*self.notes, *best))
 
     def __str__(self) -> str:
@@ -165,7 +169,9 @@ def _options(subject: Subject, train: bool) -> Iterator[Option]:
     yield Option("full, float32", TrainingStep())
     yield Option("full, bfloat16", low)
     yield Option("full, bfloat16, checkpointing", replace(low, checkpointing=True))
-    yield Option("full, bfloat16, checkpointing, 8-bit AdamW", replace(low, checkpointing=True, optimizer="adamw8bit"))
+    yield Option(
+        "full, bfloat16, checkpointing, 8-bit AdamW", replace(low, checkpointing=True, optimizer="adamw8bit")
+    )
     yield Option("LoRA 16, bfloat16", replace(low, lora=16))
     yield Option("LoRA 16, bfloat16, checkpointing", replace(low, lora=16, checkpointing=True))
 
@@ -185,7 +191,9 @@ class _Search:
     def choice(self, label: str, on: Card, option: Option) -> Choice:
         budget, first = int(SHARE * on.memory), self.traced(self.n, 1, option, on.gpu)
         at, near = 1, first
-        for _ in range(4):  # nearer and nearer to the largest batch, until the line is not drawn far beyond its ends
+        for _ in range(
+            4
+        ):  # nearer and nearer to the largest batch, until the line is not drawn far beyond its ends
             peak = _between(first, near, at, on.memory, self.ranks)
             batch = largest(peak, budget, MAX_BATCH)
             if batch <= 1 or at / 2 <= batch <= at:
@@ -224,7 +232,9 @@ class _Search:
 def _between(first: Run, near: Run, at: int, limit: int, ranks: int) -> Callable[[int], int]:
     """The peak by batch size, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
     ones, ends = ([r.bytes for r in x.trace.meter.records] for x in (first, near))
-    constant = set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
+    constant = (
+        set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
+    )
     same = first.trace.meter.events == near.trace.meter.events and at > 1
 
     def peak(batch: int) -> int:
@@ -268,13 +278,18 @@ def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ran
         head.insert(0, f"# torchrun --nproc-per-node {ranks} plan.py")
         head.append("rg.costs.join_ranks()")
         build.append("rg.costs.shard(model)")
-    inputs = f"inputs, targets = rg.costs.example({'declared' if subject.declared else 'model'}, n={n}, batch={batch})"
+    source = "declared" if subject.declared else "model"
+    inputs = f"inputs, targets = rg.costs.example({source}, n={n}, batch={batch})"
     if t is not None:
         step = [f"step = rg.costs.stepping(model, inputs, targets, rg.{t!r})", "step()"]
     elif option.cached:
         step = ["model = model.bfloat16().eval()", "rg.costs.generate_one(model, inputs)"]
     else:
-        step = ["model = model.bfloat16().eval()", "with torch.no_grad():", "    rg.costs.call(model, inputs)"]
+        step = [
+            "model = model.bfloat16().eval()",
+            "with torch.no_grad():",
+            "    rg.costs.call(model, inputs)",
+        ]
     return "\n".join([*head, *build, inputs, *step])
 
 

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from ..spec import Spec
-from .memory.run import prompt
+from .memory.runs import prompt
 from .memory.step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
 from .sizes import Size
 from .subject import Subject
 
 
-def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None) -> tuple[Any, Tensor | None]:
+def example(
+    model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None
+) -> tuple[Any, Tensor | None]:
     """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
     subject = Subject(model)
     length = subject.tokens or n
@@ -30,6 +32,7 @@ def example(model: Any, n: int, batch: int, device: str = "cuda", m: int | None 
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
+    """The output for positional or named inputs."""
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 

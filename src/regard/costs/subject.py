@@ -13,7 +13,7 @@ from .. import spec
 from ..errors import SpecError
 from ..spec.base import require_known, require_positive
 from .memory.allocator import OutOfMemory
-from .memory.run import Setting, run
+from .memory.runs import Setting, run
 from .memory.step import TrainingStep, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
@@ -36,8 +36,8 @@ class Subject:
         if isinstance(model, spec.Spec) or (isinstance(model, nn.Module) and hasattr(model, "config")):
             return Subject(model)
         raise SpecError(
-            f"cannot run {type(model).__name__} at other sizes: pass a declaration, the name of a preset, or a Hugging "
-            f"Face configuration or model, whose inputs are known at any batch size"
+            f"cannot run {type(model).__name__} at other sizes: pass a declaration, the name of a preset, or a "
+            f"Hugging Face configuration or model, whose inputs are known at any batch size"
         )
 
     @property

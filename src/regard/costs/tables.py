@@ -35,10 +35,14 @@ class Table(NamedTuple):
         every = [self.heading, *self.lines]
         widths = [max(len(line[k]) for line in every) for k in range(len(self.heading))]
         rows = [
-            "  ".join(c.ljust(w) if self._is_left(k) else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths)))
+            "  ".join(
+                c.ljust(w) if self._is_left(k) else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths))
+            )
             for line in every
         ]
-        return "\n".join([self.above, "", *(row.rstrip() for row in rows), *(["", *self.below] if self.below else [])])
+        return "\n".join(
+            [self.above, "", *(row.rstrip() for row in rows), *(["", *self.below] if self.below else [])]
+        )
 
     def rich(self) -> Any:
         from rich.console import Group
@@ -57,7 +61,8 @@ class Table(NamedTuple):
             cells = []
             for k, cell in enumerate(line):
                 indent = len(cell) - len(cell.lstrip())
-                style = f"text-align:{'left' if self._is_left(k) else 'right'};padding-left:{0.5 + 0.6 * indent:.1f}em"
+                side = "left" if self._is_left(k) else "right"
+                style = f"text-align:{side};padding-left:{0.5 + 0.6 * indent:.1f}em"
                 cells.append(f'<{tag} style="{style}">{escape.escape(cell.strip())}</{tag}>')
             return f"<tr>{''.join(cells)}</tr>"
 
@@ -85,7 +90,9 @@ def table(cost: Cost, depth: int | None = None) -> Table:
     traced = cost.request is None
     for at, part, amounts in cost.tree.nodes():
         # The operations of a traced module are left out, but for attention: they would double the table.
-        operation = traced and at > 0 and part.is_term and not part.own.parameters and "attention" not in part.name
+        operation = (
+            traced and at > 0 and part.is_term and not part.own.parameters and "attention" not in part.name
+        )
         if operation or (depth is not None and at > depth):
             continue
         share = f"{amounts.flops / total:.1%}" if total and amounts.flops else ""
@@ -153,7 +160,10 @@ def _memory(cost: Cost) -> list[str]:
         return [] if cost.request is None else ["memory  peaks are computed on request: cost.memory"]
     rows = cost.memory.rows()
     width = max(len(name) for name, _ in rows)
-    sizes = [(name, size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}") for name, size in rows]
+    sizes = [
+        (name, size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}")
+        for name, size in rows
+    ]
     return [*(f"memory  {name:<{width}}  {size}" for name, size in sizes), cost.explain_peak()]
 
 

@@ -26,8 +26,8 @@ from .trace.tracer import Work
 from .tree import Cost
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Fitted to training steps on an H200 (bench/cost_time.py): kernels reach a share of the best rates, and the host needs
-# multiples of what one operation in a chain takes. Of a foreach optimizer every tensor counts.
+# Fitted to training steps on an H200 (bench/cost_gpu.py): kernels reach a share of the best rates, and the host
+# needs multiples of what one operation in a chain takes. Of a foreach optimizer every tensor counts.
 PRODUCT, ATTENTION, MOVE, LAUNCH = 1.3, 2.0, 1.3, 1.0
 HOST = {"module": 1.5, "view": 0.35, "operation": 1.2, "attention": 8.0, "tensor": 0.1}
 BACKWARD = 1.0  # of the host, where autograd calls operations without Python
@@ -248,7 +248,10 @@ class Estimate:
             launch = f", {host * 1e3:.3f} ms to launch them" if host else ""
             lines.append(f"  {phase:<10} {seconds * 1e3:9.3f} ms: {busy * 1e3:.3f} ms of kernels{launch}")
         width = max((len(p.path) for p in self.parts[:12]), default=0)
-        lines += [f"  {p.path or 'the model':<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}" for p in self.parts[:12]]
+        lines += [
+            f"  {p.path or 'the model':<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}"
+            for p in self.parts[:12]
+        ]
         return "\n".join(lines)
 
 
@@ -263,7 +266,7 @@ def estimate(cost: Cost, roofline: Roofline, generation: bool = False) -> Estima
 
 
 def time_of(work: list[Work], roofline: Roofline) -> Estimate:
-    """The time of traced work, in its order: a kernel starts when the host has come to it and the last one is done."""
+    """The time of traced work: a kernel starts when the host has come to it and the last one is done."""
     device, host, ends = dict[str, float](), dict[str, float](), dict[str, float]()
     parts: dict[str, list[float]] = {}
     at_host = at_device = 0.0
@@ -283,7 +286,8 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
         ends[w.phase] = max(at_host, at_device)
     limits = ("compute", "memory", "launch")
     timed = [
-        PartTime(path, p[0], limits[max(range(3), key=lambda k: p[1 + k])], p[4], p[5]) for path, p in parts.items()
+        PartTime(path, p[0], limits[max(range(3), key=lambda k: p[1 + k])], p[4], p[5])
+        for path, p in parts.items()
     ]
     starts = [0.0, *ends.values()]
     phases = {phase: end - start for (phase, end), start in zip(ends.items(), starts)}

@@ -11,9 +11,9 @@ import torch
 import regard as rg
 from ledger_cases import cases
 from memory_witness import Trained, checkpointed, counted, length, saved, small
+from regard.costs.declaration import memory_of
 from regard.costs.entry import cost
 from regard.costs.memory.allocator import Caching, OutOfMemory, Plain, replay
-from regard.costs.declaration import memory_of
 from regard.costs.memory.attention import formulas, one_attention
 from regard.costs.memory.step import TrainingStep
 from regard.costs.sizes import Request
@@ -447,4 +447,7 @@ def test_the_peak_is_explained_by_module_and_kind():
     less = cost("tiny-gpt", n=64, batch=8, train=step).memory.training_peak
     assert f"Checkpointing each block would lower the peak to {less / 2**20:,.2f} MiB" in text
     forward = cost("tiny-gpt", n=64)
-    assert f"The peak of {forward.memory.inference_peak / 2**20:,.2f} MiB is in the forward" in forward.explain_peak()
+    assert (
+        f"The peak of {forward.memory.inference_peak / 2**20:,.2f} MiB is in the forward"
+        in forward.explain_peak()
+    )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..trace.tracer import merged
 from .allocator import Usage
-from .run import Run
+from .runs import Run
 
 # In the order of the pictures: what stays for long is at the bottom.
 KINDS = (
@@ -129,6 +129,8 @@ def peak_of(run: Run, usage: Usage) -> Peak:
         sums[kinds[key], merged(run.owners.get(key, records[key].path))] += records[key].bytes
     if workspaces:
         sums["workspace", "cuBLAS"] += workspaces
-    entries = tuple(sorted((Alive(size, kind, path) for (kind, path), size in sums.items() if size), reverse=True))
+    entries = tuple(
+        sorted((Alive(size, kind, path) for (kind, path), size in sums.items() if size), reverse=True)
+    )
     record = records[events[run.begin + usage.at][0]]
     return Peak(usage.peak, record.phase, record.path, record.operation, entries, tuple(timeline))

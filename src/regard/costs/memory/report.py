@@ -1,6 +1,6 @@
 """The memory of a model: weights, gradients, optimizer state, saved activations, peaks of training and inference.
 
-All of it comes from running the module on meta tensors (run.py) and replaying what it allocates (allocator.py).
+All of it comes from running the module on meta tensors (runs.py) and replaying what it allocates (allocator.py).
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from ..trace.nested import tensors_in
 from ..trace.tracer import merged
 from .allocator import Usage
 from .peak import Peak, peak_of, readable
-from .run import Run, Setting, generates, run
+from .runs import Run, Setting, generates, run
 
 NO_CACHE = "none: this model does not decode with a cache of keys and values"
 
@@ -26,7 +26,9 @@ class AttentionFacts:
 
     one_attention: int = 0  # q, k, v, weights and outputs of one attention layer, for one batch row
     kv_cache: int = 0  # keys and values of all layers, for the whole batch
-    saved_by_method: dict[str, int] = field(default_factory=dict)  # by attention cores, for each kind of kernel
+    saved_by_method: dict[str, int] = field(
+        default_factory=dict
+    )  # by attention cores, for each kind of kernel
     formulas: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
 
 
@@ -166,13 +168,17 @@ class Memory:
     def explain_peak(self) -> str:
         """The moment of the peak, what is alive there, and what would lower it, in words."""
         words, training, kinds = self.peak.explain(), self.setting.training, self.peak.by_kind()
-        if training is None or training.checkpointing or max(kinds, key=lambda k: kinds[k]) != "saved for backward":
+        if (
+            training is None
+            or training.checkpointing
+            or max(kinds, key=lambda k: kinds[k]) != "saved for backward"
+        ):
             return words
         with suppress(SpecError):  # a module that has no checkpointing
             training = replace(training, checkpointing=True)
             less = Memory(replace(self.setting, training=training)).training_peak
             if less is not None and less < self.usage.peak:
-                words += f" Checkpointing each block would lower the peak to {readable(less)}, for a second forward pass."
+                words += f" Checkpointing each block would lower the peak to {readable(less)}, for a second forward."
         return words
 
     def rows(self) -> list[tuple[str, int | str]]:
@@ -192,7 +198,10 @@ class Memory:
                 ("float32 master weights", self.master_weights),
                 *((f"saved for backward: {part or 'the model'}", size) for part, size in self.saved.items()),
                 ("saved for backward, total", self.saved_total),
-                *((f"saved by attention cores, {method}", size) for method, size in self.saved_by_method.items()),
+                *(
+                    (f"saved by attention cores, {method}", size)
+                    for method, size in self.saved_by_method.items()
+                ),
                 (f"training peak, in {self.peak_part}", self.training_peak),
             ]
         rows.append(("taken from the device", self.reserved if self.reserved != self.usage.peak else 0))
@@ -207,7 +216,9 @@ class Memory:
         return {name: getattr(self, name) for name in names} | {"peak": self.peak.plain()}
 
     def __repr__(self) -> str:
-        peak = f"training_peak={self.training_peak:,}" if self.trains else f"inference_peak={self.inference_peak:,}"
+        peak = (
+            f"training_peak={self.training_peak:,}"
+            if self.trains
+            else f"inference_peak={self.inference_peak:,}"
+        )
         return f"Memory(weights={self.weights:,}, {peak})"
-
-

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -187,7 +188,10 @@ class States8:
         for p in self.parameters:
             if p.grad is None or p in self.state:
                 continue
-            kind, blocks = torch.uint8 if p.numel() >= LEAST_8BIT else torch.float32, -(-p.numel() // BLOCK_8BIT)
+            kind, blocks = (
+                torch.uint8 if p.numel() >= LEAST_8BIT else torch.float32,
+                -(-p.numel() // BLOCK_8BIT),
+            )
             self.state[p] = {f"state{i}": torch.empty_like(p, dtype=kind) for i in (1, 2)}
             if kind == torch.uint8:
                 self.state[p] |= {f"absmax{i}": p.new_empty(blocks, dtype=torch.float32) for i in (1, 2)}
@@ -209,7 +213,7 @@ def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> An
 
 def _bitsandbytes(parameters: list[Any]) -> Any:
     try:
-        from bitsandbytes.optim import AdamW8bit
+        optim = import_module("bitsandbytes.optim")
     except ModuleNotFoundError as missing:
         raise SpecError("optimizer='adamw8bit' runs with bitsandbytes: pip install bitsandbytes") from missing
-    return AdamW8bit(parameters)
+    return optim.AdamW8bit(parameters)

@@ -14,9 +14,9 @@ from ..tree import Amounts, Pairs
 from . import autocast
 
 FUSED = "scaled_dot_product_attention"
+SAFE_SOFTMAX = compat.aten_operator("_safe_softmax")
 MAX_MASK_PAIRS = 1 << 24  # a mask_mod is evaluated up to this size
 HALF = (torch.float16, torch.bfloat16)
-_sdpa = F.scaled_dot_product_attention
 
 
 class Gpu(NamedTuple):
@@ -240,12 +240,8 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
     q, k, v, mask = call[:4]
     kernel = kernel_of(call, trace.device, trace.gpu)
     if kernel == "math":
-        with trace.uncounted_backward():
-            if call.dropout_p and trace.device == "cuda":
-                with compat.below_autocast():
-                    return _math_with_dropout(call)
-            grouped = call.grouped and q.dim() == 4
-            return _sdpa(q, k, v, mask, call.dropout_p, call.is_causal, enable_gqa=grouped)
+        with trace.uncounted_backward(), compat.below_autocast():
+            return _math(call, trace.device)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
     if mask is not None and kernel == "efficient" and mask.shape[-1] % 16:
@@ -259,23 +255,27 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 
-def _math_with_dropout(call: SdpaCall) -> Tensor:
-    """PyTorch's formula as on a GPU, where dropout is one kernel that saves a mask of one byte per pair."""
+def _math(call: SdpaCall, device: str) -> Tensor:
+    """PyTorch's formula as it allocates; on a GPU dropout is one kernel, with a mask of one byte per pair."""
     q, k, v, mask = call[:4]
     dtype, factor = q.dtype, q.shape[-1] ** -0.25
     if dtype in HALF:
         q, k, v = q.float(), k.float(), v.float()
+    q = q * factor
     if call.is_causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    if call.grouped:
+    if q.dim() == 4 and call.grouped:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    scores = (q * factor) @ (k.mT * factor)
+    attn = q @ (k.mT * factor)
     if mask is not None:
-        scores = scores.add_(mask)
-    weights = torch.native_dropout(scores.softmax(-1), call.dropout_p, True)[0]
-    returned = weights.to(dtype), (weights @ v).to(dtype)  # PyTorch returns the weights too, and drops them
+        attn = attn.add_(mask)
+    attn = SAFE_SOFTMAX(attn, -1)
+    if call.dropout_p:
+        gpu = device == "cuda"
+        attn = torch.native_dropout(attn, call.dropout_p, True)[0] if gpu else F.dropout(attn, call.dropout_p)
+    returned = attn.to(dtype), (attn @ v).to(dtype)  # PyTorch returns the weights too, and drops them
     return returned[1]
 
 

@@ -18,70 +18,21 @@ from torch import Tensor
 from ... import compat
 from .nested import map_leaves, tensors_in
 
-LOW = {
-    "_convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_tbc",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-    "convolution",
-    "cudnn_convolution",
-    "cudnn_convolution_transpose",
-    "prelu",
-    "addmm",
-    "addmv",
-    "addr",
-    "matmul",
-    "einsum",
-    "mm",
-    "mv",
-    "linalg_vecdot",
-    "linear",
-    "addbmm",
-    "baddbmm",
-    "bmm",
-    "chain_matmul",
-    "linalg_multi_dot",
-    "_thnn_fused_lstm_cell",
-    "_thnn_fused_gru_cell",
-    "lstm_cell",
-    "gru_cell",
-    "rnn_tanh_cell",
-    "rnn_relu_cell",
-    "scaled_dot_product_attention",
-    "_scaled_dot_product_flash_attention",
-    "_addmm_activation",
-    "_native_multi_head_attention",
-    "mkldnn_rnn_layer",
-}
-SUM = {
-    "prod",
-    "softmax",
-    "log_softmax",
-    "cumprod",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg_matrix_norm",
-    "sum",
-}
-PROMOTE = {
-    "addcdiv",
-    "addcmul",
-    "atan2",
-    "bilinear",
-    "cross",
-    "dot",
-    "vdot",
-    "grid_sampler",
-    "index_put",
-    "tensordot",
-    "scatter_add",
-    "stack",
-    "cat",
-} | {"index_copy"}
+LOW_NAMES = """
+_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot
+linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell
+gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention _scaled_dot_product_flash_attention
+_addmm_activation _native_multi_head_attention mkldnn_rnn_layer
+"""
+SUM_NAMES = """
+prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum
+"""
+PROMOTE_NAMES = """
+addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
+index_copy
+"""
+LOW, SUM, PROMOTE = (set(names.split()) for names in (LOW_NAMES, SUM_NAMES, PROMOTE_NAMES))
 
 _caches: list[dict[int, tuple[Tensor, Tensor]]] = []  # of the traces that run, innermost last
 _devices: list[str] = []

@@ -10,34 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat import has_autocast_kernel, without_function_modes
 
-CONSTRUCTORS = [
-    getattr(torch, name)
-    for name in [
-        "empty",
-        "ones",
-        "zeros",
-        "full",
-        "arange",
-        "linspace",
-        "logspace",
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "eye",
-        "tril_indices",
-        "triu_indices",
-        "scalar_tensor",
-        "empty_strided",
-        "empty_permuted",
-        "hann_window",
-        "hamming_window",
-        "blackman_window",
-        "bartlett_window",
-        "kaiser_window",
-        "range",
-    ]
-]
+CREATORS = """
+    empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices triu_indices
+    scalar_tensor empty_strided empty_permuted hann_window hamming_window blackman_window bartlett_window
+    kaiser_window range
+"""
+CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
 
 
 # Of the simulated device: what a cache keeps for it is not taken for a real one; a real GPU may be asked about it.

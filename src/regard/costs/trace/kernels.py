@@ -21,16 +21,9 @@ def workspace(name: str, args: tuple, kwargs: dict, outs: list[Tensor], device: 
     return 0 if needs is None else int(needs(args, kwargs, outs, gpu))
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-# -- both devices -------------------------------------------------------------------------------------------------
-
-
 def _safe_softmax(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
-    """A softmax, then zeros in rows without a key: the softmax and a table of bools."""
-    return _bytes(outs[0]) + outs[0].numel()
+    """A softmax, then zeros in rows without a key: a table of bools, and one of rows."""
+    return outs[0].numel() + outs[0].numel() // max(outs[0].shape[-1], 1)
 
 
 # -- a GPU --------------------------------------------------------------------------------------------------------

@@ -132,7 +132,9 @@ class Trace(DispatchMode):
         if op.is_view:
             self.work.append(Work(self.meter.phase, merged(self.path), "view"))
         elif any(x.is_meta for x in tensors_in((args, out))):
-            lists = sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in op.__name__ else 0
+            lists = (
+                sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in op.__name__ else 0
+            )
             if self.meter.phase != "optimizer" or op.__name__.split(".")[0] not in STATE:
                 kind = "attention" if "attention" in op.__name__ else "operation"
                 self.note_work(flops or 0, _bytes(args, out), str(_dtype(args, out)), kind, lists)
@@ -148,7 +150,9 @@ class Trace(DispatchMode):
         if self.in_backward:
             if self._skipped():
                 return
-            self.add(name, Amounts(backward_flops=flops, executed_backward_flops=flops), self.path or "backward")
+            self.add(
+                name, Amounts(backward_flops=flops, executed_backward_flops=flops), self.path or "backward"
+            )
         else:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=_bytes(args, out)))
 

@@ -18,7 +18,7 @@ def _color(kind: str) -> str:
 
 
 def memory_treemap(cost: Any, *, dark: bool = False) -> Any:
-    """What is alive at the peak: a column for each kind, a rectangle for each module, areas in proportion to bytes."""
+    """What is alive at the peak: a column for each kind, a rectangle for each module; areas are bytes."""
     peak = _peak(cost)
     total, figure = max(sum(a.bytes for a in peak.alive), 1), style.canvas(8.0, 4.6, dark)
     ax = style.axes(figure, dark=dark, title=f"{readable(peak.bytes)} at the peak, {peak.moment}")
@@ -27,12 +27,28 @@ def memory_treemap(cost: Any, *, dark: bool = False) -> Any:
         width, bottom = size / total, 0.0
         for part in _largest([a for a in peak.alive if a.kind == kind]):
             height = part.bytes / size
-            ax.bar(left, height, width, bottom, align="edge", color=_color(kind), edgecolor=style.theme(dark).paper)
+            ax.bar(
+                left,
+                height,
+                width,
+                bottom,
+                align="edge",
+                color=_color(kind),
+                edgecolor=style.theme(dark).paper,
+            )
             label = f"{part.path or 'the model'}\n{readable(part.bytes)}"
             if width * height > 0.012 and width > 0.07 and height > 0.05:
                 room = int(width * 95)
                 text = "\n".join(style.shown(line, max(room, 6)) for line in label.split("\n"))
-                ax.text(left + width / 2, bottom + height / 2, text, ha="center", va="center", fontsize=6, color="white")
+                ax.text(
+                    left + width / 2,
+                    bottom + height / 2,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color="white",
+                )
             bottom += height
         if width > 0.03:
             ax.text(left + width / 2, 1.01, f"{kind} {width:.0%}", ha="center", va="bottom", fontsize=6.5,
@@ -85,8 +101,8 @@ def roofline(estimate: Estimate, machine: Roofline, *, dark: bool = False) -> An
         style.line(ax, number, along, [min(rate, x * machine.bytes_per_s) for x in along], dtype)
     for p in parts:
         at = (p.flops / p.bytes, p.flops / p.seconds)
-        ax.plot(*at, "o", color=style.theme(dark).ink, markersize=3 + 9 * (p.seconds / estimate.parts[0].seconds) ** 0.5,
-                alpha=0.6)  # fmt: skip
+        size = 3 + 9 * (p.seconds / estimate.parts[0].seconds) ** 0.5
+        ax.plot(*at, "o", color=style.theme(dark).ink, markersize=size, alpha=0.6)
     for p in parts[:6]:
         ax.annotate(style.shown(p.path or "the model", 28), (p.flops / p.bytes, p.flops / p.seconds), fontsize=6,
                     xytext=(4, -8), textcoords="offset points", color=style.theme(dark).ink)  # fmt: skip

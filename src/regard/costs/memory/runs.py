@@ -48,7 +48,9 @@ class Setting:
     device: str = "cpu"
     gpu: Gpu = H200
     cached: bool = False
-    evaluate: bool = False  # in the mode for inference; else, without a training step, in the mode of the module
+    evaluate: bool = (
+        False  # in the mode for inference; else, without a training step, in the mode of the module
+    )
 
     @property
     def inference(self) -> "Setting":
@@ -112,7 +114,9 @@ class Run:
         persistent = self.keys("optimizer state") | self.keys("master weights")
         events = meter.events[self.begin :]
         phases += ["setup"] * len(buffers)
-        return replay([*sizes, *buffers], setup, events, persistent, self.trace.device, repeats, limit, phases)
+        return replay(
+            [*sizes, *buffers], setup, events, persistent, self.trace.device, repeats, limit, phases
+        )
 
     def _largest_block(self) -> int:
         """Bytes of the weights of the largest repeated block: modules under one number, as in layers.3."""
