@@ -7,7 +7,6 @@ from .costs import Cost as Cost
 from .costs import Plan as Plan
 from .costs import TrainingStep as TrainingStep
 from .costs import cost as cost
-from .costs import fits as fits
 from .costs import plan as plan
 from .engine.attention import allowed_from as allowed_from
 from .engine.attention import attention as attention

@@ -48,7 +48,9 @@ def test_stdout_is_only_json():
         "--device",
         "cuda",
     )
-    found = json.loads(run("cost", "tiny-gpt", *options, "--checkpointing", "--fits", "1GB", "--json").stdout)
+    found = json.loads(
+        run("cost", "tiny-gpt", *options, "--checkpointing", "--fits", "90MB", "--json").stdout
+    )
     train = rg.TrainingStep(optimizer="adam", implementation="fused", autocast="bfloat16", checkpointing=True)
     result = price("tiny-gpt", n=64, train=train, device="cuda")
     assert found["total"]["parameters"] == result.parameters

@@ -102,7 +102,7 @@ def test_flops_are_equal_at_a_crossover_and_change_order_there(d):
 def test_a_comparison_prints_and_becomes_json():
     result = compare(1000, 512)
     assert "attention                   4,145,152,000  n²·d + n·d²" in str(result)
-    assert "attention       LSTM                   1,024       2 d" in str(result)
+    assert "attention       LSTM                        1,024  2 d" in str(result)
     heading, first = str(result).splitlines()[2:4]
     assert heading.endswith("path length  order       values saved to train  values to decode")
     assert first.endswith("3,048,000              1,024,000")  # 4·n·d + n², and keys and values

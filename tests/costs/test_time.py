@@ -60,7 +60,7 @@ def test_time_is_proportional_to_layers_and_a_training_step_takes_about_three_ti
 
 def test_a_prompt_and_a_token_are_timed_and_a_model_without_a_cache_is_an_error():
     phases = estimate(cost("tiny-gpt", n=64), ONE, generation=True).phases
-    assert phases["prefill"] > 5 * phases["decode"] > 0
+    assert phases["prefill"] > 3 * phases["decode"] > 0
     with pytest.raises(rg.SpecError, match="does not decode with a cache"):
         estimate(cost("tiny-bert", n=16), ONE, generation=True)
     with pytest.raises(rg.SpecError, match="it is no module by itself"):

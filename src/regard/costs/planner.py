@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,13 +18,13 @@ from .memory.peak import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import NO_LIMIT, Subject, largest
+from .subject import Subject, largest_batch
 from .tables import Table
 from .time import Roofline, load_roofline, time_of
 
 SHARE = 0.9  # of the memory that a plan uses; the rest is for fragments, the CUDA context and other libraries
 DEFAULT_N = 1024
-MAX_BATCH = 1 << 20
+MAX_N, STEP_N = 1 << 20, 64
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _options(subject: Subject, train: bool) -> Iterator[Option]:
 
 
 class _Search:
-    """Batches of one model that fit. Sizes of storages are lines in the batch: two traces give them all."""
+    """Batches and lengths of one model that fit."""
 
     def __init__(self, subject: Subject, name: str, n: int, ranks: int):
         self.subject, self.name, self.n, self.ranks = subject, name, n, ranks
@@ -189,18 +189,10 @@ class _Search:
         return run(replace(setting, cached=option.cached))
 
     def choice(self, label: str, on: Card, option: Option) -> Choice:
-        budget, first = int(SHARE * on.memory), self.traced(self.n, 1, option, on.gpu)
-        at, near = 1, first
-        for _ in range(
-            4
-        ):  # nearer and nearer to the largest batch, until the line is not drawn far beyond its ends
-            peak = _between(first, near, at, on.memory, self.ranks)
-            batch = largest(peak, budget, MAX_BATCH)
-            if batch <= 1 or at / 2 <= batch <= at:
-                break
-            at = batch
-            near = self.traced(self.n, at, option, on.gpu)
-        exact = near if batch == at else self.traced(self.n, max(batch, 1), option, on.gpu)
+        budget = int(SHARE * on.memory)
+        batch, exact = largest_batch(
+            lambda size: self.traced(self.n, size, option, on.gpu), budget, on.memory, self.ranks
+        )
         try:
             used = exact.usage(on.memory, self.ranks)
         except OutOfMemory:
@@ -213,7 +205,7 @@ class _Search:
         return Choice(label, on.memory, option, *sizes, seconds, code)
 
     def longest(self, on: Card, choice: Choice) -> int | None:
-        """The longest n that fits with a batch of 1; None where the model determines it."""
+        """A long n that fits with a batch of 1, nearly the longest; None where the model determines it."""
         if self.subject.tokens is not None or not choice.batch:
             return None
 
@@ -223,31 +215,19 @@ class _Search:
             except OutOfMemory:
                 return 2 * on.memory
 
-        start, limit, budget = self.n * choice.batch, self.subject.max_n, int(SHARE * on.memory)
-        if limit < NO_LIMIT and start >= limit and peak(limit) <= budget:
-            return limit
-        return 256 * largest(lambda k: peak(256 * k), budget, min(limit, 1 << 22) // 256) or None
-
-
-def _between(first: Run, near: Run, at: int, limit: int, ranks: int) -> Callable[[int], int]:
-    """The peak by batch size, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
-    ones, ends = ([r.bytes for r in x.trace.meter.records] for x in (first, near))
-    constant = (
-        set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
-    )
-    same = first.trace.meter.events == near.trace.meter.events and at > 1
-
-    def peak(batch: int) -> int:
-        if same:
-            sizes = [a + (b - a) * (batch - 1) // (at - 1) for a, b in zip(ones, ends)]
-        else:
-            sizes = [size if k in constant else size * batch // at for k, size in enumerate(ends)]
-        try:
-            return near.usage(limit, ranks, sizes=sizes).peak
-        except OutOfMemory:
-            return 2 * limit
-
-    return peak
+        budget, low = int(SHARE * on.memory), self.n
+        high = min(self.subject.max_n, self.n * choice.batch, MAX_N)
+        at_low, at_high = peak(low), peak(high)
+        for _ in range(3):  # the peak is a line in n, or grows faster: the chord is below it
+            if at_high <= budget:
+                break
+            n = low + int((high - low) * (budget - at_low) / (at_high - at_low)) // STEP_N * STEP_N
+            used = peak(n)
+            if used <= budget:
+                low, at_low = n, used
+            else:
+                high, at_high = n, used
+        return high if at_high <= budget else low
 
 
 def _roofline(label: str, on: Card) -> Roofline:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import torch
@@ -13,14 +14,14 @@ from .. import spec
 from ..errors import SpecError
 from ..spec.base import require_known, require_positive
 from .memory.allocator import OutOfMemory
-from .memory.runs import Setting, run
+from .memory.runs import Run, Setting, run
 from .memory.step import TrainingStep, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
-NO_LIMIT = 1 << 30
+NO_LIMIT, MAX_BATCH = 1 << 30, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -97,31 +98,74 @@ class Subject:
         return lambda budget, vary: fits(self, request.size, budget, vary, **options)
 
 
-def fits(
-    subject: Subject, size: Size, budget: int, vary: str = "batch", limit: int | None = None, **options: Any
-) -> int:
+def fits(subject: Subject, size: Size, budget: int, vary: str = "batch", **options: Any) -> int:
     """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits.
 
-    Found by interpolation and bisection, since memory grows with both. m follows n if the two are equal. limit: bytes
-    that the allocator may take from the device.
+    Found by interpolation and bisection, since memory grows with both. m follows n if the two are equal.
     """
     require_known("vary", vary, ("batch", "n"))
     require_positive("budget", budget)
     if vary == "n" and subject.tokens is not None:
         raise SpecError("vary='n': the image size determines the number of patches; use vary='batch'")
 
-    def peak(value: int) -> int:
+    def at(value: int) -> Run:
         n, m, batch = size.n, size.m, size.batch
-        at = Size(n, m, value) if vary == "batch" else Size(value, value if m == n else m, batch)
-        try:
-            return run(subject.setting(at, **options)).usage(limit).peak
-        except OutOfMemory:
-            return 2 * budget
+        changed = Size(n, m, value) if vary == "batch" else Size(value, value if m == n else m, batch)
+        return run(subject.setting(changed, **options))
 
-    return largest(peak, budget, subject.max_n if vary == "n" else NO_LIMIT)
+    if vary == "batch":
+        return largest_batch(at, budget)[0]
+    return largest(lambda value: at(value).usage().peak, budget, subject.max_n)
 
 
-def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:
+def largest_batch(
+    traced: Callable[[int], Run], budget: int, limit: int | None = None, ranks: int = 1
+) -> tuple[int, Run]:
+    """The largest batch whose peak is at most the budget, and its run (of a batch of 1 if none fits).
+
+    Sizes of storages are lines in the batch: a run with one row and one near the largest batch give those between.
+    limit: bytes that the allocator may take from the device.
+    """
+    first = near = traced(1)
+    at = batch = 1
+    for _ in range(5):
+        batch = largest(_between(first, near, at, limit, ranks), budget, MAX_BATCH)
+        if batch <= 1 or at / 2 <= batch <= at:
+            break
+        at, near = batch, traced(batch)
+    exact = near if batch == at else traced(max(batch, 1))
+    while batch and _peak(exact, limit, ranks) > budget:  # an operation needs more from some size on
+        batch -= max(1, batch // 200)
+        exact = traced(max(batch, 1))
+    return batch, exact
+
+
+def _peak(run: Run, limit: int | None, ranks: int, sizes: list[int] | None = None) -> int | float:
+    try:
+        return run.usage(limit, ranks, sizes=sizes).peak
+    except OutOfMemory:
+        return inf
+
+
+def _between(first: Run, near: Run, at: int, limit: int | None, ranks: int) -> Callable[[int], int | float]:
+    """The peak by batch size, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
+    ones, ends = ([r.bytes for r in x.trace.meter.records] for x in (first, near))
+    constant = (
+        set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
+    )
+    same = first.trace.meter.events == near.trace.meter.events and at > 1
+
+    def peak(batch: int) -> int | float:
+        if same:
+            sizes = [a + (b - a) * (batch - 1) // (at - 1) for a, b in zip(ones, ends)]
+        else:
+            sizes = [size if k in constant else size * batch // at for k, size in enumerate(ends)]
+        return _peak(near, limit, ranks, sizes)
+
+    return peak
+
+
+def largest(peak: Callable[[int], int | float], budget: int, limit: int = NO_LIMIT) -> int:
     """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
     low, low_peak, size = 0, 0, 1
     high, high_peak = limit + 1, 0
@@ -134,7 +178,7 @@ def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> i
         size = min(limit, low * min(64, max(2, 2 * budget // max(used, 1))))
     halve = False
     while high_peak > budget and high - low > 1:  # where the peak is a line, one or two steps suffice
-        share = 0.5 if halve else (budget - low_peak) / (high_peak - low_peak)
+        share = 0.5 if halve or high_peak == inf else (budget - low_peak) / (high_peak - low_peak)
         size = min(max(low + int((high - low) * share), low + 1), high - 1)
         used, before = peak(size), high - low
         if used <= budget:

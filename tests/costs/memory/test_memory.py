@@ -337,7 +337,7 @@ def test_a_replay_counts_state_once_and_finds_the_peak():
     sizes = [100, 10, 20, 7]
     step = [(1, 1), (2, 1), (1, -1), (3, 1), (2, -1)]  # 3 is state: later steps find it
     phases = ["setup", "forward", "forward", "optimizer"]
-    result = replay(sizes, [(0, 1)], step, {3}, "cpu", repeats=2, phases=phases)
+    result = replay(Plain(), sizes, [(0, 1)], step, {3}, repeats=2, phases=phases)
     assert result == (137, 137, 1, {"forward": 137})
     plain = Plain()
     plain.free(plain.malloc(5))

@@ -133,21 +133,19 @@ class Usage(NamedTuple):
 
 
 def replay(
+    memory: Any,
     sizes: list[int],
     setup: Iterable[tuple[int, int]],
     step: list[tuple[int, int]],
     persistent: set[int],
-    device: str,
     repeats: int = 2,
-    limit: int | None = None,
     phases: list[str] | None = None,
 ) -> Usage:
-    """The peak of the last of 1 + `repeats` equal steps after the setup.
+    """The peak of the last of 1 + `repeats` equal steps after the setup, in memory that is Plain or Caching.
 
     persistent: storages that the first step allocates and later ones find, such as optimizer state. phases: of each
     storage.
     """
-    memory: Any = Caching(limit) if device == "cuda" else Plain()
     blocks: dict[int, Any] = {}
 
     def apply(event: tuple[int, int]) -> None:

@@ -15,7 +15,7 @@ KINDS = (
 )  # fmt: skip
 GIB = 1 << 30
 ADVICE = {
-    "saved for backward": "Autocast would halve what float32 products save; a smaller batch lowers all of it.",
+    "saved for backward": "A smaller batch lowers it in proportion.",
     **dict.fromkeys(
         ("weights", "optimizer state", "gradients", "master weights"),
         "8-bit states (optimizer='adamw8bit'), frozen weights (lora=16) or more ranks lower weights, gradients and "
@@ -24,6 +24,7 @@ ADVICE = {
     "key/value cache": "Fewer key/value heads, a window or a smaller batch lowers it.",
     "temporary": "A smaller batch, or logits and loss in chunks, lowers it.",
 }
+OUTSIDE = "outside modules, as the loss"
 PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
 
 
@@ -74,7 +75,7 @@ class Peak:
         kinds, total = self.by_kind(), max(sum(a.bytes for a in self.alive), 1)
         largest = sorted(kinds.items(), key=lambda kv: -kv[1])
         parts = ", ".join(f"{size / total:.0%} are {kind}" for kind, size in largest if size / total >= 0.01)
-        top = ", ".join(f"{a.path or 'the model'} {a.kind} {readable(a.bytes)}" for a in self.alive[:3])
+        top = ", ".join(f"{a.path or OUTSIDE} {a.kind} {readable(a.bytes)}" for a in self.alive[:3])
         words = f"The peak of {readable(self.bytes)} is {self.moment}; {parts}. Most of it: {top}."
         return f"{words} {ADVICE.get(largest[0][0], '')}".rstrip()
 
@@ -83,7 +84,7 @@ class Peak:
         total = max(sum(a.bytes for a in self.alive), 1)
         width = max((len(a.path) for a in self.alive[:rows]), default=0)
         lines = [
-            f"{readable(a.bytes):>14}  {a.bytes / total:>6.1%}  {a.kind:<18}  {a.path:<{width}}".rstrip()
+            f"{readable(a.bytes):>14}  {a.bytes / total:>6.1%}  {a.kind:<18}  {a.path or OUTSIDE:<{width}}".rstrip()
             for a in self.alive[:rows]
         ]
         rest = sum(a.bytes for a in self.alive[rows:])

@@ -14,7 +14,7 @@ from ...errors import SpecError
 from ..trace.nested import tensors_in
 from ..trace.tracer import merged
 from .allocator import Usage
-from .peak import Peak, peak_of, readable
+from .peak import OUTSIDE, Peak, peak_of, readable
 from .runs import Run, Setting, generates, run
 
 NO_CACHE = "none: this model does not decode with a cache of keys and values"
@@ -196,7 +196,7 @@ class Memory:
                 ("gradients", self.gradients),
                 ("optimizer state", self.optimizer_state),
                 ("float32 master weights", self.master_weights),
-                *((f"saved for backward: {part or 'the model'}", size) for part, size in self.saved.items()),
+                *((f"saved for backward: {part or OUTSIDE}", size) for part, size in self.saved.items()),
                 ("saved for backward, total", self.saved_total),
                 *(
                     (f"saved by attention cores, {method}", size)

@@ -25,7 +25,7 @@ from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
 from ..trace.tracer import Trace, tracing
 from ..trace.twin import inputs_of, twin_of
-from .allocator import Usage, replay
+from .allocator import Caching, Plain, Usage, replay
 from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
 
 STRATEGIES = ("fsdp", "ddp")
@@ -112,11 +112,9 @@ class Run:
         setup = [*meter.events[: self.begin], *((len(sizes) + i, 1) for i in range(len(buffers)))]
         repeats = (2 if self.trace.device == "cuda" else 1) if self.trains else 0
         persistent = self.keys("optimizer state") | self.keys("master weights")
-        events = meter.events[self.begin :]
-        phases += ["setup"] * len(buffers)
-        return replay(
-            [*sizes, *buffers], setup, events, persistent, self.trace.device, repeats, limit, phases
-        )
+        memory = Caching(limit) if self.trace.device == "cuda" else Plain()
+        events, phases = meter.events[self.begin :], [*phases, *["setup"] * len(buffers)]
+        return replay(memory, [*sizes, *buffers], setup, events, persistent, repeats, phases)
 
     def _largest_block(self) -> int:
         """Bytes of the weights of the largest repeated block: modules under one number, as in layers.3."""
@@ -187,7 +185,11 @@ def _train(result: Run, given: tuple[tuple, dict], targets: Tensor | None, train
     result.mark(saved, "saved for backward")
     with meter.during("optimizer"):
         optimizer.step()
-    result.mark(map(meter.key_of, optimizer.tensors()), "optimizer state")
+    names = {id(p): name.rpartition(".")[0] for name, p in module.named_parameters()}
+    for p, x in optimizer.tensors():
+        if (key := meter.key_of(x)) is not None:
+            result.owners[key] = names.get(id(p), "")
+            result.mark([key], "optimizer state")
     optimizer.zero_grad()
     meter.stop()  # the optimizer's state outlives the step
 

@@ -169,9 +169,11 @@ class Optimizer:
         for p in self.parameters:
             p.grad = None
 
-    def tensors(self) -> list[Tensor]:
-        """The optimizer state, without counters that stay on the CPU."""
-        return [x for s in self.inner.state.values() for x in s.values() if isinstance(x, Tensor)]
+    def tensors(self) -> list[tuple[Any, Tensor]]:
+        """The optimizer state with the parameter that it belongs to, without counters that stay on the CPU."""
+        owner = {id(m): p for m, p in zip(self.masters, self.parameters)}
+        state = self.inner.state.items()
+        return [(owner.get(id(p), p), x) for p, s in state for x in s.values() if isinstance(x, Tensor)]
 
 
 class States8:

@@ -292,7 +292,9 @@ class Trace(DispatchMode):
             if outs[0].numel() == 1 and func.__name__.startswith(("rand.", "uniform")):  # no layer is dropped
                 self._values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
             return
-        if "empty" in func.__name__:
+        if "empty" in func.__name__ or func.__name__.startswith(
+            ("cos.", "sin.")
+        ):  # no mask is made of angles
             return
         for x, value in zip(outs, self.computed(func, args, kwargs)):
             self._values[x] = value

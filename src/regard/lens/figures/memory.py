@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...costs.memory.peak import KINDS, Alive, Peak, readable
+from ...costs.memory.peak import KINDS, OUTSIDE, Alive, Peak, readable
 from ...costs.time import Estimate, Roofline
 from . import style
 
@@ -14,7 +14,7 @@ def _peak(cost: Any) -> Peak:
 
 
 def _color(kind: str) -> str:
-    return style.COLORS[KINDS.index(kind) % len(style.COLORS)]
+    return (*style.COLORS, "#5B5B5B", "#8C6BB1", "#A6761D")[KINDS.index(kind)]
 
 
 def memory_treemap(cost: Any, *, dark: bool = False) -> Any:
@@ -36,7 +36,7 @@ def memory_treemap(cost: Any, *, dark: bool = False) -> Any:
                 color=_color(kind),
                 edgecolor=style.theme(dark).paper,
             )
-            label = f"{part.path or 'the model'}\n{readable(part.bytes)}"
+            label = f"{part.path or OUTSIDE}\n{readable(part.bytes)}"
             if width * height > 0.012 and width > 0.07 and height > 0.05:
                 room = int(width * 95)
                 text = "\n".join(style.shown(line, max(room, 6)) for line in label.split("\n"))
@@ -86,7 +86,7 @@ def memory_timeline(cost: Any, *, dark: bool = False) -> Any:
         ax.text(start, 1.0, f" {phases[start]}", transform=ax.get_xaxis_transform(), fontsize=7, va="top",
                 color=style.theme(dark).ink)  # fmt: skip
     ax.set(xlim=(0, len(peak.timeline)), ylim=(0, 1.15 * max(sums)))
-    style.legend(ax, dark, loc="lower left", ncols=3)
+    style.legend(ax, dark, loc="upper right", ncols=2)
     return figure
 
 
@@ -96,15 +96,16 @@ def roofline(estimate: Estimate, machine: Roofline, *, dark: bool = False) -> An
     ax = style.axes(figure, dark=dark, title=machine.machine, x="FLOP/byte", y="FLOP/s")
     parts = [p for p in estimate.parts if p.flops and p.bytes]
     intensities = [p.flops / p.bytes for p in parts] or [1.0]
-    along = [min([*intensities, 0.1]) * 10 ** (k / 20) for k in range(140)]
+    along = [min(intensities) / 30 * 10 ** (k / 20) for k in range(100)]
     for number, (dtype, rate) in enumerate(machine.flops_per_s.items()):
         style.line(ax, number, along, [min(rate, x * machine.bytes_per_s) for x in along], dtype)
     for p in parts:
         at = (p.flops / p.bytes, p.flops / p.seconds)
         size = 3 + 9 * (p.seconds / estimate.parts[0].seconds) ** 0.5
         ax.plot(*at, "o", color=style.theme(dark).ink, markersize=size, alpha=0.6)
-    for p in parts[:6]:
-        ax.annotate(style.shown(p.path or "the model", 28), (p.flops / p.bytes, p.flops / p.seconds), fontsize=6,
+    named: dict[str, Any] = {f"{p.flops / p.bytes:.1g}": p for p in reversed(parts[:8])}
+    for p in named.values():
+        ax.annotate(style.shown(p.path or OUTSIDE, 28), (p.flops / p.bytes, p.flops / p.seconds), fontsize=6,
                     xytext=(4, -8), textcoords="offset points", color=style.theme(dark).ink)  # fmt: skip
     ax.set(xscale="log", yscale="log")
     style.legend(ax, dark, loc="lower right")
