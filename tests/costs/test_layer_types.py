@@ -105,7 +105,7 @@ def test_a_comparison_prints_and_becomes_json():
     assert "attention       LSTM                        1,024  2 d" in str(result)
     heading, first = str(result).splitlines()[2:4]
     assert heading.endswith("path length  order       values saved to train  values to decode")
-    assert first.endswith("3,048,000              1,024,000")  # 4·n·d + n², and keys and values
+    assert first.endswith("3,048,000         1,024,000")  # 4·n·d + n², and keys and values
     with pytest.raises(SpecError, match="unknown layer type 'gru'; known: GRU, LSTM, RNN, attention"):
         result["gru"]
     data = json.loads(result.json())
