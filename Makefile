@@ -17,7 +17,7 @@ QUICK := tests/pattern tests/position tests/reference tests/schedule tests/spec 
 	--ignore=tests/nn/test_models.py \
 	--ignore=tests/lens/test_html_report.py --ignore=tests/lens/test_figures.py
 
-.PHONY: demo test quick check long laws ledger mutants clean
+.PHONY: demo test quick check docs long laws ledger mutants clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,11 @@ check: $(VENV)/.ready
 	$(PY) -m mypy
 	$(MAKE) test
 
+# The documentation site in site/, with the API reference: open site/index.html, no network needed.
+docs: $(VENV)/.ready
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,docs]"
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 # For each row of the ledger (the results to reproduce): its test, and whether a wrong product is noticed.
 ledger: $(VENV)/.ready
 	$(PY) tests/helpers/ledger_rows.py
@@ -60,4 +65,4 @@ mutants: $(VENV)/.ready
 	$(PY) bench/mutants.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache
