@@ -37,10 +37,11 @@ def sentences(count: int) -> list[list[int]]:
 
 
 def ours(rows: list[list[int]], width: int, most: int):
-    """A function that translates; weights are prepared in every call."""
+    """A function that translates. Weights are prepared once, as by `rg.translate` and at CTranslate2's loading."""
     import torch
 
     from regard.generation import beam, generate, greedy
+    from regard.generation.cpu_inference import weights_unchanged
     from regard.training.data.tokens import END, PAD, START
     from regard.training.translator import open_translator
 
@@ -50,6 +51,8 @@ def ours(rows: list[list[int]], width: int, most: int):
     strategy = greedy() if width == 1 else beam(width, length_penalty=LENGTH_PENALTY)
     options = {"source": source, "source_lengths": lengths, "max_new_tokens": most, "eos_id": END}
     start = [[START]] * len(rows)
+    once = weights_unchanged()
+    once.__enter__()  # until the process ends
     return lambda: generate(model, start, strategy, return_log_probs=False, **options).rows()
 
 

@@ -37,17 +37,19 @@ def dense(q, k, v, *, dropout_p=0.0, **_):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
 
 
-def by_context(model, rows, device: str, autocast: bool, tail: int) -> dict[int, float]:
+def by_context(
+    model, rows, device: str, autocast: bool, tail: int, windows: int | None = None
+) -> dict[int, float]:
     """The mean loss of the last `tail` targets of each window, by the number of characters that are read."""
     model.eval()
     found, contexts = {}, []
     c = 2 * tail
     while c <= rows.context:
         contexts.append(c)
-        c *= 2
+        c *= 4
     for c in contexts:
         losses = []
-        for row in range(len(rows)):
+        for row in range(len(rows))[: windows or len(rows)]:
             inputs = rows.batch(torch.tensor([row])).inputs
             tokens, targets = (inputs[name][:, -c:].to(device) for name in ("tokens", "targets"))
             with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast):
@@ -65,7 +67,7 @@ def graphs(trainer: Trainer) -> dict | None:
 
 
 def side(name: str, given: argparse.Namespace, data, chosen, device: str) -> dict:
-    settings = replace(chosen.settings, steps=given.steps, autocast=None if given.tiny else "bfloat16")
+    settings = replace(chosen.settings, minutes=given.minutes, autocast=None if given.tiny else "bfloat16")
     torch.manual_seed(0)
     model = chosen.model.build().to(device)
     task = replace(chosen, settings=settings).task(model)
@@ -73,11 +75,13 @@ def side(name: str, given: argparse.Namespace, data, chosen, device: str) -> dic
     torch.manual_seed(1)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    marks, losses = [], []
-    for _ in range(given.steps):
+    losses, started = [], time.perf_counter()
+    marks = [(0, started)]
+    while not trainer._over():
         total, predicted, _ = trainer._update()
+        trainer.seconds = time.perf_counter() - started
         losses.append(total / predicted)
-        if trainer.step % 10 == 0 or trainer.step == given.steps:
+        if trainer.step % 10 == 0 or trainer._over():
             if device == "cuda":
                 torch.cuda.synchronize()
             marks.append((trainer.step, time.perf_counter()))
@@ -89,10 +93,13 @@ def side(name: str, given: argparse.Namespace, data, chosen, device: str) -> dic
         "side": name,
         "ms_per_update": round(1e3 * per_update, 2),
         "tokens_per_second": round(settings.tokens / per_update),
-        "seconds": round(sum(1 for _ in losses) * per_update, 1),
+        "updates": trainer.step,
+        "seconds": round(trainer.seconds, 1),
         "train_loss": round(float(torch.stack(losses[-20:]).mean()), 4),
         "valid_loss": round(valid, 4),
-        "valid_loss_by_context": by_context(model, data.valid, device, not given.tiny, 64 if given.tiny else 512),
+        "valid_loss_by_context": by_context(
+            model, data.valid, device, not given.tiny, 64 if given.tiny else 512, given.windows
+        ),
         "graphs": graphs(trainer),
         "memory": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }  # fmt: skip
@@ -104,32 +111,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--minutes", type=float, help="train each side for this time instead")
+    parser.add_argument("--rows", type=int, default=4, help="windows per update")
+    parser.add_argument(
+        "--windows", type=int, help="of the held-out text for the losses by context; all by default"
+    )
+    parser.add_argument("--only-sparse", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cpu" if given.tiny else "cuda"
-    chosen = recipe("long-context", steps=given.steps, **(TINY if given.tiny else {}))
+    chosen = recipe("long-context", steps=given.steps, **(TINY if given.tiny else {"rows": given.rows}))
     with tempfile.TemporaryDirectory() as folder:
         data = chosen.data.load(Path(folder))
     if given.tiny:
         data = replace(data, valid=replace(data.valid, ids=data.valid.ids[:5000]))
     sides = [side(str(chosen.model.block.attention.pattern), given, data, chosen, device)]
-    with mock.patch.object(attention_module.engine, "attention", dense):
-        sides.append(side("dense causal, scaled_dot_product_attention", given, data, chosen, device))
-    sparse, full = sides
+    if not given.only_sparse:
+        with mock.patch.object(attention_module.engine, "attention", dense):
+            sides.append(side("dense causal, scaled_dot_product_attention", given, data, chosen, device))
     found = {
         "date": str(date.today()),
         "machine": machine(torch.device(device)),
         "launch_latency_us": None if given.tiny else round(launch_latency(device), 2),
         "recipe": "long-context",
-        "updates": given.steps,
         "tokens_per_update": chosen.settings.tokens,
         "parameters": sum(p.numel() for p in chosen.model.build().parameters()),
         "pairs": {str(p): p.count(chosen.data.context) for p in (chosen.model.block.attention.pattern, rg.causal())},
         "sides": sides,
-        "speed_ratio": round(sparse["tokens_per_second"] / full["tokens_per_second"], 3),
-        "loss_difference": round(sparse["valid_loss"] - full["valid_loss"], 4),
     }  # fmt: skip
-    print(json.dumps({k: found[k] for k in ("speed_ratio", "loss_difference")}), flush=True)
+    if len(sides) == 2:
+        sparse, full = sides
+        found["speed_ratio"] = round(sparse["tokens_per_second"] / full["tokens_per_second"], 3)
+        found["loss_difference"] = round(sparse["valid_loss"] - full["valid_loss"], 4)
+        print(json.dumps({k: found[k] for k in ("speed_ratio", "loss_difference")}), flush=True)
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -64,13 +64,17 @@ class Marian(nn.Module):
 
 
 class Theirs:
-    def __init__(self, rows, vocab: int, size: dict, tokens: float, device: str, autocast: bool):
+    def __init__(self, rows, vocab: int, size: dict, tokens: float, device: str, their_rows: int | None):
         torch.manual_seed(0)
-        self.rows, self.device, self.autocast = rows, device, autocast
+        self.rows, self.device, self.autocast = rows, device, device == "cuda"
         self.model = Marian(vocab, size).to(device).train()
         self.call = torch.compile(self.model, dynamic=True) if device == "cuda" else self.model
         lengths = rows.source.lengths.tolist()
-        order, count = sized(rows, lambda size: grouped(lengths, size), tokens)
+        order, count = (
+            sized(rows, lambda size: grouped(lengths, size), tokens)
+            if their_rows is None
+            else (grouped(lengths, their_rows), their_rows)
+        )
         self.batches = [order[i : i + count] for i in range(0, len(order) - count + 1, count)]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.98), fused=True)
         self.index = 0
@@ -127,6 +131,10 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--only-warm", action="store_true", help="compile theirs, so that a later run finds it cached"
     )
+    parser.add_argument(
+        "--their-rows", type=int, help="rows of their batches, where known; otherwise searched"
+    )
+    parser.add_argument("--after", type=Path, help="wait for this file before the timed rounds")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.tiny:
@@ -152,7 +160,7 @@ def main() -> None:
     trainer._update()
     plan = trainer.stream.plan
     padded = plan.padded / len(plan)
-    theirs = Theirs(data.train, chosen.data.vocab, size, padded, device, not given.tiny)
+    theirs = Theirs(data.train, chosen.data.vocab, size, padded, device, given.their_rows)
     if given.only_warm:
         for _ in range(3):
             theirs.step()
@@ -169,6 +177,8 @@ def main() -> None:
     for _ in range(30 if device == "cuda" else 1):
         theirs.step()
     print("warm", flush=True)
+    while given.after and not given.after.exists():
+        time.sleep(0.2)
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in sides}
     for _ in range(given.rounds):
         for name, side in sides.items():

@@ -74,10 +74,11 @@ class SingleQueryAttention:
 
     def __init__(self, module: MultiHeadAttention, own: bool):
         size, parts = module.spec.sizes, _projections(module)
-        self.module, self.kv_heads, self.d_k = module, size.kv_heads, size.d_k
+        self.kv_heads, self.d_k = size.kv_heads, size.d_k
         self.scale = _scale(module.spec)
         self.widths = [w.out_features for w in parts]
         self.into = PackedLinear(*parts) if own else PackedLinear(parts[0])
+        self.context = None if own else PackedLinear(*parts[1:])
         self.out = None if module.w_o is None else PackedLinear(module.w_o)
         self.no_bias = parts[0].weight.new_empty(1)  # not read: beta is 0
 
@@ -106,7 +107,8 @@ class SingleQueryAttention:
 
     def read(self, context: Float[Tensor, "t d"], rows: "Rows", cache: KeyValues) -> None:
         """Write the context's keys and values into the cache."""
-        both = (rows.pad(w(context)) for w in _projections(self.module)[1:])
+        assert self.context is not None
+        both = rows.pad(self.context(context)).split(self.widths[1:], -1)
         k, v = (rearrange(t, "b m (h d) -> b h m d", h=self.kv_heads) for t in both)
         cache.append(k, v)
 

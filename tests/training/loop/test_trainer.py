@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from regard.training.loop.averaging import ema, last
 from regard.training.loop.log import Log, read
 from regard.training.loop.optimizer import AdamW
 from regard.training.loop.ranks import ALONE
-from regard.training.loop.trainer import Diverged, Settings
+from regard.training.loop.trainer import Diverged, Settings, check_autocast
 from regard.training.recipes.tasks import Translation
 from training_case import SETTINGS, model, pairs, trainer
 
@@ -387,6 +388,63 @@ def test_no_better_loss_for_a_while_ends_a_run(tmp_path):
     one = trainer(tmp_path, patience=1, valid_every=1, schedule=constant(1e-12), average=None)
     one.run()
     assert one.step <= 5
+
+
+def test_early_stopping_gives_the_model_of_the_best_validation(tmp_path):
+    """A rate that ruins the model after its first validation: the weights are those of the best one, also resumed."""
+    one = trainer(
+        tmp_path, patience=2, valid_every=2, steps=40, schedule=constant(0.3), average=None, clip=None
+    )
+    validated = []
+    real = one._validate
+
+    def validate():
+        result = real()
+        validated.append(
+            (result["loss"], {n: p.detach().clone() for n, p in one.task.model.named_parameters()})
+        )
+        return result
+
+    one._validate = validate
+    one.run()
+    losses = [loss for loss, _ in validated]
+    best = losses.index(min(losses))
+    assert one.step < 40 and best == len(losses) - 4  # three worse ones ended the run
+    model = deepcopy(one.task.model)
+    one.fill(model)
+    assert all(torch.equal(p, validated[best][1][n]) for n, p in model.named_parameters())
+    again = trainer(
+        tmp_path, patience=2, valid_every=2, steps=40, schedule=constant(0.3), average=None, clip=None
+    )
+    again.resume()
+    again.fill(model)
+    assert all(torch.equal(p, validated[best][1][n]) for n, p in model.named_parameters())
+    (tmp_path / "best.safetensors").write_bytes(b"cut")
+    with pytest.raises(rg.FormatError, match="the weights of the best validation, cannot be read"):
+        again.fill(model)
+
+
+def test_a_gpu_without_bfloat16_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    cuda = torch.device("cuda")
+    with pytest.raises(rg.BackendError) as e:
+        check_autocast("bfloat16", cuda)
+    assert str(e.value) == "Tesla T4 has no bfloat16; use autocast='float16' or None, or device='cpu'"
+    check_autocast("float16", cuda)
+    check_autocast("bfloat16", torch.device("cpu"))
+
+
+def test_a_driver_that_pytorch_cannot_use_is_explained_and_the_cpu_still_works(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(rg.BackendError) as e:
+        ALONE.device("cuda")
+    assert str(e.value) == (
+        "device='cuda': PyTorch finds no usable GPU (is there one, and is its driver new enough? see nvidia-smi); "
+        "use device='cpu'"
+    )
+    assert ALONE.device(None) == torch.device("cpu")
 
 
 def test_autocast_trains(tmp_path):

@@ -5,6 +5,7 @@ A run's folder:
     recipe.json, tokens.json     the recipe and its tokenizer
     log.jsonl                    events
     checkpoints/00001200/        weights.safetensors, optimizer.safetensors, state.json
+    best.safetensors             with `patience`: the weights of the best validation
     lock                         locked by the process that trains; released when it ends
 
 A checkpoint is written under a temporary name, flushed to disk and renamed; state.json, written last, has the
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ...errors import FormatError, RegardError
@@ -33,7 +34,7 @@ from ...files import checksum, flush, make_folder
 from .ranks import ALONE, Ranks
 
 T = TypeVar("T")
-STATE, SUFFIX = "state.json", ".safetensors"
+STATE, SUFFIX, BEST = "state.json", ".safetensors", "best.safetensors"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,26 @@ def write(
     if ranks.rank == 0:
         _delete_old(folder, step, retention)
     return final
+
+
+def write_best(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write the weights of the best validation so far."""
+    temporary = folder / f".{BEST}"
+
+    def act() -> None:
+        save_file(weights, temporary)
+        flush(temporary)
+        temporary.rename(folder / BEST)
+
+    _as_regard_error(act)
+
+
+def read_best(folder: Path) -> dict[str, Tensor]:
+    """The weights of the best validation."""
+    try:
+        return load_file(folder / BEST)
+    except (OSError, SafetensorError) as e:
+        raise FormatError(f"{folder / BEST}, the weights of the best validation, cannot be read: {e}") from e
 
 
 def _as_regard_error(act: Callable[[], T]) -> T:

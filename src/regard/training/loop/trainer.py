@@ -57,7 +57,8 @@ class Settings:
     keep: int = 3
     log_every: int = 20
     valid_every: int = 500
-    patience: int | None = None  # stop after more than this many validations without improvement
+    # Stop after more than this many validations without improvement; the model is then that of the best validation.
+    patience: int | None = None
 
     def __post_init__(self):
         for name in ("steps", "tokens", "accumulate", "save_every", "keep", "log_every", "valid_every"):
@@ -96,9 +97,7 @@ class Trainer:
         self.task, self.train, self.valid = task, train, valid
         self.settings, self.folder = settings, Path(folder)
         self.device = next(task.parameters()).device
-        if settings.autocast == "bfloat16" and self.device.type == "cuda" and not has_bfloat16(self.device):
-            name = torch.cuda.get_device_name(self.device)
-            raise BackendError(f"{name} has no bfloat16; use autocast='float16' or None, or device='cpu'")
+        check_autocast(settings.autocast, self.device)
         self.ranks = Ranks.here() if ranks is None else ranks
         fuse_branch_ends(task, self.device.type == "cuda" and self.ranks.world == 1)
         self.call: Callable[..., tuple[Tensor, Tensor]]
@@ -316,7 +315,10 @@ class Trainer:
                     total, predicted = total + float(plain), predicted + batch.predicted
         total, count = self.ranks.sum(total, predicted)
         loss = total / count
-        self.best, self.bad = (loss, 0) if loss < self.best else (self.best, self.bad + 1)
+        improved = loss < self.best
+        self.best, self.bad = (loss, 0) if improved else (self.best, self.bad + 1)
+        if improved and self.settings.patience is not None:
+            self._store_best()
         return {"loss": loss, "best": self.best}
 
     def _mean(self) -> RunningMean | CheckpointMean | None:
@@ -335,11 +337,28 @@ class Trainer:
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
-        """Copy the averaged weights into a model of the same declaration. All ranks call it, to gather shards."""
+        """Copy the trained weights into a model of the same declaration. All ranks call it, to gather shards.
+
+        They are the averaged ones; with patience those of the best validation.
+        """
+        targets = _tensors(model)
+        if self.settings.patience is not None and math.isfinite(self.best):
+            found = checkpoints.read_best(self.folder)
+            _need_same(targets, {name: tuple(t.shape) for name, t in found.items()})
+            for name, target in targets.items():
+                target.copy_(found[name])
+            return
         source: Any = self.task.model
         with self.averaged():
-            for tensor, target in zip(_tensors(source).values(), _tensors(model).values(), strict=True):
+            for tensor, target in zip(_tensors(source).values(), targets.values(), strict=True):
                 target.copy_(full_tensor(tensor))
+
+    def _store_best(self) -> None:
+        """Store the weights that were just validated. All ranks call it, to gather shards."""
+        source: Any = self.task.model
+        with self.averaged():
+            weights = {name: full_tensor(t).cpu().contiguous() for name, t in _tensors(source).items()}
+        self.ranks.on_first(lambda: checkpoints.write_best(self.folder, weights))
 
     def _random(self) -> dict[str, Tensor]:
         states = {f"random/cpu/{self.ranks.rank}": torch.get_rng_state()}
@@ -404,9 +423,11 @@ def fuse_branch_ends(task: nn.Module, fuses: bool) -> None:
             module.fuses_dropout = fuses
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Whether a GPU computes in bfloat16 itself (from compute capability 8.0 on)."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def check_autocast(kind: str | None, device: torch.device) -> None:
+    """Refuse bfloat16 on a GPU that does not compute in it itself: before compute capability 8.0."""
+    if kind == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        name = torch.cuda.get_device_name(device)
+        raise BackendError(f"{name} has no bfloat16; use autocast='float16' or None, or device='cpu'")
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
