@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 bench/gpu_rows.py [--group decode patterns terms host] [--flex]
 
 decode    one query of 32/8 heads of 128 over 32,768 keys, against SDPA on the keys that it needs, sliced beforehand
-patterns  forward and forward+backward; `realized` is the FLOPs needed over the time, by those of a dense product
+patterns  forward and forward+backward; `realised` as in gpu_patterns.py: the time of SDPA over all pairs × the share
+          of pairs needed, or that of reading and writing q, k, v and o if it is longer, over our time
 terms     softcap and sink logits beside the same call without
 host      microseconds of the CPU a prepared call, forward and backward
 
@@ -14,6 +15,7 @@ the cache cleared before each call. Results are compared with another backend of
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,6 +23,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 import triton
+from gpu_patterns import copy_rate
 
 import regard as rg
 
@@ -102,12 +105,6 @@ def add(out: list, **row) -> None:
     print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{v}" for k, v in row.items()), flush=True)
 
 
-def matrix_rate() -> float:
-    """FLOP/s of a dense bf16 product."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
-    return 2 * 8192**3 / (1e-3 * wall(lambda: a @ b))
-
-
 def decode(out: list, rate: float, flex: bool) -> None:
     for batch in (1, 8, 32):
         decode_row(out, batch, 32768)
@@ -143,24 +140,28 @@ def patterns(out: list, rate: float, flex: bool) -> None:
         torch.manual_seed(0)
         q, k, v, do = (torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
         ours = lambda q, k, v, p=pattern: rg.attention(q, k, v, p, backend="triton")  # noqa: E731
-        flops = 4 * d * heads * batch * pattern.count(n)
         step = both(ours, q, k, v, do)
         with torch.no_grad():
             forward = lambda q=q, k=k, v=v, ours=ours: ours(q, k, v)  # noqa: E731
             forward()
             f_wall, f_busy = wall(forward), busy(forward)
-            part = slice(n - 256, n)  # the last queries against the formula
-            exact = rg.attention(q[:1, :2, part].float(), k[:1, :2].float(), v[:1, :2].float(), pattern,
+            last = slice(n - 256, n)  # the last queries against the formula
+            exact = rg.attention(q[:1, :2, last].float(), k[:1, :2].float(), v[:1, :2].float(), pattern,
                                  backend="reference")  # fmt: skip
-            error = off(forward()[:1, :2, part], exact)
+            error = off(forward()[:1, :2, last], exact)
         assert error < 2e-2, error
         step()
         b_wall, b_busy = wall(step), busy(step)
+        with torch.no_grad():
+            full_forward = wall(partial(F.scaled_dot_product_attention, q, k, v), 5)
+        full_both = wall(both(F.scaled_dot_product_attention, q, k, v, do), 5)
+        part, by_bytes = pattern.count(n) / n**2, 4 * q.numel() * q.element_size() / rate
         row = {"forward_wall": f_wall, "forward_busy": f_busy, "both_wall": b_wall, "both_busy": b_busy}
-        row |= {
-            "realized_forward": flops / rate / (1e-3 * f_wall),
-            "realized_both": 3.5 * flops / rate / (1e-3 * b_wall),
-        }
+        row |= {"sdpa_full_forward": full_forward, "sdpa_full_both": full_both}
+        for name, full, bytes_ms in (("forward", full_forward, by_bytes), ("both", full_both, 3 * by_bytes)):
+            for kind in ("wall", "busy"):
+                if row[f"{name}_{kind}"] is not None:
+                    row[f"realised_{name}_{kind}"] = max(full * part, bytes_ms) / row[f"{name}_{kind}"]
         row["variant"] = rg.explain(q, k, v, pattern, backend="triton").variant
         if flex:
             row |= flex_times(pattern, n, q, k, v, do)
@@ -218,9 +219,13 @@ def host_row(out: list, n: int, d: int, heads: int, batch: int) -> None:
         forward = cpu(lambda: rg.attention(q, k, v, SPARSE))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     learns = cpu(lambda: rg.attention(q, k, v, SPARSE))
-    all_of_it = cpu(lambda: torch.autograd.grad(rg.attention(q, k, v, SPARSE), inputs, do))
+    step = lambda: torch.autograd.grad(rg.attention(q, k, v, SPARSE), inputs, do)  # noqa: E731
+    all_of_it = cpu(step)
+    with torch.autograd.set_multithreading_enabled(False):  # without autograd's own thread
+        alone = cpu(step)
     add(out, group="host", pattern=repr(SPARSE), n=n, d=d, heads=heads, batch=batch, forward_us=forward,
-        forward_with_grad_us=learns, both_us=all_of_it, backward_us=all_of_it - learns)  # fmt: skip
+        forward_with_grad_us=learns, both_us=all_of_it, backward_us=all_of_it - learns,
+        backward_one_thread_us=alone - learns)  # fmt: skip
 
 
 GROUPS = {"decode": decode, "patterns": patterns, "terms": terms, "host": host}
@@ -233,9 +238,9 @@ def main() -> None:
         "--flex", action="store_true", help="FlexAttention beside each pattern; compiling takes minutes"
     )
     options = parser.parse_args()
-    rate = matrix_rate()
+    rate = copy_rate()
     versions = f"torch {torch.__version__}, triton {triton.__version__}, {torch.cuda.get_device_name(0)}"
-    print(f"{versions}; a dense product has {rate / 1e12:.0f} TFLOP/s", flush=True)
+    print(f"{versions}; copy {rate / 1e9:.2f} TB/s", flush=True)
     out: list[dict] = []
     for name in options.group:
         try:
@@ -243,7 +248,7 @@ def main() -> None:
         except Exception as error:  # the other groups still have their say
             add(out, group=name, failed=repr(error)[:600])
         if folder := os.environ.get("OUT"):
-            result = {"versions": versions, "matrix_flops": rate, "rows": out}
+            result = {"versions": versions, "copy_bytes_per_ms": rate, "rows": out}
             Path(folder, "gpu_rows.json").write_text(json.dumps(result, indent=1))
 
 

@@ -101,7 +101,7 @@ def attention(
 def _run(call: Call, backend: str) -> Outputs:
     """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in."""
     prepared = choose(facts_of(call), backend)
-    if call.sink_logits is None:
+    if call.sink_logits is None or prepared.joins_sink:
         return prepared.run(call) if _compiling() and prepared.run is not None else prepared(call)
     o, lse = _run(replaced(call, sink_logits=None, return_lse=True), backend)
     assert lse is not None

@@ -289,6 +289,7 @@ class Prepared:
     build: Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
+    joins_sink: bool = False  # `run` has sink_logits in its results
 
     @property
     def computed(self) -> int:

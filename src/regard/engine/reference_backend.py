@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from .call import Call, CallFacts, Prepared
+from .merge import merge_sink
 
 CHUNK = 1 << 22  # scores of one head held at a time
 
@@ -69,12 +70,14 @@ def _by_chunks(call: Call, dtype: torch.dtype) -> tuple[Float[Tensor, "b h n d_v
 
 
 def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v, and of a bias tensor where there is one, each with a graph of its own.
+    """The gradients of q, k and v, and of a bias tensor and a sink where there is one, each with a graph of its own.
 
     grads: those of o and of the log-sum-exp.
     """
-    results = [(y, dy.to(y.dtype)) for y, dy in zip(attend(call.hide()), grads) if dy is not None]
-    inputs = [x for x in (call.q, call.k, call.v, call.bias) if isinstance(x, Tensor)]
+    made = attend(call.hide())
+    made = made if call.sink_logits is None else merge_sink(*made, call.sink_logits)
+    results = [(y, dy.to(y.dtype)) for y, dy in zip(made, grads) if dy is not None]
+    inputs = [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]
     outputs, of_outputs = zip(*results)
     wanted = [x for x in inputs if x.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True))

@@ -195,6 +195,42 @@ def test_a_prepared_call_has_gradients_and_double_backward(prepared):
     assert k.grad is not None and q.grad is None and v.grad is None
 
 
+def test_sink_logits_and_lengths_have_gradients_and_double_backward(monkeypatch):
+    """With formulas in place of the kernels, the backward one by the saved lse: what is left is autograd's."""
+    from regard.engine import reference_backend
+    from regard.engine.call import Call
+    from regard.engine.compiled_ops import NO_SEED, Options
+    from regard.engine.cuda import backend
+
+    def formula(qkv, extras, seed, options):
+        lengths = extras[2][:, 1], extras[2][:, 0]
+        with torch.no_grad():
+            return reference_backend.attend(Call(*qkv, PATTERN, None, *lengths, scale=0.3, at=(0, 1)))
+
+    def gradients(grads, saved, extras, *rest):
+        q, k, v, o, lse = saved
+        do = torch.zeros_like(o) if grads[0] is None else grads[0]
+        delta = (do * o).sum(-1) - (0.0 if grads[1] is None else grads[1])
+        keys = torch.arange(5)
+        visible = (keys >= extras[2][:, :1]) & (keys < extras[2][:, 1:])
+        allowed = PATTERN.allowed(5) & visible[:, None, None]
+        weights = (0.3 * q @ k.mT - lse[..., None]).exp().masked_fill(~allowed, 0.0)
+        ds = 0.3 * weights * (do @ v.mT - delta[..., None])
+        return ds @ k, ds.mT @ q, weights.mT @ do, None, None
+
+    monkeypatch.setattr(backend, "forward", formula)
+    monkeypatch.setattr(backend, "backward", gradients)
+    limits, options = torch.tensor([[1, 4]]), Options(PATTERN, 0, 1, 0.3)
+    sink = torch.tensor([0.4, -1.3], dtype=torch.float64, requires_grad=True)
+
+    def attend(q, k, v, sink):
+        return backend._Attend.apply(q, k, v, None, None, limits, sink, NO_SEED, options)
+
+    assert gradcheck(attend, (*qkv(), sink)) and gradgradcheck(attend, (*qkv(), sink))
+    o, _ = attend(*qkv(), sink)
+    assert bool((o[:, :, 0] == 0.0).all())  # the first query has no key that is not padding
+
+
 def test_an_input_that_was_changed_in_between_is_an_error(prepared):
     for which in range(3):
         inputs = qkv()

@@ -14,7 +14,7 @@ from ...errors import BackendError
 from ...pattern import Pattern
 from ...position import ByDistance
 from .. import reference_backend
-from ..call import Call, CallFacts, Outputs, Prepared
+from ..call import Call, CallFacts, Outputs, Prepared, needs_grad
 from ..compiled_ops import NO_SEED, Options, sample_seed, sparse_attention
 from ..plan import keys_visited, plan, run_formulas, why_masked
 
@@ -60,7 +60,8 @@ class Triton:
 
     def prepare(self, f: CallFacts) -> Prepared:
         build = (lambda: _prepared_launches(f)) if f.only_pattern and not f.observed else None
-        return Prepared(self.name, variant(f), lambda: _computed(f), lambda call: _run(call, f), build)
+        made = variant(f), lambda: _computed(f), lambda call: _run(call, f), build
+        return Prepared(self.name, *made, joins_sink=not f.observed)
 
 
 def _computed(f: CallFacts) -> int:
@@ -144,18 +145,32 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
     seed = int(sample_seed()) if call.dropout_p else NO_SEED
     options = Options(f.pattern, *f.offset, f.factor, call.dropout_p, call.softcap)
-    if isinstance(call.at, Tensor):
-        return forward((call.q, call.k, call.v), (None, None, call.limits()), seed, options, call.at)
-    return _Attend.apply(call.q, call.k, call.v, table, slopes, call.limits(), seed, options)
+    tensors = call.q, call.k, call.v, table, slopes, call.limits(), call.sink_logits
+    if f.grad or f.bias_grad or needs_grad(call.sink_logits):
+        return _Attend.apply(*tensors, seed, options)
+    at = call.at if isinstance(call.at, Tensor) else None
+    return _join_sink(*forward(tensors[:3], tensors[3:6], seed, options, at), call.sink_logits)
+
+
+def _join_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As merge_sink, in place."""
+    if sink is None:
+        return o, lse
+    logits = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - logits).masked_fill_(lse == -torch.inf, 0.0)  # −∞ − (−∞) would be NaN
+    return o.mul_(share[..., None]), torch.logaddexp(lse, logits)
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v, table, slopes) → (o, lse)."""
+    """(q, k, v, table, slopes, lengths, sink) → (o, lse).
+
+    A sink has no value, so that the gradients of the others are as without it, by an lse and an o that have it in.
+    """
 
     @staticmethod
     def forward(ctx, *given):
-        *tensors, seed, options = given  # q, k, v, table, slopes, lengths
-        o, lse = forward(tensors[:3], tensors[3:], seed, options)
+        *tensors, seed, options = given
+        o, lse = _join_sink(*forward(tensors[:3], tensors[3:6], seed, options), tensors[6])
         ctx.save_for_backward(*tensors, o, lse)
         ctx.seed, ctx.options = seed, options
         ctx.set_materialize_grads(False)
@@ -164,8 +179,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad_lse):
         if grad is None and grad_lse is None:
-            return (None,) * 8
-        q, k, v, table, slopes, lengths, o, lse = ctx.saved_tensors
+            return (None,) * 9
+        q, k, v, table, slopes, lengths, sink, o, lse = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
             if table is not None or slopes is not None or ctx.options.dropout_p:
                 raise BackendError(
@@ -174,13 +189,19 @@ class _Attend(torch.autograd.Function):
                 )
             pattern, start, step, scale, _, softcap = ctx.options
             starts, lengths = (None, lengths) if lengths is None or lengths.dim() == 1 else lengths.unbind(1)
-            call = Call(
-                q, k, v, pattern, None, lengths, starts, scale=scale, softcap=softcap, at=(start, step)
-            )
-            return *reference_backend.gradients((grad, grad_lse), call), *(None,) * 5
-        of_bias = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+            more = {"scale": scale, "softcap": softcap, "sink_logits": sink, "at": (start, step)}
+            call = Call(q, k, v, pattern, None, lengths, starts, **more)
+            dq, dk, dv, *rest = reference_backend.gradients((grad, grad_lse), call)
+            return dq, dk, dv, None, None, None, *(rest or [None]), None, None
+        of_bias, of_sink = ctx.needs_input_grad[3] or ctx.needs_input_grad[4], None
+        if ctx.needs_input_grad[6]:
+            delta = 0.0 if grad is None else (grad * o).sum(-1, dtype=lse.dtype)
+            delta = delta if grad_lse is None else delta - grad_lse
+            weights = (sink.to(lse.dtype)[:, None] - lse).masked_fill_(lse == -torch.inf, -torch.inf).exp_()
+            of_sink = -(weights * delta).sum((0, 2)).to(sink.dtype)
         saved = (q, k, v, o, lse), (table, slopes, lengths)
-        return *backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias), None, None, None
+        gradients = backward((grad, grad_lse), *saved, ctx.seed, ctx.options, of_bias)
+        return *gradients, None, of_sink, None, None
 
 
 def forward(

@@ -102,19 +102,27 @@ class Extras(NamedTuple):
     )
 
     @property
+    def integers(self) -> tuple[torch.dtype, ...]:
+        return tuple(x.dtype for x in (self.lengths, self.at) if x is not None)
+
+    @property
     def limits(self) -> int:
         """As `CallLayout.lengths`."""
         return 0 if self.lengths is None else self.lengths.dim()
 
     def on(self, device: torch.device) -> "Extras":
-        """As the kernels read them: contiguous, the bias in float32 and base 2, lengths as int32 on this device."""
+        """As the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
         if self[:3] == (None, None, None) and self.at is None:
             return self
         table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in self[:2])
-        lengths, at = (
-            None if x is None else x.to(device, torch.int32).contiguous() for x in (self.lengths, self.at)
-        )
-        return Extras(table, slopes, lengths, self.seed, at)
+        return Extras(table, slopes, _integers(self.lengths, device), self.seed, _integers(self.at, device))
+
+
+def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
+    """Of 32 or 64 bits: a conversion would be a launch of its own."""
+    if x is None or (x.device == device and x.dtype in (torch.int32, torch.int64) and x.is_contiguous()):
+        return x
+    return x.to(device, torch.int32).contiguous()
 
 
 PLAIN = Extras()
@@ -217,6 +225,7 @@ class CallLayout(NamedTuple):
     has_dlse: bool = False  # backward: the log-sum-exp has a gradient
     bias_gradient: bool = False  # backward: the bias needs a gradient
     per_row: bool = False  # the position of the query differs by batch row
+    integers: tuple[torch.dtype, ...] = ()  # of lengths and positions
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int, int]:

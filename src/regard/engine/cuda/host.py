@@ -107,10 +107,10 @@ def forward(
         return forward(-q, k, v, negated(task), extras)
     d_v = v.shape[-1]
     q, k, v = aligned_rows(q), aligned_rows(k), aligned_rows(v, _min_value_width(q))
-    layouts = layout(q), layout(k), layout(v)
-    call = CallLayout(task, layouts, q.dtype, q.device, extras.limits, per_row=extras.at is not None)
+    layouts, extras = (layout(q), layout(k), layout(v)), extras.on(q.device)
+    there = extras.limits, False, False, extras.at is not None, extras.integers
     with _device_of(q):
-        o, lse = prepared_forward(call)(q, k, v, extras.on(q.device))
+        o, lse = prepared_forward(CallLayout(task, layouts, q.dtype, q.device, *there))(q, k, v, extras)
     return _narrowed(o, d_v), lse
 
 
@@ -137,10 +137,11 @@ def backward(
     v, o, do = (aligned_rows(x, least) for x in (v, o, do))
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     layouts = tuple(map(layout, (q, k, v, o, do)))
-    there = extras.limits, dlse is not None, bias_gradient
+    given = extras.on(q.device)
+    there = given.limits, dlse is not None, bias_gradient, False, given.integers
     run = prepared_backward(CallLayout(task, layouts, q.dtype, q.device, *there))
     with _device_of(q):
-        made = run((q, k, v, o, do, lse), dlse, extras.on(q.device))
+        made = run((q, k, v, o, do, lse), dlse, given)
     dq, dk, dv = (_narrowed(x, d) for x, d in zip(made[:3], (d_k, d_k, d_v)))
     if not bias_gradient:
         return dq, dk, dv, None, None

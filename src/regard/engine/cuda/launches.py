@@ -66,7 +66,7 @@ def decode(call: CallLayout) -> Program | None:
     rows, heads, group = max(16, padded(h // h_kv)), b * h_kv, h // h_kv
     config = Config(rows, 32 if max(d_k, d_v) > 128 or call.dtype == torch.float32 else 64, 4, 3)
     blocks = -(-keys_visited(task.pattern, m - 1 if call.per_row else task.start, m) // config.block)
-    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, blocks))
+    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, -(-blocks // 2)))
     sizes = static(task.pattern, config, call)._replace(
         SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
         GROUP=group, runs=runs(task.pattern), RUNS=len(run_formulas(task.pattern) or ()) // 3, PER_ROW=call.per_row,

@@ -15,7 +15,6 @@ from ..call import CallLayout, Config, padded
 from ..mask import compiled
 
 INTERPRETED = tl.constexpr(prepared.INTERPRETED)
-AHEAD = tl.constexpr(4)  # parts whose loads do not wait for one another
 ROUNDS = tl.constexpr(7)  # of Philox4x32: as many pass every known statistical test
 TABLE, SLOPES = 1, 2  # the parts of a bias, added up to BIAS
 # Numbers that must not make Triton compile again.
@@ -217,9 +216,9 @@ def limits_of(LIMITS, b, S: tl.constexpr):
     """Where the keys of batch row b begin and end."""
     first, end = 0, 0
     if S.LENGTHS == 1:
-        end = tl.load(LIMITS + b)
+        end = tl.load(LIMITS + b).to(tl.int32)
     if S.LENGTHS == 2:
-        first, end = tl.load(LIMITS + 2 * b), tl.load(LIMITS + 2 * b + 1)
+        first, end = tl.load(LIMITS + 2 * b).to(tl.int32), tl.load(LIMITS + 2 * b + 1).to(tl.int32)
     return first, end
 
 
@@ -360,7 +359,11 @@ def merge_kernel(
     keep: tl.constexpr, R: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
     ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The partial results of one split tile, joined in order by their log-sum-exp."""
+    """The partial results of one split tile, joined in order by their log-sum-exp.
+
+    The loads of AHEAD of them do not wait for one another: as many as the registers hold.
+    """
+    AHEAD: tl.constexpr = 8 if R <= 16 else 4
     bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
     first, hop, count, slot, pieces, _, _ = item_of(SPLITS, w)
     a = tl.arange(0, R)
@@ -413,7 +416,7 @@ def decode_kernel(
     in_tile = g < S.GROUP
     p = start
     if S.PER_ROW:
-        p = tl.load(AT + b)
+        p = tl.load(AT + b).to(tl.int32)
     limits = limits_of(LIMITS, b, S)
     Q += b * q_b + h * S.GROUP * q_h
     K += b * k_b + h * k_h
