@@ -32,7 +32,7 @@ def test_auto_takes_the_backend_that_fits():
     assert chosen(rg.window(2) | rg.every(4), 16) == "sdpa"  # too small to gain
     assert (
         chosen(SPARSE, table=True)
-        == chosen(SPARSE, row_offsets=True)
+        == chosen(SPARSE, row_offsets=True, bias="distance")
         == chosen(SPARSE, bias="tensor")
         == "sdpa"
     )
@@ -114,8 +114,9 @@ REFUSED = [
     (
         "tiles",
         rg.causal(),
-        {"at": torch.tensor([0, 1])},
-        "per-row query offsets (`at` as a tensor) are not supported; use backend='sdpa'",
+        {"at": torch.tensor([0, 1]), "bias": ByDistance(slopes=torch.ones(2))},
+        "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler; "
+        "use backend='sdpa'",
     ),
     ("triton", rg.causal(), {}, "it runs on CUDA, not on cpu; use backend='sdpa'"),
 ]

@@ -10,6 +10,7 @@ import torch
 
 import regard as rg
 from regard.engine import flex, reference_backend, sdpa
+from regard.engine.cpu import backend as cpu_backend
 from regard.engine.cpu.gathered_layout import GatheredLayout
 from regard.engine.cpu.tiles import TileAttention
 from regard.position import ByDistance
@@ -108,6 +109,7 @@ def observed() -> Iterator[list[str]]:
             (reference_backend, "attend", "reference, formula"),
             (flex, "attend", "flex, blocks of 128 × 128"),
             (TileAttention, "forward", _tiles_variant),
+            (cpu_backend, "_attend_one_query", "tiles, one query"),
         ):
             stack.enter_context(_noting(ran, holder, name, variant))
         yield ran

@@ -196,7 +196,8 @@ class CallFacts:
             return "a bias tensor is n × m already"
         if self.table:
             return "a bool tensor is no pattern; declare one"
-        return "per-row query offsets (`at` as a tensor) are not supported" if self.row_offsets else None
+        refused = self.row_offsets and self.device_type != "cpu"
+        return "per-row query offsets (`at` as a tensor) are not supported" if refused else None
 
     @property
     def hides_keys(self) -> bool:
@@ -386,7 +387,7 @@ def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bo
 
 
 @lru_cache(maxsize=32)
-def _dense(pattern: Pattern, n: int, m: int, at: At, device: torch.device) -> Bool[Tensor, "n m"]:
+def _dense(pattern: Pattern, n: int, m: int, at: At, device: torch.device) -> Bool[Tensor, "*h n m"]:
     return pattern.allowed(n, m, at, device)
 
 

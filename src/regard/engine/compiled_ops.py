@@ -19,11 +19,9 @@ from ..pattern import Pattern, full, query_offset
 from ..position import ByDistance
 from .call import Call
 from .cpu import documents, tiles
-from .cpu.layout import Layout, TileGroup
-from .cpu.strided_layout import layout
-from .plan import NoPlan
+from .cpu.layout import Layout
+from .cpu.strided_layout import layout_or_mask
 
-TILE = 512  # queries at a time where every pair is visited
 SEEDS = 1 << 33, 1 << 62  # of dropout: all take 64 bits, so one compiled kernel serves any
 NO_SEED = SEEDS[0]
 
@@ -201,8 +199,8 @@ def _pattern(text: str) -> Pattern:
 
 def _tiles(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tiles.TileAttention:
     seed = 0 if extras.seed is None else int(extras.seed)
-    layouts = _layouts(q, k, extras, options)
-    return tiles.TileAttention(layouts, options.scale, None, extras.lengths, options.dropout_p, seed)
+    terms: dict[str, Any] = {"dropout_p": options.dropout_p, "seed": seed, "softcap": options.softcap}
+    return tiles.TileAttention(_layouts(q, k, extras, options), options.scale, None, extras.lengths, **terms)
 
 
 def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[Layout, ...]:
@@ -215,18 +213,7 @@ def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[La
                 "backend='tiles' cannot run this: the ids of a document do not follow one another; use backend='sdpa'"
             )
         return layouts
-    try:
-        return (layout(options.pattern, n, m, options.start, options.step),)
-    except NoPlan:  # compiled graphs alone come here: they choose before the sizes are known
-        return (_every_pair(options.pattern, n, m, options.start, options.step),)
-
-
-@lru_cache(maxsize=64)
-def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
-    """All keys for all queries, masked: what is left where no progressions describe a pattern."""
-    firsts = range(0, n, TILE) if m else ()
-    tiles = (TileGroup(1, r, 0, 1, min(TILE, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
-    return Layout(n, m, start, step, tuple(tiles))
+    return (layout_or_mask(options.pattern, n, m, options.start, options.step),)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ from ..pattern import Both, Either, Not, Pattern, Relation, Word, full
 from ..progression import FAR, Ints
 from .parts import (
     ALL,
+    LIMITS,
     MASKED_PAIR_COST,
     MAX_PARTS,
     NONE,
@@ -38,6 +39,7 @@ TILE_COST = 128  # of one more tile, per row, in pairs: reading q, writing o, me
 SAMPLE_TILES = 256  # tiles on which candidates are compared
 MAX_CLAUSES = 8  # clauses that a union is split into
 MAX_RUNS = 4  # progressions of one query
+QUERIES = 64  # whose keys `keys_of_query` computes at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +177,25 @@ def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str |
     except NoPlan as why:
         return str(why)
     return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if parts > MAX_PARTS else None
+
+
+def keys_of_query(pattern: Pattern, position: int) -> list[list[int]]:
+    """[first key, key step, number of keys, 1 = full or 0 = partial] of each progression of one query's keys, as if
+    keys had no end. A decoder has one position after the other, so those of 64 neighbors are computed at once."""
+    offsets, parts = _keys_of_queries(pattern, position // QUERIES)
+    row = position % QUERIES
+    return parts[offsets[row] : offsets[row + 1]]
+
+
+@lru_cache(maxsize=256)
+def _keys_of_queries(pattern: Pattern, block: int) -> tuple[list[int], list[list[int]]]:
+    queries, keys = Axis(QUERIES, QUERIES * block), Axis(LIMITS["positions"])
+    expanded, rows = pattern.expanded(), np.arange(QUERIES)
+    row_step = Request(queries, keys, 1, False).row_step(
+        expanded
+    )  # one row agrees with itself in every residue
+    offsets, parts = divide(expanded, Tiles(queries, row_step, rows, np.ones_like(rows)), keys, by_keys=False)
+    return offsets.tolist(), parts.tolist()
 
 
 @lru_cache(maxsize=256)

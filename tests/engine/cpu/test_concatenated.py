@@ -57,7 +57,7 @@ def calls(pattern, inputs, learns=True, scale=0.4, tile=8):
     q, k, _ = inputs
     n, m = q.shape[2], k.shape[2]
     return [
-        tiles.TileAttention((one,), scale, (pattern, m - n, 1), learns=learns)
+        tiles.TileAttention((one,), scale, (pattern, (m - n, 1)), learns=learns)
         for one in layouts(pattern, n, m, None, tile)
     ]
 

@@ -90,7 +90,8 @@ def test_auto_packs_what_follows_one_another_and_masks_what_does_not():
     ids = ids_of(*[128] * 16)
     assert explain(documents(ids) & causal(), 2048).backend == "tiles"
     assert explain(documents(ids % 5), 2048).backend == "sdpa"
-    assert explain(documents(ids) & every(4), 2048).backend == "sdpa"  # every() reads where a document begins
+    by_tables = explain(documents(ids) & every(4), 2048)  # every() reads where a document begins
+    assert (by_tables.backend, by_tables.variant) == ("tiles", "gathered keys")
     assert explain(documents(ids_of(3, 4)), 7).backend == "sdpa"  # too short to gain
 
 
@@ -115,7 +116,8 @@ REFUSED = [
     (
         documents(ids_of(3)),
         {"at": torch.tensor([0, 1])},
-        "per-row query offsets (`at` as a tensor) are not supported; use backend='sdpa'",
+        "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler; "
+        "use backend='sdpa'",
     ),
     (
         torch.eye(3, dtype=torch.bool),

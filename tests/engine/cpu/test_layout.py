@@ -56,18 +56,20 @@ def test_groups_hold_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile
         assert len(set(rows)) == len(rows)
 
 
-@given(patterns, st.integers(1, 70), st.integers(0, 70), tiles)
-@example(window(3), 70, 41, 4)
-@example(window(3), 70, 42, 4)
-@example(window(3) | every(9), 70, 37, 4)
-def test_a_length_hides_the_keys_from_it_on_and_no_other(pattern, n, length, tile):
+@given(patterns, st.integers(1, 70), st.integers(-3, 70), st.integers(0, 70), tiles)
+@example(window(3), 70, 0, 41, 4)
+@example(window(3), 70, 0, 42, 4)
+@example(window(3) | every(9), 70, 5, 37, 4)
+@example(every(3), 70, 50, 20, 4)  # nothing is left
+def test_limits_hide_the_keys_outside_them_and_no_other(pattern, n, first, length, tile):
     try:
         laid = small(pattern, n, tile=tile)
     except NoPlan:
         return
     expected = pattern.allowed(n).int()
     expected[:, length:] = 0
-    left = laid.before(length)
+    expected[:, : max(first, 0)] = 0
+    left = laid.within(first, length)
     assert torch.equal(covered(left), expected[:, : left.m])
     assert left.m == min(length, n)
 

@@ -6,6 +6,7 @@ short sequence: gathered keys   tiles of queries, the keys of each copied one af
 gathered keys                   the same for trees, listed blocks and grids, at any length
 concatenated keys               the keys of a tile side by side, one softmax
 merged tiles                    parts of a tile merged by their log-sum-exps: any pattern, lengths, log-sum-exp
+one query                       products with each progression of its keys, read where they are: decoding
 packed documents                each document by itself
 bias by distance, dropout       tiles of scores, the bias read along diagonals
 """
@@ -16,18 +17,20 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...pattern import full, where
+from ...pattern import At, Pattern, full, where
 from ...position import ByDistance
+from ...reference import softcapped
 from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
 from ..compiled_ops import sparse_attention
-from ..plan import why_masked
+from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
 from .layout import Layout
 from .memory import MAX_SAVED_WEIGHTS
-from .strided_layout import fastest_concatenated, layout
-from .tiles import TileAttention, attend
+from .strided_layout import fastest_concatenated, layout, layout_or_mask
+from .tiles import TileAttention, attend, working
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
 SAFETY_MARGIN = 0.85  # calls of 512 positions took up to 1.15 times their estimate
@@ -40,6 +43,9 @@ BIAS_CALL, BIAS_CALL_GRAD = 10.1e-9 * 2**18, 5.99e-9 * 2**21
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
 LISTED = "gathered keys"
 PACKED, BY_DISTANCE, WITH_DROPOUT = "packed documents", "bias by distance", "dropout"
+ONE_QUERY = "one query"
+# Seconds of one query: of a call, of a progression of keys, and per number of k and v.
+QUERY_CALL, QUERY_PART, QUERY_NUMBER = 40e-6, 15e-6, 0.12e-9
 
 
 class Variant(NamedTuple):
@@ -55,15 +61,13 @@ class Tiles:
     def refuses(self, f: CallFacts) -> str | None:
         if f.no_tiles:
             return f.no_tiles
-        if f.softcap is not None:
-            return "softcap is not supported here"
-        if f.left_padding:
-            return "lengths with a start per batch row (left padding) are not supported here"
         if f.device_type != "cpu":
             return f"it runs on the CPU, not on {f.device_type}"
+        if f.row_offsets and (f.observed or f.pattern.has_data or f.bias != "none"):
+            return "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler"
         if f.pattern.has_data:
             return None if _listed(f) else _no_documents(f)
-        if torch.compiler.is_compiling() or f.unmasked:  # sizes may be symbols; every pair has a plan
+        if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
         return why_masked(*f.place)
 
@@ -82,6 +86,8 @@ class Tiles:
                 return listed
             packed = _merged(f, PACKED)
             return packed._replace(seconds=packed.seconds / SAFETY_MARGIN)
+        if _is_one_query(f):
+            return _one_query(f)
         if f.bias == "distance" or f.dropout_p:
             return _by_distance(f)
         if torch.compiler.is_compiling():
@@ -193,7 +199,7 @@ def _plain(f: CallFacts) -> bool:
 
 
 def _function(f: CallFacts, layout: Any) -> TileAttention:
-    return TileAttention((layout,), f.factor, (f.pattern, *f.offset), learns=f.grad)
+    return TileAttention((layout,), f.factor, (f.pattern, f.offset), learns=f.grad)
 
 
 def _merged(f: CallFacts, name: str = MERGED) -> Variant:
@@ -212,10 +218,12 @@ def _by_distance(f: CallFacts) -> Variant:
     return _with_lse(f, BY_DISTANCE if f.bias == "distance" else WITH_DROPOUT, seconds)
 
 
-def _layouts(f: CallFacts) -> tuple[Layout, ...]:
-    """Merged layouts: one for all batch rows, or one each."""
+def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
+    """Merged layouts: one for all batch rows, or one each. at: of the call."""
     if f.pattern.has_data:
         return documents.layouts(f.pattern, f.n, f.m, f.at) or ()
+    if isinstance(at, Tensor):
+        return tuple(layout_or_mask(f.pattern, f.n, f.m, start, 1) for start in at.tolist())
     return (layout(*f.place),)
 
 
@@ -226,8 +234,78 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Variant:
         if f.observed:
             return sparse_attention(call)
         assert call.bias is None or isinstance(call.bias, ByDistance)
-        tiles = TileAttention(_layouts(f), f.factor, (f.pattern, *f.offset), call.lengths, call.dropout_p)
+        layouts, at = _layouts(f, call.at), call.at if isinstance(call.at, Tensor) else f.offset
+        terms: dict[str, Any] = {"dropout_p": call.dropout_p, "softcap": call.softcap}
+        tiles = TileAttention(layouts, f.factor, (f.pattern, at), call.limits(), **terms)
         with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
             return attend(call.q, call.k, call.v, tiles, call.bias)
 
     return Variant(name, seconds, Prepared("tiles", name, lambda: sum(x.computed for x in _layouts(f)), run))
+
+
+# One query: decoding costs the keys of the pattern, however long the cache is.
+
+
+def _is_one_query(f: CallFacts) -> bool:
+    if torch.compiler.is_compiling() or f.n != 1 or not f.pairs or f.observed or f.pattern.has_data:
+        return False
+    try:
+        keys_of_query(f.pattern, f.offset[0])
+    except NoPlan:
+        return False
+    return True
+
+
+def _one_query(f: CallFacts) -> Variant:
+    parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.hides_keys else 1
+    count, numbers = sum(map(len, parts)), f.batch * f.kv_heads * (f.d_k + f.d_v)
+    seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
+    if f.grad:  # the gradient of each part is a tensor as long as the cache
+        seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
+    prepared = Prepared("tiles", ONE_QUERY, lambda: count, lambda call: _attend_one_query(call, f.offset[0]))
+    return Variant(ONE_QUERY, seconds, prepared)
+
+
+def _keys(pattern: Pattern, position: int, low: int, high: int) -> list[range | Tensor]:
+    """The keys of one query among low … high − 1: progressions, or of a partial one the keys that are allowed."""
+    parts: list[range | Tensor] = []
+    for first, step, count, complete in keys_of_query(pattern, position):
+        part = range(first + max(-((first - low) // step), 0) * step, min(first + step * count, high), step)
+        if complete or not part:
+            parts.append(part)
+        else:
+            j = torch.arange(part.start, part.stop, step, device="cpu")
+            parts.append(j[torch.as_tensor(pattern.allows(position, j))])
+    return [part for part in parts if len(part)] or [range(0)]
+
+
+def _attend_one_query(call: Call, position: int) -> Outputs:
+    """o and lse by operations that PyTorch differentiates; each batch row by itself where their keys differ."""
+    limits, b = call.limits(), len(call.q)
+    with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
+        if limits is None and not isinstance(call.at, Tensor):
+            return _products(call, slice(None), position, [call.m])
+        at = call.at.tolist() if isinstance(call.at, Tensor) else [position] * b
+        ends = [[call.m]] * b if limits is None else limits.view(b, -1).tolist()
+        rows = [_products(call, slice(r, r + 1), *of_row) for r, of_row in enumerate(zip(at, ends))]
+    o, lse = (torch.cat(x) for x in zip(*rows))
+    return o, lse
+
+
+def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tuple[Tensor, Tensor]:
+    """limits: the first visible key unless it is 0, and the end."""
+    q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], working(call.q.dtype)
+    (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
+    q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *([0, *limits])[-2:])
+    slices = [slice(x.start, x.stop, x.step) if isinstance(x, range) else x for x in keys]
+    products = [q @ k[:, :, part].to(dtype).mT for part in slices]
+    s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
+    if isinstance(call.bias, ByDistance):
+        j = torch.cat([x if isinstance(x, Tensor) else torch.arange(x.start, x.stop, x.step) for x in keys])
+        s = s + call.bias.at(j - position).to(dtype).reshape(s.shape[1:])
+    lse = s.logsumexp(-1) if s.shape[-1] else s.sum(-1) - inf
+    weights = F.dropout(s.softmax(-1), call.dropout_p) if call.dropout_p else s.softmax(-1)
+    shares = zip(weights.split([len(part) for part in keys], -1), slices)
+    o = sum(share @ v[:, :, part].to(dtype) for share, part in shares)
+    assert isinstance(o, Tensor)
+    return o.reshape(b, h, 1, -1).to(call.q.dtype), lse.reshape(b, h, 1)

@@ -115,17 +115,17 @@ def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
 def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> Gathering | None:
     """Tiles of a pattern with data, whose pairs are enumerated a tile at a time; None where data differ by batch row.
 
-    Cached for the tensors as they are: a change in place has another version.
+    Cached for the tensors as they are: a change in place has another version, unless it is unknown.
     """
-    versions = tuple(
-        x._version for leaf in pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)
-    )
-    return _gathered_by_rows(pattern, n, m, start, step, versions)
+    data = [x for leaf in pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
+    versions = tuple(map(compat.version, data))
+    make = _gathered_by_rows.__wrapped__ if None in versions else _gathered_by_rows
+    return make(pattern, n, m, start, step, versions)
 
 
 @lru_cache(maxsize=16)
 def _gathered_by_rows(
-    pattern: Pattern, n: int, m: int, start: int, step: int, versions: tuple[int, ...]
+    pattern: Pattern, n: int, m: int, start: int, step: int, versions: tuple[int | None, ...]
 ) -> Gathering | None:
     count = -(-n // DATA_ROWS)
     order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")

@@ -233,19 +233,17 @@ class TileGroup:
         else:
             yield group
 
-    def before(self, m: int) -> Iterator["TileGroup"]:
-        """What is left of this group if the keys from m on are hidden."""
-        last = self.key + self.key_step * (self.keys - 1)
-        if self.key_shift:
-            complete = min(max((m - 1 - last) // self.key_shift + 1, 0), self.tiles)
-        else:
-            complete = self.tiles if last < m else 0
-        if complete:
-            yield self.tile(0, complete)
-        for t in range(complete, self.tiles):
-            one = self.tile(t)
-            if one.key < m:
-                yield replace(one, keys=min(one.keys, -((one.key - m) // one.key_step)))
+    def within(self, low: int, high: int) -> Iterator["TileGroup"]:
+        """What is left of this group if only the keys low … high − 1 are visible."""
+        first = self.key + self.key_shift * np.arange(self.tiles)
+        hidden = np.clip(-((first - low) // self.key_step), 0, self.keys)  # at the beginning of each tile
+        visible = np.clip(-((first - high) // self.key_step), hidden, self.keys) - hidden
+        complete = np.flatnonzero(visible == self.keys)  # tiles that follow one another
+        if len(complete):
+            yield self.tile(int(complete[0]), len(complete))
+        for t in np.flatnonzero((visible > 0) & (visible < self.keys)).tolist():
+            key = int(first[t] + self.key_step * hidden[t])
+            yield replace(self.tile(t), key=key, keys=int(visible[t]))
 
     # Views.
 
@@ -410,11 +408,12 @@ class Layout:
         """The rows of its usual tile."""
         return max((group.rows for group in self.groups), default=0)
 
-    def before(self, m: int) -> "Layout":
-        """The same with the keys from m on hidden."""
-        if m >= self.m:
+    def within(self, low: int, high: int) -> "Layout":
+        """The same with none but the keys low … high − 1 visible."""
+        if low <= 0 and high >= self.m:
             return self
-        return replace(self, m=m, groups=tuple(left for group in self.groups for left in group.before(m)))
+        groups = tuple(left for group in self.groups for left in group.within(low, high))
+        return replace(self, m=min(high, self.m), groups=groups)
 
     @cached_property
     def unfused(self) -> "Layout":

@@ -22,6 +22,7 @@ from ..plan import Pass, Plan, plan
 from .layout import MAX_CONCATENATED, NARROW, WIDE, Layout, TileGroup
 
 MAX_GROUPS = 1024  # more are not considered where a comb can be apart, which was always faster
+MASKED_ROWS = 512  # queries of a tile where every pair is visited
 MAX_CONCATENATED_GROUPS = 64  # each is about twenty operations
 
 
@@ -39,6 +40,21 @@ def layout(
     if not layouts:
         raise reasons[0]
     return min(layouts, key=lambda one: one.nanoseconds())
+
+
+def layout_or_mask(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
+    """The same where a call was chosen before its sizes or offsets were known: without a plan, every pair, masked."""
+    try:
+        return layout(pattern, n, m, start, step)
+    except NoPlan:
+        return _every_pair(pattern, n, m, start, step)
+
+
+@lru_cache(maxsize=64)
+def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
+    firsts = range(0, n, MASKED_ROWS) if m else ()
+    tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
+    return Layout(n, m, start, step, tuple(tiles))
 
 
 @lru_cache(maxsize=8)  # read twice in one choice: by `layout` and by `concatenated_layouts`

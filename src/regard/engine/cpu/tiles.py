@@ -1,6 +1,6 @@
 """The CPU executor: softmax attention over groups of tiles, forward and backward; nothing is n × m.
 
-    s = scale · q kᵀ + bias + mask      weights = softmax(s)      o = weights v
+    s = scale · q kᵀ + bias + mask      weights = softmax(s)      o = weights v      softcap: c·tanh(scale · q kᵀ / c)
     ds = weights ∘ (do vᵀ − δ)          δ = do·o − dlse
 
 A call is a layout and a few options (TileAttention). Each piece of the layout goes through the same steps, whether
@@ -8,8 +8,6 @@ its keys are strided views or gathered copies: scores of all its parts side by s
 where other pieces have the same rows, exponentials that are merged by log-sum-exp; dropout; the product with the
 values. Backward, exp(s − lse) with the merged lse is the weight of a pair in the whole softmax, so each piece
 adds its share of the exact gradients. Weights of a softmax over all keys are saved if they are few.
-
-Softcap, sink logits or a mask per head would be further terms of `Executor._scores` and `Executor._weights`.
 """
 
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from ... import compat
 from ...errors import BackendError
-from ...pattern import Pattern
+from ...pattern import At, Pattern, positions
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import Call
@@ -86,15 +84,19 @@ class Executor:
     def _scores(
         self, piece: AnyPiece, q: Tensor, k: list[Tensor], e: Tensor | None, into: Tensor | None
     ) -> Float[Tensor, "t r keys"]:
-        """Of all parts side by side, with bias and mask."""
+        """Of all parts side by side, with softcap, bias and mask."""
         s = self.buffers("w", *piece.scores) if into is None else into
-        mask = piece.mask(q.dtype)
-        if e is None:
+        mask, softcap = piece.mask(q.dtype), self.call.softcap
+        if e is None and softcap is None:
             return kernels.scores(q, k, self.scale, s, self.buffers, mask)
         assert isinstance(piece, Piece)
-        bias = TileBias.of(piece.tiles, self.call.distances[0]).view(e[piece.heads], *piece.scores[1:])
-        torch.bmm(q, k[0].mT, out=s)
-        torch.add(bias, s, alpha=self.scale, out=s)
+        kernels.product(q, k[0].mT, self.scale if softcap is None else self.scale / softcap, s)
+        if softcap is not None:
+            s.tanh_()
+            torch.mul(s, s, out=self.buffers("tanh²", *piece.scores))
+            s.mul_(softcap)
+        if e is not None:
+            s.add_(TileBias.of(piece.tiles, self.call.distances[0]).view(e[piece.heads], *piece.scores[1:]))
         return s if mask is None else s.add_(mask)
 
     def backward(
@@ -123,12 +125,14 @@ class Executor:
             ds.sub_(self._row(piece, rows["delta"])).mul_(w)
         if "dlse" in rows:
             ds.addcmul_(w, self._row(piece, rows["dlse"]))
-        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
-        piece.add_to_keys(keys["dk"], ds, q, outer, buffers)
-        piece.add_to_keys(keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
         if de is not None:
             assert isinstance(piece, Piece)
             TileBias.of(piece.tiles, self.call.distances[0]).add_gradient(de[piece.heads], ds)
+        if self.call.softcap is not None:  # d tanh = 1 − tanh²
+            ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
+        self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
+        piece.add_to_keys(keys["dk"], ds, q, outer, buffers)
+        piece.add_to_keys(keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
 
     def _row(self, piece: AnyPiece, x: Tensor) -> Float[Tensor, "t r 1"]:
         """One number per row."""
@@ -205,11 +209,14 @@ class TileAttention:
 
     layouts: tuple[Layout, ...] | tuple[GatheredLayout]  # one for all batch rows, or one for each
     scale: float
-    place: tuple[Pattern, int, int] | None = None  # pattern, start, step, which double backward reads
-    lengths: Int[Tensor, " b"] | None = None  # keys from there on are never read
+    place: tuple[Pattern, At | Tensor] | None = (
+        None  # the pattern and the query offset, which double backward reads
+    )
+    lengths: Int[Tensor, "b *two"] | None = None  # as `Call.limits` gives them; hidden keys are never read
     dropout_p: float = 0.0
     seed: int = 0
     learns: bool = True  # whether something may be differentiated: weights are saved for it
+    softcap: float | None = None
 
     def __call__(
         self,
@@ -226,6 +233,11 @@ class TileAttention:
     def one_softmax(self) -> bool:
         """Whether each row's keys are all in one piece; there is no log-sum-exp then."""
         return self.layouts[0].concatenated
+
+    @property
+    def by_products(self) -> bool:
+        """Whether the scores are changed in a manner that the fused op does not know."""
+        return bool(self.dropout_p) or self.softcap is not None
 
     # The bias is a vector e of each head; entry x is the bias at distance x + the smallest distance.
 
@@ -260,8 +272,8 @@ class TileAttention:
         run = Executor(self, scale, buffers, saved if self.one_softmax else None)
         for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
             bias = of_rows.pop("e", None)
-            layout = layout.unfused if self.dropout_p else layout
-            all_fused = bias is not None and not self.dropout_p
+            layout = layout.unfused if self.by_products else layout
+            all_fused = bias is not None and not self.by_products
             for group in layout.with_bias if all_fused else layout.fused:
                 run.fused(group, of_rows, of_keys, bias)
             for piece in () if all_fused else layout.pieces(of_rows["q"].shape[0]):
@@ -281,8 +293,9 @@ class TileAttention:
         batch = [(slice(None), layouts[0])]
         if self.lengths is not None or len(layouts) > 1:
             each = layouts * b if len(layouts) == 1 else layouts
-            visible = [one.m for one in each] if self.lengths is None else self.lengths.tolist()
-            batch = [(slice(r, r + 1), _before(one, m)) for r, (one, m) in enumerate(zip(each, visible))]
+            limits = [[one.m] for one in each] if self.lengths is None else self.lengths.view(b, -1).tolist()
+            within = [_within(one, *([0, *limit])[-2:]) for one, limit in zip(each, limits)]
+            batch = [(slice(r, r + 1), left) for r, left in enumerate(within)]
         group = rows["q"].shape[1] // keys["k"].shape[1]
         for batch_rows, left in batch:
             for member in range(group):
@@ -298,6 +311,7 @@ class TileAttention:
         if self.one_softmax:
             return q, self.scale, 1.0
         fused = self.lengths is not None or e is not None or any(one.fused for one in self.layouts)
+        fused = fused and self.softcap is None
         same = not fused or abs(frexp(self.scale)[0]) == 0.5
         return (q, self.scale, 1.0) if same else (q * self.scale, 1.0, self.scale)
 
@@ -324,7 +338,7 @@ class TileAttention:
         weights = iter(saved.weights)
         for layout, of_rows, of_keys in self._heads(rows, keys):
             e, de = of_rows.pop("e", None), of_rows.pop("de", None)
-            layout = layout.unfused if e is not None or self.dropout_p else layout
+            layout = layout.unfused if e is not None or self.by_products else layout
             for group in layout.fused:
                 run.fused_backward(group, of_rows, of_keys)
             for piece in layout.pieces(of_rows["q"].shape[0]):
@@ -342,15 +356,15 @@ class TileAttention:
         # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
         rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
         layouts = [one for one in self.layouts if isinstance(one, Layout)]
-        alone = [(one.unfused if self.dropout_p else one).all_alone for one in layouts]
+        alone = [(one.unfused if self.by_products else one).all_alone for one in layouts]
         if saved.e is not None or not all(alone):
             rows["delta"] = _dots(do, rows["o"])
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
 
 @lru_cache(maxsize=256)
-def _before(layout: Layout, m: int) -> Layout:
-    return layout.before(m)
+def _within(layout: Layout, low: int, high: int) -> Layout:
+    return layout.within(low, high)
 
 
 class Saved(NamedTuple):
@@ -411,11 +425,14 @@ def _double_backward(
         raise BackendError(
             "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
         )
-    (q, k, v), (pattern, start, step) = inputs, call.place
-    options: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "at": (start, step)}
+    (q, k, v), (pattern, at) = inputs, call.place
+    limits = (None, None) if call.lengths is None else call.lengths.view(len(q), -1).unbind(1)
+    starts = limits[0] if len(limits) == 2 else None
+    options: dict[str, Any] = {"lengths": limits[-1], "starts": starts, "scale": call.scale, "at": at}
+    options["softcap"] = call.softcap
     if e is None:
         return *reference_backend.gradients(grads, Call(q, k, v, pattern, **options)), None
-    i = start + step * torch.arange(q.shape[2])
+    i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
     bias = e[:, torch.arange(k.shape[2]) - i[:, None] - call.distances[0]]
     *results, of_bias = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, **options))
     of_e = None if of_bias is None else torch.autograd.grad(bias, e, of_bias, create_graph=True)[0]
