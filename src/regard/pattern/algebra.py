@@ -93,6 +93,12 @@ class Pattern:
             "not with and, or and not"
         )
 
+    def _repr_html_(self) -> str | None:
+        """A picture, in a notebook."""
+        from .html_picture import picture
+
+        return picture(self)
+
     @property
     def has_data(self) -> bool:
         """True if tensors or a function decide, not the declaration: `documents`, `lengths`, `where`."""

@@ -1,5 +1,7 @@
 """The base of all specs: a frozen value that can be built, priced, and written to and read from JSON."""
 
+from dataclasses import fields
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from .. import value
@@ -34,6 +36,21 @@ class Spec:
 
     def __repr__(self) -> str:
         return value.source(self)
+
+    def _repr_html_(self) -> str:
+        """The fields that were set, nested and folded, in a notebook."""
+        return _folded(type(self).__name__, self, opened=True)
+
+
+def _folded(name: str, part: Any, opened: bool = False) -> str:
+    """A declared value as HTML: its simple fields in one line, its nested declarations folded below."""
+    changed = [(f.name, getattr(part, f.name)) for f in fields(part) if getattr(part, f.name) != f.default]
+    simple = ", ".join(f"{key}={v!r}" for key, v in changed if not isinstance(v, Spec))
+    inner = "".join(_folded(f"{key}: {type(v).__name__}", v) for key, v in changed if isinstance(v, Spec))
+    title = f"<b>{escape(name)}</b> <code>{escape(simple)}</code>"
+    if not inner:
+        return f'<div style="margin-left:1em">{title}</div>'
+    return f'<details style="margin-left:1em"{" open" * opened}><summary>{title}</summary>{inner}</details>'
 
 
 def require(condition: bool, message: str) -> None:

@@ -113,7 +113,7 @@ def laws(fields: dict[str, Any]) -> dict[str, Any]:
         codes = [(v, getattr(v, "__code__", None)) for v in space.values()]
         own = [v for v, c in codes if c is not None and c.co_filename == "page"]
         if not own:
-            raise SpecError("the code defines no function; write def attention(q, k, v, mask): …")
+            raise SpecError("the code defines no function; write def attention(q, k, v, mask=None): …")
         thing = adapt(own[-1])
     else:
         if fields["target"] not in TARGETS:
