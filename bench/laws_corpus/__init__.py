@@ -29,8 +29,6 @@ PRELUDE = """import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from .conventions import adapter_for
 inf = float("inf")
 """
 

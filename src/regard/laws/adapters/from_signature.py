@@ -13,7 +13,7 @@ from ...errors import SpecError
 from ..target import Function
 from . import layouts
 from .fixed_parts import find_fixed_window, only_past, probed_alignment, read_positions, read_window, sizes_of
-from .mask_encoding import KEY_SHAPES, PAIR_SHAPES, MaskEncoding, find_encoding, stated_shapes
+from .mask_encoding import KEY_SHAPES, KINDS, PAIR_SHAPES, MaskEncoding, find_encoding, stated_shapes
 from .names import (
     GROUPED,
     HEAD_COUNTS,
@@ -78,6 +78,8 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
         claims -= lacks
     read_window(reading, text)
     alignment = "bottom-right" if any(n in START for n in others) and "causal" in names else None
+    if {"causal", "window"} & set(names):
+        alignment = alignment or stated_alignment(text)
     if "causal" not in names and only_past(reading, name, text):
         claims |= {"always causal"}
         alignment = alignment or stated_alignment(text) or probed_alignment(reading)
@@ -211,6 +213,8 @@ def _read_masks(reading: Reading, hints: Hints, text: str) -> set[str]:
         shapes = stated_shapes(stated) or ("any that broadcasts", *PAIR_SHAPES)
         only_bool = "bool" in stated
         pairs = find_encoding(seen, [side], probe_table(reading, True), shapes, only_bool)
+        if pairs is None and shapes[0] in PAIR_SHAPES:  # the stated shape is refused: the laws report it
+            pairs = MaskEncoding(shapes[0], KINDS[side][0])
         if pairs is None:
             pairs = find_encoding(seen, [side], probe_table(reading, False), KEY_SHAPES)
         if pairs is None:

@@ -169,9 +169,8 @@ def promised(text: str) -> set[str]:
 
 
 def stated_mask(name: str, text: str) -> str:
-    """What a docstring says about a mask parameter, up to the next sentence; "" if nothing."""
-    found = re.search(rf"\b{re.escape(name)}\b(?!\s*=)[^.;\n]*", text)
-    return found.group(0) if found else ""
+    """What a docstring says about a mask parameter, up to the end of each sentence; "" if nothing."""
+    return "\n".join(re.findall(rf"\b{re.escape(name)}\b(?!\s*=)[^.;\n]*", text))
 
 
 def says_sequence_first(text: str) -> bool:

@@ -12,6 +12,8 @@ from ..target import Function
 def equals_definition(harness: Harness, c: Case) -> Measurement:
     """Every sample call against the formula; the first that differs is reported."""
     from ..diagnosis.functions import evidence, observations
+    from ..diagnosis.samples import samples
+    from ..diagnosis.symptoms import wrong_weights
 
     seen = observations(harness)
     if seen.wrong:
@@ -20,6 +22,8 @@ def equals_definition(harness: Harness, c: Case) -> Measurement:
         return Measurement(math.inf, evidence(sample, got, want) + others)
     if fault := seen.fault():
         return Measurement(math.inf, fault)
+    if weights := wrong_weights(harness, next(iter(samples(harness)))):
+        return Measurement(math.inf, weights.evidence)
     return Measurement(0.0, f"{len(seen.right)} calls equal the formula")
 
 

@@ -16,7 +16,7 @@ LSE = "return ln Σ exp(scores) over the allowed keys"
 BEFORE = "mask padded keys before softmax"
 
 OF_EVERY_OUTPUT = {"L48", "L62"}
-VALUES = {"L01", "L05", "L06", "L34"}  # wrong outputs: wrong gradients follow from them
+VALUES = {"L01", "L05", "L06", "L34", "L61"}  # wrong outputs: wrong gradients follow from them
 
 # law → fault, family, fix; the first broken one in this order is the cause.
 BY_LAW = {
@@ -61,6 +61,16 @@ BY_LAW = {
     "L57": ("strides of the inputs are ignored", "strides ignored", "use strides, or call contiguous()"),
     "L64": ("options do not work together", "mask ignored in combination", "let every option take effect"),
     "L60": ("precision is lost in a 16-bit dtype", "precision lost", "accumulate in float32"),
+    "P03": (
+        "a query without an allowed key does not get zeros and finite gradients, as promised",
+        "empty rows",
+        "set its weights to 0 before the product",
+    ),
+    "P11": (
+        "scores overflow in float16, against the promise",
+        "overflow",
+        "scale q before the product, or compute the scores in float32",
+    ),
     "L06": ("the module differs from the formula", "outputs are wrong", "compare with softmax(q kᵀ/√d_k) v"),
     "L35": (
         "a position depends on inputs that its masks hide",
@@ -68,6 +78,14 @@ BY_LAW = {
         "apply the mask in every layer",
     ),
 }
+
+
+FAMILIES = {family for _, family, _ in BY_LAW.values()} | {
+    "causal off by one",
+    "causal inverted",
+    "padding inverted",
+}
+FAMILIES |= {"padding off by one"}
 
 
 def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:

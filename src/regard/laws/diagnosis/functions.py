@@ -17,7 +17,10 @@ from .symptoms import symptom
 from .variants import VARIANTS
 
 RIGHT = Formula()
-MATCH_SECONDS = 10.0  # processor time for comparing variants
+MATCH_SECONDS = 6.0  # processor time for comparing variants
+PAIR_SECONDS = 4.0  # and for comparing pairs of them
+OBSERVE_SECONDS = 5.0  # processor time after which large calls of a target are left out
+SMALL_PAIRS = 5000  # queries times keys of a call that is never left out
 MAX_PAIRS = 3  # partial matches that are combined with every other variant
 MAX_SIZE = 4_000_000  # multiplications of a sample on which the variants are compared
 MAX_COMPARED = 24  # wrong and right samples on which a variant is compared
@@ -31,7 +34,13 @@ class Observations:
         self.wrong: list[tuple[Sample, list[Tensor], list[Tensor]]] = []
         self.right: list[tuple[Sample, list[Tensor]]] = []
         self.errors: list[tuple[Sample, str]] = []
+        until = time.process_time() + OBSERVE_SECONDS
         for sample in samples(harness):
+            if (
+                sample.call.q.shape[-2] * sample.call.k.shape[-2] > SMALL_PAIRS
+                and time.process_time() > until
+            ):
+                continue  # a slow target, such as a kernel in Python: its small calls are enough
             try:
                 got = observe(harness, sample)
             except Inexpressible:
@@ -160,7 +169,7 @@ def relevant(variant: Variant, sample: Sample) -> bool:
     options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
     for step in variant.changes:
         if step == "positions":
-            if options & {"rotary", "alibi"}:
+            if ("rotary" if variant.family == "rotary positions" else "alibi") in options:
                 return True
         elif step in ONLY_WITH:
             if ONLY_WITH[step] in options:
@@ -214,11 +223,14 @@ def _spread(results: list, count: int) -> list:
 
 def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, set[str], list[Sample]] | None:
     """Two faults at once, if together they explain every wrong sample."""
+    until = time.process_time() + PAIR_SECONDS
     for one in variants:
         left = [(s, got) for s, got, *_ in wrong if not _matches(one, s, got)]
         if not left:
             continue
         for two in VARIANTS:
+            if time.process_time() > until:
+                return None
             if not one.disjoint(two) or not relevant(two, left[0][0]):
                 continue
             both = two.formula(one.formula())
@@ -236,6 +248,11 @@ def _unexplained(seen: Observations) -> Cause:
     where = condition([s.facets for s, _, _ in seen.wrong], [s.facets for s, _ in seen.right])
     bad = [g for g in got if not bool(torch.isfinite(g).all())]
     name = "outputs are NaN or infinite" if bad else "outputs are wrong"
+    if not bad and _only_rounded(seen):
+        return Cause(
+            "precision is lost", "precision lost", "compute in the dtype of the inputs, sums at least in float32",
+            evidence(sample, got, want), where, 0, len(seen.wrong), exact=False,
+        )  # fmt: skip
     if sample.grad and close(got[:1], want[:1], dtype_of(sample)):
         name = "gradients are wrong"
     family = f"{name} {where}".strip()
@@ -243,6 +260,15 @@ def _unexplained(seen: Observations) -> Cause:
         name, family, "compare with the formula on the call below", evidence(sample, got, want), where,
         0, len(seen.wrong), exact=False,
     )  # fmt: skip
+
+
+def _only_rounded(seen: Observations) -> bool:
+    """Whether only calls in one 16-bit dtype are wrong, or only by the rounding of float32 in float64."""
+    dtypes = {dtype_of(s) for s, *_ in seen.wrong}
+    if len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}:
+        return any(dtype_of(s) not in dtypes for s, _ in seen.right)
+    near = [close(got, want, torch.float32) for s, got, want in seen.wrong]
+    return dtypes == {torch.float64} and all(near)
 
 
 def _from_error(seen: Observations) -> Cause | None:

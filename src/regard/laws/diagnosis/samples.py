@@ -81,6 +81,12 @@ def samples(harness: Harness) -> Iterator[Sample]:
             yield _sample(harness, " and ".join(names), base | {"n": 7, "m": 7}, names)
             if count == 1 and harness.supports("n≠m") and _unequal(harness, names):
                 yield _sample(harness, f"{names[0]}, n < m", base | {"n": 4, "m": 9}, names)
+            if (
+                names == ("window",)
+                and harness.supports("n≠m")
+                and harness.target.alignment == "bottom-right"
+            ):
+                yield _sample(harness, "window, one query", base | {"n": 1, "m": 9}, names)
             if count == 1 and harness.supports("grouped"):
                 yield _sample(
                     harness, f"{names[0]}, grouped", base | {"h": 4, "h_kv": 2, "n": 7, "m": 7}, names

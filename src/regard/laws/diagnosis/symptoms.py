@@ -15,7 +15,7 @@ def symptom(harness: Harness) -> Cause | None:
     """The first of these faults that a plain call shows."""
     plain = next(iter(samples(harness)))
     try:
-        for find in (_modified, _random, _state, _modes):
+        for find in (_modified, _random, _state, _modes, wrong_weights):
             if cause := find(harness, plain):
                 return cause
         return None
@@ -139,6 +139,29 @@ def _modes(harness: Harness, sample: Sample) -> Cause | None:
     return Cause(
         f"outputs differ in calls {which}", "depends on the grad mode", "compute the same in both modes",
         evidence_of("the output", got, want, sample), exact=False,
+    )  # fmt: skip
+
+
+def wrong_weights(harness: Harness, sample: Sample) -> Cause | None:
+    """Weights that a function returns beside its output, and that are not those of the formula."""
+    call = sample.call
+    if not harness.supports("weights"):
+        return None
+    out = harness.function.call(call.q, call.k, call.v, weights=True)
+    given = out[1] if isinstance(out, tuple) and len(out) > 1 else None
+    if not isinstance(given, Tensor) or not isinstance(out[0], Tensor):
+        return None
+    eye = torch.eye(call.k.shape[-2], dtype=call.v.dtype, device=call.v.device)
+    values = eye.expand(*call.k.shape[:-1], -1)
+    want = expected(Formula(), sample._replace(call=call._replace(v=values)))[0]
+    if given.shape != want.shape:
+        want = want.mean(1)  # weights averaged over the heads
+    right = _near(out[0], expected(Formula(), sample)[0], harness)
+    if not right or (given.shape == want.shape and _near(given, want, harness)):
+        return None
+    return Cause(
+        "the returned weights are not the attention weights", "wrong weights", "return softmax of the scores",
+        evidence_of("the weights", given, want, sample) if given.shape == want.shape else f"shape {given.shape}",
     )  # fmt: skip
 
 
