@@ -1,6 +1,6 @@
 """Hostile requests to `regard serve`, on this machine only: statuses, times, memory, and the page beside them.
 
-    python bench/serve_hostile.py --requests 50000 --clients 8
+    python bench/serve_hostile.py --requests 50000 --clients 8 --minutes 20 --out bench/results/serve_hostile.json
 
 A seeded generator makes bodies that are nearly right (random values in the place of fields, deep nesting, huge
 numbers, long texts, broken JSON, random bytes) and sends them while another client loads the page every 50 ms. At the
@@ -144,18 +144,23 @@ def resident(pid: int) -> int:
     return total
 
 
-def hostile(requests: int, clients: int, seed: int, pid: int) -> dict:
+def hostile(requests: int, clients: int, seed: int, pid: int, minutes: float | None) -> dict:
+    """At most this many requests, or as many as fit into the minutes."""
+    until = time.monotonic() + 60 * (minutes or 1e6)
     statuses: collections.Counter = collections.Counter()
     seconds: list[float] = []
     failures: list[str] = []
     answers: collections.Counter = collections.Counter()
     page: list[float] = []
+    idle: list[float] = []
     done = threading.Event()
     peak = [0]
 
     def client(number: int) -> None:
         rng = random.Random(seed * 1000 + number)
         for _ in range(requests // clients):
+            if time.monotonic() > until:
+                return
             path, data = body(rng)
             status, answer, took = send(path, data)
             statuses[status] += 1
@@ -167,6 +172,7 @@ def hostile(requests: int, clients: int, seed: int, pid: int) -> dict:
     def watch() -> None:
         while not done.is_set():
             page.append(send("/", None)[2])
+            idle.append(_sleep_lateness())
             peak[0] = max(peak[0], resident(pid))
             time.sleep(0.05)
 
@@ -183,11 +189,23 @@ def hostile(requests: int, clients: int, seed: int, pid: int) -> dict:
         "statuses": dict(sorted(statuses.items())),
         "longest_s": round(max(seconds), 2),
         "page_median_ms": round(1e3 * statistics.median(page), 1),
+        "page_99th_percentile_ms": round(1e3 * sorted(page)[int(0.99 * len(page))], 1),
         "page_longest_ms": round(1e3 * max(page), 1),
+        "page_over_100_ms": sum(x > 0.1 for x in page),
+        "pages": len(page),
+        # a client that only sleeps 1 ms: what the machine itself adds while others use it
+        "sleep_1_ms_longest_ms": round(1e3 * max(idle), 1),
+        "sleep_1_ms_median_ms": round(1e3 * statistics.median(idle), 1),
         "peak_resident_mb": peak[0] // 10**6,
         "answers": dict(answers.most_common(12)),
         "failures": failures[:20],
     }
+
+
+def _sleep_lateness() -> float:
+    start = time.monotonic()
+    time.sleep(0.001)
+    return time.monotonic() - start
 
 
 def crowd(clients: int, each: int) -> dict:
@@ -220,7 +238,9 @@ def main() -> None:
     options.add_argument("--clients", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--crowd", type=int, nargs=2, default=(200, 50), metavar=("CLIENTS", "EACH"))
+    options.add_argument("--minutes", type=float, help="of hostile requests at most")
     options.add_argument("--model", default="tiny-gpt")
+    options.add_argument("--out", type=Path)
     given = options.parse_args()
     command = [sys.executable, "-m", "regard", "serve", given.model, "--port", str(PORT)]
     server = subprocess.Popen(command)
@@ -230,7 +250,7 @@ def main() -> None:
         before = resident(server.pid) // 10**6
         result = {
             "resident_mb_at_start": before,
-            **hostile(given.requests, given.clients, given.seed, server.pid),
+            **hostile(given.requests, given.clients, given.seed, server.pid, given.minutes),
         }
         result["crowd"] = crowd(*given.crowd)
         start = time.monotonic()
@@ -240,6 +260,8 @@ def main() -> None:
     finally:
         server.kill()
     print(json.dumps(result, indent=1))
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

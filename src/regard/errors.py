@@ -11,6 +11,7 @@ A message contains the value that was passed, the numbers that conflict, and wha
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class RegardError(Exception):
@@ -44,3 +45,41 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(str(word), names, n=1)
     return f"did you mean {close[0]}?" if close else "known: " + (", ".join(names) or "none")
+
+
+def require_tensors(at: Any = None, **given: Any) -> None:
+    """Refuse arguments of an attention call that are no tensors, lengths and a query offset that are no whole numbers.
+
+    None is refused for q, k and v only; a bias may also be a value of this library.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) or (x is None and name not in "qkv"):
+            continue
+        if name == "bias" and not isinstance(x, list | tuple | int | float) and not hasattr(x, "__array__"):
+            continue
+        if x is None:
+            raise ShapeError(f"{name} is None, not a tensor")
+        raise ShapeError(f"{name} is of type {type(x).__name__}, not a tensor; use torch.as_tensor({name})")
+    lengths = given.get("lengths")
+    if lengths is not None and (lengths.is_floating_point() or lengths.dtype == torch.bool):
+        raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
+    if isinstance(at, float):
+        raise SpecError(f"at={at}: a query offset is a whole number")
+
+
+def require_one_kind(q: Any, k: Any, v: Any) -> None:
+    """Refuse tensors of several devices or dtypes, of dtypes that attention does not compute in, and of no width."""
+    if not (q.device == k.device == v.device):
+        raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
+    if not (q.dtype == k.dtype == v.dtype):
+        raise ShapeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype")
+    if not q.is_floating_point():
+        raise ShapeError(f"q, k and v are {q.dtype}; attention needs floating-point numbers: x.float()")
+    if q.element_size() == 1:
+        raise ShapeError(f"q, k and v are {q.dtype}; at least 16 bits are needed: x.bfloat16()")
+    if q.shape[-1] == 0:
+        raise ShapeError("queries and keys are 0 wide; q·k needs a width d_k of at least 1")

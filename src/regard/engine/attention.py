@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import compat, reference
-from ..errors import ShapeError, SpecError
+from ..errors import ShapeError, SpecError, require_one_kind, require_tensors
 from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
@@ -153,6 +153,9 @@ def _checked(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> tuple[Call, tuple[int, ...] | None]:
     """The call, and the axes in front of the positions that its results get back where they are not two."""
+    require_tensors(
+        q=q, k=k, v=v, **{name: options.get(name) for name in ("lengths", "bias", "sink_logits", "at")}
+    )
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
     options["dropout_p"] = float(options.get("dropout_p", 0.0))
@@ -197,11 +200,14 @@ def _key(
         text: str | None = ""
     elif not isinstance(pattern, Pattern) or (text := pattern.text) is None:
         return None
-    grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return (
-        text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        type(k), type(v), backend,
-    )  # fmt: skip
+    try:
+        grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        return (
+            text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            type(k), type(v), backend,
+        )  # fmt: skip
+    except AttributeError:  # k or v is no tensor: `require_tensors` says so
+        return None
 
 
 def _not_an_argument(foreign: dict[str, Any]) -> Exception:
@@ -310,6 +316,7 @@ def simplified(
 
     Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
     """
+    require_tensors(q=q, k=k, lengths=lengths)
     if torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:  # a compiler has symbols for sizes
         return pattern, lengths, at
     (b, h, n, _), m = q.shape, k.shape[2]
@@ -376,12 +383,7 @@ def _above_zero(call: Call) -> Call:
 def check(call: Call) -> Call:
     """The call, if its tensors fit one another; else a ShapeError that says which do not."""
     q, k, v = call.q, call.k, call.v
-    if not (q.device == k.device == v.device):
-        raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
-    if not (q.dtype == k.dtype == v.dtype):
-        raise ShapeError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}; give all three one dtype")
-    if not q.is_floating_point():
-        raise ShapeError(f"q, k and v are {q.dtype}; attention needs floating-point numbers: x.float()")
+    require_one_kind(q, k, v)
     if q.shape[-1] != k.shape[-1]:
         raise ShapeError(f"queries are {q.shape[-1]} wide and keys {k.shape[-1]}; q·k needs one width d_k")
     if k.shape[:3] != v.shape[:3]:

@@ -73,24 +73,7 @@ def samples(harness: Harness) -> Iterator[Sample]:
         yield _sample(harness, "grouped heads", base | {"h": 4, "h_kv": 2})
         yield _sample(harness, "grouped heads, 6 and 3", base | {"h": 6, "h_kv": 3})
     supported = option_names(harness)
-    for count in (1, 2, 3):
-        chosen = list(combinations(supported, count))
-        for names in chosen if count < 3 else chosen[:10]:
-            if excluded(harness, names):
-                continue
-            yield _sample(harness, " and ".join(names), base | {"n": 7, "m": 7}, names)
-            if count == 1 and harness.supports("n≠m") and _unequal(harness, names):
-                yield _sample(harness, f"{names[0]}, n < m", base | {"n": 4, "m": 9}, names)
-            if (
-                names == ("window",)
-                and harness.supports("n≠m")
-                and harness.target.alignment == "bottom-right"
-            ):
-                yield _sample(harness, "window, one query", base | {"n": 1, "m": 9}, names)
-            if count == 1 and harness.supports("grouped"):
-                yield _sample(
-                    harness, f"{names[0]}, grouped", base | {"h": 4, "h_kv": 2, "n": 7, "m": 7}, names
-                )
+    yield from _with_options(harness, base, supported)
     yield _sample(harness, "strided inputs", base, strided=True)
     for name in ("float32", "bfloat16", "float16"):
         if harness.supports(name) and harness.dtype != DTYPES[name]:
@@ -130,6 +113,28 @@ def samples(harness: Harness) -> Iterator[Sample]:
     if gradable:
         yield _sample(harness, "gradients, 150 positions", wide | {"n": 150, "m": 150}, grad=True)
         yield _sample(harness, "gradients, d_k = 130", base | {"d_k": 130, "d_v": 130}, grad=True)
+
+
+def _with_options(harness: Harness, base: dict[str, int], supported: list[str]) -> Iterator[Sample]:
+    """Each option, all pairs, and some triples."""
+    for count in (1, 2, 3):
+        chosen = list(combinations(supported, count))
+        for names in chosen if count < 3 else chosen[:10]:
+            if excluded(harness, names):
+                continue
+            yield _sample(harness, " and ".join(names), base | {"n": 7, "m": 7}, names)
+            if count == 1 and harness.supports("n≠m") and _unequal(harness, names):
+                yield _sample(harness, f"{names[0]}, n < m", base | {"n": 4, "m": 9}, names)
+            if (
+                names == ("window",)
+                and harness.supports("n≠m")
+                and harness.target.alignment == "bottom-right"
+            ):
+                yield _sample(harness, "window, one query", base | {"n": 1, "m": 9}, names)
+            if count == 1 and harness.supports("grouped"):
+                yield _sample(
+                    harness, f"{names[0]}, grouped", base | {"h": 4, "h_kv": 2, "n": 7, "m": 7}, names
+                )
 
 
 def _queries_without_keys(harness: Harness, sizes: dict[str, int]) -> bool:

@@ -1,0 +1,64 @@
+"""Arguments of `attention` that cannot be meant: an error of regard with words, whatever they are.
+
+The run with the type checker refuses them before they arrive, so these tests belong to the run without it.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import regard as rg
+
+pytestmark = pytest.mark.compiled
+X = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((X.numpy(), X, X), r"^q is of type ndarray, not a tensor; use torch\.as_tensor\(q\)$"),
+        ((X, X.numpy(), X), r"^k is of type ndarray"),
+        ((X, X, X.tolist()), r"^v is of type list"),
+        ((X, None, X), r"^k is None, not a tensor"),
+        ((X.long(),) * 3, r"torch\.int64; attention needs floating-point numbers"),
+        ((X.bool(),) * 3, r"torch\.bool; attention needs"),
+        ((X.to(torch.complex64),) * 3, r"torch\.complex64; attention needs"),
+        ((X.to(torch.float8_e4m3fn),) * 3, r"float8_e4m3fn; at least 16 bits are needed: x\.bfloat16\(\)"),
+        ((X, X.double(), X), r"^q is torch\.float32, k torch\.float64"),
+        ((X[..., :0], X[..., :0], X), r"^queries and keys are 0 wide"),
+    ],
+)
+def test_queries_keys_and_values_that_do_not_fit_are_refused_in_words(arguments, message):
+    with pytest.raises(rg.ShapeError, match=message):
+        rg.attention(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [3, 4]}, r"^lengths is of type list, not a tensor; use torch\.as_tensor\(lengths\)$"),
+        ({"lengths": np.array([3, 4])}, r"^lengths is of type ndarray"),
+        ({"lengths": 3}, r"^lengths is of type int"),
+        ({"lengths": torch.tensor([3.0, 4.0])}, r"^lengths is torch\.float32; whole numbers are needed"),
+        ({"lengths": torch.tensor([True, False])}, r"^lengths is torch\.bool; whole numbers"),
+        ({"lengths": torch.tensor([3, 4, 5])}, r"^lengths has shape \(3,\)"),
+        ({"bias": np.zeros((5, 5))}, r"^bias is of type ndarray"),
+        ({"bias": [[0.0] * 5] * 5}, r"^bias is of type list"),
+        ({"sink_logits": [0.0, 1.0]}, r"^sink_logits is of type list"),
+    ],
+)
+def test_options_that_are_no_tensors_are_refused_in_words(options, message):
+    with pytest.raises(rg.ShapeError, match=message):
+        rg.attention(X, X, X, **options)
+
+
+def test_a_query_offset_is_a_whole_number():
+    with pytest.raises(rg.SpecError, match=r"^at=1\.5: a query offset is a whole number$"):
+        rg.attention(X, X, X, rg.causal(), at=1.5)
+
+
+def test_no_keys_no_queries_and_no_rows_are_fine():
+    assert rg.attention(X, X[:, :, :0], X[:, :, :0]).abs().sum() == 0
+    assert rg.attention(X[:, :, :0], X, X).shape == (2, 2, 0, 4)
+    assert rg.attention(X[:0], X[:0], X[:0]).shape == (0, 2, 5, 4)
+    assert rg.attention(X, X, X[..., :0]).shape == (2, 2, 5, 0)
