@@ -48,7 +48,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def require_tensors(at: Any = None, **given: Any) -> None:
-    """Refuse arguments of an attention call that are no tensors, lengths and a query offset that are no whole numbers.
+    """Refuse arguments of a call that are no tensors, lengths and a query offset that are no whole numbers.
 
     None is refused for q, k and v only; a bias may also be a value of this library.
     """

@@ -158,13 +158,10 @@ def _checked(
     )
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
-    options["dropout_p"] = float(options.get("dropout_p", 0.0))
+    options["dropout_p"], front = float(options.get("dropout_p", 0.0)), None
     if not _four_axes(q, k, v):
         q, k, v, front = with_four_axes(q, k, v)
-        table, bias = (_flattened(x, front) for x in (table, options.get("bias")))
-        options["bias"] = bias
-    else:
-        front = None
+        table, options["bias"] = (_flattened(x, front) for x in (table, options.get("bias")))
     lengths = options.get("lengths")
     if lengths is not None and lengths.dim() == 2 and lengths.shape[1] == 2:
         options["starts"], options["lengths"] = lengths.unbind(1)
