@@ -52,6 +52,9 @@ def test_a_pattern_is_a_picture_in_a_notebook():
 
 def test_explanations_and_declarations_have_a_rich_form():
     table = rg.explain(rg.causal() & rg.window(9), n=512)._repr_html_()
-    assert "<th>pairs needed</th><td>5,075 (1.94%)</td>" in table and "causal() &amp; window(9)" in table
+    assert (
+        "<th>pairs needed</th><td>5,075 of 262,144 (1.94%)</td>" in table
+        and "causal() &amp; window(9)" in table
+    )
     folded = rg.preset("tiny-gpt")._repr_html_()
     assert folded.count("<details") == 2 and "<b>attention: Attention</b>" in folded and "heads=4" in folded

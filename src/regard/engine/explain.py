@@ -1,13 +1,13 @@
 """The plan in words: what a call would cost to run, by which backend, and why."""
 
 from dataclasses import dataclass, fields, replace
-from html import escape
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import ShapeError, SpecError, nearest
 from ..pattern import Pattern, per_head
+from ..value import ShownAsTable
 from .attention import call_of, normalized
 from .backends import choose
 from .by_heads import launches
@@ -17,7 +17,7 @@ from .plan import NoPlan, plan
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(ShownAsTable):
     """How a call would run. `print` it; the fields are for programs."""
 
     pattern: Pattern
@@ -45,20 +45,6 @@ class Explanation:
             f"  backend         {self.backend}, {self.variant}: {self.reason}",
         ]
         return "\n".join(lines + [f"  {line}" for line in self.passes])
-
-    def _repr_html_(self) -> str:
-        """A table, in a notebook."""
-        total = self.n * self.m * self.rows
-        rows = {
-            "pattern": repr(self.pattern),
-            "queries × keys": f"{self.n:,} × {self.m:,}",
-            "pairs needed": f"{self.needed:,} ({self.needed / max(total, 1):.2%})",
-            "pairs computed": f"{self.computed:,} ({self.waste:.2f} × needed)",
-            "backend": f"{self.backend}, {self.variant}",
-            "because": self.reason,
-        }
-        lines = [f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in rows.items()]
-        return f'<table style="text-align:left">{"".join(lines)}</table>'
 
 
 def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
