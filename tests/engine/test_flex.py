@@ -205,6 +205,20 @@ def test_flex_on_the_cpu_gives_what_a_mask_gives():
 @compiled
 @pytest.mark.compiled
 @pytest.mark.long
+def test_flex_on_the_cpu_has_a_softcap_of_its_own_in_each_call():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 140, 16, generator=g) for _ in range(3))
+    pattern = documents(torch.arange(140) // 60)
+    for softcap in (0.5, 2.0):
+        got, expected = (
+            attention(q, k, v, pattern, softcap=softcap, backend=name) for name in ("flex", "reference")
+        )
+        assert torch.allclose(got, expected, atol=1e-5)
+
+
+@compiled
+@pytest.mark.compiled
+@pytest.mark.long
 @pytest.mark.parametrize("each", [False, True])
 def test_flex_on_the_cpu_after_a_cache_and_from_an_offset_a_row(each):
     g = torch.Generator().manual_seed(0)

@@ -36,31 +36,23 @@ class Flex:
     automatic = ("cuda",)
 
     def refuses(self, f: CallFacts) -> str | None:
-        if f.hard:
-            return "scale=inf has no softmax"
-        if f.bias != "none":
-            return "a bias is added to the scores"
-        if f.softcap is not None:
-            return "softcap is not supported here"
-        if f.left_padding:
-            return "lengths with a start per batch row (left padding) are not supported here"
-        if f.dropout_p:
-            return "it has no dropout"
-        if f.table:
-            return "a bool tensor is n × m already"
-        if f.n == 0 or f.m == 0:
-            return "there are no pairs"
-        if f.device_type not in ("cpu", "cuda"):
-            return f"FlexAttention runs on CUDA and on the CPU, not on {f.device_type}"
-        if f.dtype == torch.float64:
-            return "FlexAttention takes float32, float16 or bfloat16, not float64"
-        if f.device_type == "cuda" and f.n < MIN_QUERIES:
-            return f"FlexAttention has no kernel for every n below {MIN_QUERIES}, here {f.n}"
-        if f.device_type == "cpu" and f.grad:
-            return "on the CPU FlexAttention has no backward, which torch.no_grad() avoids"
-        if f.device_type == "cpu" and f.return_lse:
-            return "on the CPU FlexAttention gives no log-sum-exp"
-        return None
+        on_cpu = f.device_type == "cpu"
+        reasons = (
+            (f.hard, "scale=inf has no softmax"),
+            (f.bias != "none", "a bias is added to the scores"),
+            (f.left_padding, "lengths with a start per batch row (left padding) are not supported here"),
+            (f.dropout_p > 0, "it has no dropout"),
+            (f.table, "a bool tensor is n × m already"),
+            (f.n == 0 or f.m == 0, "there are no pairs"),
+            (not on_cpu and f.device_type != "cuda",
+             f"FlexAttention runs on CUDA and on the CPU, not on {f.device_type}"),
+            (f.dtype == torch.float64, "FlexAttention takes float32, float16 or bfloat16, not float64"),
+            (not on_cpu and f.n < MIN_QUERIES,
+             f"FlexAttention has no kernel for every n below {MIN_QUERIES}, here {f.n}"),
+            (on_cpu and f.grad, "on the CPU FlexAttention has no backward, which torch.no_grad() avoids"),
+            (on_cpu and f.return_lse, "on the CPU FlexAttention gives no log-sum-exp"),
+        )  # fmt: skip
+        return next((reason for holds, reason in reasons if holds), None)
 
     def estimate(self, f: CallFacts) -> float:
         """Only what data decide is worth a compilation: for the rest there are faster kernels."""
@@ -85,6 +77,8 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
 
     q, k, v = (_wide(x) for x in (call.q, call.k, call.v))
     options: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
+    if call.softcap is not None:
+        options["score_mod"] = _capped(call.softcap)
     if call.return_lse:
         options["return_aux"] = AuxRequest(lse=True)
     mask = _block_mask(call)
@@ -95,6 +89,12 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
             result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
     return o[..., : call.v.shape[-1]], lse
+
+
+@lru_cache(maxsize=64)
+def _capped(c: float) -> Callable:
+    """Scores under a softcap, as FlexAttention takes a change of scores."""
+    return lambda score, b, h, i, j: c * torch.tanh(score / c)
 
 
 def _wide(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h n w"]:
@@ -174,7 +174,7 @@ def _kind(call: Call) -> tuple:
         sizes += (len(q), call.n, call.m)
     codes = tuple(leaf.fn for leaf in call.pattern.leaves() if isinstance(leaf, where))
     flags = (call.return_lse, torch.is_grad_enabled(), call.lengths is None, isinstance(call.at, Tensor))
-    return q.device.type, q.dtype, sizes, flags, _written(call.pattern), codes
+    return q.device.type, q.dtype, sizes, flags, call.softcap, _written(call.pattern), codes
 
 
 @lru_cache(maxsize=64)
@@ -182,13 +182,9 @@ def _compiled(kind: tuple) -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
     code: CodeType = _run.__code__.replace(co_name=f"flex_{abs(hash(kind)):x}")
-    own = FunctionType(
-        code, {**_run.__globals__, "flex_attention": flex_attention}, argdefs=_run.__defaults__
-    )
+    own = FunctionType(code, {**_run.__globals__, "flex_attention": flex_attention})
     return torch.compile(own, fullgraph=True, dynamic=False if kind[0] == "cpu" else None)
 
 
-def _run(q, k, v, block_mask, scale, enable_gqa, return_aux=None):
-    return flex_attention(  # a global that _compiled gives it
-        q, k, v, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa, return_aux=return_aux
-    )
+def _run(q, k, v, **options):
+    return flex_attention(q, k, v, **options)  # a global that _compiled gives it

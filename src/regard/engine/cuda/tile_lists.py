@@ -74,12 +74,8 @@ def _orders(allowed: Table, hops: list[int]) -> Iterator[list[Ints]]:
 
 
 def _tiles(groups: list[Ints], tile: int) -> Ints:
-    out = []
-    for group in groups:
-        full = np.full(-(-len(group) // tile) * tile, EMPTY_PLACE, dtype=np.int64)
-        full[: len(group)] = group
-        out.append(full.reshape(-1, tile))
-    return np.concatenate(out)
+    filled = [np.pad(group, (0, -len(group) % tile), constant_values=EMPTY_PLACE) for group in groups]
+    return np.concatenate(filled).reshape(-1, tile)
 
 
 def _met(bits: NDArray[np.uint8], tiles: Ints, others: int, by_all: bool) -> Table:
@@ -100,10 +96,8 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
         whole = whole[: len(whole) // block * block]
         by_some[t, whole] = False
         met = np.concatenate([whole, np.flatnonzero(by_some[t])])
-        own = np.full(length[t] * block, EMPTY_PLACE, dtype=np.int64)
-        own[: len(met)] = met
         items.append((0, 0, 0, at, at + len(whole) // block, at + length[t], *[-1] * (ITEM - 6)))
-        blocks.append(own)
+        blocks.append(np.pad(met, (0, length[t] * block - len(met)), constant_values=EMPTY_PLACE))
         at += length[t]
     shape = max(at, 1), block  # one block at least: a kernel is given a table
     full = np.full(shape, EMPTY_PLACE, dtype=np.int64)
