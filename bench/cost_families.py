@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from huggingface_census import TextCase, short, testers, without_dropout
+from huggingface_census import classes_of, short, testers, without_dropout
+from huggingface_small import SmallCase
 
 LIMIT_S = 300
 PREFERRED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "Model")
@@ -40,15 +41,16 @@ def families() -> list[str]:
 
 def case_of(folder: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     """A test case of the family, a model class, its tiny configuration, and inputs."""
-    for case in testers(folder) or [TextCase(folder)]:
-        here = [
-            c for c in case.all_model_classes if c.__module__.startswith(f"transformers.models.{folder}.")
-        ]
+    cases = [case for case in testers(folder) if classes_of(case, folder)] or [SmallCase(folder)]
+    for case in cases:
+        here = classes_of(case, folder)
         for ending in (*PREFERRED, ""):
             for cls in here:
                 if cls.__name__.endswith(ending):
                     config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
-                    config = case.config_for(cls) if isinstance(case, TextCase) else config
+                    if isinstance(case, SmallCase):
+                        config = case.config_for(cls)
+                        inputs = case.inputs_for(cls, config)
                     return case, cls, config, case._prepare_for_class(inputs, cls, return_labels=False)
     raise LookupError("no model class with a tiny configuration in the tests or with small sizes")
 

@@ -14,11 +14,16 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+os.environ.setdefault(
+    "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True" if "--only-plans" in sys.argv else ""
+)
 
 import torch
 from cost_models import cases, described, predicted, stepping
@@ -28,7 +33,7 @@ from regard.costs import time as machines
 from regard.costs.subject import Subject
 from regard.costs.trace.tracer import Work
 
-FIT_SEED, FIT_COUNT, TIMED, PLANS, GENERATED, WORKERS = 26, 24, 20, 20, 12, 10
+FIT_SEED, FIT_COUNT, TIMED, PLANS, GENERATED, WORKERS = 26, 24, 20, 20, 12, 16
 CAP = 4 * 10**9
 MIB = 1 << 20
 
@@ -40,7 +45,7 @@ def predict(options) -> None:
     """Peaks, the traced work for the time, and plans, of models that no rule was tuned for."""
     written = {"torch": str(torch.__version__), "seed": options.seed, "models": [], "plans": []}
     works: dict = {"models": [], "fit": []}  # a few megabytes: beside the file, for --report
-    for index, case in enumerate(cases(options.seed, options.count, 8)):
+    for index, case in enumerate([] if options.only_plans else cases(options.seed, options.count, 8)):
         start, memory = time.process_time(), predicted(case, "cuda").memory
         row = {"model": described(case), "peak": memory.training_peak, "reserved": memory.reserved}
         row |= {"moment": memory.peak.moment}
@@ -55,7 +60,7 @@ def predict(options) -> None:
         row["cpu_seconds"] = round(time.process_time() - start, 2)
         written["models"].append(row)
         print(row["cpu_seconds"], row["model"], flush=True)
-    for case in cases(FIT_SEED, FIT_COUNT, 8):
+    for case in [] if options.only_plans else cases(FIT_SEED, FIT_COUNT, 8):
         works["fit"].append(packed(predicted(case, "cuda").memory.main.trace.work))
     options.predict.with_suffix(".work.json").write_text(json.dumps(works), encoding="utf-8")
     options.predict.write_text(json.dumps(written), encoding="utf-8")
@@ -63,7 +68,7 @@ def predict(options) -> None:
         training = case.training
         subject = Subject.of(case.spec if case.spec is not None else foreign(case))
         search = planner._Search(subject, "", subject.tokens or case.n, 1)
-        option = planner.Option("one", dataclasses.replace(training, frozen=()))
+        option = planner.Option("one", training)
         card = planner.card("h200")._replace(memory=CAP)
         choice = search.choice("h200", card, option)
         row = {
@@ -127,13 +132,14 @@ def generation_of(case) -> dict:
 
     from regard.costs.memory.runs import prompt
 
+    outside = torch.cuda.memory_allocated()
     model, args, kwargs, _ = built(case, "cuda")
     model.eval()
     labels = kwargs.pop("labels", None)
     if labels is not None and model.config.is_encoder_decoder:
         kwargs["decoder_input_ids"] = labels
     del labels
-    peaks = {}
+    peaks = {"outside": outside}
     with torch.no_grad():
         model(*args, **kwargs)
         fresh()
@@ -179,9 +185,11 @@ def work(options) -> None:
     given = json.loads(options.work[0].read_text(encoding="utf-8"))
     which, rows = int(options.part), {}
     models = cases(given["seed"], len(given["models"]), 8)
-    tasks = [("models", i) for i in range(len(models))]
-    tasks += [("generation", i) for i, row in enumerate(given["models"]) if "prefill" in row]
-    tasks += [("plans", i) for i in range(len(given["plans"]))]
+    tasks = [("generation", i) for i, row in enumerate(given["models"]) if "prefill" in row]
+    tasks += [
+        ("plans", i) for i in range(len(given["plans"]))
+    ]  # after inference, which has one workspace of cuBLAS
+    tasks += [] if options.only_plans else [("models", i) for i in range(len(models))]
     out = options.work[1] / f"part{which}.json"
     for kind, i in tasks[which::WORKERS]:
         start = time.perf_counter()
@@ -201,15 +209,16 @@ def timed(case) -> float:
     return machines.time_call(step, "cuda", 9, graph=False)
 
 
-def measure(file: Path, folder: Path) -> None:
+def measure(file: Path, folder: Path, only_plans: bool) -> None:
     import transformers
 
     given = json.loads(file.read_text(encoding="utf-8"))
     scratch = Path("/tmp/cost_gpu")
     scratch.mkdir(exist_ok=True)
-    command = [sys.executable, __file__, "--work", str(file), str(scratch), "--part"]
+    command = [sys.executable, __file__, "--work", str(file), str(scratch)]
+    command += ["--only-plans"] * only_plans + ["--part"]
     parts = [subprocess.Popen([*command, str(k)]) for k in range(WORKERS)]
-    until = time.time() + 130
+    until = time.time() + 100
     for part in parts:
         try:
             part.wait(max(1.0, until - time.time()))
@@ -224,6 +233,8 @@ def measure(file: Path, folder: Path) -> None:
     }  # fmt: skip
     out = folder / "measured.json"
     out.write_text(json.dumps(found), encoding="utf-8")
+    if only_plans:
+        return
     found["roofline"] = dataclasses.asdict(machines.measure("cuda"))
     models, fit = cases(given["seed"], TIMED, 8), cases(FIT_SEED, FIT_COUNT, 8)
     for kind, i, case in [
@@ -311,6 +322,7 @@ def main() -> None:
     parser.add_argument("--predict", type=Path)
     parser.add_argument("--measure", type=Path, nargs=2)
     parser.add_argument("--report", type=Path, nargs=2)
+    parser.add_argument("--only-plans", action="store_true", help="plans and generation, not steps and times")
     parser.add_argument("--work", type=Path, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--part", default="0", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -319,7 +331,7 @@ def main() -> None:
     if options.work:
         work(options)
     if options.measure:
-        measure(*options.measure)
+        measure(*options.measure, options.only_plans)
     if options.report:
         report(*options.report)
 

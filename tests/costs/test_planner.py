@@ -25,7 +25,7 @@ def test_a_plan_fits_and_one_more_row_does_not(monkeypatch):
     best = result.best
     assert best.peak <= SHARE * memory
     more = rg.cost(tiny, n=64, batch=best.batch + 1, train=TrainingStep(), device="cuda").memory
-    assert more.training_peak > SHARE * memory or more.reserved > memory
+    assert more.training_peak > SHARE * memory
     data = json.loads(result.json())
     assert data["choices"][0]["batch"] == best.batch and data["choices"][0]["tokens_per_second"] > 0
     assert f"{best.batch:,}" in str(result) and "step = rg.costs.stepping(" in str(result)
@@ -85,7 +85,7 @@ def test_a_foreign_model_is_planned_and_its_code_runs_the_planned_step(monkeypat
         names = {}
         exec(code, names)
         assert names["step"]() > 0
-    assert "<pre>import torch, transformers" in result._repr_html_() and len(repr(result)) < 200
+    assert "import torch, transformers" in result._repr_html_() and len(repr(result)) < 200
 
 
 def test_generation_is_planned_with_its_cache():

@@ -13,7 +13,6 @@ from ..errors import SpecError
 from ..pattern import Pattern
 from ..spec.base import require_positive
 from .gpus import CARDS, Card, card
-from .memory.allocator import OutOfMemory
 from .memory.peak import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
@@ -46,8 +45,7 @@ class Choice:
     n: int
     batch: int  # per rank; 0 if nothing fits
     ranks: int
-    peak: int | None  # None where not even one row fits the card
-    reserved: int
+    peak: int  # of one row, if nothing fits
     seconds: float
     code: str
     longest_n: int | None = None  # with a batch of 1; computed for the fastest choice of a card
@@ -86,8 +84,15 @@ class Plan:
         heading = ("GPU", "ranks", "how", "n", "batch", "peak", "of", "step, ms", "tokens/s", "longest n")
         lines = []
         for c in self.choices:
-            peak = "" if c.peak is None else readable(c.peak)
-            row = (c.gpu, f"{c.ranks}", c.option.label, f"{c.n:,}", f"{c.batch:,}", peak, readable(c.memory))
+            row = (
+                c.gpu,
+                f"{c.ranks}",
+                c.option.label,
+                f"{c.n:,}",
+                f"{c.batch:,}",
+                readable(c.peak),
+                readable(c.memory),
+            )
             longest = "" if c.longest_n is None else f"{c.longest_n:,}"
             times = (f"{c.seconds * 1e3:,.1f}", f"{c.tokens_per_second:,.0f}", longest)
             lines.append((*row, *(times if c.batch else ("", "does not fit", ""))))
@@ -191,17 +196,14 @@ class _Search:
     def choice(self, label: str, on: Card, option: Option) -> Choice:
         budget = int(SHARE * on.memory)
         batch, exact = largest_batch(
-            lambda size: self.traced(self.n, size, option, on.gpu), budget, on.memory, self.ranks
+            lambda size: self.traced(self.n, size, option, on.gpu), budget, self.ranks, expandable=True
         )
-        try:
-            used = exact.usage(on.memory, self.ranks)
-        except OutOfMemory:
-            return Choice(label, on.memory, option, self.n, 0, self.ranks, None, 0, 0.0, "")
+        used = exact.usage(ranks=self.ranks, expandable=True)
         if used.peak > budget:
-            return Choice(label, on.memory, option, self.n, 0, self.ranks, used.peak, used.reserved, 0.0, "")
+            return Choice(label, on.memory, option, self.n, 0, self.ranks, used.peak, 0.0, "")
         seconds = _seconds(exact, _roofline(label, on), option)
         code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
-        sizes = (self.n, batch, self.ranks, used.peak, used.reserved)
+        sizes = (self.n, batch, self.ranks, used.peak)
         return Choice(label, on.memory, option, *sizes, seconds, code)
 
     def longest(self, on: Card, choice: Choice) -> int | None:
@@ -210,10 +212,7 @@ class _Search:
             return None
 
         def peak(n: int) -> int:
-            try:
-                return self.traced(n, 1, choice.option, on.gpu).usage(on.memory, self.ranks).peak
-            except OutOfMemory:
-                return 2 * on.memory
+            return self.traced(n, 1, choice.option, on.gpu).usage(ranks=self.ranks, expandable=True).peak
 
         budget, low = int(SHARE * on.memory), self.n
         high = min(self.subject.max_n, self.n * choice.batch, MAX_N)
@@ -243,13 +242,14 @@ def _seconds(traced: Run, roofline: Roofline, option: Option) -> float:
 def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ranks: int = 1) -> str:
     """A program that runs one step of this choice."""
     t = option.training
+    expandable = 'import os; os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"'
     if subject.declared:
-        head = ["import torch, regard as rg"]
+        head = [expandable, "import torch, regard as rg"]
         declared = f"rg.preset({name!r})" if name else f"rg.spec.from_json({subject.model.json()!r})"
         build = [f"declared = {declared}", "model = declared.build().cuda()"]
     else:
         config: Any = subject.module.config
-        head, kind = ["import torch, transformers, regard as rg"], type(subject.module).__name__
+        head, kind = [expandable, "import torch, transformers, regard as rg"], type(subject.module).__name__
         build = [
             f"config = transformers.{type(config).__name__}.from_dict({config.to_diff_dict()!r})",
             f"model = transformers.{kind}(config).cuda()",

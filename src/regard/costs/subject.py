@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from .. import spec
 from ..errors import SpecError
 from ..spec.base import require_known, require_positive
-from .memory.allocator import OutOfMemory
 from .memory.runs import Run, Setting, run
 from .memory.step import TrainingStep, training_of
 from .sizes import Request, Size
@@ -119,53 +117,45 @@ def fits(subject: Subject, size: Size, budget: int, vary: str = "batch", **optio
 
 
 def largest_batch(
-    traced: Callable[[int], Run], budget: int, limit: int | None = None, ranks: int = 1
+    traced: Callable[[int], Run], budget: int, ranks: int = 1, expandable: bool = False
 ) -> tuple[int, Run]:
     """The largest batch whose peak is at most the budget, and its run (of a batch of 1 if none fits).
 
     Sizes of storages are lines in the batch: a run with one row and one near the largest batch give those between.
-    limit: bytes that the allocator may take from the device.
     """
     first = near = traced(1)
     at = batch = 1
+    options = {"ranks": ranks, "expandable": expandable}
     for _ in range(5):
-        batch = largest(_between(first, near, at, limit, ranks), budget, MAX_BATCH)
+        batch = largest(_peaks(near, _between(first, near, at), options), budget, MAX_BATCH)
         if batch <= 1 or at / 2 <= batch <= at:
             break
         at, near = batch, traced(batch)
-    exact = near if batch == at else traced(max(batch, 1))
-    while batch and _peak(exact, limit, ranks) > budget:  # an operation needs more from some size on
+
+    def exact(size: int) -> Run:
+        return near if size == at else traced(max(size, 1))
+
+    while batch and exact(batch).usage(**options).peak > budget:  # an operation needs more from some size on
         batch -= max(1, batch // 200)
-        exact = traced(max(batch, 1))
-    return batch, exact
+    return batch, exact(batch)
 
 
-def _peak(run: Run, limit: int | None, ranks: int, sizes: list[int] | None = None) -> int | float:
-    try:
-        return run.usage(limit, ranks, sizes=sizes).peak
-    except OutOfMemory:
-        return inf
+def _peaks(run: Run, sizes: Callable[[int], list[int]], options: dict[str, Any]) -> Callable[[int], int]:
+    return lambda batch: run.usage(sizes=sizes(batch), **options).peak
 
 
-def _between(first: Run, near: Run, at: int, limit: int | None, ranks: int) -> Callable[[int], int | float]:
-    """The peak by batch size, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
+def _between(first: Run, near: Run, at: int) -> Callable[[int], list[int]]:
+    """Batch → sizes of storages, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
     ones, ends = ([r.bytes for r in x.trace.meter.records] for x in (first, near))
     constant = (
         set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
     )
-    same = first.trace.meter.events == near.trace.meter.events and at > 1
-
-    def peak(batch: int) -> int | float:
-        if same:
-            sizes = [a + (b - a) * (batch - 1) // (at - 1) for a, b in zip(ones, ends)]
-        else:
-            sizes = [size if k in constant else size * batch // at for k, size in enumerate(ends)]
-        return _peak(near, limit, ranks, sizes)
-
-    return peak
+    if at > 1 and first.trace.meter.events == near.trace.meter.events:
+        return lambda batch: [a + (b - a) * (batch - 1) // (at - 1) for a, b in zip(ones, ends)]
+    return lambda batch: [x if k in constant else x * batch // at for k, x in enumerate(ends)]
 
 
-def largest(peak: Callable[[int], int | float], budget: int, limit: int = NO_LIMIT) -> int:
+def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:
     """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
     low, low_peak, size = 0, 0, 1
     high, high_peak = limit + 1, 0
@@ -178,7 +168,7 @@ def largest(peak: Callable[[int], int | float], budget: int, limit: int = NO_LIM
         size = min(limit, low * min(64, max(2, 2 * budget // max(used, 1))))
     halve = False
     while high_peak > budget and high - low > 1:  # where the peak is a line, one or two steps suffice
-        share = 0.5 if halve or high_peak == inf else (budget - low_peak) / (high_peak - low_peak)
+        share = 0.5 if halve else (budget - low_peak) / (high_peak - low_peak)
         size = min(max(low + int((high - low) * share), low + 1), high - 1)
         used, before = peak(size), high - low
         if used <= budget:

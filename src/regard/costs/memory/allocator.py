@@ -51,10 +51,14 @@ class Plain:
 
 
 class Caching:
-    """PyTorch's caching allocator for CUDA, on one stream; `limit`: bytes that it may take from the device."""
+    """PyTorch's caching allocator for CUDA, on one stream; `limit`: bytes that it may take from the device.
 
-    def __init__(self, limit: int | None = None):
-        self.limit = limit
+    expandable: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where any remainder is split off and scattered
+    pages serve one block: there are no gaps, so what is taken is not simulated.
+    """
+
+    def __init__(self, limit: int | None = None, expandable: bool = False):
+        self.limit, self.expandable = limit, expandable
         self.allocated = self.peak = self.taken = self.reserved = 0
         self._address = 0
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
@@ -66,7 +70,7 @@ class Caching:
         at = bisect_left(pool, (size, -1))
         block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
         remainder = block.size - size
-        if remainder >= ROUND if small else remainder > SMALL:
+        if remainder >= ROUND if small or self.expandable else remainder > SMALL:
             rest = Block(block.at + size, remainder, small)
             rest.previous, rest.next = block, block.next
             if block.next is not None:

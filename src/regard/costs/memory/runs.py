@@ -94,9 +94,10 @@ class Run:
         self.kinds |= {k: kind for k in keys if k is not None and k not in self.kinds}
 
     def usage(
-        self, limit: int | None = None, ranks: int = 1, strategy: str = "fsdp", sizes: list[int] | None = None
-    ) -> Usage:
-        """Peak and reserved bytes of one rank, on a device with at most `limit` bytes; sizes: of other storages."""
+        self, limit: int | None = None, ranks: int = 1, strategy: str = "fsdp", *, sizes: list[int] | None = None,
+        expandable: bool = False,
+    ) -> Usage:  # fmt: skip
+        """Peak and reserved bytes of one rank. limit: of the device; sizes: of storages; expandable: segments."""
         require_positive("ranks", ranks)
         require_known("strategy", strategy, STRATEGIES)
         meter, buffers = self.trace.meter, list(self.workspaces)
@@ -112,7 +113,7 @@ class Run:
         setup = [*meter.events[: self.begin], *((len(sizes) + i, 1) for i in range(len(buffers)))]
         repeats = (2 if self.trace.device == "cuda" else 1) if self.trains else 0
         persistent = self.keys("optimizer state") | self.keys("master weights")
-        memory = Caching(limit) if self.trace.device == "cuda" else Plain()
+        memory = Caching(limit, expandable) if self.trace.device == "cuda" else Plain()
         events, phases = meter.events[self.begin :], [*phases, *["setup"] * len(buffers)]
         return replay(memory, [*sizes, *buffers], setup, events, persistent, repeats, phases)
 
