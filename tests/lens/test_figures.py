@@ -302,3 +302,32 @@ def test_the_costs_of_layer_types_are_those_of_cost():
     lines = {line.get_label(): list(line.get_ydata()) for line in figure.axes[0].lines}
     assert lines["GRU"] == [rg.costs.compare(n, 64)["GRU"].flops for n in (32, 64, 128)]
     assert "n = 128" in texts(figure) and len(lines) >= 10
+
+
+@pytest.mark.compiled
+def test_memory_is_drawn_by_kind_and_module_with_areas_in_proportion():
+    result = rg.cost("tiny-gpt", n=32, batch=4, train=True)
+    peak = result.memory.peak
+    tree = figures.memory_treemap(result)
+    areas = sum(p.get_width() * p.get_height() for p in tree.axes[0].patches)
+    assert areas == pytest.approx(1.0) and any("saved for backward" in t for t in texts(tree))
+    timeline = figures.memory_timeline(result)
+    assert any(t.endswith(peak.operation) for t in texts(timeline)) and " backward" in texts(timeline)
+    highest = max(
+        max(path.vertices[:, 1].max() for path in area.get_paths()) for area in timeline.axes[0].collections
+    )
+    assert highest == pytest.approx(peak.bytes / 2**30, rel=0.01)
+
+
+@pytest.mark.compiled
+def test_modules_are_drawn_under_the_roofline():
+    from regard.costs.gpus import card
+    from regard.costs.time import estimate
+
+    machine = card("h100").roofline("h100")
+    guess = estimate(rg.cost("tiny-gpt", n=32), machine)
+    figure = figures.roofline(guess, machine)
+    points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert len(points) == sum(bool(p.flops and p.bytes) for p in guess.parts) > 3
+    top = max(machine.flops_per_s.values())
+    assert all(line.get_ydata()[0] <= top for line in points)

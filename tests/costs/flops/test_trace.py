@@ -307,3 +307,42 @@ def test_without_dispatch_modes_a_module_is_refused_and_a_declaration_is_not(mon
         "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
     )
     assert cost(rg.Attention(D, heads=H), n=N).flops > 0
+
+
+def test_what_cannot_be_traced_is_named_with_what_is_still_known():
+    class Branches(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y if y.sum() > 0 else -y
+
+    with pytest.raises(
+        rg.ShapeError, match=r"reads a value that a meta tensor does not have.*still known: 12 param"
+    ):
+        cost(Branches(3, 3), torch.empty(2, 3, device="meta"))
+    with pytest.raises(
+        rg.ShapeError, match=r"Linear fails on inputs of these shapes: .*still known: 12 parameters"
+    ):
+        cost(nn.Linear(3, 3), torch.zeros(2, 4))
+    huge = torch.empty(1 << 40, 3, device="meta")
+    with pytest.raises(rg.ShapeError, match="still known: 12 parameters, 48 bytes in float32"):
+        cost(lambda_of(nn.Linear(3, 3)), huge)
+
+
+def lambda_of(module):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x):
+            return self.inner(x) @ self.inner(x).mT
+
+    return Outer()
+
+
+def test_equal_layers_are_one_part_of_the_tree():
+    layer = nn.TransformerEncoderLayer(D, H, FF, batch_first=True)
+    result = cost(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval(), x)
+    part = result["layers"].parts[0]
+    assert (part.name, part.times, len(result["layers"].parts)) == ("0–2", 3, 1)
+    assert result.flops == 3 * cost(layer.eval(), x).flops and len(repr(result)) < 200
