@@ -129,7 +129,9 @@ def outcome(model: Any, inputs: dict[str, Any], generate: Any) -> dict[str, Any]
     out = model(**inputs)
     outputs = float_tensors(dict(out) if hasattr(out, "items") else out)
     outputs = {k: v for k, v in outputs.items() if v is not None}
-    loss = sum((projected(x) for x in outputs.values() if x.requires_grad), torch.zeros(()))
+    # Weights that nobody requested are an output of eager alone, so they are no part of the loss.
+    shown = [x for name, x in outputs.items() if x.requires_grad and "attentions" not in name]
+    loss = sum((projected(x) for x in shown), torch.zeros(()))
     gradients: dict[str, Any] = {}
     if loss.requires_grad:
         loss.backward()

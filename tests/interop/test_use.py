@@ -195,6 +195,17 @@ def test_a_module_that_calls_sdpa_is_intercepted():
         unused(x)
 
 
+def test_attention_of_timm_takes_a_pattern():
+    layers = pytest.importorskip("timm.layers", reason="pip install timm")
+    torch.manual_seed(0)
+    layer = layers.Attention(16, num_heads=2).eval()
+    x = torch.randn(2, 11, 16)
+    q, k, v = layer.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=PATTERN.allowed(11)).transpose(1, 2).flatten(-2)
+    with rg.use(layer, PATTERN):
+        torch.testing.assert_close(layer(x), layer.proj(o), rtol=1e-5, atol=1e-6)
+
+
 # Mistakes
 
 
