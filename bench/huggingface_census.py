@@ -403,6 +403,12 @@ def table(out: Path) -> None:
     equal = sum(v[0] == "equal" for v in verdicts.values())
     print(f'# Model families of transformers {transformers.__version__} with attn_implementation="regard"\n')
     print(PREFACE.format(equal=equal, rows=len(rows), tolerance=f"{TOLERANCE:g}"))
+    older = sum("before" in row.get("made", "") for row in rows)
+    if older:
+        print(
+            f"{len(rows) - older} rows are of the code as it is; {older} rows that were equal are of the same day's "
+            f"code before masks got the values of eager in model code, and were not run again.\n"
+        )
     print("| family | classes | result | regard | sdpa | reason |\n|---|--:|---|--:|--:|---|")
     for row in sorted(rows, key=lambda r: r["family"]):
         word, reason = verdicts[row["family"]]
