@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 import regard as rg
+from regard.cli.models import included_translator, own_output
 
 
 def patterns() -> None:
@@ -72,9 +73,13 @@ def learn(folder: Path) -> None:
 
 
 def see(folder: Path) -> None:
-    words = ["The", "cat", "sat", "on", "the", "mat", "because", "it", "was", "tired"]
-    view = rg.look(rg.preset("tiny-gpt").build().eval(), torch.arange(len(words))[None], tokens=words)
-    print(f"\n{view}\nAll heads in one page: {view.save(folder / 'heads.html')}")
+    translator = included_translator()
+    source = torch.tensor([translator.tokenizer.encode(["You do not have permission to open this file."])[0]])
+    target = own_output(translator, source)  # what the model itself generates
+    view = rg.look(translator.model, (source, target), translator.tokenizer.words)
+    print(
+        f"\nThe heads of the translator of regard: {view}\nAll heads in one page: {view.save(folder / 'heads.html')}"
+    )
 
 
 if __name__ == "__main__":

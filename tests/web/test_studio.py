@@ -1,5 +1,6 @@
 """The studio: a real server with the translator of regard, and a browser, as wide as a desktop and as a phone."""
 
+import dataclasses
 import json
 import math
 import re
@@ -69,7 +70,8 @@ def opened(browser, studio):
     yield open_at
     for context in contexts:
         context.close()
-    assert not errors
+    refused = "the server responded with a status of 422"  # a sentence for the user, which Chromium logs
+    assert not [e for e in errors if refused not in e]
 
 
 def count(page, selector, at_least=1):
@@ -282,7 +284,7 @@ def test_the_line_view_has_a_line_for_the_largest_weight(opened):
     page.click("#modes [data-mode=lines]")
     assert count(page, "#lines line") > 3 and not page.is_visible("#map")
     page.hover("#lines text >> nth=1")
-    assert page.inner_text("#lines text.chosen") in page.inner_text("#reading")
+    assert page.text_content("#lines text.chosen") in page.inner_text("#reading")
 
 
 @pytest.mark.long
@@ -348,7 +350,10 @@ def test_sliders_change_the_cost(opened):
     page.eval_on_selector(
         "#layers", "e => { e.value = 8; e.dispatchEvent(new Event('input', {bubbles: true})); }"
     )
-    page.wait_for_function("() => document.getElementById('totals').textContent.includes('1.58 M')")
+    wider = rg.cost(dataclasses.replace(rg.preset("tiny-gpt"), layers=8), n=16).total.parameters
+    page.wait_for_function(
+        "text => document.getElementById('totals').textContent.includes(text)", arg=f"{wider / 1e6:.2f} M"
+    )
     assert page.locator("#tree details").count() > 1 and page.inner_text("#layers-out") == "8"
 
 
@@ -400,6 +405,7 @@ def test_first_paint_and_switching_heads_are_quick(browser):
     page = browser.new_page()
     text = ", ".join(str(i % 50) for i in range(128))
     page.goto(f"http://127.0.0.1:{port}/")
+    page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length")
     paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
     page.click("#tab-heads")
     page.fill("#text", text)

@@ -22,7 +22,8 @@ STYLE = """
   border-top: 1px solid var(--line) }
 .regard th { font-weight: 600 } .regard td.n { white-space: nowrap; font-variant-numeric: tabular-nums }
 .regard .holds { color: var(--good) } .regard .broken, .regard .raised { color: var(--bad); font-weight: 600 }
-.regard pre { overflow-x: auto; padding: .7rem; border: 1px solid var(--line); border-radius: 4px; font-size: 13px }
+.regard pre { overflow-x: auto; white-space: pre-wrap;
+  padding: .7rem; border: 1px solid var(--line); border-radius: 4px; font-size: 13px }
 .regard summary { cursor: pointer } .regard figure { display: inline-block; margin: .5rem 1.5rem .5rem 0 }
 .regard figcaption { font-size: 13px } .regard svg text { fill: var(--dim); font-size: 9px }
 .regard svg rect { fill: rgb(var(--deep)); stroke: var(--line); stroke-width: .5 }
@@ -51,7 +52,7 @@ def inline(verdict: Verdict) -> str:
         _cause(verdict),
         _capabilities(verdict),
         _counterexamples(verdict.broken, folded=verdict.cause is not None),
-        _table("Laws", [o for o in laws if o.status != "not applicable"]),
+        *_by_subject([o for o in laws if o.status != "not applicable"]),
         _table("Promises", [o for o in promises if o.status != "not applicable"]),
         _pictures(dependence(verdict.target, verdict.probed.supported)),
         _not_applicable([o for o in verdict.outcomes if o.status == "not applicable"]),
@@ -94,7 +95,11 @@ def _counterexamples(broken: tuple[Outcome, ...], folded: bool = False) -> str:
         case = (
             "" if o.counterexample is None else f"<p>Smallest case found: {escape(str(o.counterexample))}</p>"
         )
-        snippet = f"<pre>{escape(o.snippet)}</pre>" if o.snippet else ""
+        snippet = (
+            f'<details><summary>Code that shows it</summary><pre tabindex="0">{escape(o.snippet)}</pre></details>'
+            if o.snippet
+            else ""
+        )
         parts.append(
             f'<details{is_open}><summary><span class="broken">{escape(o.law.number)} {escape(o.law.name)}</span>: '
             f"{escape(o.message)}</summary><p>{escape(o.law.formula)}</p>{case}{snippet}</details>"
@@ -102,12 +107,25 @@ def _counterexamples(broken: tuple[Outcome, ...], folded: bool = False) -> str:
     return "\n".join(parts)
 
 
+def _by_subject(outcomes: list[Outcome]) -> list[str]:
+    """A table for each subject of the catalogue, those with a broken law first."""
+    groups: dict[str, list[Outcome]] = {}
+    for o in outcomes:
+        module = getattr(o.law.trials, "__module__", "") or ""
+        groups.setdefault(module.rpartition(".")[2].replace("_", " "), []).append(o)
+    wrong = {name: any(o.status in ("broken", "raised") for o in each) for name, each in groups.items()}
+    return [
+        _table(f"Laws: {name}", groups[name]) for name in sorted(groups, key=lambda name: not wrong[name])
+    ]
+
+
 def _table(title: str, outcomes: list[Outcome]) -> str:
     if not outcomes:
         return ""
     rows = "\n".join(_row(o) for o in outcomes)
     head = "<tr><th>law</th><th>statement</th><th>outcome</th><th>cases</th><th>error / tolerance</th></tr>"
-    return f'<h2>{escape(title)}</h2><div class="wide"><table>{head}\n{rows}</table></div>'
+    scrolled = f'<div class="wide" tabindex="0" role="group" aria-label="{escape(title)}">'
+    return f"<h2>{escape(title)}</h2>{scrolled}<table>{head}\n{rows}</table></div>"
 
 
 def _row(o: Outcome) -> str:

@@ -1,6 +1,7 @@
 """What the worker processes compute for the studio: parts of a pattern, curves of a cost, laws of an attention."""
 
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def laws(fields: dict[str, Any]) -> dict[str, Any]:
             "message": o.message,
             "counterexample": None if o.counterexample is None else str(o.counterexample),
             "snippet": o.snippet,
-            "worst": o.worst if o.ran else None,
+            "worst": o.worst if o.ran and isfinite(o.worst) else None,  # JSON has no infinity
             "tolerance": o.tolerance if o.ran else None,
         }
         for o in verdict.outcomes

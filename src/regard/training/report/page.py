@@ -140,7 +140,8 @@ def numbers(checks: Sequence[Check]) -> str:
     )
     head = "<tr><th></th><th>number</th><th>measured</th><th>expected</th></tr>"
     return (
-        f'<h2>The numbers that decide</h2><div class="scroll"><table class="numbers"><thead>{head}</thead>'
+        f'<h2>The numbers that decide</h2><div class="scroll" tabindex="0"><table class="numbers">'
+        f"<thead>{head}</thead>"
         f"<tbody>{rows}</tbody></table></div>"
     )
 
@@ -154,7 +155,8 @@ def _mark(passed: bool) -> str:
 def try_next(commands: Sequence[tuple[str, str]]) -> str:
     """What to try next, each with its command."""
     shown = "".join(
-        f"<li>{_text(t)}<pre class='command'>{_text(command)}</pre></li>" for t, command in commands
+        f"<li>{_text(t)}<pre class='command' tabindex='0'>{_text(command)}</pre></li>"
+        for t, command in commands
     )
     return f'<h2>Try next</h2><ul class="next">{shown}</ul>' if shown else ""
 
@@ -300,12 +302,26 @@ def costs(checks: Preflight | None, model: nn.Module, events: list[dict[str, Any
         ("padding", f"{b.padding_share:.1%}", f"{_mean(train, 'padding_share'):.1%}"),
     ]
     note = (
-        f"Estimated {checks.method}. On a CPU the measured memory is that of the whole process, including Python and "
-        "data. A multiply-add is 2 FLOPs; utilization excludes padding and recomputation and is relative to the "
+        f"Estimated {checks.method}. {_memory_note(checks, used)}"
+        "A multiply-add is 2 FLOPs; utilization excludes padding and recomputation and is relative to the "
         "speed of a large matrix product on this machine."
     )
     shown = table(("", "estimated", "measured"), rows, numbers=(1, 2))
     return f'<h2>Cost</h2>{shown}<p class="note">{_text(note)}</p>'
+
+
+def _memory_note(checks: Preflight, used: int) -> str:
+    """Why the two amounts of memory differ."""
+    if checks.memory is None or not used:
+        return ""
+    if checks.machine.get("device", "cpu").lower().startswith(("nvidia", "cuda")):
+        return "Both amounts of memory are those of PyTorch's allocator. "
+    more = format_bytes(max(used - checks.memory, 0))
+    return (
+        "The estimate counts the tensors of an update (weights, gradients, optimizer state, activations); on a CPU "
+        f"the measured memory is that of the whole process: {more} more for Python, libraries, data and its "
+        "tokenizer, and memory that the allocator keeps for later. "
+    )
 
 
 def laws(results: tuple[LawResult, ...]) -> str:
@@ -320,7 +336,8 @@ def laws(results: tuple[LawResult, ...]) -> str:
     )
     head = "<tr><th></th><th>law</th><th>result</th><th></th><th class='number'>cases</th></tr>"
     return (
-        f'<h2>Laws</h2><div class="scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+        f'<h2>Laws</h2><div class="scroll" tabindex="0"><table><thead>{head}</thead>'
+        f"<tbody>{rows}</tbody></table></div>"
         '<p class="note">Checked on the trained model in float64.</p>'
     )
 
@@ -345,7 +362,7 @@ def table(
     head = "".join(cell("th", i, h) for i, h in enumerate(heads))
     body = "".join(f"<tr>{''.join(cell('td', i, c) for i, c in enumerate(row))}</tr>" for row in rows)
     top = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
-    return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll" tabindex="0"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
 
 
 def _text(text: str) -> str:
