@@ -25,7 +25,7 @@ def served(app):
     thread = threading.Thread(target=one.run)
     thread.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not one.started:
             assert time.monotonic() < deadline, "the server did not start"
             time.sleep(0.01)
