@@ -125,7 +125,7 @@ def largest_batch(
     """
     first = near = traced(1)
     at = batch = 1
-    options = {"ranks": ranks, "expandable": expandable}
+    options: dict[str, Any] = {"ranks": ranks, "expandable": expandable}
     for _ in range(5):
         batch = largest(_peaks(near, _between(first, near, at), options), budget, MAX_BATCH)
         if batch <= 1 or at / 2 <= batch <= at:

@@ -2,6 +2,7 @@
 
 import html as escape
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .memory.peak import readable
@@ -23,7 +24,7 @@ class Table(NamedTuple):
 
     above: str
     heading: tuple[str, ...]
-    lines: list[tuple[str, ...]]
+    lines: Sequence[tuple[str, ...]]
     below: tuple[str, ...] = ()
 
     def _is_left(self, column: int) -> bool:

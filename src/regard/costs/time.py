@@ -150,7 +150,7 @@ def time_call(
         return reduce([_timed(call) for _ in range(repeats)])
     torch.cuda.synchronize()
     if not graph:  # launches included
-        return reduce([_timed(lambda: (call(), torch.cuda.synchronize())) for _ in range(repeats)])
+        return reduce([_timed(lambda: _finished(call)) for _ in range(repeats)])
     replayed = torch.cuda.CUDAGraph()
     with torch.cuda.graph(replayed):
         call()
@@ -163,6 +163,11 @@ def time_call(
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return reduce(times[2:])
+
+
+def _finished(call: Callable[[], Any]) -> None:
+    call()
+    torch.cuda.synchronize()
 
 
 def _timed(call: Callable[[], Any]) -> float:

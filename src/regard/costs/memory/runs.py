@@ -157,8 +157,9 @@ def run(setting: Setting) -> Run:
             with meter.during("forward"):
                 out = twin(*args, **kwargs)
             del out
-    for name, p in [*twin.named_parameters(), *twin.named_buffers()]:
-        if (key := meter.key_of(p)) is not None:
+    tensors: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
+    for name, x in tensors:
+        if (key := meter.key_of(x)) is not None:
             result.owners[key] = name.rpartition(".")[0]
     return result
 
