@@ -21,7 +21,7 @@ def test_the_op_as_it_is_corrected_here():
     o, lse = kernels.fused_forward(q, k, v, 1.0, added(allowed), empty=~allowed.any(-1))
     assert (lse[:, :, 1] == -inf).all() and not o[:, :, 1].any() and lse[:, :, ::2].isfinite().all()
     assert kernels.fused_forward(q, k[:, :, :0], v[:, :, :0], 1.0)[0].shape == (2, 2, 3, 3)
-    nothing = kernels.FusedForward(q[:, :, :0], k, v, o[:, :, :0], lse[:, :, :0])
+    nothing = q[:, :, :0], k, v, o[:, :, :0], lse[:, :, :0]
     for got, x in zip(kernels.fused_backward(o[:, :, :0], nothing, 1.0), "qkv"):
         assert not got.any(), x
 
@@ -33,7 +33,7 @@ def test_without_the_private_op_products_give_the_same(monkeypatch):
 
     def both():
         o, lse = kernels.fused_forward(q, k, v, 0.4, added(allowed), empty=~allowed.any(-1))
-        of = kernels.FusedForward(q, k, v, o, lse.masked_fill(lse == -inf, inf))
+        of = q, k, v, o, lse.masked_fill(lse == -inf, inf)
         return o, lse, *kernels.fused_backward(o + 1, of, 0.4, added(allowed))
 
     fused = both()

@@ -10,7 +10,6 @@ exp(x) is computed as 2^(x log₂ e): over −∞ MKL's exp takes eight times as
 """
 
 from math import e, inf, log2
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -115,16 +114,6 @@ def join(
 # backward; no queries or no keys end the process; d_v has to equal d_k.
 
 
-class FusedForward(NamedTuple):
-    """The inputs and results of a forward pass. o and lse may be those of a larger set of pairs."""
-
-    q: Float[Tensor, "b h n d_k"]
-    k: Float[Tensor, "b h_kv m d_k"]
-    v: Float[Tensor, "b h_kv m d_v"]
-    o: Float[Tensor, "b h n d_v"]
-    lse: Float[Tensor, "b h n"]  # +∞ in a row without any key, so that exp(score − lse) is 0 in it
-
-
 def fused_forward(
     q: Float[Tensor, "b h n d_k"],
     k: Float[Tensor, "b h_kv m d_k"],
@@ -149,12 +138,13 @@ def fused_forward(
 
 def fused_backward(
     grad: Float[Tensor, "b h n d_v"],
-    of: FusedForward,
+    of: tuple[Tensor, ...],
     scale: float,
     mask: Float[Tensor, "n m"] | None = None,
     triangle: bool = False,
 ) -> tuple[Float[Tensor, "b h n d_k"], Float[Tensor, "b h_kv m d_k"], Float[Tensor, "b h_kv m d_v"]]:
-    """The gradients of q, k and v."""
+    """The gradients of q, k and v. of: q, k, v, o, lse. The last two may be those of a larger set of pairs, and lse
+    is +∞ in a row without any key: there exp(score − lse) is 0."""
     q, k, v, o, lse = of
     d_k, d_v = q.shape[-1], v.shape[-1]
     if not (q.numel() and k.numel()):

@@ -187,7 +187,7 @@ class Executor:
             o = F.pad(o, (0, 1), value=1.0)
         k, dv = keys["k"], keys["dv"]
         do, q, o, lse = map(group.rows_of, (do, rows["q"], o, rows["lse"]))
-        forward = kernels.FusedForward(q, group.keys_of(k), group.keys_of(v), o, lse)
+        forward = q, group.keys_of(k), group.keys_of(v), o, lse
         mask = None if group.triangle or (own := group.mask(q.dtype)) is None else own[0]
         dq, dk, dv_ = kernels.fused_backward(do, forward, self.scale, mask, group.triangle)
         group.rows_of(rows["dq"]).add_(dq)
@@ -261,7 +261,7 @@ class TileAttention:
         if isinstance(first, GatheredLayout) and first.by_fused_op:
             return first.fused_forward(q, k, v, self.scale, buffers), None, SavedWeights(q, 0)
         q, scale, _ = self._scaled(q, e)
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        q, k, v = q.contiguous(), with_flat_heads(k), with_flat_heads(v)
         saved = SavedWeights(q, first.max_saved(q, k, v) if self.learns and self.one_softmax else 0)
         rows: Named = {"q": q, "o": huge_pages(q.new_empty(*q.shape[:3], v.shape[-1]))}
         if not self.one_softmax:
@@ -322,7 +322,7 @@ class TileAttention:
     ) -> tuple[Tensor | None, ...]:
         """The gradients of q, k, v and e from those of o and lse."""
         q, scale, outside = self._scaled(saved.q, saved.e)
-        do, q, k, v = (x.contiguous() for x in (do, q, saved.k, saved.v))
+        do, q, k, v = do.contiguous(), q.contiguous(), with_flat_heads(saved.k), with_flat_heads(saved.v)
         gathered = isinstance(self.layouts[0], GatheredLayout)
         rows: Named = {"do": do, "q": q, "dq": huge_pages(torch.empty_like(q))}
         if not self.one_softmax:
@@ -360,6 +360,12 @@ class TileAttention:
         if saved.e is not None or not all(alone):
             rows["delta"] = _dots(do, rows["o"])
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
+
+
+def with_flat_heads(x: Float[Tensor, "b h m d"]) -> Float[Tensor, "b h m d"]:
+    """x, copied unless each head is contiguous and they are evenly spaced: a part of a longer cache is not copied."""
+    (b, h, _, d), strides = x.shape, x.stride()
+    return x if strides[2:] == (d, 1) and (b == 1 or strides[0] == h * strides[1]) else x.contiguous()
 
 
 @lru_cache(maxsize=256)
