@@ -11,6 +11,7 @@ import regard as rg
 from regard.training import recipes
 from regard.training.data.datasets import ContinuousText, Digits, LabeledText, MaskedText, SentencePairs
 from regard.training.data.tokens import UNKNOWN
+from regard.training.loop.trainer import Trainer
 from regard.training.recipes import RECIPES, Recipe, recipe
 from regard.training.recipes.run import Run
 
@@ -176,3 +177,24 @@ def test_recipes_are_listed_with_their_dials():
     for name, made in RECIPES.items():
         assert f"{name}: {made.__doc__.splitlines()[0]}" in listed
     assert "vocab" in listed and "fold=0" in listed
+
+
+def test_a_long_context_model_reads_its_neighborhood_and_every_128th_character(tmp_path):
+    (tmp_path / "text").write_text("a quick brown fox\n" * 400)
+    chosen = recipe("long-context", file=str(tmp_path / "text"), context=640, d_model=16, layers=1, rows=1)
+    torch.manual_seed(0)
+    model, ids = chosen.model.build().eval(), torch.randint(4, 19, (1, 640))
+
+    def last(position: int) -> torch.Tensor:
+        changed = ids.clone()
+        changed[0, position] = 3
+        return model(changed)[0, -1]
+
+    usual = model(ids)[0, -1]
+    moved = [p for p in (0, 1, 60, 126, 127, 128, 400, 639) if not torch.equal(last(p), usual)]
+    assert moved == [0, 127, 128, 400, 639]  # 639 - 512 = 127 is in the window, 126 is not
+    data = chosen.data.load(tmp_path)
+    settings = replace(chosen.settings, autocast=None)
+    trainer = Trainer(chosen.task(model), data.train, data.valid, settings, tmp_path)
+    losses = [float(total / predicted) for total, predicted, _ in (trainer._update() for _ in range(3))]
+    assert losses[-1] < losses[0]

@@ -51,7 +51,7 @@ def pairs(
     with torch.autocast(rows.device.type, enabled=False):
         t, half = table.to(rows.dtype), len(y)
         losses = [rows.new_zeros(2, dtype=torch.float32)]
-        d_rows, *shared = chunked_loss.gradients(rows, table, bias, needs)
+        d_rows, d_table, d_bias = chunked_loss.gradients(rows, table, bias, needs)
         for i in range(0, half, chunk):
             target = y[i : i + chunk]
             part = torch.cat([rows[i : i + len(target)], rows[half + i : half + i + len(target)]])
@@ -60,9 +60,9 @@ def pairs(
             if needs[0]:
                 d_part = logits @ t
                 d_rows[i : i + len(target)], d_rows[half + i : half + i + len(target)] = d_part.chunk(2)
-            chunked_loss.add_shared(shared, logits, part, needs, first=i == 0)
+            chunked_loss.add_shared((d_table, d_bias), logits, part, needs, first=i == 0)
         loss, plain = torch.stack(losses).sum(0).unbind()
-    return loss.clone(), plain.clone(), d_rows, *shared
+    return loss.clone(), plain.clone(), d_rows, d_table, d_bias
 
 
 def _losses_and_gradient(

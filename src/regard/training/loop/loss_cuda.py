@@ -51,7 +51,7 @@ def chunks(
     with torch.autocast(rows.device.type, enabled=False):
         t = table.to(rows.dtype)
         losses = [rows.new_zeros(2, dtype=torch.float32)]
-        d_rows, *shared = chunked_loss.gradients(rows, table, bias, needs)
+        d_rows, d_table, d_bias = chunked_loss.gradients(rows, table, bias, needs)
         for i in range(0, len(rows), chunk):
             part = rows[i : i + chunk]
             logits = F.linear(part, t)
@@ -59,9 +59,9 @@ def chunks(
             losses.append(torch.stack([x.sum() for x in per_row]))
             if needs[0]:
                 torch.mm(logits, t, out=d_rows[i : i + chunk])
-            chunked_loss.add_shared(shared, logits, part, needs, first=i == 0)
+            chunked_loss.add_shared((d_table, d_bias), logits, part, needs, first=i == 0)
         loss, plain = torch.stack(losses).sum(0).unbind()
-    return loss.clone(), plain.clone(), d_rows, *shared
+    return loss.clone(), plain.clone(), d_rows, d_table, d_bias
 
 
 chunked_loss.register(chunks)
