@@ -4,9 +4,9 @@
 
 64 test sentences, token ids in and out, the same weights (those of the shipped model, in float32; CTranslate2 also in
 its int8), the same number of threads. Each side runs in processes of its own, in turns, since two OpenMP runtimes in
-one process disturb each other. A side's time is the median of all its rounds; ratio = their time / ours. Greedy
-translations must be equal token by token; with a beam the number of equal ones is given, since the searches may end
-differently.
+one process disturb each other; those of CTranslate2 do not import torch. A side's time is the median of all its
+rounds; ratio = their time / ours. Greedy translations must be equal token by token; with a beam the number of equal
+ones is given, since the searches may end differently.
 """
 
 import argparse
@@ -56,60 +56,65 @@ def ours(rows: list[list[int]], width: int, most: int):
     return lambda: generate(model, start, strategy, return_log_probs=False, **options).rows()
 
 
-def theirs(rows: list[list[int]], width: int, most: int, kind: str, threads: int, folder: Path):
-    import ctranslate2
-
+def prepare(folder: Path, count: int) -> None:
+    """Write the converted model, the sentences and the limit of tokens: their processes do not import torch."""
     from regard.interop.ctranslate2 import to_ctranslate2
     from regard.training.data.tokens import END, SPECIAL, START, UNKNOWN
+    from regard.training.recipes.translation import max_target_tokens
     from regard.training.translator import open_translator
 
     model, tokens, _ = open_translator()
     words = [tokens.tokenizer.id_to_token(i) for i in range(len(tokens))]
-    number = {word: i for i, word in enumerate(words)}
     special = {"start": SPECIAL[START], "end": SPECIAL[END], "unknown": SPECIAL[UNKNOWN]}
-    to_ctranslate2(model, words, folder, **special)
+    to_ctranslate2(model, words, folder / "ct2", **special)
+    rows = sentences(count)
+    given = {"rows": rows, "words": words, "most": max_target_tokens(max(map(len, rows)))}
+    (folder / "given.json").write_text(json.dumps(given))
+
+
+def theirs(given: dict, width: int, kind: str, threads: int, folder: Path):
+    import ctranslate2
+
+    words = given["words"]
+    number = {word: i for i, word in enumerate(words)}
     translator = ctranslate2.Translator(
-        str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=threads
+        str(folder / "ct2"), device="cpu", compute_type=kind, inter_threads=1, intra_threads=threads
     )
-    given = [[words[i] for i in row] for row in rows]
-    options = {"beam_size": width, "max_decoding_length": most, "max_batch_size": len(rows)}
+    rows = [[words[i] for i in row] for row in given["rows"]]
+    options = {"beam_size": width, "max_decoding_length": given["most"], "max_batch_size": len(rows)}
     if width > 1:
         options["length_penalty"] = LENGTH_PENALTY
 
     def translate() -> list[list[int]]:
-        found = translator.translate_batch(given, min_decoding_length=0, **options)
+        found = translator.translate_batch(rows, min_decoding_length=0, **options)
         return [[number[word] for word in one.hypotheses[0]] for one in found]
 
     return translate
 
 
-def side(name: str, width: int, rounds: int, threads: int, count: int) -> dict:
+def side(name: str, width: int, rounds: int, threads: int, folder: Path) -> dict:
     """One process: the times of its rounds after one that does not count, and its translations."""
-    import torch
+    given = json.loads((folder / "given.json").read_text())
+    if name == "regard":
+        import torch
 
-    from regard.training.recipes.translation import max_target_tokens
-
-    torch.set_num_threads(threads)
-    rows = sentences(count)
-    most = max_target_tokens(max(map(len, rows)))
-    with tempfile.TemporaryDirectory() as home, torch.no_grad():
-        if name == "regard":
-            run = ours(rows, width, most)
-        else:
-            run = theirs(rows, width, most, name.split()[1], threads, Path(home) / "ct2")
-        found, taken = run(), []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            run()
-            taken.append(1e3 * (time.perf_counter() - began))
+        torch.set_num_threads(threads)
+        run = ours(given["rows"], width, given["most"])
+    else:
+        run = theirs(given, width, name.split()[1], threads, folder)
+    found, taken = run(), []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        run()
+        taken.append(1e3 * (time.perf_counter() - began))
     return {"ms": taken, "tokens": found}
 
 
-def measured(width: int, given: argparse.Namespace) -> dict:
+def measured(width: int, given: argparse.Namespace, folder: Path) -> dict:
     results: dict[str, list[dict]] = {name: [] for name in SIDES}
     for _ in range(given.turns):
         for name in SIDES:
-            options = ["--rounds", given.rounds, "--threads", given.threads, "--rows", given.rows]
+            options = ["--rounds", given.rounds, "--threads", given.threads, "--folder", folder]
             command = [sys.executable, __file__, "--side", name, "--width", width, *options]
             env = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
             output = subprocess.run(list(map(str, command)), env=env, check=True, capture_output=True)
@@ -140,10 +145,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--width", type=int)
     parser.add_argument("--side", choices=SIDES)
+    parser.add_argument("--folder", type=Path, help="of the converted model; made by --prepare")
+    parser.add_argument("--prepare", action="store_true", help="only write the folder")
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.side:
-        print(json.dumps(side(given.side, given.width, given.rounds, given.threads, given.rows)))
+        print(json.dumps(side(given.side, given.width, given.rounds, given.threads, given.folder)))
+        return
+    folder = given.folder or Path(tempfile.mkdtemp())
+    if not (folder / "given.json").is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder, given.rows)
+    if given.prepare:
         return
     import torch
 
@@ -153,7 +166,7 @@ def main() -> None:
         "date": str(date.today()),
         "machine": machine(torch.device("cpu")),
         "threads": given.threads,
-        "cases": [measured(width, given) for width in ([given.width] if given.width else WIDTHS)],
+        "cases": [measured(width, given, folder) for width in ([given.width] if given.width else WIDTHS)],
     }
     text = json.dumps(found, indent=1)
     print(text)
