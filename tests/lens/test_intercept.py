@@ -453,3 +453,55 @@ def test_tensors_that_were_overwritten_are_refused():
     q = torch.randn(1, 1, 7, 5)
     copied = look(run, q, keep="copy").map(0, 0)
     assert torch.allclose(copied, (q @ k.mT / 5**0.5).softmax(-1)[0, 0], atol=1e-6)
+
+
+class PartAttention(nn.Module):
+    """Attention that a module computes in parts."""
+
+    def __init__(self, parts=2, unread=False, signed=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+        self.parts, self.unread, self.signed = parts, unread, signed
+
+    def forward(self, x):
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        scores = q @ k.mT
+        if self.signed:
+            return scores.abs().softmax(-1) * scores.sign() @ v
+        out = torch.cat([(part @ k.mT).softmax(-1) @ v for part in q.chunk(self.parts, 1)], 1)
+        # weights that meet the values in another shape, as those of sliding chunks do
+        return out + (scores.softmax(-1)[..., None] * v[:, None]).sum(2) if self.unread else out
+
+
+def test_attention_that_is_computed_in_parts_is_named():
+    view = look(PartAttention().eval(), torch.randn(1, 6, 8))
+    assert len(view.calls) == 2
+    assert view.missed == (
+        "PartAttention (PartAttention): its attention is computed in 2 parts; each is shown as a layer of its own",
+    )
+    assert look(PartAttention(1).eval(), torch.randn(1, 6, 8)).missed == ()
+
+
+def test_a_softmax_that_was_not_read_is_named():
+    view = look(PartAttention(1, unread=True).eval(), torch.randn(1, 6, 8))
+    assert len(view.calls) == 1 and "1 of its softmaxes were not read; its maps show a part" in view.missed[0]
+
+
+def test_signed_weights_are_shown_with_their_sign():
+    model, x = PartAttention(signed=True).eval(), torch.randn(1, 6, 8)
+    view = look(model, x)
+    scores = model.q(x) @ model.k(x).mT
+    assert torch.allclose(view.map(0, 0), (scores.abs().softmax(-1) * scores.sign())[0], atol=1e-6)
+    assert float(view.map(0, 0).min()) < 0 and view.missed == ()
+
+
+def test_a_public_name_that_is_first_used_during_a_look_is_not_changed_afterwards():
+    vars(rg).pop("attention", None)  # as before its first use
+
+    class Uses(nn.Module):
+        def forward(self, x):
+            return rg.attention(x, x, x)
+
+    look(Uses(), torch.randn(1, 2, 3, 4))
+    assert rg.attention is sys.modules["regard.engine.attention"].attention

@@ -26,6 +26,7 @@ from regard.web.workers import Workers  # noqa: E402
 from web_server import ask, served, tiny  # noqa: E402
 
 TOKEN = "a-secret"
+TINY = rg.preset("tiny-gpt").json()
 
 
 class Words:
@@ -306,6 +307,12 @@ def test_every_response_forbids_frames_and_foreign_resources(bare):
             b'{"model": ' + b'{"kind": "Not", "inner": ' * 200 + b"0" + b"}" * 200 + b"}",
             422,
             "model: Value error, nested deeper than 100 levels",
+        ),
+        (
+            "/api/cost",
+            f'{{"model": {TINY}}}'.replace('"vocab": 256', f'"vocab": {10**40}').encode(),
+            422,
+            "a number is too large",
         ),
         ("/api/look", json.dumps({"text": "\u00b2"}).encode(), 422, "regard serve MODEL"),
         ("/api/nothing", b"{}", 404, "Not Found"),

@@ -67,9 +67,10 @@ class Interceptor(DispatchMode):
         self._paths = _module_paths(model)
         self._calls = 0
         self._paused = 0  # > 0 inside a call that is already reported, and in our own operations
-        # The running modules, innermost last, each with the number of calls before it and whether a module inside
-        # it has "attention" in its name.
-        self._running: list[tuple[nn.Module, int, bool]] = []
+        self._read_softmaxes = 0
+        # The running modules, innermost last, each with the number of calls and of unread softmaxes before it, and
+        # whether a module inside it has "attention" in its name.
+        self._running: list[tuple[nn.Module, tuple[int, int], bool]] = []
 
     # the calls
 
@@ -107,6 +108,8 @@ class Interceptor(DispatchMode):
         if softmax is None:
             return None
         table, origins = softmax
+        self._read_softmaxes += table.dim() > 2
+        table = self._used(weights, table)
         heads = _heads(self._running[-1][0] if self._running else None, table)
         if table.dim() == 3 and heads > 1:
             table = rearrange(table, "(b h) n m -> b h n m", h=heads)
@@ -124,6 +127,17 @@ class Interceptor(DispatchMode):
         same = bool(origins[0] & origins[1]) if origins and origins[0] and origins[1] else None
         self.report("eager", source, role=_role(same, table.shape[-2], table.shape[-1]))
         return source
+
+    def _used(self, weights: Tensor, table: Tensor) -> Tensor:
+        """The weights that meet the values: those of the softmax, or what a module makes of them in evaluation.
+
+        Signed or rescaled weights are shown as they are; what dropout makes of them in training is not.
+        """
+        if self._running and self._running[-1][0].training:
+            return table
+        with self._pause(), torch.no_grad(), without_dispatch_modes():
+            used = weights.reshape(table.shape)
+            return table if torch.equal(used, table) else used.detach()
 
     def report(
         self,
@@ -178,20 +192,38 @@ class Interceptor(DispatchMode):
 
     def enter_module(self, module: nn.Module) -> None:
         self.module_calls += 1
-        self._running.append((module, self._calls, False))
+        self._running.append((module, self._seen, False))
 
     def leave_module(self, module: nn.Module) -> None:
         if not self._running or self._running[-1][0] is not module:
             return
         path = self.path()
-        _, calls_before, contains_named = self._running.pop()
+        _, before, contains_named = self._running.pop()
         named = bool(ATTENTION_NAME.search(type(module).__name__))
-        unread = named and self._calls == calls_before and not contains_named
-        if unread and any(True for _ in module.parameters()):
-            self.miss(f"{path} ({type(module).__name__}): it ran, but no attention call was found in it")
+        if named and not contains_named and any(True for _ in module.parameters()):
+            calls, unread = (now - then for now, then in zip(self._seen, before, strict=True))
+            self._judge(f"{path} ({type(module).__name__})", calls, unread)
         if self._running and (named or contains_named):
-            outer, before, _ = self._running[-1]
-            self._running[-1] = (outer, before, True)
+            outer, then, _ = self._running[-1]
+            self._running[-1] = (outer, then, True)
+
+    @property
+    def _seen(self) -> tuple[int, int]:
+        """The number of attention calls so far, and that of softmaxes that were not read as one."""
+        return self._calls, self._provenance.softmaxes - self._read_softmaxes
+
+    def _judge(self, name: str, calls: int, unread: int) -> None:
+        """Name an attention module of which not all was read."""
+        if calls == 0:
+            self.miss(f"{name}: it ran, but no attention call was found in it")
+        elif unread > 0:
+            self.miss(
+                f"{name}: {unread} of its softmaxes were not read; its maps show a part of its attention"
+            )
+        elif calls > 1:
+            self.miss(
+                f"{name}: its attention is computed in {calls} parts; each is shown as a layer of its own"
+            )
 
     def path(self) -> str:
         """The path of the innermost running module that has one in the model."""

@@ -47,6 +47,7 @@ class Provenance:
         self._origins: dict[int, TensorOrigin] = {}
         self._softmaxes: dict[int, Tensor] = {}
         self._count = 0
+        self.softmaxes = 0  # over the last axis, of tensors with at least three
 
     def of(self, x: Tensor) -> TensorOrigin:
         storage = storage_id(x)
@@ -97,6 +98,7 @@ class Provenance:
         if first is None or not given:
             return None
         if packet in SOFTMAX and args[1] in (-1, first.dim() - 1):
+            self.softmaxes += first.dim() > 2
             self._softmaxes[number := self._next()] = first
             for old in list(self._softmaxes)[:-MAX_PENDING_SOFTMAXES]:
                 del self._softmaxes[old]

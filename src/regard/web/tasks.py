@@ -80,8 +80,12 @@ def _answer(task: str, fields: dict[str, Any], memory: int) -> tuple[str, Any]:
         return "error", "this is nested too deeply"
     except MemoryError:
         return "error", too_large
-    except RuntimeError as error:
-        return ("error", too_large) if "allocate memory" in str(error) else ("bug", traceback.format_exc())
+    except (RuntimeError, TypeError) as error:
+        if "allocate memory" in str(error):
+            return "error", too_large
+        if "verflow when unpacking" in str(error):  # PyTorch, of a size that has no 64 bits
+            return "error", "a number is too large for a size"
+        return "bug", traceback.format_exc()
     except OverflowError as error:
         return "error", f"a number is too large: {error}"
     except Exception:
