@@ -32,7 +32,7 @@ PREFACE = """\
 # Families of transformers in `rg.look`
 
 {whole} of {rows} families are shown whole, of {named} what is not shown is named, {none} return no maps to compare
-with, {other} did not run here.
+with, {partial} is shown in part without a word, {other} did not run here (with the reason below).
 Made by `bench/lens_families.py` with tiny configurations, eager attention, float32 on the CPU; the numbers are the
 largest difference to the maps that the model returns with `output_attentions=True`. With SDPA kernels the maps are
 computed from the recorded queries and keys: equal to the eager ones within 5e-6 in float32.
@@ -138,6 +138,7 @@ def forked(folder: str, seconds: int = 60) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     counts = {name: sum(r["result"] == name for r in rows) for name in ("whole", "named", "no maps")}
+    counts |= {"partial": sum(r["result"] == "PARTIAL" for r in rows)}
     counts["other"] = len(rows) - sum(counts.values())
     text = PREFACE.format(rows=len(rows), none=counts.pop("no maps"), **counts)
     for row in sorted(rows, key=lambda r: r["family"]):
