@@ -72,7 +72,7 @@ def require_tensors(at: Any = None, **given: Any) -> None:
 
 
 def require_one_kind(q: Any, k: Any, v: Any) -> None:
-    """Refuse tensors of several devices or dtypes, of dtypes that attention does not compute in, and of no width."""
+    """Refuse tensors of several devices or dtypes, and of dtypes that attention does not compute in."""
     if not (q.device == k.device == v.device):
         raise ShapeError(f"q is on {q.device}, k on {k.device}, v on {v.device}; put all three on one device")
     if not (q.dtype == k.dtype == v.dtype):
@@ -81,5 +81,3 @@ def require_one_kind(q: Any, k: Any, v: Any) -> None:
         raise ShapeError(f"q, k and v are {q.dtype}; attention needs floating-point numbers: x.float()")
     if q.element_size() == 1:
         raise ShapeError(f"q, k and v are {q.dtype}; at least 16 bits are needed: x.bfloat16()")
-    if q.shape[-1] == 0:
-        raise ShapeError("queries and keys are 0 wide; q·k needs a width d_k of at least 1")

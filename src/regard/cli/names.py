@@ -16,7 +16,15 @@ PRESETS = (
     "tiny-classifier",
     "tiny-vit",
 )
-RECIPES = ("translate", "translate-h200", "language-model", "masked-language-model", "classify", "image")
+RECIPES = (
+    "translate",
+    "translate-h200",
+    "language-model",
+    "long-context",
+    "masked-language-model",
+    "classify",
+    "image",
+)
 LESSONS = tuple(f"T{i}" for i in range(1, 14))
 DEVICES = ("cpu", "cuda")
 

@@ -93,7 +93,7 @@ def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> P
     return Part("scores", own, note=note)
 
 
-def _per_pair(spec: Attention, s: Sizes) -> int:
+def _per_pair(spec: Attention, s: Sizes) -> Amount:
     """Elementwise FLOPs of one score: of an additive one, and of a softcap (divide, tanh, multiply)."""
     return (4 * s.d_k - 1 if spec.score == "additive" else 0) + (0 if spec.softcap is None else 3)
 
