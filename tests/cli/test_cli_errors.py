@@ -267,10 +267,15 @@ def interrupted(words, seconds, folder) -> subprocess.CompletedProcess:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell ignores Ctrl-C for what it starts in the background, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     time.sleep(seconds)
     started.send_signal(signal.SIGINT)
-    out, err = started.communicate(timeout=60)
+    try:
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
     return subprocess.CompletedProcess(words, started.returncode, out, err)
 
 

@@ -4,6 +4,7 @@ Such an operation takes rows, table, bias, further arguments and, last, which of
 returns the loss, the unsmoothed loss, and a gradient of each of the three, empty where none is needed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ def gradients(rows: Tensor, table: Tensor, bias: Tensor | None, needs: list[bool
     return d_rows, *shared
 
 
-def add_shared(shared: list[Tensor], d_logits: Tensor, part: Tensor, needs: list[bool], first: bool) -> None:
+def add_shared(
+    shared: Sequence[Tensor], d_logits: Tensor, part: Tensor, needs: list[bool], first: bool
+) -> None:
     """Add the gradients of table and bias of one chunk, part being its rows."""
     d_table, d_bias = shared
     if needs[1]:
