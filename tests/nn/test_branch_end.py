@@ -34,6 +34,7 @@ def test_outputs_and_gradients_are_those_of_the_formula(results, name):
     assert max(results[name]["errors"]) < 3e-6
 
 
+@pytest.mark.long
 @triton
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_keeps_its_share_and_scales_the_rest(results, name):

@@ -135,6 +135,7 @@ def test_the_next_token_is_the_one_that_greedy_decoding_takes(words):
     assert after == list(expected)[-4:]
 
 
+@pytest.mark.long
 def test_the_best_path_of_the_beam_tree_is_the_translation(studio):
     tree = ask(studio, "/api/beams", {"text": TEXT, "width": 4, "steps": 40})[1]
     words, node = [], tree["best"]
@@ -178,12 +179,14 @@ def test_code_of_the_page_runs_only_where_the_owner_allows_it(studio, words):
     assert "unknown target 'os'" in ask(words, "/api/laws", {"target": "os"})[1]["error"]
 
 
+@pytest.mark.long
 def test_runs_are_listed_with_their_curves(studio, words):
     found = ask(studio, "/api/runs")[1]
     assert [(r["name"], r["state"]) for r in found] == [("first", "finished"), ("second", "unfinished")]
     assert found[0]["curves"]["loss"][0] == [0, 7.0] and ask(words, "/api/runs")[1] == []
 
 
+@pytest.mark.long
 def test_a_preset_with_other_layers_is_priced_as_the_library_does(words):
     found = ask(words, "/api/resized", {"name": "tiny-gpt", "n": 64, "layers": 2})[1]
     assert found["layers"] == 2
