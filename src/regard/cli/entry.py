@@ -18,6 +18,14 @@ def run() -> None:
         run_command()
     except KeyboardInterrupt:
         _leave()
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            # Python remembers an interrupt that fell into code of an extension, and at its end would kill itself by
+            # the signal, although the interrupt was handled.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
 
 
 def _leave(*_: Any) -> None:
