@@ -105,8 +105,8 @@ def test_a_bias_by_distance_is_one_opaque_operation_without_a_table_of_pairs():
     q, k, v = (x.requires_grad_() for x in qkv())
     table, slopes = randn(H, 7, seed=9).requires_grad_(), alibi_slopes(H).to(f64).requires_grad_()
     kept, seed = torch.tensor([4, 11]), torch.tensor(1 << 40)
-    for added, p in (((table, slopes), 0.0), ((table, None), 0.25), ((None, None), 0.25)):
-        call = (q, k, v, extras(*added, kept, seed), SPARSE.text, [4, 1], [0.3, p])
+    for added, p, cap in (((table, slopes), 0.0, 2.0), ((table, None), 0.25, 0.0), ((None, None), 0.25, 0.0)):
+        call = (q, k, v, extras(*added, kept, seed), SPARSE.text, [4, 1], [0.3, p, cap])
         torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 
 
@@ -133,7 +133,7 @@ def test_packed_documents_are_one_opaque_operation():
     q, k, v = (x.requires_grad_() for x in qkv())
     for kept in (None, torch.tensor([4, 11])):
         for rest in ("", causal().text, causal().text + "\n" + window(2).text):
-            call = (q, k, v, extras(None, None, kept, None, IDS), rest, [4, 1], [0.3, 0.0])
+            call = (q, k, v, extras(None, None, kept, None, IDS), rest, [4, 1], [0.3, 0.0, 0.0])
             torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 
 
