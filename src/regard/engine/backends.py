@@ -5,6 +5,7 @@ sdpa       PyTorch's own attention, dense or with a mask
 tiles      on the CPU, only the keys of the pattern
 triton     on CUDA, only the keys of the pattern
 flex       compiled FlexAttention: what data or a function decide, on CUDA
+flash4     FlashAttention-4's kernels on CUDA, where its package is installed
 """
 
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ..errors import BackendError, SpecError, nearest
 from .call import Cache, CallFacts, Prepared
 from .cpu.backend import Tiles
 from .cuda.backend import Triton
+from .flash4 import Flash4
 from .flex import Flex
 from .reference_backend import Reference
 from .sdpa import Sdpa, stores_scores
@@ -27,7 +29,10 @@ class Backend(Protocol):
     """A method to compute attention exactly."""
 
     name: str
-    automatic: tuple[str, ...]  # device types on which it is considered without being named
+
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """The device types on which it is considered without being named."""
 
     def refuses(self, f: CallFacts) -> str | None:
         """Why it cannot run this call; None: it can."""
@@ -39,7 +44,7 @@ class Backend(Protocol):
         """All that depends on shapes alone, done or ready to be done at the first call."""
 
 
-TABLE: dict[str, Backend] = {b.name: b for b in (Reference(), Sdpa(), Tiles(), Triton(), Flex())}
+TABLE: dict[str, Backend] = {b.name: b for b in (Reference(), Sdpa(), Tiles(), Triton(), Flex(), Flash4())}
 BACKENDS = ("auto", *TABLE)
 
 

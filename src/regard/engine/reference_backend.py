@@ -80,7 +80,8 @@ def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[T
     inputs = [x for x in (call.q, call.k, call.v, call.bias, call.sink_logits) if isinstance(x, Tensor)]
     outputs, of_outputs = zip(*results)
     wanted = [x for x in inputs if x.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, of_outputs, create_graph=True))
+    more = {"create_graph": True, "materialize_grads": True}  # the log-sum-exp alone does not depend on v
+    found = iter(torch.autograd.grad(outputs, wanted, of_outputs, **more))
     return tuple(next(found) if x.requires_grad else None for x in inputs)
 
 

@@ -32,6 +32,9 @@ GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
 # On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
 # (bench/gpu_entry_point.py, short).
 GPU_PAIR = 5e-13
+# Without a mask, per pair that is computed, for heads up to 64 and wider ones (bench/gpu_peers.py): forward, and with
+# backward.
+GPU_DENSE, GPU_DENSE_GRAD = (5.5e-13, 9e-13), (2.1e-12, 3.3e-12)
 GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
 GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
@@ -66,8 +69,12 @@ class Sdpa:
                 return f.batch * f.kv_heads * f.m * (f.d_k + f.d_v) * READ * (3 if f.grad else 1)
             return f.pairs * pair * (1 if f.n >= LARGE_BLOCKS else 2)
         if f.unmasked:
-            stored = GPU_STORED_GRAD if f.grad else GPU_STORED
-            return f.pairs * (stored if stores_scores(f) else GPU_PAIR)
+            if stores_scores(f):
+                return f.pairs * (GPU_STORED_GRAD if f.grad else GPU_STORED)
+            past_only = isinstance(f.pattern, causal) and f.n > 1
+            return (
+                f.pairs * (GPU_DENSE_GRAD if f.grad else GPU_DENSE)[f.d_k > 64] * (0.5 if past_only else 1.0)
+            )
         pair, call = (GPU_MASKED_GRAD, GPU_CALL_GRAD) if f.grad else (GPU_MASKED, GPU_CALL)
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL

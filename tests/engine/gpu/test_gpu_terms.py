@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard.engine import flash4
 from regard.engine.attention import call_of, normalized
 from regard.errors import BackendError
 
@@ -126,3 +127,45 @@ def test_random_compositions(seed):
         except BackendError:
             continue
         check(q, k, v, options, backend, f"seed {seed}, {backend}, {q.dtype}, {options}")
+
+
+# FlashAttention-4's kernels, where its package is installed.
+
+needs_flash4 = pytest.mark.skipif(flash4.version() is None, reason="flash-attn-4 is not installed")
+BANDS = {
+    "full": rg.full(),
+    "causal": rg.causal(),
+    "window": rg.window(90, 40),
+    "both": rg.causal() & rg.window(90),
+}
+
+
+@needs_flash4
+@pytest.mark.parametrize("name", BANDS)
+def test_flash4_is_exact_and_gives_the_same_bits_twice(name):
+    for d, heads, dtype in ((128, (4, 2), torch.bfloat16), (64, (2, 2), torch.float16)):
+        q, k, v = qkv(2, *heads, 700, 1000, d, dtype)
+        for at in (None, 0, 250):
+            options = {"pattern": BANDS[name], "at": at}
+            check(q, k, v, options, "flash4", f"{name}, {d}, at={at}")
+            sink = torch.randn(heads[0], device="cuda")
+            check(q, k, v, options | {"sink_logits": sink}, "flash4", f"{name}, {d}, at={at}, sink")
+        attend = lambda *x, p=BANDS[name]: rg.attention(*x, p, at=250, backend="flash4")  # noqa: E731
+        first, second = (with_gradients(attend, (q, k, v), torch.ones_like(q)) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+
+
+@needs_flash4
+def test_flash4_gives_the_log_sum_exp_and_can_be_differentiated_twice():
+    q, k, v = (x.requires_grad_() for x in qkv(2, 4, 2, 700, 1000, 128, torch.bfloat16))
+    pattern = rg.causal() & rg.window(90)
+    found = rg.attention(q, k, v, pattern, return_lse=True, backend="flash4")
+    exact = rg.attention(q.double(), k.double(), v.double(), pattern, return_lse=True, backend="reference")
+    torch.testing.assert_close(found[1].double(), exact[1], atol=2e-3, rtol=1e-3)
+    of_lse, theirs = (torch.autograd.grad(x[1].sum(), (q, k), retain_graph=True) for x in (found, exact))
+    torch.testing.assert_close(of_lse, theirs, atol=2e-2, rtol=2e-2)
+    (dq,) = torch.autograd.grad(found[0].float().square().sum(), q, create_graph=True)
+    (again,) = torch.autograd.grad(dq.float().square().sum(), q)
+    assert again.isfinite().all() and again.abs().sum() > 0
+    explained = rg.explain(q, k, v, pattern, backend="flash4")
+    assert explained.backend == "flash4" and f"flash-attn-4 {flash4.version()}" in explained.variant

@@ -11,7 +11,7 @@ from ..sizes import Request, Scope
 from ..tree import Amount, Pairs
 
 # Backends that never store the table of scores; their backward pass recomputes the scores.
-FUSED = ("sdpa", "tiles", "triton", "flex")
+FUSED = ("sdpa", "tiles", "triton", "flex", "flash4")
 
 
 class AttentionPairs(NamedTuple):

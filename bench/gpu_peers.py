@@ -1,0 +1,367 @@
+"""Regard beside FlashAttention-4, cuDNN's Flex Attention and FlexAttention (Triton, FLASH) on one GPU, in one run.
+
+    PYTHONPATH=src:$HOME/wheels:$HOME/wheels/nvidia_cutlass_dsl/dsl_packages python3 bench/gpu_peers.py
+
+Every row is a process: it compiles its kernels beside the other rows, compares the results and gradients of all of
+them, and then waits; the rows are timed one after the other, each alone on the GPU, its contestants in rounds of
+random order. `wall` is the time of one call under CUDA events, the cache cleared before; `busy` that of the same
+launches replayed as a CUDA graph. Peers get tensors in the layout that they prefer, and masks made beforehand.
+FlexAttention's forward runs with gradients enabled, which saves a compilation: it also writes the log-sum-exp.
+`realised` as in gpu_patterns.py. What is not ready at the deadline, or fails, is named and left out.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+
+import regard as rg
+from regard.engine import flash4
+from regard.engine.call import CallFacts
+
+BF16 = torch.bfloat16
+c, w, every = rg.causal, rg.window, rg.every
+SPARSE = c() & (w(128) | every(64))
+FIRST = [  # pattern, n; in order of importance
+    (c(), 16384),
+    (c() & w(256), 32768),
+    (w(256), 32768),
+    (c() & (w(1024) | rg.sinks(16)), 32768),
+    (c() | rg.prefix(2048), 16384),
+    (c() & rg.blocks(512), 16384),
+    (w(128) | every(64), 16384),
+]
+SECOND = [
+    (c() & (w(127) | rg.strided(128)), 65536),
+    (w(64) | rg.rows(64) | every(64), 8192),
+    (c() & (w(64) | rg.dilated(64, 8) | rg.dilated(64, 64)), 16384),
+]
+GRIDS = [((64, 64), (7, 7)), ((64, 64), (13, 13)), ((16, 32, 32), (3, 7, 7))]
+ROWS = [  # pattern, n, width, heads, batch
+    *((p, n, 128, 16, 1) for p, n in FIRST + SECOND),
+    *((p, n, 64, 16, 1) for p, n in FIRST),
+    *((rg.neighborhood(*g), 4096 if len(g[0]) == 2 else 16384, 128, 16, 1) for g in GRIDS),
+    *((SPARSE, 8192, d, 16, 1) for d in (128, 96, 80, 256)),
+    (SPARSE, 8192, 64, 12, 2),
+    *((p, n, 64, 16, 1) for p, n in SECOND),
+    *((rg.neighborhood(*g), 4096 if len(g[0]) == 2 else 16384, 64, 16, 1) for g in GRIDS),
+]
+ROUNDS = 5
+PACKAGES = "torch triton flash-attn-4 nvidia-cutlass-dsl nvidia-cudnn-frontend"
+
+
+# The contestants of a row: each gives attend(q, k, v) and says which layout its tensors have.
+
+
+def ours(row, **options):
+    return lambda q, k, v: rg.attention(q, k, v, row[0], **options)
+
+
+def flash_attention_4(row):
+    from flash_attn.cute import flash_attn_func
+
+    o = flash4.options_of(CallFacts(row[0], row[1], row[1]))
+    return lambda q, k, v: flash_attn_func(q, k, v, window_size=(o.left, o.right))[0]
+
+
+def cudnn_flex(row):
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+    pattern, n, d, heads, batch = row
+    likes = (torch.randn(batch, n, heads, d, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    plan = create_mask_plan(intervals(pattern, n), *likes)
+    return lambda q, k, v: flex_attn_func(q, k, v, mask_plan=plan)
+
+
+def flex(row, backend=None):
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pattern, n = row[:2]
+    if n <= 32768:
+        mask = create_block_mask(lambda b, h, i, j: pattern.allows(i, j), None, None, n, n, device="cuda")
+    else:  # PyTorch's function would make an n × n table
+        mask = pattern.block_mask(n, device="cuda")
+    torch.cuda.empty_cache()
+    options = {"kernel_options": {"BACKEND": backend}} if backend else {}
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, **options)
+
+
+def contestants(row):
+    """(name, positions before heads?, make)."""
+    yield "regard", False, lambda: ours(row)
+    if not row[0].has_data:
+        yield "triton", False, lambda: ours(row, backend="triton")
+    if isinstance(row[0], c):
+        yield "sdpa", False, lambda: ours(row, backend="sdpa")
+    if flash4.band(row[0]) is not None:
+        yield "flash4", False, lambda: ours(row, backend="flash4")
+        yield "FlashAttention-4", True, lambda: flash_attention_4(row)
+    yield "cuDNN flex", True, lambda: cudnn_flex(row)
+    yield "FlexAttention", False, lambda: flex(row)
+    yield "FlexAttention FLASH", False, lambda: flex(row, "FLASH")
+
+
+def intervals(pattern, n):
+    """The keys of each query as ends of intervals, [0, F0) ∪ [F1, F2) ∪ …, one column a query."""
+    ends = []
+    for first in range(0, n, 1024):
+        i = torch.arange(first, min(first + 1024, n), device="cuda")[:, None]
+        allowed = pattern.allows(i, torch.arange(n, device="cuda")[None]).expand(len(i), n)
+        none = torch.zeros(len(i), 1, dtype=torch.bool, device="cuda")
+        changes = torch.cat([allowed, none], 1) != torch.cat([none, allowed], 1)
+        at = changes.nonzero()
+        begins_at_0 = changes[:, 0]
+        place = torch.arange(len(at), device="cuda") - (changes.sum(1).cumsum(0) - changes.sum(1))[at[:, 0]]
+        column = place + torch.where(begins_at_0, -1, 1)[at[:, 0]]  # an interval at 0 needs no begin
+        keep = column >= 0
+        wide = int(column.max()) + 1
+        table = torch.full((len(i), wide), n, dtype=torch.int32, device="cuda")
+        table[~begins_at_0, 0] = 0
+        table[at[keep, 0], column[keep]] = at[keep, 1].int()
+        ends.append(table)
+    wide = max(t.shape[1] for t in ends)
+    wide += 1 - wide % 2
+    ends = [F.pad(t, (0, wide - t.shape[1]), value=n) for t in ends]
+    return torch.cat(ends).T.contiguous()[None]
+
+
+# Timing.
+
+
+def both(attend, tensors, do):
+    inputs = [x.detach().requires_grad_() for x in tensors]
+    return lambda: torch.autograd.grad(attend(*inputs), inputs, do)
+
+
+def graph_of(fn):
+    """The call as a CUDA graph; None where it cannot be captured."""
+    try:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                fn()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+        return graph.replay
+    except Exception as error:
+        print("  no graph:", repr(error)[:100], flush=True)
+        torch.cuda.synchronize()
+        return None
+
+
+def timed(fn, clear, calls):
+    pairs = []
+    for _ in range(calls + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        clear.zero_()
+        begin.record()
+        fn()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in pairs[1:]]
+
+
+def times(calls):
+    """The median milliseconds of each call, measured in rounds of random order."""
+    clear = torch.empty(1 << 26, dtype=torch.int, device="cuda")
+    found = {name: [] for name in calls}
+    repeats = {name: max(2, min(10, int(15 / max(*timed(fn, clear, 2), 0.01)))) for name, fn in calls.items()}
+    order = list(calls)
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for name in order:
+            found[name] += timed(calls[name], clear, repeats[name])
+    return {name: median(values) for name, values in found.items()}
+
+
+def off(x, y):
+    return float((x.float() - y.float()).norm() / y.float().norm())
+
+
+def worker(index, folder, deadline):
+    row = pattern, n, d, heads, batch = ROWS[index]
+    torch.manual_seed(index)
+    random.seed(index)
+    q, k, v, do = (torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
+    turned = [x.transpose(1, 2).contiguous() for x in (q, k, v, do)]
+    result = {
+        "pattern": repr(pattern),
+        "n": n,
+        "d": d,
+        "heads": heads,
+        "batch": batch,
+        "off": {},
+        "failed": {},
+    }
+    result["needed"] = pattern.count(n) / n**2
+    forward, step, expected = {}, {}, None
+    for name, is_turned, make in contestants(row):
+        if time.time() > deadline:
+            result["failed"][name] = "not compiled before the deadline"
+            continue
+        try:
+            attend = make()
+            *qkv, grad = turned if is_turned else (q, k, v, do)
+            both_passes = both(attend, qkv, grad)
+            learns = name.startswith("FlexAttention")
+            qkv = [x.detach().requires_grad_(learns) for x in qkv]
+            found = [attend(*qkv).detach(), *both_passes()]
+            found = [x.transpose(1, 2) for x in found] if is_turned else found
+            expected = expected or found
+            result["off"][name] = error = max(off(x, y) for x, y in zip(found, expected))
+            assert error < 2e-2, f"differs by {error}"
+            forward[name] = lambda a=attend, x=qkv: a(*x)
+            step[name] = both_passes
+        except Exception as error:
+            result["failed"][name] = f"{type(error).__name__}: {error}"[:200]
+    explained = rg.explain(q, k, v, pattern)
+    result["runs"] = f"{explained.backend}, {explained.variant}"
+    result["computed"] = explained.computed / n**2
+    last = slice(n - 256, n)  # the last queries against the formula
+    exact = rg.attention(
+        q[:1, :2, last].float(), k[:1, :2].float(), v[:1, :2].float(), pattern, backend="reference"
+    )
+    result["off"]["formula"] = off(expected[0][:1, :2, last], exact)
+    del found, exact
+    torch.cuda.empty_cache()
+    Path(folder, f"{index}.ready").touch()
+    while not Path(folder, f"{index}.go").exists():
+        time.sleep(0.05)
+    dense = F.scaled_dot_product_attention
+    calls = {
+        ("full SDPA", "forward"): lambda: dense(q, k, v),
+        ("full SDPA", "both"): both(dense, (q, k, v), do),
+    }
+    calls |= {(name, "forward"): fn for name, fn in forward.items()}
+    calls |= {(name, "both"): fn for name, fn in step.items()}
+    result["ms"] = {f"{name} {kind} wall": ms for (name, kind), ms in times(calls).items()}
+    Path(folder, f"{index}.json").write_text(json.dumps(result))
+    graphs = {key: graph_of(fn) for key, fn in calls.items() if key[0] != "full SDPA"}
+    found = times({key: graph for key, graph in graphs.items() if graph is not None})
+    result["ms"] |= {f"{name} {kind} busy": ms for (name, kind), ms in found.items()}
+    Path(folder, f"{index}.json").write_text(json.dumps(result))
+
+
+# The table.
+
+
+def table_row(result, rate):
+    """One line: forward / both, busy where it was measured, and what is realised of ours."""
+    ms, cells = result["ms"], []
+    for name in dict.fromkeys(key.rsplit(" ", 2)[0] for key in ms):
+        if name == "full SDPA":
+            continue
+        values = [ms.get(f"{name} {kind} busy") for kind in ("forward", "both")]
+        wall = [ms.get(f"{name} {kind} wall") for kind in ("forward", "both")]
+        shown = [f"{b or a:.3f}" + ("" if b else "w") for b, a in zip(values, wall)]
+        cells.append(f"{name} {' / '.join(shown)} (wall {wall[0]:.3f} / {wall[1]:.3f})")
+    bytes_ms = 4 * 2 * result["batch"] * result["heads"] * result["n"] * result["d"] / rate
+    share = result["needed"]
+    for kind, factor in (("forward", 1), ("both", 3)):
+        limit = max(ms[f"full SDPA {kind} wall"] * share, factor * bytes_ms)
+        for how in ("busy", "wall"):
+            if (took := ms.get(f"regard {kind} {how}")) is not None:
+                result[f"realised {kind} {how}"] = limit / took
+    realised = " / ".join(f"{result.get(f'realised {k} busy', 0):.2f}" for k in ("forward", "both"))
+    where = f"{result['pattern']} n={result['n']} d={result['d']} h={result['heads']} b={result['batch']}"
+    return f"{where} [{result['runs']}] realised {realised}: " + "; ".join(cells)
+
+
+def copy_rate():
+    """Bytes per millisecond of a large copy on the device, read and written."""
+    x = torch.empty(1 << 28, dtype=torch.int, device="cuda")
+    y = torch.empty_like(x)
+    clear = torch.empty(1 << 20, dtype=torch.int, device="cuda")
+    return 2 * x.numel() * 4 / median(timed(lambda: y.copy_(x), clear, 5))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker", type=int)
+    parser.add_argument("--folder", default=os.environ.get("RESULT", "."))
+    parser.add_argument("--deadline", type=float)
+    parser.add_argument("--compile", type=float, default=190, help="seconds for compiling and comparing")
+    parser.add_argument("--seconds", type=float, default=330, help="of the whole run")
+    parser.add_argument("--rows", type=int, nargs="*", default=list(range(len(ROWS))))
+    options = parser.parse_args()
+    if options.worker is not None:
+        worker(options.worker, options.folder, options.deadline)
+        return
+    begin = time.time()
+    folder = Path(options.folder, "gpu_peers")
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rate, deadline = copy_rate(), begin + options.compile
+    torch.cuda.empty_cache()
+    workers = {}
+    for index in options.rows:
+        given = ["--worker", str(index), "--folder", str(folder), "--deadline", str(deadline)]
+        with Path(folder, f"{index}.log").open("w") as log:
+            command = [
+                "nice",
+                "-n",
+                str(min(index, 15)),
+                sys.executable,
+                __file__,
+                *given,
+            ]  # the first rows first
+            workers[index] = subprocess.Popen(command, stdout=log, stderr=log)
+    while time.time() < deadline + 40:
+        waiting = [
+            i for i, p in workers.items() if p.poll() is None and not Path(folder, f"{i}.ready").exists()
+        ]
+        if not waiting:
+            break
+        time.sleep(0.2)
+    print(f"{time.time() - begin:.0f} s: compiled and compared; not ready: {waiting}", flush=True)
+    for index in waiting:  # one that still compiles would disturb the others
+        workers[index].kill()
+    installed = {p: metadata.version(p) for p in PACKAGES.split() if _there(p)}
+    everything = {
+        "device": torch.cuda.get_device_name(0),
+        "versions": installed,
+        "bytes_per_ms": rate,
+        "rows": [],
+    }
+    for index, process in workers.items():
+        if process.poll() is None and time.time() < begin + options.seconds:
+            Path(folder, f"{index}.go").touch()
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.kill()
+        if (found := Path(folder, f"{index}.json")).exists():
+            result = json.loads(found.read_text())
+            print(table_row(result, rate), flush=True)
+            everything["rows"].append(result)
+            Path(options.folder, "gpu_peers.json").write_text(json.dumps(everything, indent=1))
+        else:
+            print(f"row {index} {ROWS[index]} gave nothing: see {index}.log", flush=True)
+    print(f"{time.time() - begin:.0f} s", flush=True)
+
+
+def _there(package):
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

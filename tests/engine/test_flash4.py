@@ -1,0 +1,230 @@
+"""The optional backend `flash4`: what it refuses, when it is chosen, and how a call is handed to its kernels.
+
+Its kernels need a GPU. Here their function is replaced by the formula with the same arguments and the same alignment:
+the last query has the last key, and a window counts from there.
+"""
+
+import random
+import sys
+from math import inf
+
+import pytest
+import torch
+
+import regard as rg
+from regard.engine import flash4
+from regard.engine.backends import TABLE, choose
+from regard.engine.call import Call, CallFacts
+from regard.errors import BackendError
+
+BF16 = {"device": "cuda", "dtype": torch.bfloat16, "d_k": 128, "d_v": 128, "heads": 16, "kv_heads": 16}
+LOCAL = rg.causal() & rg.window(256)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if flash-attn-4 were installed beside a Hopper GPU; only the choice can be seen, nothing runs."""
+    monkeypatch.setattr(flash4, "version", lambda: "4.0.0b36")
+    monkeypatch.setattr(flash4, "capability", lambda device: 9)
+
+
+def facts(pattern, n=16384, m=None, **more):
+    return CallFacts(pattern, n, n if m is None else m, **BF16 | more)
+
+
+def refusal(pattern=LOCAL, *sizes, **more):
+    return TABLE["flash4"].refuses(facts(pattern, *sizes, **more))
+
+
+REFUSED = [
+    ({"device": "cpu"}, "it runs on CUDA, not on cpu"),
+    ({"dtype": torch.float32}, "its kernels take float16 or bfloat16, not float32"),
+    ({"d_k": 100, "d_v": 100}, "heads 100 wide; a multiple of 8 up to 256 is needed"),
+    ({"d_k": 320, "d_v": 320}, "heads 320 wide; a multiple of 8 up to 256 is needed"),
+    ({"d_v": 64}, "queries 128 and values 64 wide: its kernels for two widths are for other shapes"),
+    ({"scale": inf}, "scale=inf has no softmax"),
+    ({"bias": "distance"}, "a bias is added to the scores"),
+    ({"softcap": 30.0}, "its softcap is computed with an approximate tanh (11 bits)"),
+    ({"table": True}, "a bool tensor is no pattern; declare one"),
+    ({"lengths": True}, "keys that are hidden per batch row (lengths) are not supported here"),
+    ({"left_padding": True}, "keys that are hidden per batch row (lengths) are not supported here"),
+    ({"row_offsets": True}, "per-row query offsets (`at` as a tensor) are not supported"),
+    ({"dropout_p": 0.1}, "it has no dropout"),
+    ({"at": (0, 2)}, "queries 2 positions apart are not supported"),
+    ({"observed": True}, "a compiler or transform must see the operations, and its kernels are none"),
+    ({"batch": 0}, "there are no pairs"),
+]
+
+
+@pytest.mark.parametrize("more, message", REFUSED, ids=[m[:40] for _, m in REFUSED])
+def test_what_it_cannot_do_exactly_it_refuses(installed, more, message):
+    assert refusal(**more) == message
+    assert refusal() is None
+
+
+def test_it_takes_bands_of_which_no_query_is_empty(installed):
+    for band in (rg.full(), rg.causal(), rg.window(7), rg.window(3, 9), LOCAL, rg.causal() & rg.full()):
+        assert refusal(band) is None and refusal(band, 100, 300) is None and refusal(band, at=0) is None
+    for other in (rg.causal() | rg.prefix(8), LOCAL | rg.sinks(4), rg.every(4), ~rg.causal(), rg.blocks(64)):
+        assert (
+            refusal(other)
+            == f"{other!r} is no band of i − j (every pair, causal, a window, or these joined by &)"
+        )
+    assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("joined by &)")
+    assert (
+        refusal(rg.causal(), 8, 4, at=-2)
+        == refusal(rg.window(1), 8, 4, at=0)
+        == ("some queries have no allowed key")
+    )
+    assert refusal(rg.full(), 8, 4) is None  # more queries than keys
+
+
+def test_gpus_without_a_backward_pass_in_a_fixed_order_are_refused(installed, monkeypatch):
+    monkeypatch.setattr(flash4, "capability", lambda device: 12)
+    assert refusal() == "its backward pass has a fixed order on GPUs of capability 9 and 10 only, here 12"
+
+
+def test_by_name_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(flash4, "version", lambda: None)
+    with pytest.raises(BackendError) as error:
+        choose(facts(rg.causal(), 77), "flash4")
+    assert str(error.value) == (
+        "backend='flash4' cannot run this: the package flash-attn-4 is not installed; "
+        "pip install 'regard[flash]' brings it; use backend='sdpa'"
+    )
+    assert "flash" not in choose(facts(rg.causal(), 78)).reason  # nobody asked for it
+
+
+def test_auto_takes_it_where_it_is_faster(installed):
+    def on_gpu(*given, **more):
+        return choose(facts(*given, **more), "auto")
+
+    dense = on_gpu(rg.causal(), 16385, grad=True)
+    assert dense.backend == "flash4"
+    assert dense.variant == "flash-attn-4 4.0.0b36, causal, deterministic backward"
+    assert on_gpu(rg.causal(), 16385, d_k=64, d_v=64).backend == "flash4"
+    assert on_gpu(LOCAL | rg.sinks(4), 16385).backend == "triton"
+    assert on_gpu(rg.causal(), 131).backend == "sdpa"  # the CPU takes longer than the GPU
+    assert on_gpu(rg.causal(), 16385, dtype=torch.float32).backend == "sdpa"
+
+
+def test_looking_for_it_imports_nothing(installed):
+    choose(facts(rg.causal(), 16386))
+    assert "flash_attn" not in sys.modules
+
+
+# The kernels' function, by the formula.
+
+
+class Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, extra, left, right, scale):
+        ctx.save_for_backward(q, k, v)
+        ctx.options = left, right, scale
+        ctx.set_materialize_grads(False)
+        return Kernel.formula(q, k, v, left, right, scale)
+
+    @staticmethod
+    def formula(q, k, v, left, right, scale):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        n, m = q.shape[2], k.shape[2]
+        behind = torch.arange(m - n, m)[:, None] - torch.arange(m)
+        allowed = torch.ones(n, m, dtype=torch.bool)
+        allowed &= True if left is None else behind <= left
+        allowed &= True if right is None else -behind <= right
+        k, v = (rg.reference.repeat_heads(x, q.shape[1]) for x in (k, v))
+        found = rg.reference.attend(q, k, v, allowed, scale=scale)
+        return found.o.transpose(1, 2).contiguous(), found.lse
+
+    @staticmethod
+    def backward(ctx, *grads):
+        with torch.enable_grad():  # without a graph of its own, as that of the kernels
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            outputs = Kernel.formula(*inputs, *ctx.options)
+        given = [(y, dy) for y, dy in zip(outputs, grads) if dy is not None]
+        given_grads = [dy.detach() for _, dy in given]
+        found = torch.autograd.grad([y for y, _ in given], inputs, given_grads, materialize_grads=True)
+        return *(x.detach() for x in found), None, None, None, None
+
+
+def kernel(q, k, v, *, softmax_scale, window_size, deterministic, return_lse):
+    assert deterministic and q.stride(-1) == 1
+    return Kernel.apply(q, k, v, None, *window_size, softmax_scale)
+
+
+def by_flash4(q, k, v, pattern, at=None, scale=None):
+    f = CallFacts(
+        pattern,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        v.shape[3],
+        len(q),
+        q.shape[1],
+        k.shape[1],
+        at=at,
+        scale=scale,
+    )
+    call = Call(q, k, v, pattern, at=f.offset[0])
+    return flash4.attend(kernel, call, flash4.options_of(f)._replace(return_lse=True))
+
+
+def case(seed):
+    r = random.Random(seed)
+    m = r.randint(1, 23)
+    n = r.randint(1, m)
+    pattern = r.choice([rg.full(), rg.causal(), rg.window(r.randint(0, 9), r.randint(0, 9))])
+    pattern = pattern & rg.causal() if r.random() < 0.4 else pattern
+    at = r.choice([None, 0, r.randint(0, m - n), r.randint(0, m - 1)])
+    return pattern, n, m, at, r.choice([None, 0.3])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_any_band_at_any_offset_is_handed_over_exactly(part):
+    tried = 0
+    for seed in range(100 * part, 100 * part + 100):
+        pattern, n, m, at, scale = case(seed)
+        g = torch.Generator().manual_seed(seed)
+        q = torch.randn(2, 4, n, 3, dtype=torch.float64, generator=g, requires_grad=True)
+        k, v = (
+            torch.randn(2, 2, m, 3, dtype=torch.float64, generator=g, requires_grad=True) for _ in range(2)
+        )
+        if not (pattern.row_counts(n, m, at) > 0).all():
+            continue
+        tried += 1
+        o, lse = by_flash4(q, k, v, pattern, at, scale)
+        terms = {"at": at, "scale": scale, "return_lse": True, "backend": "reference"}
+        exact = rg.attention(q, k, v, pattern, **terms)
+        where = f"{pattern!r}, n={n}, m={m}, at={at}"
+        torch.testing.assert_close((o, lse), exact, msg=lambda m, where=where: f"{where}: {m}")
+        mine, theirs = (torch.autograd.grad([*y], (q, k, v), [*map(torch.cos, y)]) for y in ((o, lse), exact))
+        torch.testing.assert_close(mine, theirs, msg=lambda m, where=where: f"{where}: {m}")
+    assert tried > 60
+
+
+def test_gradients_can_be_differentiated_again():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=g, requires_grad=True) for _ in range(3)
+    )
+    for pattern, at in ((LOCAL, None), (rg.window(1), 0)):
+        attend = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)  # noqa: E731
+        assert torch.autograd.gradgradcheck(attend, (q, k, v))
+        only_lse = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)[1]  # noqa: E731
+        assert torch.autograd.gradgradcheck(only_lse, (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "pattern, n, m, at, window",
+    [
+        (rg.causal(), 7, 7, None, (7, None, 0)),
+        (rg.causal(), 1, 7, None, (7, None, None)),
+        (rg.causal(), 3, 11, 2, (5, None, 0)),  # keys past position 4 are left out
+        (rg.full(), 3, 11, None, (11, None, None)),
+        (rg.window(2, 1), 7, 7, None, (7, 2, 1)),
+        (rg.causal() & rg.window(2), 3, 11, 5, (8, 2, 0)),
+        (rg.window(20), 7, 7, None, (7, None, None)),
+    ],
+)
+def test_windows_count_from_the_last_key(pattern, n, m, at, window):
+    assert flash4.options_of(CallFacts(pattern, n, m, at=at))[:3] == window
