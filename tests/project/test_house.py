@@ -41,7 +41,7 @@ ORDER = [
     {"cli"},
     {"web"},  # the command line imports its command by name
 ]
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 43, 10_166  # lines to shrink to 8,800 (issue 20)
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 43, 10_165  # lines to shrink to 8,800 (issue 20)
 MAX_FUNCTIONS_WITH_MANY_ARGUMENTS = 20
 SIGNATURES = {"attention": 14}  # the one function whose arguments are the subject: DESIGN.md, "The signature"
 RANK = {name: rank for rank, group in enumerate(ORDER) for name in group}
@@ -343,7 +343,13 @@ def run(program: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
 
 
-PACKAGE_OF = {"yaml": "pyyaml", "PIL": "pillow", "sklearn": "scikit-learn", "triton": "torch", "flash_attn": "flash-attn-4"}
+PACKAGE_OF = {
+    "yaml": "pyyaml",
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "triton": "torch",
+    "flash_attn": "flash-attn-4",
+}
 ONLY_IF_THERE = {"pytest", "pandas", "scikit-learn", "x_transformers"}  # each with an error that names it
 
 

@@ -57,8 +57,7 @@ def attention(
     softcap: c makes the scores c · tanh(scale · q kᵀ / c), before the bias is added (Gemma 2).
     sink_logits: one more score in the softmax of each head, without a value: a share of the weights (gpt-oss).
     at: the query offset: query i is at position at + i; one offset per batch row, or (start, step); None is m − n.
-    backend: "auto", or "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex", "flash4" (an extra); `explain`
-    says which and why.
+    backend: "auto", "reference", "sdpa", "tiles" (CPU), "triton" (CUDA), "flex", "flash4"; `explain` says why.
     Fewer key/value heads than query heads are shared by groups; d_v may differ from d_k.
     A query with no allowed key gets zeros, and finite gradients.
     With return_lse, also ln Σ exp(scores), differentiable.
