@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 # Two workers with one thread each. All tests of a file run in one worker, so that its fixtures are created once. Shape
-# annotations are checked by $(HOOK) in tests only, and not in compiled code.
+# annotations are checked by $(HOOK) in tests only, and not in compiled code: `make test` checks the first case of each
+# test, `make long` all.
 PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
 HOOK := --jaxtyping-packages=regard,beartype.beartype
@@ -29,7 +30,7 @@ demo: $(VENV)/.ready
 	$(PY) examples/translator.py
 
 test: $(VENV)/.ready
-	$(PYTEST) $(HOOK) -m "not compiled and not long"
+	$(PYTEST) $(HOOK) --checked-cases 1 -m "not compiled and not long"
 	$(PYTEST) -m "compiled and not long" $(COMPILED)
 
 quick: $(VENV)/.ready

@@ -8,6 +8,7 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 from collections import Counter
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -29,24 +30,36 @@ settings.load_profile("regard")
 
 
 QUICK_CASES = 2  # of each parametrized test
+CASE = pytest.StashKey[int]()  # the number of a case among those of its test, from 1
 
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help=f"{QUICK_CASES} cases per test, none marked slow")
+    parser.addoption("--checked-cases", type=int, help="cases of each test whose calls are shape-checked")
 
 
+@pytest.hookimpl(trylast=True)  # cases that -m leaves out are not counted
 def pytest_collection_modifyitems(config, items):
     """`make quick`: the first cases of each parametrized test, without the tests marked slow."""
-    if not config.getoption("--quick"):
-        return
     seen, selected, deselected = Counter(), [], []
     for item in items:
         name = item.nodeid.split("[")[0]
         seen[name] += 1
+        item.stash[CASE] = seen[name]
         slow = item.get_closest_marker("slow") is not None
         (deselected if slow or seen[name] > QUICK_CASES else selected).append(item)
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = selected
+    if config.getoption("--quick"):
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """With --checked-cases, shapes are checked in the first cases of each test: the others call the same functions,
+    and checking doubles the time of the engine's tests."""
+    limit = item.config.getoption("--checked-cases")
+    jaxtyping.config.update("jaxtyping_disable", limit is not None and item.stash[CASE] > limit)
+    return (yield)
 
 
 @pytest.fixture(autouse=True)

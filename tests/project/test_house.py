@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 import regard
@@ -388,6 +389,12 @@ def test_the_block_on_imports_blocks():
     program = BLOCKED.format(extras={*EXTRAS.split(), "einops"})  # regard imports einops, so this must fail
     done = run(program)
     assert done.returncode != 0 and "einops is blocked" in done.stderr
+
+
+@pytest.mark.parametrize("case", [1, 2, 3])
+def test_shapes_are_checked_in_the_first_cases_of_a_test(case, pytestconfig):
+    limit = pytestconfig.getoption("--checked-cases")
+    assert jaxtyping.config.jaxtyping_disable == (limit is not None and case > limit)
 
 
 def test_the_package_is_marked_as_typed():
