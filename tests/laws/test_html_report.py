@@ -8,7 +8,9 @@ from torch import nn
 
 from faults.fault import correct
 from regard.laws import Function, Part, adapters, check
+from regard.laws.adapters import adapt
 from regard.laws.dependence import dependence
+from regard.laws.drawn_case import draw_case
 from regard.laws.html_report import inline, page
 
 
@@ -105,3 +107,36 @@ def test_the_fragment_brings_its_style_and_touches_nothing_else():
     selectors = re.findall(r"(?:^|[}])\s*([^{}@]+)\{", re.sub(r"@media[^{]+\{", "", style))
     assert selectors and all(".regard" in part for s in selectors for part in s.split(","))
     assert "<html" not in text and text.count("<div") == text.count("</div>")
+
+
+def without_mask(q, k, v, mask=None):
+    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def test_the_smallest_case_is_drawn_with_the_wrong_numbers_marked():
+    found = check(adapt(without_mask), ["L01", "L34", "L19"], 3)
+    drawn = draw_case(found.outcomes[0], found.target, found.probed)
+    weights = drawn.tables[0]
+    assert drawn.allowed == [[True, True], [False, True]] and weights.name == "weights"
+    assert weights.expected[1] == [0.0, 1.0] and weights.wrong == [[False, False], [True, True]]
+    text = page(found)
+    assert text.count('class="wrong"') >= 2 and "weights, got" in text and "weights, expected" in text
+    assert draw_case(found.outcomes[2], found.target, found.probed) is None  # L19 holds
+
+
+def test_a_case_with_nan_can_be_sent_as_json():
+    found = check(adapt(torch_like), ["P03"], 1)
+    drawn = draw_case(found.outcomes[0], found.target, found.probed)
+    assert drawn.plain()["tables"][0]["got"] == [[None]] and drawn.tables[0].wrong == [[True]]
+
+
+def torch_like(q, k, v, mask=None):
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ v
+
+
+def test_laws_are_grouped_by_subject_and_those_that_hold_are_folded():
+    text = page(check(adapt(without_mask), ["L01", "L34", "L19"], 3))
+    assert "Laws: softmax" in text and "Laws: order" in text and "Laws: <" not in text
+    order = text[text.index("Laws: order") :]
+    assert order.index("1 law holds</summary>") < order.index("permutation equivariance")

@@ -3,10 +3,13 @@
 import math
 from html import escape
 
+from .catalogue import subject_of
 from .dependence import Dependence, dependence
+from .drawn_case import DrawnCase, draw_case
 from .law import Outcome
 from .verdict import MARK, Verdict
 
+WORDS = {"holds": "passed"}  # a count of laws, such as 3 passed
 STYLE = """
 .regard { color-scheme: light dark; --ink: #1b1b1b; --dim: #6b6b6b; --line: #d8d8d8; --paper: #fff;
   --good: #1a7f37; --bad: #b42318; --deep: 33, 82, 173;
@@ -26,6 +29,16 @@ STYLE = """
   padding: .7rem; border: 1px solid var(--line); border-radius: 4px; font-size: 13px }
 .regard summary { cursor: pointer } .regard figure { display: inline-block; margin: .5rem 1.5rem .5rem 0 }
 .regard figcaption { font-size: 13px } .regard svg text { fill: var(--dim); font-size: 9px }
+.regard .case { display: flex; flex-wrap: wrap; gap: .4rem 1.4rem; margin: .4rem 0 }
+.regard .case figure { margin: 0; max-width: 100%; overflow-x: auto } .regard .case table { width: auto }
+.regard .case td { border: 1px solid var(--line); padding: .1rem .4rem; text-align: right; font-size: 13px;
+  font-variant-numeric: tabular-nums; min-width: 1.3rem; height: 1.5rem }
+.regard .case td.on { background: rgb(var(--deep)) }
+.regard .case td.wrong { color: var(--bad); font-weight: 600; outline: 2px solid var(--bad); outline-offset: -2px }
+@media (max-width: 640px) { .regard { padding: .8rem } .regard .laws tr { display: grid; padding: .4rem 0;
+  grid-template-columns: 3rem 1fr; border-top: 1px solid var(--line) } .regard .laws tr:first-child { display: none }
+  .regard .laws td { border: 0; padding: .1rem .4rem .1rem 0; grid-column: 2 } .regard .laws td:first-child {
+  grid-column: 1 } .regard .laws td.n:empty { display: none } }
 .regard svg rect { fill: rgb(var(--deep)); stroke: var(--line); stroke-width: .5 }
 """
 
@@ -36,6 +49,7 @@ def page(verdict: Verdict) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<style>body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #161616 } }</style>"
         f"</head><body>{inline(verdict)}</body></html>\n"
     )
 
@@ -47,11 +61,11 @@ def inline(verdict: Verdict) -> str:
     parts = [
         f"<style>{STYLE}</style>",
         f'<div class="regard"><h1>{escape(verdict.target.name)}</h1>',
-        f"<p>{escape(', '.join(f'{n} {s}' for s, n in verdict.counts().items()))}; "
+        f"<p>{escape(', '.join(f'{n} {WORDS.get(s, s)}' for s, n in verdict.counts().items()))}; "
         f"{verdict.seconds:.1f} s; exit code {verdict.exit_code}</p>",
         _cause(verdict),
         _capabilities(verdict),
-        _counterexamples(verdict.broken, folded=verdict.cause is not None),
+        _counterexamples(verdict, folded=verdict.cause is not None),
         *_by_subject([o for o in laws if o.status != "not applicable"]),
         _table("Promises", [o for o in promises if o.status != "not applicable"]),
         _pictures(dependence(verdict.target, verdict.probed.supported)),
@@ -85,16 +99,17 @@ def _capabilities(verdict: Verdict) -> str:
     return "".join(f'<p class="dim">{escape(line)}</p>' for line in lines)
 
 
-def _counterexamples(broken: tuple[Outcome, ...], folded: bool = False) -> str:
-    """Each broken law with its case; under a known cause only the first is unfolded."""
-    if not broken:
+def _counterexamples(verdict: Verdict, folded: bool = False) -> str:
+    """Each broken law with its case, drawn; under a known cause only the first is unfolded."""
+    if not verdict.broken:
         return ""
     parts = ["<h2>Broken</h2>"]
-    for i, o in enumerate(broken):
+    for i, o in enumerate(verdict.broken):
         is_open = "" if folded and i else " open"
         case = (
             "" if o.counterexample is None else f"<p>Smallest case found: {escape(str(o.counterexample))}</p>"
         )
+        drawn = draw_case(o, verdict.target, verdict.probed)
         snippet = (
             f'<details><summary>Code that shows it</summary><pre tabindex="0">{escape(o.snippet)}</pre></details>'
             if o.snippet
@@ -102,30 +117,58 @@ def _counterexamples(broken: tuple[Outcome, ...], folded: bool = False) -> str:
         )
         parts.append(
             f'<details{is_open}><summary><span class="broken">{escape(o.law.number)} {escape(o.law.name)}</span>: '
-            f"{escape(o.message)}</summary><p>{escape(o.law.formula)}</p>{case}{snippet}</details>"
+            f"{escape(o.message)}</summary><p>{escape(o.law.formula)}</p>{case}"
+            f"{'' if drawn is None else _case(drawn)}{snippet}</details>"
         )
     return "\n".join(parts)
 
 
+def _case(drawn: DrawnCase) -> str:
+    """The pairs that may attend, then each quantity as it was and as it should be; wrong numbers are outlined."""
+    figures = []
+    if drawn.allowed is not None:
+        rows = [[("", "on" if pair else "") for pair in row] for row in drawn.allowed]
+        figures.append(_grid("allowed pairs: a row per query", rows))
+    for t in drawn.tables:
+        marked = [
+            [(f"{x:.4g}", "wrong" if bad else "") for x, bad in zip(*row)] for row in zip(t.got, t.wrong)
+        ]
+        figures.append(_grid(f"{t.name}, got", marked))
+        figures.append(_grid(f"{t.name}, expected", [[(f"{x:.4g}", "") for x in row] for row in t.expected]))
+    return f'<p class="dim">{escape(drawn.title)}</p><div class="case">{"".join(figures)}</div>'
+
+
+def _grid(name: str, rows: list[list[tuple[str, str]]]) -> str:
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{mark}">{escape(text)}</td>' for text, mark in row) + "</tr>"
+        for row in rows
+    )
+    return f"<figure><figcaption>{escape(name)}</figcaption><table>{body}</table></figure>"
+
+
 def _by_subject(outcomes: list[Outcome]) -> list[str]:
-    """A table for each subject of the catalogue, those with a broken law first."""
+    """A table for each subject of the catalogue, those with a broken law first; where all hold it is folded."""
     groups: dict[str, list[Outcome]] = {}
     for o in outcomes:
-        module = getattr(o.law.trials, "__module__", "") or ""
-        groups.setdefault(module.rpartition(".")[2].replace("_", " "), []).append(o)
-    wrong = {name: any(o.status in ("broken", "raised") for o in each) for name, each in groups.items()}
+        groups.setdefault(subject_of(o.law), []).append(o)
+    wrong = {name: any(o.failed for o in each) for name, each in groups.items()}
     return [
-        _table(f"Laws: {name}", groups[name]) for name in sorted(groups, key=lambda name: not wrong[name])
+        _table(f"Laws: {name}", groups[name], folded=not wrong[name])
+        for name in sorted(groups, key=lambda name: not wrong[name])
     ]
 
 
-def _table(title: str, outcomes: list[Outcome]) -> str:
+def _table(title: str, outcomes: list[Outcome], folded: bool = False) -> str:
     if not outcomes:
         return ""
     rows = "\n".join(_row(o) for o in outcomes)
-    head = "<tr><th>law</th><th>statement</th><th>outcome</th><th>cases</th><th>error / tolerance</th></tr>"
+    head = "<tr><th>law</th><th>statement</th><th>outcome</th><th>tried</th><th>error / tolerance</th></tr>"
     scrolled = f'<div class="wide" tabindex="0" role="group" aria-label="{escape(title)}">'
-    return f"<h2>{escape(title)}</h2>{scrolled}<table>{head}\n{rows}</table></div>"
+    table = f'{scrolled}<table class="laws">{head}\n{rows}</table></div>'
+    if folded:
+        counted = "1 law holds" if len(outcomes) == 1 else f"all {len(outcomes)} laws hold"
+        table = f"<details><summary>{counted}</summary>{table}</details>"
+    return f"<h2>{escape(title)}</h2>{table}"
 
 
 def _row(o: Outcome) -> str:
@@ -138,7 +181,7 @@ def _row(o: Outcome) -> str:
         f'<tr><td class="n">{escape(o.law.number)}</td>'
         f'<td>{escape(o.law.name)}<br><span class="dim">{escape(o.law.formula)}</span></td>'
         f'<td><span class="{status}">{MARK[o.status]} {escape(o.status)}</span>{message}</td>'
-        f'<td class="n">{o.cases}</td><td class="n">{measured}</td></tr>'
+        f'<td class="n">{o.cases} {"case" if o.cases == 1 else "cases"}</td><td class="n">{measured}</td></tr>'
     )
 
 

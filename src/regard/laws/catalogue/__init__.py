@@ -51,6 +51,17 @@ LAWS: tuple[Law, ...] = tuple(
     sorted((law for subject in SUBJECTS for law in subject.LAWS), key=lambda law: law.number)
 )
 
+_SUBJECT = {law.number: subject.__name__.rpartition(".")[2] for subject in SUBJECTS for law in subject.LAWS}
+
+
+def subject_of(law: Law) -> str:
+    """The subject that a law belongs to, in words; "your own" for one that is not of this catalogue.
+
+    >>> subject_of(law("L29"))
+    'masks'
+    """
+    return _SUBJECT.get(law.number, "your own").replace("_", " ")
+
 
 def law(name: str) -> Law:
     """A law by its number or its name.

@@ -1,0 +1,139 @@
+"""A counterexample as tables to draw: its smallest call that differs from the formula, got beside expected."""
+
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import search
+from .diagnosis.formula import Call, Formula
+from .harness import Harness
+from .law import Outcome
+from .probe import Probe
+from .run_law import measure
+from .target import Function, Target
+
+MAX_SIDE = 12  # rows and columns of a table; what lies beyond is cut off
+SECONDS = 4.0
+VISIBLE = 1e-4  # a difference that a table shows
+
+
+class Table(NamedTuple):
+    """One quantity of one head: what the target gave, what the formula gives, and where they differ."""
+
+    name: str
+    got: list[list[float]]
+    expected: list[list[float]]
+    wrong: list[list[bool]]
+
+
+class DrawnCase(NamedTuple):
+    """A call of a counterexample. allowed: the pairs that may attend; None for every pair."""
+
+    title: str
+    allowed: list[list[bool]] | None
+    tables: tuple[Table, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON, which has no NaN: numbers that are not finite are None."""
+        tables = [
+            {
+                "name": t.name,
+                "got": _finite(t.got),
+                "expected": _finite(t.expected),
+                "wrong": t.wrong,
+            }
+            for t in self.tables
+        ]
+        return {"title": self.title, "allowed": self.allowed, "tables": tables}
+
+
+def draw_case(outcome: Outcome, target: Target, probed: Probe) -> DrawnCase | None:
+    """The counterexample of a broken law of a function, run once more.
+
+    None where there is no case, where the target is no function, or where every call of the case equals the formula:
+    then the law is about something else than an output, such as a gradient.
+    """
+    case = outcome.counterexample
+    if case is None or not isinstance(target, Function) or "function" not in outcome.law.trials:
+        return None
+    calls: list[tuple[Call, Tensor]] = []
+    harness = Harness(target, probed.supported)
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        out = target.call(q, k, v, **options)
+        o = out[0] if isinstance(out, tuple) else out
+        if isinstance(o, Tensor) and o.shape == (*q.shape[:-1], v.shape[-1]):
+            offset = harness.query_offset(q.shape[-2], k.shape[-2])
+            calls.append((Call(q.detach(), k.detach(), v.detach(), options, offset), o.detach()))
+        return out
+
+    recording = Harness(replace(target, call=recorded), probed.supported)
+    try:
+        with warnings.catch_warnings(), search.time_limit(SECONDS):
+            warnings.simplefilter("ignore")
+            measure(outcome.law.trials["function"], recording, case)
+    except (search.TooSlow, Exception):  # foreign code may raise anything; what ran until then is drawn
+        pass
+    wrong = [n for n, (call, o) in enumerate(calls) if _largest_error(harness, call, o) > VISIBLE]
+    if not wrong:
+        return None
+    n = min(wrong, key=lambda n: calls[n][0].q.numel() * calls[n][0].k.shape[-2])
+    return _draw(harness, *calls[n], n, len(calls))
+
+
+def _expected(harness: Harness, call: Call) -> Any:
+    names = ("scale", "bias", "softcap", "sink_logits")
+    terms = {name: call.options[name] for name in names if call.options.get(name) is not None}
+    return harness.reference(call.q, call.k, call.v, Formula().allowed(call), **terms)
+
+
+def _largest_error(harness: Harness, call: Call, o: Tensor) -> float:
+    """Infinite where the output is not finite although the formula's is."""
+    if call.options.get("dropout_p") or call.options.get("shift"):
+        return 0.0  # the formula has neither
+    far = (o.double() - _expected(harness, call).o.to(o.device)).abs()
+    return float(torch.where(far.isnan(), torch.inf, far).max()) if far.numel() else 0.0
+
+
+def _draw(harness: Harness, call: Call, o: Tensor, number: int, of: int) -> DrawnCase:
+    right = _expected(harness, call)
+    far = torch.nan_to_num((o.double() - right.o.to(o.device)).abs(), nan=torch.inf)
+    b, h = (int(x) for x in torch.unravel_index(far.amax((-1, -2)).argmax(), far.shape[:2]))
+    allowed = Formula().allowed(call)
+    title = f"call {number + 1} of {of}" if of > 1 else "the call"
+    n, m = call.q.shape[-2], call.k.shape[-2]
+    title += f": {n} {'query' if n == 1 else 'queries'}, {m} {'key' if m == 1 else 'keys'}"
+    if far.shape[0] * far.shape[1] > 1:
+        title += f"; batch row {b}, head {h}"
+    tables = []
+    weights = _weights_of(harness, call)
+    if weights is not None:
+        tables.append(_table("weights", weights[b, h], right.weights[b, h]))
+    if weights is None or not torch.equal(weights, o):  # a law that reads the weights passes unit values
+        tables.append(_table("output", o[b, h], right.o[b, h]))
+    pairs = None if allowed is None else allowed[b, h][:MAX_SIDE, :MAX_SIDE].tolist()
+    return DrawnCase(title, pairs, tuple(tables))
+
+
+def _weights_of(harness: Harness, call: Call) -> Tensor | None:
+    """The target's weights, from its outputs for unit values; None where it does not take them."""
+    options = {name: value for name, value in call.options.items() if name not in ("lse", "weights")}
+    try:
+        with warnings.catch_warnings(), search.time_limit(SECONDS):
+            warnings.simplefilter("ignore")
+            return harness.weights(call.q, call.k, **options).detach()
+    except (search.TooSlow, Exception):  # foreign code
+        return None
+
+
+def _table(name: str, got: Tensor, expected: Tensor) -> Table:
+    got, expected = (x.double().cpu()[:MAX_SIDE, :MAX_SIDE] for x in (got, expected))
+    far = torch.nan_to_num((got - expected).abs(), nan=torch.inf)
+    return Table(name, got.tolist(), expected.tolist(), (far > VISIBLE).tolist())
+
+
+def _finite(rows: list[list[float]]) -> list[list[float | None]]:
+    return [[x if abs(x) < float("inf") else None for x in row] for row in rows]
