@@ -89,8 +89,20 @@ def test_the_model_is_named_outlined_and_has_an_example(studio):
     assert (model["name"], model["class"], model["translates"]) == ("mine", "EncoderDecoder", True)
     assert model["parameters"] == sum(p.numel() for p in included_translator().model.parameters())
     encoder = next(p for p in model["parts"] if p["name"] == "encoder")
-    blocks = next(p for p in encoder["parts"] if p["name"] == "blocks")["parts"]
-    assert [b["times"] for b in blocks] == [4]  # equal blocks are folded
+    blocks = next(p for p in encoder["parts"] if p["name"] == "blocks")
+    assert (blocks["class"], blocks["times"]) == ("Block", 4)  # equal blocks are folded
+    once = sum((p["parameters"] - p["shared"]) * p["times"] for p in model["parts"])
+    assert once == model["parameters"]  # the embedding that both stacks share is counted once
+    assert model["cost"]["flops"] == rg.cost(included_translator().config, n=128).total.flops
+
+
+@pytest.mark.long
+def test_the_python_line_of_the_model_gives_that_model():
+    space = {}
+    exec(included_translator().python, space)
+    with torch.no_grad():
+        for mine, theirs in zip(space["model"].parameters(), included_translator().model.parameters()):
+            assert torch.equal(mine, theirs)
 
 
 def test_the_steps_of_a_head_lead_to_its_weights(studio):
@@ -150,16 +162,32 @@ def test_the_best_path_of_the_beam_tree_is_the_translation(studio):
 def test_a_region_of_a_pattern_is_exact(words, i, j, size):
     pattern = rg.causal() & (rg.window(2) | rg.every(4))
     found = ask(words, "/api/region", {"pattern": repr(pattern), "n": 100, "i": i, "j": j, "size": size})[1]
-    drawn = torch.tensor([[int(x, 16) for x in row] for row in found["rows"]]) / 15
+    drawn = torch.tensor([list(bytes.fromhex(row)) for row in found["rows"]]) / 255
     rows, columns = (slice(found[x], found[x] + size) for x in ("i", "j"))
     assert found["exact"] and torch.equal(drawn, pattern.allowed(100)[rows, columns].float())
 
 
 def test_a_large_region_shows_shares_without_stripes(words):
     found = ask(words, "/api/region", {"pattern": "every(7)", "n": 100_000, "size": 100_000})[1]
-    shares = torch.tensor([[int(x, 16) for x in row] for row in found["rows"]]) / 15
+    shares = torch.tensor([list(bytes.fromhex(row)) for row in found["rows"]]) / 255
     assert not found["exact"] and shares.mean() == pytest.approx(1 / 7, abs=0.03)
     assert shares.mean(0).std() < 0.03  # a regular grid of samples would give columns of 0 and of 1
+
+
+def test_the_estimate_of_a_pattern_stands_beside_full_attention(words):
+    fields = {"pattern": "causal() & window(64)", "n": 4096}
+    found = ask(words, "/api/pattern", fields)[1]["estimate"]
+    pattern = rg.causal() & rg.window(64)
+    assert found["flops"] == 4 * 64 * 8 * pattern.count(4096) and found["dense_flops"] == 4 * 64 * 8 * 4096**2
+    assert 0 < found["seconds"] < found["dense_seconds"]
+    found = ask(words, "/api/pattern", {**fields, "device": "cuda", "train": True})[1]["estimate"]
+    assert found["dense_seconds"] is None  # not known, and so not shown
+
+
+def test_a_pattern_is_timed_on_this_machine(words):
+    found = ask(words, "/api/timing", {"pattern": "window(2)", "n": 64, "train": True})[1]
+    assert found["seconds"] > 0 and found["dense_seconds"] > 0 and found["threads"] >= 1
+    assert ask(words, "/api/timing", {"pattern": "window(2)", "n": 100_000})[0] == 422
 
 
 def test_a_pair_says_which_words_allow_it(words):
@@ -201,6 +229,8 @@ def test_the_studio_opens_on_its_model_and_shows_heads_of_an_example(opened):
     page = opened()
     page.wait_for_function("() => document.getElementById('model-name').textContent === 'mine'")
     assert count(page, "#architecture .block", 2) > 4
+    page.wait_for_function("() => document.querySelectorAll('#example-kinds button').length > 3")
+    assert "No tienes permiso" in page.inner_text("#example-text")
     page.click("#tab-heads")
     assert count(page, ".head", 20) == 60
     assert page.input_value("#text") == TEXT
@@ -313,6 +343,80 @@ def test_heads_are_removed_and_stepped_through_on_the_page(opened):
     assert "The output changes by" in page.inner_text("#removed")
     page.click("#step")
     assert count(page, "#steps tbody tr") == len(page.locator("#keys span").all())
+    texts = [page.inner_text("#step-text")]
+    while not page.is_disabled("#step-next"):
+        page.click("#step-next")
+        texts.append(page.inner_text("#step-text"))
+    assert len(texts) == 7 and "vectors of 64 numbers" in texts[0] and "sum is 1" in texts[5]
+    assert page.inner_text("#steps th.now") == "v"
+    page.click('.head[data-layer="2"][data-head="1"]')
+    assert "stale" in page.get_attribute("#steps-box", "class")  # these are numbers of another head
+
+
+@pytest.mark.long
+def test_two_texts_are_compared_and_the_link_restores_it(opened):
+    page = opened("#panel=heads")
+    count(page, ".head", 20)
+    page.click("#modes [data-mode=compare]")
+    page.fill("#second-text", "The cat sat on the mat.")
+    page.click("#second-form button")
+    assert count(page, "#changed li", 12) == 12
+    assert page.input_value("#other") == "text" and "on both texts" in page.inner_text("#changed")
+    said = page.inner_text("#difference")
+    page.click("#changed li:nth-child(3) button")
+    assert page.input_value("#other") == "text" and page.inner_text("#difference") != said
+    other = opened(page.url[page.url.index("#") :])
+    assert count(other, "#changed li", 12) == 12
+    assert other.inner_text("#difference") == page.inner_text("#difference")
+    page.fill("#second-text", "x " * 600)
+    page.click("#second-form button")
+    page.wait_for_function("() => document.getElementById('second-error').textContent.includes('too many')")
+    assert "stale" in page.get_attribute("#compare-box", "class")
+
+
+@pytest.mark.long
+def test_a_kind_on_the_first_panel_opens_a_head_of_it(opened):
+    page = opened()
+    count(page, "#example-kinds button", 3)
+    page.click("#example-kinds button >> nth=1")
+    kind = page.inner_text("#detail-title").rpartition(": ")[2]
+    assert page.is_visible("#heads-panel") and kind == "self"
+
+
+@pytest.mark.long
+def test_a_link_restores_the_cost_panel(opened):
+    page = opened("#panel=cost&model=tiny-gpt&positions=6&batch=2&layers=3&dtype=bfloat16&train=1")
+    page.wait_for_function("() => document.getElementById('python-cost').textContent.includes('n=64')")
+    expected = 'regard.cost(dataclasses.replace(regard.preset("tiny-gpt"), layers=3), n=64, batch=4, '
+    assert page.inner_text("#python-cost") == expected + 'dtype="bfloat16", device="cpu", train=True)'
+
+
+@pytest.mark.long
+def test_the_python_line_of_the_cost_panel_gives_its_numbers(opened):
+    page = opened("#panel=cost&model=tiny-gpt&layers=3")
+    page.wait_for_function("() => document.getElementById('python-cost').textContent.includes('layers=3')")
+    found = eval(page.inner_text("#python-cost"), {"regard": rg, "dataclasses": dataclasses})
+    page.wait_for_function(
+        "text => document.getElementById('totals').textContent.includes(text)",
+        arg=f"{found.total.parameters:,}",
+    )
+
+
+@pytest.mark.long
+def test_odd_texts_are_shown(opened):
+    """Right-to-left text, emoji, one token, a very long word."""
+    page = opened("#panel=heads")
+    count(page, ".head", 20)
+    for text in ("שלום עולם", "😀👩‍👩‍👧‍👦 ok 😀", "a", "Donaudampfschifffahrtsgesellschaft" * 8):
+        page.fill("#text", text)
+        page.click("#ask-look button")
+        page.wait_for_function(
+            "() => document.getElementById('looking').hidden && !document.querySelector('#heads-box.stale')"
+        )
+        assert page.inner_text("#look-error") == ""
+        for mode in ("lines", "compare", "map"):
+            page.click(f"#modes [data-mode={mode}]")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
 @pytest.mark.long
@@ -327,8 +431,11 @@ def test_a_translation_appears_token_by_token_and_a_click_shows_where_it_looked(
     assert page.locator("#looked span").count() > 5 and page.locator("#choices li").count() == 8
     page.click("#choices li:nth-child(2) button")
     page.wait_for_function("() => document.getElementById('generate-stop').disabled")
-    page.click("#beam-go")
+    page.fill("#beam-width", "2")
+    page.click("#beam-start")
     assert count(page, "#beams text", 5) > 20
+    assert page.inner_text("#beam-title") == "Beam tree of width 2"
+    assert "strategy=regard.beam(2)" in page.inner_text("#python-generate")
 
 
 @pytest.mark.long
@@ -368,6 +475,8 @@ def test_laws_are_checked_and_broken_ones_come_first(opened):
     page.click("#ask-laws button")
     count(page, ".law", 5)
     assert page.locator(".law >> nth=0").get_attribute("class") == "law broken"
+    assert page.locator(".law.broken .case td.wrong").count() > 1
+    assert "laws passed" in page.inner_text("#law-cause")
 
 
 @pytest.mark.long
@@ -384,6 +493,36 @@ def test_runs_are_overlaid_smoothed_and_read(opened):
     assert re.search(r"first: [\d.]+ at update \d+.*second: ", page.inner_text("#run-reading"))
     page.click("#run-names button >> nth=0")
     assert page.locator("#run-chart path.curve").count() == 1
+    page.focus("#run-chart")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#run-reading").startswith("second: ")
+
+
+@pytest.mark.long
+def test_a_run_grows_on_the_page_while_it_trains(opened, runs):
+    page = opened("#panel=runs")
+    count(page, "#run-chart path.curve", 2)
+    before = page.get_attribute("#run-chart path.curve >> nth=1", "d")
+    event = {"event": "train", "step": 400, "loss": 1.5, "tokens_per_second": 100}
+    with (runs / "second" / "log.jsonl").open("a") as log:
+        log.write(json.dumps(event) + "\n")
+    page.wait_for_function(
+        "old => document.querySelectorAll('#run-chart path.curve')[1].getAttribute('d') !== old", arg=before
+    )
+
+
+@pytest.mark.long
+def test_the_pattern_is_read_and_zoomed_by_keyboard(opened):
+    page = opened("#panel=patterns")
+    page.wait_for_function("() => document.getElementById('drawing').frame")
+    page.focus("#drawing")
+    for key in ("ArrowDown", "ArrowDown", "ArrowRight"):
+        page.keyboard.press(key)
+    page.wait_for_function("() => document.getElementById('pair').textContent.includes('(2, 1)')")
+    page.keyboard.press("+")
+    page.wait_for_function("() => document.getElementById('pattern-where').textContent.includes('to 31')")
+    page.click("#time-here")
+    page.wait_for_function("() => document.getElementById('times').textContent.includes('measured here')")
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from ..files import read_checked, read_text
 from ..generation import generate
 from ..nn import stack
 from ..training.data.tokens import END, START, Tokens
-from ..training.recipes.run import TOKENS
+from ..training.recipes.run import MODEL, RECIPE, TOKENS
 from . import targets
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
@@ -27,6 +27,7 @@ class LoadedModel(NamedTuple):
     model: nn.Module | Callable[..., Any]
     tokenizer: Any
     config: Any  # a Hugging Face configuration, a regard spec, or None
+    python: str = ""  # the line that gives the same model in Python
 
 
 def load(source: str) -> LoadedModel:
@@ -35,11 +36,16 @@ def load(source: str) -> LoadedModel:
     folder = Path(source.removeprefix("hf:"))
     if isinstance(target, spec.Spec):
         typer.echo(f"{source} is a declaration: its weights are random, not trained", err=True)
-        return LoadedModel(target.build().eval(), None, target)
+        declared = f"regard.preset({source!r})" if source in spec.presets() else f"read({source!r})"
+        read = "" if source in spec.presets() else "from regard.cli.targets import read; "
+        return LoadedModel(target.build().eval(), None, target, f"{read}model = {declared}.build()")
     if hasattr(target, "model_type"):
         return _huggingface(target, folder if folder.is_dir() else folder.parent)
+    module, _, name = source.partition(":")
     if isinstance(target, nn.Module):
-        return LoadedModel(target.eval(), _own_tokenizer(folder), getattr(target, "spec", None))
+        path = folder / MODEL if (folder / RECIPE).is_file() else folder
+        line = f"from {Path(module).stem} import {name}" if name else f"model = regard.load({str(path)!r})"
+        return LoadedModel(target.eval(), _own_tokenizer(folder), getattr(target, "spec", None), line)
     if not callable(target):
         raise SpecError(
             f"{source} is a {type(target).__name__}; expected a model, or a function that returns one"
@@ -53,7 +59,8 @@ def load(source: str) -> LoadedModel:
         ) from e
     if not isinstance(model, nn.Module):
         raise SpecError(f"{source}() returned a {type(model).__name__}; expected a model (an nn.Module)")
-    return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)))
+    line = f"from {Path(module).stem} import {name}; model = {name}()"
+    return LoadedModel(model.eval(), None, getattr(model, "config", getattr(model, "spec", None)), line)
 
 
 def included_translator() -> LoadedModel:
@@ -61,28 +68,34 @@ def included_translator() -> LoadedModel:
     from ..training.translator import open_translator
 
     net, tokens, _ = open_translator()
-    return LoadedModel(net, tokens, net.spec)
+    line = "from regard.training.translator import open_translator; model, tokens, _ = open_translator()"
+    return LoadedModel(net, tokens, net.spec, line)
 
 
 def _huggingface(config: Any, folder: Path) -> LoadedModel:
-    from transformers import (
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        AutoModel,
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-    )
+    import transformers
+    from transformers import AutoTokenizer
 
-    kind: Any = AutoModelForSeq2SeqLM if type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING else AutoModel
+    name = "AutoModel"
+    if type(config) in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
+        name = "AutoModelForSeq2SeqLM"
+    elif any(a.endswith(("ForCausalLM", "LMHeadModel")) for a in config.architectures or ()):
+        name = "AutoModelForCausalLM"  # its weights have a language head
+    kind: Any = getattr(transformers, name)
+    where = repr(str(folder))
     if any((folder / name).is_file() for name in WEIGHTS):
         model = kind.from_pretrained(str(folder), local_files_only=True)
+        line = f"from transformers import {name}; model = {name}.from_pretrained({where})"
     else:
         typer.echo(f"{folder} has no weights: they are random, not trained", err=True)
         model = kind.from_config(config)
+        config_line = f"AutoConfig.from_pretrained({where})"
+        line = f"from transformers import AutoConfig, {name}; model = {name}.from_config({config_line})"
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError):
         tokenizer = None
-    return LoadedModel(model.eval(), tokenizer, config)
+    return LoadedModel(model.eval(), tokenizer, config, line)
 
 
 def _own_tokenizer(folder: Path) -> Any:

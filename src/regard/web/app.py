@@ -42,15 +42,27 @@ from .studio_routes import add_task_routes
 from .workers import BusyError, Workers
 
 PARTS = Path(__file__).with_name("page")
+SCRIPTS = (  # in this order; the last one starts the page
+    "core.js",
+    "heads_panel.js",
+    "generate_panel.js",
+    "patterns_panel.js",
+    "cost_panel.js",
+    "laws_panel.js",
+    "start.js",
+)
 MAX_COUNTED = 10**9  # positions of a pattern that is counted
 MAX_TOKENS = 512  # of a text whose heads are shown
 
 
 def studio_page() -> str:
     """The page with its style and its scripts; its panel of heads is the page that `regard look` writes."""
-    own = {name: (PARTS / f"studio.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    style, script = part("heads.css") + own["css"], part("heads.js") + own["js"]
-    return fill(own["html"], {"css": style, "js": script, "heads": part("heads.html")})
+
+    def own(name: str) -> str:
+        return (PARTS / name).read_text(encoding="utf-8")
+
+    style, script = part("heads.css") + own("studio.css"), part("heads.js") + "".join(map(own, SCRIPTS))
+    return fill(own("studio.html"), {"css": style, "js": script, "heads": part("heads.html")})
 
 
 class PatternRequest(BaseModel):

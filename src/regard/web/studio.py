@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from ..cli.models import LoadedModel, arguments, encoded, has_decoder_input, namer, own_output, vocabulary
+from ..costs.entry import cost
 from ..errors import FormatError, RegardError, SpecError
 from ..lens import ablation
 from ..lens.calls import QueryKeyScores
@@ -22,12 +23,14 @@ from ..lens.html_report import contents
 from ..lens.run_model import first_tensor, run
 from ..lens.score_mods import Region
 from ..lens.view import View, look
+from ..spec import Spec
 from ..training.data.tokens import END, START, Tokens
 from ..training.loop import log
 
 MAX_TOKENS = 512  # of a text whose heads are shown
 MAX_VIEWS = 4  # texts whose calls are in memory
 MAP_BYTES = 4_000_000  # of all maps that one answer has
+PRICED = 128  # positions of the forward pass whose cost is shown
 TOP = 8  # tokens of a distribution that are shown
 EXAMPLES = {
     "translate": "You do not have permission to open this file.",
@@ -104,11 +107,23 @@ class Studio:
             else 0,
             "parts": parts,
             "declaration": repr(config) if hasattr(config, "build") else type(config).__name__,
+            "python": self.loaded.python,
+            "cost": self._price(),
             "reads": "ids" if self.loaded.tokenizer is None else "text",
             "translates": self.translates,
             "generates": self.generates,
             "example": EXAMPLES[self._kind],
         }
+
+    def _price(self) -> dict[str, Any]:
+        """What a forward pass over PRICED positions costs; for a model that cannot be priced, why."""
+        declared = self.loaded.config if isinstance(self.loaded.config, Spec) else self.loaded.model
+        try:
+            found = cost(declared, n=PRICED)
+        except RegardError as e:
+            return {"n": PRICED, "error": str(e)}
+        peak = None if found.memory is None else found.memory.inference_peak
+        return {"n": PRICED, "flops": int(found.total.flops), "peak": peak}
 
     # heads
 
@@ -130,7 +145,7 @@ class Studio:
 
     def heads(self, request: HeadsRequest) -> dict[str, Any]:
         view = self.view(request.text, request.target)
-        return contents(view, budget=MAP_BYTES) | {"next": self._next_of(view)}
+        return contents(view, budget=MAP_BYTES) | {"next": self._next_of(view), "said": self._said(view)}
 
     def steps(self, request: HeadRequest) -> dict[str, Any]:
         """Every number of one row of one head, in the order of the formula."""
@@ -211,7 +226,7 @@ class Studio:
             "top": self._distribution(out),
             "keys": self._words(keys[0].tolist()),
             "attention": [_numbers(row, 4) for row in attended],
-            "end": END if isinstance(self.loaded.tokenizer, Tokens) else self._end(),
+            "end": self._end(),
         }
 
     def beams(self, request: BeamRequest) -> dict[str, Any]:
@@ -219,7 +234,7 @@ class Studio:
         if not self.translates:
             raise SpecError("a beam tree is shown for translators")
         source = torch.tensor([self._ids(request.text)])
-        end = END if isinstance(self.loaded.tokenizer, Tokens) else self._end()
+        end = self._end()
         nodes: list[dict[str, Any]] = []
         beams: list[tuple[float, list[int], int]] = [(0.0, [self._start()], -1)]  # score, ids, last node
         finished: list[tuple[float, int]] = []
@@ -274,6 +289,8 @@ class Studio:
         return int(self.loaded.config.decoder_start_token_id or 0)
 
     def _end(self) -> int | None:
+        if isinstance(self.loaded.tokenizer, Tokens):
+            return END
         return getattr(self.loaded.config, "eos_token_id", None)
 
     def _words(self, ids: list[int]) -> list[str]:
@@ -290,6 +307,19 @@ class Studio:
         except (RegardError, ValueError, RuntimeError):
             return False
 
+    def _said(self, view: View) -> str | None:
+        """What the decoder read, as text: of an encoder-decoder, its own translation."""
+        if not self.translates:
+            return None
+        inputs = view._inputs
+        ids = (inputs["decoder_input_ids"] if isinstance(inputs, dict) else inputs[1])[0].tolist()
+        tokenizer = self.loaded.tokenizer
+        if isinstance(tokenizer, Tokens):
+            return tokenizer.decode([ids])[0]
+        if hasattr(tokenizer, "decode"):
+            return tokenizer.decode(ids, skip_special_tokens=True)
+        return ", ".join(map(str, ids))
+
     def _next_of(self, view: View) -> list[dict[str, Any]] | None:
         with torch.no_grad():
             return self._distribution(first_tensor(run(self.loaded.model, view._inputs)))
@@ -300,7 +330,7 @@ class Studio:
             return None
         p, ids = out[0, -1].float().softmax(-1).topk(TOP)
         return [
-            {"id": i, "token": word, "p": round(x, 5)}
+            {"id": i, "token": word, "p": round(x, 5), "end": i == self._end()}
             for i, word, x in zip(ids.tolist(), self._words(ids.tolist()), p.tolist())
         ]
 
@@ -320,13 +350,26 @@ def _numbers(x: Tensor, digits: int = 5) -> list[float]:
     return [round(value, digits) for value in x.float().tolist()]
 
 
-def _outline(model: nn.Module, depth: int = 3) -> list[dict[str, Any]]:
-    """The parts of a model with their parameters; equal neighbors are folded into one with a count."""
+def _outline(model: nn.Module, depth: int = 4, seen: set[int] | None = None) -> list[dict[str, Any]]:
+    """The parts of a model with their parameters; equal neighbors are folded into one with a count.
+
+    shared: parameters that an earlier part has too, such as an embedding that serves two stacks.
+    """
+    seen = set() if seen is None else seen
     parts: list[dict[str, Any]] = []
     for name, child in model.named_children():
-        size = sum(p.numel() for p in child.parameters())
-        inner = _outline(child, depth - 1) if depth > 1 else []
-        part = {"name": name, "class": type(child).__name__, "parameters": size, "times": 1, "parts": inner}
+        parameters = {id(p): p.numel() for p in child.parameters()}
+        inner = _outline(child, depth - 1, set(seen)) if depth > 1 else []
+        shared = sum(size for key, size in parameters.items() if key in seen)
+        seen |= set(parameters)
+        part: dict[str, Any] = {"name": name, "class": type(child).__name__, "times": 1, "parts": inner}
+        part |= {"parameters": sum(parameters.values()), "shared": shared}
+        if (
+            isinstance(child, nn.ModuleList) and len(inner) == 1
+        ):  # a list of equal blocks is one block, so often
+            part |= {key: inner[0][key] for key in ("class", "times", "parts")}
+            part["parameters"] //= part["times"]
+            part["shared"] //= part["times"]
         last = parts[-1] if parts else None
         if last is not None and _equal(last, part):
             last["times"] += 1
@@ -336,7 +379,8 @@ def _outline(model: nn.Module, depth: int = 3) -> list[dict[str, Any]]:
 
 
 def _equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a["class"] == b["class"] and a["parameters"] == b["parameters"] and a["name"].isdecimal()
+    same = all(a[key] == b[key] for key in ("class", "parameters", "shared"))
+    return same and a["name"].isdecimal()
 
 
 def read_runs(folder: Path) -> list[dict[str, Any]]:
@@ -351,7 +395,15 @@ def read_runs(folder: Path) -> list[dict[str, Any]]:
         }
         finite = {name: [p for p in points if not isinstance(p[1], str)] for name, points in curves.items()}
         state = "finished" if any(e["event"] == "done" for e in events) else "unfinished"
-        runs.append({"name": home.name, "state": state, "curves": finite, "events": len(events)})
+        runs.append(
+            {
+                "name": home.name,
+                "folder": f"{folder.name}/{home.name}",
+                "state": state,
+                "curves": finite,
+                "events": len(events),
+            }
+        )
     return runs
 
 

@@ -28,6 +28,14 @@ class PairRequest(BaseModel):
     j: int = Field(ge=0, le=MAX_LENGTH)
 
 
+class TimingRequest(BaseModel):
+    """A pattern that is run here."""
+
+    pattern: str = Field(max_length=500)
+    n: int = Field(1024, ge=1, le=4096)
+    train: bool = False
+
+
 class ResizedRequest(BaseModel):
     """A preset at other sizes; layers: None for as many as it declares."""
 
@@ -71,6 +79,10 @@ def add_task_routes(app: FastAPI, workers: Workers, to_json: Callable[[Any], Res
     @app.post("/api/pair")
     async def pair(request: PairRequest) -> Response:
         return to_json(await workers.run("pair", request.model_dump()))
+
+    @app.post("/api/timing")
+    async def timing(request: TimingRequest) -> Response:
+        return to_json(await workers.run("timing", request.model_dump()))
 
     @app.post("/api/resized")
     async def resized(request: ResizedRequest) -> Response:

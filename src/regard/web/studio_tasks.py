@@ -1,18 +1,25 @@
 """What the worker processes compute for the studio: parts of a pattern, curves of a cost, laws of an attention."""
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
+from statistics import median
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from .. import spec
 from ..costs.entry import cost as price
+from ..engine.attention import attention
 from ..errors import SpecError, nearest
 from ..pattern import parse_pattern
 
+HEADS, WIDTH = 8, 64  # of the call whose time is estimated or measured
+REPEATS = 5
 CELLS = 96  # of a drawing, along each side
-SAMPLES = 4  # positions of a cell, along each side, where a cell is more than one pair
+SAMPLES = 12  # positions of a cell, along each side, where a cell is more than one pair
 POINTS = (128, 256, 512, 1024, 2048, 4096)
 TARGETS = {
     "regard.attention": "regard:attention",
@@ -47,13 +54,13 @@ def region(fields: dict[str, Any]) -> dict[str, Any]:
         ]
         allowed = parsed.allows(top + at[0].T, left + at[1]).expand(side, side).float()
         shares = allowed.reshape(cells, SAMPLES, cells, SAMPLES).mean((1, 3))
-    levels = (shares * 15).round().int().tolist()
+    levels = (shares * 255).round().byte()
     return {
         "i": top,
         "j": left,
         "size": size,
         "exact": size <= cells,
-        "rows": ["".join("0123456789abcdef"[x] for x in row) for row in levels],
+        "rows": [bytes(row).hex() for row in levels.tolist()],  # two digits a cell: 00 none, ff all
     }
 
 
@@ -62,6 +69,31 @@ def pair(fields: dict[str, Any]) -> dict[str, Any]:
     parsed, i, j = parse_pattern(fields["pattern"]), fields["i"], fields["j"]
     words = {repr(word): bool(word.allows(i, j)) for word in parsed.leaves()}
     return {"i": i, "j": j, "allowed": bool(parsed.allows(i, j)), "words": words}
+
+
+def timing(fields: dict[str, Any]) -> dict[str, Any]:
+    """Measured on this machine's CPU: the pattern, and attention without a mask; the median of a few calls."""
+    parsed, n = parse_pattern(fields["pattern"]), fields["n"]
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, HEADS, n, WIDTH, generator=random).requires_grad_(fields["train"]) for _ in range(3)
+    )
+
+    def run(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(REPEATS + 1):
+            began = time.perf_counter()
+            o = call()
+            if fields["train"]:
+                o.sum().backward()
+            times.append(time.perf_counter() - began)
+        return median(times[1:])
+
+    return {
+        "seconds": run(lambda: attention(q, k, v, parsed)),
+        "dense_seconds": run(lambda: scaled_dot_product_attention(q, k, v)),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _preset(name: str) -> Any:
@@ -78,15 +110,7 @@ def curve(fields: dict[str, Any]) -> dict[str, Any]:
     points = []
     for n in POINTS:
         result = price(declared, n=n, batch=fields["batch"])
-        pairs = sum(p.needed for p in result.pairs)
-        points.append(
-            {
-                "n": n,
-                "flops": int(result.total.flops),
-                "pairs": pairs,
-                "full": sum(p.full for p in result.pairs),
-            }
-        )
+        points.append({"n": n, "flops": int(result.total.flops)})
     return {"points": points}
 
 
@@ -103,6 +127,7 @@ def laws(fields: dict[str, Any]) -> dict[str, Any]:
     from ..cli import targets
     from ..laws.adapters import adapt
     from ..laws.checker import check
+    from ..laws.drawn_case import draw_case
     from ..laws.run_law import Budget
 
     if fields.get("code"):
@@ -131,6 +156,7 @@ def laws(fields: dict[str, Any]) -> dict[str, Any]:
             "message": o.message,
             "counterexample": None if o.counterexample is None else str(o.counterexample),
             "snippet": o.snippet,
+            "drawn": None if (drawn := draw_case(o, thing, verdict.probed)) is None else drawn.plain(),
             "worst": o.worst if o.ran and isfinite(o.worst) else None,  # JSON has no infinity
             "tolerance": o.tolerance if o.ran else None,
         }
@@ -189,4 +215,5 @@ TASKS = {
     "fitting": fitting,
     "laws": laws,
     "resized": resized,
+    "timing": timing,
 }

@@ -4,6 +4,7 @@ import json
 import signal
 import traceback
 from collections.abc import Callable
+from math import isfinite
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import regard
 
 from .. import spec, value
 from ..costs.entry import cost as price
+from ..engine.backends import TABLE
+from ..engine.explain import facts_from
 from ..errors import RegardError, SpecError, nearest
-from ..pattern import parse_pattern
+from ..pattern import full, parse_pattern
 from . import studio_tasks
+from .studio_tasks import HEADS, WIDTH
 
 MAX_EXPLAINED = 1 << 17  # positions of a pattern that is explained
 MAX_DRAWN = 64  # positions that are drawn
@@ -25,9 +29,11 @@ def pattern(fields: dict[str, Any]) -> dict[str, Any]:
     parsed, n = parse_pattern(fields["pattern"]), fields["n"]
     count = parsed.count(n)
     rows = parsed.allowed(min(n, MAX_DRAWN)).int().tolist()
-    explained = None
+    explained = estimate = None
     if n <= MAX_EXPLAINED:
-        explained = str(regard.explain(parsed, n=n, device=fields["device"], grad=fields["train"]))
+        how = {"n": n, "device": fields["device"], "grad": fields["train"]}
+        explanation = regard.explain(parsed, **how)
+        explained, estimate = str(explanation), _estimate(explanation, how)
     return {
         "pattern": repr(parsed),
         "count": str(count),  # as text: JavaScript's numbers are exact up to 2⁵³
@@ -35,7 +41,38 @@ def pattern(fields: dict[str, Any]) -> dict[str, Any]:
         "share": count / n**2,
         "rows": ["".join("01"[x] for x in row) for row in rows],
         "explained": explained,
+        "estimate": estimate,
     }
+
+
+def _estimate(explanation: Any, how: dict[str, Any]) -> dict[str, Any]:
+    """FLOPs and estimated seconds of HEADS heads of width WIDTH, beside attention without a mask.
+
+    The seconds are those by which a backend is chosen, fitted on two CPU cores and on an H200. SDPA without a mask is
+    never compared in a training step on a GPU, so its time is not known there: None.
+    """
+    sizes = {"heads": HEADS, "d_k": WIDTH, **how}
+    dense = regard.explain(full(), **sizes)
+    each = 4 * WIDTH * HEADS * (3.5 if how["grad"] else 1.0)  # a backward pass has 2.5 times the products
+    known = not (how["grad"] and how["device"] == "cuda")
+    both = [
+        _finite(TABLE[e.backend].estimate(facts_from(e.pattern, **sizes)))
+        if known or e.backend != "sdpa"
+        else None
+        for e in (explanation, dense)
+    ]
+    return {
+        "heads": HEADS,
+        "width": WIDTH,
+        "flops": each * explanation.needed,
+        "dense_flops": each * how["n"] ** 2,
+        "seconds": both[0],
+        "dense_seconds": both[1],
+    }
+
+
+def _finite(x: float) -> float | None:
+    return x if isfinite(x) else None
 
 
 def cost(fields: dict[str, Any]) -> dict[str, Any]:

@@ -18,16 +18,16 @@ const KINDS = {
 };
 const byId = (id) => document.getElementById(id);
 let data = null, rowOf = new Map();
-const state = { layer: -1, head: 0, query: 0, key: 0, side: "query", sort: "layer", down: false, mode: "map", zoom: null, hooks: {} };
+const state = { layer: -1, head: 0, query: 0, key: 0, side: "query", sort: "layer", down: false, mode: "map", zoom: null, second: null, hooks: {} };
 
-function bytes(layer, head) {
-  const map = data.layers[layer].maps[head];
+function bytes(layer, head, from = data) {
+  const map = from.layers[layer].maps[head];
   if (!map) return null;
   if (!map.raw) map.raw = Uint8Array.from(atob(map.bytes), (c) => c.charCodeAt(0));
   return map;
 }
-function paint(canvas, layer, head) {
-  const map = bytes(layer, head), [n, m] = data.layers[layer].shape;
+function paint(canvas, layer, head, from = data) {
+  const map = bytes(layer, head, from), [n, m] = from.layers[layer].shape;
   canvas.width = m; canvas.height = n;
   if (!map) return;
   if (!map.image) {
@@ -48,7 +48,8 @@ function overview() {
   const home = byId("overview");
   home.replaceChildren();
   const maxHeads = Math.max(...data.rows.map((r) => r.head + 1));
-  home.style.setProperty("--thumb", (maxHeads > 8 ? 40 : 52) + "px");
+  const room = ((home.clientWidth || 560) - 44) / maxHeads - 11;  // a head has 4 px of padding, 4 of border, 3 of gap
+  home.style.setProperty("--thumb", Math.round(Math.min(Math.max(room, 40), 84)) + "px");
   let group = null;
   const order = ["encoder", "self", "decoder", "cross"];
   const sorted = data.layers.map((layer, l) => [layer, l]).sort((a, b) => order.indexOf(a[0].group) - order.indexOf(b[0].group) || a[1] - b[1]);
@@ -140,53 +141,52 @@ function mark() {
   if (state.hooks.marked) state.hooks.marked(state);
 }
 
-// The map with its tokens: a square for each pair in the visible part, names on both axes, a color bar.
+// A map with its tokens: a square for each pair in the visible part, names on both axes, a color bar.
 const frame = { left: 0, top: 0, width: 0, height: 0, view: null };
 function visible() {
   const { queries, keys } = data.layers[state.layer];
   return state.zoom || { i: 0, j: 0, n: queries.length, m: keys.length };
 }
-function short(token, limit) { const t = token === "" ? "∅" : token.replace(/\n/g, "↵"); return t.length > limit ? t.slice(0, limit - 1) + "…" : t; }
-function draw() {
-  const canvas = byId("map"), { queries, keys, shape: [n, m] } = data.layers[state.layer], map = bytes(state.layer, state.head), view = visible();
+const letters = (text) => [...text];  // by code points: a slice of a string may cut an emoji in two
+function short(token, limit) { const t = letters(token === "" ? "∅" : token.replace(/\n/g, "↵")); return t.length > limit ? t.slice(0, limit - 1).join("") + "…" : t.join(""); }
+const room = (tokens, each) => 14 + each * Math.max(0, ...tokens.map((t) => letters(short(t, 12)).length));
+function drawMap(canvas, from, layer, head, view, most, chosen) {
+  const { queries, keys, shape: [n, m] } = from.layers[layer], map = bytes(layer, head, from);
   const css = getComputedStyle(document.documentElement), ratio = window.devicePixelRatio || 1;
-  const width = Math.min(canvas.parentElement.clientWidth || 600, 620), bar = 46;
-  const names = view.n <= 64 && view.m <= 64;
-  const left = names ? 14 + 6.4 * Math.max(...queries.slice(view.i, view.i + view.n).map((t) => short(t, 12).length)) : 34;
-  const top = names ? 14 + 5.2 * Math.max(...keys.slice(view.j, view.j + view.m).map((t) => short(t, 12).length)) : 22;
+  const width = Math.min(canvas.parentElement.clientWidth || 600, most), bar = 46, labels = view.n <= 64 && view.m <= 64 && view.m * 8 + 140 < width;
+  const left = labels ? room(queries.slice(view.i, view.i + view.n), 6.4) : 34, top = labels ? room(keys.slice(view.j, view.j + view.m), 5.2) : 22;
   const wide = Math.max(width - left - bar, 60), high = Math.min(Math.max(wide * view.n / Math.max(view.m, 1), 60), 560);
-  Object.assign(frame, { left, top, width: wide, height: high, view });
   canvas.style.height = (top + high + 6) + "px";
   canvas.width = Math.round(width * ratio); canvas.height = Math.round((top + high + 6) * ratio);
   canvas.style.width = width + "px";
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   pen.fillStyle = css.getPropertyValue("--paper"); pen.fillRect(0, 0, width, top + high + 6);
-  if (!map) { pen.fillStyle = css.getPropertyValue("--ink"); pen.fillText("maps were not stored for this layer", 10, 20); return; }
+  if (!map) { pen.fillStyle = css.getPropertyValue("--ink"); pen.fillText("maps were not stored for this layer", 10, 20); return { left, top, width: wide, height: high, view }; }
   const small = document.createElement("canvas");
-  paint(small, state.layer, state.head);
+  paint(small, layer, head, from);
   pen.imageSmoothingEnabled = false;
   pen.drawImage(small, view.j * m / keys.length, view.i * n / queries.length, view.m * m / keys.length, view.n * n / queries.length, left, top, wide, high);
   const cellX = wide / view.m, cellY = high / view.n;
   pen.font = Math.max(8, Math.min(12, cellY * .8)) + "px system-ui"; pen.textBaseline = "middle";
-  const step = Math.max(1, Math.ceil(9 / cellY));
+  const step = Math.max(1, Math.ceil((labels ? 9 : 14) / cellY));
   pen.textAlign = "right";
   for (let i = 0; i < view.n; i += step) {
-    pen.fillStyle = css.getPropertyValue(view.i + i === state.query ? "--mark" : "--ink");
-    pen.fillText(names ? short(queries[view.i + i], 12) : String(view.i + i), left - 5, top + (i + .5) * cellY);
+    pen.fillStyle = css.getPropertyValue(view.i + i === chosen.query ? "--mark" : "--ink");
+    pen.fillText(labels ? short(queries[view.i + i], 12) : String(view.i + i), left - 5, top + (i + .5) * cellY);
   }
   pen.textAlign = "left"; pen.font = Math.max(8, Math.min(12, cellX * .8)) + "px system-ui";
-  const across = Math.max(1, Math.ceil((names ? 9 : 30) / cellX));
+  const across = Math.max(1, Math.ceil((labels ? 9 : 30) / cellX));
   for (let j = 0; j < view.m; j += across) {
     pen.save(); pen.translate(left + (j + .5) * cellX, top - 5);
-    if (names) pen.rotate(-Math.PI / 3.4);
-    pen.fillStyle = css.getPropertyValue(view.j + j === state.key ? "--mark" : "--ink");
-    pen.fillText(names ? short(keys[view.j + j], 12) : String(view.j + j), 0, 0); pen.restore();
+    if (labels) pen.rotate(-Math.PI / 3.4);
+    pen.fillStyle = css.getPropertyValue(view.j + j === chosen.key ? "--mark" : "--ink");
+    pen.fillText(labels ? short(keys[view.j + j], 12) : String(view.j + j), 0, 0); pen.restore();
   }
   pen.strokeStyle = css.getPropertyValue("--mark"); pen.lineWidth = 1.5;
-  const y = top + (state.query - view.i) * cellY, x = left + (state.key - view.j) * cellX;
-  if (state.side === "query" && state.query >= view.i && state.query < view.i + view.n) pen.strokeRect(left, y, wide, cellY);
-  if (state.side === "key" && state.key >= view.j && state.key < view.j + view.m) pen.strokeRect(x, top, cellX, high);
+  const y = top + (chosen.query - view.i) * cellY, x = left + (chosen.key - view.j) * cellX;
+  if (chosen.side === "query" && chosen.query >= view.i && chosen.query < view.i + view.n) pen.strokeRect(left, y, wide, cellY);
+  if (chosen.side === "key" && chosen.key >= view.j && chosen.key < view.j + view.m) pen.strokeRect(x, top, cellX, high);
   for (let k = 0; k < 64; k++) {
     const c = COLORS[Math.round((1 - k / 63) * 255)];
     pen.fillStyle = "rgb(" + (c & 255) + " " + ((c >> 8) & 255) + " " + ((c >> 16) & 255) + ")";
@@ -194,6 +194,11 @@ function draw() {
   }
   pen.fillStyle = css.getPropertyValue("--ink"); pen.font = "10px system-ui"; pen.textAlign = "left";
   [[1, 0], [.25, .5], [0, 1]].forEach(([share, at]) => pen.fillText((share * map.top).toFixed(2), width - bar + 23, top + 5 + at * (high - 10)));
+  return { left, top, width: wide, height: high, view };
+}
+function draw() {
+  const view = visible();
+  Object.assign(frame, drawMap(byId("map"), data, state.layer, state.head, view, 620, state));
   byId("zoomed").textContent = state.zoom ? "queries " + view.i + " to " + (view.i + view.n - 1) + ", keys " + view.j + " to " + (view.j + view.m - 1) : "";
 }
 function zoom(factor, i = state.query, j = state.key) {
@@ -217,7 +222,7 @@ function lines() {
   left.forEach((_, i) => right.forEach((_, j) => {
     const chosen = state.side === "query" ? i0 + i === state.query : j0 + j === state.key, w = weight(i0 + i, j0 + j) / (map ? map.top : 1);
     if (w < (chosen ? .01 : .08)) return;
-    add("line", { x1: a + 4, y1: high * (i + .6), x2: b - 4, y2: high * (j + .6), "stroke-width": chosen ? 1 + 3 * w : 1, "stroke-opacity": (chosen ? .15 + .85 * w : .12 * w).toFixed(3) });
+    add("line", { x1: a + 4, y1: high * (i + .6), x2: b - 4, y2: high * (j + .6), "stroke-width": chosen ? 1 + 3 * w : 1, "stroke-opacity": (chosen ? .15 + .85 * w : .3 * w).toFixed(3) });
   }));
   left.forEach((t, i) => { const node = add("text", { x: a, y: high * (i + .8), "text-anchor": "end", class: state.side === "query" && i0 + i === state.query ? "chosen" : "" }, short(t, 18)); node.addEventListener("mouseenter", () => pick(i0 + i, "query")); node.addEventListener("click", () => pick(i0 + i, "query")); });
   right.forEach((t, j) => { const node = add("text", { x: b, y: high * (j + .8), class: state.side === "key" && j0 + j === state.key ? "chosen" : "" }, short(t, 18)); node.addEventListener("mouseenter", () => pick(j0 + j, "key")); node.addEventListener("click", () => pick(j0 + j, "key")); });
@@ -225,16 +230,58 @@ function lines() {
 }
 function pick(at, side) { if (state[side] === at && state.side === side) return; state[side] = at; state.side = side; mark(); }
 
-// Two heads beside each other, and how similar their maps are.
+// This head beside another head, or beside itself on a second text; how similar the maps are.
+const NOWHERE = { side: "" };  // no token is marked
+const TEXT = "text";  // the choice of the second text
 function compare() {
-  const [layer, head] = (byId("other").value || "0/0").split("/").map(Number), a = bytes(state.layer, state.head), b = bytes(layer, head);
-  for (const [id, l, h] of [["first-map", state.layer, state.head], ["other-map", layer, head]]) { paint(byId(id), l, h); byId(id).style.aspectRatio = data.layers[l].shape[1] + " / " + data.layers[l].shape[0]; }
-  byId("other-name").textContent = "layer " + layer + ", head " + head + ": " + rowOf.get(layer + "/" + head).kind;
+  const text = byId("other").value === TEXT && state.second, from = text ? state.second.data : data;
+  const [layer, head] = text ? [state.layer, state.head] : (byId("other").value || "0/0").split("/").map(Number);
+  const rows = text ? state.second.rows : rowOf, row = rows.get(layer + "/" + head);
+  for (const [id, source, l, h] of [["first-map", data, state.layer, state.head], ["other-map", from, layer, head]]) {
+    const { queries, keys } = source.layers[l];
+    drawMap(byId(id), source, l, h, { i: 0, j: 0, n: queries.length, m: keys.length }, 420, NOWHERE);
+  }
+  byId("first-name").textContent = (text ? "first text: " : "this head: ") + rowOf.get(state.layer + "/" + state.head).kind;
+  byId("other-name").textContent = text ? "second text: " + row.kind : "layer " + layer + ", head " + head + ": " + row.kind;
+  byId("changed-box").hidden = !text;
+  if (text) { changes(); byId("difference").textContent = inWords(rowOf.get(layer + "/" + head), row); return; }
+  const a = bytes(state.layer, state.head), b = bytes(layer, head, from);
   if (!a || !b || a.raw.length !== b.raw.length) { byId("difference").textContent = "These maps have different sizes."; return; }
   let dot = 0, x = 0, y = 0, far = 0;
-  const [n, m] = data.layers[state.layer].shape;
+  const [n] = data.layers[state.layer].shape;
   for (let i = 0; i < a.raw.length; i++) { const u = a.raw[i] * a.top / 255, v = b.raw[i] * b.top / 255; dot += u * v; x += u * u; y += v * v; far += Math.abs(u - v); }
   byId("difference").textContent = "cosine " + (dot / Math.sqrt(x * y || 1)).toFixed(3) + "; mean total variation distance of their rows " + (far / 2 / n).toFixed(3) + " (0: equal, 1: no key in common)";
+}
+// Statistics that mean the same for texts of any length: shares of the weight.
+const SHARES = [["on_self", "on itself"], ["on_previous", "on the token before"], ["on_first", "on the first token"], ["induction", "on what followed the same token"]];
+function largestChange(a, b) {
+  const moved = SHARES.filter(([name]) => typeof a[name] === "number" && typeof b[name] === "number").map(([name, label]) => [Math.abs(a[name] - b[name]), label, a[name], b[name]]);
+  return moved.sort((x, y) => y[0] - x[0])[0] || [0, "", 0, 0];
+}
+function inWords(a, b) {
+  const [, label, x, y] = largestChange(a, b);
+  return (a.kind === b.kind ? "The same kind on both texts" : "A " + a.kind + " head on the first text, " + b.kind + " on the second") + (label ? "; largest change: weight " + label + " " + x.toFixed(2) + " → " + y.toFixed(2) : "");
+}
+function changes() {
+  const both = data.rows.map((a) => [a, state.second.rows.get(a.layer + "/" + a.head)]).filter(([, b]) => b).map(([a, b]) => ({ a, b, far: largestChange(a, b)[0] }));
+  both.sort((x, y) => y.far - x.far);
+  byId("changed").replaceChildren(...both.slice(0, 12).map(({ a, b }) => {
+    const item = element("li"), button = element("button", "layer " + a.layer + ", head " + a.head, { type: "button" });
+    button.addEventListener("click", () => choose(a.layer, a.head));
+    item.append(button, " " + inWords(a, b));
+    return item;
+  }));
+}
+// A second text, of the studio: the same heads on other tokens.
+function showSecond(given) {
+  state.second = given && { data: given, rows: new Map(given.rows.map((r) => [r.layer + "/" + r.head, r])) };
+  others();
+  if (given) byId("other").value = TEXT;
+  if (state.mode === "compare") compare();
+}
+function others() {
+  const heads = data.rows.map((r) => element("option", "layer " + r.layer + ", head " + r.head + ": " + r.kind, { value: r.layer + "/" + r.head }));
+  byId("other").replaceChildren(...(state.second ? [element("option", "the same head on the second text", { value: TEXT })] : []), ...heads);
 }
 
 function shade(id, tokens, value, chosen) {
@@ -331,7 +378,7 @@ function enlarged() {
   });
   byId("other").addEventListener("change", compare);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", mark);
-  addEventListener("resize", () => { if (data && state.mode === "map") draw(); });
+  addEventListener("resize", () => { if (data) { if (state.mode === "map") draw(); else if (state.mode === "compare") compare(); } });
 }
 
 function table() {
@@ -391,7 +438,7 @@ function controls() {
     name.append(dot, k);
     return [name, element("dd", (KINDS[k] || KINDS.mixed)[1])];
   }));
-  byId("other").replaceChildren(...data.rows.map((r) => element("option", "layer " + r.layer + ", head " + r.head + ": " + r.kind, { value: r.layer + "/" + r.head })));
+  others();
   byId("missed").hidden = !data.missed.length; byId("missed").textContent = "Not recorded: " + data.missed.join("; ");
   byId("note").textContent = "Layers and heads are numbered from 0, as in Python. Colors go from 0 to the largest weight of each map, by the square root of the weight." + (data.pooled ? " Long maps are shown as means over small blocks." : "");
 }
@@ -400,7 +447,7 @@ function controls() {
 let ready = false;
 function showHeads(given, hooks = {}) {
   data = given; rowOf = new Map(data.rows.map((r) => [r.layer + "/" + r.head, r]));
-  state.hooks = hooks;
+  state.hooks = hooks; state.second = null;
   const [layer, head] = rowOf.has(state.layer + "/" + state.head) && ready ? [state.layer, state.head] : data.start;
   state.layer = -1; state.zoom = null;
   overview(); table(); controls();
