@@ -12,11 +12,13 @@ FlexAttention's forward runs with gradients enabled, which saves a compilation: 
 
 import argparse
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -45,15 +47,17 @@ SECOND = [
     (w(64) | rg.rows(64) | every(64), 8192),
     (c() & (w(64) | rg.dilated(64, 8) | rg.dilated(64, 64)), 16384),
 ]
-GRIDS = [((64, 64), (7, 7)), ((64, 64), (13, 13)), ((16, 32, 32), (3, 7, 7))]
+GRIDS = [
+    rg.neighborhood(*g) for g in (((64, 64), 7), ((64, 64), 13), ((16, 32, 32), (3, 7, 7)), ((256, 256), 7))
+]
 ROWS = [  # pattern, n, width, heads, batch
     *((p, n, 128, 16, 1) for p, n in FIRST + SECOND),
     *((p, n, 64, 16, 1) for p, n in FIRST),
-    *((rg.neighborhood(*g), 4096 if len(g[0]) == 2 else 16384, 128, 16, 1) for g in GRIDS),
+    *((g, g.size, 128, 16, 1) for g in GRIDS),
     *((SPARSE, 8192, d, 16, 1) for d in (128, 96, 80, 256)),
     (SPARSE, 8192, 64, 12, 2),
     *((p, n, 64, 16, 1) for p, n in SECOND),
-    *((rg.neighborhood(*g), 4096 if len(g[0]) == 2 else 16384, 64, 16, 1) for g in GRIDS),
+    *((g, g.size, 64, 16, 1) for g in GRIDS),
 ]
 ROUNDS = 5
 PACKAGES = "torch triton flash-attn-4 nvidia-cutlass-dsl nvidia-cudnn-frontend"
@@ -96,6 +100,32 @@ def flex(row, backend=None):
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, **options)
 
 
+def flex_on_grid(row, tile):
+    """Narrower blocks of keys; with a tile, tokens in the order of tiles, permuted beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pattern, n = row[:2]
+    order = torch.arange(n, device="cuda")
+    if tile:
+        place, inner = torch.zeros_like(order), torch.zeros_like(order)
+        for length, side, x in zip(pattern.grid, tile, pattern.coordinates(order)):
+            place, inner = place * -(-length // side) + x // side, inner * side + x % side
+        order = (place * math.prod(tile) + inner).argsort()
+    mask_mod = (
+        (lambda b, h, i, j: pattern.allows(order[i], order[j]))
+        if tile
+        else lambda b, h, i, j: pattern.allows(i, j)
+    )
+    mask = create_block_mask(mask_mod, None, None, n, n, device="cuda", BLOCK_SIZE=(128, 64))
+    torch.cuda.empty_cache()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    attend = partial(compiled, block_mask=mask, kernel_options={"BLOCK_M": 128, "BLOCK_N": 64})
+    if not tile:
+        return attend
+    back = order.argsort()
+    return lambda q, k, v: attend(q[:, :, order], k[:, :, order], v[:, :, order])[:, :, back]
+
+
 def contestants(row):
     """(name, positions before heads?, make)."""
     yield "regard", False, lambda: ours(row)
@@ -106,6 +136,10 @@ def contestants(row):
     if flash4.band(row[0]) is not None:
         yield "flash4", False, lambda: ours(row, backend="flash4")
         yield "FlashAttention-4", True, lambda: flash_attention_4(row)
+    if isinstance(row[0], rg.neighborhood):
+        yield "blocks of 64 keys", False, lambda: flex_on_grid(row, None)
+        tile = {(64, 64): (8, 8), (256, 256): (8, 8), (16, 32, 32): (4, 4, 4)}[row[0].grid]
+        yield "tiles of 64 tokens", False, lambda: flex_on_grid(row, tile)
     yield "cuDNN flex", True, lambda: cudnn_flex(row)
     yield "FlexAttention", False, lambda: flex(row)
     yield "FlexAttention FLASH", False, lambda: flex(row, "FLASH")
@@ -216,18 +250,20 @@ def worker(index, folder, deadline):
         try:
             attend = make()
             *qkv, grad = turned if is_turned else (q, k, v, do)
-            both_passes = both(attend, qkv, grad)
             learns = name.startswith("FlexAttention")
             qkv = [x.detach().requires_grad_(learns) for x in qkv]
-            found = [attend(*qkv).detach(), *both_passes()]
+            found = [attend(*qkv).detach()]
+            if " of 64 " not in name:
+                step[name] = both(attend, qkv, grad)
+                found += step[name]()
             found = [x.transpose(1, 2) for x in found] if is_turned else found
             expected = expected or found
             result["off"][name] = error = max(off(x, y) for x, y in zip(found, expected))
             assert error < 2e-2, f"differs by {error}"
             forward[name] = lambda a=attend, x=qkv: a(*x)
-            step[name] = both_passes
         except Exception as error:
-            result["failed"][name] = f"{type(error).__name__}: {error}"[:200]
+            result["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+            step.pop(name, None)
     explained = rg.explain(q, k, v, pattern)
     result["runs"] = f"{explained.backend}, {explained.variant}"
     result["computed"] = explained.computed / n**2
@@ -267,8 +303,8 @@ def table_row(result, rate):
             continue
         values = [ms.get(f"{name} {kind} busy") for kind in ("forward", "both")]
         wall = [ms.get(f"{name} {kind} wall") for kind in ("forward", "both")]
-        shown = [f"{b or a:.3f}" + ("" if b else "w") for b, a in zip(values, wall)]
-        cells.append(f"{name} {' / '.join(shown)} (wall {wall[0]:.3f} / {wall[1]:.3f})")
+        shown = [" / ".join(f"{x:.3f}" if x else "–" for x in pair) for pair in (values, wall)]
+        cells.append(f"{name} {shown[0]} (wall {shown[1]})")
     bytes_ms = 4 * 2 * result["batch"] * result["heads"] * result["n"] * result["d"] / rate
     share = result["needed"]
     for kind, factor in (("forward", 1), ("both", 3)):

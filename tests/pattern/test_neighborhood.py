@@ -1,5 +1,6 @@
 """Neighborhoods on grids against their definition, position by position."""
 
+import random
 from itertools import product
 from math import prod
 
@@ -9,7 +10,8 @@ from torch.testing import assert_close
 
 import regard as rg
 from regard.errors import FormatError, ShapeError, SpecError
-from regard.pattern import parse_pattern
+from regard.pattern import BlockGrid, parse_pattern
+from regard.pattern.classification import BLOCK
 
 
 def neighbors(x, length, kernel, step, border, causal):
@@ -73,6 +75,25 @@ def test_it_runs_and_trains(case):
     assert_close(o, right)
     found, wanted = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right))
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_blocks_are_classified_line_by_line_as_pair_by_pair(part):
+    for seed in range(20 * part, 20 * part + 20):
+        r = random.Random(seed)
+        axes, border = r.choice([1, 2, 3]), r.choice(["clipped", "shifted"])
+        grid = tuple(r.randint(1, {1: 700, 2: 33, 3: 9}[axes]) for _ in range(axes))
+        step = tuple(r.randint(1, min(r.choice([3, 300]), length)) for length in grid)
+        most = [length // s if border == "shifted" else 300 // axes**4 for length, s in zip(grid, step)]
+        kernel = tuple(r.randint(1, x) for x in most)
+        p = rg.neighborhood(grid, kernel, step, border, tuple(r.random() < 0.3 for _ in grid))
+        n = r.choice([p.size, r.randint(1, p.size)])
+        i = torch.arange(n) * r.choice([1, 2]) + r.choice([0, p.size - n])  # some queries may be outside
+        blocks = BlockGrid(torch.stack([i, i + 2]), p.size)
+        ours, exact = p.classify(blocks), blocks.enumerate(p.allows)
+        assert torch.equal(ours.none, exact.none), (seed, p)
+        rows, keys = n // BLOCK, p.size // BLOCK  # others are never allowed as a whole
+        assert torch.equal(ours.all[:, :rows, :keys], exact.all[:, :rows, :keys]), (seed, p)
 
 
 def test_one_number_serves_all_axes():

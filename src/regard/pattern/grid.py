@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -12,6 +13,7 @@ from .. import value
 from ..errors import ShapeError, SpecError
 from ..progression import Ints
 from .algebra import Pattern, query_offset, register
+from .classification import BLOCK, Classes
 
 BORDERS = ("clipped", "shifted")
 MAX_AXES = 3
@@ -173,7 +175,30 @@ class neighborhood(Pattern):
         return int(self.row_counts(n, m, at).sum())
 
     def classify(self, grid):
-        return grid.enumerate(self.allows)
+        """By the pairs in each block, counted line by line: the neighbors along the last axis are a progression."""
+        i = grid.positions
+        inside = (i >= 0) & (i < self.size)
+        at = self.coordinates(i.clamp(0, self.size - 1))
+        ends = [(*axis.interval(x), x % axis.step) for axis, x in zip(self.axes, at)]
+        row = torch.arange(i.shape[1], device=i.device) // BLOCK
+        across = -(-self.size // BLOCK)
+        pairs = torch.zeros(len(i), int(row[-1]) + 1, across, dtype=torch.int64, device=i.device)
+        batch, last = torch.arange(len(i), device=i.device)[:, None], self.axes[-1]
+        for nth in product(*(range(axis.kernel) for axis in self.axes[:-1])):
+            line, there = torch.zeros_like(i), inside
+            for axis, (low, high, residue), t in zip(self.axes, ends, nth):
+                there = there & (low + t <= high)
+                line = line * axis.length + (low + t) * axis.step + residue
+            low, high, residue = ends[-1]
+            first, end = (line * last.length + x * last.step + residue for x in (low, high))
+            for further in range((last.kernel - 1) * last.step // BLOCK + 2):
+                block = first // BLOCK + further
+                begin, stop = (block * BLOCK).maximum(first), (block * BLOCK + BLOCK - 1).minimum(end)
+                count = (stop - first) // last.step - (begin - first + last.step - 1) // last.step + 1
+                count = torch.where(there & (begin <= stop), count, 0)
+                where = (batch, row.expand_as(i), block.clamp(max=across - 1))
+                pairs.index_put_(where, count, accumulate=True)
+        return Classes(pairs == BLOCK**2, pairs == 0)
 
     def __repr__(self):
         options = [] if set(self.step) == {1} else [f"step={_short(self.step)}"]
