@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import regard as rg
 from regard.interop.huggingface import BoundedCache
-from regard.interop.huggingface.cache import FOREVER, Lifetimes
+from regard.interop.huggingface.lifetimes import FOREVER, Lifetimes
 
 IDS = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
 OPTIONS = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
@@ -73,7 +73,8 @@ def test_memory_is_constant_and_layers_and_heads_may_differ(model):
         )
         assert torch.equal(tokens[:, :25], uncached(model, IDS, 16))
     assert cache.held == [7, 4]
-    assert [layer.keys.shape[2] for layer in cache.layers] == [7, 4]
+    room = [layer.keys.shape[2] for layer in cache.layers]  # one more for the query's own key, and a quarter
+    assert room[0] <= 10 and room[1] <= 6
 
 
 def test_chunked_prefill_and_beams_work(model):

@@ -10,6 +10,7 @@ from ... import compat
 from ...errors import ShapeError, SpecError
 from ...pattern import Both, Pattern, causal, documents, full, window
 from .lazy_mask import LazyMask, Mask
+from .lifetimes import Held
 from .masks import TracedMask
 from .problems import allowed, is_causal
 
@@ -184,9 +185,22 @@ def fit_keys(module: nn.Module, mask: Mask, k: Tensor) -> Mask:
     )
 
 
-def at_stored_positions(module: nn.Module, mask: Mask, stored: Tensor | None, user: UserPattern) -> Mask:
+def sees_all(mask: Mask, held: Held, user: UserPattern) -> bool:
+    """Whether one query may see every key that a bounded cache holds for it, by the mask and by the pattern."""
+    return (
+        mask.n == 1
+        and mask.held is not None
+        and mask.dense is None
+        and mask.keys is None
+        and isinstance(mask.pattern, causal)
+        and (held.lifetimes.given is user or held.lifetimes.given == user)
+        and held.complete
+    )
+
+
+def at_stored_positions(module: nn.Module, mask: Mask, held: Held | None, user: UserPattern) -> Mask:
     """A bounded cache: the mask at the positions of the keys that this layer's cache holds."""
-    if stored is None:
+    if held is None:
         raise SpecError(
             f"{type(module).__name__}: the mask is for a bounded cache, but the keys do not say their positions; "
             f"this model changes the keys after the cache returns them, so it cannot use one"
@@ -195,17 +209,13 @@ def at_stored_positions(module: nn.Module, mask: Mask, stored: Tensor | None, us
         raise SpecError(
             "a bounded cache needs a mask that is a pattern; this one is a table or packed documents"
         )
-    keys = mask.keys
-    if keys is not None and (mask.stored is None or not torch.equal(mask.stored.cpu(), stored)):
+    keys, stored = mask.keys, held.positions
+    if keys is not None and (mask.stored is None or not torch.equal(mask.stored, stored)):
         raise SpecError(
             "padding and layers that hold different keys in one bounded cache: give rows of one length, or one "
             "pattern"
         )
-    first, last, device = (
-        int(stored[0]),
-        int(stored[-1]),
-        mask.stored.device if mask.stored is not None else None,
-    )
+    first, last = int(stored[0]), int(stored[-1])
     contiguous = last - first + 1 == len(stored)
     users = user if isinstance(user, tuple) else (user,)
     if keys is not None and not contiguous and any(u is not None and u.shift_period != 1 for u in users):
@@ -215,10 +225,7 @@ def at_stored_positions(module: nn.Module, mask: Mask, stored: Tensor | None, us
         )
     if contiguous:
         return Mask(mask.pattern, mask.at - first, mask.batch, mask.n, len(stored), keys=keys, origin=first)
-    here = stored if device is None else stored.to(device)
-    return Mask(
-        mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, stored=here, memo_key=stored
-    )
+    return Mask(mask.pattern, mask.at, mask.batch, mask.n, len(stored), keys=keys, held=held)
 
 
 def only_selected(mask: Mask, indices: Tensor, device: torch.device) -> Mask:

@@ -21,8 +21,10 @@ from .arriving import (
     mask_and_bias,
     only_selected,
     refuse_unknown,
+    sees_all,
 )
 from .lazy_mask import Mask
+from .masks import EVERYTHING
 from .problems import Problem, allowed, problems_of, together
 
 TABLE_PAIRS = 1 << 20  # from here on, padding and documents run without a table on the CPU
@@ -68,14 +70,20 @@ def attend(
         key, value = cache.update(
             key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=given
         )
-    stored = getattr(key, "regard_positions", None)
+    held = getattr(key, "regard_held", None)
     query, key, value = fitting(module, query, key, value)
     user = user_pattern(module)
     mask, bias = mask_and_bias(module, query, key, attention_mask, given)
-    if mask.m != key.shape[2] and stored is None:
+    if mask.m != key.shape[2] and held is None:
         mask = fit_keys(module, mask, key)
-    if stored is not None or mask.stored is not None:
-        mask = at_stored_positions(module, mask, stored, user)
+    if held is not None and sees_all(mask, held, user):
+        note = "all keys that a bounded cache holds for this pattern"
+        mask, user = Mask(EVERYTHING.pattern, mask.at, mask.batch, 1, key.shape[2], note=note), None
+    elif held is not None or mask.held is not None:
+        if held is not None and held.order is not None:
+            order = held.order.to(key.device)
+            key, value = key.index_select(2, order), value.index_select(2, order)
+        mask = at_stored_positions(module, mask, held, user)
     if given.get("indices") is not None:
         mask = only_selected(mask, given["indices"], query.device)
     position_bias = given.get("position_bias")

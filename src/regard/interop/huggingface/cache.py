@@ -5,7 +5,6 @@ not counted anew (some streaming caches do that). So generation equals the uncac
 """
 
 from functools import reduce
-from math import lcm
 from typing import Any
 
 import torch
@@ -13,83 +12,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...errors import SpecError
-from ...pattern import Both, Either, Pattern, causal
-from ...progression import FAR
+from ...pattern import Either, causal
 from .attention import user_pattern
+from .lazy_mask import StoredKeys
+from .lifetimes import Held, Lifetimes
 from .patterns import attention_modules
-
-FOREVER = 1 << 62
-MAX_PERIOD = 1 << 16  # queries after which a pattern repeats itself, at most
-
-
-class StoredKeys(int):
-    """A key offset of 0 that also says the position of each key: what a mask needs to know of a bounded cache."""
-
-    positions: Tensor
-
-    def __new__(cls, positions: Tensor) -> "StoredKeys":
-        made = super().__new__(cls, 0)
-        made.positions = positions
-        return made
-
-
-class Lifetimes:
-    """Until which query each key may be seen, and so which keys are held. Shared by all layers of one pattern."""
-
-    def __init__(self, pattern: Pattern):
-        self.pattern = pattern if pattern == causal() else Both(causal(), pattern)
-        self.reach, self.below, self.period = _horizon(self.pattern)
-        self._step: tuple[Any, ...] | None = None
-
-    def last_queries(self, keys: Tensor) -> Tensor:
-        """The position of the last query that may attend to each of the keys; FOREVER if there is none."""
-        distances = torch.arange(max(self.reach, self.below - int(keys[0])) + 1)
-        found = []
-        for part in keys.split(max(1, (1 << 22) // len(distances))):
-            i = part[:, None] + distances
-            seen = torch.as_tensor(self.pattern.allows(i, part[:, None])).expand(i.shape)
-            last = torch.where(seen, i, -1).amax(-1)
-            later = i[:, -1:] + 1 + torch.arange(self.period)
-            always = torch.as_tensor(self.pattern.allows(later, part[:, None])).expand(later.shape).any(-1)
-            found.append(torch.where(always, FOREVER, last))
-        return torch.cat(found)
-
-    def step(
-        self, held: Tensor, ends: Tensor, seen: int, n: int
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """After n more keys: the positions of all present, then of those to keep: last queries, index, positions.
-
-        Layers of one pattern ask the same question one after the other: the last answer is remembered.
-        """
-        if self._step is None or self._step[0] is not held or self._step[1] != (seen, n):
-            new = torch.arange(seen, seen + n)
-            present = torch.cat([held, new])
-            ends = torch.cat([ends, self.last_queries(new)])
-            keep = ends >= seen + n
-            index = None if bool(keep.all()) else keep.nonzero()[:, 0]
-            after = (present, ends) if index is None else (present[index], ends[index])
-            self._step = (held, (seen, n), (present, index, *after))
-        present, index, kept, kept_ends = self._step[2]
-        return present, kept_ends, index, kept
-
-
-def _horizon(pattern: Pattern) -> tuple[int, int, int]:
-    """(distance, position, period): beyond that distance from a key and that position, only i mod period matters."""
-    reach, below, periods = 0, 0, [1]
-    for leaf in pattern.leaves():
-        relation = getattr(leaf, "relation", None)
-        if relation is None:
-            raise SpecError(f"{leaf!r} carries data, so no cache can know which keys it will need")
-        bounds = [abs(x) for x in (relation.near, relation.far) if abs(x) < FAR]
-        reach = max([reach, *bounds, *relation.blocks])
-        below = max(below, relation.query_below if relation.query_below < FAR else 0)
-        periods += [relation.divisor, relation.query_class[0]]
-    period = reduce(lcm, periods)
-    if period > MAX_PERIOD:
-        raise SpecError(
-            f"{pattern!r} repeats itself after {period:,} queries only; at most {MAX_PERIOD:,} are supported"
-        )
-    return reach, below, period
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -105,8 +32,7 @@ class BoundedLayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         self.keys = self.values = None
-        self.is_initialized, self.cumulative_length = False, 0
-        self.positions = self.ends = torch.empty(0, dtype=torch.long)
+        self.is_initialized, self.held = False, self.lifetimes.nothing
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -120,29 +46,20 @@ class BoundedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        keys = torch.cat([self.keys, key_states], 2)
-        values = torch.cat([self.values, value_states], 2)
-        n = key_states.shape[2]
-        present, self.ends, index, self.positions = self.lifetimes.step(
-            self.positions, self.ends, self.cumulative_length, n
-        )
-        self.cumulative_length += n
-        if index is None:
-            self.keys, self.values = keys, values
-        else:
-            index = index.to(keys.device)
-            self.keys, self.values = keys.index_select(2, index), values.index_select(2, index)
-        keys = keys.view_as(keys)  # another tensor than the one held: what follows is said of this one
-        keys.regard_positions = present  # type: ignore[attr-defined]
+        n, before = key_states.shape[2], len(self.held.stored)
+        held = self.held = self.held.step(n)
+        self.keys, keys = _stepped(self.keys, key_states, held, before)
+        self.values, values = _stepped(self.values, value_states, held, before)
+        keys.regard_held = held  # type: ignore[attr-defined]
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        new = torch.arange(self.cumulative_length, self.cumulative_length + query_length)
-        return len(self.positions) + query_length, StoredKeys(torch.cat([self.positions, new]))
+        held = self.held.step(query_length)
+        return len(held.present), StoredKeys(held)
 
     def get_seq_length(self) -> int:
         """The length of the sequence so far, dropped keys included: the position of the next token."""
-        return self.cumulative_length
+        return self.held.seen
 
     def get_max_length(self) -> int:
         return -1
@@ -168,6 +85,29 @@ class BoundedLayer(CacheLayerMixin):
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
             self.keys, self.values = self.keys[indices], self.values[indices]
+
+
+def _stepped(buffer: Tensor, new: Tensor, held: Held, before: int) -> tuple[Tensor, Tensor]:
+    """What is stored after a step, and what its queries attend to: another tensor, of which more can be said."""
+    if held.first is not None:
+        buffer = buffer.index_select(2, held.first.to(buffer.device))
+        before = len(held.first)
+    n, count = new.shape[2], len(held.present)
+    if n > 1:
+        present = torch.cat([buffer[:, :, :before], new], 2)
+        stored = present if held.keep is None else present.index_select(2, held.keep.to(present.device))
+        return stored, present.view_as(present)
+    if torch.is_grad_enabled():  # what a backward pass needs is not written over
+        place = torch.tensor([held.place], device=new.device)
+        wide = nn.functional.pad(buffer[:, :, :before], (0, 0, 0, count - before))
+        stored = wide.index_copy(2, place, new)
+        return stored, stored.view_as(stored)
+    if buffer.shape[2] < count or buffer.is_inference() != torch.is_inference_mode_enabled():
+        wide = buffer.new_empty(*buffer.shape[:2], count + count // 4, buffer.shape[3])
+        wide[:, :, :before] = buffer[:, :, :before]
+        buffer = wide
+    buffer[:, :, held.place : held.place + 1] = new
+    return buffer, buffer[:, :, :count]
 
 
 class BoundedCache(Cache):
@@ -205,4 +145,4 @@ class BoundedCache(Cache):
     @property
     def held(self) -> list[int]:
         """How many keys each layer holds."""
-        return [len(layer.positions) for layer in self.layers if isinstance(layer, BoundedLayer)]
+        return [layer.held.count for layer in self.layers if isinstance(layer, BoundedLayer)]

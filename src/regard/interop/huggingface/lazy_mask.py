@@ -9,6 +9,18 @@ import torch
 from torch import Tensor
 
 from ...pattern import Pattern
+from .lifetimes import Held
+
+
+class StoredKeys(int):
+    """A key offset of 0 that also says which keys there are: what a mask needs to know of a bounded cache."""
+
+    held: Held
+
+    def __new__(cls, held: Held) -> "StoredKeys":
+        made = super().__new__(cls, 0)
+        made.held = held
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,8 +28,8 @@ class Mask:
     """What a mask of transformers means: a pattern over positions, and which keys of each batch row take part.
 
     Query r is at position at + r, key s at position s, both counted from the first key present; `origin` is the
-    position of that key in the sequence. With `stored`, a bounded cache holds the keys of those positions only, and
-    positions are those of the sequence.
+    position of that key in the sequence. With `held`, a bounded cache holds some of the keys only, and positions are
+    those of the sequence.
     """
 
     pattern: Pattern
@@ -27,14 +39,18 @@ class Mask:
     m: int
     keys: Tensor | None = None  # (b, m), True = takes part; None: all do
     origin: int = 0
-    stored: Tensor | None = None
+    held: Held | None = None
     build: Callable[[], Tensor] | None = field(default=None, repr=False)  # the table that transformers means
     dense: Tensor | None = None  # that table, where it is all that is known
     note: str = ""
     memo: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what other layers of this forward computed
-    memo_key: Any = field(default=None, repr=False)  # positions that several masks share
+
+    @property
+    def stored(self) -> Tensor | None:
+        """The positions of the keys that a bounded cache holds, sorted."""
+        return None if self.held is None else self.held.positions
 
     @cached_property
     def ranges(self) -> tuple[list[int], list[int]] | None:

@@ -18,6 +18,7 @@ from transformers import masking_utils
 
 from ...pattern import Both, Either, Pattern, blocks, causal, documents, full, window
 from .lazy_mask import LazyMask, Mask, added_to_scores
+from .lifetimes import Held
 
 SAMPLED_ROWS = 8  # query rows on which a mask that was read is compared with the function it was read from
 CHUNK_PAIRS = 1 << 24  # pairs of a mask evaluated at a time
@@ -29,6 +30,9 @@ class Read:
 
     pattern: Pattern
     padding: tuple[Tensor, ...] = ()
+
+
+CAUSAL, EVERYTHING = Read(causal()), Read(full())  # made once: they are read for every token
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,9 @@ _ASYMMETRIC = "sliding_window_mask_function.<locals>.inner_mask"
 def read(function: Callable, frame: Frame) -> Read | None:
     """The meaning of a mask function of transformers; None if some part of it is not known."""
     if function is masking_utils.causal_mask_function:
-        return Read(causal())
+        return CAUSAL
     if function is masking_utils.bidirectional_mask_function:
-        return Read(full())
+        return EVERYTHING
     code = getattr(function, "__code__", None)
     if code is None:
         return None
@@ -191,7 +195,7 @@ def mask(
     dtype = options.get("dtype") or torch.float32
     if _tracing(attention_mask, q_offset):
         return _traced_mask(given, how, dtype)
-    stored = getattr(kv_offset, "positions", None)  # a bounded cache says which positions it holds
+    held = getattr(kv_offset, "held", None)  # a bounded cache says which keys it holds
     q_offset, kv_offset = int(q_offset), int(kv_offset)
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -199,8 +203,8 @@ def mask(
     def build():
         return masking_utils.sdpa_mask(*given, **how)
 
-    if stored is not None:
-        made = _bounded_mask(batch_size, q_length, q_offset, stored, mask_function, attention_mask, device)
+    if held is not None:
+        made = _bounded_mask(batch_size, q_length, q_offset, held, mask_function, attention_mask, device)
         return LazyMask.of(made, device, dtype)
     frame = Frame(batch_size, q_length, kv_length, q_offset - kv_offset, kv_offset)
     function = mask_function
@@ -326,31 +330,28 @@ def _bounded_mask(
     batch: int,
     n: int,
     q_offset: int,
-    stored: Tensor,
+    held: Held,
     function: Callable,
     attention_mask: Tensor | None,
     device: torch.device,
 ) -> Mask:
     """The mask over the keys that a bounded cache holds, at their positions in the sequence."""
-    stored = stored.to(device)
-    m = len(stored)
+    m, length = len(held.present), q_offset + n
     keys = None
     if attention_mask is not None:
-        whole = torch.nn.functional.pad(
-            attention_mask, (0, max(0, int(stored[-1]) + 1 - attention_mask.shape[1]))
-        )
-        keys = whole[:, stored].bool()
+        whole = torch.nn.functional.pad(attention_mask, (0, max(0, length - attention_mask.shape[1])))
+        keys = whole[:, held.positions.to(device)].bool()
         keys = None if bool(keys.all()) else keys
-    length = int(stored[-1]) + 1
     found = read(function, Frame(batch, n, length, q_offset, 0))
 
     def build() -> Tensor:
-        allowed = _evaluate(function, batch, torch.arange(n, device=device) + q_offset, stored, False, device)
+        i, j = torch.arange(n, device=device) + q_offset, held.positions.to(device)
+        allowed = _evaluate(function, batch, i, j, False, device)
         return allowed if keys is None else allowed & keys[:, None, None, :]
 
     if found is None or found.padding or found.pattern.has_data:
-        return Mask(full(), q_offset, batch, n, m, stored=stored, dense=build(), note="a bounded cache")
-    return Mask(found.pattern, q_offset, batch, n, m, keys=keys, stored=stored, build=build)
+        return Mask(full(), q_offset, batch, n, m, held=held, dense=build(), note="a bounded cache")
+    return Mask(found.pattern, q_offset, batch, n, m, keys=keys, held=held, build=build)
 
 
 # Under torch.compile

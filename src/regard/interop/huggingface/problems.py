@@ -1,7 +1,6 @@
 """A mask of transformers and a pattern of the user's as calls of `rg.attention`, without an n × m table."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +29,10 @@ def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[
     """The calls that compute a mask together with the user's pattern, without an n × m table where there is one."""
     if mask.dense is not None:
         return [Problem(_with_user(mask.dense, mask, user))]
+    if user is None and mask.keys is None and mask.held is None and isinstance(mask.pattern, full):
+        return [Problem(None)]
     one = mask.n == 1 and (mask.keys is not None or user is not None or not isinstance(mask.pattern, causal))
-    if mask.stored is not None or one:
+    if mask.held is not None or one:
         return [_row_problem(mask, user, device)]
     pattern = together(mask.pattern, user)
     if mask.origin and not _shiftable(user, mask.origin):
@@ -107,11 +108,8 @@ def _row_problem(mask: Mask, user: Pattern | None, device: torch.device) -> Prob
         mask.memo,
         (user.text if user is not None else None, mask.pattern.text, mask.at, mask.n, mask.m),
     )
-    if mask.memo_key is not None and mask.keys is None:
-        if _shared.get("of") is not mask.memo_key:
-            _shared.clear()
-            _shared["of"] = mask.memo_key
-        memo = _shared
+    if mask.held is not None and mask.keys is None:
+        memo = mask.held.memo
     if mask.pattern.has_data or key not in memo:
         table = allowed(mask, user, device)
         seen = int(table.sum())
@@ -125,15 +123,12 @@ def _row_problem(mask: Mask, user: Pattern | None, device: torch.device) -> Prob
     return memo[key]
 
 
-_shared: dict[Any, Any] = {}  # problems of the positions that a bounded cache holds now
-
-
 def allowed(mask: Mask, user: Pattern | None, device: torch.device | None = None) -> Tensor:
     """The table of allowed pairs, (b or 1, 1, n, m): what the mask and the user's pattern mean together."""
     if mask.dense is not None:
         return _with_user(mask.dense, mask, user)
     device = _device(mask) or device
-    j = torch.arange(mask.m, device=device) if mask.stored is None else mask.stored
+    j = torch.arange(mask.m, device=device) if mask.stored is None else mask.stored.to(device)
     i = torch.arange(mask.n, device=device)[:, None] + mask.at
     table = torch.as_tensor(mask.pattern.allows(i, j), device=device)
     table = table if table.dim() == 4 else table.expand(mask.n, mask.m)[None, None]
@@ -148,7 +143,7 @@ def _with_user(table: Tensor, mask: Mask, user: Pattern | None) -> Tensor:
         return table
     device = table.device
     if mask.stored is not None:
-        i, j = torch.arange(mask.n, device=device)[:, None] + mask.at, mask.stored
+        i, j = torch.arange(mask.n, device=device)[:, None] + mask.at, mask.stored.to(device)
         return table & torch.as_tensor(user.allows(i, j), device=device)
     i = torch.arange(mask.n, device=device)[:, None] + mask.at + mask.origin
     j = torch.arange(mask.m, device=device) + mask.origin
@@ -159,7 +154,7 @@ def _with_user(table: Tensor, mask: Mask, user: Pattern | None) -> Tensor:
 
 
 def _device(mask: Mask) -> torch.device | None:
-    for x in (mask.dense, mask.keys, mask.stored):
+    for x in (mask.dense, mask.keys):
         if x is not None:
             return x.device
     return mask.pattern.device
