@@ -9,9 +9,11 @@ asserted first, at a smaller length. Runs alternate; medians and the spread are 
 """
 
 import argparse
+import json
 import statistics
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +100,59 @@ def compare(model: Any, names: list[str], n: int, repeats: int, baseline: str) -
         print(f"| {n} | {name} | {middle[name]:.4f} | {spread} | {ratio:.3f} |", flush=True)
 
 
+def kernel_times(model: Any, name: str, n: int) -> list[tuple[str, float, int]]:
+    """(kernel, milliseconds, launches) of one training step, longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    ids = torch.randint(0, 32000, (1, n), device=model.device)
+    case = Case(model, name, n)
+    case.timed(ids)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        case.timed(ids)
+    rows = [(e.key, e.self_device_time_total / 1000, e.count) for e in found.key_averages()]
+    return sorted((row for row in rows if row[1] > 0), key=lambda row: -row[1])
+
+
+def saved_bytes(model: Any, name: str, n: int) -> dict[str, float]:
+    """MiB of the storages that autograd saves in one forward, by shape and dtype; each storage once."""
+    case, seen, sizes = Case(model, name, n), set(model_storages(model)), {}
+    ids = torch.randint(0, 32000, (1, n), device=model.device)
+
+    def pack(x: Any) -> Any:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            key = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            sizes[key] = sizes.get(key, 0.0) + storage.nbytes() / 2**20
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        case.step(ids)
+    model.zero_grad(set_to_none=True)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def model_storages(model: Any) -> list[int]:
+    return [x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())]
+
+
+def profiled(model: Any, names: list[str], n: int, out: Path | None) -> None:
+    """Where a step of each case goes: kernels by time, and what is saved for the backward pass."""
+    made = {}
+    for name in names:
+        rows = kernel_times(model, name, n)
+        made[name] = {"kernels": rows, "saved": saved_bytes(model, name, n)}
+        print(f"\n{name}: {sum(row[1] for row in rows):.1f} ms of kernels", flush=True)
+        for kernel, ms, count in rows[:16]:
+            print(f"  {ms:8.2f} ms {count:5d} × {kernel[:90]}")
+        print(
+            f"  saved {sum(made[name]['saved'].values()) / 1024:.2f} GiB:",
+            list(made[name]["saved"].items())[:12],
+        )
+        if out is not None:
+            out.write_text(json.dumps(made))
+
+
 def assert_parity(model: Any, names: list[str]) -> None:
     ids = torch.randint(0, 32000, (1, 1536), device=model.device)
     found = {name: Case(model, name, 1536).step(ids) for name in (*names, "sdpa, table")}
@@ -119,6 +174,8 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--table", action="store_true", help="also sdpa with the pattern as an n × n table")
     parser.add_argument("--small", action="store_true", help="narrow layers, to try the script")
+    parser.add_argument("--profile", action="store_true", help="kernels and saved tensors, no timing")
+    parser.add_argument("--out", type=Path, help="where --profile writes its rows")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -127,6 +184,9 @@ def main() -> None:
         flush=True,
     )
     model = build(device, args.layers, args.small, args.n)
+    if args.profile:
+        profiled(model, ["regard, pattern", "flex, pattern", "sdpa"], args.n, args.out)
+        return
     print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters", flush=True)
     sparse = ["sdpa", "regard, pattern", *([] if args.no_flex else ["flex, pattern"])]
     assert_parity(model, [*sparse, "regard"])
