@@ -52,7 +52,8 @@ CONFIGS = {
     "BartForConditionalGeneration": ("BartConfig", SEQ2SEQ),
     "ViTForImageClassification": ("ViTConfig", {**TEXT, "image_size": 12, "patch_size": 4, "num_labels": 7}),
 }
-CONFIGS["ViTForImageClassification"][1].pop("vocab_size", None)
+CONFIGS["DeiTForImageClassification"] = ("DeiTConfig", CONFIGS["ViTForImageClassification"][1])
+IMAGES = ("ViTForImageClassification", "DeiTForImageClassification")
 # Their norms and rotary tables, or their sinusoids, are computed in float32 whatever the dtype of the model.
 FLOAT32_INSIDE = ("Llama", "Mistral", "Qwen2", "T5", "Marian")
 IDS = torch.randint(3, 61, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -62,7 +63,7 @@ TARGETS = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(1
 def theirs(name, dtype=torch.float32):
     torch.manual_seed(0)
     config, sizes = CONFIGS[name]
-    sizes = {k: v for k, v in sizes.items() if not (name.startswith("ViT") and k == "vocab_size")}
+    sizes = {k: v for k, v in sizes.items() if not (name in IMAGES and k == "vocab_size")}
     model = getattr(transformers, name)(getattr(transformers, config)(**sizes, attn_implementation="sdpa"))
     with torch.no_grad():  # biases and norms start at constants, which would hide a wrong link
         fixed = "embed_positions" if name.startswith("Marian") else "?"
@@ -74,7 +75,7 @@ def theirs(name, dtype=torch.float32):
 
 def outputs(name, model, ours):
     dtype = next(model.parameters()).dtype
-    if name.startswith("ViT"):
+    if name in IMAGES:
         image = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
         return model(image) if ours else model(image).logits
     if name in ("T5ForConditionalGeneration", "MarianMTModel", "BartForConditionalGeneration"):
@@ -112,6 +113,8 @@ def test_outputs_and_gradients_are_equal_both_ways(name, dtype, bound):
         assert float((found.reshape(expected.shape) - expected).abs().max()) < bound * largest, link
         compared += 1
     assert compared >= 20
+    if name in IMAGES:
+        assert rg.cost(module.spec).parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_a_folder_is_read_and_ours_reads_on(tmp_path):
@@ -133,7 +136,7 @@ def test_what_a_spec_cannot_say_is_refused_with_its_reason(tmp_path):
     deit = transformers.DeiTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
-    with pytest.raises(rg.SpecError, match="a distillation token beside the class token"):
+    with pytest.raises(rg.SpecError, match="DeiTModel: of DeiT, DeiTForImageClassification has"):
         rg.from_huggingface(transformers.DeiTModel(deit))
     with pytest.raises(rg.SpecError, match=r"Linear has no translation into a spec"):
         rg.from_huggingface(torch.nn.Linear(2, 2))

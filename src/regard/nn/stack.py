@@ -242,6 +242,9 @@ class Vision(nn.Module):
         d_model = declared.d_model
         self.patches = nn.Conv2d(declared.channels, d_model, declared.patch, stride=declared.patch)
         self.class_token = nn.Parameter(torch.zeros(d_model)) if declared.class_token else None
+        self.registers = (
+            nn.Parameter(torch.zeros(declared.registers, d_model)) if declared.registers else None
+        )
         where = declared.position or learned(declared.tokens)
         self.position = positions.build(where, d_model=d_model)
         self.encoder = Stack(declared.encoder)
@@ -259,8 +262,9 @@ class Vision(nn.Module):
         on_grid = getattr(self.spec.position, "grid", None) is not None
         if on_grid:
             x = self.position(x, torch.arange(x.shape[1], device=x.device))
-        if self.class_token is not None:
-            x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1)
+        front = [t for t in (self.class_token, self.registers) if t is not None]
+        if front:
+            x = torch.cat([*(t.view(-1, t.shape[-1]).expand(len(x), -1, -1) for t in front), x], 1)
         if not on_grid:
             x = self.position(x, torch.arange(x.shape[1], device=x.device), x.shape[1])
         x = dropout(x, self.spec.dropout, self.training)

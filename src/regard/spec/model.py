@@ -294,13 +294,15 @@ class Vision(Spec):
     patch: tuple[int, int] = (16, 16)
     channels: int = 3
     class_token: bool = True
-    position: Position | None = None  # None: learned, one vector per token, including the class token
+    registers: int = 0  # learned tokens after the class token that no head reads (DeiT's distillation token)
+    position: Position | None = None  # None: learned, one vector per token, including those in front
     head: ClassifierHead | None = None
     dropout: Number = 0.0
 
     def __post_init__(self):
         require_positive_fields(self, "channels")
         require_probability(self, "dropout")
+        require(self.registers >= 0, f"registers={self.registers} is negative; use 0 for none")
         (height, width), (p, q) = self.image, self.patch
         require(
             min(self.image + self.patch) > 0 and height % p == 0 and width % q == 0,
@@ -315,9 +317,14 @@ class Vision(Spec):
             "pool='first' reads the class token, but class_token=False; use pool='mean'",
         )
         inside = self.encoder.position or self.encoder.block.attention.position
+        on_grid = getattr(inside, "grid", None) is not None
         require(
-            not self.class_token or getattr(inside, "grid", None) is None,
+            not (self.class_token and on_grid),
             f"position={inside!r} is on a grid, where the class token has no position; use class_token=False",
+        )
+        require(
+            not (self.registers and on_grid),
+            f"position={inside!r} is on a grid, where registers have no position; use registers=0",
         )
         if self.position is not None:
             require(
@@ -336,7 +343,12 @@ class Vision(Spec):
 
     @property
     def tokens(self) -> int:
-        return prod(self.grid) + self.class_token
+        return prod(self.grid) + self.in_front
+
+    @property
+    def in_front(self) -> int:
+        """Tokens before the patches: the class token and the registers."""
+        return self.class_token + self.registers
 
     @property
     def d_model(self) -> int:

@@ -216,10 +216,10 @@ def encoder_decoder(spec: EncoderDecoder, scope: Scope) -> Part:
 
 
 def vision(spec: Vision, scope: Scope) -> Part:
-    """Patches as one product, class token, positions, encoder, classes. Images need no gradient."""
+    """Patches as one product, class token and registers, positions, encoder, classes. Images need no gradient."""
     d, patch = scope.size("d_model", spec.d_model), spec.channels * spec.patch[0] * spec.patch[1]
     patches = linear(
-        "patches", scope, scope.b * (scope.n - int(spec.class_token)), scope.size("d_patch", patch), d, True,
+        "patches", scope, scope.b * (scope.n - spec.in_front), scope.size("d_patch", patch), d, True,
         note="no gradient flows to the images",
     )  # fmt: skip
     flops = patches.own.flops  # of the gradient of the weights
@@ -230,6 +230,7 @@ def vision(spec: Vision, scope: Scope) -> Part:
     parts = present(
         patches,
         Part("class_token", Amounts(parameters=d)) if spec.class_token else None,
+        Part("registers", Amounts(parameters=spec.registers * d)) if spec.registers else None,
         position,
         stack(spec.encoder, scope, "encoder"),
         None if spec.head is None else classifier(spec.head, scope, d),

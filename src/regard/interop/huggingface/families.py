@@ -1,7 +1,7 @@
 """How the families that a spec can say are declared, and how their parameters are named."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,8 @@ class Link(NamedTuple):
             x = x.T
         if self.how == "swap":
             x = x.T
+        if self.how == "row":  # (1, 1, d)
+            x = x[0]
         if self.how == "from 2":  # two positions that no token has
             x = x[2:]
         place, parts = self.part
@@ -430,19 +432,28 @@ def _vit(config: Any) -> Spec:
     )
 
 
-def _vit_links(config: Any) -> Iterator[Link]:
-    yield Link("class_token", "vit.embeddings.cls_token", "flat")
-    yield Link("position.table", "vit.embeddings.position_embeddings", "flat")
-    yield from _linear("patches", "vit.embeddings.patch_embeddings.projection")
+def _deit(config: Any) -> Spec:
+    return replace(_vit(config), registers=1)  # the distillation token, which this classifier does not read
+
+
+def _deit_links(config: Any) -> Iterator[Link]:
+    yield Link("registers", "deit.embeddings.distillation_token", "row")
+    yield from _vit_links(config, "deit")
+
+
+def _vit_links(config: Any, prefix: str = "vit") -> Iterator[Link]:
+    yield Link("class_token", f"{prefix}.embeddings.cls_token", "flat")
+    yield Link("position.table", f"{prefix}.embeddings.position_embeddings", "flat")
+    yield from _linear("patches", f"{prefix}.embeddings.patch_embeddings.projection")
     for i in range(config.num_hidden_layers):
-        ours, theirs = f"encoder.blocks.{i}", f"vit.layers.{i}"
+        ours, theirs = f"encoder.blocks.{i}", f"{prefix}.layers.{i}"
         for letter in "qkvo":
             yield from _linear(f"{ours}.attention.w_{letter}", f"{theirs}.attention.{letter}_proj")
         yield from _linear(f"{ours}.attention_norm", f"{theirs}.layernorm_before")
         yield from _linear(f"{ours}.feed_forward.w_in", f"{theirs}.mlp.fc1")
         yield from _linear(f"{ours}.feed_forward.w_out", f"{theirs}.mlp.fc2")
         yield from _linear(f"{ours}.feed_forward_norm", f"{theirs}.layernorm_after")
-    yield from _linear("encoder.norm", "vit.layernorm")
+    yield from _linear("encoder.norm", f"{prefix}.layernorm")
     yield from _linear("head.w_out", "classifier")
 
 
@@ -461,4 +472,5 @@ FAMILIES = {
     ),
     "BartForConditionalGeneration": Family(_marian(True), _marian_links(True)),
     "ViTForImageClassification": Family(_vit, _vit_links),
+    "DeiTForImageClassification": Family(_deit, _deit_links),
 }

@@ -127,7 +127,7 @@ def _class_of(config: Any) -> Any:
 def _unknown(name: str) -> SpecError:
     if name.startswith("DeiT"):
         return SpecError(
-            "DeiT has a distillation token beside the class token, and rg.Vision has one token; use ViT"
+            f"{name}: of DeiT, DeiTForImageClassification has a translation; its two heads in one, or none, have not"
         )
     return SpecError(f"{name} has no translation into a spec; {nearest(name, FAMILIES)}")
 

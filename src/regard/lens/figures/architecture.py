@@ -78,6 +78,8 @@ def columns_of(declared: spec.Spec, source: str = "", target: str = "") -> list[
             start = [Box(f"image {height} × {width}", "word"), Box(f"patches {p} × {q}, linear", "table")]
             if declared.class_token:
                 start.append(Box("class token in front", "table"))
+            if declared.registers:
+                start.append(Box(f"registers in front: {declared.registers}", "table"))
             start.append(Box(f"+ {_position(declared.position) or 'learned positions'}", "sum"))
             head = [] if declared.head is None else _head(declared.head)
             return [_column("vision Transformer", start, declared.encoder, [*head, Box("class", "word")])]
