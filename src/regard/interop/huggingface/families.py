@@ -410,7 +410,7 @@ def _marian_links(bart: bool) -> Callable[[Any], Iterator[Link]]:
 # ViT
 
 
-def _vit(config: Any) -> Spec:
+def _vit(config: Any) -> Vision:
     _refuse(not config.qkv_bias, "queries, keys and values without biases")
     block = Block(
         Attention(
