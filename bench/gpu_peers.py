@@ -59,7 +59,7 @@ ROWS = [  # pattern, n, width, heads, batch
     *((p, n, 64, 16, 1) for p, n in SECOND),
     *((g, g.size, 64, 16, 1) for g in GRIDS),
 ]
-ROUNDS = 5
+ROUNDS = 4
 PACKAGES = "torch triton flash-attn-4 nvidia-cutlass-dsl nvidia-cudnn-frontend"
 
 
@@ -226,44 +226,48 @@ def off(x, y):
     return float((x.float() - y.float()).norm() / y.float().norm())
 
 
-def worker(index, folder, deadline):
-    row = pattern, n, d, heads, batch = ROWS[index]
-    torch.manual_seed(index)
-    random.seed(index)
-    q, k, v, do = (torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
-    turned = [x.transpose(1, 2).contiguous() for x in (q, k, v, do)]
-    result = {
-        "pattern": repr(pattern),
-        "n": n,
-        "d": d,
-        "heads": heads,
-        "batch": batch,
-        "off": {},
-        "failed": {},
-    }
-    result["needed"] = pattern.count(n) / n**2
-    forward, step, expected = {}, {}, None
+def compiled_and_compared(row, tensors, deadline, only):
+    """The calls of each contestant, forward and both passes; the results of the first; errors and failures."""
+    q, k, v, do = tensors
+    turned = [x.transpose(1, 2).contiguous() for x in tensors]
+    forward, step, expected, errors, failed = {}, {}, None, {}, {}
     for name, is_turned, make in contestants(row):
+        if only and (name.startswith("Flex") != (only == "flex") or name == "cuDNN flex"):
+            continue
         if time.time() > deadline:
-            result["failed"][name] = "not compiled before the deadline"
+            failed[name] = "not compiled before the deadline"
             continue
         try:
             attend = make()
             *qkv, grad = turned if is_turned else (q, k, v, do)
-            learns = name.startswith("FlexAttention")
-            qkv = [x.detach().requires_grad_(learns) for x in qkv]
+            qkv = [x.detach().requires_grad_(name.startswith("FlexAttention")) for x in qkv]
             found = [attend(*qkv).detach()]
             if " of 64 " not in name:
                 step[name] = both(attend, qkv, grad)
                 found += step[name]()
             found = [x.transpose(1, 2) for x in found] if is_turned else found
             expected = expected or found
-            result["off"][name] = error = max(off(x, y) for x, y in zip(found, expected))
-            assert error < 2e-2, f"differs by {error}"
+            errors[name] = max(off(x, y) for x, y in zip(found, expected))
+            assert errors[name] < 2e-2, f"differs by {errors[name]}"
             forward[name] = lambda a=attend, x=qkv: a(*x)
         except Exception as error:
-            result["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
             step.pop(name, None)
+        print(f"{name}: {failed.get(name, 'ready')}", flush=True)
+    return forward, step, expected, {"off": errors, "failed": failed}
+
+
+def worker(index, folder, deadline, only):
+    row = pattern, n, d, heads, batch = ROWS[index]
+    torch.manual_seed(index)
+    random.seed(index)
+    tensors = q, k, v, do = [torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4)]
+    result = {"pattern": repr(pattern), "n": n, "d": d, "heads": heads, "batch": batch}
+    result["needed"] = pattern.count(n) / n**2
+    forward, step, expected, more = compiled_and_compared(row, tensors, deadline, only)
+    if only:
+        return
+    result |= more
     explained = rg.explain(q, k, v, pattern)
     result["runs"] = f"{explained.backend}, {explained.variant}"
     result["computed"] = explained.computed / n**2
@@ -272,10 +276,12 @@ def worker(index, folder, deadline):
         q[:1, :2, last].float(), k[:1, :2].float(), v[:1, :2].float(), pattern, backend="reference"
     )
     result["off"]["formula"] = off(expected[0][:1, :2, last], exact)
-    del found, exact
+    del expected, exact
     torch.cuda.empty_cache()
     Path(folder, f"{index}.ready").touch()
     while not Path(folder, f"{index}.go").exists():
+        if time.time() > deadline + 300:
+            return
         time.sleep(0.05)
     dense = F.scaled_dot_product_attention
     calls = {
@@ -325,48 +331,60 @@ def copy_rate():
     return 2 * x.numel() * 4 / median(timed(lambda: y.copy_(x), clear, 5))
 
 
+def started(index, folder, deadline, only):
+    """A process for one row. The first rows come first where there are fewer cores."""
+    given = ["--worker", str(index), "--folder", str(folder), "--deadline", str(deadline), "--only", only]
+    command = ["nice", "-n", str(min(index % 10, 15)), sys.executable, __file__, *given]
+    with Path(folder, f"{index}{only}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def wait_for(processes, end):
+    """The rows that are neither ready nor through at the end; their processes are ended."""
+    while time.time() < end:
+        if not (
+            waiting := [i for i, (p, ready) in processes.items() if p.poll() is None and not ready.exists()]
+        ):
+            return []
+        time.sleep(0.2)
+    for i in waiting:  # one that still compiles would disturb the others
+        processes[i][0].kill()
+    return waiting
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=int)
+    parser.add_argument("--only", default="", help="of a worker, for --warm: flex, or rest")
     parser.add_argument("--folder", default=os.environ.get("RESULT", "."))
     parser.add_argument("--deadline", type=float)
+    parser.add_argument("--warm", type=float, help="so many seconds: only fill the caches of the compilers")
     parser.add_argument("--compile", type=float, default=190, help="seconds for compiling and comparing")
     parser.add_argument("--seconds", type=float, default=330, help="of the whole run")
     parser.add_argument("--rows", type=int, nargs="*", default=list(range(len(ROWS))))
     options = parser.parse_args()
     if options.worker is not None:
-        worker(options.worker, options.folder, options.deadline)
+        worker(options.worker, options.folder, options.deadline, options.only)
         return
     begin = time.time()
     folder = Path(options.folder, "gpu_peers")
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if options.warm:
+        end, never = begin + options.warm, Path(folder, "never")
+        jobs = {
+            (i, kind): (started(i, folder, end, kind), never)
+            for kind in ("flex", "rest")
+            for i in options.rows
+        }
+        print(f"not warm: {wait_for(jobs, end)}; {time.time() - begin:.0f} s")
+        return
     rate, deadline = copy_rate(), begin + options.compile
     torch.cuda.empty_cache()
-    workers = {}
-    for index in options.rows:
-        given = ["--worker", str(index), "--folder", str(folder), "--deadline", str(deadline)]
-        with Path(folder, f"{index}.log").open("w") as log:
-            command = [
-                "nice",
-                "-n",
-                str(min(index, 15)),
-                sys.executable,
-                __file__,
-                *given,
-            ]  # the first rows first
-            workers[index] = subprocess.Popen(command, stdout=log, stderr=log)
-    while time.time() < deadline + 40:
-        waiting = [
-            i for i, p in workers.items() if p.poll() is None and not Path(folder, f"{i}.ready").exists()
-        ]
-        if not waiting:
-            break
-        time.sleep(0.2)
-    print(f"{time.time() - begin:.0f} s: compiled and compared; not ready: {waiting}", flush=True)
-    for index in waiting:  # one that still compiles would disturb the others
-        workers[index].kill()
+    jobs = {i: (started(i, folder, deadline, ""), Path(folder, f"{i}.ready")) for i in options.rows}
+    late = wait_for(jobs, deadline + 25)
+    print(f"{time.time() - begin:.0f} s: compiled and compared; not ready: {late}", flush=True)
     installed = {p: metadata.version(p) for p in PACKAGES.split() if _there(p)}
     everything = {
         "device": torch.cuda.get_device_name(0),
@@ -374,7 +392,7 @@ def main():
         "bytes_per_ms": rate,
         "rows": [],
     }
-    for index, process in workers.items():
+    for index, (process, _) in jobs.items():
         if process.poll() is None and time.time() < begin + options.seconds:
             Path(folder, f"{index}.go").touch()
             try:
