@@ -6,6 +6,7 @@ import os
 os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 
 from collections import Counter
+from functools import wraps
 from pathlib import Path
 
 import jaxtyping
@@ -30,6 +31,7 @@ settings.load_profile("regard")
 
 
 QUICK_CASES = 2  # of each parametrized test
+CHECKED_EXAMPLES = 10  # of each law, where not all cases are shape-checked
 CASE = pytest.StashKey[int]()  # the number of a case among those of its test, from 1
 
 
@@ -58,8 +60,25 @@ def pytest_runtest_protocol(item):
     """With --checked-cases, shapes are checked in the first cases of each test: the others call the same functions,
     and checking doubles the time of the engine's tests."""
     limit = item.config.getoption("--checked-cases")
-    jaxtyping.config.update("jaxtyping_disable", limit is not None and item.stash[CASE] > limit)
+    checked = limit is None or item.stash[CASE] <= limit
+    jaxtyping.config.update("jaxtyping_disable", not checked)
+    if checked and limit is not None and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        item.obj.hypothesis.inner_test = check_first_examples(item.obj.hypothesis.inner_test)
     return (yield)
+
+
+def check_first_examples(test):
+    """The test of a law, whose shapes are checked in the first CHECKED_EXAMPLES examples."""
+    count = 0
+
+    @wraps(test)
+    def run(*arguments, **named):
+        nonlocal count
+        count += 1
+        jaxtyping.config.update("jaxtyping_disable", count > CHECKED_EXAMPLES)
+        return test(*arguments, **named)
+
+    return run
 
 
 @pytest.fixture(autouse=True)
