@@ -224,7 +224,7 @@ def test_mixing_without_weights_has_neither_parameters_nor_products():
         ),
         (
             {"model": "gpt2", "n": 5, "backend": "mask"},
-            "unknown backend 'mask'; known: auto, flex, reference, sdpa, tiles, triton",
+            "unknown backend 'mask'; known: auto, flash4, flex, reference, sdpa, tiles, triton",
         ),
         ({"model": "gpt2", "n": 5, "dtype": "float31"}, "unknown dtype 'float31'; did you mean float32?"),
         ({"model": "gpt2", "n": 5, "device": "cud"}, "unknown device 'cud'; did you mean cuda?"),

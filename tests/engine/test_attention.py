@@ -769,7 +769,7 @@ REFUSED = [
     (
         ShapeError,
         {"lengths": torch.tensor([3])},
-        "lengths has shape (1,); one per batch row is needed: (2,), or (2, 2) with first and end",
+        "lengths has shape (1,); one per batch row is needed: (2,), or (2, 2) with the first visible key and the end",
     ),
     (
         ShapeError,
@@ -820,7 +820,7 @@ REFUSED = [
     (
         SpecError,
         {"backend": "mask"},
-        "unknown backend 'mask'; known: auto, flex, reference, sdpa, tiles, triton",
+        "unknown backend 'mask'; known: auto, flash4, flex, reference, sdpa, tiles, triton",
     ),
     (
         BackendError,
@@ -860,7 +860,7 @@ def test_a_call_that_cannot_be_is_refused_with_its_reason(error, changes, text):
 
 
 def test_an_unknown_backend_far_from_any_name_lists_them_all():
-    with pytest.raises(SpecError, match=r"^unknown backend 'xyzzy'; known: auto, flex, "):
+    with pytest.raises(SpecError, match=r"^unknown backend 'xyzzy'; known: auto, flash4, flex, "):
         attention(*qkv(), backend="xyzzy")
 
 

@@ -162,9 +162,6 @@ def _checked(
     if not _four_axes(q, k, v):
         q, k, v, front = with_four_axes(q, k, v)
         table, options["bias"] = (_flattened(x, front) for x in (table, options.get("bias")))
-    lengths = options.get("lengths")
-    if lengths is not None and lengths.dim() == 2 and lengths.shape[1] == 2:
-        options["starts"], options["lengths"] = lengths.unbind(1)
     return check(Call(q, k, v, pattern, table, **options)), front
 
 
@@ -400,10 +397,11 @@ def check(call: Call) -> Call:
 def _check_extras(call: Call) -> None:
     q, n, m = call.q, call.n, call.m
     b = q.shape[0]
-    if call.lengths is not None and tuple(call.lengths.shape) != (b,):
+    shape = (b,) if call.lengths is None else tuple(call.lengths.shape)
+    if shape[:1] != (b,) or shape[1:] not in ((), (2,)):
         raise ShapeError(
-            f"lengths has shape {tuple(call.lengths.shape)}; one per batch row is needed: ({b},), or ({b}, 2) with "
-            "first and end"
+            f"lengths has shape {shape}; one per batch row is needed: ({b},), or ({b}, 2) with the "
+            "first visible key and the end"
         )
     if isinstance(call.pattern, per_head) and len(call.pattern.patterns) != q.shape[1]:
         raise ShapeError(

@@ -32,8 +32,9 @@ class Call:
     v: Float[Tensor, "b h_kv m d_v"]
     pattern: Pattern
     table: Bool[Tensor, "..."] | None = None
-    lengths: Int[Tensor, " b"] | None = None  # keys from there on are hidden
-    starts: Int[Tensor, " b"] | None = None  # keys before are hidden
+    lengths: Int[Tensor, "b *two"] | None = (
+        None  # where the visible keys of a batch row end; or begin and end
+    )
     bias: Bias = None
     scale: int | float | None = None  # None: 1/√d_k
     softcap: float | None = None
@@ -96,18 +97,12 @@ class Call:
 
     def visible(self) -> Bool[Tensor, "b m"] | None:
         """Which keys `lengths` leaves visible in each batch row; None: all."""
-        if self.lengths is None and self.starts is None:
+        if self.lengths is None:
             return None
         keys = torch.arange(self.m, device=self.q.device)
-        below = None if self.lengths is None else keys < self.lengths[:, None]
-        from_start = None if self.starts is None else keys >= self.starts[:, None]
-        return from_start if below is None else below if from_start is None else below & from_start
-
-    def limits(self) -> Int[Tensor, "b *two"] | None:
-        """Where the visible keys of each batch row end; where they begin and end, if they do not all begin at 0."""
-        if self.starts is None or self.lengths is None:
-            return self.lengths
-        return torch.stack([self.starts, self.lengths], 1)
+        if self.lengths.dim() == 1:
+            return keys < self.lengths[:, None]
+        return (keys >= self.lengths[:, :1]) & (keys < self.lengths[:, 1:])
 
     def hide(self) -> "Call":
         """Zeros in hidden keys and values: 0 · NaN is NaN, so a mask alone would not remove their effect."""
@@ -119,8 +114,7 @@ class Call:
 
     def may_be_empty(self) -> bool:
         """Whether a query might have no allowed key, as far as the declaration shows."""
-        hidden = self.lengths is not None or self.starts is not None or self.table is not None
-        hidden = hidden or self.pattern.has_data
+        hidden = self.lengths is not None or self.table is not None or self.pattern.has_data
         if hidden or isinstance(self.at, Tensor) or torch.compiler.is_compiling():  # sizes may be symbols
             return True
         offset = query_offset(self.pattern, self.n, self.m, self.at)
@@ -263,7 +257,7 @@ def facts_of(call: Call) -> CallFacts:
         row_offsets=isinstance(call.at, Tensor),
         table=call.table is not None,
         lengths=call.lengths is not None,
-        left_padding=call.starts is not None,
+        left_padding=call.lengths is not None and call.lengths.dim() == 2,
         bias="none" if call.bias is None else "distance" if by_distance else "tensor",
         bias_grad=needs_grad(*added),
         scale=call.scale,

@@ -42,7 +42,7 @@ class Extras(NamedTuple):
 
     table: Tensor | None  # of a bias by distance
     slopes: Tensor | None
-    lengths: Tensor | None  # as `Call.limits` gives them
+    lengths: Tensor | None  # as `Call.lengths`
     seed: Tensor | None  # of dropout
     ids: Tensor | None  # of packed documents
 
@@ -60,7 +60,7 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.dropout_p:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
     ids, text = documents.as_text(call.pattern) if call.pattern.has_data else (None, call.pattern.text)
-    extras = [_present(x, call.q) for x in (table, slopes, call.limits(), seed, ids)]
+    extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
     assert text is not None and not isinstance(call.at, Tensor)
     offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
     options = text, offset, [call.factor, call.dropout_p, call.softcap or 0.0]

@@ -236,7 +236,7 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Variant:
         assert call.bias is None or isinstance(call.bias, ByDistance)
         layouts, at = _layouts(f, call.at), call.at if isinstance(call.at, Tensor) else f.offset
         terms: dict[str, Any] = {"dropout_p": call.dropout_p, "softcap": call.softcap}
-        tiles = TileAttention(layouts, f.factor, (f.pattern, at), call.limits(), **terms)
+        tiles = TileAttention(layouts, f.factor, (f.pattern, at), call.lengths, **terms)
         with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
             return attend(call.q, call.k, call.v, tiles, call.bias)
 
@@ -281,7 +281,7 @@ def _keys(pattern: Pattern, position: int, low: int, high: int) -> list[range | 
 
 def _attend_one_query(call: Call, position: int) -> Outputs:
     """o and lse by operations that PyTorch differentiates; each batch row by itself where their keys differ."""
-    limits, b = call.limits(), len(call.q)
+    limits, b = call.lengths, len(call.q)
     with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
         if limits is None and not isinstance(call.at, Tensor):
             return _products(call, slice(None), position, [call.m])

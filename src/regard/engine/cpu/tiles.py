@@ -212,7 +212,7 @@ class TileAttention:
     place: tuple[Pattern, At | Tensor] | None = (
         None  # the pattern and the query offset, which double backward reads
     )
-    lengths: Int[Tensor, "b *two"] | None = None  # as `Call.limits` gives them; hidden keys are never read
+    lengths: Int[Tensor, "b *two"] | None = None  # as `Call.lengths`; hidden keys are never read
     dropout_p: float = 0.0
     seed: int = 0
     learns: bool = True  # whether something may be differentiated: weights are saved for it
@@ -432,10 +432,12 @@ def _double_backward(
             "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
         )
     (q, k, v), (pattern, at) = inputs, call.place
-    limits = (None, None) if call.lengths is None else call.lengths.view(len(q), -1).unbind(1)
-    starts = limits[0] if len(limits) == 2 else None
-    options: dict[str, Any] = {"lengths": limits[-1], "starts": starts, "scale": call.scale, "at": at}
-    options["softcap"] = call.softcap
+    options: dict[str, Any] = {
+        "lengths": call.lengths,
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "at": at,
+    }
     if e is None:
         return *reference_backend.gradients(grads, Call(q, k, v, pattern, **options)), None
     i = positions(pattern, q.shape[2], k.shape[2], at, q.device)

@@ -145,7 +145,7 @@ def _run(call: Call, f: CallFacts) -> Outputs:
     table, slopes = (None, None) if bias is None else (bias.table, bias.slopes)
     seed = int(sample_seed()) if call.dropout_p else NO_SEED
     options = Options(f.pattern, *f.offset, f.factor, call.dropout_p, call.softcap)
-    tensors = call.q, call.k, call.v, table, slopes, call.limits(), call.sink_logits
+    tensors = call.q, call.k, call.v, table, slopes, call.lengths, call.sink_logits
     if f.grad or f.bias_grad or needs_grad(call.sink_logits):
         return _Attend.apply(*tensors, seed, options)
     at = call.at if isinstance(call.at, Tensor) else None
