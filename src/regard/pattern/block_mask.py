@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..progression import FAR, Ints
 from .algebra import At, Pattern, RowMask, positions, query_offset
-from .classification import BLOCK, BlockGrid, both
+from .classification import BLOCK, BlockGrid, Classes, both
 from .relation import Relation
 from .word import Word
 
@@ -69,20 +69,19 @@ def from_grid(
 
     i: positions of the queries. at: start and step of them; None: one offset per batch row.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     grid = BlockGrid(i, m, 1 if at is None else at[1])
     blocks = grid.classify(pattern)
     if lengths is not None:
         blocks = both(blocks, grid.keys_below(lengths))
     n = i.shape[-1]
-    return BlockMask.from_kv_blocks(
-        *_listed(~blocks.none & ~blocks.all),
-        *_listed(blocks.all),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(pattern, n, m, at, i, lengths),
-        seq_lengths=(n, m),
-    )
+    return of_blocks(blocks, _mask_mod(pattern, n, m, at, i, lengths), n, m)
+
+
+def of_blocks(blocks: Classes, mask_mod: Callable[..., Tensor], n: int, m: int) -> "BlockMask":
+    from torch.nn.attention.flex_attention import BlockMask
+
+    lists = *_listed(~blocks.none & ~blocks.all), *_listed(blocks.all)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(n, m))
 
 
 def _listed(which: Tensor) -> tuple[Int[Tensor, "b 1 x"], Int[Tensor, "b 1 x y"]]:

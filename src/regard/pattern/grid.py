@@ -1,13 +1,16 @@
 """Neighborhoods on grids of 1 to 3 dimensions (images, video), read in row-major order."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import product
 from math import prod
+from operator import and_
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import value
 from ..errors import ShapeError, SpecError
@@ -205,6 +208,54 @@ class neighborhood(Pattern):
         options += [] if self.border == "clipped" else [f"border={self.border!r}"]
         options += [f"causal={_short(self.causal)}"] if any(self.causal) else []
         return f"neighborhood({', '.join([repr(self.grid), repr(self.kernel), *options])})"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The positions of a grid in the order of its tiles, BLOCK each: tokens of one tile have most keys in common."""
+
+    pattern: neighborhood
+    tile: tuple[int, ...]
+
+    def coordinates(self, place: Any) -> list[Any]:
+        """Of each axis, the coordinate of the position at this place."""
+        inner, outer, found = place % BLOCK, place // BLOCK, []
+        for length, side in zip(reversed(self.pattern.grid), reversed(self.tile)):
+            found.append(outer % (length // side) * side + inner % side)
+            inner, outer = inner // side, outer // (length // side)
+        return found[::-1]
+
+    def order(self, device: torch.device | None = None) -> Tensor:
+        """The position at each place."""
+        out = torch.zeros(self.pattern.size, dtype=torch.long, device=device)
+        for length, x in zip(self.pattern.grid, self.coordinates(torch.arange(len(out), device=device))):
+            out = out * length + x
+        return out
+
+    def allows(self, place: Any, key: Any) -> Any:
+        each = zip(self.pattern.axes, self.coordinates(place), self.coordinates(key))
+        return reduce(and_, (axis.allows(x, z) for axis, x, z in each))
+
+    def classify(self, device: torch.device | None = None) -> Classes:
+        """The blocks of pairs of two tiles: what all axes allow together, each axis by itself."""
+        found = []
+        for axis, side in zip(self.pattern.axes, self.tile):
+            x = torch.arange(axis.length, device=device)
+            pairs = axis.allows(x[:, None], x).unflatten(1, (-1, side)).unflatten(0, (-1, side))
+            found.append((pairs.all(-1).all(1), pairs.any(-1).any(1)))
+        every, some = (reduce(_outer, each) for each in zip(*found))
+        return Classes(every[None], ~some[None])
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    """Of (x, y) and (u, v) tables, the (x · u, y · v) table of both."""
+    return (a[:, None, :, None] & b[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
+def tilings(pattern: neighborhood) -> Iterator[Tiling]:
+    """All tiles of BLOCK positions that divide the grid."""
+    sides = ([s for s in range(1, BLOCK + 1) if BLOCK % s == length % s == 0] for length in pattern.grid)
+    return (Tiling(pattern, tile) for tile in product(*sides) if prod(tile) == BLOCK)
 
 
 def _short(each: tuple) -> Any:

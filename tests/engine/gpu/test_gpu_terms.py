@@ -79,6 +79,13 @@ def test_patterns_that_data_heads_and_grids_decide(name, dtype):
     check(q, k, v, {"pattern": patterns()[name]}, "auto", name)
 
 
+def test_a_grid_whose_tokens_are_reordered():
+    pattern = rg.neighborhood((32, 128), (15, 31), border="shifted")
+    q, k, v = qkv(1, 2, 1, 4096, 4096, 64, torch.bfloat16)
+    assert rg.explain(q, k, v, pattern).backend == "flex"
+    check(q, k, v, {"pattern": pattern}, "auto", "tiles of a grid")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_left_padding_and_offsets_per_row(dtype):
     q, k, v = qkv(3, 4, 2, 300, 700, 64, dtype)
