@@ -148,6 +148,7 @@ ALWAYS = {  # what keeps a case that happens to be right from running for long
     "bench": ["--device", "tpu"],
     "serve": ["--port", "0"],
     "train": ["--show"],
+    "train-here": ["--set", "steps=0"],
     "check": ["--cases", "1"],
 }
 

@@ -50,7 +50,7 @@ def page(verdict: Verdict) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<style>body { margin: 0 } @media (prefers-color-scheme: dark) { body { background: #161616 } }</style>"
-        f"</head><body>{inline(verdict)}</body></html>\n"
+        f"</head><body><main>{inline(verdict)}</main></body></html>\n"
     )
 
 

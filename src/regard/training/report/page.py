@@ -138,7 +138,7 @@ def numbers(checks: Sequence[Check]) -> str:
         f'<td class="measured">{_text(format_value(c.measured))}</td><td>{_text(c.expected)}</td></tr>'
         for c in checks
     )
-    head = "<tr><th></th><th>number</th><th>measured</th><th>expected</th></tr>"
+    head = "<tr><th>passed</th><th>number</th><th>measured</th><th>expected</th></tr>"
     return (
         f'<h2>The numbers that decide</h2><div class="scroll" tabindex="0"><table class="numbers">'
         f"<thead>{head}</thead>"
@@ -224,7 +224,9 @@ def attention_maps(available: bool, title: str, note: str = "A row is a query, a
     return (
         f'<h2>{_text(title)}</h2><div class="controls"><label>sentence <select id="sentence"></select></label>'
         '<label>layer <select id="layer"></select></label></div>'
-        '<div id="heads" aria-label="heads"></div><div id="map"></div><p id="reading">&nbsp;</p>'
+        '<div id="heads" role="group" aria-label="heads"></div>'
+        '<div id="map" tabindex="0" role="group" aria-label="the map; a row is a query"></div>'
+        '<p id="reading">&nbsp;</p>'
         f'<p class="note">{_text(note)} Bright means a large weight; colors show the square root of the weight, so '
         "that small weights stay visible.</p>"
     )
@@ -334,7 +336,7 @@ def laws(results: tuple[LawResult, ...]) -> str:
         f"{_text(o.status)}</td><td>{_text(o.message)}</td><td class='number'>{o.cases}</td></tr>"
         for o in results
     )
-    head = "<tr><th></th><th>law</th><th>result</th><th></th><th class='number'>cases</th></tr>"
+    head = "<tr><th>number</th><th>law</th><th>result</th><th>reason</th><th class='number'>cases</th></tr>"
     return (
         f'<h2>Laws</h2><div class="scroll" tabindex="0"><table><thead>{head}</thead>'
         f"<tbody>{rows}</tbody></table></div>"

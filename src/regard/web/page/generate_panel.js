@@ -23,8 +23,10 @@ async function generate(forced) {
   at("python-generate").textContent = model.translates ? `regard.translate(${quoted(text)}, strategy=regard.greedy())` : `regard.generate(model, [${model.reads === "ids" ? "[" + text + "]" : "tokens.encode([" + quoted(text) + "])[0]"}], max_new_tokens=40)`;
   remember();
   while (output.ids.length < 60 && mine === output.run) {
-    const found = await ask("/api/next", { text, after: output.ids }, at("generate-error"), ["generate-result"]);
-    if (!found || mine !== output.run) break;
+    const found = await ask("/api/next", { text, after: output.ids }, at("generate-error"));
+    if (mine !== output.run) break;
+    at("generate-result").classList.toggle("stale", !found);
+    if (!found) break;
     const next = forced || found.top[0];
     forced = null;
     output.ids.push(next.id);
