@@ -103,6 +103,12 @@ def test_auto_takes_it_where_it_is_faster(installed):
     assert dense.backend == "flash4"
     assert dense.variant == "flash-attn-4 4.0.0b36, causal, deterministic backward"
     assert on_gpu(rg.causal(), 16385, d_k=64, d_v=64).backend == "flash4"
+    for grad in (False, True):  # as measured
+        assert (
+            on_gpu(LOCAL, 32769, grad=grad).backend
+            == on_gpu(rg.window(256), 32769, grad=grad).backend
+            == "triton"
+        )
     assert on_gpu(LOCAL | rg.sinks(4), 16385).backend == "triton"
     assert on_gpu(rg.causal(), 131).backend == "sdpa"  # the CPU takes longer than the GPU
     assert on_gpu(rg.causal(), 16385, dtype=torch.float32).backend == "sdpa"
