@@ -51,6 +51,32 @@ def test_options_that_are_no_tensors_are_refused_in_words(options, message):
         rg.attention(X, X, X, **options)
 
 
+@pytest.mark.parametrize("cap", ["3", True, torch.tensor(3.0)], ids=str)
+def test_a_softcap_is_a_number(cap):
+    with pytest.raises(rg.SpecError, match=r"is no number; use None for scores without a cap$"):
+        rg.attention(X, X, X, softcap=cap)
+
+
+def test_a_table_that_does_not_fit_the_memory_says_what_it_needs():
+    def fn(i, j):
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 720000000000 bytes"
+        )
+
+    with pytest.raises(rg.BackendError) as error:
+        rg.attention(X, X, X, rg.where(fn))
+    assert str(error.value) == (
+        "where(fn) over 5 queries and 5 keys needs a table of 0.0 GiB, and several times as much while it is made: "
+        "more than there is. Declare it by words (rg.window, rg.every, …), or compute fewer queries at a time (at=)"
+    )
+
+    def broken(i, j):
+        raise RuntimeError("another reason")
+
+    with pytest.raises(RuntimeError, match="another reason"):
+        rg.attention(X, X, X, rg.where(broken))
+
+
 def test_a_query_offset_is_a_whole_number():
     with pytest.raises(rg.SpecError, match=r"^at=1\.5: a query offset is a whole number$"):
         rg.attention(X, X, X, rg.causal(), at=1.5)

@@ -132,6 +132,18 @@ def test_they_run_with_causal_and_with_gradients(make):
             lambda: rg.tree(torch.arange(-1, 3)).allowed(5),
             "tree(<4 parents>) over 5 keys: one parent per key is needed, (5,) or (b, 5)",
         ),
+        (
+            lambda: rg.tree(torch.tensor([-1.0, 0.0])),
+            "tree: parents of torch.float32; whole numbers are needed, such as parents.long()",
+        ),
+        (
+            lambda: rg.tree([-1, 0]),
+            "tree: parents is of type list, not a tensor; use torch.as_tensor(parents)",
+        ),
+        (
+            lambda: rg.selected(torch.tensor([[0.0]]), 2),
+            "selected: indices of torch.float32; whole numbers are needed, such as indices.long()",
+        ),
         (lambda: rg.selected(torch.tensor([[0, -3]]), 2), "selected: there is no block -3; −1 lists none"),
         (lambda: rg.selected(torch.tensor([[0]]), 0), "selected(size=0): a whole number >= 1 is needed"),
         (

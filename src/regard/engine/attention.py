@@ -411,6 +411,10 @@ def _check_extras(call: Call) -> None:
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
         )
+    if call.softcap is not None and (
+        isinstance(call.softcap, bool) or not isinstance(call.softcap, int | float)
+    ):
+        raise SpecError(f"softcap={call.softcap!r} is no number; use None for scores without a cap")
     if call.softcap is not None and not call.softcap > 0:
         raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
     if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import compat
-from ..errors import ShapeError
+from ..errors import BackendError, ShapeError
 from ..pattern import At, Pattern, causal, documents, full, positions, query_offset
 from ..pattern import lengths as pattern_lengths
 from ..position import ByDistance
@@ -375,9 +375,20 @@ def has_empty_row(pattern: Pattern, n: int, m: int, start: int, step: int) -> bo
 def dense(pattern: Pattern, n: int, m: int, at: At | Tensor, like: Tensor) -> Bool[Tensor, "*b n m"]:
     """pattern.allowed, cached for the few sizes in use while it is small."""
     real = type(like) is Tensor and not torch.compiler.is_compiling()  # a fake tensor must not be cached
-    if not real or isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
+    if not real:
         return pattern.allowed(n, m, at, like.device)
-    return _dense(pattern, n, m, at, like.device)
+    try:
+        if isinstance(at, Tensor) or pattern.has_data or n * m > 1 << 22:
+            return pattern.allowed(n, m, at, like.device)
+        return _dense(pattern, n, m, at, like.device)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error) and "out of memory" not in str(error):
+            raise
+        raise BackendError(
+            f"{pattern!r} over {n:,} queries and {m:,} keys needs a table of {n * m / 2**30:,.1f} GiB, and several "
+            "times as much while it is made: more than there is. Declare it by words (rg.window, rg.every, …), or "
+            "compute fewer queries at a time (at=)"
+        ) from error
 
 
 @lru_cache(maxsize=32)

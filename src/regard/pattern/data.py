@@ -130,6 +130,7 @@ class tree(Data):
     parents: Int[Tensor, "*b m"]
 
     def __post_init__(self):
+        _require_whole("tree", "parents", self.parents)
         _ = self.preorder  # raises where the parents are no tree
 
     @cached_property
@@ -189,6 +190,15 @@ class tree(Data):
         return f"tree(<{'×'.join(map(str, self.parents.shape))} parents>)"
 
 
+def _require_whole(word: str, name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise ShapeError(
+            f"{word}: {name} is of type {type(x).__name__}, not a tensor; use torch.as_tensor({name})"
+        )
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ShapeError(f"{word}: {name} of {x.dtype}; whole numbers are needed, such as {name}.long()")
+
+
 def _below(node: Any, first: Any, end: Any) -> Any:
     return (node >= first) & (node < end)
 
@@ -235,6 +245,7 @@ class selected(Data):
     def __post_init__(self):
         if type(self.size) is not int or self.size < 1:
             raise ShapeError(f"selected(size={self.size!r}): a whole number >= 1 is needed")
+        _require_whole("selected", "indices", self.indices)
         if not 2 <= self.indices.dim() <= 4:
             raise ShapeError(
                 f"selected: indices of shape {tuple(self.indices.shape)}; (blocks, k), (b, blocks, k) or "
