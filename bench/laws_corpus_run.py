@@ -30,7 +30,7 @@ def run(task):
     from regard.laws import Budget, check
 
     entry, cases, laws = task
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     row = {"name": entry.name, "family": entry.family, "set": entry.set}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,6 +48,7 @@ def run(task):
         "failure": verdict.failure,
         "notes": list(verdict.target.notes),
         "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - used,
     }
 
 
@@ -62,6 +63,7 @@ def summary(rows) -> dict:
     caught = [r for r in faulty if r["exit"] == 1]
     named = [r for r in caught if same_cause(r)]
     times = sorted(r["seconds"] for r in rows)
+    used = sorted(r["cpu_seconds"] for r in rows if "cpu_seconds" in r) or [0.0]
     return {
         "faulty": len(faulty),
         "caught": len(caught),
@@ -70,6 +72,8 @@ def summary(rows) -> dict:
         "false alarms": len([r for r in right if r["exit"] != 0]),
         "seconds, median": round(times[len(times) // 2], 2),
         "seconds, longest": round(times[-1], 2),
+        "processor seconds, median": round(used[len(used) // 2], 2),
+        "processor seconds, longest": round(used[-1], 2),
     }
 
 

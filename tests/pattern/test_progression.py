@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
+from regard.errors import SpecError
 from regard.pattern import (
     algebra,
     blocks,
@@ -187,6 +188,21 @@ def test_more_terms_than_are_counted_are_enumerated(monkeypatch):
     assert p.count(97) == wanted
     monkeypatch.setattr(counting, "MAX_TERMS", 64)
     assert p.count(97) == wanted
+
+
+def test_a_count_that_would_take_minutes_is_refused_with_the_limit_named(monkeypatch):
+    p = reduce(or_, (every(k, k - 1) & blocks(k + 1) for k in (7, 11, 13)))
+    wanted = int(p.allowed(5000).sum())
+    assert p.count(5000) == wanted
+    monkeypatch.setattr(counting, "MAX_ROWS", 100)
+    with pytest.raises(SpecError, match=r"6 words at n = 5,000, m = 5,000 takes more than the 100 rows"):
+        p.count(5000)
+    monkeypatch.setattr(counting, "MAX_TERMS", 2)
+    with pytest.raises(
+        SpecError, match=r"more than 2 combinations of words, .* up to n · m = 1,000; count a"
+    ):
+        monkeypatch.setattr(algebra, "MAX_PAIRS", 1000)
+        p.count(5000)
 
 
 # The parts.

@@ -1,5 +1,6 @@
 """`check`: every law that applies, on any attention, and the outcomes. `replay`: one case of one law."""
 
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,12 +48,12 @@ def check(
 
 def _outcomes(chosen: Iterable[Law], target: Target, budget: Budget, probed: Probe) -> Iterator[Outcome]:
     """The laws one after another; after some calls that never returned, the rest is not tried."""
-    timeouts = 0
+    timeouts, began = 0, time.process_time()
     for law in chosen:
         if timeouts >= MAX_TIMEOUTS:
             yield Outcome(law, "too slow", f"not tried after {timeouts} calls without an answer")
             continue
-        outcome = try_law(law, target, budget, probed=probed)
+        outcome = try_law(law, target, budget, probed=probed, used=time.process_time() - began)
         timeouts += search.TIMEOUT_WORDS in outcome.message
         yield outcome
 

@@ -18,6 +18,7 @@ from .snippet import snippet
 from .target import KIND_NAMES, Model, Target
 
 MAX_INEXPRESSIBLE = 300  # cases that the target's arguments cannot express before sampling stops
+MIN_SECONDS = 0.2  # for the cases of a law whose predecessors have used up the time of the check
 SHRINK_SECONDS = 4.0  # the time limit for the search of a smaller counterexample
 NEUTRAL_FILES = (
     "torch",
@@ -35,21 +36,38 @@ ALWAYS_CAUSAL = (  # laws of functions that hold where every call is causal or h
 
 @dataclass(frozen=True)
 class Budget:
-    """How much to test: cases per law and seconds per law. Sampled laws run `seeds` cases instead."""
+    """How much to test: cases per law, seconds per law, and processor seconds for all laws of a check.
+
+    Sampled laws run `seeds` cases instead. A slow target uses up `total`; the laws that follow get fewer cases.
+    """
 
     cases: int = 40
     seconds: float = 8.0
     seeds: int = 1
+    total: float = 12.0
 
     def __post_init__(self):
-        if self.cases < 1 or self.seeds < 1 or self.seconds <= 0:
-            raise SpecError(f"{self!r}: cases and seeds need to be at least 1, seconds above 0")
+        if self.cases < 1 or self.seeds < 1 or self.seconds <= 0 or self.total <= 0:
+            raise SpecError(f"{self!r}: cases and seeds need to be at least 1, seconds and total above 0")
+
+    def share(self, used: float) -> float:
+        """Seconds for the cases of the next law, where those before it have used some of the total."""
+        return min(self.seconds, max(MIN_SECONDS, (self.total - used) / 4))
 
 
 def try_law(
-    law: Law, target: Target, budget: Budget | None = None, *, seed: int = 0, probed: Probe | None = None
+    law: Law,
+    target: Target,
+    budget: Budget | None = None,
+    *,
+    seed: int = 0,
+    probed: Probe | None = None,
+    used: float = 0.0,
 ) -> Outcome:
-    """The outcome of one law on one target. probed: what probing the target showed; None probes it first."""
+    """The outcome of one law on one target. probed: what probing the target showed; None probes it first.
+
+    used: the processor seconds that the laws before it have taken of the budget.
+    """
     budget = budget or Budget()
     if refusal := missing_device(target):
         return Outcome(law, "not applicable", refusal)
@@ -74,7 +92,7 @@ def try_law(
     promised = law.promise is None or target.declares(law.promise) is True
     if law.promise is not None and target.declares(law.promise) is False:
         return Outcome(law, "not promised", "declared as lacking; not tested")
-    outcome = _Run(law, trial, harness, seed).outcome(budget)
+    outcome = _Run(law, trial, harness, seed).outcome(budget, used)
     return outcome if promised else _observed(outcome)
 
 
@@ -135,15 +153,16 @@ class _Run:
         self.case: Case | None = None  # the one that is running
         self.worst = Measurement(0.0, "")
 
-    def outcome(self, budget: Budget) -> Outcome:
+    def outcome(self, budget: Budget, used: float = 0.0) -> Outcome:
         limit = max(self.harness.target.seconds or budget.seconds, self.trial.seconds)
+        until = time.process_time() + max(min(limit, budget.share(used)), self.trial.seconds)
         wanted = budget.seeds if self.trial.per_seed else budget.cases
         error: Exception | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 with search.time_limit(limit * 3):
-                    self._sample(wanted, self.began + limit)
+                    self._sample(wanted, until)
             except search.TooSlow:
                 message = f"no answer within {limit * 3:.0f} s"
                 return Outcome(self.law, "too slow", message, self.cases, seed=self.seed)
@@ -165,9 +184,9 @@ class _Run:
         return self._result("broken", message, measurement.error, case)
 
     def _sample(self, wanted: int, until: float) -> None:
-        """Run cases until enough of them hold, one breaks the law, or the time is up."""
+        """Run cases until enough of them hold, one breaks the law, or the processor time is up."""
         for case in search.cases(self.space, self._fits, self.seed, self.trial.per_seed):
-            if self.cases >= wanted or (self.cases and time.monotonic() > until):
+            if self.cases >= wanted or (self.cases and time.process_time() > until):
                 return
             self.case = case
             try:

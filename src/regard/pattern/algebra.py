@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 At = int | tuple[int, int] | None
 MAX_COUNTED_WORDS = 12  # inclusion and exclusion has up to 2^words terms; beyond this, rows are enumerated
 CHUNK_PAIRS = 1 << 24  # pairs enumerated at a time
+MAX_PAIRS = 1 << 33  # enumerated for one count: about ten seconds
 KINDS: dict[str, type] = {}  # what JSON may name; `register` adds to it
 RowMask = Callable[[Any, Any, Any], Any]  # (batch row, query position, key position) ↦ allowed
 
@@ -172,7 +173,8 @@ class Pattern:
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
 
-        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are enumerated.
+        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are enumerated. A pattern of so many
+        words with so long periods that it would take minutes is refused.
         """
         m = n if m is None else m
         start, step = query_offset(self, n, m, at)
@@ -183,7 +185,20 @@ class Pattern:
         try:
             return counting.count(self.terms(), n, m, start, step)
         except counting.TooManyTerms:
-            return int(self.row_counts(n, m, at).sum())
+            if n * m <= MAX_PAIRS:
+                return int(self.row_counts(n, m, at).sum())
+            limit = (
+                f"more than {counting.MAX_TERMS:,} combinations of words, "
+                f"which are counted up to n · m = {MAX_PAIRS:,}"
+            )
+        except counting.TooManyRows:
+            limit = (
+                f"more than the {counting.MAX_ROWS:,} rows that a count may visit, since its periods are long"
+            )
+        raise SpecError(
+            f"counting the pairs of {len(set(self.leaves()))} words at n = {n:,}, m = {m:,} takes {limit}; "
+            "count a shorter sequence, or a pattern of fewer words"
+        )
 
     @property
     def _enumerated(self) -> bool:

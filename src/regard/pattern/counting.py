@@ -14,6 +14,7 @@ from ..progression import FAR, Ints, Progression, solve
 from .relation import Relation
 
 MAX_TERMS = 1 << 14  # counted in a second or two
+MAX_ROWS = 1 << 28  # rows of single terms: five seconds or so
 
 Terms = dict[Relation, int]  # an indicator as a polynomial: Σ coefficient · indicator of the relation
 
@@ -28,6 +29,30 @@ def plus(a: Terms, b: Terms, times: int = 1) -> Terms:
 
 class TooManyTerms(Exception):
     """Inclusion and exclusion has up to 2^words terms."""
+
+
+class TooManyRows(Exception):
+    """The periods of the terms are so long that too many rows would be visited."""
+
+
+class _Budget:
+    """The rows that one count may still visit."""
+
+    def __init__(self) -> None:
+        self.left = MAX_ROWS
+
+    def spend(self, rows: int) -> None:
+        self.left -= rows
+        if self.left < 0:
+            raise TooManyRows
+
+    def charged(self, rows: Callable[[Ints], Ints]) -> Callable[[Ints], Ints]:
+        return partial(_charged, self, rows)
+
+
+def _charged(budget: _Budget, rows: Callable[[Ints], Ints], t: Ints) -> Ints:
+    budget.spend(t.size)
+    return rows(t)
 
 
 def product(a: Terms, b: Terms) -> Terms:
@@ -61,22 +86,28 @@ def _count_rows(terms: Terms, m: int, offset: tuple[int, int], dtype: type, t: I
 
 def count(terms: Terms, n: int, m: int, start: int, step: int) -> int:
     """How many pairs: Σ coefficient · |pairs of the relation|."""
-    return sum(coefficient * _pairs(relation, n, m, start, step) for relation, coefficient in terms.items())
+    budget = _Budget()
+    return sum(
+        coefficient * _pairs(relation, n, m, start, step, budget) for relation, coefficient in terms.items()
+    )
 
 
-def _pairs(r: Relation, n: int, m: int, start: int, step: int) -> int:
+def _pairs(r: Relation, n: int, m: int, start: int, step: int, budget: _Budget) -> int:
     """How many pairs satisfy one relation: by keys, by rows, or by diagonals, whichever are fewest."""
     if not r.reads_query:
         return n * int(row_counter({r: 1}, m, start, step)(np.zeros(1, dtype=np.int64))[0])
     if r.query_class[0] > 1:  # count over the queries of that class alone
         t, by = solve(start, step, *r.query_class)
         left = len(range(t, n, by)) if by else 0
-        return _pairs(replace(r, query_class=(1, 0)), left, m, start + step * t, step * by) if left else 0
+        rest = replace(r, query_class=(1, 0))
+        return _pairs(rest, left, m, start + step * t, step * by, budget) if left else 0
     if r.key_class[0] > 1 and step == 1 and all(start % k == 0 for k in (r.divisor, *r.blocks)):
-        return _pairs(_by_keys(r, start), m, n, 0, 1)  # over the keys of that class alone
+        return _pairs(_by_keys(r, start), m, n, 0, 1, budget)  # over the keys of that class alone
     period = r.period
     differences = _differences(r, n, m, start, step)
-    if len(differences) < min(n, 2 * period) and _diagonals_pay(r, len(differences), n, step, 2 * period):
+    visits = _diagonal_visits(r, len(differences), n, step)
+    if len(differences) < min(n, 2 * period) and visits < min(n, 2 * period) // 2:
+        budget.spend(visits)
         return _by_diagonals(r, differences, n, m, start, step)
     fixed = {0, m - 1} | ({r.key_below - 1} if r.key_below < FAR else set())  # bounds on j that stay
     moving = {-b for b in (r.near, r.far) if abs(b) < FAR} | (
@@ -86,7 +117,7 @@ def _pairs(r: Relation, n: int, m: int, start: int, step: int) -> int:
     breaks = [(x - start) // step for x in {b - a for a in moving for b in fixed} | ends]
     slack = sum(r.blocks) // step + 1  # the bounds of a block are a staircase along j = i
     rows = row_counter({r: 1}, m, start, step, _dtype(r, fixed | moving | ends | {start, start + step * n}))
-    return progression.total(rows, n, breaks, slack, period // gcd(period, step))
+    return progression.total(budget.charged(rows), n, breaks, slack, period // gcd(period, step))
 
 
 def _by_keys(r: Relation, start: int) -> Relation:
@@ -106,11 +137,11 @@ def _differences(r: Relation, n: int, m: int, start: int, step: int) -> range:
     return range(-(-near // r.divisor) * r.divisor, far + 1, r.divisor)
 
 
-def _diagonals_pay(r: Relation, differences: int, n: int, step: int, visits: int) -> bool:
-    """Whether counting by diagonals is cheaper than `visits` rows; without blocks a diagonal is one progression."""
+def _diagonal_visits(r: Relation, differences: int, n: int, step: int) -> int:
+    """How many queries counting by diagonals visits; without blocks a diagonal is one progression, and none is."""
     by = lcm(step, r.key_class[0])
     plain = not r.blocks or (len(r.blocks) == 1 and by == 1)
-    return plain or differences * (n // by + 1) < min(visits, n) // 2
+    return 0 if plain else differences * (n // by + 1)
 
 
 def _by_diagonals(r: Relation, differences: range, n: int, m: int, start: int, step: int) -> int:
