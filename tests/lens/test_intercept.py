@@ -330,6 +330,31 @@ def test_what_could_not_be_recorded_is_reported():
         look(LinearAttention(), torch.randn(2, 7, 12))
 
 
+class SampledAttention(nn.Module):
+    """A softmax over sampled points and not over keys, as in deformable attention, in a part without parameters."""
+
+    def forward(self, x, weights):
+        return (weights.softmax(-1)[..., None] * x[:, :4].unsqueeze(1)).sum(-2)
+
+
+class DeformableAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights, self.attend = nn.Linear(8, 4), SampledAttention()
+
+    def forward(self, x):
+        return self.attend(x, self.weights(x))
+
+
+def test_an_attention_whose_part_has_no_parameters_is_named_as_missed():
+    model = nn.Sequential(
+        DeformableAttention(), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    ).eval()
+    view = look(model, torch.randn(1, 5, 8))
+    assert len(view.calls) == 1
+    assert view.missed == ("0 (DeformableAttention): it ran, but no attention call was found in it",)
+
+
 def test_everything_is_restored_even_after_an_error():
     from torch.nn.modules import module as hooks
 

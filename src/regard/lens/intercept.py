@@ -199,8 +199,9 @@ class Interceptor(DispatchMode):
             return
         path = self.path()
         _, before, contains_named = self._running.pop()
-        named = bool(ATTENTION_NAME.search(type(module).__name__))
-        if named and not contains_named and any(True for _ in module.parameters()):
+        # A part without parameters belongs to the module around it, which is judged with what ran in the part.
+        named = bool(ATTENTION_NAME.search(type(module).__name__)) and any(True for _ in module.parameters())
+        if named and not contains_named:
             calls, unread = (now - then for now, then in zip(self._seen, before, strict=True))
             self._judge(f"{path} ({type(module).__name__})", calls, unread)
         if self._running and (named or contains_named):
