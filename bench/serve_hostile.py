@@ -87,7 +87,7 @@ def nested(rng: random.Random) -> dict:
 
 def body(rng: random.Random) -> tuple[str, bytes]:
     """A path and what is sent to it."""
-    kind = rng.randrange(8)
+    kind = rng.randrange(10)
     if kind == 0:
         raw = rng.choice((b"", b"null", b"[]", b"[" * 5000, b'{"n":' * 3000, rng.randbytes(200), b"1" * 6000))
         return rng.choice(("/api/pattern", "/api/cost", "/api/look", "/api", "/x")), raw
@@ -102,6 +102,8 @@ def body(rng: random.Random) -> tuple[str, bytes]:
             "train": junk(rng) if rng.random() < 0.05 else True,
         }
         path = "/api/pattern"
+    elif kind >= 8:
+        path, given = studio(rng)
     elif kind == 5:
         given, path = (
             {rng.choice(("text", "pattern", "model")): junk(rng)},
@@ -116,6 +118,50 @@ def body(rng: random.Random) -> tuple[str, bytes]:
         return path, json.dumps(given).encode()
     except RecursionError:
         return path, b"{" * 3000
+
+
+def studio(rng: random.Random) -> tuple[str, dict]:
+    """A request of the studio's panels with one field replaced by junk, or with none."""
+    large = rng.choice((0, 3, 64, 1000, 10**9))
+    sized = {
+        "name": rng.choice(("tiny", "tiny-gpt", "llama", "²", "")),
+        "n": rng.choice((1, 512, 1 << 20)),
+        "batch": 1,
+    }
+    said = {
+        "text": rng.choice(("5, 12, 7", "1", "9" * 3000, "a b", "1,")),
+        "layer": 0,
+        "head": large % 3,
+        "query": 1,
+    }
+    path, given = rng.choice(
+        (
+            (
+                "/api/region",
+                {"pattern": pattern(rng), "n": large or 1, "i": large, "j": 0, "size": large or 1},
+            ),
+            ("/api/pair", {"pattern": pattern(rng), "i": large, "j": 5}),
+            ("/api/resized", {**sized, "layers": rng.choice((None, 1, 1000))}),
+            ("/api/curve", sized),
+            ("/api/fitting", {**sized, "gib": rng.choice((1e-9, 80.0, 1e300))}),
+            (
+                "/api/laws",
+                {
+                    "target": rng.choice(("sdpa", "", "os.system")),
+                    "cases": 1,
+                    "code": rng.choice((None, "1")),
+                },
+            ),
+            ("/api/heads", said),
+            ("/api/steps", said),
+            ("/api/remove", {**said, "key": 0}),
+            ("/api/next", {**said, "after": [large]}),
+            ("/api/beams", {**said, "width": rng.choice((1, 8, 9)), "steps": 5}),
+        )
+    )
+    if rng.random() < 0.6:
+        given[rng.choice(list(given))] = junk(rng)
+    return path, given
 
 
 def send(path: str, data: bytes | None) -> tuple[int, bytes, float]:
@@ -144,7 +190,7 @@ def resident(pid: int) -> int:
     return total
 
 
-def hostile(requests: int, clients: int, seed: int, pid: int, minutes: float | None) -> dict:
+def hostile(requests: int, clients: int, seed: int, pid: int, minutes: float | None, deadline: float) -> dict:
     """At most this many requests, or as many as fit into the minutes."""
     until = time.monotonic() + 60 * (minutes or 1e6)
     statuses: collections.Counter = collections.Counter()
@@ -187,7 +233,9 @@ def hostile(requests: int, clients: int, seed: int, pid: int, minutes: float | N
     return {
         "requests": sum(statuses.values()),
         "statuses": dict(sorted(statuses.items())),
+        "deadline_s": deadline,
         "longest_s": round(max(seconds), 2),
+        "over_the_deadline_by_1_s": sum(x > deadline + 1 for x in seconds),
         "page_median_ms": round(1e3 * statistics.median(page), 1),
         "page_99th_percentile_ms": round(1e3 * sorted(page)[int(0.99 * len(page))], 1),
         "page_longest_ms": round(1e3 * max(page), 1),
@@ -240,9 +288,11 @@ def main() -> None:
     options.add_argument("--crowd", type=int, nargs=2, default=(200, 50), metavar=("CLIENTS", "EACH"))
     options.add_argument("--minutes", type=float, help="of hostile requests at most")
     options.add_argument("--model", default="tiny-gpt")
+    options.add_argument("--deadline", type=float, default=10.0, help="of the server, for one request")
     options.add_argument("--out", type=Path)
     given = options.parse_args()
     command = [sys.executable, "-m", "regard", "serve", given.model, "--port", str(PORT)]
+    command += ["--deadline", str(given.deadline)]
     server = subprocess.Popen(command)
     try:
         while send("/api/pattern", b'{"pattern": "causal()"}')[0] != 200:
@@ -250,7 +300,7 @@ def main() -> None:
         before = resident(server.pid) // 10**6
         result = {
             "resident_mb_at_start": before,
-            **hostile(given.requests, given.clients, given.seed, server.pid, given.minutes),
+            **hostile(given.requests, given.clients, given.seed, server.pid, given.minutes, given.deadline),
         }
         result["crowd"] = crowd(*given.crowd)
         start = time.monotonic()
