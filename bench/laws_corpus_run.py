@@ -1,7 +1,7 @@
 """How many of the faulty attentions in laws_corpus `check` catches, with which cause, and how often it is wrong.
 
 python bench/laws_corpus_run.py --out bench/results/laws_corpus.json      # everything, two processes
-python bench/laws_corpus_run.py --only varlen --cases 8
+python bench/laws_corpus_run.py --only varlen --cases 8                   # of these names, or of this file of fresh/
 python bench/laws_corpus_run.py --rows rows.jsonl --minutes 5             # in pieces: finished rows are not run again
 """
 
@@ -98,7 +98,9 @@ def main():
     chosen = [
         e
         for e in chosen
-        if options.only in e.name and options.set in ("", e.set) and (not options.right or not e.family)
+        if (options.only in e.name or e.source.startswith(options.only + ":"))
+        and options.set in ("", e.set)
+        and (not options.right or not e.family)
     ][:: options.every]
     rows = []
     if options.rows and options.rows.exists():
