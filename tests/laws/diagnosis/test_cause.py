@@ -172,3 +172,48 @@ def test_the_condition_is_the_simplest_that_separates():
     )
     assert condition([base | {"dtype": "float16"}], [base]) == "in float16"
     assert condition([base], []) == ""
+
+
+def in_the_denominator(q, k, v):
+    e = (q @ k.mT / q.shape[-1] ** 0.5).exp()
+    return e @ v / (e.sum(-1, keepdim=True) + 0.037)
+
+
+def capped(q, k, v):
+    return (3.3 * (q @ k.mT / q.shape[-1] ** 0.5 / 3.3).tanh()).softmax(-1) @ v
+
+
+def cosine_without_scale(q, k, v):
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def masked_in_head_0(q, k, v, mask=None):
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if mask is not None:
+        scores[:, :1] = scores[:, :1].masked_fill(~mask[..., :1, :, :].expand_as(scores[:, :1]), -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def summed_over_the_batch(q, k, v):
+    return (q @ k.sum(0, keepdim=True).mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+def zero_is_none(q, k, v, scale=None):
+    return (q @ k.mT * (scale or q.shape[-1] ** -0.5)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("faulty", "family", "words"),
+    [
+        (in_the_denominator, "extra term in the denominator", "an additional term of 0.037"),
+        (capped, "clipped scores", "squashed to 3.3 · tanh(s / 3.3)"),
+        (cosine_without_scale, "cosine scores", "cosine similarity instead of q·k; and the scores"),
+        (masked_in_head_0, "mask of one head", "the mask is ignored, for some of the heads (here head 1)"),
+        (summed_over_the_batch, "batch rows mixed", "an output depends on another row of the batch"),
+        (zero_is_none, "scale ignored", "a given scale of 0 is taken for none"),
+    ],
+)
+def test_numbers_pairs_and_parts_of_outputs_are_found(faulty, family, words):
+    cause = check(faulty, ["L65"], FEW).cause
+    assert cause.family == family and words in cause.headline

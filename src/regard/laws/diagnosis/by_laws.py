@@ -15,7 +15,7 @@ AXES = "move axes with transpose, not with view or reshape"
 LSE = "return ln Σ exp(scores) over the allowed keys"
 BEFORE = "mask padded keys before softmax"
 
-OF_EVERY_OUTPUT = {"L48", "L62"}
+OF_EVERY_OUTPUT = {"L48", "L62", "L60"}  # of functions: wrong outputs break them, whatever is wrong
 VALUES = {"L01", "L05", "L06", "L34", "L61"}  # wrong outputs: wrong gradients follow from them
 
 # law → fault, family, fix; the first broken one in this order is the cause.
@@ -96,9 +96,7 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
     follows = "L50" in broken and "reached" not in broken["L50"].message and VALUES & set(broken)
     order = [n for n in BY_LAW if n in broken and not (n == "L50" and follows)]
     if isinstance(harness.target, Function) and VALUES & set(broken):
-        order = [
-            n for n in order if n not in OF_EVERY_OUTPUT
-        ]  # they compare outputs with the definition as well
+        order = [n for n in order if n not in OF_EVERY_OUTPUT]
     number = next(iter(order), next(iter(broken)))
     outcome = broken[number]
     name, family, fix = BY_LAW.get(

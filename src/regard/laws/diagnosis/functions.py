@@ -1,6 +1,7 @@
 """Finds the likely cause of a function's faults by comparing its outputs with those of faulty variants."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,12 +12,20 @@ from ..measurement import compare
 from ..probe import describe
 from .cause import Cause
 from .conditions import condition
+from .fitted import fitting
 from .formula import Formula, Variant
-from .samples import Sample, close, expected, observe, samples
+from .mixing import mixed
+from .samples import TOLERANCE, Sample, close, expected, observe, samples
 from .symptoms import symptom
-from .variants import VARIANTS
+from .variants import CORE, VARIANTS
 
 RIGHT = Formula()
+UNDEFINED = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    ArithmeticError,
+)  # a variant is not defined for these sizes
 MATCH_SECONDS = 6.0  # processor time for comparing variants
 PAIR_SECONDS = 4.0  # and for comparing pairs of them
 OBSERVE_SECONDS = 5.0  # processor time after which large calls of a target are left out
@@ -89,12 +98,18 @@ def find_cause(harness: Harness) -> Cause | None:
     seen = observations(harness)
     if not seen.wrong:
         return _from_error(seen)
-    best = _best(seen)
+    ranked = _ranked(seen)
+    best = ranked[0] if ranked else None
+    compared = _spread(seen.wrong, MAX_COMPARED)
+    if best is None or len(best[1]) < len(compared):
+        if (cause := _parts(seen) or _dependence(seen)) is not None:
+            return cause
+        partial = [v for v, *_ in ranked[:MAX_PAIRS]] or [v for v in CORE if relevant(v, compared[0][0])]
+        best = _pair(partial, compared, _spread(seen.right, MAX_COMPARED)) or best
     if best is None:
         return _unexplained(seen)
     variant, matched, contradicted = best
     where = ""
-    compared = _spread(seen.wrong, MAX_COMPARED)
     if contradicted or len(matched) < len(compared):
         rest = [s.facets for s, *_ in compared if s.name not in matched]
         same = [s.facets for s in contradicted]
@@ -123,18 +138,18 @@ def _matches(variant: Variant | Formula, sample: Sample, got: list[Tensor]) -> b
     formula = variant.formula() if isinstance(variant, Variant) else variant
     try:
         return close(got, expected(formula, sample), dtype_of(sample))
-    except (RuntimeError, IndexError, ValueError):  # a variant that is not defined for these sizes
+    except UNDEFINED:
         return False
 
 
-def _best(seen: Observations) -> tuple[Variant, set[str], list[Sample]] | None:
-    """The variant that explains most wrong samples and contradicts fewest right ones."""
+def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
+    """The variants that explain a wrong sample; first what explains most and contradicts fewest right ones."""
     wrong = _spread(seen.wrong, MAX_COMPARED)
     right = _spread(seen.right, MAX_COMPARED)
     first = _spread(seen.wrong, 6)
     scored = []
     until = time.process_time() + MATCH_SECONDS
-    for order, variant in enumerate(VARIANTS):
+    for order, variant in enumerate(_candidates(seen)):
         if time.process_time() > until:
             break
         tried = [(s, got) for s, got, *_ in first if relevant(variant, s)]
@@ -144,13 +159,72 @@ def _best(seen: Observations) -> tuple[Variant, set[str], list[Sample]] | None:
         contradicted = [s for s, got in right if relevant(variant, s) and not _matches(variant, s, got)]
         scored.append((len(matched), -len(contradicted), -order, variant, matched, contradicted))
     scored.sort(key=lambda row: row[:3], reverse=True)
-    if not scored:
-        return None
-    if scored[0][0] < len({s.name for s, *_ in wrong}):
-        pair = _pair([row[3] for row in scored[:MAX_PAIRS]], wrong, right)
-        if pair is not None:
-            return pair
-    return scored[0][3], scored[0][4], scored[0][5]
+    return [row[3:] for row in scored]
+
+
+def _candidates(seen: Observations) -> Iterator[Variant]:
+    """The faulty variants, then those with a number that fits the simplest wrong call."""
+    yield from VARIANTS
+    plain = [w for w in seen.wrong if w[0].facets["size"] == 1.0 and not w[0].grad]
+    for sample, got, _ in _spread(plain, 1):
+        yield from fitting(sample, got, dtype_of(sample))
+
+
+SLICES = ("batch row", "head", "query")
+
+
+def _parts(seen: Observations) -> Cause | None:
+    """A fault of some batch rows, heads or queries only, whose other outputs are right."""
+    for axis, word in enumerate(SLICES):
+        cut = [
+            (s, got, want, _wrong_slices(got, want, axis, s))
+            for s, got, want in _spread(seen.wrong, 6)
+            if not s.grad
+        ]
+        cut = [c for c in cut if 0 < int(c[3].sum()) < len(c[3])]
+        if not cut or len(cut) < sum(
+            s.call.q.shape[axis] > 1 for s, *_ in _spread(seen.wrong, 6) if not s.grad
+        ):
+            continue
+        for variant in VARIANTS:
+            if all(
+                relevant(variant, s) and _slices_match(variant, s, got, bad, axis) for s, got, _, bad in cut
+            ):
+                sample, got, want, bad = cut[0]
+                some = ", ".join(str(i) for i in bad.nonzero().flatten().tolist()[:4])
+                family = f"{variant.family.split(' ')[0]} of one {SLICES[axis].split(' ')[-1]}"
+                return Cause(
+                    f"{variant.name}, for some of the {word}s (here {word} {some})",
+                    family if variant.family.startswith("mask") else variant.family,
+                    variant.fix, evidence(sample, got, want), "", len(cut), len(seen.wrong),
+                )  # fmt: skip
+    return None
+
+
+def _wrong_slices(got: list[Tensor], want: list[Tensor], axis: int, sample: Sample) -> Tensor:
+    """Which batch rows, heads or queries of an output are wrong."""
+    if got[0].shape != want[0].shape:
+        return torch.zeros(0, dtype=torch.bool)
+    limit = TOLERANCE[dtype_of(sample)] * max(1.0, float(want[0].nan_to_num(0.0).abs().max()))
+    gap = (got[0].double() - want[0].double()).nan_to_num(0.0).abs().movedim(axis, 0)
+    return gap.flatten(1).amax(1) > limit
+
+
+def _slices_match(variant: Variant, sample: Sample, got: list[Tensor], bad: Tensor, axis: int) -> bool:
+    chosen = bad.nonzero().flatten()
+    try:
+        want = expected(variant.formula(), sample)[0].index_select(axis, chosen)
+    except UNDEFINED:
+        return False
+    return close([got[0].index_select(axis, chosen)], [want], dtype_of(sample))
+
+
+def _dependence(seen: Observations) -> Cause | None:
+    """Outputs that depend on other batch rows, heads or queries, on the simplest wrong call that shows it."""
+    for sample, *_ in _spread(seen.wrong, 4):
+        if not sample.grad and (cause := mixed(seen.harness, sample)):
+            return cause
+    return None
 
 
 ONLY_WITH = {
@@ -228,7 +302,7 @@ def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, s
         left = [(s, got) for s, got, *_ in wrong if not _matches(one, s, got)]
         if not left:
             continue
-        for two in VARIANTS:
+        for two in CORE if len(variants) > MAX_PAIRS else VARIANTS:
             if time.process_time() > until:
                 return None
             if not one.disjoint(two) or not relevant(two, left[0][0]):
@@ -237,8 +311,15 @@ def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, s
             if not _matches(both, *left[0]) or not all(_matches(both, s, got) for s, got, *_ in wrong):
                 continue
             contradicted = [s for s, got in right if not _matches(both, s, got)]
-            name = f"{one.name}; and {two.name}"
-            joined = Variant(name, one.family, f"{one.fix}; {two.fix}", one.changes | two.changes)
+            first, second = (
+                (two, one) if set(one.changes) <= {"factor"} else (one, two)
+            )  # a scale is the lesser
+            joined = Variant(
+                f"{first.name}; and {second.name}",
+                first.family,
+                f"{first.fix}; {second.fix}",
+                first.changes | second.changes,
+            )
             return joined, {s.name for s, *_ in wrong}, contradicted
     return None
 
@@ -256,10 +337,18 @@ def _unexplained(seen: Observations) -> Cause:
     if sample.grad and close(got[:1], want[:1], dtype_of(sample)):
         name = "gradients are wrong"
     family = f"{name} {where}".strip()
+    if _only_overflows(seen):
+        name, family = "outputs are NaN or infinite: an exponential overflows or all underflow", "overflow"
     return Cause(
         name, family, "compare with the formula on the call below", evidence(sample, got, want), where,
         0, len(seen.wrong), exact=False,
     )  # fmt: skip
+
+
+def _only_overflows(seen: Observations) -> bool:
+    """Whether every wrong output has numbers that are not finite, and some call without a mask has."""
+    finite = [bool(torch.isfinite(got[0]).all()) for _, got, _ in seen.wrong]
+    return not any(finite) and any(not s.facets["options"] for s, *_ in seen.wrong)
 
 
 def _only_rounded(seen: Observations) -> bool:

@@ -12,6 +12,7 @@ from ..law import Case
 from ..measurement import compare, gradients
 from ..option_values import option_value
 from ..probe import probe_case
+from ..target import OPTIONS
 from .formula import Call, Formula
 
 LARGE = (  # sizes past common limits of kernels: keys past 2,048, widths past 128, lengths that fill no tile
@@ -74,6 +75,8 @@ def samples(harness: Harness) -> Iterator[Sample]:
         yield _sample(harness, "grouped heads, 6 and 3", base | {"h": 6, "h_kv": 3})
     supported = option_names(harness)
     yield from _with_options(harness, base, supported)
+    if "scale" in supported:
+        yield _sample(harness, "a scale of 0", base, ("scale",), scale=0.0)
     yield _sample(harness, "strided inputs", base, strided=True)
     for name in ("float32", "bfloat16", "float16"):
         if harness.supports(name) and harness.dtype != DTYPES[name]:
@@ -181,7 +184,7 @@ def _unequal(harness: Harness, names: tuple[str, ...]) -> bool:
 def _sample(
     harness: Harness, name: str, sizes: dict[str, int], options: tuple[str, ...] = (), **how: Any
 ) -> Sample:
-    """how: grad, dtype, size (a factor of q), mean (of the values), strided."""
+    """how: grad, dtype, size (a factor of q), mean (of the values), strided, scale (the argument)."""
     grad, strided, size = how.get("grad", False), how.get("strided", False), how.get("size", 1.0)
     dtype = how.get("dtype") or harness.dtype
     if not harness.supports("d_v≠d_k"):
@@ -198,6 +201,8 @@ def _sample(
     keywords: dict[str, Any] = {}
     for option in options:
         keywords |= option_value(harness, option, c)
+    if "scale" in how:
+        keywords[OPTIONS["scale"][0]] = how["scale"]
     keywords = {
         key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         for key, x in keywords.items()

@@ -33,4 +33,7 @@ VARIANTS: tuple[Variant, ...] = (
     *GRADIENTS,
 )
 
-__all__ = ["GRADIENTS", "PRECISION", "VARIANTS"]
+# Faults that are combined where none of them matches alone.
+CORE: tuple[Variant, ...] = (*SCALE, *SCORES, *SOFTMAX[:21], *OUTPUT)
+
+__all__ = ["CORE", "GRADIENTS", "PRECISION", "VARIANTS"]

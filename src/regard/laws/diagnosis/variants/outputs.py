@@ -182,6 +182,12 @@ OUTPUT = (
         inputs=lambda q, k, v: (q, k[:1].expand_as(k), v),
     ),
     _v(
+        "all batch rows use the values of row 0",
+        "batch rows mixed",
+        "keep the batch rows apart",
+        inputs=lambda q, k, v: (q, k, v[:1].expand_as(v)),
+    ),
+    _v(
         "the keys are averaged over the batch",
         "batch rows mixed",
         "keep the batch rows apart",

@@ -1,5 +1,6 @@
 """Faults of the scale."""
 
+from math import isqrt
 from typing import Any
 
 import torch
@@ -152,6 +153,18 @@ SCALE = (
         "scale of a wrong width",
         "divide by √d_k",
         factor=_scale(lambda c: 1 / torch.tensor(float(_d(c))).log2().item() if _d(c) > 1 else 1.0),
+    ),
+    _v(
+        "the root of d_k is rounded down to an integer",
+        "scale rounded",
+        "divide by √d_k, a floating-point number",
+        factor=_scale(lambda c: 1.0 / isqrt(_d(c))),
+    ),
+    _v(
+        "a given scale of 0 is taken for none",
+        "scale ignored",
+        "use the argument where it is not None, not where it is true",
+        factor=_given(lambda s, c: s or _d(c) ** -0.5),
     ),
     _v(
         "a given scale is ignored",

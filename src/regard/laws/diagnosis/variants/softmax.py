@@ -48,6 +48,11 @@ def _tiled(size: int, merge: str) -> Any:
     return normalize
 
 
+def _shares(e: Tensor) -> Tensor:
+    e = e.nan_to_num(0.0)
+    return e / e.sum(-1, keepdim=True)
+
+
 def _sigmoid(s: Tensor, ok: Tensor | None) -> Tensor:
     return s.sigmoid()
 
@@ -143,6 +148,24 @@ SOFTMAX = (
         "no normalization",
         "divide by the sum over the keys",
         normalize=_rows(lambda e, s: e / e.amax(-1, keepdim=True).clamp(min=1e-300)),
+    ),
+    _v(
+        "the maximum of each column is subtracted, not that of each row",
+        "wrong maximum",
+        "subtract amax(-1), the maximum over the keys",
+        normalize=lambda s, ok: _shares((s - s.amax(-2, keepdim=True)).exp()),
+    ),
+    _v(
+        "the weights are scores divided by the number of keys, without exp",
+        "no softmax",
+        "apply softmax to the scores",
+        normalize=lambda s, ok: (s if ok is None else s.masked_fill(~ok, 0.0)) / s.shape[-1],
+    ),
+    _v(
+        "exp(scores) is divided by the number of keys",
+        "no normalization",
+        "divide by the sum over the keys",
+        normalize=lambda s, ok: s.exp() / s.shape[-1],
     ),
     _v(
         "softmax is applied twice",

@@ -1,0 +1,160 @@
+"""Faulty variants with one unknown number, such as an epsilon or a soft cap: the number that fits is searched for."""
+
+from collections.abc import Callable, Iterator
+from math import exp, inf, log
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formula import Call, Variant
+from .samples import Sample, close, expected
+from .variants.make import variant
+
+GRID = 28  # points over the range of a number, evenly on a logarithmic scale
+STEPS = 60  # of the search between two points, each reduces the interval to 0.618 of it
+SHRINK = (5**0.5 - 1) / 2
+
+
+class Fitted(NamedTuple):
+    """name has {value} in it; changes: the steps of the formula for a value of the number."""
+
+    name: str
+    family: str
+    fix: str
+    changes: Callable[[float], dict[str, Any]]
+    low: float = 1e-4
+    high: float = 1e3
+    option: str = ""  # the option without which it changes nothing
+
+    def variant(self, value: float) -> Variant:
+        return variant(self.name.format(value=f"{value:.4g}"), self.family, self.fix, **self.changes(value))
+
+
+def _factor(value: Callable[[Call], float]) -> dict[str, Any]:
+    def factor(call: Call) -> float:
+        given = call.options.get("scale")
+        return value(call) if given is None else given
+
+    return {"factor": factor}
+
+
+def _kept(scores: Tensor, changed: Tensor) -> Tensor:
+    """Changed scores; masked ones stay masked."""
+    return changed.masked_fill(scores == -inf, -inf).softmax(-1)
+
+
+def _denominator(extra: float, shifted: bool) -> dict[str, Any]:
+    def normalize(s: Tensor, ok: Tensor | None) -> Tensor:
+        e = (s - s.amax(-1, keepdim=True) if shifted else s).exp()
+        return e / (extra + e.sum(-1, keepdim=True))
+
+    return {"normalize": normalize}
+
+
+FITTED = (
+    Fitted(
+        "the scale is a constant, {value}, for every d_k",
+        "constant scale",
+        "compute 1/√d_k from the shape of q",
+        lambda t: _factor(lambda c: t),
+    ),
+    Fitted(
+        "the scores are {value} times those of 1/√d_k",
+        "scale off by a factor",
+        "divide q·k by √d_k",
+        lambda t: _factor(lambda c: t * c.q.shape[-1] ** -0.5),
+    ),
+    Fitted(
+        "the denominator has an additional term of {value}",
+        "extra term in the denominator",
+        "divide by Σ exp(s) only",
+        lambda t: _denominator(t, True),
+        1e-7,
+    ),
+    Fitted(
+        "the denominator has an additional term of {value}, before the maximum is subtracted",
+        "extra term in the denominator",
+        "divide by Σ exp(s) only",
+        lambda t: _denominator(t, False),
+        1e-7,
+    ),
+    Fitted(
+        "the scores are squashed to {value} · tanh(s / {value})",
+        "clipped scores",
+        "use q·k/√d_k as it is, or claim a softcap",
+        lambda t: {"normalize": lambda s, ok: _kept(s, t * (s / t).tanh())},
+        1e-2,
+    ),
+    Fitted(
+        "the scores are cut at ±{value}",
+        "clipped scores",
+        "subtract the row maximum instead of clipping",
+        lambda t: {"normalize": lambda s, ok: _kept(s, s.clamp(-t, t))},
+        1e-2,
+    ),
+    Fitted(
+        "the output is multiplied by {value}",
+        "output scaled",
+        "return weights @ v",
+        lambda t: {"output": lambda a, v, c: t * (a @ v)},
+    ),
+    Fitted(
+        "masked scores are set to −{value}, which softmax does not turn into 0",
+        "mask value too small",
+        "use −∞ (or the smallest finite number)",
+        lambda t: {"fill": lambda s, ok: s.masked_fill(~ok, -t)},
+        1e-2,
+        option="mask|causal|window|lengths|documents",
+    ),
+    Fitted(
+        "masked scores are lowered by {value}, which softmax does not turn into 0",
+        "mask value too small",
+        "use −∞ (or the smallest finite number)",
+        lambda t: {"fill": lambda s, ok: s - t * (~ok).to(s.dtype)},
+        1e-2,
+        option="mask|causal|window|lengths|documents",
+    ),
+    Fitted(
+        "the bias is multiplied by {value}",
+        "bias scaled",
+        "add the bias to the scaled scores as it is",
+        lambda t: {"bias": lambda s, bias: s + t * bias},
+        option="bias|alibi",
+    ),
+)
+
+
+def fitting(sample: Sample, got: list[Tensor], dtype: torch.dtype) -> Iterator[Variant]:
+    """The variants that return what a call returned, each with the number that it takes."""
+    options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
+    for each in FITTED:
+        if not each.option or options & set(each.option.split("|")):
+            found = each.variant(_smallest(each, sample, got))
+            if close(got, expected(found.formula(), sample), dtype):
+                yield found
+
+
+def _smallest(each: Fitted, sample: Sample, got: list[Tensor]) -> float:
+    """The number with the smallest error, by a grid and a golden-section search around its best point."""
+
+    def error(at: float) -> float:
+        want = expected(each.variant(exp(at)).formula(), sample)[0]
+        return float((got[0].double() - want).nan_to_num(0.0).abs().max())
+
+    start, step = log(each.low), (log(each.high) - log(each.low)) / (GRID - 1)
+    points = [start + i * step for i in range(GRID)]
+    best = min(points, key=error)
+    low, high = best - step, best + step
+    inner, outer = high - SHRINK * (high - low), low + SHRINK * (high - low)
+    left, right = error(inner), error(outer)
+    for _ in range(STEPS):
+        if left < right:
+            high, outer, right = outer, inner, left
+            inner = high - SHRINK * (high - low)
+            left = error(inner)
+        else:
+            low, inner, left = inner, outer, right
+            outer = low + SHRINK * (high - low)
+            right = error(outer)
+    return exp((low + high) / 2)
