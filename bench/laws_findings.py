@@ -4,16 +4,24 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
+    """A report that can be sent to the library as it is."""
+
     title: str
     about: str
     snippet: str
+    libraries: tuple[str, ...]
+    expected: str
+    observed: str
 
 
 NOTES = """
 Models of transformers and x-transformers compute softmax or norms in float32 for every input dtype, so they are
 checked with the tolerances of float32. Their configurations are reduced to two layers of width 32, since the code is
 checked, not the weights. "finfo.min" is SDPA with masked pairs set to the smallest finite number, as in much model
-code. Promises that a library excludes (SDPA: a mask together with `is_causal`) are not tested.
+code. "FA4 reference" is the function in plain PyTorch that the tests of flash-attn-4 compare its kernels with; the
+kernels need a GPU. Its padding masks are not tested: its causal mask is aligned at the last real query and key, which
+is another convention. timm and diffusers are read without an adapter, by their signatures and by probing. Promises
+that a library excludes (SDPA: a mask together with `is_causal`) are not tested.
 """
 
 FINDINGS = (
@@ -37,6 +45,9 @@ with torch.no_grad():
     o, _ = attention.eval()(x, x, x, key_padding_mask=padding, need_weights=False)
 assert o[1].isnan().all()
 """,
+        ("torch",),
+        "Finite outputs and gradients of row 0; for row 1 zeros, or any finite numbers.",
+        "Row 1 is NaN, and after a backward pass of row 0 alone every gradient of `in_proj_weight` is NaN.",
     ),
     Finding(
         "`nn.TransformerEncoder(norm_first=True)`: NaN for a row of padding, in evaluation",
@@ -56,6 +67,9 @@ assert encoder(x, src_key_padding_mask=padding).isfinite().all()
 with torch.no_grad():
     assert encoder(x, src_key_padding_mask=padding)[1].isnan().all()
 """,
+        ("torch",),
+        "The same finite outputs in evaluation as with gradients.",
+        "Under `no_grad` the row of padding is NaN; with gradients it is finite.",
     ),
     Finding(
         "SDPA: NaN or infinity in a masked value reaches valid outputs",
@@ -68,6 +82,9 @@ v = torch.tensor([[1.0], [float("nan")]])
 o = F.scaled_dot_product_attention(torch.ones(1, 1), torch.ones(2, 1), v, torch.tensor([[True, False]]))
 assert o.isnan().all()
 """,
+        ("torch",),
+        "1, the only allowed value: a masked pair takes no part.",
+        "NaN.",
     ),
     Finding(
         "`nn.MultiheadAttention`, `nn.TransformerDecoder`, x-transformers: NaN in the padding reaches real positions",
@@ -82,6 +99,9 @@ x[0, 2] = float("nan")
 o, _ = attention(x, x, x, key_padding_mask=padding)
 assert o[0, :2].isnan().all()
 """,
+        ("torch",),
+        "Real positions do not depend on what is in the padding.",
+        "All real positions are NaN.",
     ),
     Finding(
         "A mask of `finfo.min`: a query with no allowed key averages the masked values",
@@ -96,6 +116,9 @@ o = F.scaled_dot_product_attention(q, k, v, smallest)
 torch.testing.assert_close(o, v.mean(-2, keepdim=True).expand_as(o))
 assert (F.scaled_dot_product_attention(q, k, v, torch.zeros(4, 4, dtype=torch.bool)) == 0).all()
 """,
+        ("torch", "transformers"),
+        "Zeros, as SDPA gives with a bool mask.",
+        "The mean of all masked values.",
     ),
     Finding(
         "transformers, T5: in a row of padding the decoder attends to the future",
@@ -113,6 +136,9 @@ with torch.no_grad():
     a, b = (t5(decoder_input_ids=torch.tensor([[3, last]]), **given).logits[0, 0] for last in (4, 9))
 assert (a - b).abs().max() > 1e-3
 """,
+        ("torch", "transformers"),
+        "Position 0 does not depend on position 1, which is in its future, padding or not.",
+        "The logits of position 0 change by more than 0.001.",
     ),
     Finding(
         "transformers, Llama and GPT-2: packed documents attend to one another if a mask of ones is given",
@@ -139,6 +165,9 @@ assert (second_document(3, attention_mask=ones) - second_document(4, attention_m
 assert (second_document(3) - second_document(4)).abs().max() > 1e-4  # using the cache is enough
 assert torch.equal(second_document(3, use_cache=False), second_document(4, use_cache=False))
 """,
+        ("torch", "transformers"),
+        "The logits of the second document do not depend on the first one, with a mask of ones as without a mask.",
+        "With a mask of ones, or with the cache that is on by default, they change by more than 0.0001.",
     ),
     Finding(
         "transformers, Llama with eager attention in float64: left padding makes every output NaN",
@@ -156,6 +185,9 @@ with torch.no_grad():
     assert llama(input_ids=ids, attention_mask=left).logits.isfinite().all()
     assert llama.double()(input_ids=ids, attention_mask=left).logits.isnan().all()
 """,
+        ("torch", "transformers"),
+        "Finite logits, as in float32.",
+        "All logits are NaN in float64.",
     ),
     Finding(
         "SDPA on a CPU: its gradient is not differentiable",
@@ -173,5 +205,8 @@ except RuntimeError as error:
 else:
     raise AssertionError("it can, now")
 """,
+        ("torch",),
+        "A second derivative, as the math backend has.",
+        "RuntimeError: derivative … is not implemented.",
     ),
 )

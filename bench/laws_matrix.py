@@ -2,6 +2,8 @@
 
 python bench/laws_matrix.py              every target, about 3 minutes on 2 idle cores
 python bench/laws_matrix.py SDPA Llama   only these columns, the others from the stored results
+
+timm, diffusers and flash-attn-4 are not dependencies: install them without their own (pip install --no-deps) first.
 """
 
 import argparse
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 STORED = ROOT / "bench" / "results" / "laws_matrix.json"
 PAGE = ROOT / "docs" / "laws.md"
 MARKS = {"holds": "✓", "broken": "✗", "raised": "✗", "not applicable": "", "too slow": "…"}
-LIBRARIES = ("torch", "transformers", "x-transformers", "regard")
+LIBRARIES = ("torch", "transformers", "x-transformers", "timm", "diffusers", "flash-attn-4", "regard")
 
 
 def hugging_face(name: str, **more):
@@ -38,12 +40,55 @@ def hugging_face(name: str, **more):
     return adapters.hugging_face(getattr(transformers, f"{name}Config")(), **more)
 
 
+def timm_attention(**more):
+    from timm.models.vision_transformer import Attention
+
+    return adapters.adapt(Attention(16, num_heads=4, qkv_bias=True, **more).eval())
+
+
+def timm_pooling():
+    from timm.layers import AttentionPoolLatent
+
+    return adapters.adapt(AttentionPoolLatent(16, num_heads=4).eval())
+
+
+def timm_vision():
+    from timm import create_model
+
+    sizes = {"img_size": 32, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
+    return adapters.adapt(create_model("vit_tiny_patch16_224", **sizes).eval())
+
+
+def diffusers_attention(processor: str, **more):
+    from diffusers.models import attention_processor as library
+
+    made = library.Attention(16, heads=4, dim_head=4, processor=getattr(library, processor)(), **more)
+    return adapters.adapt(made.eval())
+
+
+def flash_attention_4():
+    """Its reference in plain PyTorch, which its own tests compare the kernels with; those need a GPU and CUTLASS."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    path = metadata.distribution("flash-attn-4").locate_file("flash_attn/cute/testing.py")
+    spec = spec_from_file_location("flash_attention_4_testing", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def attention_ref(q, k, v, causal=False, softcap=0.0):
+        """causal: aligned to the bottom right, to the last key."""
+        return module.attention_ref(q, k, v, causal=causal, softcap=softcap, upcast=False)[0]
+
+    return adapters.adapt(attention_ref, layout="b n h d")
+
+
 FUNCTIONS: dict[str, Callable] = {
     "reference": reference_function,
     "regard": adapters.regard_function,
     "SDPA": adapters.sdpa,
     "finfo.min": adapters.sdpa_finfo_min,
     "flex": adapters.flex,
+    "FA4 reference": flash_attention_4,
 }
 MODELS: dict[str, Callable] = {
     "regard Attention": lambda: adapters.adapt(rg.Attention(16, heads=4, kv_heads=2)),
@@ -68,6 +113,13 @@ MODELS: dict[str, Callable] = {
     "T5": lambda: hugging_face("T5"),
     "Marian": lambda: hugging_face("Marian"),
     "ViT": lambda: hugging_face("ViT"),
+    "timm Attention": timm_attention,
+    "timm QK norm": lambda: timm_attention(qk_norm=True, norm_layer=torch.nn.LayerNorm),
+    "timm pooling": timm_pooling,
+    "timm ViT": timm_vision,
+    "diffusers SDPA": lambda: diffusers_attention("AttnProcessor2_0"),
+    "diffusers eager": lambda: diffusers_attention("AttnProcessor"),
+    "diffusers cross": lambda: diffusers_attention("AttnProcessor2_0", cross_attention_dim=16),
 }
 TARGETS = {**FUNCTIONS, **MODELS}
 
@@ -131,10 +183,19 @@ def broken(results: dict) -> list[str]:
     return lines
 
 
-def findings() -> list[str]:
+def findings(versions: dict[str, str]) -> list[str]:
     lines = []
     for one in FINDINGS:
-        lines += [f"### {one.title}", "", one.about, "", "```python", one.snippet.strip(), "```", ""]
+        used = ", ".join(f"{name} {versions[name]}" for name in one.libraries)
+        lines += [
+            f"### {one.title}",
+            "",
+            one.about,
+            "",
+            f"- Versions: {used}.",
+            f"- Expected: {one.expected}",
+        ]
+        lines += [f"- Observed: {one.observed}", "", "```python", one.snippet.strip(), "```", ""]
     return lines
 
 
@@ -164,11 +225,12 @@ def written(results: dict, versions: dict[str, str], day: str, machine: str, cas
         "",
         *broken(results),
         "",
-        "## The same without regard",
+        "## Reports",
         "",
-        "Each finding in plain PyTorch; the tests run these blocks.",
+        "Each finding without regard, as it can be sent to the library: versions, expected, observed, and a snippet",
+        "that passes as long as the fault is there. The tests run these blocks.",
         "",
-        *findings(),
+        *findings(versions),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -179,18 +241,19 @@ def main() -> None:
     )
     parser.add_argument("columns", nargs="*", help="only these; the others from the stored results")
     parser.add_argument("--cases", type=int, default=12, help="cases per law")
+    parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     if unknown := set(arguments.columns) - set(TARGETS):
         parser.error(f"no column {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
     stored = json.loads(STORED.read_text("utf-8"))["results"] if STORED.exists() else {}
     selected = [c for c in TARGETS if c in arguments.columns or not arguments.columns or c not in stored]
-    with get_context("spawn").Pool(2) as pool:
+    with get_context("spawn").Pool(arguments.processes) as pool:
         fresh = dict(
             zip(selected, pool.starmap(measured, [(c, arguments.cases) for c in selected], chunksize=1))
         )
     results = {c: fresh.get(c) or stored[c] for c in TARGETS}
     versions = {name: _version(name) for name in LIBRARIES}
-    day, machine = date.today().isoformat(), f"{platform.machine()}, 2 processes of 1 thread"
+    day, machine = date.today().isoformat(), f"{platform.machine()}, processes of 1 thread"
     facts = {"date": day, "versions": versions, "machine": machine, "cases": arguments.cases}
     STORED.write_text(json.dumps({**facts, "results": results}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     PAGE.write_text(written(results, versions, day, machine, arguments.cases), "utf-8")

@@ -303,3 +303,44 @@ def test_what_is_not_clear_is_asked():
         adapt(textbook, layout="b h n")
     with pytest.raises(SpecError, match="mask='allowed'; "):
         adapt(textbook, mask="allowed")
+
+
+class Images(nn.Module):
+    """A small vision Transformer, as timm builds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.img_size = 8
+        self.patches = nn.Conv2d(3, 12, 4, 4)
+        self.pos_embed = nn.Parameter(torch.randn(1, 4, 12))
+        self.block = nn.MultiheadAttention(12, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).mT + self.pos_embed
+        return (x + self.block(x, x, x, need_weights=False)[0]).mean(1)
+
+
+def test_a_module_of_images_gets_images():
+    target = adapt(Images())
+    assert target.image == (3, 8, 8) and target.notes == ("images of 3 × 8 × 8",)
+    verdict = check(target, ["L48", "L50"], FEW)
+    assert [o.status for o in verdict.outcomes] == ["holds", "holds"]
+
+
+class Pooling(nn.Module):
+    """A learned query; positions are an option."""
+
+    def __init__(self, pos_embed=None):
+        super().__init__()
+        self.pos_embed = pos_embed
+        self.latent = nn.Parameter(torch.randn(1, 1, 12))
+        self.attention = nn.MultiheadAttention(12, 2, batch_first=True)
+
+    def forward(self, x):
+        x = x if self.pos_embed is None else x + self.pos_embed
+        return self.attention(self.latent.expand(len(x), -1, -1), x, x, need_weights=False)[0][:, 0]
+
+
+def test_positions_that_are_switched_off_are_not_claimed():
+    assert not adapt(Pooling()).declares("positions")
+    assert adapt(Pooling(nn.Parameter(torch.randn(5, 12)))).declares("positions")

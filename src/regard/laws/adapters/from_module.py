@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...errors import SpecError
 from ..target import OPTIONS, Function, Model, Target
+from .from_images import images_from_signature
 from .from_signature import Hints, function_from_signature
 from .mask_encoding import MaskEncoding, find_encoding
 from .module_cache import read_cache, tensor_of
@@ -251,6 +252,8 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
     split = len(order) >= 3 and order[0] in QUERIES and order[1] in KEYS and order[2] in VALUES
     if split and not any(p.requires_grad for p in module.parameters()):
         return _parameter_free(module, hints)
+    if (vision := images_from_signature(module, hints)) is not None:
+        return vision
     reader = _Reader(module, hints)
     claims = _read_masks(reader)
     claims |= _read_order(reader)
@@ -458,6 +461,9 @@ def _has_causal_buffer(module: nn.Module) -> bool:
 
 def _has_positions(reader: _Reader) -> bool:
     """Whether names of its parts or its text mention positions; without them it must not see the order."""
+    optional = [x for name, x in vars(reader.module).items() if POSITION_WORDS.search(name)]
+    if optional and not any(x is not None and x is not False and x != "" for x in optional):
+        return False  # its positions are an option that is off: timm's pos_embed = None
     named = [
         n
         for n, _ in (

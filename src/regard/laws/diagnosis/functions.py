@@ -165,7 +165,10 @@ def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
 def _candidates(seen: Observations) -> Iterator[Variant]:
     """The faulty variants, then those with a number that fits the simplest wrong call."""
     yield from VARIANTS
-    plain = [w for w in seen.wrong if w[0].facets["size"] == 1.0 and not w[0].grad]
+    exact = (torch.float64, torch.float32)  # any number fits the rounding of 16 bits
+    plain = [
+        w for w in seen.wrong if w[0].facets["size"] == 1.0 and not w[0].grad and dtype_of(w[0]) in exact
+    ]
     for sample, got, _ in _spread(plain, 1):
         yield from fitting(sample, got, dtype_of(sample))
 
