@@ -2,9 +2,10 @@
 
 One class of each family is built with the tiny configuration of its tests (`--tests FOLDER`, a checkout that the user
 has; nothing is downloaded), runs on the CPU under torch.utils.flop_counter with attention as plain products, and is
-traced by `rg.cost` with the same inputs: a forward pass, whose FLOPs have to be equal, and a training step, for its
-memory. Mixtures of experts are traced with unknown scores: experts count at the routed number. Families run
-in processes of their own and are stored at once, so that an interrupted run goes on where it was.
+traced by `rg.cost` with the same inputs: a forward pass, whose FLOPs have to be equal and whose peak is compared with
+the profiler's allocator events, and a training step, for its memory. Mixtures of experts are traced with unknown
+scores: experts count at the routed number. Families run in processes of their own and are stored at once, so that an
+interrupted run goes on where it was.
 
     python bench/cost_families.py --tests ~/transformers --out bench/results/cost_families.jsonl
     python bench/cost_families.py --table > bench/results/cost_families.md
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cost_memory import counted, total
 from huggingface_census import classes_of, short, testers, without_dropout
 from huggingface_small import SmallCase
 
@@ -61,6 +63,7 @@ def family(folder: str) -> dict[str, Any]:
     from torch.utils.flop_counter import FlopCounterMode
 
     import regard as rg
+    from regard.costs.trace.nested import tensors_in
 
     torch.manual_seed(0)
     row: dict[str, Any] = {"family": folder}
@@ -76,6 +79,10 @@ def family(folder: str) -> dict[str, Any]:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(**copy.deepcopy(inputs))
         row["counted"] = counter.get_total_flops()
+        arguments = copy.deepcopy(inputs)
+        there = total(x for x in [*model.parameters(), *model.buffers(), *tensors_in(arguments)] if x.numel())
+        with torch.no_grad():
+            row["measured_peak"] = there + counted(lambda: model(**arguments))[0]
         row["ops"] = sorted({str(op) for per in counter.get_flop_counts().values() for op in per})
     except BaseException as e:
         return {**row, "result": "not built here", "reason": short(e)}

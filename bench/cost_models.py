@@ -134,6 +134,15 @@ CLASSES = {
 }  # fmt: skip
 
 
+def foreign(case: Case) -> torch.nn.Module:
+    """The Hugging Face model of a case, on meta tensors."""
+    import transformers
+
+    config = getattr(transformers, f"{case.family}Config")(**case.config)
+    with torch.device("meta"):
+        return getattr(transformers, CLASSES[case.family])(config)
+
+
 def built(case: Case, device: str) -> tuple[torch.nn.Module, tuple, dict, Any]:
     """The model on the device, its positional and named inputs, and targets."""
     if case.spec is not None:
@@ -164,13 +173,9 @@ def predicted(case: Case, device: str) -> Any:
     """regard's cost of a training step; the model is built on meta tensors."""
     if case.spec is not None:
         return cost(case.spec, n=case.n, batch=case.batch, train=case.training, device=device)
-    import transformers
-
-    config = getattr(transformers, f"{case.family}Config")(**case.config)
-    with torch.device("meta"):
-        model = getattr(transformers, CLASSES[case.family])(config)
+    model: Any = foreign(case)
     if case.family == "ViT":
-        side = config.image_size
+        side = model.config.image_size
         given = {"pixel_values": torch.empty(case.batch, 3, side, side, device="meta")}
         given["labels"] = torch.zeros(case.batch, dtype=torch.long)
     else:

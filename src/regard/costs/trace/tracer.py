@@ -57,6 +57,7 @@ class Work(NamedTuple):
     bytes: float = 0
     dtype: str = ""
     tensors: int = 0  # of the lists that an optimizer's operation updates at once
+    again: bool = False  # part of the forward pass that a checkpoint repeats in the backward pass
 
 
 class Trace(DispatchMode):
@@ -114,7 +115,7 @@ class Trace(DispatchMode):
         if path is not None:
             self._paths.append(path)
             self._calls.append((compat.node_number(), path))
-            self.work.append(Work(self.meter.phase, path, "module"))
+            self.work.append(Work(self.meter.phase, path, "module", again=self.in_backward))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if id(module) in self._names and self._paths:
@@ -130,7 +131,7 @@ class Trace(DispatchMode):
     def _count(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
         flops = None if op.is_view else product_flops(op, args, kwargs, out)
         if op.is_view:
-            self.work.append(Work(self.meter.phase, merged(self.path), "view"))
+            self.note_work(0, 0, "", "view")
         elif any(x.is_meta for x in tensors_in((args, out))):
             lists = (
                 sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in op.__name__ else 0
@@ -159,9 +160,9 @@ class Trace(DispatchMode):
     def note_work(
         self, flops: int | float, moved: int | float, dtype: str, kind: str = "operation", tensors: int = 0
     ) -> None:
-        """A kernel of the phase that runs."""
-        dtype = dtype.removeprefix("torch.")
-        self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors))
+        """A kernel or a view of the phase that runs."""
+        dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self._paths)
+        self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors, again))
 
     def _count_elementwise(self, out: Any) -> None:
         if isinstance(out, Tensor) and out.is_floating_point():
