@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from .. import spec as specs
@@ -53,7 +53,7 @@ def price(request: Request) -> Cost:
         tree,
         pairs,
         remember=lambda: memory_of(request),
-        fitting=Subject(request.spec).fitting(request),
+        fitting=partial(Subject(request.spec).fits, request),
         formulas=lambda: _symbolic_tree(request),
         request=request,
     )

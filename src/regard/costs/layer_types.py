@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import SpecError, nearest
 from ..pattern import full, window
@@ -24,25 +23,28 @@ from .declaration import build_tree
 from .sizes import Numbers, Request
 from .tables import Table
 from .time import time_call
+from .tree import Part
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A layer type: its declaration, its complexity, its sequential steps and its path length at length n."""
+    """A layer type: its declaration, its complexity, the orders of its steps, and its path length at length n."""
 
     name: str
     spec: Spec
     complexity: str
     sequential_order: str
     path_order: str
-    sequential_steps: Callable[[int], int]
     path_length: Callable[[int], int]
+
+    def _tree(self, n: int) -> Part:
+        return build_tree(Request(self.spec, n, n), Numbers())[0]
 
     def flops(self, n: int) -> int:
         """FLOPs of the matrix products of one layer over n positions."""
-        tree, _ = build_tree(Request(self.spec, n, n), Numbers())
+        tree = self._tree(n)
         match self.spec:
             case Recurrent():
                 return tree["encoder"].total.flops  # the recurrent layer without embedding and head
@@ -51,8 +53,8 @@ class LayerKind:
         return tree.total.flops
 
     def core_flops(self, n: int) -> int:
-        """FLOPs of scores and mixing."""
-        return core_of(build_tree(Request(self.spec, n, n), Numbers())[0]).flops
+        """FLOPs of scores and mixing; 0 if it is not attention."""
+        return 0 if not isinstance(self.spec, Attention) else core_of(self._tree(n)).flops
 
     def values(self, n: int) -> tuple[int, int]:
         """The number of values that training saves, and that generating the next position needs.
@@ -170,64 +172,34 @@ class Comparison:
 
 def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
     """The layer types of width d, with this kernel size and w neighbors on each side of the window."""
-    one, steps = (lambda n: 1), (lambda n: n)
-    reach = max(1, kernel - 1)
+    reach, even = max(1, kernel - 1), kernel % 2 == 0
 
-    def recurrent(name: str, cell: str) -> LayerKind:
-        spec = Recurrent(1, d, cell=cell, attention="none")
-        return LayerKind(name, spec, "n·d²", "O(n)", "O(n)", steps, lambda n: n - 1)
+    def steps_of(reached: int, spans: int = 1) -> Callable[[int], int]:
+        return lambda n: _ceil_div(spans * (n - 1), reached)
 
-    def convolution(
-        name: str, complexity: str, path_order: str, path: Callable[[int], int], **options: Any
-    ) -> LayerKind:
-        spec = Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
-        return LayerKind(name, spec, complexity, "O(1)", path_order, one, path)
-
-    def dilated(span: Callable[[int], int]) -> Callable[[int], int]:
+    def powers(span: Callable[[int], int]) -> Callable[[int], int]:
         return lambda n: next((l for l in range(64) if kernel**l >= span(n)), 0) if kernel > 1 else 0
 
-    def centered(n: int) -> int:
-        return _ceil_div(2 * (n - 1), reach)
-
-    def causal(n: int) -> int:
-        return _ceil_div(n - 1, reach)
-
-    alignment = {"causal": kernel % 2 == 0}  # an even kernel has no center
-    aligned = causal if kernel % 2 == 0 else centered
-    return (
-        LayerKind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", one, one),
-        LayerKind(
-            RESTRICTED,
-            Attention(d, heads=1, pattern=window(w)),
-            "r·n·d + n·d²",
-            "O(1)",
-            "O(n/r)",
-            one,
-            lambda n: _ceil_div(n - 1, max(1, w)),
-        ),
-        recurrent("RNN", "rnn"),
-        recurrent("GRU", "gru"),
-        recurrent("LSTM", "lstm"),
-        convolution("convolution", "k·n·d²", "O(n/k)", aligned, **alignment),
-        convolution("causal convolution", "k·n·d²", "O(n/k)", causal, causal=True),
-        convolution(
-            "dilated convolution",
-            "k·n·d²",
-            "O(log_k n)",
-            dilated(lambda n: 2 * n - 1),
-            dilation=kernel,
-            **alignment,
-        ),
-        convolution(
-            "dilated causal convolution",
-            "k·n·d²",
-            "O(log_k n)",
-            dilated(lambda n: n),
-            causal=True,
-            dilation=kernel,
-        ),
-        convolution("separable convolution", "k·n·d + n·d²", "O(n/k)", aligned, separable=True, **alignment),
-    )
+    near = steps_of(reach, 1 if even else 2)  # an even kernel has no center: it is causal
+    both, past = powers(lambda n: 2 * n - 1), powers(lambda n: n)
+    made = [
+        LayerKind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", lambda n: 1),
+    ]
+    local = Attention(d, heads=1, pattern=window(w))
+    made.append(LayerKind(RESTRICTED, local, "r·n·d + n·d²", "O(1)", "O(n/r)", steps_of(max(1, w))))
+    for cell in ("rnn", "gru", "lstm"):
+        spec = Recurrent(1, d, cell=cell, attention="none")
+        made.append(LayerKind(cell.upper(), spec, "n·d²", "O(n)", "O(n)", lambda n: n - 1))
+    for name, complexity, order, path, options in (
+        ("convolution", "k·n·d²", "O(n/k)", near, {"causal": even}),
+        ("causal convolution", "k·n·d²", "O(n/k)", steps_of(reach), {"causal": True}),
+        ("dilated convolution", "k·n·d²", "O(log_k n)", both, {"causal": even, "dilation": kernel}),
+        ("dilated causal convolution", "k·n·d²", "O(log_k n)", past, {"causal": True, "dilation": kernel}),
+        ("separable convolution", "k·n·d + n·d²", "O(n/k)", near, {"causal": even, "separable": True}),
+    ):
+        spec = Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
+        made.append(LayerKind(name, spec, complexity, "O(1)", order, path))
+    return tuple(made)
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -254,28 +226,14 @@ def compare(
     kinds = layer_kinds(d, kernel, w)
     rows = tuple(
         LayerCost(
-            kind.name,
-            kind.flops(n),
-            kind.core_flops(n) if isinstance(kind.spec, Attention) else 0,
-            kind.sequential_steps(n),
-            kind.path_length(n),
-            *kind.values(n),
-            kind.complexity,
-            kind.sequential_order,
-            kind.path_order,
+            kind.name, kind.flops(n), kind.core_flops(n), n if kind.sequential_order == "O(n)" else 1,
+            kind.path_length(n), *kind.values(n), kind.complexity, kind.sequential_order, kind.path_order,
         )
         for kind in kinds
-    )
+    )  # fmt: skip
     lengths = (512, 1024, 2048, 4096) if measure is True else tuple(measure or ())
-    return Comparison(
-        n,
-        d,
-        kernel,
-        w,
-        rows,
-        crossovers(d, kernel),
-        tuple(growth(kind, lengths) for kind in kinds) if lengths else (),
-    )
+    measured = tuple(growth(kind, lengths) for kind in kinds) if lengths else ()
+    return Comparison(n, d, kernel, w, rows, crossovers(d, kernel), measured)
 
 
 def crossovers(d: int, kernel: int = 3) -> tuple[Crossover, ...]:
@@ -312,23 +270,16 @@ def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 10) -> Growth
     """The layer timed at each length, best of several runs, and the slope of log time against log length."""
     if len(lengths) < 2:
         raise SpecError(f"measure={tuple(lengths)}: fitting an exponent needs at least two lengths")
-    layer, width = _layer(kind.spec)
+    spec: Any = kind.spec
+    model: Any = spec.build().eval()
+    layer = {Recurrent: lambda: model.encoder, Convolutional: lambda: model.layers[-1]}.get(
+        type(spec), lambda: model
+    )()
     with torch.no_grad():
-        inputs = [torch.randn(1, n, width) for n in lengths]
+        inputs = [torch.randn(1, n, spec.d_model) for n in lengths]
         seconds = [time_call(partial(layer, x), "cpu", repeats, min) for x in inputs]
     flops = [kind.flops(n) for n in lengths]
     return Growth(kind.name, tuple(lengths), tuple(seconds), slope(lengths, seconds), slope(lengths, flops))
-
-
-def _layer(spec: Any) -> tuple[nn.Module, int]:
-    """One layer of this declaration as a module, and its width."""
-    module: Any = spec.build().eval()
-    match spec:
-        case Recurrent():
-            return module.encoder, spec.d_model
-        case Convolutional():
-            return module.layers[-1], spec.d_model
-    return module, spec.d_model
 
 
 def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:

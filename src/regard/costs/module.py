@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def cost_of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cos
     training, fitting = training_of(request.train), None
     if not inputs and hasattr(model, "config"):
         subject = Subject(model)
-        fitting = subject.fitting(request)
+        fitting = partial(subject.fits, request)
         setting = subject.setting(request.size, training, request.dtype, request.device)
         setting = replace(setting, evaluate=False)
     else:

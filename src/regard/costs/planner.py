@@ -17,7 +17,7 @@ from .memory.peak import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import Subject, largest_batch
+from .subject import Subject, largest, largest_batch
 from .tables import Table
 from .time import Roofline, load_roofline, time_of
 
@@ -207,26 +207,16 @@ class _Search:
         return Choice(label, on.memory, option, *sizes, seconds, code)
 
     def longest(self, on: Card, choice: Choice) -> int | None:
-        """A long n that fits with a batch of 1, nearly the longest; None where the model determines it."""
+        """The longest n that fits with a batch of 1, in steps of 64; None where the model determines it."""
         if self.subject.tokens is not None or not choice.batch:
             return None
 
-        def peak(n: int) -> int:
-            return self.traced(n, 1, choice.option, on.gpu).usage(ranks=self.ranks, expandable=True).peak
+        def peak(steps: int) -> int:
+            traced = self.traced(steps * STEP_N, 1, choice.option, on.gpu)
+            return traced.usage(ranks=self.ranks, expandable=True).peak
 
-        budget, low = int(SHARE * on.memory), self.n
-        high = min(self.subject.max_n, self.n * choice.batch, MAX_N)
-        at_low, at_high = peak(low), peak(high)
-        for _ in range(3):  # the peak is a line in n, or grows faster: the chord is below it
-            if at_high <= budget:
-                break
-            n = low + int((high - low) * (budget - at_low) / (at_high - at_low)) // STEP_N * STEP_N
-            used = peak(n)
-            if used <= budget:
-                low, at_low = n, used
-            else:
-                high, at_high = n, used
-        return high if at_high <= budget else low
+        limit = min(self.subject.max_n, MAX_N)
+        return STEP_N * largest(peak, int(SHARE * on.memory), limit // STEP_N) or None
 
 
 def _roofline(label: str, on: Card) -> Roofline:

@@ -90,30 +90,26 @@ class Subject:
             targets, given = None, ((), generated_inputs(self.module, size, labels))
         return Setting(self.module, given, targets, dtype, training, device, gpu, evaluate=training is None)
 
-    def fitting(self, request: Request) -> Callable[[int, str], int]:
-        """(budget, what varies) → the largest size of this request that fits."""
-        options = {"training": training_of(request.train), "dtype": request.dtype, "device": request.device}
-        return lambda budget, vary: fits(self, request.size, budget, vary, **options)
+    def fits(self, request: Request, budget: int, vary: str = "batch") -> int:
+        """The largest batch (or n, with `vary="n"`) whose peak is at most `budget` bytes; 0 if none fits.
 
+        Found by interpolation and bisection, since memory grows with both. m follows n if the two are equal.
+        """
+        require_known("vary", vary, ("batch", "n"))
+        require_positive("budget", budget)
+        if vary == "n" and self.tokens is not None:
+            raise SpecError("vary='n': the image size determines the number of patches; use vary='batch'")
+        n, m, batch = request.size
 
-def fits(subject: Subject, size: Size, budget: int, vary: str = "batch", **options: Any) -> int:
-    """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits.
+        def at(size: Size) -> Run:
+            return run(self.setting(size, training_of(request.train), request.dtype, request.device))
 
-    Found by interpolation and bisection, since memory grows with both. m follows n if the two are equal.
-    """
-    require_known("vary", vary, ("batch", "n"))
-    require_positive("budget", budget)
-    if vary == "n" and subject.tokens is not None:
-        raise SpecError("vary='n': the image size determines the number of patches; use vary='batch'")
-
-    def at(value: int) -> Run:
-        n, m, batch = size.n, size.m, size.batch
-        changed = Size(n, m, value) if vary == "batch" else Size(value, value if m == n else m, batch)
-        return run(subject.setting(changed, **options))
-
-    if vary == "batch":
-        return largest_batch(at, budget)[0]
-    return largest(lambda value: at(value).usage().peak, budget, subject.max_n)
+        if vary == "batch":
+            return largest_batch(lambda value: at(Size(n, m, value)), budget)[0]
+        with_n = (
+            (lambda value: Size(value, value, batch)) if m == n else (lambda value: Size(value, m, batch))
+        )
+        return largest(lambda value: at(with_n(value)).usage().peak, budget, self.max_n)
 
 
 def largest_batch(

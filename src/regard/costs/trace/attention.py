@@ -1,6 +1,5 @@
 """Fused attention calls of a traced module: their pairs and FLOPs, the kernel that runs, what it saves and needs."""
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,74 +29,15 @@ H200 = Gpu()
 
 
 class CallPairs(NamedTuple):
-    """The pairs of one call over all heads and batch rows: allowed by its mask, computed by its kernel, and n · m."""
+    """The pairs of one call over all heads and batch rows: allowed by its mask, and computed by its kernel."""
 
     needed: int
     computed: int
-    full: int
     mask: str
 
 
-@dataclass(frozen=True)
-class Call:
-    """One fused attention call: its sizes and its pairs."""
-
-    heads: int  # over all batch rows
-    n: int
-    m: int
-    d_k: int
-    d_v: int
-    pairs: CallPairs
-
-    def forward(self, itemsize: int) -> Amounts:
-        """Two products: 2 d_k per score, 2 d_v per weighted value."""
-        per_pair = 2 * (self.d_k + self.d_v)
-        rows = self.n * (self.d_k + self.d_v) + self.m * (self.d_k + self.d_v)
-        return Amounts(
-            flops=self.pairs.needed * per_pair,
-            elementwise_flops=6 * self.pairs.needed
-            - 2 * self.heads * self.n,  # scale 1, softmax 5m − 2 per row
-            executed_flops=self.pairs.computed * per_pair,
-            bytes=itemsize * self.heads * rows,
-        )
-
-    def backward(self) -> Amounts:
-        """Four products, and the scores once more, which a fused kernel does not save."""
-        gradients = 4 * (self.d_k + self.d_v)
-        scores = 2 * self.d_k
-        return Amounts(
-            backward_flops=gradients * self.pairs.needed,
-            executed_backward_flops=(gradients + scores) * self.pairs.computed,
-        )
-
-    def per_head(self, path: str) -> Pairs:
-        p, heads = self.pairs, max(1, self.heads)
-        return Pairs(path, p.mask, p.needed // heads, p.computed // heads, p.full // heads, "fused")
-
-
-def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, causal: bool) -> CallPairs:
-    """`real`: the values of the mask if they are known. In a bool mask True is allowed; in a float mask −∞ is not."""
-    n, m = q.shape[-2], k.shape[-2]
-    heads = q.shape[:-2].numel()
-    full = heads * n * m
-    if causal:  # aligned to the first key: query i may attend to keys 0 … i
-        square = min(n, m)
-        one = square * (square + 1) // 2 + max(0, n - m) * m
-        return CallPairs(heads * one, heads * one, full, "causal")
-    if mask is None:
-        return CallPairs(full, full, full, "none")
-    if real is None:
-        return CallPairs(full, full, full, "a mask with unknown values: all pairs are counted")
-    allowed = real if real.dtype == torch.bool else real > torch.finfo(torch.float32).min / 2
-    repeats = full // max(1, allowed.numel())  # the mask is broadcast over heads and batch rows
-    return CallPairs(int(allowed.sum()) * repeats, full, full, "mask")
-
-
-# -- kernels ------------------------------------------------------------------------------------------------------
-
-
-class SdpaCall(NamedTuple):
-    """What PyTorch chooses a kernel by."""
+class Call(NamedTuple):
+    """One fused attention call: what PyTorch chooses a kernel by, and its pairs."""
 
     q: Tensor
     k: Tensor
@@ -105,6 +45,7 @@ class SdpaCall(NamedTuple):
     mask: Tensor | None
     dropout_p: float
     is_causal: bool
+    pairs: CallPairs
 
     @property
     def grouped(self) -> bool:
@@ -114,8 +55,48 @@ class SdpaCall(NamedTuple):
     def widths(self) -> tuple[int, int]:
         return self.q.shape[-1], self.v.shape[-1]
 
+    def forward(self) -> Amounts:
+        """Two products: 2 d_k per score, 2 d_v per weighted value."""
+        heads, n, both = self.q.shape[:-2].numel(), self.q.shape[-2], sum(self.widths)
+        return Amounts(
+            flops=2 * both * self.pairs.needed,
+            elementwise_flops=6 * self.pairs.needed - 2 * heads * n,  # scale 1, softmax 5m − 2 per row
+            executed_flops=2 * both * self.pairs.computed,
+            bytes=self.q.element_size() * heads * both * (n + self.k.shape[-2]),
+        )
 
-def kernel_of(call: SdpaCall, device: str, gpu: Gpu) -> str:
+    def backward(self) -> Amounts:
+        """Four products, and the scores once more, which a fused kernel does not save."""
+        gradients, scores = 4 * sum(self.widths), 2 * self.widths[0]
+        executed = (gradients + scores) * self.pairs.computed
+        return Amounts(backward_flops=gradients * self.pairs.needed, executed_backward_flops=executed)
+
+    def per_head(self, path: str) -> Pairs:
+        heads, full = max(1, self.q.shape[:-2].numel()), self.q.shape[-2] * self.k.shape[-2]
+        needed, computed, mask = self.pairs
+        return Pairs(path, mask, needed // heads, computed // heads, full, "fused")
+
+
+def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, causal: bool) -> CallPairs:
+    """`real`: the values of the mask if they are known. In a bool mask True is allowed; in a float mask −∞ is not."""
+    heads, n, m = q.shape[:-2].numel(), q.shape[-2], k.shape[-2]
+    full = heads * n * m
+    if causal:  # aligned to the first key: query i may attend to keys 0 … i
+        square = min(n, m)
+        one = square * (square + 1) // 2 + max(0, n - m) * m
+        return CallPairs(heads * one, heads * one, "causal")
+    if mask is None or real is None:
+        unknown = "a mask with unknown values: all pairs are counted"
+        return CallPairs(full, full, "none" if mask is None else unknown)
+    allowed = real if real.dtype == torch.bool else real > torch.finfo(torch.float32).min / 2
+    repeats = full // max(1, allowed.numel())  # the mask is broadcast over heads and batch rows
+    return CallPairs(int(allowed.sum()) * repeats, full, "mask")
+
+
+# -- kernels ------------------------------------------------------------------------------------------------------
+
+
+def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     """The kernel that scaled_dot_product_attention runs: cpu, cudnn, flash, efficient or math."""
     if call.q.dim() != 4 or not call.q.numel() or not call.k.numel():
         return "math"
@@ -203,28 +184,26 @@ class CountBackward(torch.autograd.Function):
     """The identity; its backward pass adds the amounts of a call that was counted as a whole."""
 
     @staticmethod
-    def forward(ctx, out, trace, call, path):
-        ctx.trace, ctx.call, ctx.path = trace, call, path
+    def forward(ctx, out, trace, amounts, path):
+        ctx.trace, ctx.amounts, ctx.path = trace, amounts, path
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.trace.add(FUSED, ctx.call.backward(), ctx.path)
+        ctx.trace.add(FUSED, ctx.amounts, ctx.path)
         return grad, None, None, None
 
 
-def count_attention(trace: Any, call: SdpaCall, pairs: CallPairs) -> Float[Tensor, "*h n d_v"]:
+def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
     """One attention call, counted by its pairs and run by the kernel that the device would take."""
-    q, k, v = call.q, call.k, call.v
-    counted = Call(q.shape[:-2].numel(), q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], pairs)
-    amounts = counted.forward(q.element_size())
+    amounts = call.forward()
     if kernel_of(call, trace.device, trace.gpu) != "math":
-        trace.note_work(amounts.executed_flops, amounts.bytes, str(q.dtype), "attention")
+        trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
     if trace.in_backward:  # computed again by a checkpoint
         trace.add(FUSED, Amounts(executed_backward_flops=amounts.executed_flops))
     else:
         trace.add(FUSED, amounts)
-        trace.pairs.append(counted.per_head(trace.path))
+        trace.pairs.append(call.per_head(trace.path))
     path, before = trace.path, trace.counts
     trace.counts = False
     try:
@@ -232,11 +211,11 @@ def count_attention(trace: Any, call: SdpaCall, pairs: CallPairs) -> Float[Tenso
     finally:
         trace.counts = before
     if torch.is_grad_enabled() and out.requires_grad:
-        out = CountBackward.apply(out, trace, counted, path)
+        out = CountBackward.apply(out, trace, call.backward(), path)
     return out
 
 
-def _run(trace: Any, call: SdpaCall) -> Tensor:
+def _run(trace: Any, call: Call) -> Tensor:
     q, k, v, mask = call[:4]
     kernel = kernel_of(call, trace.device, trace.gpu)
     if kernel == "math":
@@ -255,7 +234,7 @@ def _run(trace: Any, call: SdpaCall) -> Tensor:
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 
-def _math(call: SdpaCall, device: str) -> Tensor:
+def _math(call: Call, device: str) -> Tensor:
     """PyTorch's formula as it allocates; on a GPU dropout is one kernel, with a mask of one byte per pair."""
     q, k, v, mask = call[:4]
     dtype, factor = q.dtype, q.shape[-1] ** -0.25
@@ -283,21 +262,14 @@ def sdpa(trace: Any) -> Any:
     """The replacement for F.scaled_dot_product_attention."""
 
     def scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=None,
-        dropout_p=0.0,
-        is_causal=False,
-        **_,  # scale and enable_gqa do not change the cost
-    ):
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **_
+    ):  # scale and enable_gqa do not change the cost
         real = None if attn_mask is None else trace.value_of(attn_mask)
         with without_function_modes():
             tensors = [x if x is None else trace.to_meta(x) for x in (query, key, value, attn_mask)]
         query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
         pairs = call_pairs(query, key, attn_mask, real, is_causal)
-        call = SdpaCall(query, key, value, attn_mask, dropout_p, is_causal)
-        return count_attention(trace, call, pairs)
+        return count_attention(trace, Call(query, key, value, attn_mask, dropout_p, is_causal, pairs))
 
     return scaled_dot_product_attention
 
@@ -306,15 +278,13 @@ def flex(trace: Any) -> Any:
     """The replacement for flex_attention: the pairs that its block mask computes, and that its mask_mod allows."""
 
     def flex_attention(query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **__):
-        heads, n, m = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
-        full = heads * n * m
-        if block_mask is None:
-            pairs = CallPairs(full, full, full, "none")
-        else:
-            computed = _block_pairs(block_mask, heads, n, m)
-            needed, mask = _allowed_pairs(block_mask, heads, n, m)
-            pairs = CallPairs(computed if needed is None else needed, computed, full, mask)
-        out = count_attention(trace, SdpaCall(query, key, value, None, 0.0, False), pairs)
+        pairs = call_pairs(query, key, None, None, False)
+        if block_mask is not None:
+            sizes = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
+            computed = _block_pairs(block_mask, *sizes)
+            needed, mask = _allowed_pairs(block_mask, *sizes)
+            pairs = CallPairs(computed if needed is None else needed, computed, mask)
+        out = count_attention(trace, Call(query, key, value, None, 0.0, False, pairs))
         return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
 
     return flex_attention
@@ -343,28 +313,3 @@ def _allowed_pairs(mask: Any, heads: int, n: int, m: int) -> tuple[int | None, s
         int(mask.mask_mod(zero + i, zero + j, rows, columns).sum()) for i in range(b) for j in range(h)
     )
     return allowed * heads // max(1, b * h), name
-
-
-def encoder_layer(trace: Any, args: tuple, kwargs: dict) -> Tensor:
-    """torch._transformer_encoder_layer_fwd, the fast path of nn.TransformerEncoderLayer, as its single steps."""
-    src, width, heads, qkv, qkv_bias, out, out_bias = args[:7]
-    norm1_w, norm1_b, norm2_w, norm2_b, w1, b1, w2, b2 = args[10:18]  # after gelu, norm_first and eps
-    mask = args[18] if len(args) > 18 else kwargs.get("mask")
-    x = fused_attention(trace, (src, src, src, width, heads, qkv, qkv_bias, out, out_bias, mask), {})[0]
-    x = F.layer_norm(x, (width,), norm1_w, norm1_b)
-    return F.layer_norm(F.linear(F.relu(F.linear(x, w1, b1)), w2, b2), (width,), norm2_w, norm2_b)
-
-
-def fused_attention(trace: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor | None]:
-    """torch._native_multi_head_attention, the fast path of nn.MultiheadAttention."""
-    query, key, value, width, heads, qkv, qkv_bias, out, out_bias, *rest = args
-    mask = rest[0] if rest else kwargs.get("mask")
-    q, k, v = (
-        F.linear(x, w, b).unflatten(-1, (heads, width // heads)).transpose(1, 2)
-        for x, w, b in zip((query, key, value), qkv.chunk(3), qkv_bias.chunk(3))
-    )
-    real = None if mask is None else trace.value_of(mask)
-    allowed = None if real is None else ~real.bool() if real.dim() > 2 else ~real.bool()[:, None, None, :]
-    pairs = call_pairs(q, k, mask, allowed, False)
-    o = count_attention(trace, SdpaCall(q, k, v, None, 0.0, False), pairs).transpose(1, 2).flatten(-2)
-    return F.linear(o, out, out_bias), None

@@ -32,7 +32,7 @@ from ...nn import cached_rotation
 from ...nn import position as nn_position
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
-from .attention import Gpu, encoder_layer, flex, fused_attention, sdpa
+from .attention import Gpu, flex, sdpa
 from .device import OnDevice, dropout, rms_norm
 from .meter import Meter
 from .nested import map_leaves, tensors_in
@@ -407,13 +407,8 @@ def tracing(trace: Trace) -> Iterator[None]:
             stack.enter_context(_patched(F, "rms_norm", rms_norm))
         for module, name in _importers_of_flex():
             stack.enter_context(_patched(module, name, flex(trace)))
-        replaced: dict[Any, Callable] = {SDPA: fused}
-        for name, run in (
-            ("_transformer_encoder_layer_fwd", encoder_layer),
-            ("_native_multi_head_attention", fused_attention),
-        ):
-            if (function := getattr(torch, name, None)) is not None:
-                replaced[function] = _with_trace(run, trace)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention by its single steps
         stack.enter_context(compat.checkpoints_ignore_devices())
         if trace.device == "cpu":  # what a checkpoint keeps of the random generator
             stack.enter_context(_patched(torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
@@ -421,7 +416,7 @@ def tracing(trace: Trace) -> Iterator[None]:
         if collects:
             stack.callback(gc.enable)
         stack.enter_context(autocast.simulated(trace.device if trace.device == "cuda" else "cpu"))
-        stack.enter_context(OnDevice(trace, replaced))
+        stack.enter_context(OnDevice(trace, {SDPA: fused}))
         stack.enter_context(trace)
         yield
 
@@ -432,10 +427,6 @@ def _always(*_: Any) -> bool:
 
 def _on_the_cpu(x: Tensor) -> bool:
     return x.is_cpu
-
-
-def _with_trace(run: Callable, trace: Trace) -> Callable:
-    return lambda *args, **kwargs: run(trace, args, kwargs)
 
 
 @contextmanager
