@@ -1,6 +1,7 @@
 """`regard cost`, `regard plan` and `regard bench` as they are called."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -103,6 +104,51 @@ def test_a_python_function_gives_a_model_and_its_inputs(tmp_path, monkeypatch):
     with pytest.raises(rg.ShapeError) as error:
         run("cost", "mine_to_price:bare")
     assert "Linear is missing input" in str(error.value)
+
+
+FAILS = """
+import torch
+from torch import nn
+
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        {statement}
+
+
+def model():
+    return Fails(4, 4), torch.zeros(2, 4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("raise ValueError('odd rows')", "ValueError: odd rows"),
+        ("assert x.shape[0] == 3", "AssertionError"),
+        ("return {}['weights']", "KeyError: 'weights'"),
+        ("raise StopIteration", "StopIteration"),
+    ],
+)
+def test_a_model_that_fails_is_named_with_what_is_still_known(tmp_path, statement, words):
+    (tmp_path / "fails.py").write_text(FAILS.replace("{statement}", statement))
+    with pytest.raises(rg.ShapeError) as e:
+        run("cost", f"{tmp_path / 'fails.py'}:model")
+    known = "still known: 20 parameters, 80 bytes in float32"
+    assert str(e.value) == f"Fails fails on inputs of these shapes: {words}; {known}"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise OSError('no disk')", "model() fails on meta tensors: OSError: no disk"),
+        ("return ()", "returned an empty tuple; return a model, or a model and its inputs"),
+    ],
+)
+def test_a_function_that_gives_no_model_is_named(tmp_path, body, words):
+    (tmp_path / "nothing.py").write_text(f"def model():\n    {body}\n")
+    with pytest.raises(rg.SpecError, match=re.escape(words)):
+        run("cost", f"{tmp_path / 'nothing.py'}:model")
 
 
 def test_layer_types_are_compared():

@@ -176,10 +176,11 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 
     thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
-        import torch
+        from ..costs.module import built
 
-        with torch.device("meta"):
-            thing = thing()
+        thing = built(thing)
+    if isinstance(thing, tuple) and not thing:
+        raise SpecError(f"{source} returned an empty tuple; return a model, or a model and its inputs")
     return (thing[0], tuple(thing[1:])) if isinstance(thing, tuple) else (thing, ())
 
 

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from ..compat import CAN_DISPATCH
-from ..errors import ShapeError, SpecError
+from ..errors import RegardError, ShapeError, SpecError
 from .memory import Memory
-from .memory.peak import readable
-from .memory.runs import Run, Setting, run
+from .memory.runs import Setting, run
 from .memory.step import TrainingStep, training_of
 from .sizes import Request
 from .subject import Subject, build, is_config
 from .trace.nested import tensors_in
-from .trace.tracer import DataDependent, Trace
+from .trace.tracer import Trace
 from .tree import Amounts, Cost, Part
 
 
@@ -47,7 +46,7 @@ def cost_of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cos
         module = model if isinstance(model, nn.Module) else _Function(model)
         setting = Setting(module, given, None, request.dtype, training, request.device)
     _check_inputs(model, setting)
-    main = _traced(setting)
+    main = run(setting)
     sizes: dict[str, Any] = {
         f"input {k}": "×".join(map(str, x.shape)) for k, x in enumerate(tensors_in(setting.given))
     }
@@ -65,28 +64,6 @@ def cost_of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cos
     )
 
 
-def _traced(setting: Setting) -> Run:
-    """The run, or what is wrong with it in words, with what is still known."""
-    name = _name(setting.module)
-    count = sum(p.numel() for p in setting.module.parameters())
-    known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
-    try:
-        return run(setting)
-    except DataDependent as e:
-        raise DataDependent(f"{e}{known}") from e
-    except TypeError as e:
-        if "argument" not in str(e):
-            raise
-        raise ShapeError(f"{name} does not take these inputs: {e}") from e
-    except NotImplementedError as e:
-        raise ShapeError(f"{name} cannot be traced: {str(e).splitlines()[0]}{known}") from e
-    except RuntimeError as e:
-        text = str(e).splitlines()[0] if str(e) else type(e).__name__
-        if "overflow" in text or "too large" in text or "numel" in text:
-            raise ShapeError(f"{name} at these sizes overflows 64-bit sizes: {text}{known}") from e
-        raise ShapeError(f"{name} fails on inputs of these shapes: {text}{known}") from e
-
-
 def built(build: Callable) -> Any:
     """What a function without arguments returns, on meta tensors."""
     needed = _required(build)
@@ -95,8 +72,13 @@ def built(build: Callable) -> Any:
             f"{_name(build)} needs {', '.join(needed)}: pass example inputs, rg.cost(f, *inputs), or a function "
             f"without arguments that returns a model"
         )
-    with torch.device("meta"):
-        return build()
+    try:
+        with torch.device("meta"):
+            return build()
+    except RegardError:
+        raise
+    except Exception as e:
+        raise SpecError(f"{_name(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
 
 
 class _Function(nn.Module):
@@ -104,7 +86,7 @@ class _Function(nn.Module):
 
     def __init__(self, call: Callable):
         super().__init__()
-        self.call = call
+        self.call, self.__name__ = call, _name(call)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -158,8 +140,6 @@ def _same(a: Part, b: Part) -> bool:
 
 
 def _name(model: Any) -> str:
-    if isinstance(model, _Function):
-        return _name(model.call)
     return getattr(model, "__name__", None) or type(model).__name__
 
 

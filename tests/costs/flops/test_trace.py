@@ -330,3 +330,16 @@ def test_equal_layers_are_one_part_of_the_tree():
     part = result["layers"].parts[0]
     assert (part.name, part.times, len(result["layers"].parts)) == ("0–2", 3, 1)
     assert result.flops == 3 * cost(layer.eval(), x).flops and len(repr(result)) < 200
+
+
+def test_products_of_groups_of_rows_count_each_row_once():
+    rows, experts = torch.empty(12, 16, dtype=torch.bfloat16), torch.empty(3, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+    result = cost(lambda a, b, offs: torch._grouped_mm(a, b, offs=offs), rows, experts, ends)
+    assert result.flops == 2 * 12 * 16 * 8 and not result.uncounted
+
+
+@pytest.mark.parametrize("call", [torch.fft.rfft, torch.matrix_exp])
+def test_an_operation_that_may_contain_products_is_named(call):
+    result = cost(call, torch.zeros(4, 4))
+    assert len(result.uncounted) >= 1 and result.flops == 0

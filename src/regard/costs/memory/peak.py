@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..trace.tracer import merged
-from .allocator import Usage
+from .allocator import Usage, readable
 from .runs import Run
 
 # In the order of the pictures: what stays for long is at the bottom.
@@ -13,7 +13,6 @@ KINDS = (
     "weights", "master weights", "optimizer state", "gradients", "key/value cache", "saved for backward", "inputs",
     "temporary", "workspace",
 )  # fmt: skip
-GIB = 1 << 30
 ADVICE = {
     "saved for backward": "A smaller batch lowers it in proportion.",
     **dict.fromkeys(
@@ -26,18 +25,6 @@ ADVICE = {
 }
 OUTSIDE = "outside modules, as the loss"
 PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
-
-
-def readable(size: int | float) -> str:
-    """Bytes in the largest unit of which there is at least one.
-
-    >>> readable(3 << 29), readable(1536), readable(10)
-    ('1.50 GiB', '1.50 KiB', '10 bytes')
-    """
-    for unit, name in ((1 << 40, "TiB"), (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size:,} bytes"
 
 
 class Alive(NamedTuple):

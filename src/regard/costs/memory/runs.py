@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import run_backward
-from ...errors import ShapeError
+from ...errors import RegardError, ShapeError
 from ...generation.steps import StackSteps
 from ...nn.embedding import LanguageHead
 from ...nn.stack import EncoderDecoder, Stack
 from ...pattern import causal
 from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
-from ..trace.tracer import Trace, tracing
+from ..trace.tracer import DataDependent, Trace, tracing
 from ..trace.twin import inputs_of, twin_of
-from .allocator import Caching, Plain, Usage, replay
+from .allocator import Caching, Plain, Usage, readable, replay
 from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
 
 STRATEGIES = ("fsdp", "ddp")
@@ -128,7 +128,30 @@ class Run:
 
 
 def run(setting: Setting) -> Run:
-    """The call on meta tensors; nothing of the given module changes."""
+    """The call on meta tensors, or what is wrong with it in words, with what is still known.
+
+    Nothing of the given module changes.
+    """
+    name = getattr(setting.module, "__name__", type(setting.module).__name__)
+    count = sum(p.numel() for p in setting.module.parameters())
+    known = f"; still known: {count:,} parameters, {readable(4 * count)} in float32"
+    try:
+        return _run(setting)
+    except DataDependent as e:
+        raise DataDependent(f"{e}{known}") from e
+    except RegardError:
+        raise
+    except Exception as e:
+        text = str(e).splitlines()[0] if str(e) else ""
+        if isinstance(e, TypeError) and "argument" in text:
+            raise ShapeError(f"{name} does not take these inputs: {text}") from e
+        if isinstance(e, RuntimeError) and any(word in text for word in ("overflow", "too large", "numel")):
+            raise ShapeError(f"{name} at these sizes overflows 64-bit sizes: {text}{known}") from e
+        words = text if type(e) is RuntimeError and text else f"{type(e).__name__}: {text}".rstrip(": ")
+        raise ShapeError(f"{name} fails on inputs of these shapes: {words}{known}") from e
+
+
+def _run(setting: Setting) -> Run:
     trace, training = Trace(setting.device, setting.gpu), setting.training
     meter = trace.meter
     twin = twin_of(setting.module, trace, setting.dtype)
