@@ -27,7 +27,6 @@ from cost_memory import counted, total
 from huggingface_census import classes_of, short, testers, without_dropout
 from huggingface_small import SmallCase
 
-LIMIT_S = 300
 PREFERRED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "Model")
 
 
@@ -110,12 +109,12 @@ def family(folder: str) -> dict[str, Any]:
     return row
 
 
-def forked(folder: str) -> dict[str, Any]:
+def forked(folder: str, seconds: int) -> dict[str, Any]:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read)
-        signal.alarm(LIMIT_S)
+        signal.alarm(seconds)
         row = family(folder)
         with os.fdopen(write, "w") as file:
             file.write(json.dumps(row))
@@ -124,19 +123,21 @@ def forked(folder: str) -> dict[str, Any]:
     with os.fdopen(read) as file:
         text = file.read()
     os.waitpid(child, 0)
-    ended = {"family": folder, "result": "not built here", "reason": f"ended, or took over {LIMIT_S} s"}
+    ended = {"family": folder, "result": "not built here", "reason": f"ended, or took over {seconds} s"}
     return json.loads(text) if text else ended
 
 
-def run_all(out: Path, tests: str, only: list[str], again: bool, limit: int) -> None:
-    sys.path.insert(0, tests)
+def run_all(options: argparse.Namespace) -> None:
+    out, part, parts = options.out, *map(int, options.part.split("/"))
+    sys.path.insert(0, options.tests)
     importlib.import_module("tests.test_modeling_common")
     importlib.import_module("regard")
     stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    done = {row["family"] for row in stored if not again or row["result"] == "equal"}
-    for folder in [name for name in only or families() if name not in done][:limit]:
+    done = {row["family"] for row in stored if not options.again or row["result"] == "equal"}
+    names = [name for name in options.families or families() if name not in done][part::parts]
+    for folder in names[: options.limit]:
         began = time.time()
-        row = forked(folder)
+        row = forked(folder, options.seconds)
         row["seconds"] = round(time.time() - began, 1)
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -186,9 +187,11 @@ if __name__ == "__main__":
         "--again", action="store_true", help="also run the stored families that are not equal"
     )
     parser.add_argument("--limit", type=int, default=10**6, help="families at most in this call")
+    parser.add_argument("--seconds", type=int, default=300, help="for one family at most")
+    parser.add_argument("--part", default="0/1", help="k/n: the k-th of n parts, for processes side by side")
     parser.add_argument("families", nargs="*", help="these families only")
     args = parser.parse_args()
     if args.table:
         table(args.out)
     else:
-        run_all(args.out, args.tests, args.families, args.again, args.limit)
+        run_all(args)

@@ -46,6 +46,27 @@ def test_a_view_and_a_call_of_a_module_take_the_host_and_no_kernel():
     assert result.parts == () and result.bound == "host" and result.device == {}
 
 
+def test_what_a_checkpoint_repeats_takes_the_host_as_long_as_the_forward_pass():
+    machine = dataclasses.replace(ONE, host_s=1e-3)
+    forward, repeated, backward = (
+        time_of([Work(phase, "a", "operation", 1, 1, "float32", again=again)], machine).host[phase]
+        for phase, again in (("forward", False), ("backward", True), ("backward", False))
+    )
+    assert forward == repeated == pytest.approx(1e-3 * HOST["operation"]) != backward
+
+
+def test_a_repeated_forward_pass_is_told_from_the_backward_pass():
+    inner = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(16))
+    once, twice = (
+        cost(rg.Encoder(inner, 3), n=8, train=rg.TrainingStep(checkpointing=c)).memory.main.trace.work
+        for c in (None, True)
+    )
+    assert not any(w.again for w in once)
+    forward = [w for w in twice if w.phase == "forward" and w.path.startswith("layers")]
+    again = [w for w in twice if w.again]
+    assert len(again) >= 0.8 * len(forward) and {w.phase for w in again} == {"backward"}
+
+
 def test_time_is_proportional_to_layers_and_a_training_step_takes_about_three_times_as_long():
     def block(layers, train=False):
         inner = rg.Block(rg.Attention(64, heads=4), rg.FeedForward(128))

@@ -26,11 +26,22 @@ from .trace.tracer import Work
 from .tree import Cost
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Fitted to training steps on an H200 (bench/cost_gpu.py): kernels reach a share of the best rates, and the host
-# needs multiples of what one operation in a chain takes. Of a foreach optimizer every tensor counts.
-PRODUCT, ATTENTION, MOVE, LAUNCH = 1.36, 1.97, 0.53, 4.64
-HOST = {"module": 8.73, "view": 0.124, "operation": 0.837, "attention": 5.31, "tensor": 0.037}
-BACKWARD = 4.21  # of the host, for the same operation of the backward pass
+# Fitted to training steps on an H200 (bench/cost_gpu.py; kernels and host were measured apart). A kernel takes
+# multiples of the best rate; OWN: kernels of this library on a GPU, which multiply float32 without tensor cores.
+PRODUCT, ATTENTION, MOVE, LAUNCH = 1.22, 3.28, 1.01, 1.23
+OWN = {"float32": 10.4, "bfloat16": 6.06, "float16": 6.06}
+# Of the host, in multiples of what one operation in a chain takes: in the forward pass with the Python around it, in
+# the backward pass, where PyTorch's engine calls, for each tensor of a foreach optimizer, and for its step.
+HOST = {
+    "module": 4.24,
+    "view": 0.457,
+    "operation": 3.97,
+    "attention": 5.7,
+    "own": 13.4,
+    "tensor": 0.148,
+    "step": 89.3,
+}
+BACKWARD = {"view": 0.137, "operation": 1.74, "attention": 4.23, "own": 12.4}
 
 
 @dataclass(frozen=True)
@@ -276,11 +287,14 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
     parts: dict[str, list[float]] = {}
     at_host = at_device = 0.0
     for w in work:
-        waits = HOST[w.kind] * (BACKWARD if w.phase == "backward" else 1.0) + HOST["tensor"] * w.tensors
+        waits = (BACKWARD if w.phase == "backward" and not w.again else HOST)[w.kind] + HOST[
+            "tensor"
+        ] * w.tensors
+        waits += HOST["step"] if w.phase == "optimizer" and w.phase not in host else 0.0
         at_host += waits * roofline.host_s
         host[w.phase] = host.get(w.phase, 0.0) + waits * roofline.host_s
         if w.kind not in ("view", "module"):
-            compute = (ATTENTION if w.kind == "attention" else PRODUCT) * w.flops / roofline.rate(w.dtype)
+            compute = _slower(w, roofline) * w.flops / roofline.rate(w.dtype)
             memory = MOVE * w.bytes / roofline.bytes_per_s
             seconds = LAUNCH * roofline.kernel_s + max(compute, memory)
             at_device = max(at_device, at_host) + seconds
@@ -297,6 +311,13 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
     starts = [0.0, *ends.values()]
     phases = {phase: end - start for (phase, end), start in zip(ends.items(), starts)}
     return Estimate(roofline.machine, phases, device, host, tuple(sorted(timed, key=lambda p: -p.seconds)))
+
+
+def _slower(w: Work, roofline: Roofline) -> float:
+    """How many times longer than at the best rate of products the products of a kernel take."""
+    if w.kind == "own" and roofline.host_s:
+        return OWN.get(w.dtype, OWN["float32"])
+    return ATTENTION if w.kind == "attention" else PRODUCT
 
 
 def measure_time(request: Request) -> float:

@@ -105,7 +105,7 @@ def sparse(
     factors: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """extras: as Extras has them; pattern: its text; offset: start, step; factors: scale, dropout_p, softcap or 0."""
-    tensors, options = _read(extras, pattern, offset, factors)
+    tensors, options = read_options(extras, pattern, offset, factors)
     if q.is_cuda:
         from .cuda import backend as triton
 
@@ -133,7 +133,7 @@ def sparse_backward(
 
     What has no gradient gets an empty tensor: an operation cannot return None.
     """
-    tensors, options = _read(saved[5:], pattern, offset, factors)
+    tensors, options = read_options(saved[5:], pattern, offset, factors)
     q, k, v, o, lse = saved[:5]
     grad, grad_lse = grads[0], grads[1] if grads[1].numel() else None
     results: tuple[Tensor | None, ...]
@@ -183,7 +183,7 @@ def _backward(ctx, grad, grad_lse):
 sparse.register_autograd(_backward, setup_context=_setup)
 
 
-def _read(
+def read_options(
     extras: Sequence[Tensor], pattern: str, offset: Sequence[int], factors: Sequence[float]
 ) -> tuple[Extras, Options]:
     tensors = Extras(*(x if x.numel() else None for x in extras))

@@ -343,3 +343,9 @@ def test_products_of_groups_of_rows_count_each_row_once():
 def test_an_operation_that_may_contain_products_is_named(call):
     result = cost(call, torch.zeros(4, 4))
     assert len(result.uncounted) >= 1 and result.flops == 0
+
+
+def test_sparse_attention_of_this_library_counts_the_pairs_of_its_pattern():
+    pattern, x = rg.causal() & (rg.window(2) | rg.every(4)), torch.zeros(2, 4, 24, 8, requires_grad=True)
+    result = cost(lambda x: rg.attention(x, x, x, pattern, backend="tiles"), x)
+    assert result.flops == 2 * 2 * 4 * pattern.count(24) * (8 + 8) and not result.uncounted

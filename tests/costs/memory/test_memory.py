@@ -15,10 +15,13 @@ from regard.costs.declaration import memory_of
 from regard.costs.entry import cost
 from regard.costs.memory.allocator import Caching, OutOfMemory, Plain, replay
 from regard.costs.memory.attention import formulas, one_attention
+from regard.costs.memory.runs import run
 from regard.costs.memory.step import TrainingStep
-from regard.costs.sizes import Request
+from regard.costs.sizes import Request, Size
 from regard.costs.subject import Subject, largest
+from regard.costs.trace.device import INDEX
 from regard.costs.trace.kernels import sort_needs, sum_needs
+from regard.engine.cuda import launches
 
 MODELS = ("transformer-base", "gpt2", "vit-b16", "bert-base")
 ROWS = json.loads((Path(__file__).parents[3] / "bench/results/2026-11-15-h200-cost.json").read_text())
@@ -30,7 +33,7 @@ emulated = pytest.mark.skipif(
 
 
 def fits(request, budget, vary="batch"):
-    return Subject(request.spec).fitting(request)(budget, vary)
+    return Subject(request.spec).fits(request, budget, vary)
 
 
 def peak_memory(request):
@@ -451,3 +454,24 @@ def test_the_peak_is_explained_by_module_and_kind():
         f"The peak of {forward.memory.inference_peak / 2**20:,.2f} MiB is in the forward"
         in forward.explain_peak()
     )
+
+
+def test_a_trace_leaves_nothing_in_the_caches_of_a_real_device(monkeypatch):
+    """The engine keeps launch tables by device: those of a trace are meta tensors, which no kernel may read."""
+    kept, real = [], launches.device_passes
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launches, "device_passes", lambda *given: kept.append(given[-1]) or real(*given))
+    pattern = rg.causal() & (rg.window(16) | rg.every(32))
+    block = rg.Block(rg.Attention(32, heads=2, pattern=pattern), rg.FeedForward(64))
+    run(Subject(rg.Decoder(block, 1)).setting(Size(512, 512, 1), TrainingStep(), device="cuda"))
+    assert kept and {device.index for device in kept} == {INDEX} and INDEX > 64
+
+
+@pytest.mark.parametrize(
+    ("bias", "checkpointing", "buffers"), [(False, None, 64), (True, None, 65), (True, True, 66)]
+)
+def test_cublas_has_a_second_buffer_where_products_add_a_bias(bias, checkpointing, buffers):
+    feed_forward = rg.FeedForward(16, bias=bias)
+    block = rg.Block(rg.Attention(8, heads=2, biases="all" if bias else "none"), feed_forward)
+    step = TrainingStep(checkpointing=checkpointing)
+    assert cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.workspace == buffers << 20

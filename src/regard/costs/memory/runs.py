@@ -29,8 +29,7 @@ from .allocator import Caching, Plain, Usage, readable, replay
 from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
 
 STRATEGIES = ("fsdp", "ddp")
-SMALL_WORKSPACE = 1 << 20
-WORKSPACE = (32 << 20) + SMALL_WORKSPACE  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
+WORKSPACE, BIAS_WORKSPACE = 32 << 20, 1 << 20  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,12 @@ class Run:
 
     @property
     def workspaces(self) -> list[int]:
-        """cuBLAS's buffers: in a training step the thread of the backward pass has its own."""
-        each = [WORKSPACE - SMALL_WORKSPACE, SMALL_WORKSPACE]
-        return each * (1 + self.trains) if self.trace.device == "cuda" else []
+        """Buffers of cuBLAS, and of cuBLASLt once a product adds a bias; the thread of backward has its own."""
+        if self.trace.device != "cuda":
+            return []
+        biased = {r.phase == "backward" for r in self.trace.meter.records if r.operation == "addmm"}
+        threads = (False, True) if self.trains else (False,)
+        return [WORKSPACE] * len(threads) + [BIAS_WORKSPACE for thread in threads if thread in biased]
 
     def keys(self, kind: str) -> set[int]:
         return {k for k, name in self.kinds.items() if name == kind}

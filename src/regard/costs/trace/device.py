@@ -1,6 +1,7 @@
 """Meta tensors that say they are on a device, and calls that run differently there than on meta tensors."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...compat import has_autocast_kernel, without_function_modes
+from .attention import Gpu
 
 CREATORS = """
     empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices triu_indices
@@ -18,8 +20,8 @@ CREATORS = """
 CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
 
 
-# Of the simulated device: what a cache keeps for it is not taken for a real one; a real GPU may be asked about it.
-INDEX = 0 if torch.cuda.is_available() else 7
+# Of the simulated device: no machine has so many, so what a cache keeps for it is never taken for a real one's.
+INDEX = 111
 
 # The functions that read these attributes of a tensor, as a TorchFunctionMode sees them.
 DEVICE, IS_CUDA, IS_CPU, IS_META = (
@@ -129,6 +131,19 @@ class OnDevice(TorchFunctionMode):
     def _read(self, x: Tensor) -> Tensor:
         with without_function_modes():
             return self.trace.known(x) if x.is_meta else x
+
+
+def asked(gpu: Gpu, of: Callable) -> Callable:
+    """torch.cuda.get_device_capability or get_device_properties, which answer for the simulated device too."""
+
+    def answer(device: Any = None) -> Any:
+        if getattr(device, "index", device) != INDEX:
+            return of(device)
+        major, minor = gpu.capability
+        facts = SimpleNamespace(major=major, minor=minor, multi_processor_count=gpu.multiprocessors)
+        return gpu.capability if of.__name__ == "get_device_capability" else facts
+
+    return answer
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from ...engine.compiled_ops import read_options
+
 
 def _cdist(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """‖a − b‖ of every pair: a difference and a square per entry, counted like one product."""
@@ -26,12 +28,41 @@ PRODUCTS: dict[str, Callable[..., int]] = {
 }
 
 
+def _sparse(q: Tensor, k: Tensor, v: Tensor, extras: Any, pattern: str, offset: Any, factors: Any) -> int:
+    """rg.attention by the pairs of its pattern: 2 d_k per score, 2 d_v per weighted value."""
+    options = read_options(extras, pattern, offset, factors)[1]
+    pairs = options.pattern.count(q.shape[-2], k.shape[-2], (options.start, options.step))
+    return 2 * q.shape[:-2].numel() * pairs * (q.shape[-1] + v.shape[-1])
+
+
+def _sparse_backward(grads: Any, saved: Any, pattern: str, offset: Any, factors: Any, of_bias: bool) -> int:
+    """Two products for each of the forward pass; the scores that are computed again are not counted."""
+    return 2 * _sparse(*saved[:3], saved[5:], pattern, offset, factors)
+
+
+def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes: Any, factors: Any) -> int:
+    """Attention of a short sequence, with queries, keys and values side by side."""
+    (b, n), m = x.shape[:2], (x if context is None else context).shape[1]
+    heads, _, d_k, d_v, is_causal = sizes
+    return 2 * b * heads * (n * (n + 1) // 2 if is_causal else n * m) * (d_k + d_v)
+
+
+OWN: dict[str, Callable[..., int]] = {
+    "sparse_attention": _sparse,
+    "sparse_attention_backward": _sparse_backward,
+    "fused_qkv": _fused_qkv,
+    "fused_qkv_backward": lambda grad, *args: 2 * _fused_qkv(*args),
+}
+
+
 def product_flops(op: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
     """FLOPs of the matrix products in this call; None if it has none."""
     packet = op.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     name = op.__name__.split(".")[0].removesuffix("_")
+    if op.namespace == "regard":
+        return OWN[name](*args, **kwargs) if name in OWN else None
     return PRODUCTS[name](*args, **kwargs) if name in PRODUCTS and op.namespace == "aten" else None
 
 

@@ -33,7 +33,7 @@ from ...nn import position as nn_position
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import Gpu, flex, sdpa
-from .device import OnDevice, dropout, rms_norm
+from .device import OnDevice, asked, dropout, rms_norm
 from .meter import Meter
 from .nested import map_leaves, tensors_in
 from .products import has_no_product, product_flops
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
     phase: str
     path: str
-    kind: str  # operation, attention, view, module
+    kind: str  # operation, attention (PyTorch's), own (of this library), view, module
     flops: float = 0
     bytes: float = 0
     dtype: str = ""
@@ -137,7 +137,8 @@ class Trace(DispatchMode):
                 sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in op.__name__ else 0
             )
             if self.meter.phase != "optimizer" or op.__name__.split(".")[0] not in STATE:
-                kind = "attention" if "attention" in op.__name__ else "operation"
+                own = "own" if op.namespace == "regard" else "operation"
+                kind = "attention" if own == "operation" and "attention" in op.__name__ else own
                 self.note_work(flops or 0, _bytes(args, out), str(_dtype(args, out)), kind, lists)
         if not self.counts or self.meter.phase not in ("forward", "backward"):
             return
@@ -405,6 +406,9 @@ def tracing(trace: Trace) -> Iterator[None]:
         if trace.device == "cuda":
             stack.enter_context(_patched(F, "dropout", dropout))
             stack.enter_context(_patched(F, "rms_norm", rms_norm))
+            for name in ("get_device_capability", "get_device_properties"):
+                answer = asked(trace.gpu, getattr(torch.cuda, name))
+                stack.enter_context(_patched(torch.cuda, name, answer))
         for module, name in _importers_of_flex():
             stack.enter_context(_patched(module, name, flex(trace)))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
