@@ -1,12 +1,12 @@
 """Are predicted memory and time of models, and plans, what a GPU measures? Generated models, priced where they run.
 
-    PYTHONPATH=src:bench python3 bench/cost_gpu.py --seed 31 --out FOLDER [--kinds models,generation,plans,time]
+    PYTHONPATH=src:bench python3 bench/cost_gpu.py --seed 31 --out FOLDER [--kinds models,generation,plans,time,fit]
     PYTHONPATH=src:bench python3 bench/cost_gpu.py --report FOLDER      the tables
 
 Every model is drawn by the seed and priced with the libraries that then run it. Processes work side by side: those of
 `generation` never train, since a backward pass leaves a second workspace of cuBLAS behind; those of `plans` use
 expandable segments, as the printed programs do. Times are measured last, by one process alone; models of FIT_SEED are
-timed too (`fit`), to which the constants of regard.costs.time are fitted. A plan holds if its code runs within the
+timed with `fit`, to which the constants of regard.costs.time are fitted. A plan holds if its code runs within the
 cap, and one more row per batch needs more than the planned share or does not run.
 """
 
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ FIT_SEED, SCALE, CAP, MIB = 26, 8, 4 * 10**9, 1 << 20
 COUNTS = {"models": 40, "generation": 12, "plans": 20, "time": 20, "fit": 24}
 SEED_SHIFT = {"plans": 1}  # plans are of other models than those that are measured
 PHASES = ("inference", "prefill", "decode")
-WORKERS = {"models": 5, "generation": 3, "plans": 8}
+WORKERS = {"models": 7, "generation": 2, "plans": 7}
 
 
 def drawn(kind: str, seed: int) -> list:
@@ -141,8 +142,8 @@ def traced(case) -> dict:
     }
 
 
-def timed(case) -> dict:
-    """Seconds of a step: the median of nine after three; of the host alone, and of all kernels."""
+def timed(case, profiled: bool) -> dict:
+    """Seconds of a step: the median of nine after three; of the host alone; profiled: of all kernels."""
     fresh()
     step, _optimizer, _there = stepping(case, "cuda")
     wall = machines.time_call(step, "cuda", 9, graph=False)
@@ -152,14 +153,17 @@ def timed(case) -> dict:
         start = time.perf_counter()
         step()
         host.append(time.perf_counter() - start)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
+    row = {"seconds": wall, "host": min(host)}
+    if not profiled:
+        return row
+    activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
         torch.cuda.synchronize()
     events = profile.profiler.kineto_results.events()
     kernels = [e.duration_ns() for e in events if e.device_type() == torch.autograd.DeviceType.CUDA]
-    return {"seconds": wall, "host": min(host), "busy": sum(kernels) / 1e9, "kernels": len(kernels)}
+    return {**row, "busy": sum(kernels) / 1e9, "kernels": len(kernels)}
 
 
 # -- the run ------------------------------------------------------------------------------------------------------
@@ -177,8 +181,9 @@ def guarded(task, case) -> dict:
 def work(kind: str, part: int, options: Any) -> None:
     """Every k-th task of this kind; results are stored one by one."""
     tasks = [(kind, i, c) for i, c in enumerate(drawn(kind, options.seed)) if kind in options.kinds]
-    if kind == "models" and "time" in options.kinds:
-        tasks += [(name, i, c) for name in ("time", "fit") for i, c in enumerate(drawn(name, options.seed))]
+    if kind == "models":
+        timed_ones = [name for name in ("time", "fit") if name in options.kinds]
+        tasks += [(name, i, c) for name in timed_ones for i, c in enumerate(drawn(name, options.seed))]
     run = {"models": models, "generation": generation, "plans": plans, "time": traced, "fit": traced}
     rows: dict = {}
     for name, i, case in tasks[part :: WORKERS[kind]]:
@@ -192,7 +197,7 @@ def run_all(options: Any) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--seed", str(options.seed), "--out", str(options.out)]
     command += ["--kinds", ",".join(options.kinds)]
-    kinds = [k for k in WORKERS if k in options.kinds or (k == "models" and "time" in options.kinds)]
+    kinds = [k for k in WORKERS if k in options.kinds or k == "models"]
     parts = [
         subprocess.Popen([*command, "--plans-worker" if k == "plans" else "--worker", k, str(i)])
         for k in kinds
@@ -215,12 +220,11 @@ def run_all(options: Any) -> None:
     print(f"{time.time() - until + options.limit:.0f} s for memory and plans", flush=True)
     out = options.out / "measured.json"
     out.write_text(json.dumps(found), encoding="utf-8")
-    if "time" not in options.kinds:
-        return
     found["roofline"] = dataclasses.asdict(machines.measure("cuda"))
-    for name in ("time", "fit"):
+    for name in [name for name in ("time", "fit") if name in options.kinds]:
         for i, case in enumerate(drawn(name, options.seed)):
-            found.setdefault(f"{name} {i}", {}).update(guarded(timed, case))
+            row = guarded(partial(timed, profiled=name == "fit"), case)
+            found.setdefault(f"{name} {i}", {}).update(row)
             out.write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -294,8 +298,8 @@ def _time(rows: list[dict], roofline: dict) -> None:
     for r in rows:
         guess = machines.time_of([Work(w[0], "", *w[1:]) for w in r["work"]], machine)
         errors.append(guess.seconds / r["seconds"] - 1)
-        pairs = ((sum(guess.device.values()), r["busy"]), (sum(guess.host.values()), r["host"]))
-        parts = " | ".join(f"{x * 1e3:.1f}" for pair in pairs for x in pair)
+        numbers = sum(guess.device.values()), r.get("busy", 0.0), sum(guess.host.values()), r["host"]
+        parts = " | ".join(f"{x * 1e3:.1f}" if x else "" for x in numbers)
         print(
             f"| {r['model']} | {guess.seconds * 1e3:.1f} | {r['seconds'] * 1e3:.1f} | {errors[-1]:+.0%} | {parts} |"
         )
