@@ -314,10 +314,10 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
 
 
 def _slower(w: Work, roofline: Roofline) -> float:
-    """How many times longer than at the best rate of products the products of a kernel take."""
-    if w.kind == "own" and roofline.host_s:
-        return OWN.get(w.dtype, OWN["float32"])
-    return ATTENTION if w.kind == "attention" else PRODUCT
+    """How many times longer than at the best rate of products those of a kernel take; on a CPU all are alike."""
+    if not roofline.host_s or w.kind == "operation":
+        return PRODUCT
+    return ATTENTION if w.kind == "attention" else OWN.get(w.dtype, OWN["float32"])
 
 
 def measure_time(request: Request) -> float:
