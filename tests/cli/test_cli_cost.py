@@ -212,8 +212,9 @@ def test_help_shows_the_options_of_a_model():
 @unchecked
 def test_ranks_divide_the_peak():
     words = ("cost", "tiny-gpt", "--n", 16, "--train", "--device", "cuda", "--ranks", 4, "--json")
-    found = json.loads(run(*words).stdout)
-    assert found["per_rank"]["peak"] < found["memory"]["training_peak"]
+    found, repeated = (json.loads(run(*words, *more).stdout) for more in ((), ("--ddp",)))
+    assert found["per_rank"]["peak"] < found["memory"]["training_peak"] < repeated["per_rank"]["peak"]
+    assert (found["per_rank"]["strategy"], repeated["per_rank"]["strategy"]) == ("fsdp", "ddp")
 
 
 @unchecked
@@ -240,6 +241,8 @@ def test_a_plan_is_a_table_data_or_a_program():
         (("tiny-gpt", "--n", 8, "--autocast", "fp8"), "autocast='fp8' is unknown"),
         (("tiny-gpt", "--n", 8, "--autocast", "bfloat16"), "--autocast is an option of a training step: add"),
         (("tiny-gpt", "--n", 8, "--ranks", 4), "--ranks is an option of a training step: add --train"),
+        (("tiny-gpt", "--n", 8, "--train", "--reentrant"), "--reentrant needs --checkpointing"),
+        (("tiny-gpt", "--n", 8, "--train", "--ddp"), "--ddp needs --ranks"),
         (("tiny-gpt", "--n", 8, "--fits", "much"), "'much' is not an amount of memory; use 80GB, 24GiB or"),
     ],
 )

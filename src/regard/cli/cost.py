@@ -83,6 +83,9 @@ class CostRequest:
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Activation checkpointing of each block.")
     ] = False
+    reentrant: Annotated[
+        bool, typer.Option("--reentrant", help="With --checkpointing: PyTorch's older form of it.")
+    ] = False
     master_weights: Annotated[
         bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
     ] = False
@@ -94,6 +97,9 @@ class CostRequest:
     ranks: Annotated[
         int, typer.Option(help="GPUs that share the weights (FSDP2): also the peak of one of them.")
     ] = 1
+    ddp: Annotated[bool, typer.Option("--ddp", help="With --ranks: every GPU holds all weights (DDP).")] = (
+        False
+    )
     fits: Annotated[
         str | None, typer.Option(help="The largest batch and n that fit this memory, such as 80GB.")
     ] = None
@@ -115,13 +121,19 @@ class CostRequest:
             optimizer=name,
             implementation=implementation or "auto",
             autocast=self.autocast,
-            checkpointing=True if self.checkpointing else None,
+            checkpointing=("reentrant" if self.reentrant else True) if self.checkpointing else None,
             master_weights=self.master_weights,
             accumulate=self.accumulate,
             frozen=tuple(filter(None, self.frozen.split(","))),
             lora=self.lora,
         )
         require_positive("ranks", self.ranks)
+        for option, needs, given in (
+            ("reentrant", "checkpointing", self.checkpointing),
+            ("ddp", "ranks", self.ranks > 1),
+        ):
+            if getattr(self, option) and not given:
+                raise SpecError(f"--{option} needs --{needs}")
         if not self.train and (step != TrainingStep() or self.ranks > 1):
             unused = [f.name for f in fields(step) if getattr(step, f.name) != f.default] or ["ranks"]
             raise SpecError(f"--{unused[0].replace('_', '-')} is an option of a training step: add --train")
@@ -191,10 +203,12 @@ def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
 
     extra: dict[str, tuple[Any, str]] = {}
     if request.ranks > 1:
-        one = result.memory.main.usage(ranks=request.ranks)
+        strategy = "ddp" if request.ddp else "fsdp"
+        one = result.memory.per_rank(request.ranks, strategy)
         peaks = f"peak {readable(one.peak)}, taken from the device {readable(one.reserved)}"
-        text = f"each of {request.ranks} ranks (FSDP2): {peaks}"
-        extra["per_rank"] = ({"ranks": request.ranks, "peak": one.peak, "reserved": one.reserved}, text)
+        text = f"each of {request.ranks} ranks ({'DDP' if request.ddp else 'FSDP2'}): {peaks}"
+        data = {"ranks": request.ranks, "strategy": strategy, "peak": one.peak, "reserved": one.reserved}
+        extra["per_rank"] = (data, text)
     if request.fits:
         extra["fits"] = _fitting(result, request)
     if request.time or request.measure:

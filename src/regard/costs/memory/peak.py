@@ -23,7 +23,7 @@ ADVICE = {
     "key/value cache": "Fewer key/value heads, a window or a smaller batch lowers it.",
     "temporary": "A smaller batch, or logits and loss in chunks, lowers it.",
 }
-OUTSIDE = "outside modules, as the loss"
+OUTSIDE = "outside modules (loss, optimizer)"
 PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
 
 

@@ -155,6 +155,10 @@ class Memory:
         kinds = ("weights", "inputs", "optimizer state", "master weights")
         return sum(map(self.main.bytes, kinds)) + self.workspace
 
+    def per_rank(self, ranks: int, strategy: str = "fsdp") -> Usage:
+        """Of one of several ranks: "fsdp" divides weights, gradients and optimizer state; "ddp" repeats them."""
+        return self.main.usage(ranks=ranks, strategy=strategy)
+
     @cached_property
     def peak(self) -> Peak:
         """The moment of the peak of the training step, else of inference, and what is alive there."""
