@@ -3,20 +3,25 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
 def run() -> None:
-    """`regard …`: an error is one sentence on stderr and exit code 2; Ctrl-C is exit code 130."""
-    before = signal.signal(signal.SIGINT, _leave)
-    try:
-        from .main import run as run_command  # with typer; PyTorch only where a command needs it
+    """`regard …`: an error is one sentence on stderr and exit code 2; Ctrl-C is exit code 130.
 
-        signal.signal(signal.SIGINT, before)
+    Ctrl-C ends the process at once, except where a command handles it: the loop of a training, which saves its
+    state, and the server. A KeyboardInterrupt instead would be lost where it falls into a callback of an extension or
+    into code that catches every exception, as the imports of large libraries do.
+    """
+    signal.signal(signal.SIGINT, _leave)
+    from .main import run as run_command  # with typer; PyTorch only where a command needs it
+
+    try:
         run_command()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # a second Ctrl-C in the loop of a training
         _leave()
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
@@ -29,7 +34,9 @@ def run() -> None:
 
 
 def _leave(*_: Any) -> None:
-    """Leave at once: nothing has been written yet, and a half-imported module cannot be used."""
+    """Leave at once; files are written under another name and renamed, so none is half written."""
+    with suppress(Exception):  # the signal may have come while stdout was written
+        sys.stdout.flush()
     sys.stderr.write("interrupted\n")
     sys.stderr.flush()
     os._exit(INTERRUPTED)

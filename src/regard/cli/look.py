@@ -73,7 +73,7 @@ def look(
         typer.echo(f"not recorded: {sentence}", err=True)
     if out is not None:
         with waiting(f"writing {out}"):
-            typer.echo(f"written: {view.save(out)}", err=True)
+            typer.echo(f"written: {view.save(out, f'Attention heads of {model}')}", err=True)
     if as_json or out is None:
         typer.echo(json.dumps(_plain(view)) if as_json else str(Table(view.rows())))
     if sys.stderr.isatty():

@@ -306,8 +306,8 @@ class View:
         plain: dict[str, Any] = {"title": self.title, "layers": layers, "heads": self.rows()}
         return plain | {"missed": list(self.missed)}
 
-    def save(self, path: str | Path) -> Path:
-        """Write a page (.html), a picture (.svg, .png, .pdf) or the numbers (.json)."""
+    def save(self, path: str | Path, title: str | None = None) -> Path:
+        """Write a page (.html), a picture (.svg, .png, .pdf) or the numbers (.json). title: of the page."""
         path = Path(path)
         kind = path.suffix.lower()
         if kind not in (".html", ".json", ".svg", ".png", ".pdf"):
@@ -316,7 +316,7 @@ class View:
             if kind == ".html":
                 from .html_report import page
 
-                path.write_text(page(self), encoding="utf-8")
+                path.write_text(page(self, title=title), encoding="utf-8")
             elif kind == ".json":
                 path.write_text(json.dumps(self.to_plain(), indent=1) + "\n", encoding="utf-8")
             else:

@@ -48,8 +48,9 @@ function overview() {
   const home = byId("overview");
   home.replaceChildren();
   const maxHeads = Math.max(...data.rows.map((r) => r.head + 1));
+  home.dataset.unseen = home.clientWidth ? "" : "yes";  // made while its panel was hidden, so without a width
   const room = ((home.clientWidth || 560) - 44) / maxHeads - 11;  // a head has 4 px of padding, 4 of border, 3 of gap
-  home.style.setProperty("--thumb", Math.round(Math.min(Math.max(room, 40), 84)) + "px");
+  home.style.setProperty("--thumb", Math.round(Math.min(Math.max(room, 46), 84)) + "px");
   let group = null;
   const order = ["encoder", "self", "decoder", "cross"];
   const sorted = data.layers.map((layer, l) => [layer, l]).sort((a, b) => order.indexOf(a[0].group) - order.indexOf(b[0].group) || a[1] - b[1]);
@@ -134,7 +135,7 @@ function mark() {
   shade("keys", keys, (j) => from ? weight(state.query, j) : null, from ? -1 : state.key);
   const weighted = from ? keys.map((_, j) => [weight(state.query, j), keys[j]]) : queries.map((_, i) => [weight(i, state.key), queries[i]]);
   weighted.sort((a, b) => b[0] - a[0]);
-  const best = weighted.slice(0, 3).map(([w, t]) => t + " " + w.toFixed(3)).join(", ");
+  const best = weighted.slice(0, 3).map(([w, t]) => t + " " + (w > 0 && w < .001 ? w.toPrecision(2) : w.toFixed(3))).join(", ");
   byId("reading").textContent = (from ? "“" + (queries[state.query] ?? "") + "” attends to " : "“" + (keys[state.key] ?? "") + "” is attended to by ") + best;
   if (state.mode === "map") draw(); else if (state.mode === "lines") lines(); else compare();
   picture();
@@ -150,6 +151,7 @@ function visible() {
 const letters = (text) => [...text];  // by code points: a slice of a string may cut an emoji in two
 function short(token, limit) { const t = letters(token === "" ? "∅" : token.replace(/\n/g, "↵")); return t.length > limit ? t.slice(0, limit - 1).join("") + "…" : t.join(""); }
 const room = (tokens, each) => 14 + each * Math.max(0, ...tokens.map((t) => letters(short(t, 12)).length));
+const round = (least) => { const unit = 10 ** Math.floor(Math.log10(Math.max(least, 1))); return Math.max(1, unit * [1, 2, 5, 10].find((k) => k * unit >= least)); };  // a step of 1, 2 or 5 times a power of ten
 function drawMap(canvas, from, layer, head, view, most, chosen) {
   const { queries, keys, shape: [n, m] } = from.layers[layer], map = bytes(layer, head, from);
   const css = getComputedStyle(document.documentElement), ratio = window.devicePixelRatio || 1;
@@ -169,14 +171,14 @@ function drawMap(canvas, from, layer, head, view, most, chosen) {
   pen.drawImage(small, view.j * m / keys.length, view.i * n / queries.length, view.m * m / keys.length, view.n * n / queries.length, left, top, wide, high);
   const cellX = wide / view.m, cellY = high / view.n;
   pen.font = Math.max(8, Math.min(12, cellY * .8)) + "px system-ui"; pen.textBaseline = "middle";
-  const step = Math.max(1, Math.ceil((labels ? 9 : 14) / cellY));
+  const step = labels ? Math.max(1, Math.ceil(9 / cellY)) : round(14 / cellY);
   pen.textAlign = "right";
   for (let i = 0; i < view.n; i += step) {
     pen.fillStyle = css.getPropertyValue(view.i + i === chosen.query ? "--mark" : "--ink");
     pen.fillText(labels ? short(queries[view.i + i], 12) : String(view.i + i), left - 5, top + (i + .5) * cellY);
   }
   pen.textAlign = "left"; pen.font = Math.max(8, Math.min(12, cellX * .8)) + "px system-ui";
-  const across = Math.max(1, Math.ceil((labels ? 9 : 30) / cellX));
+  const across = labels ? Math.max(1, Math.ceil(9 / cellX)) : round(34 / cellX);
   for (let j = 0; j < view.m; j += across) {
     pen.save(); pen.translate(left + (j + .5) * cellX, top - 5);
     if (labels) pen.rotate(-Math.PI / 3.4);
@@ -282,6 +284,7 @@ function showSecond(given) {
 function others() {
   const heads = data.rows.map((r) => element("option", "layer " + r.layer + ", head " + r.head + ": " + r.kind, { value: r.layer + "/" + r.head }));
   byId("other").replaceChildren(...(state.second ? [element("option", "the same head on the second text", { value: TEXT })] : []), ...heads);
+  if (heads.length > 1 && !state.second) byId("other").selectedIndex = 1;  // a head beside itself says nothing
 }
 
 function shade(id, tokens, value, chosen) {
@@ -445,6 +448,10 @@ function controls() {
 
 // The entry point: shows these heads; called again, it replaces them. hooks: functions that the studio adds.
 let ready = false;
+function reveal() {  // the chosen head in the list of all, which scrolls by itself
+  const home = byId("overview"), button = home.querySelector('.head[aria-pressed="true"]');
+  if (button) { home.scrollTop = button.offsetTop - home.offsetTop - home.clientHeight / 2; home.scrollLeft = button.offsetLeft - home.offsetLeft - home.clientWidth / 2; }
+}
 function showHeads(given, hooks = {}) {
   data = given; rowOf = new Map(data.rows.map((r) => [r.layer + "/" + r.head, r]));
   state.hooks = hooks; state.second = null;
@@ -459,4 +466,5 @@ function showHeads(given, hooks = {}) {
   }
   ready = true;
   choose(layer, head);
+  reveal();
 }

@@ -53,7 +53,7 @@ function open(panel, focus) {
   current = panels.some((tab) => tab.dataset.panel === panel && !tab.hidden) ? panel : "patterns";
   panels.forEach((tab) => { const on = tab.dataset.panel === current; tab.setAttribute("aria-selected", on); tab.tabIndex = on ? 0 : -1; at(tab.dataset.panel + "-panel").hidden = !on; if (on && focus) tab.focus(); });
   if (!opened[current]) { opened[current] = true; (start[current] || (() => {}))(); }
-  if (current === "heads" && data) { overview(); mark(); }
+  if (current === "heads" && data) { if (at("overview").dataset.unseen) { overview(); choose(state.layer, state.head); reveal(); } else mark(); }
   if (current === "patterns") drawAll();
   remember();
 }
