@@ -61,7 +61,7 @@ ROWS = [  # pattern, n, width, heads, batch
     *((g, g.size, 64, 16, 1) for g in GRIDS),
     *((g, g.size, 128, 24, 1) for g in NATTEN),
 ]
-ROUNDS = 4
+ROUNDS = 3
 PACKAGES = "torch triton flash-attn-4 nvidia-cutlass-dsl nvidia-cudnn-frontend"
 
 
@@ -199,7 +199,7 @@ def times(calls):
     """The median milliseconds of each call, measured in rounds of random order."""
     clear = torch.empty(1 << 26, dtype=torch.int, device="cuda")
     found = {name: [] for name in calls}
-    repeats = {name: max(2, min(10, int(15 / max(*timed(fn, clear, 2), 0.01)))) for name, fn in calls.items()}
+    repeats = {name: max(2, min(8, int(12 / max(*timed(fn, clear, 2), 0.01)))) for name, fn in calls.items()}
     order = list(calls)
     for _ in range(ROUNDS):
         random.shuffle(order)
