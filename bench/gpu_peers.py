@@ -27,7 +27,6 @@ import torch.nn.functional as F
 
 import regard as rg
 from regard.engine import flash4
-from regard.engine.call import CallFacts
 
 BF16 = torch.bfloat16
 c, w, every = rg.causal, rg.window, rg.every
@@ -75,8 +74,8 @@ def ours(row, **options):
 def flash_attention_4(row):
     from flash_attn.cute import flash_attn_func
 
-    o = flash4.options_of(CallFacts(row[0], row[1], row[1]))
-    return lambda q, k, v: flash_attn_func(q, k, v, window_size=(o.left, o.right))[0]
+    (part,) = flash4.parts_of(row[0], row[1], row[1], 0)
+    return lambda q, k, v: flash_attn_func(q, k, v, window_size=(part.left, part.right))[0]
 
 
 def cudnn_flex(row):
@@ -121,8 +120,9 @@ def contestants(row):
         yield "triton", False, lambda: ours(row, backend="triton")
     if isinstance(row[0], c):
         yield "sdpa", False, lambda: ours(row, backend="sdpa")
-    if flash4.band(row[0]) is not None:
+    if flash4.parts_of(row[0], row[1], row[1], 0):
         yield "flash4", False, lambda: ours(row, backend="flash4")
+    if flash4.band(row[0]) is not None:
         yield "FlashAttention-4", True, lambda: flash_attention_4(row)
     if isinstance(row[0], rg.neighborhood) and row[1] <= 16384:
         yield "blocks of 64 keys", False, lambda: flex_narrow(row)

@@ -14,7 +14,7 @@ import torch
 import regard as rg
 from regard.engine import flash4
 from regard.engine.backends import TABLE, choose
-from regard.engine.call import Call, CallFacts
+from regard.engine.call import CallFacts
 from regard.errors import BackendError
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16, "d_k": 128, "d_v": 128, "heads": 16, "kv_heads": 16}
@@ -65,12 +65,13 @@ def test_what_it_cannot_do_exactly_it_refuses(installed, more, message):
 def test_it_takes_bands_of_which_no_query_is_empty(installed):
     for band in (rg.full(), rg.causal(), rg.window(7), rg.window(3, 9), LOCAL, rg.causal() & rg.full()):
         assert refusal(band) is None and refusal(band, 100, 300) is None and refusal(band, at=0) is None
-    for other in (rg.causal() | rg.prefix(8), LOCAL | rg.sinks(4), rg.every(4), ~rg.causal(), rg.blocks(64)):
+    assert refusal(rg.causal() | rg.prefix(8)) is None
+    for other in (LOCAL | rg.sinks(4), rg.every(4), rg.blocks(64)):
         assert (
             refusal(other)
-            == f"{other!r} is no band of i − j (every pair, causal, a window, or these joined by &)"
+            == f"{other!r} is no band of i − j (every pair, causal, a window, these joined by &), nor a few"
         )
-    assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("joined by &)")
+    assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("nor a few")
     assert (
         refusal(rg.causal(), 8, 4, at=-2)
         == refusal(rg.window(1), 8, 4, at=0)
@@ -159,20 +160,10 @@ def kernel(q, k, v, *, softmax_scale, window_size, deterministic, return_lse):
 
 
 def by_flash4(q, k, v, pattern, at=None, scale=None):
-    f = CallFacts(
-        pattern,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        len(q),
-        q.shape[1],
-        k.shape[1],
-        at=at,
-        scale=scale,
-    )
-    call = Call(q, k, v, pattern, at=f.offset[0])
-    return flash4.attend(kernel, call, flash4.options_of(f)._replace(return_lse=True))
+    n, m = q.shape[2], k.shape[2]
+    f = CallFacts(pattern, n, m, q.shape[3], v.shape[3], at=at, scale=scale)
+    parts = flash4.parts_of(pattern, n, m, f.offset[0])
+    return flash4.attend(kernel, q, k, v, flash4.Options(parts, f.factor, return_lse=True))
 
 
 def case(seed):
@@ -181,6 +172,8 @@ def case(seed):
     n = r.randint(1, m)
     pattern = r.choice([rg.full(), rg.causal(), rg.window(r.randint(0, 9), r.randint(0, 9))])
     pattern = pattern & rg.causal() if r.random() < 0.4 else pattern
+    pattern = pattern | rg.prefix(r.randint(1, m)) if r.random() < 0.4 else pattern
+    pattern = pattern & rg.sinks(r.randint(1, m)) if r.random() < 0.1 else pattern
     at = r.choice([None, 0, r.randint(0, m - n), r.randint(0, m - 1)])
     return pattern, n, m, at, r.choice([None, 0.3])
 
@@ -195,7 +188,8 @@ def test_any_band_at_any_offset_is_handed_over_exactly(part):
         k, v = (
             torch.randn(2, 2, m, 3, dtype=torch.float64, generator=g, requires_grad=True) for _ in range(2)
         )
-        if not (pattern.row_counts(n, m, at) > 0).all():
+        offset = m - n if at is None else at
+        if not (pattern.row_counts(n, m, at) > 0).all() or not flash4.parts_of(pattern, n, m, offset):
             continue
         tried += 1
         o, lse = by_flash4(q, k, v, pattern, at, scale)
@@ -213,7 +207,7 @@ def test_gradients_can_be_differentiated_again():
     q, k, v = (
         torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=g, requires_grad=True) for _ in range(3)
     )
-    for pattern, at in ((LOCAL, None), (rg.window(1), 0)):
+    for pattern, at in ((LOCAL, None), (rg.window(1), 0), (rg.causal() | rg.prefix(2), None)):
         attend = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)  # noqa: E731
         assert torch.autograd.gradgradcheck(attend, (q, k, v))
         only_lse = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)[1]  # noqa: E731
@@ -221,16 +215,22 @@ def test_gradients_can_be_differentiated_again():
 
 
 @pytest.mark.parametrize(
-    "pattern, n, m, at, window",
+    "pattern, n, m, start, parts",
     [
-        (rg.causal(), 7, 7, None, (7, None, 0)),
-        (rg.causal(), 1, 7, None, (7, None, None)),
-        (rg.causal(), 3, 11, 2, (5, None, 0)),  # keys past position 4 are left out
-        (rg.full(), 3, 11, None, (11, None, None)),
-        (rg.window(2, 1), 7, 7, None, (7, 2, 1)),
-        (rg.causal() & rg.window(2), 3, 11, 5, (8, 2, 0)),
-        (rg.window(20), 7, 7, None, (7, None, None)),
+        (rg.causal(), 7, 7, 0, [(7, 0, 7, None, 0)]),
+        (rg.causal(), 1, 7, 6, [(1, 0, 7, None, None)]),
+        (rg.causal(), 3, 11, 2, [(3, 0, 5, None, 0)]),  # keys past position 4 are left out
+        (rg.full(), 3, 11, 8, [(3, 0, 11, None, None)]),
+        (rg.window(2, 1), 7, 7, 0, [(7, 0, 7, 2, 1)]),
+        (rg.causal() & rg.window(2), 3, 11, 5, [(3, 0, 8, 2, 0)]),
+        (rg.window(20), 7, 7, 0, [(7, 0, 7, None, None)]),
+        (rg.causal() | rg.prefix(3), 9, 9, 0, [(3, 0, 3, None, None), (6, 0, 9, None, 0)]),
+        (rg.causal() | rg.prefix(3), 4, 9, 5, [(4, 0, 9, None, 0)]),
+        (rg.causal() & rg.sinks(3), 6, 6, 0, [(3, 0, 3, None, 0), (3, 0, 3, None, None)]),
+        (LOCAL | rg.sinks(4), 2000, 2000, 0, []),  # two intervals
+        (rg.blocks(4), 32, 32, 0, []),
+        (~rg.causal(), 9, 9, 0, []),
     ],
-)
-def test_windows_count_from_the_last_key(pattern, n, m, at, window):
-    assert flash4.options_of(CallFacts(pattern, n, m, at=at))[:3] == window
+)  # fmt: skip
+def test_windows_count_from_the_last_key(pattern, n, m, start, parts):
+    assert list(flash4.parts_of(pattern, n, m, start)) == parts

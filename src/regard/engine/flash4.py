@@ -1,27 +1,32 @@
 """The backend `flash4`: FlashAttention-4's kernels, where the package flash-attn-4 is installed (`regard[flash]`).
 
 It takes 16-bit heads on Hopper and Blackwell GPUs and patterns that are one band of i − j: every pair, causal, a
-window, and both. Its backward pass adds up in a fixed order only by `deterministic=True`, so that is what runs here.
+window, and both; or a few of them, one after the other, as a causal pattern with a prefix. Its backward pass adds up
+in a fixed order only by `deterministic=True`, so that is what runs here.
 Nothing here imports the package before a call runs.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from importlib import metadata
 from math import ceil
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..pattern import Pattern, Relation
-from ..progression import FAR
+from ..pattern import Pattern, Relation, window
+from ..pattern.relation import EVERYTHING
+from ..progression import FAR, Ints
 from . import reference_backend
 from .call import Call, CallFacts, Outputs, Prepared, has_empty_row, replaced
 
 PACKAGE = "flash-attn-4"
 CAPABILITIES = (9, 10)  # Hopper, Blackwell: others have no backward pass, or none in a fixed order
 MAX_HEAD_DIM = 256
+MAX_PARTS = 4  # calls of its kernels for one call
 TILE = 128  # queries and keys of a tile of its kernels
 PROGRAMS = 132  # tiles that an H200 computes at a time
 # Seconds, H200, bf16 (bench/gpu_peers.py): per pair of a tile for heads of 64 and of 128, per tile of queries, and
@@ -50,27 +55,29 @@ class Flash4:
         terms = _terms(f) or _shapes(f)
         if terms:
             return terms
-        if band(f.pattern) is None:
-            return f"{f.pattern!r} is no band of i − j (every pair, causal, a window, or these joined by &)"
         if f.offset[1] != 1:
             return f"queries {f.offset[1]} positions apart are not supported"
-        if has_empty_row(*f.place):
+        if not f.pattern.has_data and has_empty_row(*f.place):
             return "some queries have no allowed key"
+        if not parts_of(f.pattern, f.n, f.m, f.offset[0]):
+            return f"{f.pattern!r} is no band of i − j (every pair, causal, a window, these joined by &), nor a few"
         return None
 
     def estimate(self, f: CallFacts) -> float:
         wide = 64 if f.d_k <= 64 else 128
-        tiles = f.flat_heads * ceil(f.n / TILE)
+        parts = parts_of(f.pattern, f.n, f.m, f.offset[0])
+        tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
         pair, tile = (PAIR_GRAD, QUERY_TILE_GRAD) if f.grad else (PAIR, QUERY_TILE)
         busy = f.flat_heads * _computed(f) * pair[wide] * max(1.0, f.d_k / 128) + tiles * tile
-        busy *= 1.0 if options_of(f).left is None else WINDOW
+        busy *= WINDOW if any(part.left is not None for part in parts) else 1.0
         return max(busy * max(1.0, PROGRAMS / tiles), CALL_GRAD if f.grad else CALL)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        options = options_of(f)
-        build = (lambda: _function(f, options)) if f.only_pattern else None
-        variant = f"{PACKAGE} {version()}, {options}" + (", deterministic backward" if f.grad else "")
-        return Prepared(self.name, variant, lambda: _computed(f), lambda call: _run(call, f, options), build)
+        options = Options(parts_of(f.pattern, f.n, f.m, f.offset[0]), f.factor, f.return_lse)
+        build = (lambda: _function(options)) if f.only_pattern else None
+        bands = " and ".join(map(str, options.parts))
+        variant = f"{PACKAGE} {version()}, {bands}" + (", deterministic backward" if f.grad else "")
+        return Prepared(self.name, variant, lambda: _computed(f), lambda call: _run(call, options), build)
 
 
 @cache
@@ -126,58 +133,130 @@ def band(pattern: Pattern) -> Relation | None:
     return found if found is not None and found == Relation(near=found.near, far=found.far) else None
 
 
-class Options(NamedTuple):
-    """Its window: `left` keys before and `right` after the key of a query; None: all. The last query has the last of
-    the first `keys` keys."""
+class Part(NamedTuple):
+    """The next `rows` queries over the keys first … end − 1. The last query has the last of these keys; the window
+    has `left` keys before and `right` after the key of a query; None: all."""
 
-    keys: int
+    rows: int
+    first: int
+    end: int
     left: int | None
     right: int | None
-    scale: float
-    return_lse: bool
 
     def __str__(self) -> str:
         if self.left is None:
             return {None: "every pair", 0: "causal"}.get(self.right, f"up to {self.right} keys after a query")
         return f"window of {self.left} and {'all' if self.right is None else self.right}"
 
+    @property
+    def computed(self) -> int:
+        """Pairs in its tiles, for one head: about half a tile more at each end of a band."""
+        keys = self.end - self.first
+        if self.left is not None:
+            return self.rows * min(keys, self.left + 2 * TILE + (keys if self.right is None else self.right))
+        if self.right is None:
+            return self.rows * keys
+        return self.rows * min(keys, keys - self.rows // 2 + self.right + TILE // 2)
 
-def options_of(f: CallFacts) -> Options:
-    """Keys past the last that any query sees are left out, so that a causal band stays causal at any query offset."""
-    relation = band(f.pattern)
-    assert relation is not None
-    last = f.offset[0] + f.n - 1  # the position of the last query
+    @property
+    def pattern(self) -> Pattern:
+        """The same pairs, if the last query is at the last key."""
+        keys = self.end - self.first
+        before, after = (max(keys, self.rows) if x is None else x for x in (self.left, self.right))
+        return window(before, after)
+
+
+class Options(NamedTuple):
+    parts: tuple[Part, ...]
+    scale: float
+    return_lse: bool
+
+
+@lru_cache(maxsize=256)
+def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
+    """The calls of its kernels that make up a pattern, one after the other; none: it is no few bands.
+
+    Keys past the last that any query sees are left out, so that a causal band stays causal at any query offset.
+    """
+    relation = band(pattern)
+    if relation is None:
+        return _by_rows(pattern, n, m, start)
+    last = start + n - 1  # the position of the last query
     bounded = relation.near > -FAR
-    keys = min(f.m, last - relation.near + 1) if bounded else f.m
+    keys = min(m, last - relation.near + 1) if bounded else m
     ahead = last - (keys - 1)  # of the position that its kernels count by
     left = None if relation.far >= FAR or relation.far - ahead >= keys - 1 else relation.far - ahead
     right = ahead - relation.near if bounded else None
-    if right is not None and right >= f.n - 1:  # the first query sees the last key
+    if right is not None and right >= n - 1:  # the first query sees the last key
         right = None
-    return Options(keys, left, right, f.factor, f.return_lse)
+    return (Part(n, 0, keys, left, right),)
+
+
+def _by_rows(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
+    """Runs of queries whose keys are one interval, of which each end stays or moves with the query."""
+    found = _intervals(pattern, np.arange(start, start + n), m)
+    if found is None or (found[0] > found[1]).any():
+        return ()
+    low, high = found
+    moves, row = np.column_stack([np.diff(low), np.diff(high)]), 0
+    parts: list[Part] = []
+    while row < n and len(parts) < MAX_PARTS:
+        here = moves[row] if row < n - 1 else np.zeros(2, dtype=np.int64)
+        if here.min() < 0 or here.max() > 1:  # a jump, which no run goes over
+            here = np.zeros(2, dtype=np.int64)
+        others = np.flatnonzero((moves[row:] != here).any(1))
+        end = row + int(others[0]) + 1 if len(others) else n
+        last_key = int(high[end - 1])
+        left = last_key - int(low[end - 1]) if here[0] else None
+        parts.append(Part(end - row, int(low[row]), last_key + 1, left, 0 if here[1] else None))
+        row = end
+    return tuple(parts) if row == n else ()
+
+
+def _intervals(pattern: Pattern, i: Ints, m: int) -> tuple[Ints, Ints] | None:
+    """The first and the last key of each query, if its keys are one interval; an empty one ends before it begins."""
+
+    def of_word(word: Any) -> tuple[Ints, Ints] | None:
+        if word.has_data:
+            return None
+        r = word.relation
+        bounds = replace(EVERYTHING, near=r.near, far=r.far, query_below=r.query_below, key_below=r.key_below)
+        if r != bounds:
+            return None
+        keys = r.keys(i)
+        low, high = np.maximum(keys.lo, 0), np.minimum(keys.hi, m - 1)
+        return np.broadcast_to(low, i.shape), np.broadcast_to(high, i.shape)
+
+    def both(a: Any, b: Any) -> tuple[Ints, Ints] | None:
+        return None if a is None or b is None else (np.maximum(a[0], b[0]), np.minimum(a[1], b[1]))
+
+    def either(a: Any, b: Any) -> tuple[Ints, Ints] | None:
+        if a is None or b is None:
+            return None
+        no_a, no_b = a[0] > a[1], b[0] > b[1]
+        apart = np.maximum(a[0], b[0]) > np.minimum(a[1], b[1]) + 1
+        if (apart & ~no_a & ~no_b).any():
+            return None
+        low = np.where(no_a, b[0], np.where(no_b, a[0], np.minimum(a[0], b[0])))
+        return low, np.where(no_a, b[1], np.where(no_b, a[1], np.maximum(a[1], b[1])))
+
+    return pattern.fold(of_word, both, either, lambda a: None)
 
 
 def _computed(f: CallFacts) -> int:
-    """Pairs in its tiles, for one head: about half a tile more at each end of a band."""
-    o = options_of(f)
-    if o.left is not None:
-        width = o.left + TILE + (o.keys if o.right is None else o.right) + TILE
-        return f.n * min(o.keys, width)
-    if o.right is None:
-        return f.n * o.keys
-    return f.n * min(o.keys, o.keys - f.n // 2 + o.right + TILE // 2)
+    return sum(part.computed for part in parts_of(f.pattern, f.n, f.m, f.offset[0]))
 
 
 # Running.
 
 
-def _function(f: CallFacts, options: Options) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _function(options: Options) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     kernel = _kernel()
-    return lambda q, k, v: attend(kernel, Call(q, k, v, f.pattern, at=f.offset[0]), options)[0]
+    return lambda q, k, v: attend(kernel, q, k, v, options)[0]
 
 
-def _run(call: Call, f: CallFacts, options: Options) -> Outputs:
-    o, lse = attend(_kernel(), Call(call.q, call.k, call.v, f.pattern, at=f.offset[0]), options)
+def _run(call: Call, options: Options) -> Outputs:
+    o, lse = attend(_kernel(), call.q, call.k, call.v, options)
     return o, lse if options.return_lse else None
 
 
@@ -187,16 +266,30 @@ def _kernel() -> Callable[..., Any]:
     return flash_attn_func
 
 
-def attend(kernel: Callable[..., Any], call: Call, options: Options) -> Outputs:
+def attend(kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: Options) -> Outputs:
     """o and lse by `flash_attn_func`, which has the heads behind the positions."""
-    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-    if options.keys < k.shape[1]:
-        k, v = k[:, : options.keys], v[:, : options.keys]
-    window = {"window_size": (options.left, options.right), "return_lse": options.return_lse}
-    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **window)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    parts = options.parts
+    if len(parts) == 1:
+        o, lse = _part(kernel, q, k, v, parts[0], options)
+        return o.transpose(1, 2), lse
+    queries = q.split([part.rows for part in parts], 1)
+    found = [_part(kernel, x, k, v, part, options) for x, part in zip(queries, parts)]
+    o = torch.cat([o for o, _ in found], 1).transpose(1, 2)
+    return o, torch.cat([lse for _, lse in found], 2) if options.return_lse else None
+
+
+def _part(
+    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, part: Part, options: Options
+) -> tuple[Tensor, Tensor]:
+    if part.end - part.first < k.shape[1]:
+        k, v = k[:, part.first : part.end], v[:, part.first : part.end]
+    window_size = {"window_size": (part.left, part.right), "return_lse": options.return_lse}
+    o, lse = kernel(q, k, v, softmax_scale=options.scale, deterministic=True, **window_size)
     if o.grad_fn is not None:
-        o.grad_fn.register_hook(partial(_double_backward, replaced(call, q=q, k=k, v=v, scale=options.scale)))
-    return o.transpose(1, 2), lse
+        call = Call(q, k, v, part.pattern, scale=options.scale, at=k.shape[1] - q.shape[1])
+        o.grad_fn.register_hook(partial(_double_backward, call))
+    return o, lse
 
 
 def _double_backward(

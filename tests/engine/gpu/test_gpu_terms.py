@@ -146,6 +146,7 @@ BANDS = {
     "causal": rg.causal(),
     "window": rg.window(90, 40),
     "both": rg.causal() & rg.window(90),
+    "prefix": rg.causal() | rg.prefix(500),
 }
 
 
