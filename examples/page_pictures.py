@@ -19,7 +19,7 @@ from regard.web.workers import Workers
 
 PANELS = {
     "model": "#architecture .block",
-    "heads": ".head",
+    "heads": "#heads-panel .head",
     "generate": "#generate-stop:disabled",
     "patterns": "#count:not(:empty)",
     "cost": "#tree details",
@@ -29,10 +29,10 @@ PANELS = {
 
 
 def save(raw: bytes, path: Path, width: int) -> None:
-    """A small PNG: reduced in width, 64 colors."""
+    """A small PNG: reduced in width, 160 colors."""
     picture = Image.open(io.BytesIO(raw)).convert("RGB")
     height = round(picture.height * width / picture.width)
-    picture.resize((width, height), Image.Resampling.LANCZOS).quantize(64).save(path, optimize=True)
+    picture.resize((width, height), Image.Resampling.LANCZOS).quantize(160).save(path, optimize=True)
     print(path, f"{path.stat().st_size / 1024:.0f} KiB")
 
 

@@ -58,3 +58,11 @@ def test_explanations_and_declarations_have_a_rich_form():
     )
     folded = rg.preset("tiny-gpt")._repr_html_()
     assert folded.count("<details") == 2 and "<b>attention: Attention</b>" in folded and "heads=4" in folded
+
+
+def test_heads_are_a_table_and_a_verdict_has_a_short_repr():
+    table = rg.lens.text_table.Table([{"layer": 0, "head": 1, "kind": "<self>", "entropy": 0.5}])
+    assert "<td>&lt;self&gt;</td><td>0.500</td>" in table._repr_html_()
+    verdict = rg.check(rg.attention, ["L01"], 1)
+    assert repr(verdict).startswith("<Verdict on ") and len(repr(verdict)) < 120
+    assert "rows sum to one" in verdict._repr_html_()

@@ -63,6 +63,9 @@ class Verdict:
         counts = {"hold" if s == "holds" and n > 1 else s: n for s, n in self.counts().items()}
         return f"{self.target.name}: {', '.join(f'{n} {status}' for status, n in counts.items())}"
 
+    def __repr__(self) -> str:
+        return f"<Verdict on {self.headline()}>"
+
     def __str__(self) -> str:
         width = max((len(o.law.name) for o in self.outcomes), default=0)
         lines = [self.headline(), *self.notes(), *self.explanation()]

@@ -1,6 +1,7 @@
 """A table of rows that prints itself, used where pandas is not installed."""
 
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 PRINTED_COLUMNS = (
@@ -33,10 +34,23 @@ class Table:
     def __repr__(self) -> str:
         if not self.rows:
             return "(no rows)"
-        names = [n for n in PRINTED_COLUMNS if n in self.rows[0]] or list(self.rows[0])
-        cells = [names, *([_cell(row[n]) for n in names] for row in self.rows)]
-        widths = [max(len(line[c]) for line in cells) for c in range(len(names))]
+        cells = self._cells()
+        widths = [max(len(line[c]) for line in cells) for c in range(len(cells[0]))]
         return "\n".join("  ".join(t.rjust(w) for t, w in zip(line, widths)) for line in cells)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        if not self.rows:
+            return "(no rows)"
+        head, *body = self._cells()
+        names = "".join(f"<th>{escape(name)}</th>" for name in head)
+        rows = "".join("<tr>" + "".join(f"<td>{escape(t)}</td>" for t in line) + "</tr>" for line in body)
+        return f"<table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def _cells(self) -> list[list[str]]:
+        """The names of the printed columns, then each row."""
+        names = [n for n in PRINTED_COLUMNS if n in self.rows[0]] or list(self.rows[0])
+        return [names, *([_cell(row[n]) for n in names] for row in self.rows)]
 
 
 def _cell(x: Any) -> str:
