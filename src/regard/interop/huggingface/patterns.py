@@ -34,7 +34,7 @@ def use_in_hugging_face(model: Any, pattern: Any) -> Applied:
     if not modules:
         raise SpecError(
             f"{type(model).__name__}: no attention of this family goes through the registry of transformers, so it "
-            f'cannot be replaced; models that accept attn_implementation="sdpa" by their source can'
+            f"cannot be replaced; docs/huggingface_families.md has the families whose attention does"
         )
     saved = getattr(model.config, FIELD, None)
     if pattern is None:
