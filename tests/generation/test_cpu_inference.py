@@ -137,6 +137,8 @@ OTHERWISE = {
     "turned": lambda: translator(inside=rg.rope(), d_k=4),
     "another score": lambda: translator(score="additive"),
     "hard": lambda: translator(temperature=0),
+    "a softcap": lambda: translator(softcap=2.0),
+    "sink logits": lambda: translator(sink_logits=True),
     "no residual": lambda: translator(residual=False),
     "batch norm": lambda: translator(norm="batch"),
     "a listener": listened,

@@ -53,7 +53,9 @@ def supports(stack: Stack, pattern: Pattern) -> bool:
 
 
 def _is_dot_product(a: spec.Attention) -> bool:
-    return a.score == "dot" and a.position is None and (a.factor is None or 0 < a.factor < torch.inf)
+    """Whether the weights are softmax(scale · q·k), without anything else in the scores or in the softmax."""
+    alone = a.score == "dot" and a.position is None and a.softcap is None and not a.sink_logits
+    return alone and (a.factor is None or 0 < a.factor < torch.inf)
 
 
 class PackedLinear:
