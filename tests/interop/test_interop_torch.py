@@ -74,6 +74,7 @@ RENAMED = [
     (r"\bmultihead_attn\b", "cross"),
     (r"\bout_proj\b", "w_o"),
     (r"\b([qkv])_proj_weight\b", r"w_\1.weight"),
+    (r"\bbias_([kv])\b", r"extra_\1"),
     (r"\blinear1\b", "feed_forward.w_in"),
     (r"\blinear2\b", "feed_forward.w_out"),
     (r"\bnorm1\b", "attention_norm"),
@@ -365,6 +366,58 @@ def test_a_key_of_zeros_is_a_sink_of_logit_zero(padded):
     close(o, expected, "output")
     close(found, weights[..., :-1], "weights")
     assert weights[..., -1].mean() > 0.01
+
+
+@pytest.mark.parametrize("zero_too", [False, True])
+@pytest.mark.parametrize("masked", ["", "causal", "padding"])
+def test_a_learned_key_beside_those_of_the_input_is_carried(masked, zero_too):
+    """add_bias_kv: every query sees it, whatever the mask says of the others."""
+    theirs = stirred(
+        nn.MultiheadAttention(D, HEADS, add_bias_kv=True, add_zero_attn=zero_too, batch_first=True)
+    )
+    ours = from_torch(theirs, pattern=rg.causal() if masked == "causal" else None)
+    assert ours.spec.extra_key and rg.cost(ours.spec, n=N).parameters == sum(
+        p.numel() for p in ours.parameters()
+    )
+    x, more, lengths = vectors(B, N, D), {"need_weights": False}, None
+    if masked == "causal":
+        more["attn_mask"] = ~rg.causal().allowed(N)
+    if masked == "padding":
+        more["key_padding_mask"], lengths = padding(N_LENGTHS, N), N_LENGTHS
+    calls = lambda m, x: m(x, lengths=lengths), lambda m, x: m(x, x, x, **more)[0]  # noqa: E731
+    if zero_too:
+        close(calls[0](ours, x), calls[1](theirs, x), "output")
+    else:
+        both_ways(theirs, rg.causal() if masked == "causal" else None, *calls, x)
+    _, expected = theirs(x, x, x, average_attn_weights=False, **(more | {"need_weights": True}))
+    _, found = ours(x, lengths=lengths, return_weights=True)
+    close(found, expected[..., :N], "weights")
+
+
+def test_keys_and_values_of_two_inputs_are_carried():
+    theirs = stirred(nn.MultiheadAttention(D, HEADS, kdim=D_CONTEXT, vdim=8, batch_first=True))
+    assert from_torch(theirs).spec.d_values == 8
+    both_ways(
+        theirs, None, lambda m, x, k, v: m(x, k, values=v), lambda m, x, k, v: m(x, k, v, need_weights=False)[0],
+        vectors(B, N, D), vectors(B, M, D_CONTEXT, seed=2), vectors(B, M, 8, seed=3),
+    )  # fmt: skip
+    with pytest.raises(rg.ShapeError, match=f"has width {D_CONTEXT}; declared is d_values=8: pass values=…"):
+        from_torch(theirs)(vectors(B, N, D), vectors(B, M, D_CONTEXT))
+    with pytest.raises(rg.ShapeError, match="11 keys and 7 values; each key has one value"):
+        from_torch(theirs)(vectors(B, 3, D), vectors(B, 11, D_CONTEXT), values=vectors(B, 7, 8))
+
+
+@norm_places
+def test_each_norm_has_its_eps(norm_first):
+    layer = nn.TransformerDecoderLayer(D, HEADS, D_FF, 0.0, batch_first=True, norm_first=norm_first)
+    layer.norm1.eps, layer.norm2.eps, layer.norm3.eps = 0.1, 0.5, 2.0
+    theirs = stirred(nn.TransformerDecoder(layer, 2, nn.LayerNorm(D, 4.0)))
+    ours = from_torch(theirs, pattern=rg.full())
+    assert (ours.spec.block.eps, ours.spec.final_eps) == ((0.1, 0.5, 2.0), 4.0)
+    assert rg.from_json(ours.spec.json()) == ours.spec
+    x, context = vectors(B, N, D), vectors(B, M, D, seed=2)
+    agree(ours, theirs, lambda m, x, c: m(x, c), lambda m, x, c: m(x, c), x, context)
+    close(to_torch(ours)(x, context), theirs(x, context), "output")
 
 
 # --- stacks ---

@@ -105,6 +105,7 @@ class Symbols:
             context if spec.score == "bilinear" else d_k,
             d_v,
             (d_model if spec.d_out is None else self.size("d_out", s.d_out)) if spec.output else heads * d_v,
+            context if spec.d_values is None else self.size("d_values", s.d_values),
         )
 
     def pairs(self, name: str, value: int, pattern: Pattern, n: Length, m: Length) -> Amount:

@@ -54,7 +54,8 @@ def supports(stack: Stack, pattern: Pattern) -> bool:
 
 def _is_dot_product(a: spec.Attention) -> bool:
     """Whether the weights are softmax(scale · q·k), without anything else in the scores or in the softmax."""
-    alone = a.score == "dot" and a.position is None and a.softcap is None and not a.sink_logits
+    alone = a.score == "dot" and a.position is None and a.softcap is None
+    alone = alone and not (a.sink_logits or a.extra_key)
     return alone and (a.factor is None or 0 < a.factor < torch.inf)
 
 

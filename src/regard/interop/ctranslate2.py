@@ -63,7 +63,7 @@ def to_ctranslate2(
     made.register_target_vocabulary(_as_many(words, len(model.decoder.embedding.table)))
     made.config.bos_token, made.config.eos_token, made.config.unk_token = start, end, unknown
     made.config.decoder_start_token = start
-    made.config.layer_norm_epsilon = model.spec.decoder.block.eps
+    made.config.layer_norm_epsilon = model.spec.decoder.block.epsilons[0]
     made.validate()
     made.optimize()  # tied weights are stored once
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def to_ctranslate2(
 
 def _check(model: spec.EncoderDecoder) -> None:
     """Refuse what a TransformerSpec of CTranslate2 cannot express."""
-    eps = model.decoder.block.eps
+    eps = model.decoder.block.epsilons[0]
     for side, stack, seen in (("encoder", model.encoder, full()), ("decoder", model.decoder, causal())):
         block, embedding = stack.block, stack.embedding
         _need(side, embedding is not None, "no embedding", "it reads token ids")
@@ -97,7 +97,7 @@ def _check(model: spec.EncoderDecoder) -> None:
             _need(side, name in ACTIVATIONS, f"activation={name!r}", f"it has {', '.join(ACTIVATIONS)}")
         _need(side, block.residual, "residual=False", "every branch is added to its input")
         _need(side, block.norm in ("layer", "rms"), f"norm={block.norm!r}", "it has layer and rms norms")
-        epsilons = {block.eps, embedding.eps if embedding.norm else block.eps, eps}
+        epsilons = {*block.epsilons, embedding.eps if embedding.norm else eps, stack.norm_eps, eps}
         _need(side, len(epsilons) == 1, f"eps={', '.join(map(str, sorted(epsilons)))}", "all norms share one")
         plain = not embedding.norm or block.norm == "layer"
         _need(side, plain, f"norm={block.norm!r} after an embedding with a layer norm", "it has one kind")
@@ -117,6 +117,8 @@ def _check_attention(side: str, a: spec.Attention, pattern: Any, heads: int) -> 
     _need(side, size.heads == heads, f"heads={size.heads} and {heads}", "a stack has one number of heads")
     _need(side, a.softcap is None, f"softcap={a.softcap}", "its scores have no cap")
     _need(side, not a.sink_logits, "sink_logits=True", "its softmax is over keys alone")
+    _need(side, not a.extra_key, "extra_key=True", "its keys are those of the input")
+    _need(side, size.d_values == size.d_context, f"d_values={a.d_values}", "keys and values have one input")
     _need(side, a.output, "output=False", "it projects what the heads found")
     width = size.d_model // size.heads
     same = size.d_k == size.d_v == width

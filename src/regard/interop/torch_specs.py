@@ -63,24 +63,16 @@ def empty(declared: spec.Spec, batch_first: bool) -> nn.Module:
 
 
 def _read_attention(module: nn.MultiheadAttention, pattern: Pattern | None) -> spec.Attention:
-    require(
-        module.bias_k is None and module.bias_v is None,
-        "add_bias_kv=True gives each sequence one more, learned key and value, which ours has not; "
-        "use add_bias_kv=False",
-    )
-    require(
-        module.kdim == module.vdim,
-        f"kdim={module.kdim} and vdim={module.vdim}: ours reads keys and values from one context; "
-        f"give both one width",
-    )
     return spec.Attention(
         module.embed_dim,
         heads=module.num_heads,
         d_context=None if module.kdim == module.embed_dim else module.kdim,
+        d_values=None if module.vdim == module.kdim else module.vdim,
         pattern=full() if pattern is None else pattern,
         biases="none" if module.in_proj_bias is None else "all",
         # One more key and value of zeros: its score is 0, and it adds nothing to the sum.
         sink_logits=bool(module.add_zero_attn),
+        extra_key=module.bias_k is not None,
         dropout=float(module.dropout),
     )
 
@@ -105,13 +97,13 @@ def _read_layer(layer: Any, pattern: Pattern | None) -> spec.Block:
         norm=norm,
         norm_at="pre" if layer.norm_first else "post",
         norm_bias=norm_bias,
-        eps=eps,
+        eps=eps[0] if len(set(eps)) == 1 else tuple(eps),
         dropout=rates[0],
     )
 
 
-def _read_norms(norms: list[Any]) -> tuple[str, float, bool]:
-    """The kind, eps, and whether there is a shift: the same in all of them."""
+def _read_norms(norms: list[Any]) -> tuple[str, list[float], bool]:
+    """The kind, eps of each, and whether there is a shift: the same in all of them."""
     for norm in norms:
         require(
             type(norm) in (nn.LayerNorm, nn.RMSNorm) and norm.weight is not None,
@@ -124,15 +116,10 @@ def _read_norms(norms: list[Any]) -> tuple[str, float, bool]:
     )
     if type(norms[0]) is nn.RMSNorm:
         # PyTorch's default is the resolution of the inputs' dtype, which is that of the weights.
-        eps = {torch.finfo(n.weight.dtype).eps if n.eps is None else n.eps for n in norms}
-        require(
-            len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all"
-        )
-        return "rms", eps.pop(), True
-    eps, shifts = {n.eps for n in norms}, {n.bias is not None for n in norms}
-    require(len(eps) == 1, f"norms with eps {' and '.join(map(str, sorted(eps)))}; ours has one eps for all")
+        return "rms", [torch.finfo(n.weight.dtype).eps if n.eps is None else n.eps for n in norms], True
+    shifts = {n.bias is not None for n in norms}
     require(len(shifts) == 1, "some norms have a bias and some have none; ours has one norm_bias for all")
-    return "layer", eps.pop(), shifts.pop()
+    return "layer", [n.eps for n in norms], shifts.pop()
 
 
 def _read_activation(given: Any) -> str:
@@ -179,10 +166,12 @@ def _read_stack(stack: Any, pattern: Pattern | None) -> spec.Encoder | spec.Deco
             not differ,
             f"layers 0 and {number} differ in {', '.join(differ)}; ours declares one block for all",
         )
+    last = None
     if stack.norm is not None:
-        _read_norms([stack.layers[0].norm1, stack.norm])
+        last = _read_norms([stack.layers[0].norm1, stack.norm])[1][1]
+        last = None if last == first.epsilons[-1] else last
     stack_spec = spec.Decoder if crosses else spec.Encoder
-    return stack_spec(first, len(stack.layers), final_norm=stack.norm is not None)
+    return stack_spec(first, len(stack.layers), final_norm=stack.norm is not None, final_eps=last)
 
 
 def _read_transformer(module: nn.Transformer, pattern: Pattern | None) -> spec.EncoderDecoder:
@@ -235,14 +224,15 @@ def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "
         f"{field}pattern={declared.pattern!r}: {theirs} looks everywhere unless a call brings a mask; "
         f"declare rg.full() and give each call attn_mask=~pattern.allowed(n)",
     )
-    context = None if size.d_context == size.d_model else size.d_context
+    usual_widths = size.d_context == size.d_values == size.d_model
     return nn.MultiheadAttention(
         size.d_model,
         size.heads,
         dropout=declared.dropout,
         bias=declared.biases == "all",
-        kdim=context,
-        vdim=context,
+        add_bias_kv=declared.extra_key,
+        kdim=None if usual_widths else size.d_context,
+        vdim=None if usual_widths else size.d_values,
         batch_first=batch_first,
     )
 
@@ -265,11 +255,13 @@ def _write_layer(declared: spec.Block, batch_first: bool, field: str = "") -> nn
         network.d_ff,
         declared.dropout,
         ACTIVATIONS[network.activation],
-        declared.eps,
+        declared.epsilons[0],
         batch_first,
         declared.norm_at == "pre",
         declared.norm_bias,
     )
+    for number, eps in enumerate(declared.epsilons, 1):
+        getattr(layer, f"norm{number}").eps = eps
     layer.dropout.p = network.dropout  # PyTorch asks for one rate and holds one for each part
     layer.self_attn = _write_attention(declared.attention, batch_first, f"{field}attention.")
     if declared.cross is not None:
@@ -298,7 +290,11 @@ def _write_stack(declared: spec.Encoder | spec.Decoder, batch_first: bool, field
     theirs = "nn.TransformerDecoder" if crosses else "nn.TransformerEncoder"
     _require_only(theirs, declared, field, embedding=None, position=None, head=None)
     layer: Any = _write_layer(block, batch_first, f"{field}block.")
-    norm = nn.LayerNorm(block.d_model, block.eps, bias=block.norm_bias) if declared.has_final_norm else None
+    norm = (
+        nn.LayerNorm(block.d_model, declared.norm_eps, bias=block.norm_bias)
+        if declared.has_final_norm
+        else None
+    )
     if crosses:
         return nn.TransformerDecoder(layer, declared.layers, norm)
     # Nested tensors are a prototype that warns, and they turn the states of padding into zeros.

@@ -89,6 +89,8 @@ class Place(NamedTuple):
 
     def put(self, weight: Tensor, like: nn.Parameter) -> None:
         declared = tuple(self.get().shape)
+        if weight.squeeze().shape == self.get().squeeze().shape:  # bias_k is (1, 1, d_model), ours (d_model,)
+            weight = weight.reshape(declared)
         require(
             tuple(weight.shape) == declared,
             f"{self} takes {declared}, and the weight to copy is {tuple(weight.shape)}",
@@ -162,6 +164,9 @@ def _attention_pairs(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) ->
     else:
         for w, name in zip(three, ("q_proj_weight", "k_proj_weight", "v_proj_weight")):
             yield Pair(Place(theirs, name), (Place(w, "weight"),))
+    if ours.extra_k is not None:
+        yield Pair(Place(theirs, "bias_k"), (Place(ours, "extra_k"),))
+        yield Pair(Place(theirs, "bias_v"), (Place(ours, "extra_v"),))
     if ours.spec.biases == "all":
         yield Pair(Place(theirs, "in_proj_bias"), tuple(Place(w, "bias") for w in three))
     yield from _pairs(ours.w_o, theirs.out_proj)

@@ -46,12 +46,16 @@ class MultiHeadAttention(nn.Module):
             self.w_q = nn.Linear(size.d_model, size.heads * size.d_k, bias=biased)
         if declared.score in ("dot", "additive"):
             self.w_k = nn.Linear(size.d_context, size.kv_heads * size.d_k, bias=biased)
-        self.w_v = nn.Linear(size.d_context, size.kv_heads * size.d_v, bias=biased)
+        self.w_v = nn.Linear(size.d_values, size.kv_heads * size.d_v, bias=biased)
         if declared.output:
             self.w_o = nn.Linear(size.heads * size.d_v, size.d_out, bias=declared.biases != "none")
         if declared.score == "additive":
             self.v_score = nn.Parameter(torch.empty(size.heads, size.d_k).normal_(std=size.d_k**-0.5))
         self.sink_logits = nn.Parameter(torch.zeros(size.heads)) if declared.sink_logits else None
+        self.extra_k = self.extra_v = None
+        if declared.extra_key:
+            self.extra_k = nn.Parameter(torch.empty(size.kv_heads * size.d_k).normal_(std=size.d_k**-0.5))
+            self.extra_v = nn.Parameter(torch.empty(size.kv_heads * size.d_v).normal_(std=size.d_v**-0.5))
         self.position: Any = None  # the arguments of a position module depend on where it acts
         if declared.position is not None:
             self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
@@ -61,6 +65,7 @@ class MultiHeadAttention(nn.Module):
         x: Float[Tensor, "b n d_model"],
         context: Float[Tensor, "b m d_context"] | None = None,
         *,
+        values: Float[Tensor, "b m d_values"] | None = None,
         lengths: Int[Tensor, " b"] | None = None,
         pattern: Pattern | Tensor | None = None,
         bias: Bias = None,
@@ -70,13 +75,19 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Tensor, "b n d_out"] | tuple[Float[Tensor, "b n d_out"], Float[Tensor, "b h n m"]]:
         """The new vectors; with return_weights also the attention weights, which do not change the output.
 
-        lengths: the number of real keys per row. pattern: restricts the declared one further (documents, …).
+        values: the input of the values, where it is not the context. lengths: the number of real keys per row. pattern: restricts the declared one further (documents, …).
         bias: added to the scores, in addition to the layer's own position. at: the query offset.
         """
-        options = pattern is not None or bias is not None or cache is not None or at is not None
+        options = (
+            values is not None
+            or pattern is not None
+            or bias is not None
+            or cache is not None
+            or at is not None
+        )
         if x.is_cuda and not (options or return_weights) and self._can_fuse(x, context, lengths):
             return self._fused(x, context, lengths)
-        p = self._project(x, context, lengths, cache, at)
+        p = self._project(x, (context, values), lengths, cache, at)
         q, bias, scale = self._score(p, bias)
         arguments: dict[str, Any] = {
             "pattern": self._pattern(pattern),
@@ -89,16 +100,34 @@ class MultiHeadAttention(nn.Module):
             "at": p.at,
         }
         dropout = self.spec.dropout if self.training else 0.0
-        o: Any = engine.attention(q, p.k, p.v, dropout_p=dropout, **arguments)
+        extra = self.extra_k is not None
+        o: Any = engine.attention(q, p.k, p.v, dropout_p=dropout, return_lse=extra, **arguments)
         on_values = getattr(
             self.spec.position, "values", False
         )  # Shaw's vectors may be added to the values too
         weights = engine.weights(q, p.k, **arguments) if return_weights or on_values else None
+        if extra:
+            o, weights = self._with_extra_key(q, *o, weights, scale, dropout)
         if on_values:
             o = o + self.position.values(weights, *self._positions(p))
         out = rearrange(o, "b h n d -> b n (h d)")
         out = out if self.w_o is None else self.w_o(out)
         return out if weights is None or not return_weights else (out, weights)
+
+    def _with_extra_key(self, q, o, lse, weights, scale, dropout):
+        """The output and the weights with one more key in the softmax, which every query sees."""
+        assert self.extra_k is not None and self.extra_v is not None
+        repeats = self.spec.heads // self.spec.sizes.kv_heads
+        k, v = (
+            rearrange(x, "(h d) -> h 1 d", h=self.spec.sizes.kv_heads).repeat_interleave(repeats, 0)
+            for x in (self.extra_k, self.extra_v)
+        )
+        scores = (q * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        share = torch.sigmoid(scores - lse)[..., None].to(
+            o.dtype
+        )  # of the weight, after the softmax over both
+        o = (1 - share) * o + F.dropout(share, dropout) * v
+        return o, None if weights is None else (1 - share) * weights
 
     def _can_fuse(self, x: Tensor, context: Tensor | None, lengths: Tensor | None) -> bool:
         """Whether one product for queries, keys and values and one fused kernel compute this call."""
@@ -106,6 +135,8 @@ class MultiHeadAttention(nn.Module):
         if declared.score != "dot" or declared.position is not None:
             return False
         if declared.softcap is not None or declared.sink_logits or declared.pattern.differs_by_head:
+            return False
+        if declared.extra_key or size.d_values != size.d_context:
             return False
         if factor is not None and not 0 < factor < inf:
             return False
@@ -140,12 +171,18 @@ class MultiHeadAttention(nn.Module):
             o = fused_qkv.attend(self.w_q(x), _concatenated(context, self.w_k, self.w_v), lengths, options)
         return o if self.w_o is None else self.w_o(o)
 
-    def _project(self, x, context, lengths, cache, at) -> Projected:
+    def _project(self, x, inputs, lengths, cache, at) -> Projected:
+        context, values = inputs
         source = x if context is None else context
-        self._check_widths(x, source)
+        values = source if values is None else values
+        self._check_widths(x, source, values)
         if context is None:
             at = at if cache is None else cache.offset
-            q, k, v = self._rotated(self._queries(x), at), self._rotated(self._keys(x), at), self._values(x)
+            q, k, v = (
+                self._rotated(self._queries(x), at),
+                self._rotated(self._keys(x), at),
+                self._values(values),
+            )
             if cache is not None:
                 k, v, lengths = cache.append(k, v, lengths)
             return Projected(q, k, v, lengths, at)
@@ -153,7 +190,7 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and cache.filled:
             k, v = cache.k, cache.v  # of the context, computed at the first step
         else:
-            k, v = self._rotated(self._keys(context), 0), self._values(context)
+            k, v = self._rotated(self._keys(context), 0), self._values(values)
             if cache is not None:
                 k, v, lengths = cache.append(k, v, lengths)
         if at is None and q.shape[-2] > k.shape[-2]:
@@ -184,7 +221,7 @@ class MultiHeadAttention(nn.Module):
                 return rearrange(source, "b m d -> b 1 m d").expand(-1, kv_heads, -1, -1)
         return rearrange(self.w_k(source), "b m (h d) -> b h m d", h=kv_heads)
 
-    def _values(self, source: Float[Tensor, "b m d_context"]) -> Float[Tensor, "b h_kv m d_v"]:
+    def _values(self, source: Float[Tensor, "b m d_values"]) -> Float[Tensor, "b h_kv m d_v"]:
         return rearrange(self.w_v(source), "b m (h d) -> b h m d", h=self.spec.sizes.kv_heads)
 
     def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
@@ -216,7 +253,7 @@ class MultiHeadAttention(nn.Module):
             return own & given
         return given & own.allowed(given.shape[-2], given.shape[-1], device=given.device)
 
-    def _check_widths(self, x: Tensor, source: Tensor) -> None:
+    def _check_widths(self, x: Tensor, source: Tensor, values: Tensor | None = None) -> None:
         size = self.spec.sizes
         if x.shape[-1] != size.d_model:
             raise ShapeError(f"x has width {x.shape[-1]}; this attention takes d_model={size.d_model}")
@@ -224,6 +261,12 @@ class MultiHeadAttention(nn.Module):
             raise ShapeError(
                 f"the context has width {source.shape[-1]}; declared is d_context={size.d_context}"
             )
+        if values is not None and values.shape[-1] != size.d_values:
+            raise ShapeError(
+                f"the values' input has width {values.shape[-1]}; declared is d_values={size.d_values}: pass values=…"
+            )
+        if values is not None and values.shape[-2] != source.shape[-2]:
+            raise ShapeError(f"{source.shape[-2]} keys and {values.shape[-2]} values; each key has one value")
 
 
 def _concatenated(x: Float[Tensor, "b n d"], *parts: Any) -> Float[Tensor, "b n w"]:

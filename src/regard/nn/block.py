@@ -45,8 +45,10 @@ class Block(nn.Module):
         self.spec = declared
         self.fuses_ends = False  # set where a whole training step is known: the loop of `regard train` does
 
+        epsilons = iter(declared.epsilons)
+
         def new_norm() -> nn.Module:
-            return norm(declared.norm, declared.d_model, declared.eps, declared.norm_bias)
+            return norm(declared.norm, declared.d_model, next(epsilons), declared.norm_bias)
 
         self.attention, self.attention_norm = MultiHeadAttention(declared.attention), new_norm()
         if declared.cross is not None:

@@ -38,8 +38,8 @@ class Stack(nn.Module):
             self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
         self.embedding: Any = None if declared.embedding is None else Embedding(declared.embedding)
         self.blocks = nn.ModuleList(Block(block) for _ in range(declared.layers))
-        after = declared.has_final_norm
-        self.norm = norm(block.norm, block.d_model, block.eps, block.norm_bias) if after else nn.Identity()
+        eps, after = declared.norm_eps, declared.has_final_norm
+        self.norm = norm(block.norm, block.d_model, eps, block.norm_bias) if after else nn.Identity()
         self.head = head(declared)
         initialize(self, declared.init, declared.layers)
 

@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     d_k: int
     d_v: int
     d_out: int
+    d_values: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,6 +54,7 @@ class Attention(Spec):
     d_v: int | None = None  # None: d_model / heads
     d_out: int | None = None  # None: d_model
     d_context: int | None = None  # width of the keys' and values' input; None: d_model
+    d_values: int | None = None  # width of the values' input, if it is another tensor than the keys'
     pattern: Pattern = full()
     position: Position | None = None  # a position encoding that acts inside attention
     score: str = "dot"  # dot, bilinear, additive, or position (scores from the position encoding only)
@@ -60,13 +62,16 @@ class Attention(Spec):
     temperature: Number | None = None  # 1/scale; give one of the two
     softcap: Number | None = None  # c: scores become c · tanh(scores / c)
     sink_logits: bool = False  # one more learned logit per head in the softmax, without a value
+    extra_key: bool = False  # one more learned key and value per head, which every query sees
     ties: str = "share"
     biases: str = "all"  # none, output or all
     output: bool = True  # W_O
     dropout: Number = 0.0  # of the attention weights
 
     def __post_init__(self):
-        require_positive_fields(self, "d_model", "heads", "kv_heads", "d_k", "d_v", "d_out", "d_context")
+        require_positive_fields(
+            self, "d_model", "heads", "kv_heads", "d_k", "d_v", "d_out", "d_context", "d_values"
+        )
         require_probability(self, "dropout")
         require_known("score", self.score, SCORES)
         require_known("biases", self.biases, BIASES)
@@ -120,6 +125,14 @@ class Attention(Spec):
             not self.sink_logits or self.factor != inf,
             "sink_logits=True joins a softmax, which hard attention has not; use a finite scale",
         )
+        require(
+            not self.extra_key or (self.factor != inf and self.score == "dot" and self.position is None),
+            "extra_key=True needs score='dot', a finite scale and no position: the key has no place in the sequence",
+        )
+        require(
+            not (self.extra_key and self.softcap is not None),
+            "extra_key=True with a softcap is not supported; leave one of them out",
+        )
         if not self.output:
             require(self.d_out is None, f"d_out={self.d_out} has no effect with output=False; leave it out")
         if self.position is not None:
@@ -164,7 +177,9 @@ class Attention(Spec):
         d_k = context if self.score == "bilinear" else self.d_k or head
         kv_heads = self.kv_heads or self.heads
         d_out = (self.d_out or self.d_model) if self.output else self.heads * d_v
-        return Sizes(self.heads, kv_heads, self.d_model, context, d_k, d_v, d_out)
+        return Sizes(
+            self.heads, kv_heads, self.d_model, context, d_k, d_v, d_out, self.d_values or context
+        )  # fmt: skip
 
     @property
     def factor(self) -> Number | None:

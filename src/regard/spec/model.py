@@ -52,7 +52,7 @@ class Block(Spec):
     norm: str = "layer"
     norm_at: str = "post"
     norm_bias: bool = True
-    eps: Number = 1e-5
+    eps: Number | tuple[Number, ...] = 1e-5  # of all norms, or one for each branch
     residual: bool = True
     dropout: Number = 0.0  # of each branch before it is added
 
@@ -68,6 +68,15 @@ class Block(Spec):
                     f"{name} maps width {part.d_model} to {part.sizes.d_out}; "
                     f"in a block of width {self.d_model} both must be {self.d_model}",
                 )
+                require(
+                    part.d_values is None,
+                    f"{name}.d_values={part.d_values}: a block has one context for keys and values; leave it out",
+                )
+        branches = 1 + (self.cross is not None) + (self.feed_forward is not None)
+        require(
+            not isinstance(self.eps, tuple) or len(self.eps) == branches,
+            f"eps={self.eps} and {branches} branches with a norm; give one number, or one for each branch",
+        )
         require(
             self.cross is None or isinstance(self.cross.pattern, full),
             "cross-attention relates positions of two sequences; its pattern must be full()",
@@ -76,6 +85,12 @@ class Block(Spec):
     @property
     def d_model(self) -> int:
         return self.attention.d_model
+
+    @property
+    def epsilons(self) -> tuple[Number, ...]:
+        """Of the norms of attention, cross-attention and feed-forward, as far as they are there."""
+        branches = 1 + (self.cross is not None) + (self.feed_forward is not None)
+        return self.eps if isinstance(self.eps, tuple) else (self.eps,) * branches
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,6 +172,7 @@ class Encoder(Spec):
     embedding: Embedding | None = None  # None: the inputs are vectors
     position: Position | None = None  # a position encoding inside attention that all layers share, as in T5
     final_norm: bool | None = None  # None: if the blocks are pre-norm
+    final_eps: Number | None = None  # of the final norm; None: as in the last branch of a block
     head: Head | None = None
     init: str = "xavier"
     checkpoint: bool = False  # recompute each block in the backward pass instead of saving its activations
@@ -178,6 +194,11 @@ class Encoder(Spec):
     def has_final_norm(self) -> bool:
         return final_norm(self)
 
+    @property
+    def norm_eps(self) -> Number:
+        """Of the final norm."""
+        return norm_eps(self)
+
 
 @dataclass(frozen=True, repr=False)
 class Decoder(Spec):
@@ -192,6 +213,7 @@ class Decoder(Spec):
     embedding: Embedding | None = None
     position: Position | None = None
     final_norm: bool | None = None
+    final_eps: Number | None = None
     head: Head | None = None
     init: str = "xavier"
     checkpoint: bool = False
@@ -215,9 +237,18 @@ class Decoder(Spec):
     def has_final_norm(self) -> bool:
         return final_norm(self)
 
+    @property
+    def norm_eps(self) -> Number:
+        """Of the final norm."""
+        return norm_eps(self)
+
 
 def final_norm(stack: Encoder | Decoder) -> bool:
     return stack.block.norm_at == "pre" if stack.final_norm is None else stack.final_norm
+
+
+def norm_eps(stack: Encoder | Decoder) -> Number:
+    return stack.block.epsilons[-1] if stack.final_eps is None else stack.final_eps
 
 
 def check_stack(stack: Encoder | Decoder) -> None:

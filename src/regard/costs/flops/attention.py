@@ -27,7 +27,7 @@ def attention(
         linear("k", scope, b * m, s.d_context, s.kv_heads * s.d_k, biased)
         if spec.score in ("dot", "additive")
         else None,
-        linear("v", scope, b * m, s.d_context, s.kv_heads * s.d_v, biased),
+        linear("v", scope, b * m, s.d_values, s.kv_heads * s.d_v, biased),
         *position_parts(spec, scope, s),
         _scores(spec, scope, s, pairs),
         _bias(spec, scope, s, pairs, shared),
@@ -37,6 +37,7 @@ def attention(
         ),
         _softmax(spec, scope, s, pairs),
         _mixing(spec, scope, s, pairs),
+        _extra_key(scope, s) if spec.extra_key else None,
         linear("output", scope, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none")
         if spec.output
         else None,
@@ -126,6 +127,16 @@ def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> 
         bytes=_score_table(scope, s, pairs, 2),
     )
     return Part("softmax", own)
+
+
+def _extra_key(scope: Scope, s: Sizes) -> Part:
+    """One more key and value per head, joined after the softmax: a score, its share, and a sum for each row."""
+    rows = scope.b * s.heads * scope.n
+    own = Amounts(
+        parameters=s.kv_heads * (s.d_k + s.d_v), elementwise_flops=rows * (2 * s.d_k + 3 * s.d_v + 6),
+        bytes=scope.itemsize * rows * (s.d_k + 2 * s.d_v),
+    )  # fmt: skip
+    return Part("extra_key", own)
 
 
 def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
