@@ -384,7 +384,7 @@ def test_a_learned_key_beside_those_of_the_input_is_carried(masked, zero_too):
         more["attn_mask"] = ~rg.causal().allowed(N)
     if masked == "padding":
         more["key_padding_mask"], lengths = padding(N_LENGTHS, N), N_LENGTHS
-    calls = lambda m, x: m(x, lengths=lengths), lambda m, x: m(x, x, x, **more)[0]  # noqa: E731
+    calls = lambda m, x: m(x, lengths=lengths), lambda m, x: m(x, x, x, **more)[0]
     if zero_too:
         close(calls[0](ours, x), calls[1](theirs, x), "output")
     else:

@@ -75,8 +75,9 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Tensor, "b n d_out"] | tuple[Float[Tensor, "b n d_out"], Float[Tensor, "b h n m"]]:
         """The new vectors; with return_weights also the attention weights, which do not change the output.
 
-        values: the input of the values, where it is not the context. lengths: the number of real keys per row. pattern: restricts the declared one further (documents, …).
-        bias: added to the scores, in addition to the layer's own position. at: the query offset.
+        values: the input of the values, where it is not the context. lengths: the number of real keys per row.
+        pattern: restricts the declared one further (documents, …). bias: added to the scores, in addition to the
+        layer's own position. at: the query offset.
         """
         options = (
             values is not None
