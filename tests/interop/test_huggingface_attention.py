@@ -121,12 +121,65 @@ def test_packed_documents_are_isolated_although_a_mask_of_ones_is_given(kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_near_to_float32_as_eager_is(dtype):
     model = causal_model()
-    exact = model(IDS).logits
-    ours, theirs = with_eager(model.to(dtype), lambda m: m(IDS).logits)
-    assert ours.dtype == theirs.dtype == dtype
-    error = relative(theirs.float(), exact)
-    assert 1e-5 < error < 0.1
-    assert relative(ours.float(), exact) < 2 * error
+
+    def run(model):
+        model.zero_grad()
+        logits = model(IDS, attention_mask=LEFT).logits[LEFT.bool()]
+        logits.float().square().mean().backward()
+        gradients = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+        return logits.detach(), torch.cat(gradients)
+
+    exact = run(model)
+    ours, theirs = with_eager(model.to(dtype), run)
+    assert ours[0].dtype == theirs[0].dtype == dtype
+    for found, plain, wanted in zip(ours, theirs, exact):
+        error = relative(plain.float(), wanted)
+        assert 1e-5 < error < 0.1
+        assert relative(found.float(), wanted) < 2 * error
+
+
+def test_sampled_tokens_equal_those_of_eager():
+    def run(model):
+        torch.manual_seed(3)
+        return model.generate(IDS, attention_mask=LEFT, max_new_tokens=8, do_sample=True, top_k=20)
+
+    ours, theirs = with_eager(causal_model(), run)
+    assert torch.equal(ours, theirs)
+
+
+def test_gradients_of_a_checkpointed_model_equal_those_without():
+    model = causal_model().train()
+
+    def gradients():
+        model.zero_grad()
+        model(IDS, attention_mask=LEFT, use_cache=False).logits[LEFT.bool()].square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+
+
+class Paged:
+    """As the cache of continuous batching: `update` is called by the attention, and returns the keys of all."""
+
+    def __init__(self, k, v):
+        self.k, self.v = k, v
+
+    def update(self, key_states, value_states, layer_idx, kwargs):
+        return torch.cat([self.k, key_states], 2), torch.cat([self.v, value_states], 2)
+
+
+def test_a_paged_cache_is_updated_by_the_attention_and_its_table_is_honored():
+    module = causal_model().model.layers[1].self_attn
+    q, k, v = (torch.randn(1, h, 5, 8, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    table = torch.rand(1, 1, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.6
+    table[..., 0] = True
+    o, _ = attention.attend(
+        module, q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], table, cache=Paged(k[:, :, :2], v[:, :, :2])
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q[:, :, 2:], k, v, table, enable_gqa=True)
+    assert torch.allclose(o.transpose(1, 2), expected, atol=1e-6)
 
 
 def test_cu_seq_lens_are_documents_too():

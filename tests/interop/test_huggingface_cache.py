@@ -84,9 +84,34 @@ def test_chunked_prefill_and_beams_work(model):
         cache = BoundedCache(model)
         parts = [model(part, past_key_values=cache).logits for part in IDS.split([3, 5, 1], 1)]
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
+        longer = torch.randint(3, 61, (2, 17), generator=torch.Generator().manual_seed(1))
+        mixed, cache = (
+            longer.split([5, 1, 1, 1, 1, 4, 1, 2, 1], 1),
+            BoundedCache(model),
+        )  # tokens take freed places
+        parts = [model(part, past_key_values=cache).logits for part in mixed]
+        torch.testing.assert_close(
+            torch.cat(parts, 1), model(longer, use_cache=False).logits, rtol=1e-4, atol=1e-5
+        )
         beams = {**OPTIONS, "num_beams": 3}
         expected = model.generate(IDS, **beams)
         assert torch.equal(model.generate(IDS, past_key_values=BoundedCache(model), **beams), expected)
+
+
+def test_a_cache_used_outside_no_grad_has_the_gradients_of_the_uncached_model(model):
+    ids = torch.randint(3, 61, (1, 12), generator=torch.Generator().manual_seed(2))
+
+    def gradients(logits):
+        model.zero_grad()
+        logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with rg.use(model, rg.window(4) | rg.sinks(2)):
+        expected = gradients(model(ids, use_cache=False).logits)
+        cache = BoundedCache(model)
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([5, *[1] * 7], 1)]
+        for found, wanted in zip(gradients(torch.cat(parts, 1)), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6)
 
 
 def test_left_padding_is_right_for_windows_and_refused_where_positions_are_named(model):

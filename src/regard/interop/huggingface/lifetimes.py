@@ -91,10 +91,9 @@ class Held:
         return made
 
     def _several(self, n: int) -> "Held":
-        """All that is needed, in the order of positions, then the new keys."""
+        """All that is needed, then the new keys."""
         ends = {place: end for end, places in self.expiring.items() for place in places}
         kept = [place for place in range(len(self.stored)) if ends.get(place, FOREVER) >= self.seen]
-        kept.sort(key=self.stored.__getitem__)
         seen = self.seen + n
         present = [self.stored[place] for place in kept] + list(range(self.seen, seen))
         last = [ends.get(place, FOREVER) for place in kept]
