@@ -92,12 +92,12 @@ def test_a_pattern_is_read_as_it_is_written(pattern):
 
 
 REFUSED = [
-    ("causal() & widow(2)", "'widow' is no word for a pattern; did you mean window?"),
+    ("causal() & widow(2)", "'widow' is not a pattern word; did you mean window?"),
     ("window(2", "'window(2' is not a pattern: '(' was never closed at column 7"),
     ("window(x)", "window(x): a whole number is needed"),
     ("window(True)", "window(True): a whole number is needed"),
     ("window()", "window(): "),
-    ("__import__('os')", "'__import__' is no word for a pattern; known: blocks"),
+    ("__import__('os')", "'__import__' is not a pattern word; known: blocks"),
     ("causal() + full()", "'causal() + full()' is not a pattern; combine full, causal, window"),
     ("window(-1)", "window(-1): a window cannot end before it begins"),
 ]

@@ -84,7 +84,7 @@ def test_a_prompt_and_a_token_are_timed_and_a_model_without_a_cache_is_an_error(
     assert phases["prefill"] > 3 * phases["decode"] > 0
     with pytest.raises(rg.SpecError, match="does not decode with a cache"):
         estimate(cost("tiny-bert", n=16), ONE, generation=True)
-    with pytest.raises(rg.SpecError, match="it is no module by itself"):
+    with pytest.raises(rg.SpecError, match="it is not a module by itself"):
         estimate(cost(rg.Mixing("average"), n=16), ONE)
 
 

@@ -793,7 +793,7 @@ REFUSED = [
     (
         ShapeError,
         {"bias": ByDistance(slopes=alibi_slopes(4))},
-        "a bias by distance for 4 heads and queries with 6",
+        "a bias by distance for 4 heads, and q has 6",
     ),
     (
         SpecError,
@@ -805,10 +805,10 @@ REFUSED = [
     (
         SpecError,
         {"pattern": "causal"},
-        "'causal' is no pattern; use rg.causal(), rg.window(2), … or a bool tensor",
+        "'causal' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor",
     ),
     (SpecError, {"scale": -inf}, "scale=-inf has no meaning; scale=inf is hard attention"),
-    (SpecError, {"scale": nan}, "scale=nan is no number; use None for 1/√d_k"),
+    (SpecError, {"scale": nan}, "scale=nan is not a number; use None for 1/√d_k"),
     (
         SpecError,
         {"scale": inf, "return_lse": True},

@@ -109,7 +109,7 @@ REFUSED = [
         "tiles",
         torch.eye(7, dtype=torch.bool),
         {},
-        "a bool tensor is no pattern; declare one; use backend='sdpa'",
+        "a bool tensor is not a pattern; declare one; use backend='sdpa'",
     ),
     (
         "tiles",
@@ -234,7 +234,7 @@ def test_explain_gives_pairs_and_reason():
 
 
 def test_explain_refuses_what_it_does_not_know():
-    with pytest.raises(rg.SpecError, match=r"^explain\(\) knows no 'head'; did you mean heads\?$"):
+    with pytest.raises(rg.SpecError, match=r"^explain\(\) has no argument 'head'; did you mean heads\?$"):
         rg.explain(rg.window(1), 16, head=3)
 
 

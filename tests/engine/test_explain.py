@@ -154,10 +154,10 @@ def test_arguments_of_other_libraries_name_what_to_write():
     with pytest.raises(rg.SpecError) as e:
         rg.attention(q, q, q, is_causal=True)
     assert str(e.value) == (
-        "is_causal is no argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
+        "is_causal is not an argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
     )
     with pytest.raises(
-        rg.SpecError, match=r"^attn_mask is no argument here; give a bool tensor .* as pattern=,"
+        rg.SpecError, match=r"^attn_mask is not an argument here; give a bool tensor .* as pattern= "
     ):
         rg.attention(q, q, q, attn_mask=None)
     with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'mask'$"):

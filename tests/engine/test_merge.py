@@ -112,6 +112,6 @@ def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ShapeError) as refused:
         merge(parts)
     assert str(refused.value) == (
-        "merge: o (7, 4) and lse (7,) beside o (7, 3); "
+        "merge: o (7, 4) and lse (7,) do not fit o (7, 3); "
         "every o needs one shape (…, n, d_v), and its lse the same without d_v"
     )

@@ -234,7 +234,7 @@ REFUSED = [
     (
         SpecError,
         {"pattern": [rg.causal(), 3]},
-        "per_head: 3 of head 1 is no pattern; use rg.causal(), rg.window(2), …",
+        "per_head: 3 of head 1 is not a pattern; use rg.causal(), rg.window(2), …",
     ),
     (
         BackendError,

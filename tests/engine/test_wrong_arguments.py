@@ -53,7 +53,7 @@ def test_options_that_are_no_tensors_are_refused_in_words(options, message):
 
 @pytest.mark.parametrize("cap", ["3", True, torch.tensor(3.0)], ids=str)
 def test_a_softcap_is_a_number(cap):
-    with pytest.raises(rg.SpecError, match=r"is no number; use None for scores without a cap$"):
+    with pytest.raises(rg.SpecError, match=r"is not a number; use None for scores without a cap$"):
         rg.attention(X, X, X, softcap=cap)
 
 

@@ -118,7 +118,7 @@ def test_a_module_half_in_training_is_refused():
 
 
 def test_weights_without_a_counterpart_are_refused():
-    no_ordinary = "is no ordinary parameter (left out, pruned or parametrized); the copy needs one there"
+    no_ordinary = "is not an ordinary parameter (left out, pruned or parametrized); the copy needs one there"
     normed = layer(linear1=parametrizations.weight_norm(nn.Linear(D, D_FF)))
     assert refusal(normed) == f"ParametrizedLinear.weight {no_ordinary}"
     assert refusal(layer(linear2=nn.Linear(D_FF, D, bias=False))) == f"Linear.bias {no_ordinary}"

@@ -443,9 +443,9 @@ def test_numbers_past_any_position_count_as_what_they_come_to(pattern, dense):
         (lambda: window(2.5), "window(2.5): before needs to be a whole number, an int"),
         (lambda: window(2, True), "window(2, after=True): after needs to be a whole number, an int"),
         (lambda: window(None), "window(None): before needs to be a whole number, an int"),
-        (lambda: Both(causal(), 3), "Both is made of patterns; 3 is none"),
-        (lambda: KINDS["Either"](None, causal()), "Either is made of patterns; None is none"),
-        (lambda: KINDS["Not"]("causal"), "Not is made of patterns; 'causal' is none"),
+        (lambda: Both(causal(), 3), "Both combines patterns; 3 is not one"),
+        (lambda: KINDS["Either"](None, causal()), "Either combines patterns; None is not one"),
+        (lambda: KINDS["Not"]("causal"), "Not combines patterns; 'causal' is not one"),
     ],
 )
 def test_fields_of_the_wrong_kind_say_what_is_needed(declare, message):

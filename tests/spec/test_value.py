@@ -113,7 +113,7 @@ def test_what_json_gives_is_checked_as_any_declaration():
 def test_fields_of_the_wrong_kind_in_json_are_refused():
     with pytest.raises(SpecError, match=r"^window\('2'\): before needs to be a whole number, an int$"):
         Pattern.from_json('{"kind": "window", "before": "2"}')
-    with pytest.raises(SpecError, match=r"^Not is made of patterns; 3 is none$"):
+    with pytest.raises(SpecError, match=r"^Not combines patterns; 3 is not one$"):
         Pattern.from_json('{"kind": "Not", "inner": 3}')
 
 

@@ -274,7 +274,7 @@ class Estimate:
 def estimate(cost: Cost, roofline: Roofline, generation: bool = False) -> Estimate:
     """The time of a forward pass or a training step; generation: of a prompt and of one more token with a cache."""
     if cost.memory is None:
-        raise SpecError(f"the time of {cost.name} is not known: it is no module by itself")
+        raise SpecError(f"the time of {cost.name} is not known: it is not a module by itself")
     traced = cost.memory.generation if generation else cost.memory.main
     if traced is None:
         raise SpecError(f"{cost.name} does not decode with a cache of keys and values")

@@ -14,7 +14,7 @@ from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, choose
-from .by_heads import by_heads
+from .by_heads import by_heads, check_heads
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
 from .merge import merge_sink
 
@@ -174,7 +174,7 @@ def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Patte
     if isinstance(given, list | tuple):
         return per_head(given), None
     if not isinstance(given, Tensor):
-        raise SpecError(f"{given!r} is no pattern; use rg.causal(), rg.window(2), … or a bool tensor")
+        raise SpecError(f"{given!r} is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor")
     if given.dtype != torch.bool:
         raise SpecError(
             f"a {given.dtype} mask as pattern: is 1 'may attend', or is it added to the scores? Say which: "
@@ -208,11 +208,11 @@ def _not_an_argument(foreign: dict[str, Any]) -> Exception:
     """What to write instead of the arguments of other libraries."""
     if "is_causal" in foreign:
         return SpecError(
-            "is_causal is no argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
+            "is_causal is not an argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
         )
     if "attn_mask" in foreign:
         return SpecError(
-            "attn_mask is no argument here; give a bool tensor (True = may attend) or rg.causal(), … as pattern=, "
+            "attn_mask is not an argument here; give a bool tensor (True = may attend) or rg.causal(), … as pattern= "
             "and a float tensor that is added to the scores as bias="
         )
     return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
@@ -403,10 +403,7 @@ def _check_extras(call: Call) -> None:
             f"lengths has shape {shape}; one per batch row is needed: ({b},), or ({b}, 2) with the "
             "first visible key and the end"
         )
-    if isinstance(call.pattern, per_head) and len(call.pattern.patterns) != q.shape[1]:
-        raise ShapeError(
-            f"per_head has {len(call.pattern.patterns)} patterns for {q.shape[1]} query heads; give one for each head"
-        )
+    check_heads(call.pattern, q.shape[1])
     if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
@@ -414,7 +411,7 @@ def _check_extras(call: Call) -> None:
     if call.softcap is not None and (
         isinstance(call.softcap, bool) or not isinstance(call.softcap, int | float)
     ):
-        raise SpecError(f"softcap={call.softcap!r} is no number; use None for scores without a cap")
+        raise SpecError(f"softcap={call.softcap!r} is not a number; use None for scores without a cap")
     if call.softcap is not None and not call.softcap > 0:
         raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
     if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
@@ -439,9 +436,9 @@ def _check_extras(call: Call) -> None:
             )
         for x in (call.bias.table, call.bias.slopes):
             if x is not None and x.shape[0] != q.shape[1]:
-                raise ShapeError(f"a bias by distance for {x.shape[0]} heads and queries with {q.shape[1]}")
+                raise ShapeError(f"a bias by distance for {x.shape[0]} heads, and q has {q.shape[1]}")
     if call.scale is not None and isnan(call.scale):
-        raise SpecError("scale=nan is no number; use None for 1/√d_k")
+        raise SpecError("scale=nan is not a number; use None for 1/√d_k")
     if call.scale == -inf:
         raise SpecError("scale=-inf has no meaning; scale=inf is hard attention")
     if call.hard and call.sink_logits is not None:

@@ -6,9 +6,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..errors import ShapeError
 from ..pattern import Pattern, per_head
 from ..position import ByDistance
 from .call import Bias, Call, Outputs, replaced
+
+
+def check_heads(pattern: Pattern, heads: int) -> None:
+    """A pattern per head needs as many as there are query heads."""
+    if isinstance(pattern, per_head) and len(pattern.patterns) != heads:
+        raise ShapeError(
+            f"per_head has {len(pattern.patterns)} patterns for {heads} query heads; give one for each head"
+        )
 
 
 def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:

@@ -189,7 +189,7 @@ class CallFacts:
         if self.bias == "tensor":
             return "a bias tensor is n × m already"
         if self.table:
-            return "a bool tensor is no pattern; declare one"
+            return "a bool tensor is not a pattern; declare one"
         refused = self.row_offsets and self.device_type != "cpu"
         return "per-row query offsets (`at` as a tensor) are not supported" if refused else None
 

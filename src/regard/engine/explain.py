@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import ShapeError, SpecError, nearest
+from ..errors import SpecError, nearest
 from ..pattern import Pattern, per_head
 from ..value import ShownAsTable
 from .attention import call_of, normalized
 from .backends import choose
-from .by_heads import launches
+from .by_heads import check_heads, launches
 from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
 from .plan import NoPlan, plan
@@ -75,10 +75,7 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
 
 def _explain_heads(facts: CallFacts, pattern: per_head, backend: str) -> Explanation:
     """The launches of a pattern per head, as one: pairs are of all heads."""
-    if len(pattern.patterns) != facts.heads:
-        raise ShapeError(
-            f"per_head has {len(pattern.patterns)} patterns for {facts.heads} query heads; give one for each head"
-        )
+    check_heads(pattern, facts.heads)
     group, each, lines = facts.heads // facts.kv_heads, [], []
     for one, heads in launches(pattern.patterns, group):
         kv_heads = len({head // group for head in heads})
@@ -127,7 +124,7 @@ def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -
         options["return_lse"] = True
     for name in options:
         if name not in known:
-            raise SpecError(f"explain() knows no {name!r}; {nearest(name, known)}")
+            raise SpecError(f"explain() has no argument {name!r}; {nearest(name, known)}")
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")

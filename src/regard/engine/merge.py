@@ -27,7 +27,7 @@ def merge(parts: Sequence[Part]) -> Part:
     for o, lse in parts:
         if o.shape != parts[0][0].shape or lse.shape != o.shape[:-1]:
             raise ShapeError(
-                f"merge: o {tuple(o.shape)} and lse {tuple(lse.shape)} beside o {tuple(parts[0][0].shape)}; "
+                f"merge: o {tuple(o.shape)} and lse {tuple(lse.shape)} do not fit o {tuple(parts[0][0].shape)}; "
                 f"every o needs one shape (…, n, d_v), and its lse the same without d_v"
             )
     logs = torch.stack([lse for _, lse in parts])

@@ -135,8 +135,8 @@ class Bounds:
 
     def without_residue(self) -> "Bounds":
         """The same with less known: no y is certain to be allowed for all rows."""
-        nowhere = (self.outer[0], self.outer[0])
-        return Bounds(self.outer, nowhere, 1, np.zeros_like(self.residue))
+        empty = (self.outer[0], self.outer[0])
+        return Bounds(self.outer, empty, 1, np.zeros_like(self.residue))
 
     def value(self, lo: Ints) -> NDArray[np.int8]:
         """ALL, SOME or NONE of the cells that start at lo, where the residue is right."""

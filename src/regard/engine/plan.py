@@ -6,7 +6,7 @@ A pass is a set of tiles; the passes of a plan hold disjoint sets of pairs, so t
 log-sum-exp. All arrays are numpy int64 on the host; a backend moves what it needs to its device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from math import gcd, lcm
@@ -158,14 +158,18 @@ class Request:
         return Pass(layout.pattern, table[used], np.append(offsets[used], offsets[-1]), parts)
 
 
-def plan(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
+def plan(
+    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128, by_keys: bool = False
+) -> Plan:
     """The plan of a pattern without data: query r of n is at position start + step · r, over keys 0 … m − 1."""
-    return _cached(pattern, n, m, start, step, tile, False)()
+    if isinstance(made := _cached(pattern, n, m, start, step, tile, by_keys), str):
+        raise NoPlan(made)
+    return made
 
 
 def transposed(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int = 128) -> Plan:
     """The same pairs read from the keys: tiles are of keys, parts are progressions of query rows."""
-    return _cached(pattern, n, m, start, step, tile, True)()
+    return plan(pattern, n, m, start, step, tile, by_keys=True)
 
 
 def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str | None:
@@ -199,23 +203,15 @@ def _keys_of_queries(pattern: Pattern, block: int) -> tuple[list[int], list[list
 
 
 @lru_cache(maxsize=256)
-def _cached(
-    pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool
-) -> Callable[[], Plan]:
-    """A call that gives the plan, or raises the reason why there is none: both are computed once."""
+def _cached(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, by_keys: bool) -> Plan | str:
+    """The plan, or the reason why there is none: both are computed once."""
     queries, keys = Axis(n, start, step), Axis(m)
     request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
     try:
         passes = _cheapest(pattern.expanded(), request) if n and m else ()
     except NoPlan as why:
-        reason = str(why)
-
-        def refuse() -> Plan:
-            raise NoPlan(reason)
-
-        return refuse
-    made = Plan(pattern, n, m, start, step, passes)
-    return lambda: made
+        return str(why)
+    return Plan(pattern, n, m, start, step, passes)
 
 
 def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:

@@ -83,7 +83,7 @@ class Place(NamedTuple):
         found = getattr(self.module, self.name)
         require(
             isinstance(found, nn.Parameter),
-            f"{self} is no ordinary parameter (left out, pruned or parametrized); the copy needs one there",
+            f"{self} is not an ordinary parameter (left out, pruned or parametrized); the copy needs one there",
         )
         return found
 

@@ -247,7 +247,7 @@ def _is_one(other: Any) -> bool:
 def _need_patterns(composite: Pattern, *parts: Any) -> None:
     for part in parts:
         if not isinstance(part, Pattern):
-            raise SpecError(f"{type(composite).__name__} is made of patterns; {part!r} is none")
+            raise SpecError(f"{type(composite).__name__} combines patterns; {part!r} is not one")
         if part.differs_by_head:
             raise SpecError(f"{part!r} is one pattern for each head; combine it with &, |, ~ and -")
 

@@ -288,7 +288,7 @@ class selected(Data):
     def row_mask(self, inside):
         listed, size = self.listed, self.size
         if listed.dim() == 4:
-            raise ShapeError(f"{self!r} differs by head, which a mask of all heads cannot say")
+            raise ShapeError(f"{self!r} differs by head, which one mask for all heads cannot express")
         rows, columns = listed.shape[-2:]
 
         def allows(b, i, j):

@@ -29,7 +29,7 @@ class per_head(Pattern):
         for head, pattern in enumerate(given):
             if not isinstance(pattern, Pattern):
                 raise SpecError(
-                    f"per_head: {pattern!r} of head {head} is no pattern; use rg.causal(), rg.window(2), …"
+                    f"per_head: {pattern!r} of head {head} is not a pattern; use rg.causal(), rg.window(2), …"
                 )
             if pattern.differs_by_head:
                 raise SpecError(f"per_head: head {head} has a pattern for each head; give it one")

@@ -61,7 +61,7 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
                 raise FormatError(f"{ast.unparse(node)}: {e}") from e
         case ast.Call(ast.Name(word), arguments, keywords):
             if word not in words:
-                raise FormatError(f"{word!r} is no word for a pattern; {nearest(word, words)}")
+                raise FormatError(f"{word!r} is not a pattern word; {nearest(word, words)}")
             given = {str(k.arg): _number(k.value, word) for k in keywords}
             try:
                 return words[word](*[_number(a, word) for a in arguments], **given)

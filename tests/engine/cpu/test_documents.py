@@ -122,7 +122,7 @@ REFUSED = [
     (
         torch.eye(3, dtype=torch.bool),
         {},
-        "a bool tensor is no pattern; declare one; use backend='sdpa'",
+        "a bool tensor is not a pattern; declare one; use backend='sdpa'",
     ),
 ]
 

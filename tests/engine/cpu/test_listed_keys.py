@@ -21,7 +21,7 @@ PATTERNS = {
 }
 
 
-def qkv(n, heads=4, kv_heads=2, grad=True):
+def qkv(n, heads=2, kv_heads=1, grad=True):
     generator = torch.Generator().manual_seed(0)
     shapes = (2, heads, n, 8), (2, kv_heads, n, 8), (2, kv_heads, n, 6)
     return [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_(grad) for s in shapes]
