@@ -31,7 +31,7 @@ def main() -> None:
     for name, each in found.items():
         late = "" if each["median"] < ALLOWED else "  over"
         print(
-            f"{name:<18} median {each['median']:.3f} s, {each['first']:.3f} first, {each['largest']:.3f} at most{late}"
+            f"{name:<18} median {each['median']:.3f} s, first {each['first']:.3f}, most {each['largest']:.3f}{late}"
         )
     machine = {
         "date": time.strftime("%Y-%m-%d"),
