@@ -84,6 +84,7 @@ def main():
     parser.add_argument("--laws", default="", help="only these laws, for a quick look")
     parser.add_argument("--set", default="", help="tuned, issues or fresh; all unless given")
     parser.add_argument("--right", action="store_true")
+    parser.add_argument("--generated", type=int, metavar="SEED", help="those of generated.py instead")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument(
@@ -92,9 +93,9 @@ def main():
     parser.add_argument("--minutes", type=float, help="stop after this many minutes; needs --rows")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    from laws_corpus import entries
+    from laws_corpus import entries, generated
 
-    chosen = entries()
+    chosen = entries() if options.generated is None else generated.entries(options.generated)
     chosen = [
         e
         for e in chosen
