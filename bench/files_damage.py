@@ -1,6 +1,7 @@
 """Damage to the folder of a run, one piece at a time: is it named, or does something else come out?
 
     python bench/files_damage.py --cases 1000 --out bench/results/files_damage.json
+    python bench/files_damage.py --cases 0 --disk /mnt/small     # the named damages and a full disk only
 
 A small translator is trained twice (two seeds). Each case copies its folder, damages one file (a flipped bit, a cut,
 a block of zeros, a file exchanged with another one, a file removed) and then does what reads it: opens the run,
@@ -10,6 +11,10 @@ translates, reads the stored scores and checks, and trains on from the newest ch
     harmless   the same translations, scores and weights as from the undamaged folder
     changed    something else came out: a failure
     traceback  any other exception: a failure
+
+Named damages come first: NaN weights, two weights exchanged, a rotated tokenizer, headers that are cut or name a
+wrong length (with the manifest and without), files of the desktop beside checkpoints; with --disk, training in a
+folder of a file system that is too small (mount -t tmpfs -o size=300k tmpfs /mnt/small).
 
 The log is left out of what must not change: it is appended to for hours and only shown; a damaged line is skipped.
 """
@@ -21,13 +26,16 @@ import json
 import os
 import random
 import shutil
+import struct
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import regard as rg
 from regard.errors import RegardError
@@ -120,6 +128,60 @@ def damage(rng: random.Random, folder: Path, other: Path, name: str) -> str:
     return "removed"
 
 
+def named(folder: Path) -> dict[str, Callable[[], None]]:
+    """Damages that a careless tool makes: what they are, and how they are done to a folder."""
+    weights, tokenizer = folder / "model" / "model.safetensors", folder / "tokens.json"
+
+    def rewritten(change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        tensors = load_file(weights)
+        change(tensors)
+        save_file(tensors, weights)
+
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        next(t for t in tensors.values() if t.is_floating_point())[0] = float("nan")
+
+    def exchange(tensors: dict[str, torch.Tensor]) -> None:
+        names = list(tensors)
+        a, b = next((a, b) for a in names for b in names if a < b and tensors[a].shape == tensors[b].shape)
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+
+    def rotate() -> None:
+        read = json.loads(tokenizer.read_text("utf-8"))
+        table = read["model"]["vocab"]
+        words = sorted(table, key=table.get)
+        read["model"]["vocab"] = dict(zip(words[1:] + words[:1], range(len(words)), strict=True))
+        tokenizer.write_text(json.dumps(read), encoding="utf-8")
+
+    def header(length: int) -> None:
+        weights.write_bytes(struct.pack("<Q", length) + weights.read_bytes()[8:])
+
+    def desktop() -> None:
+        for place in (folder, folder / "checkpoints", folder / "model"):
+            (place / ".DS_Store").write_bytes(b"Bud1")
+
+    def unlisted(act: Callable[[], None]) -> None:
+        act()
+        (folder / "model" / "manifest.json").unlink()
+        (folder / "manifest.json").unlink()
+
+    return {
+        "NaN weights, no manifest": lambda: unlisted(lambda: rewritten(poison)),
+        "weights cut in the header, no manifest": lambda: unlisted(
+            lambda: weights.write_bytes(weights.read_bytes()[:100]) and None
+        ),
+        "a header of 2⁶³ bytes, no manifest": lambda: unlisted(lambda: header(1 << 63)),
+        "a header of 3 bytes, no manifest": lambda: unlisted(lambda: header(3)),
+        "NaN weights": lambda: rewritten(poison),
+        "two weights exchanged": lambda: rewritten(exchange),
+        "a rotated tokenizer": rotate,
+        "weights cut in the header": lambda: weights.write_bytes(weights.read_bytes()[:100]) and None,
+        "weights of 4 bytes": lambda: weights.write_bytes(b"1234") and None,
+        "a header of 2⁶³ bytes": lambda: header(1 << 63),
+        "a header of 3 bytes": lambda: header(3),
+        ".DS_Store beside checkpoints": desktop,
+    }
+
+
 def judge(act, expected: object) -> tuple[str, str]:
     try:
         got = act()
@@ -137,6 +199,9 @@ def main() -> None:
     options.add_argument("--cases", type=int, default=1000)
     options.add_argument("--minutes", type=float, help="stop after this time")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument(
+        "--disk", type=Path, help="a folder of a small file system, for training on a full disk"
+    )
     options.add_argument("--out", type=Path)
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -144,6 +209,7 @@ def main() -> None:
     counts: collections.Counter = collections.Counter()
     by_file: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     failures = []
+    special: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
         first, second = train(home, "first", 0), train(home, "second", 1)
@@ -151,7 +217,17 @@ def main() -> None:
         copy = home / "copy"
         shutil.copytree(first, copy)
         expected_resumed = resumed(home, copy, 0)
-        names = files_of(first)
+        names, case = files_of(first), -1
+        for done in named(copy):
+            shutil.rmtree(copy)
+            shutil.copytree(first, copy)
+            named(copy)[done]()
+            result, detail = judge(lambda: opened(copy), expected)
+            special[done] = f"{result}: {detail}"[:300]
+        if given.disk:
+            result, detail = judge(lambda: train(given.disk, "run", 0) and None, None)
+            special["a full disk"] = f"{result}: {detail}"[-300:]
+        print(json.dumps(special, indent=1, ensure_ascii=False), flush=True)
         for case in range(given.cases):
             if given.minutes and time.monotonic() - began > 60 * given.minutes:
                 break
@@ -171,7 +247,8 @@ def main() -> None:
                     )
                     print(f"{result}: {act} after {name}: {done}\n{detail}", flush=True)
     result = {
-        "cases": case + 1, "seconds": round(time.monotonic() - began, 1), **dict(sorted(counts.items())),
+        "cases": case + 1, "seed": given.seed, "named": special,
+        "seconds": round(time.monotonic() - began, 1), **dict(sorted(counts.items())),
         "failures": failures[:40], "files": {name: dict(c) for name, c in by_file.items()}, "regard": rg.__version__,
         "torch": torch.__version__, "threads": os.environ.get("OMP_NUM_THREADS", ""),
     }  # fmt: skip
