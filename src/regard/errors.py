@@ -47,8 +47,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else "known: " + (", ".join(names) or "none")
 
 
-def require_tensors(at: Any = None, **given: Any) -> None:
-    """Refuse arguments of a call that are no tensors, lengths and a query offset that are no whole numbers.
+def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
+    """Refuse arguments of a call that are no tensors, lengths and an offset that are no whole numbers, a wrong scale.
 
     None is refused for q, k and v only; a bias may also be a value of this library.
     """
@@ -69,6 +69,8 @@ def require_tensors(at: Any = None, **given: Any) -> None:
         raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
     if isinstance(at, float):
         raise SpecError(f"at={at}: a query offset is a whole number")
+    if isinstance(scale, str):
+        raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
 
 
 def require_one_kind(q: Any, k: Any, v: Any) -> None:

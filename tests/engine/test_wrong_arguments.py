@@ -82,6 +82,13 @@ def test_a_query_offset_is_a_whole_number():
         rg.attention(X, X, X, rg.causal(), at=1.5)
 
 
+def test_a_scale_is_a_number():
+    with pytest.raises(
+        rg.SpecError, match=r"^scale='0.5': the factor of q·k is a number, or None for 1/√d_k$"
+    ):
+        rg.attention(X, X, X, scale="0.5")
+
+
 def test_no_keys_no_queries_and_no_rows_are_fine():
     assert rg.attention(X, X[:, :, :0], X[:, :, :0]).abs().sum() == 0
     assert rg.attention(X[:, :, :0], X, X).shape == (2, 2, 0, 4)

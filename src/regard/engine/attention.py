@@ -153,9 +153,8 @@ def _checked(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> tuple[Call, tuple[int, ...] | None]:
     """The call, and the axes in front of the positions that its results get back where they are not two."""
-    require_tensors(
-        q=q, k=k, v=v, **{name: options.get(name) for name in ("lengths", "bias", "sink_logits", "at")}
-    )
+    named = ("lengths", "bias", "sink_logits", "at", "scale")
+    require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
     options["dropout_p"], front = float(options.get("dropout_p", 0.0)), None
