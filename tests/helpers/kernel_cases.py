@@ -224,6 +224,8 @@ REPEATED = ("split rows", "dropout")  # run a second time; on a GPU every case i
 PREPARED = (
     "values narrower",
     "short, heads behind positions",
+    "one query, row positions",
+    "left padding",
 )  # run as prepared calls too; on a GPU every case is
 
 
@@ -408,22 +410,29 @@ def options(case: Case) -> Any:
     return Options(case.pattern, *offset, scale, case.dropout_p, case.softcap)
 
 
-def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
-    """o, lse, dq, dk, dv and the gradients of the bias, by the kernels."""
-    from regard.engine.cuda import host
-    from regard.engine.cuda.call import Extras, task
+def row_extras(case: Case, device: str) -> Any:
+    """Lengths and offsets by batch row."""
+    from regard.engine.cuda.call import Extras
 
-    q, k, v, do, dlse = tensors(case, device)
-    q, k, v = (in_memory_order(x, case.order) for x in (q, k, v))
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=device)
     if case.starts is not None:
         lengths = torch.tensor(list(zip(case.starts, case.lengths)), device=device)
-    parts = bias(case, device, q.dtype)
     at = None if case.row_at is None else torch.tensor(case.row_at, device=device)
-    extras = Extras(**parts, lengths=lengths, seed=SEED, at=at)
+    return Extras(lengths=lengths, at=at)
+
+
+def fast(case: Case, device: str, configs: Any) -> list[Tensor]:
+    """o, lse, dq, dk, dv and the gradients of the bias, by the kernels."""
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    q, k, v, do, dlse = tensors(case, device)
+    q, k, v = (in_memory_order(x, case.order) for x in (q, k, v))
+    parts = bias(case, device, q.dtype)
+    extras = row_extras(case, device)._replace(**parts, seed=SEED)
     made = task(q, v, options(case), extras, configs)
     o, lse = host.forward(q, k, v, made, extras)
-    if at is not None:
+    if extras.at is not None:
         return [o, lse]
     grads = do if "o" in case.given.split() else torch.zeros_like(o), dlse if "lse" in case.given else None
     found = host.backward((q, k, v, o, lse), grads, made, extras, bool(parts))
@@ -435,9 +444,11 @@ def repeatable(case: Case, device: str, configs: Any) -> bool:
     from regard.engine.cuda import host
     from regard.engine.cuda.call import task
 
-    terms = case.lengths or case.row_at or case.reach is not None or case.slopes or case.softcap
+    terms = case.reach is not None or case.slopes or case.softcap
     if terms or case.dropout_p or (case.scale or 1.0) < 0:
         return True
+    if case.lengths or case.row_at:
+        return repeatable_by_rows(case, device, configs)
     q, k, v, do, _ = tensors(case, device)
     inputs = [in_memory_order(x, case.order).requires_grad_() for x in (q, k, v)]
     made = task(q, v, options(case), configs=configs)
@@ -451,6 +462,25 @@ def repeatable(case: Case, device: str, configs: Any) -> bool:
             return False
     plain = host.PreparedAttention(again.task, False)
     return all(torch.equal(found[0], plain(q, k, v)) for _ in range(2)) and replayable(plain, q, k, v)
+
+
+def repeatable_by_rows(case: Case, device: str, configs: Any) -> bool:
+    """The same with lengths and offsets by batch row, in whole numbers of either size, without gradients."""
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    q, k, v = (in_memory_order(x, case.order) for x in tensors(case, device)[:3])
+    made = task(q, v, options(case), configs=configs)
+    prepared, (expected, _) = (
+        host.PreparedAttention(made, False),
+        host.forward(q, k, v, made, row_extras(case, device)),
+    )
+    for dtype in (torch.int64, torch.int32, torch.int64):
+        extras = row_extras(case, device)
+        rows = [None if x is None else x.to(dtype) for x in (extras.lengths, extras.at)]
+        if not all(torch.equal(expected, prepared(q, k, v, *rows)) for _ in range(2)):
+            return False
+    return True
 
 
 def replayable(plain: Any, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -37,8 +37,9 @@ def launches_of(which, pattern, d, n=8192):
     """What would be launched, and the configuration it is prepared for."""
     from regard.engine.cuda import launches
     from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
 
-    launches.is_hopper, launches.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
+    launches.is_hopper, hopper.programs_at_a_time = (lambda device: True), (lambda config, device: 8)
     like, configs = contiguous(1, 2, n, d), default(d, d, torch.bfloat16)
     task = Task(pattern, 0, 1, d**-0.5, 0.0, None, configs)
     call = CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu"))
@@ -46,15 +47,16 @@ def launches_of(which, pattern, d, n=8192):
         _, program = launches.forward(call._replace(tensors=(like,) * 3))
         return [launch for launch, *_ in program.launches], configs.hopper_forward
     if which == "hopper_dq":
-        made = launches.hopper_dq(call, launches.routes(call, configs.dq, configs.hopper_dq, False)[1])
-        return [launch for launch, _ in made], configs.hopper_dq
-    made, _ = launches.hopper_dkv(call, launches.routes(call, configs.dkv, configs.hopper_dkv, True)[1])
+        made, _ = hopper.dq(call, launches.routes(call, configs.dq, configs.hopper_dq, False)[1])
+        every_one = [launch for of_step in made.values() for launch, _ in of_step]
+        return [launch for launch in every_one if launch.grid[0]], configs.hopper_dq
+    made, _ = hopper.dkv(call, launches.routes(call, configs.dkv, configs.hopper_dkv, True)[1])
     return [launch for launch, _ in made], configs.hopper_dkv
 
 
 POINTERS = {  # of 16-bit numbers (h), float32 (f) and int32 (i)
-    "hopper_forward": "hhhhfii",  # q k v o lse, chunks blocks
-    "hopper_dq": "hhhhhffffhii",  # q k v o do lse dlse lse2 delta dq, chunks blocks
+    "hopper_forward": "hhhhfffiii",  # q k v o lse part_o part_lse, chunks blocks slots
+    "hopper_dq": "hhhhhffffhfiii",  # q k v o do lse dlse lse2 delta dq part, chunks blocks slots
     "hopper_dkv": "hhhhffhhfiii",  # q k v do lse2 delta dk dv part, chunks blocks slots
 }
 
@@ -88,7 +90,7 @@ def compiled(launch):
 
 def main():
     """One line per case, as JSON."""
-    from regard.engine.cuda.launches import programs_per_multiprocessor
+    from regard.engine.cuda.hopper.launches import programs_per_multiprocessor
 
     others = len(sys.argv) > 1
     for which, pattern, d, *nth in OTHER_CASES if others else CASES:
@@ -219,9 +221,13 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
     import triton.language as tl
 
     from regard.engine.cuda import launches as module
+    from regard.engine.cuda.hopper import launches as hopper
 
-    for name in ("is_hopper", "programs_at_a_time"):  # put back what launches_of replaces
-        monkeypatch.setattr(module, name, getattr(module, name))
+    for of, name in (
+        (module, "is_hopper"),
+        (hopper, "programs_at_a_time"),
+    ):  # put back what launches_of replaces
+        monkeypatch.setattr(of, name, getattr(of, name))
     made, _ = launches_of("hopper_dkv", pattern, 64)
     kinds = {(True, False): "parts", (False, True): "adds", (False, False): "whole"}
     found = [x.sizes.get("S") for x in made]

@@ -1,12 +1,13 @@
 """What the Hopper kernels visit: every allowed pair once, in runs of blocks that balance the load of programs."""
 
 import importlib.util
+import random
 
 import numpy as np
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, full, sinks, window
+from regard.pattern import causal, dilated, every, full, sinks, strided, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -112,7 +113,8 @@ def route_of_heads(pattern, n, by_keys, b=2, h=3, step=1, strides=None):
 
     route = device_passes((pattern, 0, 1), (n, n), Config(32, 16, 1, 1, lines=True), by_keys, CPU)
     layout = dense(b, h, n, 8) if strides is None else Layout((b, h, n, 8), strides, True)
-    return flatten_heads(route, step, (layout, layout))
+    flat = [flatten_heads(one, step, (layout, layout)) for one in route.steps]
+    return [one for one, _ in flat], flat[0][1]
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
@@ -122,7 +124,7 @@ def test_flattened_heads_each_visit_every_allowed_pair_of_their_own(pattern, by_
     route, long = route_of_heads(pattern, n, by_keys)
     assert long[0].shape == (1, 1, heads * n, 8)
     seen = np.zeros((heads * n, heads * n), dtype=int)
-    for step in route.steps:
+    for step in route:
         for row in split(step.work, 20, multiple=2).blocks.numpy():
             own, there = tile(row), members(row)
             if step.keep is not None:
@@ -138,7 +140,7 @@ def test_with_flattened_heads_every_program_has_work_and_none_much_more_than_its
     flattened, _ = route_of_heads(pattern, 1040, False)
     runs = [
         np.diff(split(work, programs).chunks.numpy()[:, :2]).ravel()
-        for work, programs in ((apart.steps[0].work, 2 * (20 // 6)), (flattened.steps[0].work, 2 * 20))
+        for work, programs in ((apart[0].work, 2 * (20 // 6)), (flattened[0].work, 2 * 20))
     ]
     assert len(runs[1]) == 20 and runs[1].max() <= 1.06 * runs[1].mean()
     assert runs[1].max() < runs[0].max()
@@ -280,3 +282,55 @@ def test_blocks_that_a_line_cuts_have_its_mark(pattern, lines, free):
     marks, times = np.unique(step.work.blocks.numpy()[:, 9] & 240, return_counts=True)
     assert step.work.free == free
     assert {int(k): int(v) for k, v in zip(marks, times) if k} == lines
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_tiles_of_one_residue_class_run_at_the_same_time_on_programs_with_equal_work(backwards):
+    (step,) = steps(causal() & strided(32), 2048, by_keys=False)
+    cut = split(step.work, 2 * 8, backwards=backwards)
+    per_tile = np.diff(step.work.ends, prepend=0)
+    assert len(per_tile) == 64 and per_tile.max() > per_tile.min()  # two tiles of a class, one longer
+    loads = np.diff(cut.chunks[:, :2].numpy(), axis=1).ravel()
+    assert loads.max() - loads.min() <= per_tile.max()
+    firsts = [
+        [int(row[10]) for row in cut.blocks[lo:hi].tolist() if row[9] & 8]
+        for lo, hi in cut.chunks[:, :2].tolist()
+    ]
+    for round_ in zip(*firsts, strict=True):  # the n-th tiles of all programs: four whole classes
+        assert len({first % 32 for first in round_}) == 4
+
+
+DISTANCES = [
+    causal(),
+    window(9),
+    window(3, 12),
+    window(20),
+    strided(8),
+    strided(5),
+    dilated(4, 3),
+    every(7),
+    full(),
+]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_narrowed_pattern_is_the_same_pattern(seed):
+    from regard.engine.cuda.mask import narrowed
+
+    r = random.Random(seed)
+    pattern = r.choice(DISTANCES)
+    for _ in range(r.randint(1, 3)):
+        other = r.choice(DISTANCES)
+        pattern = r.choice([pattern & other, pattern - other, pattern - other])
+    assert torch.equal(narrowed(pattern).allowed(50), pattern.allowed(50))
+
+
+def test_a_pass_without_what_an_earlier_one_computed_is_tested_by_bounds():
+    from regard.engine.cuda.mask import band
+
+    sparse, dilations = causal() & (window(31) | strided(32)), window(31) | dilated(31, 8) | dilated(31, 64)
+    for pattern, n, count in ((sparse, 1024, 2), (causal() & dilations, 4096, 3)):
+        for by_keys in (False, True):
+            passes = steps(pattern, n, by_keys)
+            assert len(passes) == count and all(band(one.work.pattern) is not None for one in passes)
+            assert [one.accumulates and one.covered for one in passes] == [False, *[True] * (count - 1)]

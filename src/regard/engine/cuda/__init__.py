@@ -8,7 +8,7 @@ prepared.py     launches, programs of launches, and the one cache that holds the
 schedule.py     the passes of a plan as tables that kernels read; work_split.py deals them to programs
 tile_lists.py   tiles and blocks of short calls as lists of members
 mask.py         a pattern as a Triton function, and which test a block of pairs needs
-triton/         the general kernels; hopper/ those for Hopper GPUs
+triton/         the general kernels; hopper/ those for Hopper GPUs, and their launches
 
 Triton is imported by these modules and no others, when a call first runs: backend.py imports them late.
 """

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import compat
 from ..call import Call
+from ..compiled_ops import NO_SEED
 from ..reference_backend import gradients
 from . import launches
 from .call import PLAIN, CallLayout, Extras, Task, contiguous, layout, negated, padded
@@ -39,9 +40,9 @@ def prepared_backward(call: CallLayout) -> BackwardCall:
 def _forward_call(call: CallLayout) -> ForwardCall:
     passes, program = launches.forward(call)
     b, h, _, n, _, _, d_v = call.sizes
-    shape, dtype, device = (b, h, n, d_v), torch.float32 if passes.joins else call.dtype, call.device
+    shape, dtype, device = (b, h, n, d_v), call.dtype, call.device
     like, run, plain = torch.empty_like, program.run, not call.optional_inputs
-    covers, o_is_like_q = passes.covers, call.tensors[0] == contiguous(*shape) and dtype == call.dtype
+    covers, o_is_like_q = passes.covers, call.tensors[0] == contiguous(*shape)
     rows = torch.empty(shape[:3], device=device)
     rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that goes on from an earlier pass reads lse, so a spare tensor would not do.
@@ -55,15 +56,15 @@ def _forward_call(call: CallLayout) -> ForwardCall:
             o = torch.zeros(shape, dtype=dtype, device=device)
             lse = torch.full(shape[:3], -torch.inf, device=device)
         run((q, k, v, o, lse) if plain else (q, k, v, o, lse, *_present(*extras[:3], extras.at)), extras.seed)
-        return o.to(call.dtype) if accumulates else o, lse
+        return o, lse
 
     return forward
 
 
 def _backward_call(call: CallLayout) -> BackwardCall:
-    outputs, program, final = launches.backward(call)
-    run, dtype = program.run, call.dtype
-    if final and not call.optional_inputs:
+    outputs, program = launches.backward(call)
+    run = program.run
+    if not call.bias_gradient and not call.optional_inputs:
 
         def backward(tensors, dlse, extras):
             grads = outputs(tensors)
@@ -76,7 +77,7 @@ def _backward_call(call: CallLayout) -> BackwardCall:
             out = outputs(tensors)
             run((*tensors, *_present(dlse, *extras[:3]), *out), extras.seed)
             of_bias = launches.bias_gradients(call, out[3:]) if call.bias_gradient else ()
-            return *(x.to(dtype) for x in out[:3]), *of_bias
+            return *out[:3], *of_bias
 
     return backward
 
@@ -185,8 +186,8 @@ def _device_of(q: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(q.device)
 
 
-# Repeated calls without bias, dropout, lengths and log-sum-exp: on a short call the GPU waits for Python, and here
-# nothing is left to decide but the strides, which is one lookup, forward and backward.
+# Repeated calls without bias, dropout and log-sum-exp: on a short call the GPU waits for Python, and here nothing is
+# left to decide but the strides, which is one lookup, forward and backward.
 
 MAX_SPARE = 1 << 18  # numbers of an lse that is reused between calls: 1 MiB
 
@@ -195,7 +196,10 @@ _grad_enabled, _is_capturing = torch.is_grad_enabled, compat.stream_is_capturing
 
 
 class PreparedAttention:
-    """(q, k, v) → o for one task and one shape of each; differentiable if `learns`."""
+    """(q, k, v) → o for one task and one shape of each; differentiable if `learns`.
+
+    Without gradients also (q, k, v, lengths, at) → o, of one shape and dtype: whole numbers by batch row.
+    """
 
     def __init__(self, task: Task, learns: bool):
         self.task, self.learns, self.token = task, learns, object()
@@ -204,25 +208,32 @@ class PreparedAttention:
         self.spare: Tensor | None = None
         self.stream = -1
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _apply(q, k, v, self) if self.learns else self.forward(q, k, v)[0]
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rows: Tensor | None) -> Tensor:
+        if self.learns:
+            return _apply(q, k, v, self)
+        extras = Extras(None, None, rows[0], NO_SEED, rows[1]).on(q.device) if rows else PLAIN
+        return self.forward(q, k, v, extras)[0]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
         """o, lse, and what the backward pass finds its launches by."""
-        key = self.token, q.stride(), k.stride(), v.stride()
+        key: tuple[Any, ...] = self.token, q.stride(), k.stride(), v.stride()
+        if extras is not PLAIN:
+            key = *key, extras.limits, extras.integers
         run, token = _find(key, _UNKNOWN)
         aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if run is not None and aligned and _on_current_device(q):
             spare = self.spare
             if spare is not None and (self.stream != _stream(q) or _in_graph(q)):
                 spare = None
-            o, lse = run(q, k, v, PLAIN, spare)
+            o, lse = run(q, k, v, extras, spare)
             return o, lse, token
         token = None
         if _readable(q, k, v):
-            call = CallLayout(self.task, (layout(q), layout(k), layout(v)), q.dtype, q.device)
+            there = extras.limits, False, False, extras.at is not None, extras.integers
+            layouts = layout(q), layout(k), layout(v)
+            call = CallLayout(self.task, layouts, q.dtype, q.device, *there)
             _, token = PREPARED.put(key, (prepared_forward(call), object()))
-        o, lse = forward(q, k, v, self.task)
+        o, lse = forward(q, k, v, self.task, extras)
         if not self.learns and lse.numel() <= MAX_SPARE and not _in_graph(q):
             self.spare, self.stream = lse, _stream(q)
         return o, lse, token

@@ -17,12 +17,11 @@ from .schedule import DevicePass, DevicePasses, device_passes
 from .tile_lists import tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
 from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
-from .work_split import WorkSplit, flatten_heads, split_work
 
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
+MERGED = 16  # rows whose parts one program merges
 HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
-# Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
-DYNAMIC_SHARE = 0.1
+PARTS = "part_o", "part_lse"  # the workspace for the parts of split tiles
 
 Launches = list[tuple[Launch, Arguments]]
 
@@ -34,11 +33,10 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], contiguous(b, h, n, d_v)
     route, by_hopper, others = routes(call, config, task.configs.hopper_forward, False)
-    launches = hopper_forward(call, by_hopper) if by_hopper.steps else []
-    wide, slots = exceeds_int32(q, k, v, o), max((step.work.slots for step in others.steps), default=0)
-    rows = slots * b * h * config.tile
-    workspace = {"part_o": rows * padded(d_v), "part_lse": rows} if rows else {}
-    part_o, part_lse = ("part_o", "part_lse") if rows else ("lse", "lse")
+    of_step, slots = _of_hopper("forward", call, by_hopper)
+    wide = exceeds_int32(q, k, v, o)
+    rows = max(slots, *(step.work.slots for step in others.steps), 0) * b * h * config.tile
+    workspace = dict(zip(PARTS, (rows * padded(d_v), rows)))
     for step in others.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
@@ -46,15 +44,28 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
             h, b * h, h // h_kv, n, task.start, task.step, *_numbers(call),
             S=_static(call, step, config, wide),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", part_o, part_lse, *_extras(call), step.work.items, step.work.blocks
-        merge = Launch(
-            merge_kernel, len(step.work.joins) * b * h, config, *o.strides, h, b * h, n, task.start, task.step,
-            keep=_kept(step), R=config.tile, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates, WIDE=wide,
-        )  # fmt: skip
-        launches += [(attend, names), (merge, ("o", "lse", part_o, part_lse, step.work.joins))]
-    return route, Program(
-        ("q", "k", "v", "o", "lse", *call.optional_inputs), launches, workspace, call.device
-    )
+        names = "q", "k", "v", "o", "lse", *PARTS, *_extras(call), step.work.items, step.work.blocks
+        of_step[step] = [(attend, names), _merge(call, step, step.work.joins)]
+    inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
+    return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
+
+
+def _merge(call: CallLayout, step: DevicePass, joins: Tensor) -> tuple[Launch, Arguments]:
+    """Joins the parts of split tiles."""
+    task, (b, h, _, n, _, _, d_v), config = call.task, call.sizes, call.task.configs.forward
+    o = contiguous(b, h, n, d_v)
+    launch = Launch(
+        merge_kernel, len(joins) * b * h * (config.tile // MERGED), config,
+        *o.strides, h, b * h, n, task.start, task.step,
+        keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates,
+        WIDE=exceeds_int32(*call.tensors, o),
+    )  # fmt: skip
+    return launch, ("o", "lse", *PARTS, joins)
+
+
+def _in_order(route: DevicePasses, of_step: dict[DevicePass, Launches]) -> Launches:
+    """The launches of each pass, in the order of the passes: a pass may go on from the results of an earlier one."""
+    return [launch for step in route.steps for launch in of_step[step]]
 
 
 def decode(call: CallLayout) -> Program | None:
@@ -75,19 +86,18 @@ def decode(call: CallLayout) -> Program | None:
         decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
         h_kv, heads, m, task.start, pieces, *_numbers(call)[:2], S=sizes,
     )  # fmt: skip
-    parts = ("part_o", "part_lse") if pieces > 1 else ("lse", "lse")
     others = ("lengths" if call.lengths else "lse"), ("at" if call.per_row else "lse")
-    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *parts, *others))]
+    launches: Launches = [(launch, ("q", "k", "v", "o", "lse", *PARTS, *others))]
     if pieces > 1:
         total = Launch(
-            merge_kernel, heads, config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
-            keep=None, R=rows, d_v=d_v, DV=padded(d_v), ACCUMULATES=False, WIDE=False,
+            merge_kernel, heads * (rows // MERGED), config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
+            keep=None, R=rows, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=False, WIDE=False,
         )  # fmt: skip
         join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
-        launches.append((total, ("o", "lse", *parts, join)))
-    workspace = {"part_o": pieces * heads * rows * padded(d_v), "part_lse": pieces * heads * rows}
+        launches.append((total, ("o", "lse", *PARTS, join)))
+    parts = pieces * heads * rows if pieces > 1 else 0
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return Program(inputs, launches, workspace if pieces > 1 else {}, call.device)
+    return Program(inputs, launches, dict(zip(PARTS, (parts * padded(d_v), parts))), call.device)
 
 
 def backward(call: CallLayout) -> Backward:
@@ -108,9 +118,9 @@ def general_backward(call: CallLayout) -> Backward:
     b, h, h_kv, n, m, d_k, d_v = call.sizes
     task, device, reach = call.task, call.device, call.task.reach or 0
     by_queries, by_keys = passes(call, task.configs.dq, False), passes(call, task.configs.dkv, True)
-    launches, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
+    for_queries, part = gradients(call, by_queries, task.configs.dq, FOR_QUERIES)
     for_keys, part_of_keys = gradients(call, by_keys, task.configs.dkv, FOR_KEYS)
-    launches += for_keys
+    launches = _in_order(by_queries, for_queries) + _in_order(by_keys, for_keys)
     counts = [len(step.work.items) for step in by_queries.steps]
     learns_table = call.bias_gradient and task.reach is not None
     sums = [f"far{nth}" for nth in range(len(counts))] if call.bias_gradient else []
@@ -122,29 +132,30 @@ def general_backward(call: CallLayout) -> Backward:
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv", *sums
     program = Program(inputs, launches, workspace, device, zeroed=not by_queries.covers)
     outs = [
-        (torch.empty if route.covers else torch.zeros, shape, torch.float32 if route.joins else call.dtype)
+        (torch.empty if route.covers else torch.zeros, shape)
         for route, shape in (
             (by_queries, (b, h, n, d_k)), (by_keys, (b, h_kv, m, d_k)), (by_keys, (b, h_kv, m, d_v)),
         )
     ]  # fmt: skip
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        made = [make(shape, dtype=dtype, device=device) for make, shape, dtype in outs]
+        made = [make(shape, dtype=call.dtype, device=device) for make, shape in outs]
         if call.bias_gradient:
             made += torch.zeros((sum(counts), b, h, 4), device=device).split(counts)
         if learns_table:
             made.append(torch.zeros((programs, b, h, 2 * reach + 1), device=device))
         return tuple(made)
 
-    return Backward(outputs, program, not (call.bias_gradient or by_queries.joins or by_keys.joins))
+    return Backward(outputs, program)
 
 
 def gradients(
     call: CallLayout, route: DevicePasses, config: Config, sides: int, apart: bool = False
-) -> tuple[Launches, int]:
+) -> tuple[dict[DevicePass, Launches], int]:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row; or else dk and dv.
 
-    Also the numbers in the parts of split tiles of one pass: passes run one after the other and share the room.
+    The launches of each pass; also the numbers in the parts of split tiles of one: passes run one after the other and
+    share the room.
     apart: instead of stats, fill lse2 and delta, which the kernels for Hopper read.
     """
     (b, h, h_kv, n, m, d_k, d_v), task = call.sizes, call.task
@@ -153,20 +164,20 @@ def gradients(
     # Of each gradient: its name, its layout, and where its rows begin in a row of parts.
     outs = (("dk", k, 0), ("dv", v, padded(d_k))) if by_keys else (("dq", q, 0),)
     width, heads = sum(padded(out.shape[-1]) for _, out, _ in outs), b * (h_kv if by_keys else h)
-    launches: Launches = []
+    of_step: dict[DevicePass, Launches] = {}
     for nth, step in enumerate(route.steps):
         made = _static(call, step, config, wide)._replace(SIDES=sides, APART=apart)
         tables = step.work.items, step.work.items, step.work.blocks
         far = f"far{nth}" if call.bias_gradient and not by_keys else "lse"
         buffers = ("lse2", "part", "delta") if apart else ("stats", "part", far)
         programs = len(step.work.items) * heads
-        launches.append(_gradients(call, programs, config, made, (q, k, v), buffers, tables))
+        of_step[step] = [_gradients(call, programs, config, made, (q, k, v), buffers, tables)]
         for name, out, at in outs:
             place = (0, 1) if by_keys else (task.start, task.step)
-            total = _sum(out, (at, width), step, config, place, wide)
-            launches.append((total, (name, "part", step.work.joins)))
+            total = _sum(out, (at, width), step, step.work.joins, config, place, wide)
+            of_step[step].append((total, (name, "part", step.work.joins)))
     slots = max((step.work.slots for step in route.steps), default=0)
-    return launches, slots * heads * config.tile * width
+    return of_step, slots * heads * config.tile * width
 
 
 def _gradients(
@@ -197,10 +208,12 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
     made = static(task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
     launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    like = torch.empty_like  # three calls: faster than one and its parts, and none keeps the others in memory
-    return Backward(
-        lambda x: (like(x[0]), like(x[1]), like(x[2])), Program(inputs, [launch], {}, call.device)
-    )
+    return Backward(_like_inputs, Program(inputs, [launch], {}, call.device))
+
+
+def _like_inputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Three calls: faster than one and its parts, and none of the results keeps the others in memory."""
+    return torch.empty_like(x[0]), torch.empty_like(x[1]), torch.empty_like(x[2])
 
 
 def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Launches:
@@ -245,13 +258,18 @@ def _bias_programs(call: CallLayout, counts: list[int]) -> int:
 
 
 def _sum(
-    out: Layout, part: tuple[int, int], step: DevicePass, config: Config, at: tuple[int, int], wide: bool
+    out: Layout,
+    part: tuple[int, int],
+    step: DevicePass,
+    joins: Tensor,
+    config: Config,
+    at: tuple[int, int],
+    wide: bool,
 ) -> Launch:
     """Adds up the parts of split tiles. part: where a row of `out` begins in a row of parts, and how long that is."""
     b, h, _, d = out.shape
     return Launch(
-        sum_kernel, len(step.work.joins) * b * h * (config.tile // SLICE), config,
-        *out.strides, h, b * h, *at, part[0],
+        sum_kernel, len(joins) * b * h * (config.tile // SLICE), config, *out.strides, h, b * h, *at, part[0],
         keep=_kept(step), R=config.tile, SLICE=SLICE, d=d, D=padded(d), PART_WIDTH=part[1],
         ACCUMULATES=step.accumulates, WIDE=wide,
     )  # fmt: skip
@@ -301,14 +319,10 @@ def routes(
 ) -> tuple[DevicePasses, DevicePasses, DevicePasses]:
     """The passes of the plan, all of them; those that the kernels for Hopper run, if any; and the others.
 
-    A pass that goes on from an earlier one is none of Hopper's. By queries, no tile may be split or be without a key.
+    By queries, no tile may be without a key; none may be split in a pass that goes on from an earlier one.
     """
     route = passes(call, config if hopper is None else hopper, by_keys)
-    fast = [
-        step
-        for step in route.steps
-        if not (step.accumulates or step.work.empty or (step.work.slots and not by_keys))
-    ]
+    fast = [step for step in route.steps if not (step.work.empty or (step.work.slots and step.accumulates))]
     others = [step for step in route.steps if step not in fast]
     mixes = not others or (hopper is not None and (hopper.tile, hopper.block) == (config.tile, config.block))
     if hopper is None or not takes_hopper(call) or not mixes:
@@ -332,40 +346,18 @@ def takes_hopper(call: CallLayout) -> bool:
     return fit and is_hopper(call.device)
 
 
-def programs_per_multiprocessor(config: Config) -> int:
-    """By their registers."""
-    return 65536 // (32 * config.warps * (config.registers or 255))
-
-
-def programs_at_a_time(config: Config, device: torch.device) -> int:
-    return programs_per_multiprocessor(config) * _multiprocessors(device)
-
-
 def _multiprocessors(device: torch.device) -> int:
     """2 under the interpreter, which has no device."""
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def hopper_forward(call: CallLayout, route: DevicePasses) -> Launches:
-    """Fills o and lse."""
-    from .hopper.forward import hopper_forward  # Gluon is imported only where there is a Hopper GPU
-    from .hopper.static import hopper_static
+def _of_hopper(which: str, call: CallLayout, route: DevicePasses) -> Any:
+    """What hopper/launches.py has for these passes; it imports Gluon, so it is imported only where there are any."""
+    if not route.steps:
+        return {}, 0
+    from .hopper import launches
 
-    flat, (q, k, v) = flatten_heads(route, call.task.step, call.tensors)
-    task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
-    config: Any = task.configs.hopper_forward
-    at_a_time = programs_at_a_time(config, call.device)
-    launches: Launches = []
-    for step in flat.steps:
-        cut = split_work(step.work, b * h, at_a_time, dynamic_share=DYNAMIC_SHARE)
-        launch = Launch(
-            hopper_forward, len(cut.chunks) * b * h, config,
-            *q.strides, *k.strides, *v.strides, *contiguous(b, h, n, d).strides,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
-            S=hopper_static(step, config, call)._replace(below=step.work.free[0], above=step.work.free[1]),
-        )  # fmt: skip
-        launches.append((launch, ("q", "k", "v", "o", "lse", cut.chunks, cut.blocks)))
-    return launches
+    return getattr(launches, which)(call, route)
 
 
 def hopper_backward(call: CallLayout) -> Backward | None:
@@ -378,16 +370,20 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     )
     by_queries, fast, others = routes(call, configs.dq, configs.hopper_dq, False)
     by_keys, _, left = routes(call, configs.dkv, configs.hopper_dkv, True)
-    if not fast.steps or left.steps or by_queries.joins:
+    if not fast.steps or left.steps:
         return None
-    for_rest, part = gradients(call, others, configs.dq, FOR_QUERIES, apart=True)
-    for_keys, parts = hopper_dkv(call, by_keys)
+    for_queries, part = gradients(call, others, configs.dq, FOR_QUERIES, apart=True)
+    by_hopper, of_hopper = _of_hopper("dq", call, fast)
+    for_keys, parts = _of_hopper("dkv", call, by_keys)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows, "part": part} | parts
+    workspace = {"lse2": rows, "delta": rows, "part": max(part, of_hopper)} | parts
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
-    launches, zeroed = hopper_dq(call, fast) + for_rest + for_keys, make is torch.zeros
-    program = Program(inputs, launches, workspace, device, zeroed)
+    launches = _in_order(by_queries, for_queries | by_hopper) + for_keys
+    program = Program(inputs, launches, workspace, device, zeroed=make is torch.zeros)
+    one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
+    if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
+        return Backward(_like_inputs, program)
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """dk and dv are halves of one tensor, so that one launch adds up the parts of both."""
@@ -396,101 +392,3 @@ def hopper_backward(call: CallLayout) -> Backward | None:
         return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)
 
     return Backward(outputs, program)
-
-
-def hopper_dq(call: CallLayout, route: DevicePasses) -> Launches:
-    """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse)."""
-    from .hopper.backward import hopper_dq
-    from .hopper.static import hopper_static
-
-    route, (q, k, v, o, do) = flatten_heads(route, call.task.step, call.tensors)
-    task, (b, h, n, d), h_kv = call.task, q.shape, k.shape[1]
-    config: Any = task.configs.hopper_dq
-    dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
-    launches: Launches = []
-    for step in route.steps:
-        cut = split_work(step.work, b * h, at_a_time, multiple=2, backwards=True)
-        launch = Launch(
-            hopper_dq, len(cut.chunks) * b * h, config,
-            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
-            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            early=True, S=hopper_static(step, config, call)._replace(HAS_DLSE=call.has_dlse),
-        )  # fmt: skip
-        names = "q", "k", "v", "o", "do", "lse", dlse, "lse2", "delta", "dq", cut.chunks, cut.blocks
-        launches.append((launch, names))
-    return launches
-
-
-def hopper_dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
-    """Fills dk and dv; also the workspace for the parts of split tiles.
-
-    Split tiles come first: the next launch adds up their parts if it can, else a launch at the end does.
-    """
-    b, h_kv, m, d = call.tensors[1].shape
-    config: Any = call.task.configs.hopper_dkv
-    both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
-    steps = sorted(route.steps, key=lambda x: not x.work.slots)
-    launches: Launches = []
-    sums: Launches = []
-    workspace: dict[str, int] = {}
-    part, before = "delta", None  # a launch without parts is given a buffer that it does not read
-    for nth, step in enumerate(steps):
-        adds = before if _adds(steps, nth) else None
-        cut, launch = _by_keys(call, step, adds, waits=nth == 0)
-        if cut.slots:
-            part = f"part{nth}"
-            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
-        slots = cut.slot if adds is None else adds[1]
-        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, cut.chunks, cut.blocks, slots
-        launches.append((launch, names))
-        if cut.slots and not _adds(steps, nth + 1):
-            total = Launch(
-                sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
-                *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=_kept(step), R=config.tile, SLICE=SLICE,
-                d=d, D=padded(d), PART_WIDTH=padded(d), ACCUMULATES=False, WIDE=exceeds_int32(both),
-            )  # fmt: skip
-            sums.append((total, ("dk", part, cut.joins)))
-        before = step, cut.joins
-    return launches + sums, workspace
-
-
-def _adds(steps: list[DevicePass], at: int) -> bool:
-    """Whether step `at` adds up what the one before has left in parts: it has programs, and no parts of its own."""
-    if not 0 < at < len(steps):
-        return False
-    before, work = steps[at - 1].work, steps[at].work
-    return before.slots > 0 and not work.slots and len(work.ends) > 0
-
-
-def _by_keys(
-    call: CallLayout, step: DevicePass, left: tuple[DevicePass, Tensor] | None, waits: bool
-) -> tuple[WorkSplit, Launch]:
-    """The launch of one pass of dk and dv; left: the pass before and its joins, if this one adds up its parts.
-
-    Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
-    the same time.
-    """
-    from .hopper.backward import hopper_dkv
-    from .hopper.static import hopper_static, keep
-
-    layouts, task = call.tensors, call.task
-    h, (rows, h_kv, m) = layouts[0].shape[1], layouts[1].shape[:3]
-    config: Any = task.configs.hopper_dkv
-    whole = not step.work.slots
-    if whole:
-        flat, layouts = flatten_heads(DevicePasses((step,), True), task.step, layouts)
-        (step,) = flat.steps
-    q, k, v, _, do = layouts
-    (b, heads, _, _), group = k.shape, h // h_kv
-    at_a_time = programs_at_a_time(config, call.device)
-    cut = split_work(step.work, b * heads, at_a_time, group, 2, DYNAMIC_SHARE if whole else 0.0)
-    launch = Launch(
-        hopper_dkv, len(cut.chunks) * b * heads, config,
-        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],
-        0 if left is None else len(left[1]), rows * h_kv, m, task.start, task.step, task.scale, base2(task.scale),
-        early=True, S=hopper_static(step, config, call)._replace(
-            WAITS=waits, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
-            adds=None if left is None else keep(left[0].keep),
-        ),
-    )  # fmt: skip
-    return cut, launch

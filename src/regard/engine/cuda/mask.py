@@ -133,7 +133,7 @@ def band(pattern: Pattern) -> Band | None:
 
 
 def _of_relation(r: Relation) -> Band | None:
-    if r != Relation(near=r.near, far=r.far):
+    if not _is_band(r):
         return None
     return Band(r.far if r.far < FAR else None, -r.near if r.near > -FAR else None)
 
@@ -190,6 +190,48 @@ def marks(found: Band | None, i: Run, j: Run) -> Ints:
 
 def _all(pattern: Pattern | None, i: Run, j: Run) -> Any:
     return False if pattern is None else classify(pattern, i, j).all
+
+
+def conjuncts(pattern: Pattern) -> list[Pattern]:
+    return [*conjuncts(pattern.left), *conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
+
+
+def narrowed(pattern: Pattern) -> Pattern:
+    """The same pattern with tighter bounds in place of words that only cut off an end of them.
+
+    A pass that leaves out what an earlier one has computed is such a pattern: `causal() & window(512)` without
+    `window(64)` is the distances from 65 to 512.
+
+    >>> from regard.pattern import causal, window
+    >>> narrowed(causal() & window(512) & ~window(64))
+    Related(Relation(near=65, far=512))
+    """
+    terms = conjuncts(pattern)
+    bounds = [x for x in terms if isinstance(x, Word) and _is_band(x.relation)]
+    inner = reduce(and_, (x.relation for x in bounds), Relation())
+    near, far = inner.near, inner.far
+    others = []
+    for x in terms:
+        less = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
+        first, last = less.near, less.far
+        if less.divisor > 1 and less == Relation(divisor=less.divisor) and near > -FAR:
+            first = last = (
+                -(-near // less.divisor) * less.divisor
+            )  # the only multiple, if the next is too far
+            less = Relation(near=first, far=last) if first + less.divisor > far else less
+        if _is_band(less) and first <= near <= last:
+            near = last + 1
+        elif _is_band(less) and first <= far <= last:
+            far = first - 1
+        elif not (x in bounds or (_is_band(less) and (last < near or far < first))):
+            others.append(x)
+    if (near, far) == (inner.near, inner.far) or near > far:
+        return pattern
+    return reduce(and_, others, Related(Relation(near=near, far=far)))
+
+
+def _is_band(r: Relation) -> bool:
+    return r != Relation() and r == Relation(near=r.near, far=r.far)
 
 
 def without_certain_words(pattern: Pattern, i: Run, j: Run) -> Pattern:

@@ -82,21 +82,24 @@ class Program:
     """The launches of one call, in order, and the workspace that they share.
 
     inputs: names of the tensors that `run` is given; "seed" names its number. workspace: float32 numbers of each
-    piece. Once compiled, launches are given addresses, each looked up once: for a tensor, Triton would ask the driver
-    for its address, and tensors for pieces would take longer.
+    piece; in place of one without any, which no launch reads, lse is given. Once compiled, launches are given
+    addresses, each looked up once: for a tensor, Triton would ask the driver for its address, and tensors for pieces
+    would take longer.
     """
 
     def __init__(
         self, inputs: Sequence[Any], launches: Sequence[tuple[Launch, Arguments]],
         workspace: dict[str, int], device: torch.device, zeroed: bool = False,
     ):  # fmt: skip
-        index = {name: at for at, name in enumerate([*inputs, "seed", *workspace])}
+        pieces = {name: size for name, size in workspace.items() if size}
+        index = {name: at for at, name in enumerate([*inputs, "seed", *pieces])}
+        index |= {name: index["lse"] for name in workspace if name not in pieces}
         self.launches: list[tuple[Launch, Any, Arguments]] = []
         for launch, names in launches:
             given = [index[x] for x in names if not isinstance(x, Tensor)]
             if launch.grid[0]:
                 self.launches.append((launch, itemgetter(*given), names[len(given) :]))
-        self.pieces = [-(-size // 4) * 4 for size in workspace.values()]  # from multiples of 16 bytes on
+        self.pieces = [-(-size // 4) * 4 for size in pieces.values()]  # from multiples of 16 bytes on
         self.size, self.device = sum(self.pieces), device
         self.make: Callable[..., Tensor] = torch.zeros if zeroed else torch.empty
         self.offsets = [4 * x for x in accumulate([0, *self.pieces[:-1]])]
@@ -132,4 +135,3 @@ class Backward(NamedTuple):
 
     outputs: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]  # (q, k, v, …) → dq, dk, dv, to be filled
     program: Program
-    final: bool = True  # dq, dk and dv are all there is, in the dtype of the call

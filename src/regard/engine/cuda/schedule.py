@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Both, Pattern, Run, classify
+from ...pattern import Pattern, Run, classify
 from ...progression import Ints
 from ..plan import Pass, plan, transposed
 from .call import Config
-from .mask import NO_KEY_FREE, Free, band, lines, marks, without_certain_words
+from .mask import NO_KEY_FREE, Free, band, conjuncts, lines, marks, narrowed, without_certain_words
 
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
@@ -85,7 +85,7 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
     segs = np.insert(segs, 1, kind, axis=1)[kind != EMPTY]
     segs = segs[np.argsort(2 * segs[:, 0] + segs[:, 1], kind="stable")]  # tile, kind; blocks stay in order
     blocks, owner, kind, most = _table(segs)
-    pattern = without_certain_words(one.pattern, *sides.runs(one.tiles[tile], one.parts[:, :3]))
+    pattern = narrowed(without_certain_words(one.pattern, *sides.runs(one.tiles[tile], one.parts[:, :3])))
     blocks[:, 9], free = _marks(one, pattern, segs, block, sides, lined)
     blocks[:, 9] += np.where(np.diff(owner, prepend=-1), BEGINS, 0) + 256 * one.tiles[owner, 2]
     blocks[:, 10:] = one.tiles[owner, :2]
@@ -278,6 +278,7 @@ class DevicePass:
     work: Schedule
     keep: Pattern | None  # the tile members whose results count: it reads members only; None: all
     accumulates: bool  # some of its results are added to those of an earlier pass
+    covered: bool  # all of them are
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,8 +313,9 @@ def device_passes(
         mine = _owned(one, keep, sides)
         accumulates = bool(written[mine].any())
         covers = covers or (not accumulates and not steps and len(mine) == len(written))
+        covered = bool(written[mine].all())
         written[mine] = True
-        steps.append(DevicePass(schedule(one, config, sides, device), keep, accumulates))
+        steps.append(DevicePass(schedule(one, config, sides, device), keep, accumulates, covered))
     covers = covers or (bool(written.all()) and not any(s.accumulates for s in steps))
     return DevicePasses(tuple(steps), covers)
 
@@ -331,7 +333,7 @@ def _kept_passes(
     for one in make(pattern, n, m, start, step, tile).passes:
         own: list[Pattern] = []
         others: list[Pattern] = []
-        for condition in _conjuncts(one.pattern):
+        for condition in conjuncts(one.pattern):
             reads_others = condition.reads_query if by_keys else condition.reads_key
             (others if reads_others else own).append(condition)
         if own and others:
@@ -340,10 +342,6 @@ def _kept_passes(
                 yield core.passes[0], reduce(and_, own)
                 continue
         yield one, None
-
-
-def _conjuncts(pattern: Pattern) -> list[Pattern]:
-    return [*_conjuncts(pattern.left), *_conjuncts(pattern.right)] if isinstance(pattern, Both) else [pattern]
 
 
 def _owned(one: Pass, keep: Pattern | None, sides: _Sides) -> Ints:

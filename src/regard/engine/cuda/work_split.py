@@ -17,7 +17,7 @@ from torch import Tensor
 from ...pattern import Pattern
 from ...progression import Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, DevicePasses, Schedule, repeated
+from .schedule import BEGINS, ITEM, DevicePass, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
@@ -61,7 +61,9 @@ def split_work(
             table[:, 0].astype(np.int64), work.ends, per_tile, k, group
         ).T
     else:
-        tile, begin, end, program_of = _whole_tiles(size, k, dynamic_share, multiple, backwards).T
+        assign = _in_rounds if (table[:, 11] > 1).any() else _by_length
+        program_of = assign(size, k, dynamic_share, multiple, backwards)
+        tile, begin, end, program_of = _whole_tiles(size, program_of, backwards).T
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
     parted = np.bincount(tile, minlength=len(size))[tile] > 1
@@ -96,13 +98,20 @@ def split_work(
     return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
 
 
-def _whole_tiles(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
+def _whole_tiles(size: Ints, program_of: Ints, backwards: bool) -> Ints:
     """Whole tiles in the order of execution, program by program: tile, 0, its size, its program.
 
-    The longest are assigned first, each to the program with the least work; of equal ones, program p of k takes
-    p, p + k, …. Each program runs its tiles in order, or backwards, so that tiles that run at the same time are of
-    one head and share keys in the cache. Finishing a tile counts as a block. The shortest are the dynamic share.
+    Each program runs its tiles in order, or backwards, so that tiles that run at the same time are of one head and
+    share keys in the cache.
     """
+    order = np.arange(len(size))[:: -1 if backwards else 1]
+    order = order[np.argsort(program_of[order], kind="stable")]
+    return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
+
+
+def _by_length(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
+    """The program of each tile: the longest are assigned first, each to the program with the least work; of equal
+    ones, program p of k takes p, p + k, …. Finishing a tile counts as a block. The shortest are the dynamic share."""
     load = [(0, p) for p in range(programs)]
     program_of = np.zeros(len(size), dtype=np.int64)
     by_length = np.argsort(-size, kind="stable")
@@ -113,9 +122,26 @@ def _whole_tiles(size: Ints, programs: int, dynamic_share: float, tiles_each: in
         program_of[tile] = program
         heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
     program_of[by_length[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
+    return program_of
+
+
+def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
+    """The same for tiles of residue classes: those of one class share all their keys, so they run at the same time.
+
+    Of each round of as many tiles as programs, the longest goes to the program with the least work. The last are the
+    dynamic share.
+    """
     order = np.arange(len(size))[:: -1 if backwards else 1]
-    order = order[np.argsort(program_of[order], kind="stable")]
-    return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
+    program_of, load = np.zeros(len(size), dtype=np.int64), np.zeros(programs, dtype=np.int64)
+    assigned = max(int((1 - dynamic_share) * len(size)), min(programs, len(size)))
+    for at in range(0, assigned, programs):
+        tiles = order[at : min(at + programs, assigned)]
+        tiles = tiles[np.argsort(-size[tiles], kind="stable")]
+        idle = np.argsort(load, kind="stable")[: len(tiles)]
+        program_of[tiles] = idle
+        load[idle] += size[tiles] + 1
+    program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
+    return program_of
 
 
 def _aligned_pieces(row: Ints, ends: Ints, per_tile: Ints, programs: int, group: int) -> Ints:
@@ -156,9 +182,9 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
 
 
 def flatten_heads(
-    passes: DevicePasses, step: int, layouts: tuple[Layout, ...]
-) -> tuple[DevicePasses, tuple[Layout, ...]]:
-    """All heads as one long sequence, where mask and memory allow it; else the passes and layouts as they are.
+    one: DevicePass, step: int, layouts: tuple[Layout, ...]
+) -> tuple[DevicePass, tuple[Layout, ...]]:
+    """All heads as one long sequence, where mask and memory allow it; else the pass and layouts as they are.
 
     With 16 heads and 396 programs a head has 24 programs, and 12 are idle. Flattened, every program has work and the
     long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.
@@ -166,17 +192,14 @@ def flatten_heads(
     """
     b, h, n, d = layouts[0].shape
     times = b * h
-    size = times * sum(len(one.work.blocks) for one in passes.steps)
-    if times == 1 or step != 1 or size > MAX_BLOCKS or times * n > MAX_POSITION:
-        return passes, layouts
-    words = [p for one in passes.steps for p in (one.work.pattern, one.keep) if p is not None]
+    if times == 1 or step != 1 or times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION:
+        return one, layouts
+    words = [p for p in (one.work.pattern, one.keep) if p is not None]
     long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in layouts)
     contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
     if not contiguous_heads or exceeds_int32(*long) or not all(is_shift_invariant(p, n) for p in words):
-        return passes, layouts
-    return replace(
-        passes, steps=tuple(replace(one, work=repeated(one.work, times, n)) for one in passes.steps)
-    ), long
+        return one, layouts
+    return replace(one, work=repeated(one.work, times, n)), long
 
 
 def _heads_are_contiguous(x: Layout) -> bool:

@@ -14,9 +14,10 @@ from .forward import (
     _keys,
     _mine,
     _note,
+    _put_part,
     _row,
     _spot,
-    _within,
+    _store,
     async_copy,
     barrier,
     fetch,
@@ -62,8 +63,7 @@ def _of_tile(BLOCKS, t, R: gl.constexpr, LAYOUT: gl.constexpr):
 def _put(X, place, value, x, mine, stride, S: gl.constexpr):
     """Rows x of X ← value, through shared memory that nothing else uses just now."""
     place.store(value.to(place.dtype))
-    d = gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))
-    gl.store(X + (x * stride)[:, None] + d[None, :], place.load(S.LOAD), mask=_within(mine, S))
+    _store(X, place, x, mine, stride, None, S)
 
 
 # dq: tiles of queries, blocks of keys
@@ -75,22 +75,29 @@ def _two(KIND: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_queries(tile, Q, DO, O, LSE, BLOCKS, t, q_n, do_n, o_n, S: gl.constexpr):
-    """Start to copy q, do, o and lse of the tile of block t."""
-    qs, dos, os, lses = tile
+def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t, q_n, do_n, o_n, S: gl.constexpr):
+    """Start to copy q, do, o and lse of the tile of block t; for o and lse, what an earlier pass made of them."""
+    qs, dos, os, lses, deltas = tile
     x = _of_tile(BLOCKS, t, S.R, gl.SliceLayout(1, S.LOAD))
+    flat = _of_tile(BLOCKS, t, S.R, S.FLAT)
     _copy(qs, Q, x, q_n, S)
     _copy(dos, DO, x, do_n, S)
-    _copy(os, O, x, o_n, S)
-    fetch(lses, LSE + _of_tile(BLOCKS, t, S.R, S.FLAT))
+    if S.COVERED:
+        fetch(lses, LSE2 + flat)
+        fetch(deltas, DELTA + flat)
+    else:
+        _copy(os, O, x, o_n, S)
+        fetch(lses, LSE + flat)
 
 
 @gluon.jit
 def _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S: gl.constexpr):
     """lse (base 2) and delta = Σ do ∘ o − dlse of the tile of block t; both are written too, for dk and dv."""
-    _, dos, os, lses = tile
+    _, dos, os, lses, deltas = tile
     ROWS: gl.constexpr = gl.SliceLayout(1, S.SCORES)
     first, hop, count = _tile(BLOCKS, t)
+    if S.COVERED:
+        return first, hop, lses.load(ROWS), deltas.load(ROWS)
     delta = gl.sum(os.load(S.LOAD).to(gl.float32) * dos.load(S.LOAD).to(gl.float32), 1)
     delta = gl.convert_layout(delta, ROWS)
     lse2 = lses.load(ROWS) * 1.4426950408889634
@@ -110,7 +117,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     qs, dos = tile[0], tile[1]
     ks, vs, noted = here
     ks_next, vs_next, noted_next = other
-    Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2 = given
+    Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2, parts = given
     q_n, do_n, o_n, k_m, v_m, dq_n = strides
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
@@ -134,7 +141,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if ends & (t < last):
         barrier()
-        _fetch_queries(tile, Q, DO, O, LSE, BLOCKS, t + 1, q_n, do_n, o_n, S)
+        _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t + 1, q_n, do_n, o_n, S)
     async_copy.commit_group()
     dscores = weights * (dweights - delta[:, None])
     left = gl.convert_layout(dscores.to(ks.dtype), gl.DotOperandLayout(0, S.OUT, 2))
@@ -144,14 +151,21 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
         barrier()
         _, _, count = _tile(BLOCKS, t)
         x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        _put(DQ, ks, dq * scale, x, mine, dq_n, S)
+        PART, SLOTS, bh, all_heads = parts
+        slot = -1
+        if S.SPLIT:
+            slot = gl.load(SLOTS + t)
+            if slot >= 0:
+                _put_part(PART, (slot.to(gl.int64) * all_heads + bh) * S.R, dq * scale, S.R)
+        if slot < 0:
+            _put(DQ, ks, dq * scale, x, mine, dq_n, S)
         dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     return dq, lse2, delta, first, hop, coming, later, after
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_dq(
-    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, CHUNKS, BLOCKS,
+    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     heads, all_heads, group, n, start, step, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
@@ -169,15 +183,15 @@ def hopper_dq(
     KIND: gl.constexpr = Q.dtype.element_ty
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     qs, dos = _two(KIND, [S.R, S.D], S.SHARED)
-    os = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
-    lses = gl.allocate_shared_memory(gl.float32, [S.R], LINE)
+    os = qs if S.COVERED else gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
+    lses, deltas = _two(gl.float32, [S.R], LINE)
     b0, b1 = _two(gl.int32, [S.R], LINE)
     kr, vr = _two(KIND, [2, S.R, S.D], S.SHARED)
-    tile = qs, dos, os, lses
+    tile = qs, dos, os, lses, deltas
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, mark = _row(CHUNKS + 4, 0, S.SEGMENTS)
     j = _keys(row, c, -1, S.SEGMENTS)
-    _fetch_queries(tile, Q, DO, O, LSE, CHUNKS + 4, 0, q_n, do_n, o_n, S)
+    _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, CHUNKS + 4, 0, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
     _copy(vr.index(lo % 2), V, j, v_m, S)
     _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
@@ -186,7 +200,8 @@ def hopper_dq(
     lse2 = gl.zeros([S.R], gl.float32, layout=gl.SliceLayout(1, S.SCORES))
     state = dq, lse2, lse2, lo, lo, mark, ahead, coming
     strides = q_n, do_n, o_n, k_m, v_m, dq_n
-    given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2
+    parts = PART, SLOTS, bh, all_heads
+    given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2, parts
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         here, other = (kr.index(at), vr.index(at), b0), (kr.index(1 - at), vr.index(1 - at), b1)
@@ -196,16 +211,6 @@ def hopper_dq(
 
 # dk and dv: tiles of keys, blocks of queries. Where programs share a tile, each stores its part, and the parts are
 # added in order: no atomics, the same bits every time. The next launch adds them, if there is one; else sum_kernel.
-
-
-@gluon.jit
-def _put_part(PART, at, value, R: gl.constexpr):
-    """Rows at, at + 1, … of PART ← value."""
-    LAYOUT: gl.constexpr = value.type.layout
-    D: gl.constexpr = value.shape[1]
-    a = gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(PART + at * D + (a * D)[:, None] + d[None, :], value)
 
 
 @gluon.jit(noinline=True)

@@ -257,19 +257,63 @@ def _reciprocal(x):
 
 
 @gluon.jit
-def _close(O, LSE, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
-    """Write o and lse of a tile; `place` is shared memory that nothing else uses just now."""
+def _put_part(PART, at, value, R: gl.constexpr):
+    """Rows at, at + 1, … of PART ← value."""
+    LAYOUT: gl.constexpr = value.type.layout
+    D: gl.constexpr = value.shape[1]
+    a = gl.arange(0, R, layout=gl.SliceLayout(1, LAYOUT))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(PART + at * D + (a * D)[:, None] + d[None, :], value)
+
+
+@gluon.jit
+def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
+    """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now."""
     count = (marks >> 8) & 255
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
     x, mine = _mine(first, hop, count, start, step, ROWS, S)
-    gl.store(LSE + x, (top + _log2(total)) * 0.6931471805599453, mask=mine)  # log2(0) = −∞: an empty row
     scale = gl.convert_layout(_reciprocal(gl.where(total > 0.0, total, 1.0)), ROWS)
-    place.store((acc * scale[:, None]).to(place.dtype))
-    x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-    d = gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))
-    gl.store(O + (x * o_n)[:, None] + d[None, :], place.load(S.LOAD), mask=_within(mine, S))
+    lse2 = top + _log2(total)  # log2(0) = −∞: an empty row
+    fade = None
+    if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o
+        before = gl.load(LSE + x, mask=mine, other=-float("inf")) * 1.4426950408889634
+        base = gl.maximum(before, lse2)
+        base = gl.where(base == -float("inf"), 0.0, base)
+        fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
+        lse2 = base + _log2(fade + share)
+        both = _reciprocal(gl.where(fade + share > 0.0, fade + share, 1.0))
+        scale, fade = scale * share * both, gl.convert_layout(fade * both, gl.SliceLayout(1, S.LOAD))
+    PART_O, PART_LSE, SLOTS, bh, all_heads = parts
+    slot = -1
+    if S.SPLIT:
+        slot = gl.load(SLOTS + t)
+        if slot >= 0:
+            at = (slot.to(gl.int64) * all_heads + bh) * S.R
+            gl.store(PART_LSE + at + gl.arange(0, S.R, layout=ROWS), lse2 * 0.6931471805599453)
+            _put_part(PART_O, at, acc * scale[:, None], S.R)
+    if slot < 0:
+        gl.store(LSE + x, lse2 * 0.6931471805599453, mask=mine)
+        place.store((acc * scale[:, None]).to(place.dtype))
+        to, stored = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
+        _store(O, place, to, stored, o_n, fade, S)
+
+
+@gluon.jit
+def _store(X, place, x, mine, stride, fade, S: gl.constexpr):
+    """Rows x of X ← what lies in shared memory; where this pass goes on from earlier ones, + fade · what they hold.
+
+    fade: None is 1. What earlier passes left has the dtype of X.
+    """
+    at = X + (x * stride)[:, None] + gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))[None, :]
+    value = place.load(S.LOAD)
+    if S.ACCUMULATES:
+        held = gl.load(at, mask=_within(mine, S), other=0.0).to(gl.float32)
+        if fade is not None:
+            held = held * fade[:, None]
+        value = (value.to(gl.float32) + held).to(value.dtype)
+    gl.store(at, value, mask=_within(mine, S))
 
 
 @gluon.jit
@@ -365,7 +409,8 @@ def _first_copies(
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_forward(
-    Q, K, V, O, LSE, CHUNKS, BLOCKS, q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
+    Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS,
+    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
     """Program p has chunk p // all_heads of one head."""
@@ -375,6 +420,7 @@ def hopper_forward(
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
+    parts = PART_O, PART_LSE, SLOTS, bh, all_heads
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
@@ -429,7 +475,7 @@ def hopper_forward(
         acc = warpgroup_mma_wait(0, deps=[product_v])
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
-            _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+            _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         else:
             acc = _faded(acc, fade)
@@ -441,4 +487,4 @@ def hopper_forward(
     async_copy.wait_group(0)
     barrier()
     acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
-    _close(O, LSE, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+    _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)

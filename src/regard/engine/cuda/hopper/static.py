@@ -40,11 +40,13 @@ class Static(NamedTuple):
     SCORES: Any
     OUT: Any
     SHARED: Any
+    ACCUMULATES: bool  # this pass goes on from the results of an earlier one
+    COVERED: bool  # dq: an earlier pass has computed lse (base 2) and delta of all its rows
     below: Free = NO_KEY_FREE  # forward: places that no lower bound hides
     above: Free = NO_KEY_FREE
     HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
     GROUP: int = 1  # dk and dv: query heads per key head
-    SPLIT: bool = False  # dk and dv: some tiles are shared by programs, which store parts
+    SPLIT: bool = False  # tiles are shared by programs, which store parts; of dk and dv, some tiles are
     WAITS: bool = False  # dk and dv: for the previous kernel, which computes lse and delta
     ADDS: bool = False  # dk and dv: at its end, this launch adds up the parts that the previous one left
     adds: Any = None  # … of the keys that this selects
@@ -62,7 +64,7 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
     )
     sizes = work.marks, config.tile, width, d, work.segments
-    return Static(*(*tests(work.pattern), keep(step.keep), *sizes, *layouts))
+    return Static(*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered)
 
 
 @lru_cache(maxsize=1024)

@@ -356,24 +356,24 @@ def forward_kernel(
 @triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
     O, LSE, PART_O, PART_LSE, SPLITS, o_b, o_h, o_n, heads, all_heads, n, start, step,
-    keep: tl.constexpr, R: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
+    keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
     ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The partial results of one split tile, joined in order by their log-sum-exp.
+    """SLICE rows of a split tile: their partial results, joined in order by their log-sum-exp.
 
     The loads of AHEAD of them do not wait for one another: as many as the registers hold.
     """
-    AHEAD: tl.constexpr = 8 if R <= 16 else 4
-    bh, b, h, w = head_of(tl.program_id(0), heads, all_heads)
-    first, hop, count, slot, pieces, _, _ = item_of(SPLITS, w)
-    a = tl.arange(0, R)
+    AHEAD: tl.constexpr = 8
+    bh, b, h, work = head_of(tl.program_id(0), heads, all_heads)
+    first, hop, count, slot, pieces, _, _ = item_of(SPLITS, work // (R // SLICE))
+    a = work % (R // SLICE) * SLICE + tl.arange(0, SLICE)
     r = first + hop * a
     in_tile = a < count
     O += b * o_b + h * o_h
     LSE += bh.to(tl.int64) * n
-    top = tl.full((R,), -float("inf"), tl.float32)
-    total = tl.zeros((R,), tl.float32)
-    acc = tl.zeros((R, DV), tl.float32)
+    top = tl.full((SLICE,), -float("inf"), tl.float32)
+    total = tl.zeros((SLICE,), tl.float32)
+    acc = tl.zeros((SLICE, DV), tl.float32)
     if ACCUMULATES:
         top = tl.load(LSE + r, mask=in_tile, other=-float("inf"))
         total = tl.where(top == -float("inf"), 0.0, 1.0)

@@ -1,0 +1,157 @@
+"""The launches of the kernels for Hopper; with them Gluon is imported, in which they are written."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, padded
+from ..launches import PARTS, SLICE, Launches, _kept, _merge, _multiprocessors, _sum
+from ..prepared import Launch
+from ..schedule import DevicePass, DevicePasses
+from ..triton.backward import sum_kernel
+from ..work_split import WorkSplit, flatten_heads, split_work
+from .backward import hopper_dkv, hopper_dq
+from .forward import hopper_forward
+from .static import hopper_static, keep
+
+# Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
+DYNAMIC_SHARE = 0.1
+
+
+def programs_per_multiprocessor(config: Config) -> int:
+    """By their registers."""
+    return 65536 // (32 * config.warps * (config.registers or 255))
+
+
+def programs_at_a_time(config: Config, device: torch.device) -> int:
+    return programs_per_multiprocessor(config) * _multiprocessors(device)
+
+
+def forward(call: CallLayout, route: DevicePasses) -> tuple[dict[DevicePass, Launches], int]:
+    """Fills o and lse; the launches of each pass, and the largest number of parts of split tiles."""
+    task, config, of_step, slots = call.task, call.task.configs.hopper_forward, {}, 0
+    assert config is not None
+    at_a_time = programs_at_a_time(config, call.device)
+    for nth, (step, flat, (q, k, v)) in enumerate(_flattened(call, route)):
+        (b, h, n, d), h_kv = q.shape, k.shape[1]
+        # Every second pass runs backwards: it begins with rows that are still in the cache.
+        how = {"dynamic_share": DYNAMIC_SHARE, "backwards": nth % 2 == 1}
+        cut = split_work(flat.work, b * h, at_a_time, **how)
+        launch = Launch(
+            hopper_forward, len(cut.chunks) * b * h, config,
+            *q.strides, *k.strides, *v.strides, *contiguous(b, h, n, d).strides,
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
+            S=hopper_static(flat, config, call)._replace(
+                below=step.work.free[0], above=step.work.free[1], SPLIT=cut.slots > 0
+            ),
+        )  # fmt: skip
+        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot
+        of_step[step] = [(launch, names), _merge(call, step, cut.joins)]
+        slots = max(slots, cut.slots)
+    return of_step, slots
+
+
+def _flattened(
+    call: CallLayout, route: DevicePasses
+) -> Iterator[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]:
+    """Each pass, the same with flattened heads where they can be, and the layouts of its tensors.
+
+    Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
+    the same time.
+    """
+    for step in route.steps:
+        flat = (step, call.tensors) if step.work.slots else flatten_heads(step, call.task.step, call.tensors)
+        yield step, *flat
+
+
+def dq(call: CallLayout, route: DevicePasses) -> tuple[dict[DevicePass, Launches], int]:
+    """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse).
+
+    The launches of each pass, and the numbers in the parts of split tiles of one.
+    """
+    task, config, of_step, parts = call.task, call.task.configs.hopper_dq, {}, 0
+    assert config is not None
+    dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
+    for nth, (step, flat, (q, k, v, o, do)) in enumerate(_flattened(call, route)):
+        (b, h, n, d), h_kv = q.shape, k.shape[1]
+        cut = split_work(flat.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0)
+        launch = Launch(
+            hopper_dq, len(cut.chunks) * b * h, config,
+            *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
+            h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
+            early=True, S=hopper_static(flat, config, call)._replace(HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0),
+        )  # fmt: skip
+        made, tables = ("lse2", "delta", "dq", "part"), (cut.chunks, cut.blocks, cut.slot)
+        names = "q", "k", "v", "o", "do", "lse", dlse, *made, *tables
+        out, width = contiguous(*call.tensors[0].shape), padded(d)
+        total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step), exceeds_int32(out))
+        of_step[step] = [(launch, names), (total, ("dq", "part", cut.joins))]
+        parts = max(parts, cut.slots * b * h * config.tile * width)
+    return of_step, parts
+
+
+def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
+    """Fills dk and dv; also the workspace for the parts of split tiles.
+
+    Split tiles come first, unless a pass goes on from an earlier one: the next launch adds up their parts if it can,
+    else one of its own does.
+    """
+    b, h_kv, m, d = call.tensors[1].shape
+    config: Any = call.task.configs.hopper_dkv
+    both = contiguous(2 * b, h_kv, m, d)  # dk and dv as heads of twice the batch
+    steps = list(route.steps) if route.joins else sorted(route.steps, key=lambda x: not x.work.slots)
+    launches: Launches = []
+    workspace: dict[str, int] = {}
+    part, before = "delta", None  # a launch without parts is given a buffer that it does not read
+    for nth, step in enumerate(steps):
+        adds = before if _adds(steps, nth) else None
+        cut, launch = _by_keys(call, step, adds, nth)
+        if cut.slots:
+            part = f"part{nth}"
+            workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
+        slots = cut.slot if adds is None else adds[1]
+        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, cut.chunks, cut.blocks, slots
+        launches.append((launch, names))
+        if cut.slots and not _adds(steps, nth + 1):
+            total = Launch(
+                sum_kernel, len(cut.joins) * 2 * b * h_kv * (config.tile // SLICE), config,
+                *both.strides, h_kv, 2 * b * h_kv, 0, 1, 0, keep=_kept(step), R=config.tile, SLICE=SLICE,
+                d=d, D=padded(d), PART_WIDTH=padded(d), ACCUMULATES=False, WIDE=exceeds_int32(both),
+            )  # fmt: skip
+            launches.append((total, ("dk", part, cut.joins)))
+        before = step, cut.joins
+    return launches, workspace
+
+
+def _adds(steps: list[DevicePass], at: int) -> bool:
+    """Whether step `at` adds up what the one before has left in parts: it has programs, no parts of its own, and
+    writes other keys."""
+    if not 0 < at < len(steps):
+        return False
+    before, work = steps[at - 1].work, steps[at].work
+    return before.slots > 0 and not work.slots and not steps[at].accumulates and len(work.ends) > 0
+
+
+def _by_keys(
+    call: CallLayout, step: DevicePass, left: tuple[DevicePass, Tensor] | None, nth: int
+) -> tuple[WorkSplit, Launch]:
+    """The launch of pass `nth` of dk and dv; left: the pass before and its joins, if this one adds up its parts."""
+    task, h, (rows, h_kv, m) = call.task, call.tensors[0].shape[1], call.tensors[1].shape[:3]
+    config: Any = task.configs.hopper_dkv
+    ((_, step, (q, k, v, _, do)),) = _flattened(call, DevicePasses((step,), True))
+    (b, heads, _, _), group = k.shape, h // h_kv
+    at_a_time, share = programs_at_a_time(config, call.device), 0.0 if step.work.slots else DYNAMIC_SHARE
+    backwards = step.accumulates and nth % 2 == 1
+    cut = split_work(step.work, b * heads, at_a_time, group, 2, share, backwards)
+    launch = Launch(
+        hopper_dkv, len(cut.chunks) * b * heads, config,
+        *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],
+        0 if left is None else len(left[1]), rows * h_kv, m, task.start, task.step, task.scale, base2(task.scale),
+        early=True, S=hopper_static(step, config, call)._replace(
+            WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
+            adds=None if left is None else keep(left[0].keep),
+        ),
+    )  # fmt: skip
+    return cut, launch
