@@ -6,7 +6,9 @@ decode    one query of 32/8 heads of 128 over 32,768 keys, against SDPA on the k
 patterns  forward and forward+backward; `realised` as in gpu_patterns.py: the time of SDPA over all pairs × the share
           of pairs needed, or that of reading and writing q, k, v and o if it is longer, over our time
 terms     softcap and sink logits beside the same call without
-host      microseconds of the CPU a prepared call, forward and backward
+host      microseconds of the CPU a prepared call, forward and backward, beside an autograd.Function that computes
+          nothing and beside SDPA. `backward_us` is what one more call in a chain adds to one backward pass: autograd
+          hands a pass of any length to a thread of its own once, which `pass_us` has in
 
 `wall` is the time of one call under CUDA events, `busy` that of the same launches replayed as a CUDA graph. Medians,
 the cache cleared before each call. Results are compared with another backend of the same call first.
@@ -209,23 +211,50 @@ def terms(out: list, rate: float, flex: bool) -> None:
 
 
 def host(out: list, rate: float, flex: bool) -> None:
-    for n, d, heads, batch in ((1024, 64, 16, 1), (8192, 64, 12, 2), (8192, 128, 16, 1)):
+    for n, d, heads, batch in ((1024, 64, 16, 1), (2304, 64, 4, 1), (8192, 64, 12, 2), (8192, 128, 16, 1)):
         host_row(out, n, d, heads, batch)
 
 
 def host_row(out: list, n: int, d: int, heads: int, batch: int) -> None:
     q, k, v, do = (torch.randn(batch, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
-    with torch.no_grad():
-        forward = cpu(lambda: rg.attention(q, k, v, SPARSE))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    learns = cpu(lambda: rg.attention(q, k, v, SPARSE))
-    step = lambda: torch.autograd.grad(rg.attention(q, k, v, SPARSE), inputs, do)  # noqa: E731
-    all_of_it = cpu(step)
-    with torch.autograd.set_multithreading_enabled(False):  # without autograd's own thread
-        alone = cpu(step)
-    add(out, group="host", pattern=repr(SPARSE), n=n, d=d, heads=heads, batch=batch, forward_us=forward,
-        forward_with_grad_us=learns, both_us=all_of_it, backward_us=all_of_it - learns,
-        backward_one_thread_us=alone - learns)  # fmt: skip
+    calls = {
+        "ours": lambda q, k, v: rg.attention(q, k, v, SPARSE),
+        "nothing": Nothing.apply,
+        "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    }
+    row = {}
+    for name, attend in calls.items():
+        with torch.no_grad():
+            row[f"{name}_forward_us"] = cpu(lambda a=attend: a(q, k, v))
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def chain(count, attend=attend, inputs=inputs):
+            o = inputs[0]
+            for _ in range(count):
+                o = attend(o, *inputs[1:])
+            return o
+
+        forward = [cpu(partial(chain, count), 20) for count in (1, CHAIN)]
+        both = [cpu(lambda c=c, i=inputs: torch.autograd.grad(chain(c), i, do), 20) for c in (1, CHAIN)]
+        row[f"{name}_forward_with_grad_us"] = forward[0]
+        row[f"{name}_pass_us"] = both[0] - forward[0]
+        row[f"{name}_backward_us"] = (both[1] - both[0] - forward[1] + forward[0]) / (CHAIN - 1)
+    add(out, group="host", pattern=repr(SPARSE), n=n, d=d, heads=heads, batch=batch, **row)
+
+
+CHAIN = 9
+
+
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        return q.view_as(q), k.view_as(k), v.view_as(v)
 
 
 GROUPS = {"decode": decode, "patterns": patterns, "terms": terms, "host": host}

@@ -22,6 +22,7 @@ from .merge import merge_sink
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
 _prepared = PREPARED.get
+INTEGERS = torch.int32, torch.int64
 
 Patterns = Pattern | Sequence[Pattern] | Tensor | None
 
@@ -64,14 +65,14 @@ def attention(
     """
     if foreign:
         raise _not_an_argument(foreign)
-    if lengths is not None or at is not None or type(pattern) is Tensor:
+    rows = _row_extras(q, lengths, at)
+    if rows is None or type(pattern) is Tensor:
         pattern, lengths, at = simplified(q, k, pattern, lengths, at)
-    key = None
-    plain = lengths is at is bias is softcap is sink_logits is None
-    if plain and not dropout_p and not return_lse and ties == "share":
-        key = _key(q, k, v, pattern, scale, backend)
-        if key is not None and (direct := _prepared(key)) is not None:
-            return direct(q, k, v)
+        rows = _row_extras(q, lengths, at)
+    plain = bias is softcap is sink_logits is None and not dropout_p and not return_lse and ties == "share"
+    key = None if rows is None or not plain else _key(q, k, v, pattern, scale, backend, rows)
+    if key is not None and (direct := _prepared(key)) is not None:
+        return direct(q, k, v, lengths, at) if rows else direct(q, k, v)
     options = {
         "lengths": lengths,
         "bias": bias,
@@ -86,7 +87,7 @@ def attention(
     call = normalized(call)
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
-    elif key is not None and call.q is q:
+    elif key is not None and call.q is q and call.at is at:
         prepared = choose(facts_of(call), backend)
         if prepared.build is not None:
             PREPARED.put(key, prepared.direct)
@@ -182,8 +183,25 @@ def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Patte
     return full(), given
 
 
+def _row_extras(q: Tensor, lengths: Tensor | None, at: At | Tensor) -> tuple | None:
+    """Of lengths and offsets on the GPU, all but their numbers; None where these must be looked at first."""
+    if lengths is None and at is None:
+        return ()
+    for x in (lengths, at):
+        on_gpu = x is None or (type(x) is Tensor and x.is_cuda and x.is_contiguous())
+        if not on_gpu or (x is not None and (x.dtype not in INTEGERS or x.device != q.device)):
+            return None
+    return tuple(None if x is None else (x.shape, x.dtype) for x in (lengths, at))
+
+
 def _key(
-    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: int | float | None, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: object,
+    scale: int | float | None,
+    backend: str,
+    rows: tuple = (),
 ) -> tuple | None:
     """All that decides how a call with only these arguments runs; None if data decide, or if a compiler, a transform
     or a dispatch mode must see PyTorch's operations."""
@@ -197,7 +215,7 @@ def _key(
         grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         return (
             text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            type(k), type(v), backend,
+            type(k), type(v), backend, *rows,
         )  # fmt: skip
     except AttributeError:  # k or v is no tensor: `require_tensors` says so
         return None

@@ -104,6 +104,11 @@ class Call:
             return keys < self.lengths[:, None]
         return (keys >= self.lengths[:, :1]) & (keys < self.lengths[:, 1:])
 
+    def row_extras(self) -> tuple[Tensor | None, ...]:
+        """Lengths and offsets by batch row, where there are any."""
+        at = self.at if isinstance(self.at, Tensor) else None
+        return () if self.lengths is None and at is None else (self.lengths, at)
+
     def hide(self) -> "Call":
         """Zeros in hidden keys and values: 0 · NaN is NaN, so a mask alone would not remove their effect."""
         visible = self.visible()
@@ -273,15 +278,15 @@ def facts_of(call: Call) -> CallFacts:
 class Prepared:
     """A call of one backend, ready to run: what depends on shapes alone is done, or is at the first call.
 
-    A call of nothing but tensors and a pattern has `build`, which makes the function (q, k, v) → o; others have
-    `run`, which takes the whole call.
+    A call of nothing but tensors and a pattern has `build`, which makes the function (q, k, v) → o; with lengths and
+    offsets by batch row, (q, k, v, lengths, at) → o. Others have `run`, which takes the whole call.
     """
 
     backend: str
     variant: str
     count: Callable[[], int]
     run: Callable[[Call], Outputs] | None = None
-    build: Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]] | None = None
+    build: Callable[[], Callable[..., Tensor]] | None = None
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
     joins_sink: bool = False  # `run` has sink_logits in its results
@@ -292,14 +297,14 @@ class Prepared:
         return self.count()
 
     @cached_property
-    def direct(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def direct(self) -> Callable[..., Tensor]:
         assert self.build is not None
         with torch.inference_mode(False):  # what is made in inference mode could not be saved for backward
             return self.build()
 
     def __call__(self, call: Call) -> Outputs:
         if self.build is not None:
-            return self.direct(call.q, call.k, call.v), None
+            return self.direct(call.q, call.k, call.v, *call.row_extras()), None
         assert self.run is not None
         return self.run(call)
 

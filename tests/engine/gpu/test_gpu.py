@@ -228,3 +228,20 @@ def test_tensors_on_two_devices_are_refused():
         ShapeError, match=f"q is on {q.device}, k on cpu, v on {q.device}; put all three on one device"
     ):
         rg.attention(q, k, v, causal(), backend="triton")
+
+
+@THEIRS
+def test_lengths_and_offsets_on_the_gpu_are_read_anew_by_a_call_that_was_prepared_once():
+    generator = torch.Generator().manual_seed(7)
+    shapes = (3, 4, 1, 64), (3, 2, 300, 64), (3, 2, 300, 64)
+    q, k, v = (torch.randn(s, generator=generator).to("cuda", torch.bfloat16) for s in shapes)
+    pattern = causal() & (window(40) | every(32))
+    PREPARED.clear()
+    for dtype in (torch.int64, torch.int32):
+        for numbers in ([299, 40, 7], [100, 299, 3], [0, 1, 250]):
+            at = torch.tensor(numbers, device="cuda", dtype=dtype)
+            for lengths in (None, at + 1, torch.stack([at // 2, at + 1], 1)):
+                given = {"lengths": lengths, "at": at}
+                exact = rg.attention(q, k, v, pattern, **given, backend="reference")
+                assert close([rg.attention(q, k, v, pattern, **given)], [exact]), (dtype, numbers, lengths)
+    assert sum("auto" in key for key in PREPARED.values) == 2 * 3  # one for each dtype and shape

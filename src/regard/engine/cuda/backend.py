@@ -59,7 +59,9 @@ class Triton:
         return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else CALL_GRAD)
 
     def prepare(self, f: CallFacts) -> Prepared:
-        build = (lambda: _prepared_launches(f)) if f.only_pattern and not f.observed else None
+        without_rows = replace(f, lengths=False, left_padding=False, row_offsets=False)
+        direct = f.only_pattern or (without_rows.only_pattern and not f.grad)
+        build = (lambda: _prepared_launches(f)) if direct and not f.observed else None
         made = variant(f), lambda: _computed(f), lambda call: _run(call, f), build
         return Prepared(self.name, *made, joins_sink=not f.observed)
 
@@ -132,7 +134,7 @@ def _plain_task(f: CallFacts) -> Any:
     return task(q, v, Options(f.pattern, *f.offset, f.factor))
 
 
-def _prepared_launches(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _prepared_launches(f: CallFacts) -> Callable[..., Tensor]:
     from .host import PreparedAttention
 
     return PreparedAttention(_plain_task(f), f.grad)
@@ -188,9 +190,8 @@ class _Attend(torch.autograd.Function):
                     "or dropout; use backend='sdpa'"
                 )
             pattern, start, step, scale, _, softcap = ctx.options
-            starts, lengths = (None, lengths) if lengths is None or lengths.dim() == 1 else lengths.unbind(1)
             more = {"scale": scale, "softcap": softcap, "sink_logits": sink, "at": (start, step)}
-            call = Call(q, k, v, pattern, None, lengths, starts, **more)
+            call = Call(q, k, v, pattern, None, lengths, **more)
             dq, dk, dv, *rest = reference_backend.gradients((grad, grad_lse), call)
             return dq, dk, dv, None, None, None, *(rest or [None]), None, None
         of_bias, of_sink = ctx.needs_input_grad[3] or ctx.needs_input_grad[4], None
