@@ -327,8 +327,9 @@ def simplified(
 
     Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
     """
-    require_tensors(q=q, k=k, lengths=lengths)
-    if torch.compiler.is_compiling() or q.dim() != 4 or k.dim() != 4:  # a compiler has symbols for sizes
+    if lengths is not None or not (type(q) is type(k) is Tensor):
+        require_tensors(q=q, k=k, lengths=lengths)
+    if _compiling() or q.dim() != 4 or k.dim() != 4:  # a compiler has symbols for sizes
         return pattern, lengths, at
     (b, h, n, _), m = q.shape, k.shape[2]
     if at is not None and n <= m:
