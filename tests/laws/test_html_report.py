@@ -2,10 +2,12 @@
 
 import re
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import accessibility
 from faults.fault import correct
 from regard.laws import Function, Part, adapters, check
 from regard.laws.adapters import adapt
@@ -140,3 +142,9 @@ def test_laws_are_grouped_by_subject_and_those_that_hold_are_folded():
     assert "Laws: softmax" in text and "Laws: order" in text and "Laws: <" not in text
     order = text[text.index("Laws: order") :]
     assert order.index("1 law holds</summary>") < order.index("permutation equivariance")
+
+
+@pytest.mark.long
+def test_the_page_fits_a_phone_and_has_no_serious_accessibility_violation(browser, tmp_path):
+    (tmp_path / "check.html").write_text(page(check(adapt(without_mask), None, 2)), "utf-8")
+    assert accessibility.problems(browser, tmp_path / "check.html") == []

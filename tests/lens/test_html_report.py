@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+import accessibility
 import regard as rg
 from regard.lens.html_report import contents, fill, inline, page
 
@@ -165,3 +166,9 @@ def test_a_notebook_shows_the_page_in_a_separate_frame(view):
     frame = inline(view)
     assert frame.startswith('<iframe srcdoc="&lt;!doctype html') and 'sandbox="allow-scripts"' in frame
     assert view._repr_html_() == frame and "<script" not in frame
+
+
+@pytest.mark.long
+def test_the_page_fits_a_phone_and_has_no_serious_accessibility_violation(view, browser, tmp_path):
+    assert accessibility.problems(browser, view.save(tmp_path / "heads.html", "Heads of mine")) == []
+    assert "<h1>Heads of mine</h1>" in (tmp_path / "heads.html").read_text("utf-8")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import accessibility
 import regard as rg
 from regard import files
 from regard.training import recipes
@@ -274,3 +275,8 @@ def test_hidden_tokens_are_guessed_and_shown_in_their_sentences():
     assert [e.reference for e in told.examples] == ["abcd", "dcb", "bbaa"]
     said = tokens.decode([[row[0], g, *row[2:]] for g, row in zip(guess, rows.rows, strict=True)])
     assert [e.output for e in told.examples] == said
+
+
+@pytest.mark.long
+def test_the_report_fits_a_phone_and_has_no_serious_accessibility_violation(told, browser):
+    assert accessibility.problems(browser, told[1] / "report.html") == []
