@@ -31,14 +31,14 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 
 def forward(call: CallLayout, route: DevicePasses) -> tuple[dict[DevicePass, Launches], int]:
     """Fills o and lse; the launches of each pass, and the largest number of parts of split tiles."""
-    task, config, of_step, slots = call.task, call.task.configs.hopper_forward, {}, 0
-    assert config is not None
+    task, slots = call.task, 0
+    config: Any = task.configs.hopper_forward
     at_a_time = programs_at_a_time(config, call.device)
+    of_step: dict[DevicePass, Launches] = {}
     for nth, (step, flat, (q, k, v)) in enumerate(_flattened(call, route)):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
         # Every second pass runs backwards: it begins with rows that are still in the cache.
-        how = {"dynamic_share": DYNAMIC_SHARE, "backwards": nth % 2 == 1}
-        cut = split_work(flat.work, b * h, at_a_time, **how)
+        cut = split_work(flat.work, b * h, at_a_time, dynamic_share=DYNAMIC_SHARE, backwards=nth % 2 == 1)
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *contiguous(b, h, n, d).strides,
@@ -71,8 +71,9 @@ def dq(call: CallLayout, route: DevicePasses) -> tuple[dict[DevicePass, Launches
 
     The launches of each pass, and the numbers in the parts of split tiles of one.
     """
-    task, config, of_step, parts = call.task, call.task.configs.hopper_dq, {}, 0
-    assert config is not None
+    task, parts = call.task, 0
+    config: Any = task.configs.hopper_dq
+    of_step: dict[DevicePass, Launches] = {}
     dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
     for nth, (step, flat, (q, k, v, o, do)) in enumerate(_flattened(call, route)):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
