@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import regard as rg
+from regard.lens.text_table import Table
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -61,7 +62,7 @@ def test_explanations_and_declarations_have_a_rich_form():
 
 
 def test_heads_are_a_table_and_a_verdict_has_a_short_repr():
-    table = rg.lens.text_table.Table([{"layer": 0, "head": 1, "kind": "<self>", "entropy": 0.5}])
+    table = Table([{"layer": 0, "head": 1, "kind": "<self>", "entropy": 0.5}])
     assert "<td>&lt;self&gt;</td><td>0.500</td>" in table._repr_html_()
     verdict = rg.check(rg.attention, ["L01"], 1)
     assert repr(verdict).startswith("<Verdict on ") and len(repr(verdict)) < 120
