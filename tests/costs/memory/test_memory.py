@@ -11,6 +11,7 @@ import torch
 import regard as rg
 from ledger_cases import cases
 from memory_witness import Trained, checkpointed, counted, length, saved, small
+from regard.costs import declaration
 from regard.costs.declaration import memory_of
 from regard.costs.entry import cost
 from regard.costs.memory.allocator import Caching, OutOfMemory, Plain, replay
@@ -479,3 +480,13 @@ def test_cublas_has_a_second_buffer_where_products_add_a_bias(bias, checkpointin
     block = rg.Block(rg.Attention(8, heads=2, biases="all" if bias else "none"), feed_forward)
     step = TrainingStep(checkpointing=checkpointing)
     assert cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.workspace == buffers << 20
+
+
+@pytest.mark.parametrize("how", [True, "reentrant"])
+def test_a_checkpointed_model_is_priced_where_cuda_is_in_use(monkeypatch, how):
+    step = TrainingStep(checkpointing=how)
+    block = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(16), dropout=0.1)
+    expected = cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.training_peak
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    declaration._memory.cache_clear()
+    assert cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.training_peak == expected

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat
@@ -414,7 +415,9 @@ def tracing(trace: Trace) -> Iterator[None]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention by its single steps
         stack.enter_context(compat.checkpoints_ignore_devices())
-        if trace.device == "cpu":  # what a checkpoint keeps of the random generator
+        # What a checkpoint keeps of the random generators: that of a GPU is not asked for, it takes nothing there.
+        stack.enter_context(_patched(checkpoint, "get_device_states", lambda *_: ([], [])))
+        if trace.device == "cpu":
             stack.enter_context(_patched(torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
         gc.disable()  # a cycle would be collected at another time than in a real run
         if collects:
