@@ -46,13 +46,13 @@ def test_a_view_and_a_call_of_a_module_take_the_host_and_no_kernel():
     assert result.parts == () and result.bound == "host" and result.device == {}
 
 
-def test_what_a_checkpoint_repeats_takes_the_host_as_long_as_the_forward_pass():
+def test_what_a_checkpoint_repeats_takes_the_host_longer_than_the_forward_pass():
     machine = dataclasses.replace(ONE, host_s=1e-3)
     forward, repeated, backward = (
         time_of([Work(phase, "a", "operation", 1, 1, "float32", again=again)], machine).host[phase]
         for phase, again in (("forward", False), ("backward", True), ("backward", False))
     )
-    assert forward == repeated == pytest.approx(1e-3 * HOST["operation"]) != backward
+    assert forward == pytest.approx(1e-3 * HOST["operation"]) and repeated > forward > backward
 
 
 def test_a_repeated_forward_pass_is_told_from_the_backward_pass():

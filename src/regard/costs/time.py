@@ -30,18 +30,19 @@ DTYPES = ("float32", "bfloat16", "float16")
 # multiples of the best rate; OWN: kernels of this library on a GPU, which multiply float32 without tensor cores.
 PRODUCT, ATTENTION, MOVE, LAUNCH = 1.22, 3.28, 1.01, 1.23
 OWN = {"float32": 10.4, "bfloat16": 6.06, "float16": 6.06}
-# Of the host, in multiples of what one operation in a chain takes: in the forward pass with the Python around it, in
-# the backward pass, where PyTorch's engine calls, for each tensor of a foreach optimizer, and for its step.
+# Of the host, in multiples of what one operation in a chain takes: in the forward pass with the Python around it,
+# where a checkpoint repeats it, in the backward pass, for each tensor of a foreach optimizer, and for its step.
 HOST = {
-    "module": 4.24,
-    "view": 0.457,
-    "operation": 3.97,
-    "attention": 5.7,
+    "module": 3.84,
+    "view": 0.463,
+    "operation": 3.82,
+    "attention": 5.29,
     "own": 13.4,
-    "tensor": 0.148,
-    "step": 89.3,
+    "tensor": 0.177,
+    "step": 113,
 }
-BACKWARD = {"view": 0.137, "operation": 1.74, "attention": 4.23, "own": 12.4}
+REPEATED = {**HOST, "module": 8.33, "operation": 5.63}
+BACKWARD = {"view": 0.162, "operation": 1.65, "attention": 4.13, "own": 13.2}
 
 
 @dataclass(frozen=True)
@@ -287,9 +288,8 @@ def time_of(work: list[Work], roofline: Roofline) -> Estimate:
     parts: dict[str, list[float]] = {}
     at_host = at_device = 0.0
     for w in work:
-        waits = (BACKWARD if w.phase == "backward" and not w.again else HOST)[w.kind] + HOST[
-            "tensor"
-        ] * w.tensors
+        table = REPEATED if w.again else BACKWARD if w.phase == "backward" else HOST
+        waits = table[w.kind] + HOST["tensor"] * w.tensors
         waits += HOST["step"] if w.phase == "optimizer" and w.phase not in host else 0.0
         at_host += waits * roofline.host_s
         host[w.phase] = host.get(w.phase, 0.0) + waits * roofline.host_s
