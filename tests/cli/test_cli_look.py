@@ -178,3 +178,14 @@ def test_an_encoder_decoder_of_transformers_reads_its_own_output(tmp_path):
     result = run(tmp_path / "config.json", "5,6,7", "--json")
     assert result.exit_code == 0 and "the decoder reads what the model generates" in result.stderr
     assert {layer["m"] for layer in json.loads(result.stdout)["layers"]} != {3}
+
+
+def test_a_language_model_of_hugging_face_keeps_its_head_and_has_no_empty_tokenizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert type(loaded.model).__name__ == "GPT2LMHeadModel" and loaded.tokenizer is None
+    space = {}
+    exec(loaded.python, space)
+    assert torch.equal(space["model"].lm_head.weight, loaded.model.lm_head.weight)

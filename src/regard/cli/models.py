@@ -93,7 +93,9 @@ def _huggingface(config: Any, folder: Path) -> LoadedModel:
         line = f"from transformers import AutoConfig, {name}; model = {name}.from_config({config_line})"
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError):
+        if not tokenizer.encode("a word", add_special_tokens=False):
+            tokenizer = None  # a folder without its files gives a tokenizer without a vocabulary
+    except (OSError, ValueError, ImportError, KeyError, TypeError):
         tokenizer = None
     return LoadedModel(model.eval(), tokenizer, config, line)
 
