@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -361,7 +362,11 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error!s}".replace("\n", " ")[:300]
+    return without_links(f"{type(error).__name__}: {error!s}".replace("\n", " "))[:300]
+
+
+def without_links(text: str) -> str:
+    return re.sub(r"https?://[^\s'\"]*", "", text)
 
 
 def run_all(out: Path, tests: str, only: list[str], again: bool) -> None:
@@ -398,7 +403,7 @@ def forked(folder: str) -> dict[str, Any]:
             signal.alarm(LIMIT_S)
             row = family(folder)
         except BaseException:
-            row = {"family": folder, "classes": [], "error": traceback.format_exc()[-600:]}
+            row = {"family": folder, "classes": [], "error": without_links(traceback.format_exc())[-600:]}
         with os.fdopen(write, "w") as file:
             file.write(json.dumps(row))
         os._exit(0)
