@@ -197,8 +197,8 @@ def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
         ("dilated causal convolution", "k·n·d²", "O(log_k n)", past, {"causal": True, "dilation": kernel}),
         ("separable convolution", "k·n·d + n·d²", "O(n/k)", near, {"causal": even, "separable": True}),
     ):
-        spec = Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
-        made.append(LayerKind(name, spec, complexity, "O(1)", order, path))
+        layers = Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
+        made.append(LayerKind(name, layers, complexity, "O(1)", order, path))
     return tuple(made)
 
 

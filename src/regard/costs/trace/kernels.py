@@ -5,6 +5,7 @@ Compared with its allocators by tests/costs/memory and bench/cost_memory.py. Wha
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,8 +96,8 @@ def _sparse_backward(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) ->
 # -- the CPU ------------------------------------------------------------------------------------------------------
 
 
-# Whether the CPU multiplies bfloat16 itself.
-NATIVE = bool(getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"))
+_capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
+NATIVE = bool(_capabilities().get("avx512_bf16"))  # whether the CPU multiplies bfloat16 itself
 
 
 def _low_product(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:

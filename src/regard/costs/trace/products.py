@@ -37,7 +37,8 @@ def _sparse(q: Tensor, k: Tensor, v: Tensor, extras: Any, pattern: str, offset: 
 
 def _sparse_backward(grads: Any, saved: Any, pattern: str, offset: Any, factors: Any, of_bias: bool) -> int:
     """Two products for each of the forward pass; the scores that are computed again are not counted."""
-    return 2 * _sparse(*saved[:3], saved[5:], pattern, offset, factors)
+    q, k, v = saved[:3]
+    return 2 * _sparse(q, k, v, saved[5:], pattern, offset, factors)
 
 
 def _fused_qkv(x: Tensor, context: Tensor | None, lengths: Any, seed: Any, sizes: Any, factors: Any) -> int:
