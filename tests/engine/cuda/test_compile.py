@@ -25,6 +25,7 @@ CASES = [
     ("hopper_dq", SPARSE, 64),
     ("hopper_dkv", SPARSE, 64),  # the keys that every query may attend to, in parts
     ("hopper_dkv", SPARSE, 64, 1),  # the other keys, and then the parts are added up
+    ("hopper_forward", causal() & window(64), 40),  # a stride that is a multiple of 8 and not of 16
 ]
 OTHER_CASES = [  # in `make long`
     ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions

@@ -325,7 +325,7 @@ def _addresses(X, x, D: gl.constexpr):
     """
     LOAD: gl.constexpr = x.type.layout.parent
     if D == 64:
-        return X + x[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))[None, :]
+        at = X + x[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, LOAD))[None, :]
     else:
         PIECES: gl.constexpr = gl.BlockedLayout(
             [1, D // 64, 8], [LOAD.threads_per_warp[0], 1, 8], [LOAD.warps_per_cta[0], 1, 1], [2, 1, 0]
@@ -340,7 +340,8 @@ def _addresses(X, x, D: gl.constexpr):
         at = at.to(gl.pointer_type(X.dtype.element_ty), bitcast=True)
         at += 64 * gl.arange(0, D // 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, PIECES)))[None, :, None]
         at = gl.convert_layout(at.reshape([x.shape[0], D]), LOAD, assert_trivial=True)
-        return gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
+    # Strides are multiples of 8 numbers (`takes_hopper`); the compiler itself knows only of multiples of 16.
+    return gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])
 
 
 @gluon.jit
