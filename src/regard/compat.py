@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from inspect import isbuiltin
 from math import inf
 from typing import Any
 
@@ -169,6 +170,12 @@ flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
 
 # What the node of the fused CPU attention has saved, read in a hook of that node.
 
+# PyTorch's own function. Where a program has put another in its place, which may call regard, the operator itself.
+_named_sdpa = torch.nn.functional.scaled_dot_product_attention
+sdpa: Callable[..., Tensor] = (
+    _named_sdpa if isbuiltin(_named_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
+)
+
 FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 _FLASH_SAVED = (
     "_saved_query",
@@ -188,7 +195,7 @@ def can_read_flash_node() -> bool:
         return False
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
-        node = torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn
+        node = sdpa(x, x, x).grad_fn
     return (
         node is not None and node.name() == FLASH_NODE and all(hasattr(node, name) for name in _FLASH_SAVED)
     )

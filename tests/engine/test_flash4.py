@@ -103,7 +103,8 @@ def test_auto_takes_it_where_it_is_faster(installed):
     dense = on_gpu(rg.causal(), 16385, grad=True)
     assert dense.backend == "flash4"
     assert dense.variant == "flash-attn-4 4.0.0b36, causal, deterministic backward"
-    assert on_gpu(rg.causal(), 16385, d_k=64, d_v=64).backend == "flash4"
+    for unmeasured in ({"d_k": 64, "d_v": 64}, {"m": 16390}, {"at": 5}):  # by name only
+        assert on_gpu(rg.causal(), 16385, **unmeasured).backend != "flash4"
     for grad in (False, True):  # as measured
         assert (
             on_gpu(LOCAL, 32769, grad=grad).backend

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import regard as rg
+from regard import compat
 
 pytestmark = pytest.mark.compiled
 X = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -94,3 +95,18 @@ def test_no_keys_no_queries_and_no_rows_are_fine():
     assert rg.attention(X[:, :, :0], X, X).shape == (2, 2, 0, 4)
     assert rg.attention(X[:0], X[:0], X[:0]).shape == (0, 2, 5, 4)
     assert rg.attention(X, X, X[..., :0]).shape == (2, 2, 5, 0)
+    none = X[:, :0].clone().requires_grad_()  # no heads
+    o, lse = rg.attention(none, none, none, rg.causal(), return_lse=True)
+    assert o.shape == (2, 0, 5, 4) and lse.shape == (2, 0, 5)
+    rg.attention(none, none, none).sum().backward()
+    assert none.grad.shape == none.shape
+    with pytest.raises(rg.ShapeError, match="0 key/value heads do not divide 2 query heads"):
+        rg.attention(X, none, none)
+
+
+def test_a_program_may_call_regard_in_place_of_sdpa(monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", rg.attention)
+    compat.can_read_flash_node.cache_clear()
+    x = X[:, :, :3].clone().requires_grad_()  # a shape of its own, so that nothing is cached
+    assert torch.nn.functional.scaled_dot_product_attention(x, x, x).grad_fn is not None
+    assert compat.sdpa is not rg.attention

@@ -87,7 +87,7 @@ def attention(
     call = normalized(call)
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
-    elif key is not None and call.q is q and call.at is at:
+    elif key is not None and call.q is q and call.at is at and q.shape[1]:
         prepared = choose(facts_of(call), backend)
         if prepared.build is not None:
             PREPARED.put(key, prepared.direct)
@@ -101,6 +101,9 @@ def attention(
 
 def _run(call: Call, backend: str) -> Outputs:
     """One call of one pattern. A sink is a part of the softmax with a log-sum-exp and no value: it is merged in."""
+    if call.q.shape[1] == 0:  # no heads: an empty result of the right shape
+        o = call.q @ call.k.mT @ call.v
+        return o, o.sum(-1)
     prepared = choose(facts_of(call), backend)
     if call.sink_logits is None or prepared.joins_sink:
         return prepared.run(call) if _compiling() and prepared.run is not None else prepared(call)
@@ -406,7 +409,7 @@ def check(call: Call) -> Call:
         raise ShapeError(
             f"a batch of {q.shape[0]} queries over a batch of {k.shape[0]} keys; give both the same"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+    if q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]:
         raise ShapeError(f"{k.shape[1]} key/value heads do not divide {q.shape[1]} query heads")
     _check_extras(call)
     return call

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 from importlib import metadata
-from math import ceil
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,9 +29,9 @@ MAX_HEAD_DIM = 256
 MAX_PARTS = 4  # calls of its kernels for one call
 TILE = 128  # queries and keys of a tile of its kernels
 PROGRAMS = 132  # tiles that an H200 computes at a time
-# Seconds, H200, bf16 (bench/gpu_peers.py): per pair of a tile for heads of 64 and of 128, per tile of queries, and
-# what the CPU needs for a call; forward, and with backward.
-PAIR, PAIR_GRAD = {64: 4.6e-13, 128: 7.4e-13}, {64: 1.8e-12, 128: 3.05e-12}
+# Seconds, H200, bf16, heads of 128 (bench/gpu_peers.py): per pair of a tile, per tile of queries, and what the CPU
+# needs for a call, by estimate; forward, and with backward.
+PAIR, PAIR_GRAD = 7.4e-13, 3.05e-12
 QUERY_TILE, QUERY_TILE_GRAD = 16e-9, 66e-9
 CALL, CALL_GRAD = 60e-6, 200e-6
 WINDOW = 1.25  # the estimates of `triton` for windows are 14 to 24 % above its times; so these are, too
@@ -64,11 +64,13 @@ class Flash4:
         return None
 
     def estimate(self, f: CallFacts) -> float:
-        wide = 64 if f.d_k <= 64 else 128
+        """Measured for one band, heads of 128 and as many queries as keys; the rest runs by name."""
         parts = parts_of(f.pattern, f.n, f.m, f.offset[0])
+        if f.d_k != 128 or len(parts) > 1 or (f.n, f.offset[0]) != (f.m, 0):
+            return inf
         tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
         pair, tile = (PAIR_GRAD, QUERY_TILE_GRAD) if f.grad else (PAIR, QUERY_TILE)
-        busy = f.flat_heads * _computed(f) * pair[wide] * max(1.0, f.d_k / 128) + tiles * tile
+        busy = f.flat_heads * _computed(f) * pair + tiles * tile
         busy *= WINDOW if any(part.left is not None for part in parts) else 1.0
         return max(busy * max(1.0, PROGRAMS / tiles), CALL_GRAD if f.grad else CALL)
 

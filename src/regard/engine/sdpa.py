@@ -12,7 +12,6 @@ from math import inf
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,9 +31,8 @@ GATHER, GATHER_GRAD = 9.6e-9, 13.3e-9
 # On a GPU, where a dense pair takes half a picosecond: per pair, and what the CPU needs for the call
 # (bench/gpu_entry_point.py, short).
 GPU_PAIR = 5e-13
-# Without a mask, per pair that is computed, for heads up to 64 and wider ones (bench/gpu_peers.py): forward, and with
-# backward.
-GPU_DENSE, GPU_DENSE_GRAD = (5.5e-13, 9e-13), (2.1e-12, 3.3e-12)
+# Without a mask, per pair that is computed: heads of 128 (bench/gpu_peers.py); forward, and with backward.
+GPU_DENSE, GPU_DENSE_GRAD = 9e-13, 3.4e-12
 GPU_MASKED, GPU_MASKED_GRAD = 2.0 * GPU_PAIR, 7.0 * GPU_PAIR
 GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
@@ -42,7 +40,7 @@ GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
 GPU_STORED, GPU_STORED_GRAD = 10.0 * GPU_PAIR, 25.0 * GPU_PAIR
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
-_sdpa = F.scaled_dot_product_attention
+_sdpa = compat.sdpa
 _flash_forward, _flash_backward = compat.flash_forward_direct, compat.flash_backward
 
 
@@ -72,9 +70,7 @@ class Sdpa:
             if stores_scores(f):
                 return f.pairs * (GPU_STORED_GRAD if f.grad else GPU_STORED)
             past_only = isinstance(f.pattern, causal) and f.n > 1
-            return (
-                f.pairs * (GPU_DENSE_GRAD if f.grad else GPU_DENSE)[f.d_k > 64] * (0.5 if past_only else 1.0)
-            )
+            return f.pairs * (GPU_DENSE_GRAD if f.grad else GPU_DENSE) * (0.5 if past_only else 1.0)
         pair, call = (GPU_MASKED_GRAD, GPU_CALL_GRAD) if f.grad else (GPU_MASKED, GPU_CALL)
         if f.bias == "distance":
             pair, call = pair + GPU_GATHER, call + GPU_GATHER_CALL
