@@ -403,5 +403,5 @@ def _dense(pattern: Pattern, n: int, m: int, at: At, device: torch.device) -> Bo
 
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     # the sizes may be symbols, for which Dynamo has no `in`
-    fits = [s == 1 or s == t for s, t in zip(reversed(shape), reversed(to))]
+    fits = [s == t or s == 1 for s, t in zip(reversed(shape), reversed(to))]
     return len(shape) <= len(to) and all(fits)
