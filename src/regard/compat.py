@@ -171,10 +171,8 @@ flash_forward_direct: Callable[..., tuple[Tensor, Tensor]] = (
 # What the node of the fused CPU attention has saved, read in a hook of that node.
 
 # PyTorch's own function. Where a program has put another in its place, which may call regard, the operator itself.
-_named_sdpa = torch.nn.functional.scaled_dot_product_attention
-sdpa: Callable[..., Tensor] = (
-    _named_sdpa if isbuiltin(_named_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
-)
+_sdpa = torch.nn.functional.scaled_dot_product_attention
+sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
 
 FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
 _FLASH_SAVED = (
