@@ -92,7 +92,7 @@ def _huggingface(config: Any, folder: Path) -> LoadedModel:
         config_line = f"AutoConfig.from_pretrained({where})"
         line = f"from transformers import AutoConfig, {name}; model = {name}.from_config({config_line})"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         if not tokenizer.encode("a word", add_special_tokens=False):
             tokenizer = None  # a folder without its files gives a tokenizer without a vocabulary
     except (OSError, ValueError, ImportError, KeyError, TypeError):
