@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import regard as rg
 from regard.nn import branch_end, branch_kernel
+from regard.nn.packed import Copies, Packed
 from regard.training.loop.trainer import fuse_branch_ends
 from regard.training.recipes.tasks import Translation
 
@@ -37,38 +38,70 @@ def case(rows: int, width: int, norm: nn.Module, p: float) -> dict:
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
     x, y = (torch.randn(1, rows, width, requires_grad=True) for _ in range(2))
+    y_bias = torch.randn(width, requires_grad=True)
     state = torch.get_rng_state()
-    total, out = branch_end.branch_end(x, y, norm, p, torch.float32)
+    total, out = branch_end.branch_end(x, y, norm, p, torch.float32, y_bias)
     torch.set_rng_state(state)
     # With x = 0 and y = 1 the sum is the mask itself.
     zeros, ones = torch.zeros(1, rows, width), torch.ones(1, rows, width)
     mask = branch_end.branch_end(zeros, ones, norm, p, torch.float32)[0].detach().double()
-    given = [x, y, *norm.parameters()]
+    given = [x, y, y_bias, *norm.parameters()]
     true = [t.detach().double().requires_grad_() for t in given]
-    exact_total = true[0] + mask * true[1]
-    exact_out = exact_norm(norm, exact_total, true[2:])
+    exact_total = true[0] + mask * (true[1] + true[2])
+    exact_out = exact_norm(norm, exact_total, true[3:])
     d_total, d_out = torch.randn_like(total), torch.randn_like(out)
     grads = torch.autograd.grad([total, out], given, [d_total, d_out])
     exact = torch.autograd.grad([exact_total, exact_out], true, [d_total.double(), d_out.double()])
+    state = torch.get_rng_state()
+    begun = branch_end.branch_end(None, y, norm, p, torch.float32)
+    torch.set_rng_state(state)
+    mask = branch_end.branch_end(zeros, ones, norm, p, torch.float32)[0].detach().double()
+    begins, true_begins = [y, *norm.parameters()], [true[1], *true[3:]]
+    exact_begun = mask * true[1], exact_norm(norm, mask * true[1], true[3:])
+    d_begun = torch.autograd.grad(begun, begins, [d_total, d_out])
+    exact_d_begun = torch.autograd.grad(exact_begun, true_begins, [d_total.double(), d_out.double()])
+    del given[2], true[2]
     alone = torch.autograd.grad(branch_end.branch_end(x, y, norm, 0.0, torch.float32)[1], given, d_out)
     exact_alone = torch.autograd.grad(exact_norm(norm, true[0] + true[1], true[2:]), true, d_out.double())
     pairs = [(total, exact_total), (out, exact_out), *zip(grads, exact), *zip(alone, exact_alone)]
+    pairs += [*zip(begun, exact_begun), *zip(d_begun, exact_d_begun)]
     errors = [float((a - b).detach().abs().max()) for a, b in pairs]
     kept = float((mask > 0).double().mean())
-    return {"errors": errors, "kept": kept, "factor": float(mask.max()) * (1 - p)}
+    return {"errors": errors, "kept": kept, "factor": float(mask.max()) * (1 - round(p * 65536) / 65536)}
 
 
-def relu() -> dict:
+def relu(p: float) -> dict:
     torch.manual_seed(3)
-    x = torch.randn(3, 700, requires_grad=True)
-    out = branch_end.relu_dropout(x, 0.4)
-    mask = ((out > 0) | (x <= 0)).double()
+    x, bias = torch.randn(3, 700, requires_grad=True), torch.randn(700, requires_grad=True)
+    out = branch_end.relu_dropout(x, p, bias)
+    inner = (x + bias).detach().double()
+    mask = ((out > 0) | (inner <= 0)).double()
     grad = torch.randn_like(out)
-    (dx,) = torch.autograd.grad(out, x, grad)
-    exact = x.detach().double().relu() * mask / 0.6
-    exact_dx = grad.double() * (x > 0) * mask / 0.6
-    errors = [float((a - b).detach().abs().max()) for a, b in ((out, exact), (dx, exact_dx))]
-    return {"errors": errors, "kept": float(mask[x > 0].mean())}
+    dx, d_bias = torch.autograd.grad(out, [x, bias], grad)
+    factor = mask * 65536 / (65536 - round(p * 65536))  # p is a multiple of 1/65,536
+    exact_dx = grad.double() * (inner > 0) * factor
+    pairs = (out, inner.relu() * factor), (dx, exact_dx), (d_bias, exact_dx.sum(0))
+    return {
+        "errors": [float((a - b).detach().abs().max()) for a, b in pairs],
+        "kept": float(mask[inner > 0].mean()),
+    }
+
+
+def packed(biased: bool) -> dict:
+    """Two layers as one product of a copy, whose gradients are those of the layers' own parameters."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(6, width, bias=biased) for width in (9, 700)]
+    copy = Packed(layers, torch.float32)
+    for target, source in copy.copies():
+        target.copy_(source.detach())
+    x = torch.randn(2, 11, 6, requires_grad=True)
+    given = [x, *(p for layer in layers for p in layer.parameters())]
+    usual = torch.cat([layer(x) for layer in layers], -1)
+    ours, grad = copy(x), torch.randn_like(usual)
+    grads = (torch.autograd.grad(out, given, grad) for out in (ours, usual))
+    alone = copy(x, adds_bias=False) + (torch.cat([layer.bias for layer in layers]) if biased else 0)
+    pairs = [(ours, usual), (alone, usual), *zip(*grads, strict=True)]
+    return {"errors": [float((a - b).detach().abs().max()) / 10 for a, b in pairs]}
 
 
 def model(norm_at: str, dropout: float) -> dict:
@@ -102,8 +135,10 @@ def model(norm_at: str, dropout: float) -> dict:
     with (
         mock.patch.object(branch_end, "on_gpu", lambda x: True),
         mock.patch.object(branch_kernel, "branch_end", counted),
+        Copies(task, torch.float32).used(),
     ):
         ours = run()
+    assert not any(getattr(module, "packed", None) for module in task.modules())
     pairs = [(a.detach(), b.detach()) for a, b in zip(ours, usual, strict=True)]
     errors = [float((a - b).abs().max() / (1 + b.abs().max())) for a, b in pairs]
     return {"errors": [max(errors)], "calls": len(calls)}
@@ -111,9 +146,13 @@ def model(norm_at: str, dropout: float) -> dict:
 
 def main() -> None:
     branch_kernel.ENTRIES, branch_kernel.PROGRAMS = 64, 3  # several tiles and programs
+    branch_kernel.END_BACKWARD, branch_kernel.SUM_ROWS = (64, 4, 3), 2
     for name, arguments in CASES.items():
         print(json.dumps({"name": name, **case(*arguments)}))
-    print(json.dumps({"name": "relu", **relu()}))
+    print(json.dumps({"name": "relu", **relu(0.4)}))
+    print(json.dumps({"name": "relu without dropout", **relu(0.0)}))
+    print(json.dumps({"name": "packed", **packed(True)}))
+    print(json.dumps({"name": "packed without biases", **packed(False)}))
     print(json.dumps({"name": "a model, pre-norm", **model("pre", 1e-9)}))
     print(json.dumps({"name": "a model, post-norm", **model("post", 0.0)}))
 

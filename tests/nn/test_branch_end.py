@@ -29,7 +29,7 @@ def results():
 
 
 @triton
-@pytest.mark.parametrize("name", [*CASES, "relu"])
+@pytest.mark.parametrize("name", [*CASES, "relu", "relu without dropout", "packed", "packed without biases"])
 def test_outputs_and_gradients_are_those_of_the_formula(results, name):
     assert max(results[name]["errors"]) < 3e-6
 
@@ -52,7 +52,7 @@ def test_relu_drops_its_share_of_what_is_positive(results):
 @pytest.mark.parametrize("name", ["a model, pre-norm", "a model, post-norm"])
 def test_a_model_has_the_same_loss_and_gradients_and_every_branch_ends_fused(results, name):
     assert max(results[name]["errors"]) < 1e-5
-    assert results[name]["calls"] == 2 * 2 + 3  # two branches per encoder layer, three in the decoder
+    assert results[name]["calls"] == 2 * 2 + 3 + 2 * ("pre" in name)  # branches, and where a stack begins
 
 
 def test_a_cpu_and_other_norms_are_not_fused():

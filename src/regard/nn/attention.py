@@ -18,6 +18,7 @@ from ..pattern import At, Pattern, causal
 from ..reference import repeat_heads, tanh_scores
 from . import position as positions
 from .cache import KeyValues
+from .packed import Packed, product
 
 
 class Projected(NamedTuple):
@@ -56,6 +57,8 @@ class MultiHeadAttention(nn.Module):
         if declared.extra_key:
             self.extra_k = nn.Parameter(torch.empty(size.kv_heads * size.d_k).normal_(std=size.d_k**-0.5))
             self.extra_v = nn.Parameter(torch.empty(size.kv_heads * size.d_v).normal_(std=size.d_v**-0.5))
+        self.crosses = False  # set where keys and values come from a context: they are then one product
+        self.packed: dict[str, Packed] = {}  # set by the training loop, within an update
         self.position: Any = None  # the arguments of a position module depend on where it acts
         if declared.position is not None:
             self.position = positions.build(declared.position, heads=size.heads, d_k=size.d_k, d_v=size.d_v)
@@ -72,12 +75,13 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValues | None = None,
         at: At | Tensor = None,
         return_weights: bool = False,
+        adds_bias: bool = True,
     ) -> Float[Tensor, "b n d_out"] | tuple[Float[Tensor, "b n d_out"], Float[Tensor, "b h n m"]]:
         """The new vectors; with return_weights also the attention weights, which do not change the output.
 
         values: the input of the values, where it is not the context. lengths: the number of real keys per row.
         pattern: restricts the declared one further (documents, …). bias: added to the scores, in addition to the
-        layer's own position. at: the query offset.
+        layer's own position. at: the query offset. adds_bias: False leaves the bias of w_o to the caller.
         """
         options = (
             values is not None
@@ -87,7 +91,7 @@ class MultiHeadAttention(nn.Module):
             or at is not None
         )
         if x.is_cuda and not (options or return_weights) and self._can_fuse(x, context, lengths):
-            return self._fused(x, context, lengths)
+            return self._output(self._fused(x, context, lengths), adds_bias)
         p = self._project(x, (context, values), lengths, cache, at)
         q, bias, scale = self._score(p, bias)
         arguments: dict[str, Any] = {
@@ -111,8 +115,7 @@ class MultiHeadAttention(nn.Module):
             o, weights = self._with_extra_key(q, *o, weights, scale, dropout)
         if on_values:
             o = o + self.position.values(weights, *self._positions(p))
-        out = rearrange(o, "b h n d -> b n (h d)")
-        out = out if self.w_o is None else self.w_o(out)
+        out = self._output(rearrange(o, "b h n d -> b n (h d)"), adds_bias)
         return out if weights is None or not return_weights else (out, weights)
 
     def _with_extra_key(self, q, o, lse, weights, scale, dropout):
@@ -155,7 +158,7 @@ class MultiHeadAttention(nn.Module):
         x: Float[Tensor, "b n d_model"],
         context: Float[Tensor, "b m d_context"] | None,
         lengths: Int[Tensor, " b"] | None,
-    ) -> Float[Tensor, "b n d_out"]:
+    ) -> Float[Tensor, "b n h_d_v"]:
         size, factor = self.spec.sizes, self.spec.factor
         options = fused_qkv.Options(
             size.heads,
@@ -167,10 +170,27 @@ class MultiHeadAttention(nn.Module):
             float(self.spec.dropout) if self.training else 0.0,
         )
         if context is None:
-            o = fused_qkv.attend(_concatenated(x, self.w_q, self.w_k, self.w_v), None, lengths, options)
-        else:
-            o = fused_qkv.attend(self.w_q(x), _concatenated(context, self.w_k, self.w_v), lengths, options)
-        return o if self.w_o is None else self.w_o(o)
+            projected = product(self.packed.get("qkv"), x, (self.w_q, self.w_k, self.w_v))
+            return fused_qkv.attend(projected, None, lengths, options)
+        q = product(self.packed.get("q"), x, (self.w_q,))
+        return fused_qkv.attend(
+            q, product(self.packed.get("kv"), context, (self.w_k, self.w_v)), lengths, options
+        )
+
+    def _output(self, o: Float[Tensor, "b n h_d_v"], adds_bias: bool) -> Float[Tensor, "b n d_out"]:
+        return o if self.w_o is None else product(self.packed.get("o"), o, (self.w_o,), adds_bias)
+
+    def packs(self) -> dict[str, list[Any]]:
+        """The linear layers that are one product each, by name."""
+        groups: dict[str, list[Any]] = {} if self.w_o is None else {"o": [self.w_o]}
+        size = self.spec.sizes
+        if self.spec.score != "dot" or self.spec.position is not None or size.d_values != size.d_context:
+            return groups
+        if self.crosses:
+            return {"q": [self.w_q], "kv": [self.w_k, self.w_v], **groups}
+        if size.d_context != size.d_model:
+            return groups
+        return {"qkv": [self.w_q, self.w_k, self.w_v], **groups}
 
     def _project(self, x, inputs, lengths, cache, at) -> Projected:
         context, values = inputs
@@ -268,12 +288,6 @@ class MultiHeadAttention(nn.Module):
             )
         if values is not None and values.shape[-2] != source.shape[-2]:
             raise ShapeError(f"{source.shape[-2]} keys and {values.shape[-2]} values; each key has one value")
-
-
-def _concatenated(x: Float[Tensor, "b n d"], *parts: Any) -> Float[Tensor, "b n w"]:
-    """The concatenated outputs of these linear layers, by one product."""
-    bias = None if parts[0].bias is None else torch.cat([p.bias for p in parts])
-    return F.linear(x, torch.cat([p.weight for p in parts]), bias)
 
 
 def _start_and_step(at: At, default: int) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What a training step on a GPU does between matrix products, each as one pass: operations that torch.compile keeps.
 
 The end of a residual branch and the norm that follows it: total = x + dropout(y), out = norm(total). And ReLU with
-dropout. Both sample dropout by themselves, from a seed of PyTorch's generator.
+dropout. Both sample dropout by themselves, from a seed of PyTorch's generator, and both add the bias of the product
+before them, whose gradient then needs no pass of its own.
 """
 
 from typing import Any
@@ -44,42 +45,51 @@ def _seed(x: Tensor, p: int | float) -> Tensor | None:
 
 
 def branch_end(
-    x: Float[Tensor, "b n d"], y: Float[Tensor, "b n d"], norm: Any, p: int | float, dtype: torch.dtype
+    x: Float[Tensor, "b n d"] | None,
+    y: Float[Tensor, "b n d"],
+    norm: Any,
+    p: int | float,
+    dtype: torch.dtype,
+    y_bias: Float[Tensor, " d"] | None = None,
 ) -> tuple[Float[Tensor, "b n d"], Float[Tensor, "b n d"]]:
-    """x + dropout(y), and its norm in this dtype."""
+    """x + dropout(y + y_bias), and its norm in this dtype. Without x: as if it were 0."""
     bias = getattr(norm, "bias", None)
     rms = isinstance(norm, nn.RMSNorm)
-    factors = [float(p), float(norm.eps), float(rms)]
-    total, out, _ = torch.ops.regard.branch_end(x, y, norm.weight, bias, _seed(x, p), factors, dtype)
+    factors = [float(p), float(norm.eps), float(rms), float(x is not None)]
+    total, out, _ = torch.ops.regard.branch_end(x, y, y_bias, norm.weight, bias, _seed(y, p), factors, dtype)
     return total, out
 
 
-def relu_dropout(x: Float[Tensor, "*b d"], p: int | float) -> Float[Tensor, "*b d"]:
-    """dropout(relu(x)); the backward pass needs the output alone."""
-    return torch.ops.regard.relu_dropout(x, _seed(x, p), float(p))
+def relu_dropout(
+    x: Float[Tensor, "*b d"], p: int | float, bias: Float[Tensor, " d"] | None = None
+) -> Float[Tensor, "*b d"]:
+    """dropout(relu(x + bias)); the backward pass needs the output alone."""
+    return torch.ops.regard.relu_dropout(x, bias, _seed(x, p), float(p))
 
 
 # The operations. Defined by their schemas: torch.library.custom_op would cost more time than a launch.
 
 torch.library.define(
     "regard::branch_end",
-    "(Tensor x, Tensor y, Tensor? weight, Tensor? bias, Tensor? seed, float[] factors, ScalarType dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor? x, Tensor y, Tensor? y_bias, Tensor? weight, Tensor? bias, Tensor? seed, float[] factors,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "regard::branch_end_backward",
     "(Tensor?[] grads, Tensor total, Tensor statistics, Tensor? weight, Tensor? seed, float[] factors,"
-    " ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor)",
 )
-torch.library.define("regard::relu_dropout", "(Tensor x, Tensor seed, float p) -> Tensor")
-torch.library.define("regard::relu_dropout_backward", "(Tensor d_out, Tensor out, float p) -> Tensor")
+torch.library.define("regard::relu_dropout", "(Tensor x, Tensor? bias, Tensor? seed, float p) -> Tensor")
+torch.library.define(
+    "regard::relu_dropout_backward", "(Tensor d_out, Tensor out, float p) -> (Tensor, Tensor)"
+)
 
 
 @torch.library.impl("regard::branch_end", ("cpu", "cuda"))
-def _branch_end(*arguments):
+def _branch_end(x, y, *rest):
     from . import branch_kernel
 
-    return branch_kernel.branch_end(*arguments)
+    return branch_kernel.branch_end(x, y, rest[:3], *rest[3:])
 
 
 @torch.library.impl("regard::branch_end_backward", ("cpu", "cuda"))
@@ -108,34 +118,33 @@ def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 @torch.library.register_fake("regard::branch_end")
-def _(x, y, weight, bias, seed, factors, dtype):
-    statistics = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
-    return _like(x), _like(x, dtype), statistics
+def _(x, y, *rest):
+    statistics = torch.empty(2, y.numel() // y.shape[-1], dtype=torch.float32, device=y.device)
+    return _like(y if x is None else x), _like(y, rest[-1]), statistics
 
 
 @torch.library.register_fake("regard::branch_end_backward")
 def _(grads, total, statistics, weight, seed, factors, dtype):
-    width = total.shape[-1]
-    sums = [torch.empty(width, dtype=torch.float32, device=total.device) for _ in range(2)]
-    return _like(total), _like(total, dtype), *sums
+    sums = torch.empty(3, total.shape[-1], dtype=torch.float32, device=total.device)
+    return _like(total) if factors[3] else total.new_empty(0), _like(total, dtype), sums
 
 
 @torch.library.register_fake("regard::relu_dropout")
-def _(x, seed, p):
+def _(x, bias, seed, p):
     return _like(x)
 
 
 @torch.library.register_fake("regard::relu_dropout_backward")
 def _(d_out, out, p):
-    return _like(out)
+    return _like(out), torch.empty(out.shape[-1], dtype=torch.float32, device=out.device)
 
 
 def _setup(ctx, inputs, output):
-    _, y, weight, bias, seed, factors, _ = inputs
+    x, y, y_bias, weight, bias, seed, factors, _ = inputs
     total, _, statistics = output
     ctx.save_for_backward(total, statistics, weight, seed)
-    ctx.rest = factors, y.dtype
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (weight, bias))
+    ctx.rest, ctx.has_x = (factors, y.dtype), x is not None
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in (weight, bias, y_bias))
     ctx.set_materialize_grads(False)
 
 
@@ -143,18 +152,22 @@ def _backward(ctx, d_total, d_out, *_):
     total, *saved = ctx.saved_tensors
     if d_out is None:  # a run that reads the sum alone
         d_out = torch.zeros_like(total)
-    dx, dy, *sums = torch.ops.regard.branch_end_backward([d_out, d_total], total, *saved, *ctx.rest)
-    shared = (None if kind is None else d.to(kind) for d, kind in zip(sums, ctx.dtypes, strict=True))
-    return dx, dy, *shared, *(None,) * 3
+    dx, dy, sums = torch.ops.regard.branch_end_backward([d_out, d_total], total, *saved, *ctx.rest)
+    d_weight, d_bias, d_y_bias = (
+        None if kind is None else d.to(kind) for d, kind in zip(sums, ctx.dtypes, strict=True)
+    )
+    return dx if ctx.has_x else None, dy, d_y_bias, d_weight, d_bias, *(None,) * 3
 
 
 def _setup_relu(ctx, inputs, output):
+    bias = inputs[1]
     ctx.save_for_backward(output)
-    ctx.p = inputs[2]
+    ctx.p, ctx.dtype = inputs[3], None if bias is None else bias.dtype
 
 
 def _backward_relu(ctx, d_out):
-    return torch.ops.regard.relu_dropout_backward(d_out, *ctx.saved_tensors, ctx.p), None, None
+    dx, d_bias = torch.ops.regard.relu_dropout_backward(d_out, *ctx.saved_tensors, ctx.p)
+    return dx, None if ctx.dtype is None else d_bias.to(ctx.dtype), None, None
 
 
 torch.library.register_autograd("regard::branch_end", _backward, setup_context=_setup)

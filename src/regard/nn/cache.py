@@ -15,6 +15,9 @@ class KeyValues:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity  # initial slots, where the first call has one position
+        self.transposed_keys = (
+            False  # in memory: what a product of few queries with them reads fastest on a CPU
+        )
         self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
         self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
         self.filled = (
@@ -46,9 +49,14 @@ class KeyValues:
             raise RegardError("a cache has no gradients; decode under torch.no_grad()")
         b, _, n, _ = k.shape
         start, self.filled = self.filled, self.filled + n
-        self.k, self.v = (_grow(*pair, self.filled, self.capacity) for pair in ((self.k, k), (self.v, v)))
+        # Slots past a row's length are read with weight 0, so they need to be finite.
+        zeros = lengths is not None or self.lengths is not None
+        self.k = _grow(self.k, k, self._slots(self.k), zeros, self.transposed_keys)
+        self.v = _grow(self.v, v, self._slots(self.v), zeros)
         if lengths is not None and self.lengths is None:
             self.lengths = torch.full((b,), start, device=k.device, dtype=lengths.dtype)
+            for t in (self.k, self.v):
+                t[:, :, start:] = 0
         if self.lengths is None:
             self.k.narrow(2, start, n).copy_(k)  # faster than indexing a slice
             self.v.narrow(2, start, n).copy_(v)
@@ -58,6 +66,12 @@ class KeyValues:
             self.k[row, :, slot], self.v[row, :, slot] = k.transpose(1, 2), v.transpose(1, 2)
             self.lengths = self.lengths + (n if lengths is None else lengths)
         return self.k.narrow(2, 0, self.filled), self.v.narrow(2, 0, self.filled), self.lengths
+
+    def _slots(self, old: Tensor | None) -> int:
+        """How many slots a tensor gets: doubled when it is full."""
+        if old is not None:
+            return old.shape[2] if old.shape[2] >= self.filled else max(self.filled, 2 * old.shape[2])
+        return max(self.filled, self.capacity if self.filled == 1 else 0)
 
     def select(self, rows: Int[Tensor, " r"]) -> None:
         """Keep these rows of the batch, in this order; rows may repeat. Rows that stay in place are not copied."""
@@ -73,13 +87,13 @@ class KeyValues:
             self.lengths = self.lengths[rows]
 
 
-def _grow(old: Tensor | None, new: Tensor, needed: int, capacity: int) -> Tensor:
-    """`old` with at least `needed` slots, doubled when full."""
-    if old is not None and old.shape[2] >= needed:
+def _grow(old: Tensor | None, new: Tensor, slots: int, zeros: bool, transposed: bool = False) -> Tensor:
+    """`old` with this number of slots. zeros: those that are new are 0. transposed: the last two axes, in memory."""
+    if old is not None and old.shape[2] >= slots:
         return old
     b, h, _, d = new.shape
-    room = 2 * old.shape[2] if old is not None else capacity if needed == 1 else 0
-    out = new.new_zeros(b, h, max(needed, room), d)
+    make = new.new_zeros if zeros else new.new_empty
+    out = make(b, h, d, slots).transpose(2, 3) if transposed else make(b, h, slots, d)
     if old is not None:
         out[:, :, : old.shape[2]] = old
     return out
@@ -87,7 +101,11 @@ def _grow(old: Tensor | None, new: Tensor, needed: int, capacity: int) -> Tensor
 
 def _move(t: Tensor, into: Tensor, origin: Tensor, rows: int, filled: int) -> Tensor:
     """The first `rows` rows of t after row origin[r] was copied to row into[r], up to slot `filled`."""
-    if len(into):
+    pairs = list(zip(into.tolist(), origin.tolist(), strict=True)) if t.is_cpu else []
+    if t.is_cpu and not {i for i, _ in pairs} & {j for _, j in pairs}:  # row by row is fastest
+        for i, j in pairs:
+            t[i, :, :filled].copy_(t[j, :, :filled])
+    elif len(into):
         t[into, :, :filled] = t[origin, :, :filled]  # indexing copies the right side first
     return t[:rows]
 

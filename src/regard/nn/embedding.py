@@ -36,10 +36,12 @@ class Embedding(nn.Module):
         start: int | Int[Tensor, " b"] = 0,
         length: int | None = None,
         positions: Int[Tensor, "b n"] | None = None,
+        drops: bool = True,
     ) -> Float[Tensor, "b n d_model"]:
         """`start` is the position of the first id, one number or one per row; `length` is the last position + 1.
 
-        `positions` is the position of every id, where these are not consecutive.
+        `positions` is the position of every id, where these are not consecutive. drops: False leaves the dropout to
+        the caller.
         """
         x = F.embedding(ids, self.table)
         if self.spec.scaled:
@@ -56,7 +58,8 @@ class Embedding(nn.Module):
             x = x + (self.types[0] if types is None else F.embedding(types, self.types))
         elif types is not None:
             raise ShapeError("token types were given, but the embedding declares none; set types=2 there")
-        return dropout(self.norm(x), self.spec.dropout, self.training)
+        x = self.norm(x)
+        return dropout(x, self.spec.dropout, self.training) if drops else x
 
 
 class LanguageHead(nn.Module):
@@ -80,7 +83,8 @@ class LanguageHead(nn.Module):
         self, x: Float[Tensor, "*b d_model"], table: Float[Tensor, "vocab d_model"]
     ) -> tuple[Float[Tensor, "*b d_model"], Float[Tensor, "vocab d_model"], Float[Tensor, " vocab"] | None]:
         """The three arguments of F.linear that give the logits; a chunked loss multiplies them part by part."""
-        return x * self.factor, table if self.table is None else self.table, self.bias
+        x = x if self.factor == 1 else x * self.factor
+        return x, table if self.table is None else self.table, self.bias
 
 
 class MaskedHead(nn.Module):

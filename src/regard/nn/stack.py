@@ -16,6 +16,7 @@ from ..pattern import Pattern
 from ..position import learned
 from . import position as positions
 from .block import Block, Residual
+from .branch_end import computed_in
 from .cache import Cache
 from .dropout import dropout
 from .embedding import ClassifierHead, Embedding, LanguageHead, MaskedHead, Pooler
@@ -92,12 +93,14 @@ class Stack(nn.Module):
         weights: list[dict[str, Tensor]] | None = None,
     ) -> Float[Tensor, "b n d_model"]:
         """The input of the head. `weights`, a list with a dictionary per block, receives the attention weights."""
-        x = self._embed(x, types, cache, documents)
-        bias = self._bias(x, cache)
-        if documents is not None:
-            pattern = _within_documents(documents, pattern)
         fuses = any(block.fuses_ends for block in self.blocks if isinstance(block, Block))
         fuses = fuses and not compat.has_hooks(*self.blocks)  # a hook expects tensors
+        begins = fuses and self._begins_with_norm()
+        x = self._embed(x, types, cache, documents, drops=not begins)
+        bias = self._bias(x, cache)
+        states: Any = Residual(None, x, self.embedding.spec.dropout) if begins else x
+        if documents is not None:
+            pattern = _within_documents(documents, pattern)
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {
                 "lengths": lengths,
@@ -108,12 +111,15 @@ class Stack(nn.Module):
                 "weights": weights and weights[i],
             }
             if self.spec.checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, context, use_reentrant=False, **options)
+                states = checkpoint(block, states, context, use_reentrant=False, **options)
             elif fuses:
-                x = block(x, context, continues=True, **options)
+                states = block(states, context, continues=True, **options)
             else:
-                x = block(x, context, **options)
-        return x.normed(self.norm)[1] if isinstance(x, Residual) else self.norm(x)
+                states = block(states, context, **options)
+        # What reads the states are products again, so the norm is written in their dtype.
+        if isinstance(states, Residual):
+            return states.normed(self.norm, computed_in(states.like))[1]
+        return self.norm(states)
 
     def read(
         self, x: Float[Tensor, "b n d_model"], lengths: Int[Tensor, " b"] | None = None
@@ -132,8 +138,14 @@ class Stack(nn.Module):
         """An empty cache for this stack."""
         return Cache(len(self.blocks))
 
+    def _begins_with_norm(self) -> bool:
+        """Whether the embedding's dropout can be computed with the norm of the first block."""
+        if self.embedding is None or compat.has_hooks(self.embedding) or self.spec.checkpoint:
+            return False
+        return self.training and len(self.blocks) > 0 and self.spec.block.norm_at == "pre"
+
     def _embed(
-        self, x: Tensor, types: Tensor | None, cache: Cache | None, documents: Tensor | None
+        self, x: Tensor, types: Tensor | None, cache: Cache | None, documents: Tensor | None, drops: bool
     ) -> Tensor:
         if documents is not None and cache is not None:
             raise ShapeError("documents and a cache cannot be combined; give each text a row of its own")
@@ -142,10 +154,10 @@ class Stack(nn.Module):
         if x.is_floating_point():
             raise ShapeError(f"this stack has an embedding and takes token ids, not {x.dtype} vectors")
         if documents is not None:
-            return self.embedding(x, types=types, positions=document_positions(documents))
+            return self.embedding(x, types=types, positions=document_positions(documents), drops=drops)
         start = 0 if cache is None else cache.offset
         length = x.shape[1] + (0 if cache is None else cache.filled)
-        return self.embedding(x, types=types, start=start, length=length)
+        return self.embedding(x, types=types, start=start, length=length, drops=drops)
 
     def _bias(self, x: Tensor, cache: Cache | None) -> Bias:
         """The bias of a position that all layers share."""

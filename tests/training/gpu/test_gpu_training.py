@@ -348,4 +348,4 @@ def test_training_on_a_gpu_fuses_the_ends_of_branches(texts, tmp_path, monkeypat
     real = branch_kernel.branch_end
     monkeypatch.setattr(branch_kernel, "branch_end", lambda *given: calls.append(1) or real(*given))
     losses(made("translate", texts), tmp_path, "cuda", graphs=False)
-    assert len(calls) == UPDATES * (2 * 2 + 3 * 2)
+    assert len(calls) == UPDATES * (2 * 2 + 3 * 2 + 2)  # and where a stack begins

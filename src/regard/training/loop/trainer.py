@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...errors import BackendError, FormatError, RegardError, SpecError
 from ...nn.block import Block
 from ...nn.feed_forward import FeedForward
+from ...nn.packed import Copies
 from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
 from ..data.buckets import bucket_shape, pad_to_bucket
@@ -106,6 +107,7 @@ class Trainer:
         with_graphs = settings.graphs and self.device.type == "cuda" and self.ranks.world == 1
         self.optimizer = settings.optimizer.build(task, capturable=with_graphs)
         self.graphs = GraphedUpdates(self._work, self.device) if with_graphs else None
+        self.copies = self._copies()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=settings.autocast == "float16")
         self.mean = self._mean()
         self.stream = self._stream(train, settings.seed)
@@ -219,11 +221,12 @@ class Trainer:
         batches: to find those without predictions; None where each has some.
         """
         total = torch.zeros((), device=self.device)
-        for i, batch in enumerate(inputs, 1):
-            with without_sync(self.call) if i < len(inputs) else contextlib.nullcontext():
-                loss, plain = self._loss(batch, batches is None or batches[i - 1].predicted > 0)
-                self.scaler.scale(loss / divisor).backward()
-            total += plain.detach()
+        with contextlib.nullcontext() if self.copies is None else self.copies.used():
+            for i, batch in enumerate(inputs, 1):
+                with without_sync(self.call) if i < len(inputs) else contextlib.nullcontext():
+                    loss, plain = self._loss(batch, batches is None or batches[i - 1].predicted > 0)
+                    self.scaler.scale(loss / divisor).backward()
+                total += plain.detach()
         norm = self._clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -320,6 +323,13 @@ class Trainer:
         if improved and self.settings.patience is not None:
             self._store_best()
         return {"loss": loss, "best": self.best}
+
+    def _copies(self) -> Copies | None:
+        """16-bit copies of the weights, where one GPU trains with autocast."""
+        kind = self.settings.autocast
+        if kind is None or self.device.type != "cuda" or self.ranks.world > 1:
+            return None
+        return Copies(self.task, getattr(torch, kind))
 
     def _mean(self) -> RunningMean | CheckpointMean | None:
         match self.settings.average:
