@@ -52,8 +52,12 @@ def ours(rows: list[list[int]], width: int, most: int):
     options = {"source": source, "source_lengths": lengths, "max_new_tokens": most, "eos_id": END}
     start = [[START]] * len(rows)
     once = weights_unchanged()
-    once.__enter__()  # until the process ends
-    return lambda: generate(model, start, strategy, return_log_probs=False, **options).rows()
+    once.__enter__()  # until the process ends: the function below keeps the context from being collected
+
+    def translate(_context=once) -> list[list[int]]:
+        return generate(model, start, strategy, return_log_probs=False, **options).rows()
+
+    return translate
 
 
 def prepare(folder: Path, count: int) -> None:

@@ -215,3 +215,38 @@ def test_beams_that_share_their_past_find_what_the_modules_find(heads):
     slow = generate(model, [[1]] * 5, beam(3), **given)
     assert fast.rows() == slow.rows()
     torch.testing.assert_close(fast.log_probs, slow.log_probs)
+
+
+@pytest.mark.parametrize("strategy", [greedy(), beam(3, length_penalty=0.6)], ids=["greedy", "beam"])
+def test_many_rows_of_different_lengths_give_what_each_gives_alone(strategy):
+    """33 rows are sorted, encoded in groups and decoded in four parts; each has its own limit of tokens."""
+    model, noise = translator(**BLOCKS["pre, gelu"]), torch.Generator().manual_seed(7)
+    lengths = torch.randint(1, 30, (33,), generator=noise)
+    source = torch.randint(4, VOCAB, (33, 30), generator=noise)
+    limits = torch.randint(3, 9, (33,), generator=noise).tolist()
+    together = generate(
+        model, [[1]] * 33, strategy, source=source, source_lengths=lengths, max_new_tokens=limits, eos_id=END
+    )
+    for row, (n, limit) in enumerate(zip(lengths.tolist(), limits, strict=True)):
+        alone = generate(
+            model, [[1]], strategy, source=source[row : row + 1, :n], max_new_tokens=limit, eos_id=END
+        )
+        assert together.rows()[row] == alone.rows()[0]
+        assert float(together.log_probs[row]) == pytest.approx(float(alone.log_probs[0]), abs=1e-6)
+
+
+def test_parts_and_groups_hold_every_row_once_with_little_padding():
+    decoder = cpu_inference.token_decoder(translator().decoder)
+    lengths = torch.arange(40, 0, -1)
+    parts = decoder.context_parts(lengths)
+    assert [(p.first, p.last, p.keys) for p in parts] == [
+        (0, 10, 40),
+        (10, 20, 30),
+        (20, 30, 20),
+        (30, 40, 10),
+    ]
+    assert all((p.bias.isfinite().sum(-1)[::3, 0] == lengths[p.first : p.last]).all() for p in parts)
+    assert decoder.context_parts(torch.tensor([5, 5]))[0].bias is None
+    groups = cpu_inference._groups(lengths.flip(0).tolist())
+    assert sum(g.b for g in groups) == 40 and sum(g.count for g in groups) == int(lengths.sum())
+    assert min(g.b for g in groups) >= cpu_inference.MIN_GROUP

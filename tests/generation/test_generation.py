@@ -7,7 +7,7 @@ import torch
 
 import regard as rg
 from regard.generation import beam, generate, greedy, sample
-from regard.generation.beam_search import _largest
+from regard.generation.beam_search import _continuations
 from regard.generation.strategies import pick, probabilities
 
 VOCAB, END = 11, 3
@@ -296,11 +296,13 @@ def test_each_row_may_have_its_own_limit(strategy):
         assert float(together.log_probs[row]) == pytest.approx(float(same.log_probs[row]), abs=1e-4)
 
 
-def test_the_largest_scores_are_found_by_blocks():
+def test_the_likeliest_continuations_are_found_by_blocks():
     torch.manual_seed(0)
+    total = torch.tensor([[0.0, -0.5, -9.0], [0.0, -torch.inf, -torch.inf], [-3.0, -3.1, -3.2]])
     for vocab in (4096, 8000, 8001):
-        scores = torch.randn(3, 2, vocab)
-        scores[0, 0, :40] += 9.0  # all in one block
-        values, index = _largest(scores, 8)
-        assert torch.equal(values, scores.topk(8, dim=-1).values)
-        assert torch.equal(scores.gather(2, index), values)
+        logits = torch.randn(3, 3, vocab)
+        logits[0, 0, :40] += 9.0  # all in one block
+        found, origin, token = _continuations(total, logits)
+        every = total[..., None] + logits.log_softmax(-1)
+        assert torch.equal(found, every.flatten(1).topk(6, dim=-1).values)
+        assert torch.equal(every[torch.arange(3)[:, None], origin, token], found)

@@ -97,27 +97,20 @@ def _compacted(left: list[int]) -> list[int]:
 def _continuations(
     total: Float[Tensor, "b w"], logits: Float[Tensor, "b w v"]
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"], Int[Tensor, "b k"]]:
-    """The 2·width likeliest continuations: log-probability, which sequence is continued, with which token.
-
-    They are among the 2·width likeliest of each sequence.
-    """
+    """The 2·width likeliest continuations: log-probability, which sequence is continued, with which token."""
     width, vocab = logits.shape[1:]
-    each = min(2 * width, vocab)
-    scores, token = _largest(logits.log_softmax(-1), each)
-    log_prob = total[..., None] + scores
-    largest, index = log_prob.flatten(1).topk(min(2 * width, width * each), dim=-1)
-    return largest, index // each, token.flatten(1).gather(1, index)
-
-
-def _largest(scores: Float[Tensor, "b w v"], k: int) -> tuple[Float[Tensor, "b w k"], Int[Tensor, "b w k"]]:
-    """scores.topk(k). A maximum is faster on a CPU: only the k blocks with the largest maxima are searched."""
-    vocab = scores.shape[-1]
-    if scores.device.type != "cpu" or vocab % BLOCK or vocab < 4 * k * BLOCK:
-        return scores.topk(k, dim=-1)
-    blocks = scores.unflatten(-1, (-1, BLOCK))
-    index = blocks.amax(-1).topk(k, dim=-1).indices
-    values, inner = blocks.gather(2, repeat(index, "b w k -> b w k n", n=BLOCK)).flatten(2).topk(k, dim=-1)
-    return values, index.gather(2, inner // BLOCK) * BLOCK + inner % BLOCK
+    scores, k = logits.log_softmax(-1), min(2 * width, width * vocab)
+    if scores.device.type != "cpu" or vocab % BLOCK or width * vocab < 4 * k * BLOCK:
+        largest, index = (total[..., None] + scores).flatten(1).topk(k, dim=-1)
+        return largest, index // vocab, index % vocab
+    # A maximum is faster on a CPU than topk: only the k blocks with the largest maxima are searched.
+    blocks = scores.unflatten(-1, (-1, BLOCK)).flatten(1, 2)
+    of_block = total.repeat_interleave(vocab // BLOCK, 1)
+    index = (blocks.amax(-1) + of_block).topk(k, dim=-1).indices
+    inside = blocks.gather(1, repeat(index, "b k -> b k n", n=BLOCK)) + of_block.gather(1, index)[..., None]
+    largest, inner = inside.flatten(1).topk(k, dim=-1)
+    index = index.gather(1, inner // BLOCK) * BLOCK + inner % BLOCK
+    return largest, index // vocab, index % vocab
 
 
 def _select(written: Int[Tensor, "b w n"], origin: Int[Tensor, "b k"]) -> Int[Tensor, "b k n"]:

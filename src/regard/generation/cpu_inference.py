@@ -8,7 +8,7 @@ says for which stacks the results are the same.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ from ..nn.stack import Stack
 from ..pattern import Pattern
 
 Map = Callable[[Tensor], Tensor]
+MIN_GROUP = 8  # rows of similar length that attention takes at once, where there are as many
+MAX_PARTS = 4  # of the rows in cross-attention
 SUPPORTED = {Stack, Block, MultiHeadAttention, FeedForward, Embedding, LanguageHead, Sinusoidal, Learned}
 SUPPORTED |= {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList}
 
@@ -63,13 +65,11 @@ class PackedLinear:
     """Concatenated linear layers, the weight stored in the layout of a fast product."""
 
     def __init__(self, *layers: nn.Linear):
-        self.product = compat.constant_product(torch.cat([layer.weight for layer in layers]))
-        bias = layers[0].bias
-        self.bias = None if bias is None else torch.cat([layer.bias for layer in layers])
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        self.product = compat.constant_product(torch.cat([layer.weight for layer in layers]), bias)
 
     def __call__(self, x: Float[Tensor, "b d_in"]) -> Float[Tensor, "b d_out"]:
-        y = self.product(x)
-        return y if self.bias is None else y.add_(self.bias)
+        return self.product(x)
 
 
 class SingleQueryAttention:
@@ -99,21 +99,31 @@ class SingleQueryAttention:
         return self._attend(q, k, v, bias)
 
     def cross(
-        self, x: Float[Tensor, "b d"], cache: KeyValues, bias: Float[Tensor, "bh 1 m"] | None
+        self, x: Float[Tensor, "b d"], cache: KeyValues, parts: "list[ContextPart] | None"
     ) -> Float[Tensor, "b h_d_v"]:
         """Cross-attention to the context, whose keys and values the cache holds.
 
         x may have several times as many rows as there are contexts: those of one context follow each other.
         """
         assert cache.k is not None and cache.v is not None
-        return self._attend(self.into(x), cache.k, cache.v, bias)
+        q = self.into(x)
+        if parts is None:
+            return self._attend(q, cache.k, cache.v, None)
+        each, found = len(x) // len(cache.k), []
+        for first, last, keys, bias in parts:
+            k, v = (t[first:last, :, :keys] for t in (cache.k, cache.v))
+            found.append(self._attend(q[first * each : last * each], k, v, bias))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def read(self, context: Float[Tensor, "t d"], rows: "Rows", cache: KeyValues) -> None:
         """Write the context's keys and values into the cache."""
         assert self.context is not None
-        both = rows.pad(self.context(context)).split(self.widths[1:], -1)
-        k, v = (rearrange(t, "b m (h d) -> b h m d", h=self.kv_heads) for t in both)
-        cache.append(k, v)
+        k, v = rows.pad(self.context(context)).split(self.widths[1:], -1)
+        # Keys lie transposed in memory, as the product with many queries reads them fastest.
+        keys = rearrange(k, "b m (h d) -> b h d m", h=self.kv_heads).contiguous()
+        cache.k = keys.transpose(2, 3)
+        cache.v = rearrange(v, "b m (h d) -> b h m d", h=self.kv_heads).contiguous()
+        cache.filled = cache.k.shape[2]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """With one query per row its axis is free for the heads that share keys and values, and for the rows that
@@ -182,14 +192,16 @@ class Layer(FeedForwardLayer):
             )
 
     def step(
-        self, x: Float[Tensor, "b d"], cache: LayerCache, bias: Tensor | None, context_bias: Tensor | None
+        self,
+        x: Float[Tensor, "b d"],
+        cache: LayerCache,
+        bias: Tensor | None,
+        parts: "list[ContextPart] | None",
     ) -> Float[Tensor, "b d"]:
         """The new states; x is overwritten."""
         x = self._branch(x, self.own_norm, lambda x: self.own.own(x, cache.own, bias), self.own.out)
         if (cross := self.cross) is not None:
-            x = self._branch(
-                x, self.cross_norm, lambda x: cross.cross(x, cache.cross, context_bias), cross.out
-            )
+            x = self._branch(x, self.cross_norm, lambda x: cross.cross(x, cache.cross, parts), cross.out)
         return self.feed_forward(x)
 
 
@@ -231,6 +243,15 @@ def token_decoder(stack: Stack) -> "TokenDecoder":
     return _prepared_once(stack, lambda: TokenDecoder(stack))
 
 
+class ContextPart(NamedTuple):
+    """Rows whose contexts have at most this number of keys, and −∞ at the padding of the shorter ones."""
+
+    first: int
+    last: int
+    keys: int
+    bias: Float[Tensor, "bh 1 m"] | None
+
+
 class TokenDecoder:
     """A decoder stack that gives logits after one more token of each row."""
 
@@ -238,8 +259,9 @@ class TokenDecoder:
         assert isinstance(stack.head, LanguageHead)
         self.stack, self.embedding = stack, CachedEmbedding(stack.embedding)
         self.layers = [Layer(block) for block in _blocks(stack)]
-        _, table, self.bias = stack.head.inputs(stack.embedding.table[:1], stack.embedding.table)
-        self.dtype, self.logits, self.factor = table.dtype, compat.constant_product(table), stack.head.factor
+        _, table, bias = stack.head.inputs(stack.embedding.table[:1], stack.embedding.table)
+        self.dtype, self.logits = table.dtype, compat.constant_product(table, bias)
+        self.factor = stack.head.factor
 
     def read(
         self, context: Float[Tensor, "b m d"], lengths: Int[Tensor, " b"] | None, caches: list[LayerCache]
@@ -251,20 +273,28 @@ class TokenDecoder:
             if layer.cross is not None:
                 layer.cross.read(real, rows, cache.cross)
 
-    def context_bias(self, lengths: Int[Tensor, " b"], m: int) -> Float[Tensor, "bh 1 m"]:
-        """−∞ at the padding of a context of m positions."""
+    def context_parts(self, lengths: Int[Tensor, " b"]) -> list[ContextPart]:
+        """The rows in parts, each with as many keys as its longest context has; few where the rows are sorted."""
         cross = self.layers[0].cross
         assert cross is not None
-        return self._padding_bias(lengths, m, cross.kv_heads)
+        rows, found = len(lengths), []
+        count = max(1, min(MAX_PARTS, rows // MIN_GROUP))
+        for i in range(count):
+            first, last = i * rows // count, (i + 1) * rows // count
+            part = lengths[first:last]
+            least, most = (int(n) for n in part.aminmax())
+            bias = None if least == most else self._padding_bias(part, most, cross.kv_heads)
+            found.append(ContextPart(first, last, most, bias))
+        return found
 
     def next(
         self,
         ids: Int[Tensor, " b"],
         caches: list[LayerCache],
-        context_bias: Float[Tensor, "bh 1 m"] | None,
+        parts: list[ContextPart] | None,
         beams: "Beams | None" = None,
     ) -> Float[Tensor, "b vocab"]:
-        """Logits after one more token. context_bias: −∞ at the padding of the context, if it has any."""
+        """Logits after one more token. parts: of the context, where it has padding."""
         own, heads = caches[0].own, self.layers[0].own.kv_heads
         position, bias = own.offset, None
         if beams is not None:
@@ -273,10 +303,9 @@ class TokenDecoder:
             bias = self._padding_bias(position + 1, own.filled + 1, heads)
         x = self.embedding(ids, position, own.filled + 1)
         for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer.step(x, cache, bias, context_bias)
+            x = layer.step(x, cache, bias, parts)
         x = self.stack.norm(x)
-        logits = self.logits(x if self.factor == 1 else x * self.factor)
-        return logits if self.bias is None else logits.add_(self.bias)
+        return self.logits(x if self.factor == 1 else x * self.factor)
 
     def _padding_bias(self, lengths: Int[Tensor, " b"], m: int, heads: int) -> Float[Tensor, "bh 1 m"]:
         """−∞ at keys past each row's length, repeated for each head."""
@@ -344,6 +373,7 @@ class Rows:
 
     def __init__(self, b: int, m: int, lengths: Int[Tensor, " b"] | None):
         self.b, self.real, self.slot, self.allowed = b, None, None, None
+        self.count = b * m if lengths is None else int(lengths.sum())  # real positions
         if lengths is not None:
             inside = torch.arange(m) < lengths[:, None]
             self.real = inside.flatten().nonzero()[:, 0]  # flat indices of the real positions
@@ -365,13 +395,35 @@ def encode(
     stack: Stack, ids: Int[Tensor, "b m"], lengths: Int[Tensor, " b"] | None
 ) -> Float[Tensor, "b m d"]:
     """stack(ids, lengths=lengths) without work on padding; the states there are undefined."""
-    b, m = ids.shape
+    (b, m), order = ids.shape, None
+    if (
+        lengths is not None
+    ):  # rows of similar length follow each other, and attend in groups with little padding
+        lengths, order = lengths.sort()
+        ids = ids[order]
     rows = Rows(b, m, lengths)
     positions = rows.concatenate(torch.arange(m).expand(b, m))
     x = CachedEmbedding(stack.embedding)(rows.concatenate(ids), positions, m)
+    groups = [rows] if lengths is None else _groups(lengths.tolist())
     for layer in _prepared_once(stack, lambda: [EncoderLayer(block) for block in _blocks(stack)]):
-        x = layer(x, rows)
-    return rows.pad(stack.norm(x))
+        x = layer(x, groups)
+    states = rows.pad(stack.norm(x))
+    return states if order is None else states[order.argsort()]
+
+
+def _groups(lengths: list[int]) -> list[Rows]:
+    """Rows in ascending order of length in groups, each of at least MIN_GROUP rows of which the longest has a quarter
+    more than the shortest."""
+    groups, start = [], 0
+    for i in range(1, len(lengths) + 1):
+        rest = len(lengths) - i
+        ends = i - start >= MIN_GROUP and rest >= MIN_GROUP and lengths[i] > 1.25 * lengths[start]
+        if ends or not rest:
+            part = lengths[start:i]
+            padded = part[0] < part[-1]
+            groups.append(Rows(len(part), part[-1], torch.tensor(part) if padded else None))
+            start = i
+    return groups
 
 
 class EncoderLayer(FeedForwardLayer):
@@ -385,14 +437,19 @@ class EncoderLayer(FeedForwardLayer):
         self.widths, self.project = [w.out_features for w in parts], PackedLinear(*parts)
         self.project_out = None if module.w_o is None else PackedLinear(module.w_o)
 
-    def __call__(self, x: Float[Tensor, "t d"], rows: Rows) -> Float[Tensor, "t d"]:
-        """The new states; x is overwritten."""
-        x = self._branch(x, self.norm, lambda x: self._attend(x, rows), self.project_out)
+    def __call__(self, x: Float[Tensor, "t d"], groups: list[Rows]) -> Float[Tensor, "t d"]:
+        """The new states; x is overwritten. groups: of the rows, one after another."""
+        x = self._branch(x, self.norm, lambda x: self._attend(x, groups), self.project_out)
         return self.feed_forward(x)
 
-    def _attend(self, x: Float[Tensor, "t d"], rows: Rows) -> Float[Tensor, "t h_d_v"]:
+    def _attend(self, x: Float[Tensor, "t d"], groups: list[Rows]) -> Float[Tensor, "t h_d_v"]:
         """Every position attends to all real positions of its row."""
-        padded = rows.pad(self.project(x)).split(self.widths, -1)
+        parts = self.project(x).split([rows.count for rows in groups])
+        found = [self._attend_in(part, rows) for part, rows in zip(parts, groups, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _attend_in(self, projected: Float[Tensor, "t w"], rows: Rows) -> Float[Tensor, "t h_d_v"]:
+        padded = rows.pad(projected).split(self.widths, -1)
         q, k, v = (rearrange(t, "b m (h d) -> b h m d", h=h) for t, h in zip(padded, self.heads, strict=True))
         grouped = self.heads[0] != self.heads[1]
         o = F.scaled_dot_product_attention(

@@ -55,6 +55,11 @@ def generate(
     was_training = model.training
     model.eval()
     try:
+        order = None if isinstance(strategy, sample) else _longest_first(tokens, source, source_lengths)
+        if order is not None:
+            unsorted = tokens, lengths, source, source_lengths
+            tokens, lengths, source, source_lengths = (None if t is None else t[order] for t in unsorted)
+            limits = [limits[i] for i in order.tolist()]
         decoder, positions = steps(model, source, source_lengths)
         if positions is not None:
             room = positions - tokens.shape[1]
@@ -68,6 +73,10 @@ def generate(
             written, log_probs = [tokens for _, tokens in best], [log_prob for log_prob, _ in best]
         else:
             written, log_probs = _decode(strategy, decoder, tokens, lengths, limits, eos_id, return_log_probs)
+        if order is not None:
+            tokens, lengths, source, source_lengths = unsorted
+            back = order.argsort().tolist()
+            written, log_probs = [written[i] for i in back], [log_probs[i] for i in back]
         result = _generated(written, log_probs if return_log_probs else None, tokens.device, eos_id or 0)
         if return_weights:
             weights = _weights(model, tokens, lengths, result, source, source_lengths)
@@ -132,6 +141,16 @@ def _limits(max_new_tokens: int | Sequence[int], rows: int) -> list[int]:
     if min(limits) < 1:
         raise SpecError(f"max_new_tokens={max_new_tokens}: it needs to be at least 1")
     return limits
+
+
+def _longest_first(
+    tokens: Int[Tensor, "b n"], source: Tensor | None, lengths: Int[Tensor, " b"] | None
+) -> Int[Tensor, " b"] | None:
+    """On a CPU the rows in descending order of their sources' lengths: attention then takes similar ones at once, and
+    those that end first are at the end."""
+    if source is None or lengths is None or not tokens.is_cpu or lengths.shape != (len(tokens),):
+        return None
+    return lengths.argsort(descending=True, stable=True) if len(source) == len(tokens) else None
 
 
 def _compacted(continues: Bool[Tensor, " b"], left: int) -> Int[Tensor, " left"]:

@@ -70,8 +70,10 @@ class CpuSteps(StackSteps):
     ):
         super().__init__(stack, context, context_lengths)
         self.decoder = cpu_inference.token_decoder(stack)
-        # −∞ at the padding of the context; computed when needed, and again after the rows changed.
-        self.context_bias: Float[Tensor, "bh 1 m"] | None = None
+        for layer in self.cache.layers:
+            layer.own.transposed_keys = True
+        # Of a context with padding; computed when needed, and again after the rows changed.
+        self.parts: list[cpu_inference.ContextPart] | None = None
         self.beams: cpu_inference.Beams | None = None
 
     def next(
@@ -81,13 +83,13 @@ class CpuSteps(StackSteps):
             return super().next(tokens, lengths)
         if self.context is not None and not self.cache.filled:
             self.decoder.read(self.context, self.context_lengths, self.cache.layers)
-        if self.context is not None and self.context_lengths is not None and self.context_bias is None:
-            self.context_bias = self.decoder.context_bias(self.context_lengths, self.context.shape[1])
-        return self.decoder.next(tokens[:, 0], self.cache.layers, self.context_bias, self.beams)
+        if self.context is not None and self.context_lengths is not None and self.parts is None:
+            self.parts = self.decoder.context_parts(self.context_lengths)
+        return self.decoder.next(tokens[:, 0], self.cache.layers, self.parts, self.beams)
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
         super().select(rows, same_context)
-        self.context_bias = self.context_bias if same_context else None
+        self.parts = self.parts if same_context else None
 
     def repeat(self, width: int) -> None:
         """The beams of a row share the keys and values of its context and, from equal lengths on, of its past."""
@@ -108,7 +110,7 @@ class CpuSteps(StackSteps):
             if self.beams is not None:
                 layer.own.select(rows)
             layer.cross.select(rows)
-        self.context_bias = None
+        self.parts = None
         if self.context is not None:
             self.context = self.context[rows]
         if self.context_lengths is not None:
