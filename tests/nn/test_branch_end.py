@@ -15,6 +15,7 @@ import regard as rg
 from branch_cases import CASES
 from regard.nn import branch_end
 from regard.nn.block import Residual
+from regard.training.loop.trainer import fuse_branch_ends
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -68,3 +69,13 @@ def test_a_block_that_may_fuse_gives_the_same_on_a_cpu():
     usual = block(x)
     block.fuses_ends = block.feed_forward.fuses_dropout = True
     assert torch.equal(block(x), usual)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_stack_that_may_fuse_gives_the_same_on_a_cpu(residual):
+    block = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(16), norm_at="pre", residual=residual)
+    stack = rg.Encoder(block, 2, embedding=rg.Embedding(11, 8)).build().train()
+    ids = torch.randint(11, (2, 3))
+    usual = stack(ids)
+    fuse_branch_ends(stack, True)
+    assert torch.equal(stack(ids), usual)

@@ -142,7 +142,8 @@ class Stack(nn.Module):
         """Whether the embedding's dropout can be computed with the norm of the first block."""
         if self.embedding is None or compat.has_hooks(self.embedding) or self.spec.checkpoint:
             return False
-        return self.training and len(self.blocks) > 0 and self.spec.block.norm_at == "pre"
+        block = self.spec.block
+        return self.training and len(self.blocks) > 0 and block.norm_at == "pre" and block.residual
 
     def _embed(
         self, x: Tensor, types: Tensor | None, cache: Cache | None, documents: Tensor | None, drops: bool
