@@ -58,7 +58,8 @@ def generate(
         order = None if isinstance(strategy, sample) else _longest_first(tokens, source, source_lengths)
         if order is not None:
             unsorted = tokens, lengths, source, source_lengths
-            tokens, lengths, source, source_lengths = (None if t is None else t[order] for t in unsorted)
+            tokens = tokens[order]
+            lengths, source, source_lengths = (None if t is None else t[order] for t in unsorted[1:])
             limits = [limits[i] for i in order.tolist()]
         decoder, positions = steps(model, source, source_lengths)
         if positions is not None:

@@ -112,7 +112,8 @@ class MultiHeadAttention(nn.Module):
         )  # Shaw's vectors may be added to the values too
         weights = engine.weights(q, p.k, **arguments) if return_weights or on_values else None
         if extra:
-            o, weights = self._with_extra_key(q, *o, weights, scale, dropout)
+            attended, lse = o
+            o, weights = self._with_extra_key(q, attended, lse, weights, scale, dropout)
         if on_values:
             o = o + self.position.values(weights, *self._positions(p))
         out = self._output(rearrange(o, "b h n d -> b n (h d)"), adds_bias)
