@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from importlib import import_module
 from inspect import isbuiltin
 from math import inf
 from typing import Any
@@ -467,15 +468,12 @@ def node_number() -> int:
 
 def running_node() -> int | None:
     """The number of the node whose backward runs; None outside a backward pass."""
-    node = None if _current_node is None else _current_node()
-    return None if node is None else int(node._sequence_nr())
+    return int(node._sequence_nr()) if _current_node and (node := _current_node()) else None
 
 
 def amp_availability() -> tuple[Any, str]:
     """(module, name) of the function by which torch.autocast decides that CUDA's autocast is not available."""
-    from torch.cuda.amp import common
-
-    return common, "amp_definitely_not_available"
+    return import_module("torch.cuda.amp.common"), "amp_definitely_not_available"
 
 
 @contextmanager
@@ -484,8 +482,7 @@ def checkpoints_ignore_devices() -> Iterator[None]:
     from torch.utils import checkpoint
 
     checks = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
-    before = dict(checks)
-    checks["default"] = lambda x: {"shape": x.shape, "dtype": x.dtype}
+    before, checks["default"] = dict(checks), lambda x: {"shape": x.shape, "dtype": x.dtype}
     try:
         yield
     finally:

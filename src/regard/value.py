@@ -74,7 +74,7 @@ def from_plain(data: Any, kinds: Mapping[str, type], depth: int = 0) -> Any:
     required = [f.name for f in known.values() if f.default is f.default_factory is dataclasses.MISSING]
     if missing := [r for r in required if r not in fields]:
         raise FormatError(f"{name} needs {_names(missing)}, which the JSON does not give")
-    values = {field: from_plain(v, kinds, depth + 1) for field, v in fields.items()}
+    values = {field: _read(kind, field, from_plain(v, kinds, depth + 1)) for field, v in fields.items()}
     try:
         built = kind(**values)
     except RegardError:
@@ -84,6 +84,14 @@ def from_plain(data: Any, kinds: Mapping[str, type], depth: int = 0) -> Any:
         raise
     _check_types(kind, values)
     return built
+
+
+def _read(kind: type, field: str, given: Any) -> Any:
+    """A text becomes the value that it denotes where its class has a notation: `pattern: causal()` in a YAML file."""
+    declared = _annotations(kind)[field]
+    if isinstance(given, str) and (from_text := getattr(declared, "from_text", None)):
+        return from_text(given)
+    return given
 
 
 @lru_cache

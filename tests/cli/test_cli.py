@@ -196,6 +196,16 @@ def test_a_field_of_the_wrong_type_in_json_is_named(fields, message):
         rg.from_json(json.dumps({"kind": "Attention", **fields}))
 
 
+def test_a_pattern_in_a_file_may_be_written_as_in_python(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text(
+        "kind: Attention\nd_model: 8\nheads: 2\npattern: causal() & window(3)\n", encoding="utf-8"
+    )
+    assert "Attention(8, heads=2, pattern=causal() & window(3))" in regard("cost", str(file), "--n", "16")
+    with pytest.raises(rg.FormatError, match=r"'causl' is not a pattern word; did you mean causal\?"):
+        rg.from_json('{"kind": "Attention", "d_model": 8, "heads": 2, "pattern": "causl()"}')
+
+
 def test_nesting_is_limited_in_json_and_in_patterns():
     def nested(levels):
         inner = {"kind": "causal"}

@@ -206,9 +206,9 @@ def test_any_band_at_any_offset_is_handed_over_exactly(part):
 def test_gradients_can_be_differentiated_again():
     g = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, 2, 5, 3, dtype=torch.float64, generator=g, requires_grad=True) for _ in range(3)
+        torch.randn(1, 1, 4, 2, dtype=torch.float64, generator=g, requires_grad=True) for _ in range(3)
     )
-    for pattern, at in ((LOCAL, None), (rg.window(1), 0), (rg.causal() | rg.prefix(2), None)):
+    for pattern, at in ((rg.window(1), 0), (rg.causal() | rg.prefix(2), None)):
         attend = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)  # noqa: E731
         assert torch.autograd.gradgradcheck(attend, (q, k, v))
         only_lse = lambda *x, p=pattern, at=at: by_flash4(*x, p, at)[1]  # noqa: E731

@@ -186,7 +186,7 @@ def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Patte
     return full(), given
 
 
-def _row_extras(q: Tensor, lengths: Tensor | None, at: At | Tensor) -> tuple | None:
+def _row_extras(q: Tensor, lengths: Any, at: Any) -> tuple | None:
     """Of lengths and offsets on the GPU, all but their numbers; None where these must be looked at first."""
     if lengths is None and at is None:
         return ()
@@ -424,7 +424,8 @@ def _check_extras(call: Call) -> None:
             f"lengths has shape {shape}; one per batch row is needed: ({b},), or ({b}, 2) with the "
             "first visible key and the end"
         )
-    check_heads(call.pattern, q.shape[1])
+    if isinstance(call.pattern, per_head):
+        check_heads(call.pattern, q.shape[1])
     if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"

@@ -82,7 +82,7 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     times: list[tuple[float, Backend]] = []
     refusals = []
     for each in TABLE.values():
-        if device not in each.automatic:
+        if device not in each.automatic or not getattr(each, "installed", True):  # of another package
             continue
         if why := each.refuses(f):
             refusals.append(f"{each.name} cannot: {why}")

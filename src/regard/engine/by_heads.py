@@ -12,9 +12,9 @@ from ..position import ByDistance
 from .call import Bias, Call, Outputs, replaced
 
 
-def check_heads(pattern: Pattern, heads: int) -> None:
+def check_heads(pattern: per_head, heads: int) -> None:
     """A pattern per head needs as many as there are query heads."""
-    if isinstance(pattern, per_head) and len(pattern.patterns) != heads:
+    if len(pattern.patterns) != heads:
         raise ShapeError(
             f"per_head has {len(pattern.patterns)} patterns for {heads} query heads; give one for each head"
         )

@@ -38,11 +38,11 @@ WINDOW = 1.25  # the estimates of `triton` for windows are 14 to 24 % above its 
 
 
 class Flash4:
-    name = "flash4"
+    name, automatic = "flash4", ("cuda",)
 
     @property
-    def automatic(self) -> tuple[str, ...]:
-        return ("cuda",) if version() else ()
+    def installed(self) -> bool:
+        return version() is not None
 
     def refuses(self, f: CallFacts) -> str | None:
         if f.device_type != "cuda":

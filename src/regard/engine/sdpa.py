@@ -112,7 +112,7 @@ def _function(
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o = _sdpa(q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
-            o.grad_fn.register_hook(_double_backward)  # type: ignore[union-attr]
+            o.grad_fn.register_hook(_double_backward)
             return o
 
         return attend

@@ -68,7 +68,7 @@ class MultiHeadAttention(nn.Module):
         x: Float[Tensor, "b n d_model"],
         context: Float[Tensor, "b m d_context"] | None = None,
         *,
-        values: Float[Tensor, "b m d_values"] | None = None,
+        values: Float[Tensor, "b m_values d_values"] | None = None,
         lengths: Int[Tensor, " b"] | None = None,
         pattern: Pattern | Tensor | None = None,
         bias: Bias = None,

@@ -220,6 +220,13 @@ class Pattern:
         return value.to_json(self, indent)
 
     @staticmethod
+    def from_text(text: str) -> "Pattern":
+        """The pattern that `repr` or a person writes: `causal() & window(128)`."""
+        from .parse import parse_pattern
+
+        return parse_pattern(text)
+
+    @staticmethod
     def from_json(text: str) -> "Pattern":
         return value.from_json(text, KINDS)
 

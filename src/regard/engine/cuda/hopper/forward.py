@@ -340,7 +340,7 @@ def _addresses(X, x, D: gl.constexpr):
         at = at.to(gl.pointer_type(X.dtype.element_ty), bitcast=True)
         at += 64 * gl.arange(0, D // 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, PIECES)))[None, :, None]
         at = gl.convert_layout(at.reshape([x.shape[0], D]), LOAD, assert_trivial=True)
-    return gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])  # strides are multiples of 8 (`takes_hopper`)
+    return gl.max_contiguous(gl.multiple_of(at, [1, 16]), [1, 8])  # strides are multiples of 8 numbers
 
 
 @gluon.jit

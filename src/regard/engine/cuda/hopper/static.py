@@ -63,8 +63,8 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, d, 16]),
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
     )
-    sizes = work.marks, config.tile, width, d, work.segments
-    return Static(*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered)
+    sizes = [work.marks, config.tile, width, d, work.segments]
+    return Static(*[*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
 
 
 @lru_cache(maxsize=1024)
