@@ -192,7 +192,8 @@ def can_read_flash_node() -> bool:
     """Whether a hook can read q, k, v, mask, is_causal and scale from the node of PyTorch's own CPU attention."""
     if _current_node is None:
         return False
-    with torch.inference_mode(False), torch.enable_grad():
+    own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # not those of a checkpoint
+    with torch.inference_mode(False), torch.enable_grad(), own:
         x = torch.zeros(1, 1, 1, 8, device="cpu", requires_grad=True)
         node = sdpa(x, x, x).grad_fn
     return (
@@ -202,7 +203,6 @@ def can_read_flash_node() -> bool:
 
 def saved_by_flash_node() -> tuple[Any, ...] | None:
     """q, k, v, mask, is_causal and scale, in a hook of that node; None in the hook of another one."""
-    assert _current_node is not None
     node = _current_node()
     return tuple(getattr(node, name) for name in _FLASH_SAVED) if node.name() == FLASH_NODE else None
 

@@ -5,9 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import regard as rg
-from regard import spec
+from regard import compat, spec
+from regard.engine import backends
 from regard.nn.feed_forward import FeedForward
 from regard.nn.position import Rotary
 from regard.position import rope, rotate
@@ -106,3 +108,14 @@ def test_a_network_and_its_gradients_are_those_of_the_formula(activation, bias):
 
     for a, b in zip(with_gradients(network(x)), with_gradients(formula()), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_a_first_call_inside_a_checkpoint_is_recomputed_as_it_was():
+    """What PyTorch can do is found out at the first call; the checkpoint must not count the tensors of that."""
+    compat.can_read_flash_node.cache_clear()
+    backends.PREPARED.clear()
+    module = rg.Attention(8, heads=2).build()
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    (found,) = torch.autograd.grad(checkpoint(module, x, use_reentrant=False).sum(), x)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(found, expected)

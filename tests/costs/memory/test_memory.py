@@ -490,3 +490,31 @@ def test_a_checkpointed_model_is_priced_where_cuda_is_in_use(monkeypatch, how):
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     declaration._memory.cache_clear()
     assert cost(rg.Encoder(block, 2), n=8, train=step, device="cuda").memory.training_peak == expected
+
+
+class Clamps(torch.nn.Module):
+    """As encoders of the DETR family: values past the range are clamped in training."""
+
+    def __init__(self, unusual):
+        super().__init__()
+        self.linear, self.unusual = torch.nn.Linear(8, 8), unusual
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.exp(y) @ y.mT if self.unusual(y) else y
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        lambda y: torch.isinf(y).any(),
+        lambda y: torch.isnan(y).any(),
+        lambda y: not torch.isfinite(y).all(),
+        lambda y: not y.isfinite().all(),
+    ],
+)
+def test_unknown_values_are_taken_to_be_finite(unusual):
+    with_branch = rg.cost(Clamps(unusual), torch.randn(2, 8))
+    without = rg.cost(Clamps(lambda y: False), torch.randn(2, 8))
+    assert with_branch.flops == without.flops
+    assert "values are taken to be finite" in " ".join(map(str, with_branch.notes))

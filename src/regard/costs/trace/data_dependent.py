@@ -16,6 +16,8 @@ BALANCED = (
     "experts are counted at the routed number (top-k), with balanced routing: the choice depends on values"
 )
 
+FINITE = "values are taken to be finite: a branch for infinities and NaN is not taken"
+
 
 def _by_value(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """The result on known values; the arguments must be known."""
@@ -114,6 +116,17 @@ def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> None:
     return
 
 
+def _not_finite(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """Whether values are infinite or no numbers: unknown ones are taken to be finite."""
+    out = func(*args, **kwargs)
+    if trace.all_known(args[0]):
+        trace.set_value(out, trace.computed(func, args, kwargs)[0])
+    else:
+        trace.notes[FINITE] = None
+        trace.set_value(out, torch.zeros(1, dtype=torch.bool).expand(out.shape))
+    return out
+
+
 def _histogram(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """Counts of known values; of unknown ones, an even share each."""
     if trace.all_known(args[0]):
@@ -134,6 +147,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten_operator("sort"): _sort,
     aten_operator("argsort"): _sort,
     aten_operator("histc"): _histogram,
+    **dict.fromkeys(aten_operators("isinf", "isnan"), _not_finite),
     aten_operator("_grouped_mm"): _grouped_mm,
     **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), _in_place),
 }

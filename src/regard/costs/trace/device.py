@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat import has_autocast_kernel, without_function_modes
 from .attention import Gpu
+from .data_dependent import FINITE
 
 CREATORS = """
     empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices triu_indices
@@ -51,6 +52,8 @@ class OnDevice(TorchFunctionMode):
             Tensor.tolist: lambda x: self._read(x).tolist(),
             Tensor.data_ptr: lambda x: 0 if x.is_meta else x.data_ptr(),
             Tensor.__reduce_ex__: lambda x, *a: x.__reduce_ex__(*a),
+            torch.isfinite: self._is_finite,
+            Tensor.isfinite: self._is_finite,
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             **{constructor: self._created(constructor) for constructor in CONSTRUCTORS},
@@ -123,6 +126,16 @@ class OnDevice(TorchFunctionMode):
         copy = kwargs.pop("copy", False)
         with without_function_modes():
             return x.to(x.dtype if dtype is None else dtype, copy=copy, **kwargs)
+
+    def _is_finite(self, x: Tensor) -> Tensor:
+        """Unknown values are taken to be finite."""
+        out = torch.isfinite(x)
+        with without_function_modes():
+            unknown = out.is_meta and not self.trace.all_known(out)
+        if unknown:
+            self.trace.notes[FINITE] = None
+            self.trace.set_value(out, torch.ones(1, dtype=torch.bool, device="cpu").expand(out.shape))
+        return out
 
     def _placed_copy(self, x: Tensor) -> Tensor:
         with without_function_modes():
