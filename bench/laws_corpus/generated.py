@@ -1,4 +1,4 @@
-"""Attentions that no one has seen: a style, one of several ways to write each of its steps, and at most one fault.
+"""Attentions that no one has seen: a style, one of several spellings of each of its steps, and at most one fault.
 
 `entries(seed)` draws right ones and faulty ones. A style is a text with steps in angle brackets; RIGHT has equivalent
 ways to write a step, FAULTS has wrong ones, each with the causes that name it ("a|b": either) and the fault in words.
@@ -273,7 +273,7 @@ def make():
 
 
 def _filled(rng: random.Random, text: str, fault: tuple[str, str] | None) -> str:
-    """Every step written in one of its right ways, the step of the fault in the wrong one."""
+    """Every step written in one of its right spellings, the step of the fault in the wrong one."""
     sizes = rng.choice(((12, 3), (16, 4), (10, 2)))
     text = text.replace("{width}", str(sizes[0])).replace("{heads}", str(sizes[1]))
     text = text.replace("{tile}", str(rng.choice((2, 3, 4, 5, 8))))
