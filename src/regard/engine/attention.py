@@ -14,9 +14,8 @@ from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
 from .backends import PREPARED, choose
-from .by_heads import by_heads, check_heads
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
-from .merge import merge_sink
+from .merge import by_heads, check_heads, merge_sink
 
 # Looked up once: a name behind three dots costs as much as what it reads.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled

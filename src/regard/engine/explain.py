@@ -10,9 +10,9 @@ from ..pattern import Pattern, per_head
 from ..value import ShownAsTable
 from .attention import call_of, normalized
 from .backends import choose
-from .by_heads import check_heads, launches
 from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
+from .merge import check_heads, launches
 from .plan import NoPlan, plan
 
 

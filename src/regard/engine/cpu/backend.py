@@ -27,8 +27,8 @@ from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
+from .kernels import MAX_SAVED_WEIGHTS
 from .layout import Layout
-from .memory import MAX_SAVED_WEIGHTS
 from .strided_layout import fastest_concatenated, layout, layout_or_mask
 from .tiles import TileAttention, attend, working
 

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...position import ByDistance
+from .kernels import Buffers
 from .layout import TileGroup
-from .memory import Buffers
 
 
 def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:

@@ -17,8 +17,7 @@ from torch import Tensor
 from ... import compat
 from ...pattern import Pattern, neighborhood
 from ..parts import row_steps
-from .kernels import product
-from .memory import Buffers
+from .kernels import Buffers, product
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, causal
 from ...progression import Ints
-from .kernels import product
-from .memory import MAX_SAVED_WEIGHTS, Buffers
+from .kernels import MAX_SAVED_WEIGHTS, Buffers, product
 
 # Rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair.
 NARROW, WIDE = 64, 192

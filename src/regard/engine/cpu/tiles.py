@@ -30,8 +30,8 @@ from ..call import Call
 from . import kernels
 from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
 from .gathered_layout import GatheredLayout, GatheredPiece, joined
+from .kernels import Buffers, SavedWeights, Weights, huge_pages, with_buffers
 from .layout import Layout, Piece, TileGroup
-from .memory import Buffers, SavedWeights, Weights, huge_pages, with_buffers
 
 AnyPiece = Piece | GatheredPiece
 Named = dict[str, Tensor]
