@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 import regard as rg
 from regard.engine import flash4
+from regard.pattern.classification import band
 
 BF16 = torch.bfloat16
 c, w, every = rg.causal, rg.window, rg.every
@@ -122,7 +123,7 @@ def contestants(row):
         yield "sdpa", False, lambda: ours(row, backend="sdpa")
     if flash4.parts_of(row[0], row[1], row[1], 0):
         yield "flash4", False, lambda: ours(row, backend="flash4")
-    if flash4.band(row[0]) is not None:
+    if band(row[0]) is not None:
         yield "FlashAttention-4", True, lambda: flash_attention_4(row)
     if isinstance(row[0], rg.neighborhood) and row[1] <= 16384:
         yield "blocks of 64 keys", False, lambda: flex_narrow(row)

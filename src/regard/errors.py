@@ -11,6 +11,7 @@ A message contains the value that was passed, the numbers that conflict, and wha
 
 import difflib
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 
@@ -69,7 +70,7 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
         raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
     if isinstance(at, float):
         raise SpecError(f"at={at}: a query offset is a whole number")
-    if isinstance(scale, str):
+    if not isinstance(scale, Real | None):
         raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
 
 

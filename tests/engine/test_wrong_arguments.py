@@ -42,6 +42,9 @@ def test_queries_keys_and_values_that_do_not_fit_are_refused_in_words(arguments,
         ({"lengths": torch.tensor([3.0, 4.0])}, r"^lengths is torch\.float32; whole numbers are needed"),
         ({"lengths": torch.tensor([True, False])}, r"^lengths is torch\.bool; whole numbers"),
         ({"lengths": torch.tensor([3, 4, 5])}, r"^lengths has shape \(3,\)"),
+        ({"lengths": torch.tensor([3, -1])}, r"^lengths has -1, and there are 5 keys: 0 to 5 is needed$"),
+        ({"lengths": torch.tensor([6, 6])}, r"^lengths has 6, and there are 5 keys: 0 to 5 is needed$"),
+        ({"lengths": torch.tensor([[0, 5], [-2, 5]])}, r"^lengths has -2, and there are 5 keys"),
         ({"bias": np.zeros((5, 5))}, r"^bias is of type ndarray"),
         ({"bias": [[0.0] * 5] * 5}, r"^bias is of type list"),
         ({"sink_logits": [0.0, 1.0]}, r"^sink_logits is of type list"),
@@ -83,11 +86,11 @@ def test_a_query_offset_is_a_whole_number():
         rg.attention(X, X, X, rg.causal(), at=1.5)
 
 
-def test_a_scale_is_a_number():
-    with pytest.raises(
-        rg.SpecError, match=r"^scale='0.5': the factor of q·k is a number, or None for 1/√d_k$"
-    ):
-        rg.attention(X, X, X, scale="0.5")
+@pytest.mark.parametrize("scale", ["0.5", [0.5], {}, torch.tensor([0.5, 0.5])], ids=str)
+def test_a_scale_is_a_number(scale):
+    with pytest.raises(rg.SpecError) as error:
+        rg.attention(X, X, X, scale=scale)
+    assert str(error.value) == f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k"
 
 
 def test_no_keys_no_queries_and_no_rows_are_fine():

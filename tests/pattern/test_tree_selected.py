@@ -65,7 +65,8 @@ def test_trees_and_lists_may_differ_by_batch_row():
 def test_whole_blocks_are_told_apart(m):
     parents = random_tree(m, 5, roots=0.004)
     indices = torch.randint(-1, -(-m // 128), (-(-m // 128), 2), generator=torch.Generator().manual_seed(1))
-    for pattern in (rg.tree(parents), rg.selected(indices, size=128), rg.causal() & rg.selected(indices, 64)):
+    half = rg.selected(indices.repeat(2, 1), size=64)
+    for pattern in (rg.tree(parents), rg.selected(indices, size=128), rg.causal() & half):
         found = BlockGrid(torch.arange(m)[None], m).classify(pattern)
         table = torch.nn.functional.pad(pattern.allowed(m), (0, -m % 128, 0, -m % 128)).view(
             -(-m // 128), 128, -1, 128
@@ -91,7 +92,20 @@ def test_listed_blocks_are_what_is_attended_to():
     assert pattern.count(14) == int(table.sum())
     assert torch.equal(pattern.allowed(5, 14, at=9), table[9:])
     assert torch.equal(pattern.row_mask(True)(0, torch.arange(14)[:, None], torch.arange(14)), table)
-    assert not pattern.allowed(2, 14, at=16).any()
+
+
+@pytest.mark.parametrize(("at", "last"), [(16, 18), ((2, 7), 16), (torch.tensor([3, 15]), 17)])
+def test_queries_beyond_the_listed_blocks_are_refused(at, last):
+    pattern, x = (
+        rg.causal() & rg.selected(torch.tensor([[0], [1], [2], [3]]), size=4),
+        torch.randn(2, 1, 3, 4),
+    )
+    text = f"selected(<4×1 indices>, size=4) up to query {last}: it lists 4 blocks of 4 queries, and 5 are needed"
+    keys = torch.randn(2, 1, 16, 4)
+    for call in (pattern.allowed, lambda *given: rg.attention(x, keys, keys, pattern, at=at)):
+        with pytest.raises(ShapeError) as error:
+            call(3, 16, at)
+        assert str(error.value) == text
 
 
 @pytest.mark.parametrize(

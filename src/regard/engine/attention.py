@@ -214,12 +214,13 @@ def _key(
     elif not isinstance(pattern, Pattern) or (text := pattern.text) is None:
         return None
     try:
+        hash(scale)
         grad = _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         return (
             text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             type(k), type(v), backend, *rows,
         )  # fmt: skip
-    except AttributeError:  # k or v is no tensor: `require_tensors` says so
+    except (AttributeError, TypeError):  # k or v is no tensor, scale no number: `require_tensors` says so
         return None
 
 
@@ -339,9 +340,9 @@ def simplified(
         if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
             at = None
     if lengths is not None and lengths.shape == (b, 2) and b and readable(lengths):
-        lengths = lengths if max(lengths[:, 0].tolist()) > 0 else lengths[:, 1]
+        lengths = lengths if any(lengths[:, 0].tolist()) else lengths[:, 1]
     if lengths is not None and lengths.shape == (b,) and b and readable(lengths):
-        lengths = None if min(lengths.tolist()) >= m else lengths
+        lengths = None if lengths.tolist() == [m] * b else lengths
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
         pattern = None if _allows_all(pattern) else pattern
     return pattern, lengths, at
@@ -423,6 +424,12 @@ def _check_extras(call: Call) -> None:
             f"lengths has shape {shape}; one per batch row is needed: ({b},), or ({b}, 2) with the "
             "first visible key and the end"
         )
+    if call.lengths is not None and b and readable(call.lengths):
+        low, high = (int(x) for x in call.lengths.aminmax())
+        if low < 0 or high > m:
+            raise ShapeError(
+                f"lengths has {low if low < 0 else high}, and there are {m} keys: 0 to {m} is needed"
+            )
     if isinstance(call.pattern, per_head):
         check_heads(call.pattern, q.shape[1])
     if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
@@ -439,6 +446,8 @@ def _check_extras(call: Call) -> None:
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
     if not isinstance(call.at, Tensor):
         query_offset(call.pattern, n, m, call.at)
+    if call.pattern.has_data:
+        call.pattern.check_data(m, n, call.at)
     for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):
         if x is not None and not broadcasts(x.shape, (b, q.shape[1], n, m)):
             raise ShapeError(

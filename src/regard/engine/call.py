@@ -32,9 +32,7 @@ class Call:
     v: Float[Tensor, "b h_kv m d_v"]
     pattern: Pattern
     table: Bool[Tensor, "..."] | None = None
-    lengths: Int[Tensor, "b *two"] | None = (
-        None  # where the visible keys of a batch row end; or begin and end
-    )
+    lengths: Int[Tensor, "b *two"] | None = None  # the end of a row's visible keys; or begin and end
     bias: Bias = None
     scale: int | float | None = None  # None: 1/√d_k
     softcap: float | None = None

@@ -7,7 +7,6 @@ Nothing here imports the package before a call runs.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, lru_cache, partial
 from importlib import metadata
 from math import ceil, inf
@@ -17,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..pattern import Pattern, Relation, window
-from ..pattern.relation import EVERYTHING
-from ..progression import FAR, Ints
+from ..pattern import Pattern, window
+from ..pattern.classification import band, intervals
+from ..progression import FAR
 from . import reference_backend
 from .call import Call, CallFacts, Outputs, Prepared, has_empty_row, replaced
 
@@ -124,17 +123,6 @@ def _shapes(f: CallFacts) -> str | None:
 # Bands: its windows are counted from the last key, which belongs to the last query.
 
 
-def band(pattern: Pattern) -> Relation | None:
-    """near ≤ i − j ≤ far, if that is all that the pattern asks."""
-    found = pattern.fold(
-        lambda word: None if word.has_data else word.relation,
-        lambda a, b: None if a is None or b is None else a & b,
-        lambda a, b: None,
-        lambda a: None,
-    )
-    return found if found is not None and found == Relation(near=found.near, far=found.far) else None
-
-
 class Part(NamedTuple):
     """The next `rows` queries over the keys first … end − 1. The last query has the last of these keys; the window
     has `left` keys before and `right` after the key of a query; None: all."""
@@ -196,7 +184,7 @@ def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
 
 def _by_rows(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
     """Runs of queries whose keys are one interval, of which each end stays or moves with the query."""
-    found = _intervals(pattern, np.arange(start, start + n), m)
+    found = intervals(pattern, np.arange(start, start + n), m)
     if found is None or (found[0] > found[1]).any():
         return ()
     low, high = found
@@ -213,36 +201,6 @@ def _by_rows(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
         parts.append(Part(end - row, int(low[row]), last_key + 1, left, 0 if here[1] else None))
         row = end
     return tuple(parts) if row == n else ()
-
-
-def _intervals(pattern: Pattern, i: Ints, m: int) -> tuple[Ints, Ints] | None:
-    """The first and the last key of each query, if its keys are one interval; an empty one ends before it begins."""
-
-    def of_word(word: Any) -> tuple[Ints, Ints] | None:
-        if word.has_data:
-            return None
-        r = word.relation
-        bounds = replace(EVERYTHING, near=r.near, far=r.far, query_below=r.query_below, key_below=r.key_below)
-        if r != bounds:
-            return None
-        keys = r.keys(i)
-        low, high = np.maximum(keys.lo, 0), np.minimum(keys.hi, m - 1)
-        return np.broadcast_to(low, i.shape), np.broadcast_to(high, i.shape)
-
-    def both(a: Any, b: Any) -> tuple[Ints, Ints] | None:
-        return None if a is None or b is None else (np.maximum(a[0], b[0]), np.minimum(a[1], b[1]))
-
-    def either(a: Any, b: Any) -> tuple[Ints, Ints] | None:
-        if a is None or b is None:
-            return None
-        no_a, no_b = a[0] > a[1], b[0] > b[1]
-        apart = np.maximum(a[0], b[0]) > np.minimum(a[1], b[1]) + 1
-        if (apart & ~no_a & ~no_b).any():
-            return None
-        low = np.where(no_a, b[0], np.where(no_b, a[0], np.minimum(a[0], b[0])))
-        return low, np.where(no_a, b[1], np.where(no_b, a[1], np.maximum(a[1], b[1])))
-
-    return pattern.fold(of_word, both, either, lambda a: None)
 
 
 def _computed(f: CallFacts) -> int:

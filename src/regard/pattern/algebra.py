@@ -62,8 +62,19 @@ class Pattern:
         """The same pattern with each shorthand replaced by its meaning."""
         return self
 
-    def fits(self, m: int) -> None:
-        """Raise a ShapeError if the data of this word cannot be read for m keys."""
+    def fits(self, m: int, last: int = -1) -> None:
+        """Raise a ShapeError if the data of this word cannot be read for m keys and queries up to position `last`."""
+
+    def check_data(self, m: int, n: int = 0, at: "At | Tensor" = None) -> None:
+        """The same for all words and n queries. Offsets per batch row are read on the CPU only."""
+        last = -1
+        if n and not isinstance(at, Tensor):
+            start, step = query_offset(self, n, m, at)
+            last = start + step * (n - 1)
+        elif isinstance(at, Tensor) and at.is_cpu and at.numel() and not torch.compiler.is_compiling():
+            last = int(at.max()) + n - 1
+        for leaf in self.leaves():
+            leaf.fits(m, last)
 
     def terms(self) -> Terms:
         """The indicator as a polynomial in those of relations."""
@@ -136,8 +147,7 @@ class Pattern:
         """
         m = n if m is None else m
         device = self.device if device is None else device
-        for leaf in self.leaves():
-            leaf.fits(m)
+        self.check_data(m, n, at)
         i = positions(self, n, m, at, device)[..., None]
         j = torch.arange(m, device=device)
         i = i[:, None] if i.dim() == 3 else i  # one offset per batch row: an axis for the heads

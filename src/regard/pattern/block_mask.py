@@ -37,8 +37,7 @@ CHUNK = 256  # blocks that are computed pair by pair at a time
 def block_mask(pattern: Pattern, n: int, m: int, at: At, device: torch.device | str | None) -> "BlockMask":
     """As `Pattern.block_mask` describes it."""
     start, step = query_offset(pattern, n, m, at)
-    for leaf in pattern.leaves():
-        leaf.fits(m)
+    pattern.check_data(m, n, at)
     if pattern.has_data or step != 1 or n == 0 or m == 0:
         i = positions(pattern, n, m, at, device)
         return from_grid(pattern, i if i.dim() == 2 else i[None], m, (start, step), None)

@@ -7,7 +7,7 @@ Triton kernels and the CPU read, and tensors, for the blocks of 128 × 128 pairs
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from ..progression import FAR
+from ..progression import FAR, Ints
 from .algebra import Pattern
-from .relation import Relation, Residue
+from .relation import EVERYTHING, Relation, Residue
 
 BLOCK = 128  # queries and keys of a block of FlexAttention
 CHUNK_PAIRS = 1 << 24  # pairs enumerated at a time
@@ -104,6 +104,47 @@ def _of_class(residue: Residue, x: Run) -> Classes:
     g = _gcd(x.stride, k)
     none = ((x.first - r) % g != 0) | (x.last - (x.last - r) % k < x.first)
     return Classes((g == k) & (x.first % k == r), none)
+
+
+def band(pattern: Pattern) -> Relation | None:
+    """near ≤ i − j ≤ far, if that is all that the pattern asks."""
+    found = pattern.fold(
+        lambda word: None if word.has_data else word.relation,
+        lambda a, b: None if a is None or b is None else a & b,
+        lambda a, b: None,
+        lambda a: None,
+    )
+    return found if found is not None and found == Relation(near=found.near, far=found.far) else None
+
+
+def intervals(pattern: Pattern, i: Ints, m: int) -> tuple[Ints, Ints] | None:
+    """The first and the last key of each query, if its keys are one interval; an empty one ends before it begins."""
+
+    def of_word(word: Any) -> tuple[Ints, Ints] | None:
+        if word.has_data:
+            return None
+        r = word.relation
+        bounds = replace(EVERYTHING, near=r.near, far=r.far, query_below=r.query_below, key_below=r.key_below)
+        if r != bounds:
+            return None
+        keys = r.keys(i)
+        low, high = np.maximum(keys.lo, 0), np.minimum(keys.hi, m - 1)
+        return np.broadcast_to(low, i.shape), np.broadcast_to(high, i.shape)
+
+    def both(a: Any, b: Any) -> tuple[Ints, Ints] | None:
+        return None if a is None or b is None else (np.maximum(a[0], b[0]), np.minimum(a[1], b[1]))
+
+    def either(a: Any, b: Any) -> tuple[Ints, Ints] | None:
+        if a is None or b is None:
+            return None
+        no_a, no_b = a[0] > a[1], b[0] > b[1]
+        apart = np.maximum(a[0], b[0]) > np.minimum(a[1], b[1]) + 1
+        if (apart & ~no_a & ~no_b).any():
+            return None
+        low = np.where(no_a, b[0], np.where(no_b, a[0], np.minimum(a[0], b[0])))
+        return low, np.where(no_a, b[1], np.where(no_b, a[1], np.maximum(a[1], b[1])))
+
+    return pattern.fold(of_word, both, either, lambda a: None)
 
 
 def _gcd(a: Any, b: Any) -> Any:

@@ -1,15 +1,18 @@
 """Patterns that tensors or a function decide. Compared by identity; refused in specs and JSON."""
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, dataclass_transform
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from ..errors import ShapeError
+from ..progression import Ints
 from .algebra import Pattern, register
 from .classification import BlockGrid, Classes
 
@@ -80,7 +83,7 @@ class documents(Data):
         inside = grid.of_queries((grid.positions >= 0) & (grid.positions <= last))
         return Classes(equal.all & inside.all, equal.none | inside.none)
 
-    def fits(self, m: int) -> None:
+    def fits(self, m: int, last: int = -1) -> None:
         if self.ids.shape[-1] != m:
             raise ShapeError(f"{self!r} over {m} keys: one id per key is needed, ({m},) or (b, {m})")
 
@@ -182,7 +185,7 @@ class tree(Data):
         within = grid.within(node, first, end)
         return Classes(within.all & inside.all, within.none | inside.none)
 
-    def fits(self, m: int) -> None:
+    def fits(self, m: int, last: int = -1) -> None:
         if self.parents.shape[-1] != m:
             raise ShapeError(f"{self!r} over {m} keys: one parent per key is needed, ({m},) or (b, {m})")
 
@@ -224,6 +227,28 @@ def _preorder(parents: list[int]) -> tuple[list[int], list[int]]:
             first[node], following[parent] = following[parent], following[parent] + size[node]
         following[node] = first[node] + 1
     return first, [a + b for a, b in zip(first, size)]
+
+
+def spans(ids: Ints) -> list[tuple[int, int]] | None:
+    """Where each document begins and ends; None where one is in two places, or there are no keys."""
+    if not len(ids):
+        return None
+    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+    if len(np.unique(ids[first])) < len(first):
+        return None
+    return list(zip(first.tolist(), [*first[1:].tolist(), len(ids)]))
+
+
+def chains(parents: list[int]) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Runs of positions, each the parent of the next: the first, the first past them, and what they attend to besides
+    themselves, as runs of keys."""
+    first = [i for i, parent in enumerate(parents) if i == 0 or parent != i - 1]
+    for chain, end in zip(first, [*first[1:], len(parents)]):
+        above, key = [], chain
+        while (parent := parents[key]) >= 0:
+            key = first[bisect_right(first, parent) - 1]
+            above.append((key, parent + 1))
+        yield chain, end, above
 
 
 class selected(Data):
@@ -299,8 +324,13 @@ class selected(Data):
 
         return allows
 
-    def fits(self, m: int) -> None:
-        blocks = -(-m // self.size)
+    def fits(self, m: int, last: int = -1) -> None:
+        rows, blocks = self.listed.shape[-2], -(-m // self.size)
+        if last >= rows * self.size:
+            raise ShapeError(
+                f"{self!r} up to query {last}: it lists {rows} blocks of {self.size} queries, and "
+                f"{last // self.size + 1} are needed"
+            )
         if self.listed.shape[-1] > blocks:
             raise ShapeError(
                 f"{self!r} over {m} keys: block {self.listed.shape[-1] - 1} is listed, and there are {blocks} blocks "

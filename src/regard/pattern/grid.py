@@ -159,7 +159,7 @@ class neighborhood(Pattern):
     def row_mask(self, inside):
         return lambda b, i, j: self.allows(i, j)
 
-    def fits(self, m: int) -> None:
+    def fits(self, m: int, last: int = -1) -> None:
         if m != self.size:
             grid = " × ".join(map(str, self.grid))
             raise ShapeError(f"{self!r} over {m} keys: a grid of {grid} has {self.size} positions")

@@ -11,7 +11,7 @@ from regard.engine.attention import attention
 from regard.engine.cpu import documents as packed
 from regard.engine.explain import explain
 from regard.errors import BackendError
-from regard.pattern import causal, dilated, documents, every, full, strided, where, window
+from regard.pattern import causal, dilated, documents, every, full, strided, tree, where, window
 
 B, H, H_KV, D_K, D_V = 2, 4, 2, 5, 3
 f64 = torch.float64
@@ -95,6 +95,47 @@ def test_auto_packs_what_follows_one_another_and_masks_what_does_not():
     assert explain(documents(ids_of(3, 4)), 7).backend == "sdpa"  # too short to gain
 
 
+@settings(max_examples=25)
+@given(counts, st.booleans(), st.booleans(), st.data())
+def test_trees_run_chain_by_chain(chains, each_row, hides, data):
+    def drawn():
+        parents = list(range(-1, sum(chains) - 1))
+        for end in range(1, len(chains)):
+            begin = sum(chains[:end])
+            parents[begin] = data.draw(st.integers(-1, begin - 1))
+        return parents
+
+    m = sum(chains)
+    pattern = tree(torch.tensor([drawn(), drawn()] if each_row else drawn()))
+    n = data.draw(st.integers(1, m))
+    more = (
+        {"lengths": torch.tensor([[0, m], sorted(data.draw(st.integers(0, m)) for _ in "ab")])}
+        if hides
+        else {}
+    )
+    inputs = qkv(n, m)
+    assert explain(*inputs, pattern, return_lse=True, **more).variant == "packed documents"
+    mine = outputs_and_gradients("tiles", inputs, pattern, **more)
+    assert_same(mine, outputs_and_gradients("reference", inputs, pattern, **more))
+    assert_same(mine, outputs_and_gradients("tiles", inputs, causal() & pattern, **more), atol=0)
+
+
+def test_a_prompt_is_read_once_by_all_its_answers():
+    parents = torch.arange(-1, 1023)
+    parents[256::96] = 255
+    (layout,) = packed.layouts(tree(parents), 1024, 1024)
+    shapes = [(g.tiles, g.row, g.rows, g.key, g.keys, g.triangle) for g in layout.groups]
+    assert shapes == [
+        (1, 0, 352, 0, 352, True),  # the first answer continues the prompt
+        (7, 352, 96, 352, 96, True),
+        (1, 352, 672, 0, 256, False),
+    ]
+    comb = torch.tensor(
+        [-1] + [(i - 1) // 2 * 2 for i in range(1, 1024)]
+    )  # a side branch at every second node
+    assert packed.layouts(tree(comb), 1024, 1024) is None
+
+
 REFUSED = [
     (
         documents(torch.tensor([0, 1, 0])),
@@ -106,6 +147,11 @@ REFUSED = [
         {},
         "documents(<3 ids>) & every(2) is not documents(ids), or that and words that read i − j; "
         "use backend='sdpa'",
+    ),
+    (
+        tree(torch.arange(-1, 2)),
+        {"at": (0, 2)},
+        "the tree has many branches, or queries skip some; use backend='sdpa'",
     ),
     (documents(ids_of(3)), {"dropout_p": 0.5}, "it has no dropout with documents; use backend='sdpa'"),
     (

@@ -73,4 +73,4 @@ def test_dense_data_and_other_options_stay_masked():
     dense = rg.selected(torch.arange(15).repeat(15, 1), 64)
     assert rg.explain(q, k, v, dense).backend == "sdpa"
     assert rg.explain(q, k, v, PATTERNS["grid"], lengths=torch.tensor([900, 10])).backend == "sdpa"
-    assert rg.explain(q, k, v, PATTERNS["tree"], return_lse=True).backend == "reference"
+    assert rg.explain(q, k, v, PATTERNS["list"], return_lse=True).backend == "reference"

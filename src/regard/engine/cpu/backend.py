@@ -7,7 +7,7 @@ gathered keys                   the same for trees, listed blocks and grids, at 
 concatenated keys               the keys of a tile side by side, one softmax
 merged tiles                    parts of a tile merged by their log-sum-exps: any pattern, lengths, log-sum-exp
 one query                       products with each progression of its keys, read where they are: decoding
-packed documents                each document by itself
+packed documents                each document by itself; a tree chain by chain
 bias by distance, dropout       tiles of scores, the bias read along diagonals
 """
 
@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...pattern import At, Pattern, full, where
+from ...pattern import At, Pattern, full, tree, where
 from ...position import ByDistance
 from ...reference import softcapped
-from ..call import Call, CallFacts, Outputs, Prepared, zeros_in
+from ..call import Call, CallFacts, Outputs, Prepared, needs_grad, zeros_in
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
-from .kernels import MAX_SAVED_WEIGHTS
+from .kernels import MAX_SAVED_WEIGHTS, fused_forward, join
 from .layout import Layout
 from .strided_layout import fastest_concatenated, layout, layout_or_mask
 from .tiles import TileAttention, attend, working
@@ -66,7 +66,7 @@ class Tiles:
         if f.row_offsets and (f.observed or f.pattern.has_data or f.bias != "none"):
             return "per-row query offsets (`at` as a tensor) need a pattern without data, no bias and no compiler"
         if f.pattern.has_data:
-            return None if _listed(f) else _no_documents(f)
+            return None if (why := _no_documents(f)) is None or _listed(f) else why
         if torch.compiler.is_compiling() or f.unmasked or _is_one_query(f):  # sizes may be symbols
             return None
         return why_masked(*f.place)
@@ -82,10 +82,11 @@ class Tiles:
     def variant(self, f: CallFacts) -> Variant:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
-            if (listed := _listed(f)) is not None:
+            if (listed := _listed(f)) is not None and _no_documents(f):
                 return listed
             packed = _merged(f, PACKED)
-            return packed._replace(seconds=packed.seconds / SAFETY_MARGIN)
+            packed = packed._replace(seconds=packed.seconds / SAFETY_MARGIN)
+            return packed if listed is None or packed.seconds < listed.seconds else listed
         if _is_one_query(f):
             return _one_query(f)
         if f.bias == "distance" or f.dropout_p:
@@ -107,14 +108,17 @@ def _no_documents(f: CallFacts) -> str | None:
         return "a bias is added to the scores"
     if f.dropout_p:
         return "it has no dropout with documents"
-    if documents.parts(f.pattern) is None:
+    split = documents.parts(f.pattern)
+    if split is None or (f.observed and isinstance(split[0], tree)):
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
     if torch.compiler.is_compiling():  # the ids are read when the graph runs
         return None
     if documents.layouts(f.pattern, f.n, f.m, f.at) is None:
-        return "the ids of a document do not follow one another, or queries skip some"
+        many = isinstance(split[0], tree)
+        why = "tree has many branches" if many else "ids of a document do not follow one another"
+        return f"the {why}, or queries skip some"
     return None
 
 
@@ -143,14 +147,14 @@ def _listed(f: CallFacts) -> Variant | None:
     """
     if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
         return None
-    if not _plain(replace(f, pattern=full())) or documents.parts(f.pattern) is not None:
+    split = documents.parts(f.pattern)
+    if not _plain(replace(f, pattern=full())) or (split is not None and not isinstance(split[0], tree)):
         return None
     if f.n < gathered_layout.DATA_ROWS or f.n * f.m > gathered_layout.MAX_DATA_PAIRS:
         return None
     if f.pattern.device is not None and f.pattern.device.type != "cpu":
         return None
-    for leaf in f.pattern.leaves():
-        leaf.fits(f.m)
+    f.pattern.check_data(f.m)
     tiles = gathered_layout.gathered_by_rows(*f.place)
     if tiles is None or 2 * tiles.shape.pairs > f.n * f.m:
         return None
@@ -298,6 +302,13 @@ def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tupl
     (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
     q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *([0, *limits])[-2:])
     slices = [slice(x.start, x.stop, x.step) if isinstance(x, range) else x for x in keys]
+    plain = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
+    if plain and len(keys[0]) and not needs_grad(q, k, v):  # the fused op takes fewer steps
+        parts = (fused_forward(q, k[:, :, part], v[:, :, part], call.factor) for part in slices)
+        o, lse = next(parts)
+        for part in parts:
+            join(o, lse, *part)
+        return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
     products = [q @ k[:, :, part].to(dtype).mT for part in slices]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
     if isinstance(call.bias, ByDistance):

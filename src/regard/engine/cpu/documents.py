@@ -2,6 +2,9 @@
 
 Contiguous ids divide the axis into spans. Neighbours of one length are a group of tiles; short ones of different
 lengths share a tile, masked by their ids; a long one has the layout that it would have alone.
+
+A tree is divided into chains, in which each position is the parent of the next. A chain attends to itself causally
+and to the beginning of each chain above it: a triangle, and rectangles without a mask.
 """
 
 from collections.abc import Iterator
@@ -15,26 +18,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...pattern import At, Both, Pattern, causal, documents, full, query_offset
+from ...pattern import At, Both, Pattern, causal, documents, full, query_offset, tree
+from ...pattern.data import chains, spans
 from ..parts import NoPlan
 from .layout import Layout, TileGroup
 from .strided_layout import layout
 
 MAX_SHARED = 128  # keys of documents that share a tile: they are computed faster than one call for each takes
 MAX_CACHED = 8  # layouts, each with its masks: those of a batch of ids, one for each pattern beside them
+MAX_RECTANGLES = 256  # rectangles of a tree: one with more is faster by gathered keys
 MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
 
-Span = tuple[int, int]  # the first key of a document, and the first past it
 
-
-def parts(pattern: Pattern) -> tuple[documents, Pattern] | None:
-    """`documents(ids) & rest`, where rest is the same wherever a document begins; else None."""
+def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
+    """`documents(ids) & rest`, where rest is the same wherever a document begins, or a tree; else None."""
     factors = list(_factors(pattern))
-    by_ids = [f for f in factors if isinstance(f, documents)]
-    rest = [f for f in factors if not isinstance(f, documents)]
-    if len(by_ids) != 1 or any(f.shift_period != 1 for f in rest):  # a document may begin anywhere
+    words = [f for f in factors if isinstance(f, documents | tree)]
+    rest = [f for f in factors if not isinstance(f, documents | tree)]
+    if len(words) != 1 or any(f.shift_period != 1 for f in rest):  # a document may begin anywhere
         return None
-    return by_ids[0], reduce(and_, rest) if rest else full()
+    if isinstance(words[0], tree):  # whose pairs are all causal
+        return (words[0], full()) if all(isinstance(f, causal | full) for f in rest) else None
+    return words[0], reduce(and_, rest) if rest else full()
 
 
 def as_text(pattern: Pattern) -> tuple[Tensor, str]:
@@ -53,28 +58,33 @@ def _factors(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:
-    """One layout for all batch rows, or one each; None where the ids of a document do not follow one another."""
+    """One layout for all batch rows, or one each; None where the ids of a document do not follow one another, or a
+    tree has many branches."""
     split = parts(pattern)
-    if split is None or split[0].ids.device.type != "cpu":
+    if split is None or split[0].device.type != "cpu":
         return None
-    by_ids, rest = split
-    by_ids.fits(m)
+    word, rest = split
+    word.fits(m)
     start, step = query_offset(pattern, n, m, at)
-    return layouts_of_ids(by_ids.ids, rest, n, start) if step == 1 else None
+    data, beside = (word.parents, None) if isinstance(word, tree) else (word.ids, rest)
+    return layouts_of_ids(data, beside, n, start) if step == 1 else None
 
 
-def layouts_of_ids(ids: Tensor, rest: Pattern, n: int, start: int) -> tuple[Layout, ...] | None:
-    """Cached by the contents of the ids, which may be another tensor at every call."""
+def layouts_of_ids(ids: Tensor, rest: Pattern | None, n: int, start: int) -> tuple[Layout, ...] | None:
+    """Cached by the contents, which may be another tensor at every call. rest: None if these are parents."""
     data = np.from_dlpack(ids)  # numpy() fails inside torch.func.grad
     return _layouts(data.tobytes(), data.dtype.str, data.shape, rest, n, start)
 
 
 @lru_cache(maxsize=MAX_CACHED)
 def _layouts(
-    data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern, n: int, start: int
+    data: bytes, dtype: str, shape: tuple[int, ...], rest: Pattern | None, n: int, start: int
 ) -> tuple[Layout, ...] | None:
     m = shape[-1]
     rows = np.frombuffer(data, dtype=dtype).reshape(-1, m)
+    if rest is None:
+        trees = [_of_tree(row.tolist(), n, start) for row in rows]
+        return None if None in trees else tuple(Layout(n, m, start, 1, x or ()) for x in trees)
     all_spans = [spans(row) for row in rows]
     if not all(all_spans):
         return None
@@ -83,16 +93,6 @@ def _layouts(
         for row, of_row in zip(rows.copy(), all_spans)
         if of_row is not None
     )
-
-
-def spans(ids: np.ndarray) -> list[Span] | None:
-    """Where each document begins and ends; None where one is in two places, or there are no keys."""
-    if not len(ids):
-        return None
-    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
-    if len(np.unique(ids[first])) < len(first):
-        return None
-    return list(zip(first.tolist(), [*first[1:].tolist(), len(ids)]))
 
 
 class Document(NamedTuple):
@@ -104,7 +104,7 @@ class Document(NamedTuple):
     keys: int
 
 
-def _documents(of_row: list[Span], n: int, start: int) -> Iterator[Document]:
+def _documents(of_row: list[tuple[int, int]], n: int, start: int) -> Iterator[Document]:
     """Documents without a query are left out; a query past the last document has no allowed key."""
     for a, b in of_row:
         row, end = max(a - start, 0), min(b - start, n)
@@ -112,7 +112,9 @@ def _documents(of_row: list[Span], n: int, start: int) -> Iterator[Document]:
             yield Document(row, end - row, a, b - a)
 
 
-def _groups(of_row: list[Span], by_ids: documents, rest: Pattern, n: int, start: int) -> Iterator[TileGroup]:
+def _groups(
+    of_row: list[tuple[int, int]], by_ids: documents, rest: Pattern, n: int, start: int
+) -> Iterator[TileGroup]:
     waiting: list[Document] = []  # short ones, which will share a tile
     for (_, keys), equal in groupby(_documents(of_row, n, start), key=lambda one: (one.rows, one.keys)):
         group = list(equal)
@@ -133,6 +135,27 @@ def _shared_tile(short: list[Document], by_ids: documents, rest: Pattern, start:
         first, last = short[0], short[-1]
         rows, keys = last.row + last.rows - first.row, last.key + last.keys - first.key
         yield _tiles(Document(first.row, rows, first.key, keys), 1, by_ids & rest, start)
+
+
+def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | None:
+    """Triangles, and rectangles over the keys above; None where these are too many."""
+    own, above = [], []
+    for first, end, runs in chains(parents):
+        for one in _documents([(first, end)], n, start):
+            own.append(one)
+            above += [one._replace(key=key, keys=stop - key) for key, stop in runs]
+        if len(above) > MAX_RECTANGLES:
+            return None
+    joined: list[
+        Document
+    ] = []  # chains that follow one another and have the same keys above are one rectangle
+    for one in sorted(above, key=lambda one: (one.key, one.keys, one.row)):
+        if joined and joined[-1][2:] == one[2:] and joined[-1].row + joined[-1].rows == one.row:
+            one = Document(joined[-1].row, joined.pop().rows + one.rows, *one[2:])
+        joined.append(one)
+    equal = (list(group) for _, group in groupby(own, key=lambda one: (one.rows, one.keys)))
+    triangles = (_tiles(group[0], len(group), causal(), start) for group in equal)
+    return *triangles, *(_tiles(one, 1, None, start) for one in joined)
 
 
 def _own_tiles(one: Document, tiles: int, rest: Pattern, start: int) -> Iterator[TileGroup]:

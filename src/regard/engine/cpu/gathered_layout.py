@@ -223,9 +223,7 @@ class GatheredPiece:
     index: Int[Tensor, " keys"] | None  # which rows of (key heads · m, d) the tiles hold; None: all, in order
     copies: Int[Tensor, " copies"]  # of the keys of all tiles, those of key 0, of key 1, …
     first: Int[Tensor, " m"]  # where in `copies` those of each key begin
-    rows: Int[Tensor, " rows"] | None = (
-        None  # which rows of (heads · n, d) the tiles hold; None: all, in order
-    )
+    rows: Int[Tensor, " rows"] | None = None  # rows of (heads · n, d) in the tiles; None: all, in order
     place: Int[Tensor, " n"] | None = None  # of each query among these rows
     of_rows: slice | None = None  # its part of (all heads · n, d); None: it has all heads
     of_keys: slice | None = None  # its part of (all key heads · m, d)

@@ -209,9 +209,7 @@ class TileAttention:
 
     layouts: tuple[Layout, ...] | tuple[GatheredLayout]  # one for all batch rows, or one for each
     scale: float
-    place: tuple[Pattern, At | Tensor] | None = (
-        None  # the pattern and the query offset, which double backward reads
-    )
+    place: tuple[Pattern, At | Tensor] | None = None  # pattern and query offset, for double backward
     lengths: Int[Tensor, "b *two"] | None = None  # as `Call.lengths`; hidden keys are never read
     dropout_p: float = 0.0
     seed: int = 0
