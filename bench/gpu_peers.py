@@ -46,7 +46,8 @@ SECOND = [
     (w(64) | rg.rows(64) | every(64), 8192),
     (c() & (w(64) | rg.dilated(64, 8) | rg.dilated(64, 64)), 16384),
 ]
-GRIDS = [rg.neighborhood(*g) for g in (((64, 64), 7), ((64, 64), 13), ((16, 32, 32), (3, 7, 7)))]
+SHAPES = ((64, 64), 7), ((64, 64), 13), ((16, 32, 32), (3, 7, 7)), ((16, 16, 16), 5)
+GRIDS = [rg.neighborhood(*shape) for shape in SHAPES]
 NATTEN = [  # those of which NATTEN's documentation has times on an H100: FLUX, Hunyuan Video; 24 heads of 128
     rg.neighborhood((256, 256), 80, border="shifted"),
     rg.neighborhood((30, 48, 80), (18, 24, 24), border="shifted"),
@@ -72,11 +73,11 @@ def ours(row, **options):
     return lambda q, k, v: rg.attention(q, k, v, row[0], **options)
 
 
-def flash_attention_4(row):
+def flash_attention_4(row, **options):
     from flash_attn.cute import flash_attn_func
 
     (part,) = flash4.parts_of(row[0], row[1], row[1], 0)
-    return lambda q, k, v: flash_attn_func(q, k, v, window_size=(part.left, part.right))[0]
+    return lambda q, k, v: flash_attn_func(q, k, v, window_size=(part.left, part.right), **options)[0]
 
 
 def cudnn_flex(row):
@@ -125,6 +126,7 @@ def contestants(row):
         yield "flash4", False, lambda: ours(row, backend="flash4")
     if band(row[0]) is not None:
         yield "FlashAttention-4", True, lambda: flash_attention_4(row)
+        yield "FlashAttention-4 same bits", True, lambda: flash_attention_4(row, deterministic=True)
     if isinstance(row[0], rg.neighborhood) and row[1] <= 16384:
         yield "blocks of 64 keys", False, lambda: flex_narrow(row)
     yield "cuDNN flex", True, lambda: cudnn_flex(row)

@@ -86,7 +86,7 @@ def same_call(rng, q, k, options):
     b, n, m, d = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
     every = {
         "at": [m - n, (m - n, 1), torch.full((b,), m - n)],
-        "lengths": [torch.full((b,), m), torch.full((b,), m + 3)],
+        "lengths": [torch.full((b,), m), torch.tensor([[0, m]]).repeat(b, 1)],
         "scale": [d**-0.5, 1 / d**0.5],
         "dropout_p": [0.0, 0],
         "ties": ["first"],
