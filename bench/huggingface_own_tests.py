@@ -13,6 +13,7 @@ family runs in a process of its own and is stored at once.
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="float32 only where dtypes vary, and no dictionaries"
     )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no family after this time")
     parser.add_argument("families", nargs="*", default=FAMILIES, help="these families only")
     args = parser.parse_args()
     if args.table:
@@ -146,13 +148,20 @@ def main() -> None:
     import regard.interop.huggingface  # noqa: F401
 
     done = {json.loads(line)["family"] for line in out.read_text().splitlines()} if out.exists() else set()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    started = time.time()
     for family in args.families:
         if family in done:
             continue
+        if time.time() - started > 60 * args.minutes:
+            print(f"{args.minutes:g} minutes are over; the same command goes on from here")
+            return
         row = family_row(
             args.tests.resolve(), family, f"({SELECTED}) and {QUICK}" if args.quick else SELECTED
         )
-        row["selection"] = "quick" if args.quick else "all"
+        row |= {"selection": "quick" if args.quick else "all", "commit": commit}
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(
