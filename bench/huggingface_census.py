@@ -374,15 +374,13 @@ def run_all(out: Path, tests: str, only: list[str], again: bool, minutes: float)
     sys.path.insert(0, tests)
     importlib.import_module("tests.test_modeling_common")
     importlib.import_module("regard.interop.huggingface")
-    stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    done = {row["family"] for row in stored if not again or verdict(row)[0] == "equal"}
     here = only or families()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
     started = time.time()
     for place, folder in enumerate(here):
-        if folder in done:
+        if folder in finished(out, again):  # read each time: several runs may share the file
             continue
         began = time.time()
         if began - started > 60 * minutes:
@@ -396,6 +394,11 @@ def run_all(out: Path, tests: str, only: list[str], again: bool, minutes: float)
         print(
             f"{place + 1}/{len(here)} {folder}: {results or row.get('error', 'no class')[-200:]}", flush=True
         )
+
+
+def finished(out: Path, again: bool) -> set[str]:
+    stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return {row["family"] for row in stored if not again or verdict(row)[0] == "equal"}
 
 
 def forked(folder: str) -> dict[str, Any]:
