@@ -80,7 +80,8 @@ def main() -> None:
     )
     print(machine)
     start = torch.tensor([[1]])
-    tokens, sampled, rows = [start], {}, []
+    tokens, sampled, rows = start.new_empty(1, args.tokens + 1), {}, []  # of constant size, as the cache is
+    tokens[:, :1] = start
     full, theirs = DynamicCache(), start
     with torch.inference_mode():
         with rg.use(model, PATTERN):
@@ -92,11 +93,13 @@ def main() -> None:
                 expected, _, seconds = steps(model, full, theirs, done, args.part, True)
                 theirs, row["sdpa"] = expected[-1], round(args.part / seconds)
             with rg.use(model, PATTERN):
-                made, logits, seconds = steps(model, bounded, tokens[-1], done, args.part, False)
+                made, logits, seconds = steps(
+                    model, bounded, tokens[:, done : done + 1], done, args.part, False
+                )
             if done < args.both * args.part:
                 assert torch.equal(torch.cat(made), torch.cat(expected)), f"other tokens after {done}"
-            tokens += made
-            sampled[done + args.part - 1] = logits
+            tokens[:, done + 1 : done + 1 + args.part] = torch.cat(made, 1)
+            sampled[done + args.part - 1] = logits.clone()  # not a view of all of the last step
             row |= {
                 "regard": round(args.part / seconds),
                 "held": bounded.held,
@@ -106,7 +109,7 @@ def main() -> None:
             if done < args.both * args.part or (done + args.part) % 10_000 == 0:
                 print(row, flush=True)
         with rg.use(model, PATTERN):
-            gap = uncached_gap(model, torch.cat(tokens, 1), sampled)
+            gap = uncached_gap(model, tokens, sampled)
     print(f"{len(sampled)} sampled positions: logits differ from the uncached model by {gap:.1e} (relative)")
     assert gap < 1e-4
     if args.out:

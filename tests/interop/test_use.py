@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, BloomConfi
 
 import regard as rg
 from regard.interop import huggingface
+from regard.interop.use import hugging_face_parts
 
 PATTERN = rg.causal() & (rg.window(3) | rg.sinks(2))
 IDS = torch.randint(3, 61, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -237,3 +238,54 @@ def test_what_cannot_be_used_says_why(llama):
     bloom = BloomModel(BloomConfig(vocab_size=11, hidden_size=8, n_layer=1, n_head=2))
     with pytest.raises(rg.SpecError, match="no attention of this family goes through the registry"):
         rg.use(bloom, PATTERN)
+
+
+class Wrapper(nn.Module):
+    """Two models of Hugging Face and an attention of PyTorch side by side."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+        self.top = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, ids):
+        states = self.second(ids).last_hidden_state
+        return self.first(ids).logits, states, self.top(states, states, states, need_weights=False)[0]
+
+
+def test_models_inside_another_module_take_patterns_by_their_names_in_it(llama):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = Wrapper(llama, BertModel._from_config(config, attn_implementation="eager")).eval()
+    assert list(hugging_face_parts(model)) == ["first", "second"]  # and not the models that are parts of these
+    expected, before = masked(llama, PATTERN), model(IDS)
+    with rg.use(model, PATTERN) as applied:
+        assert [name.split(".")[0] for name in applied.patterns] == ["first", "first", "second", "top"]
+        ours = model(IDS)
+        torch.testing.assert_close(ours[0], expected, rtol=1e-5, atol=1e-6)
+        calls = huggingface.explain(model, IDS)
+        assert [call.pattern for call in calls] == [str(PATTERN)] * 3
+    with rg.use(model, {"second.*": PATTERN}):
+        states = model(IDS)
+    assert torch.equal(states[0], before[0]) and torch.equal(states[1], ours[1])
+    assert not torch.equal(states[1], before[1])
+    with pytest.raises(rg.SpecError, match="layer.0.*leaves query 0 without any key"):
+        rg.use(model, {0: PATTERN, 2: rg.causal() - rg.window(0)})
+    with rg.use(model):
+        patterns = sorted(call.pattern for call in huggingface.explain(model, IDS))
+        assert patterns == ["causal()", "causal()", "full()"]
+    assert all(torch.equal(a, b) for a, b in zip(model(IDS), before))
+    assert llama.config._attn_implementation == model.second.config._attn_implementation == "eager"
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_a_graph_compiled_before_takes_a_pattern_and_gives_it_back(llama):
+    compiled = torch.compile(llama, backend="eager")
+    expected, before = masked(llama, PATTERN), compiled(IDS, use_cache=False).logits
+    with rg.use(compiled, PATTERN):
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
+        assert huggingface.explain(compiled, IDS)[1].pattern == str(PATTERN)
+    assert torch.equal(compiled(IDS, use_cache=False).logits, before)

@@ -4,6 +4,7 @@ import fnmatch
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -51,8 +52,9 @@ def use(model: Any, pattern: Any = None) -> Applied:
     pattern: one for all layers; a sequence with one per query head; or a mapping from a layer (its number, or its
     module name, * allowed) to one of these. None: Hugging Face models run by regard, with the patterns saved in their
     configuration, if any. Positions count from the first key; in a left-padded row from its first real token.
-    Works for Hugging Face models whose attention goes through their registry, for nn.MultiheadAttention and what is
-    built from it, for timm, and for any module that calls F.scaled_dot_product_attention.
+    Works for Hugging Face models whose attention goes through their registry, alone or inside another module (PEFT,
+    torch.compile), for nn.MultiheadAttention and what is built from it, for timm, and for any module that calls
+    F.scaled_dot_product_attention.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"rg.use takes a torch.nn.Module, not a {type(model).__name__}")
@@ -60,6 +62,9 @@ def use(model: Any, pattern: Any = None) -> Applied:
         from .huggingface.patterns import use_in_hugging_face
 
         return use_in_hugging_face(model, pattern)
+    parts = hugging_face_parts(model)
+    if parts:
+        return _use_in_wrapped(model, parts, pattern)
     if pattern is None:
         raise SpecError(
             "rg.use(model) without a pattern is for Hugging Face models; give a pattern: rg.use(model, rg.causal())"
@@ -70,7 +75,10 @@ def use(model: Any, pattern: Any = None) -> Applied:
             f"{type(model).__name__} has no attention that can be replaced: no nn.MultiheadAttention, and no module "
             f"whose forward calls F.{SDPA}"
         )
-    chosen = assign(pattern, found)
+    return _use_in_modules(model, found, assign(pattern, found))
+
+
+def _use_in_modules(model: nn.Module, found: Mapping[str, nn.Module], chosen: dict[str, Patterns]) -> Applied:
     for name, given in chosen.items():
         check_patterns(given, getattr(found[name], "num_heads", None), name, False)
     undo = [_install(found[name], given) for name, given in chosen.items()]
@@ -81,6 +89,43 @@ def use(model: Any, pattern: Any = None) -> Applied:
             step()
 
     return Applied(chosen, back)
+
+
+def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: Any) -> Applied:
+    """A module around Hugging Face models (PEFT, DDP, torch.compile, one of yours): layers by their names in it."""
+    from .huggingface.patterns import attention_modules, use_in_hugging_face
+
+    def within(name: str) -> str | None:
+        return next((part for part in parts if name.startswith(f"{part}.")), None)
+
+    registered = {
+        f"{part}.{name}": m for part, inner in parts.items() for name, m in attention_modules(inner).items()
+    }
+    own = {
+        name: m for name, m in model.named_modules() if within(name) is None and _replaceable(m)
+    }  # next to the Hugging Face models
+    with ExitStack() as undo:  # an error in the second model puts the first one back
+        if pattern is None:
+            applied = [undo.enter_context(use_in_hugging_face(inner, None)) for inner in parts.values()]
+            names = [f"{part}.{name}" for part, one in zip(parts, applied) for name in one.patterns]
+            chosen = dict(zip(names, (given for one in applied for given in one.patterns.values())))
+        else:
+            chosen = assign(pattern, {**registered, **own})
+            for part, inner in parts.items():
+                here = {name[len(part) + 1 :]: p for name, p in chosen.items() if within(name) == part}
+                if here:
+                    undo.enter_context(use_in_hugging_face(inner, here))
+            undo.enter_context(_use_in_modules(model, own, {k: p for k, p in chosen.items() if k in own}))
+        return Applied(chosen, undo.pop_all().close)
+
+
+def hugging_face_parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The Hugging Face models in a module, by name; not the models that are parts of these."""
+    parts: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if is_hugging_face(module) and not any(not p or name.startswith(f"{p}.") for p in parts):
+            parts[name] = module
+    return parts
 
 
 def is_hugging_face(model: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...engine.attention import attention
 from ...engine.explain import explain as explain_call
 from ...errors import BackendError, SpecError
-from ..use import by_head
+from ..use import by_head, hugging_face_parts
 from .arriving import (
     UserPattern,
     at_stored_positions,
@@ -26,6 +26,7 @@ from .arriving import (
 from .lazy_mask import Mask
 from .masks import EVERYTHING
 from .problems import Problem, allowed, problems_of, together
+from .registration import NAME
 
 TABLE_PAIRS = 1 << 20  # from here on, padding and documents run without a table on the CPU
 ROWS_OF_SCORES = 1 << 24  # scores of a dense computation held at a time
@@ -266,7 +267,7 @@ def _record(module: nn.Module, r: Request) -> LayerCall:
 
 def explain(model: nn.Module, *args: Any, **inputs: Any) -> list[LayerCall]:
     """Run the model once and return one entry per attention call: its pattern, its backend and why."""
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) != "regard":
+    if not any(m.config._attn_implementation == NAME for m in hugging_face_parts(model).values()):
         raise SpecError(
             'the model does not use "regard"; call rg.use(model) or set_attn_implementation("regard") first'
         )
@@ -276,7 +277,7 @@ def explain(model: nn.Module, *args: Any, **inputs: Any) -> list[LayerCall]:
             m.__dict__["regard_name"] = names[id(m)]
     _active.records = []
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a compiled graph records nothing
             model(*args, **inputs)
         return _active.records
     finally:
