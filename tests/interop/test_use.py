@@ -259,7 +259,10 @@ def test_models_inside_another_module_take_patterns_by_their_names_in_it(llama):
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
     )
     model = Wrapper(llama, BertModel._from_config(config, attn_implementation="eager")).eval()
-    assert list(hugging_face_parts(model)) == ["first", "second"]  # and not the models that are parts of these
+    assert list(hugging_face_parts(model)) == [
+        "first",
+        "second",
+    ]  # and not the models that are parts of these
     expected, before = masked(llama, PATTERN), model(IDS)
     with rg.use(model, PATTERN) as applied:
         assert [name.split(".")[0] for name in applied.patterns] == ["first", "first", "second", "top"]
@@ -271,7 +274,7 @@ def test_models_inside_another_module_take_patterns_by_their_names_in_it(llama):
         states = model(IDS)
     assert torch.equal(states[0], before[0]) and torch.equal(states[1], ours[1])
     assert not torch.equal(states[1], before[1])
-    with pytest.raises(rg.SpecError, match="layer.0.*leaves query 0 without any key"):
+    with pytest.raises(rg.SpecError, match=r"layer.0.*leaves query 0 without any key"):
         rg.use(model, {0: PATTERN, 2: rg.causal() - rg.window(0)})
     with rg.use(model):
         patterns = sorted(call.pattern for call in huggingface.explain(model, IDS))

@@ -119,9 +119,9 @@ def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: A
         return Applied(chosen, undo.pop_all().close)
 
 
-def hugging_face_parts(model: nn.Module) -> dict[str, nn.Module]:
+def hugging_face_parts(model: nn.Module) -> dict[str, Any]:
     """The Hugging Face models in a module, by name; not the models that are parts of these."""
-    parts: dict[str, nn.Module] = {}
+    parts: dict[str, Any] = {}
     for name, module in model.named_modules():
         if is_hugging_face(module) and not any(not p or name.startswith(f"{p}.") for p in parts):
             parts[name] = module
