@@ -1,6 +1,5 @@
 """The kernels of a training step without a GPU, by Triton's interpreter; and what goes their way."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,8 +12,7 @@ import torch
 import regard as rg
 from joint_cases import ATTENDS, LOSSES
 from regard.engine import fused_qkv
-
-triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+from triton_interpreter import needs_interpreter
 
 
 @pytest.fixture(scope="module")
@@ -26,30 +24,30 @@ def told():
     return {row["name"]: row for row in map(json.loads, run.stdout.splitlines())}
 
 
-@triton
+@needs_interpreter
 @pytest.mark.parametrize("name", ATTENDS)
 def test_o_and_the_joint_gradients_are_the_formulas(told, name):
     assert max(told[name]["errors"]) < (5e-3 if "half" in name else 2e-6)
 
 
-@triton
+@needs_interpreter
 def test_dropout_takes_its_share(told):
     n, p = 2 * 2 * 13 * 13, 0.3
     assert abs(told["with dropout"]["stayed"] - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5
 
 
-@triton
+@needs_interpreter
 @pytest.mark.parametrize("name", ["a layer over itself", "a layer over a context"])
 def test_a_layer_gives_the_same_by_one_product(told, name):
     assert max(told[name]["errors"]) < 1e-5
 
 
-@triton
+@needs_interpreter
 def test_a_whole_model_learns_the_same(told):
     assert max(told["a whole model"]["errors"]) < 1e-5
 
 
-@triton
+@needs_interpreter
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_loss_on_a_gpu_is_pytorchs(told, name):
     assert max(told[name]["errors"]) < 2e-5

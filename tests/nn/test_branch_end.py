@@ -1,6 +1,5 @@
 """The fused ends of residual branches without a GPU, by Triton's interpreter; and which calls they take."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,8 +15,7 @@ from branch_cases import CASES
 from regard.nn import branch_end
 from regard.nn.block import Residual
 from regard.training.loop.trainer import fuse_branch_ends
-
-triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+from triton_interpreter import needs_interpreter
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +27,14 @@ def results():
     return {row["name"]: row for row in map(json.loads, run.stdout.splitlines())}
 
 
-@triton
+@needs_interpreter
 @pytest.mark.parametrize("name", [*CASES, "relu", "relu without dropout", "packed", "packed without biases"])
 def test_outputs_and_gradients_are_those_of_the_formula(results, name):
     assert max(results[name]["errors"]) < 3e-6
 
 
 @pytest.mark.long
-@triton
+@needs_interpreter
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_keeps_its_share_and_scales_the_rest(results, name):
     rows, width, _, p = CASES[name]
@@ -44,12 +42,12 @@ def test_dropout_keeps_its_share_and_scales_the_rest(results, name):
     assert results[name]["factor"] == pytest.approx(1.0, abs=1e-6)
 
 
-@triton
+@needs_interpreter
 def test_relu_drops_its_share_of_what_is_positive(results):
     assert abs(results["relu"]["kept"] - 0.6) < 4 * (0.4 * 0.6 / 1000) ** 0.5
 
 
-@triton
+@needs_interpreter
 @pytest.mark.parametrize("name", ["a model, pre-norm", "a model, post-norm"])
 def test_a_model_has_the_same_loss_and_gradients_and_every_branch_ends_fused(results, name):
     assert max(results[name]["errors"]) < 1e-5

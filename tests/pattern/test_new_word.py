@@ -19,6 +19,7 @@ from regard import reference
 from regard.cli.main import app
 from regard.engine.plan import plan, transposed
 from regard.pattern import KINDS, BlockGrid, Pattern, Relation, Shorthand, Word, classification, parse_pattern
+from triton_interpreter import needs_interpreter
 
 TOYS = {
     "lower_band(3)": '''
@@ -171,7 +172,7 @@ def test_a_new_word_runs_by_flex_attention():
 
 
 @pytest.mark.long  # "make test" runs a relation of several conditions with the other kernel cases
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+@needs_interpreter
 def test_a_new_word_runs_by_triton_under_its_interpreter():
     program = """
 from kernel_cases import Case, complaints, outcome

@@ -4,7 +4,6 @@ In float32 and float16 the interpreter computes as a GPU does, but for rounding.
 that, see test_gpu.py.
 """
 
-import importlib.util
 from itertools import product
 
 import pytest
@@ -13,8 +12,9 @@ import torch
 from kernel_cases import OTHERS, PREPARED, REPEATED, SHORT, SMALL, complaints, outcomes
 from regard.engine.compiled_ops import Options
 from regard.pattern import causal
+from triton_interpreter import needs_interpreter
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = needs_interpreter
 
 
 @pytest.fixture(scope="module")
