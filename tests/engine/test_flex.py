@@ -1,7 +1,6 @@
 """What data or a function decide, by FlexAttention: its blocks, what it refuses, and its forward on the CPU."""
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from regard import pattern as words
 from regard.engine import flex
 from regard.engine.attention import attention
 from regard.engine.backends import TABLE, choose
-from regard.engine.call import Call, CallFacts
+from regard.engine.call import CallFacts
 from regard.engine.explain import explain
 from regard.errors import BackendError
 from regard.pattern import (
@@ -31,7 +30,6 @@ from regard.pattern import (
     where,
     window,
 )
-from regard.pattern.grid import Tiling
 
 IDS = torch.tensor([0] * 5 + [1] * 9 + [2] * 3 + [1] * 2)
 M = len(IDS)
@@ -182,48 +180,11 @@ def test_a_mask_is_created_anew_when_its_data_have_changed():
     assert flex._data(where(torch.ge)) is None
 
 
-def test_tokens_of_a_grid_are_reordered_where_that_saves_pairs():
-    def tile(*given, **more):
-        p = rg.neighborhood(*given, **more)
-        tiling = flex.best_tiling(p, p.size, 0, 1)
-        return tiling if tiling is None else tiling.tile
-
-    assert tile((64, 64), 7) is None and tile((16, 32, 32), (3, 7, 7)) is None  # the copies would cost more
-    assert tile((256, 256), 80, border="shifted") == (8, 16)
-    assert tile((256, 255), 80) is None  # no tile divides it
-    p = rg.neighborhood((256, 256), 80)
-    assert flex.best_tiling(p, 100, 0, 1) is flex.best_tiling(p, p.size, 1, 1) is None
-    found = rg.explain(rg.neighborhood((64, 64), 31), 4096, device="cuda", dtype=torch.bfloat16)
-    assert found.backend == "flex" and found.computed == 340 * 128**2
-
-
-def test_a_reordered_grid_gives_the_formula(monkeypatch):
-    """The compiled function is replaced by the formula over the pairs of its mask."""
-
-    def formula(q, k, v, block_mask, scale, enable_gqa, return_aux):
-        i = torch.arange(q.shape[2])
-        k, v = (rg.reference.repeat_heads(x, q.shape[1]) for x in (k, v))
-        allowed = block_mask.mask_mod(0, 0, i[:, None], i)
-        listed = block_mask.to_dense()[0, 0].bool().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        assert not (allowed & ~listed).any()
-        found = rg.reference.attend(q, k, v, allowed, scale=scale)
-        return found.o, SimpleNamespace(lse=found.lse)
-
-    monkeypatch.setattr(flex, "_compiled", lambda kind: formula)
-    tiles = {
-        rg.neighborhood((16, 32), (5, 7)): (8, 16),
-        rg.neighborhood((8, 8, 8), 3, border="shifted", causal=(True, False, False)): (4, 4, 8),
-    }
-    monkeypatch.setattr(flex, "best_tiling", lambda p, n, start, step: Tiling(p, tiles[p]))
-    g = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 512, 16, generator=g, requires_grad=True)
-    k, v = (torch.randn(2, 2, 512, 16, generator=g, requires_grad=True) for _ in range(2))
-    for p in tiles:
-        ours = flex.attend(Call(q, k, v, p, return_lse=True))
-        exact = rg.attention(q, k, v, p, return_lse=True, backend="reference")
-        torch.testing.assert_close(ours, exact)
-        mine, theirs = (torch.autograd.grad([*y], (q, k, v), [*map(torch.cos, y)]) for y in (ours, exact))
-        torch.testing.assert_close(mine, theirs)
+def test_grids_are_left_to_the_kernels_that_read_their_lines():
+    more = {"device": "cuda", "dtype": torch.bfloat16}
+    found = rg.explain(rg.neighborhood((64, 64), 31), 4096, **more)
+    assert found.backend == "triton" and found.computed < 31 * 64 * 4096 * 1.5
+    assert rg.explain(rg.neighborhood((64, 64), 31) | rg.sinks(4), 4096, **more).backend == "flex"
 
 
 compiled = pytest.mark.skipif(

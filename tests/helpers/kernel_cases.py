@@ -38,6 +38,7 @@ from regard.pattern import (
     dilated,
     every,
     full,
+    neighborhood,
     positions,
     prefix,
     query_offset,
@@ -103,6 +104,12 @@ SMALL = [
     Case("window | strided", window(3) | strided(8)),
     Case("causal | prefix", causal() | prefix(13)),
     Case("a relation of several conditions", LATTICE | causal() & window(4), n=41, m=41),
+    # Grids
+    Case("grid", neighborhood((6, 9), (3, 5)), n=54, m=54, h=2, h_kv=1),
+    Case(
+        "shifted grid with steps", neighborhood((10, 13), (3, 5), step=(1, 2), border="shifted"), n=130, m=130
+    ),
+    Case("video", neighborhood((4, 5, 6), 3, causal=(True, False, False)), n=120, m=120, lengths=(100,)),
     # Several passes, and tiles that are split
     Case("split rows", full(), n=5, m=283),
     Case("split keys", full(), n=283, m=5, at=(0, 1)),
@@ -183,6 +190,8 @@ SHORT = [
 ]
 
 OTHERS = [  # in `make long`, and on a GPU
+    Case("long grid", neighborhood((300,), 7, step=3, border="shifted"), n=300, m=300),
+    Case("half grid", neighborhood((17, 19), 9), n=323, m=323, dtype="float16"),
     Case("window, then rows", window(2) | rows(16), n=67, m=67),
     Case("gradient of o alone", BOTH, given="o"),
     Case("table over rows", window(2) | rows(8), n=43, m=43, reach=40),

@@ -217,10 +217,10 @@ class CallFacts:
 
     @property
     def only_pattern(self) -> bool:
-        """Whether the call is three tensors and a pattern without data, and nothing else."""
+        """Whether the call is three tensors and a pattern without tensors, and nothing else."""
         extras = self.table or self.hides_keys or self.bias != "none" or self.dropout_p or self.return_lse
         offset = self.row_offsets or self.at is not None
-        return not (extras or offset or self.hard or self.softcap is not None or self.pattern.has_data)
+        return not (extras or offset or self.hard or self.softcap is not None or self.pattern.text is None)
 
     @property
     def data_rows(self) -> int:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from .. import compat
 from ..pattern import BlockGrid, Data, Pattern, neighborhood, positions, query_offset, where
-from ..pattern.block_mask import from_grid, of_blocks
-from ..pattern.classification import BLOCK, Classes
-from ..pattern.grid import Tiling, tilings
+from ..pattern.block_mask import from_grid
+from ..pattern.classification import BLOCK
 from .call import Cache, Call, CallFacts, Outputs, Prepared
 
 if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as the rest of regard
@@ -29,8 +28,6 @@ if TYPE_CHECKING:  # imported where a call runs: it takes as long to import as t
 MIN_HEAD_DIM = 16  # heads FlexAttention takes; narrower ones get zeros behind
 MIN_PAIRS = 1 << 22  # pairs of a head from which on a compiled call is worth its start
 MIN_QUERIES = 128  # torch 2.11 on an H200: n = 77 with grouped heads finds "no choices exist for backend"
-SAMPLED_BLOCKS = 64  # blocks of queries whose pairs are counted to choose the order of a grid
-COPIED_KEYS = 400  # pairs of a query in whose time q, k, v and o are copied into another order
 PAIR = 5e-13  # seconds of a dense pair on an H200; fewer than all are computed
 
 
@@ -60,7 +57,8 @@ class Flex:
     def estimate(self, f: CallFacts) -> float:
         """Only what data decide is worth a compilation: for the rest there are faster kernels."""
         worth = f.device_type == "cuda" and f.pattern.has_data and f.n * f.m >= MIN_PAIRS
-        return f.pairs * PAIR if worth else inf
+        share = 3 if isinstance(f.pattern, neighborhood) else 1  # whose lines other kernels read, if they can
+        return share * f.pairs * PAIR if worth else inf
 
     def prepare(self, f: CallFacts) -> Prepared:
         def computed() -> int:
@@ -79,9 +77,6 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     q, k, v = (_wide(x) for x in (call.q, call.k, call.v))
-    if (tiling := _tiling(call)) is not None:
-        order, back = _orders(tiling, q.device)
-        q, k, v = (_Reordered.apply(x, order, back) for x in (q, k, v))
     options: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
     if call.softcap is not None:
         options["score_mod"] = _capped(call.softcap)
@@ -94,58 +89,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
         with compat.denormals_preserved():  # on the CPU it is C++ that is compiled at the first call
             result = _compiled(_kind(call))(q, k, v, block_mask=mask, **options)
     o, lse = (result[0], result[1].lse) if call.return_lse else (result, None)
-    if tiling is not None:
-        o, lse = (x if x is None else _Reordered.apply(x, back, order) for x in (o, lse))
     return o[..., : call.v.shape[-1]], lse
-
-
-class _Reordered(torch.autograd.Function):
-    """x[:, :, order]; its gradient is one copy too, where that of indexing would be a sum by atomics."""
-
-    @staticmethod
-    def forward(ctx, x, order, back):
-        ctx.save_for_backward(order, back)
-        return x.index_select(2, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        order, back = ctx.saved_tensors
-        return _Reordered.apply(grad, back, order), None, None
-
-
-def _tiling(call: Call) -> Tiling | None:
-    """The tiles in whose order the tokens of a grid are computed; None: as they are."""
-    if torch.compiler.is_compiling() or call.lengths is not None or isinstance(call.at, Tensor):
-        return None
-    if not isinstance(call.pattern, neighborhood):
-        return None
-    return best_tiling(call.pattern, call.n, *query_offset(call.pattern, call.n, call.m, call.at))
-
-
-@lru_cache(maxsize=64)
-def best_tiling(pattern: neighborhood, n: int, start: int, step: int) -> Tiling | None:
-    """The tiling that saves the most pairs, if that is worth the copies."""
-    if (n, start, step) != (pattern.size, 0, 1):
-        return None
-    blocks = -(-n // BLOCK)
-    rows = torch.arange(0, blocks, -(-blocks // SAMPLED_BLOCKS), device="cpu")[:, None] * BLOCK
-    sample = (rows + torch.arange(BLOCK, device="cpu")).view(1, -1)
-    unchanged = _pairs(BlockGrid(sample, n).classify(pattern)) * blocks // len(rows)
-    found = [(_pairs(each.classify()) + n * COPIED_KEYS, each) for each in tilings(pattern)]
-    pairs, tiling = min(found, key=lambda pair: pair[0], default=(unchanged, None))
-    return tiling if pairs < unchanged else None
-
-
-@lru_cache(maxsize=8)
-def _orders(tiling: Tiling, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The position at each place, and the place of each position."""
-    with torch.inference_mode(False):
-        order = tiling.order(device)
-        return order, order.argsort()
-
-
-def _pairs(blocks: Classes) -> int:
-    return int((~blocks.none).sum()) * BLOCK**2
 
 
 @lru_cache(maxsize=64)
@@ -160,10 +104,8 @@ def _wide(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h n w"]:
 
 def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:
     """The pairs in the blocks that are not skipped, over all batch rows of the data."""
-    if isinstance(pattern, neighborhood) and (tiling := best_tiling(pattern, n, start, step)) is not None:
-        return _pairs(tiling.classify())
     grid = BlockGrid(positions(pattern, n, m, (start, step))[None], m, step)
-    return _pairs(grid.classify(pattern))
+    return int((~grid.classify(pattern).none).sum()) * BLOCK**2
 
 
 # The mask: blocks to skip, blocks to leave as they are, and a function for the rest.
@@ -182,10 +124,6 @@ def _block_mask(call: Call) -> "BlockMask":
 
 
 def _new_block_mask(call: Call) -> "BlockMask":
-    if (tiling := _tiling(call)) is not None:
-        return of_blocks(
-            tiling.classify(call.q.device), lambda b, h, i, j: tiling.allows(i, j), call.n, call.m
-        )
     i = positions(call.pattern, call.n, call.m, call.at, call.q.device)
     at = None if isinstance(call.at, Tensor) else query_offset(call.pattern, call.n, call.m, call.at)
     return from_grid(call.pattern, i if i.dim() == 2 else i[None], call.m, at, call.lengths)
@@ -237,7 +175,7 @@ def _kind(call: Call) -> tuple:
         sizes += (len(q), call.n, call.m)
     codes = tuple(leaf.fn for leaf in call.pattern.leaves() if isinstance(leaf, where))
     flags = (call.return_lse, torch.is_grad_enabled(), call.lengths is None, isinstance(call.at, Tensor))
-    return q.device.type, q.dtype, sizes, flags, call.softcap, _written(call.pattern), codes, _tiling(call)
+    return q.device.type, q.dtype, sizes, flags, call.softcap, _written(call.pattern), codes
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from operator import and_, or_
 
 import numpy as np
 
-from ..pattern import Both, Either, Not, Pattern, Relation, Word, full
+from ..pattern import Both, Either, Not, Pattern, Relation, Word, full, neighborhood
 from ..progression import FAR, Ints
 from .parts import (
     ALL,
@@ -180,7 +180,8 @@ def why_masked(pattern: Pattern, n: int, m: int, start: int, step: int) -> str |
         parts = plan(pattern, n, m, start, step).max_parts
     except NoPlan as why:
         return str(why)
-    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if parts > MAX_PARTS else None
+    many = parts > MAX_PARTS and not isinstance(pattern, neighborhood)
+    return f"{parts} progressions per tile; past {MAX_PARTS} a mask is faster" if many else None
 
 
 def keys_of_query(pattern: Pattern, position: int) -> list[list[int]]:
@@ -208,10 +209,20 @@ def _cached(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, 
     queries, keys = Axis(n, start, step), Axis(m)
     request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
     try:
-        passes = _cheapest(pattern.expanded(), request) if n and m else ()
+        if isinstance(pattern, neighborhood):  # the lines of a grid are progressions
+            passes = (_of_grid(pattern, request),)
+        else:
+            passes = _cheapest(pattern.expanded(), request) if n and m else ()
     except NoPlan as why:
         return str(why)
     return Plan(pattern, n, m, start, step, passes)
+
+
+def _of_grid(grid: neighborhood, request: Request) -> Pass:
+    if not request.xs == request.ys == Axis(grid.size):
+        raise NoPlan(f"{grid!r} has {grid.size} positions; queries and keys need to be all of them")
+    limit("residues", max(grid.grid), f"{grid!r} is planned axis by axis")
+    return Pass(grid, *grid.tiles(request.tile, request.by_keys))
 
 
 def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:

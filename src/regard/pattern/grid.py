@@ -1,16 +1,14 @@
 """Neighborhoods on grids of 1 to 3 dimensions (images, video), read in row-major order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from math import prod
-from operator import and_
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .. import value
 from ..errors import ShapeError, SpecError
@@ -47,6 +45,22 @@ class Axis:
         low, high = self.interval(x)
         y = z // self.step
         return (x % self.step == z % self.step) & (y >= low) & (y <= high)
+
+    def condition(self, x: str, z: str) -> str:
+        """The same as source that Triton reads, of whole numbers x and z."""
+        y, t = (f"{at} // {self.step}" if self.step > 1 else at for at in (x, z))
+        left = self.kernel - 1 if self.causal else self.kernel // 2
+        first, last = f"({t} >= {y} - {left})", f"({t} <= {y} + {self.kernel - 1 - left})"
+        if self.shifted and not self.causal:  # at an edge all of the first or last `kernel` coordinates
+            end = (
+                f"({self.length - 1} - {x} % {self.step}) // {self.step}"
+                if self.step > 1
+                else self.length - 1
+            )
+            first = f"({first} | ({t} > {end} - {self.kernel}))"
+            last = f"({last} | ({t} < {self.kernel}))"
+        same = f" & ({x} % {self.step} == {z} % {self.step})" if self.step > 1 else ""
+        return f"({first} & {last}{same})"
 
     def counts(self) -> Ints:
         """How many neighbors each coordinate has."""
@@ -159,6 +173,38 @@ class neighborhood(Pattern):
     def row_mask(self, inside):
         return lambda b, i, j: self.allows(i, j)
 
+    def condition(self) -> str:
+        """`allows` as source that Triton reads, of positions i and j in the grid."""
+        each, apart = [], self.size
+        for axis in self.axes:
+            apart //= axis.length
+            each.append(axis.condition(f"(i // {apart} % {axis.length})", f"(j // {apart} % {axis.length})"))
+        return f"({' & '.join(each)})"
+
+    def tiles(self, rows: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
+        """Runs of `rows` queries, and the keys of each as runs along the last axis: tiles (first, step, count), where
+        the runs of each begin, runs (first, step, count, 0). by_keys: runs of keys, and the queries of each."""
+        near = []  # of each axis, which coordinates meet
+        for axis in self.axes:
+            x = np.arange(axis.length)
+            pairs = axis.allows(x[:, None], x)
+            near.append(pairs.T if by_keys else pairs)
+        *outer, last = near
+        meet = reduce(np.kron, outer, np.ones((1, 1), dtype=bool))  # lines of the grid
+        low, high, width = last.argmax(1), self.grid[-1] - 1 - last[:, ::-1].argmax(1), self.grid[-1]
+        first, runs = np.arange(0, self.size, rows), []
+        for a in first:
+            begin, end = np.full(len(meet), width), np.full(len(meet), -1)
+            for line in range(a // width, (min(a + rows, self.size) - 1) // width + 1):
+                x = slice(max(a - line * width, 0), min(a + rows - line * width, width))
+                begin[meet[line]] = np.minimum(begin[meet[line]], low[x].min())
+                end[meet[line]] = np.maximum(end[meet[line]], high[x].max())
+            some = np.flatnonzero(end >= 0)
+            count = (end - begin + 1)[some]
+            runs.append(np.column_stack([some * width + begin[some], count**0, count, 0 * count]))
+        tiles = np.column_stack([first, first**0, np.minimum(rows, self.size - first)])
+        return tiles, np.cumsum([0, *map(len, runs)]), np.concatenate(runs)
+
     def fits(self, m: int, last: int = -1) -> None:
         if m != self.size:
             grid = " × ".join(map(str, self.grid))
@@ -208,54 +254,6 @@ class neighborhood(Pattern):
         options += [] if self.border == "clipped" else [f"border={self.border!r}"]
         options += [f"causal={_short(self.causal)}"] if any(self.causal) else []
         return f"neighborhood({', '.join([repr(self.grid), repr(self.kernel), *options])})"
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """The positions of a grid in the order of its tiles, BLOCK each: tokens of one tile have most keys in common."""
-
-    pattern: neighborhood
-    tile: tuple[int, ...]
-
-    def coordinates(self, place: Any) -> list[Any]:
-        """Of each axis, the coordinate of the position at this place."""
-        inner, outer, found = place % BLOCK, place // BLOCK, []
-        for length, side in zip(reversed(self.pattern.grid), reversed(self.tile)):
-            found.append(outer % (length // side) * side + inner % side)
-            inner, outer = inner // side, outer // (length // side)
-        return found[::-1]
-
-    def order(self, device: torch.device | None = None) -> Tensor:
-        """The position at each place."""
-        out = torch.zeros(self.pattern.size, dtype=torch.long, device=device)
-        for length, x in zip(self.pattern.grid, self.coordinates(torch.arange(len(out), device=device))):
-            out = out * length + x
-        return out
-
-    def allows(self, place: Any, key: Any) -> Any:
-        each = zip(self.pattern.axes, self.coordinates(place), self.coordinates(key))
-        return reduce(and_, (axis.allows(x, z) for axis, x, z in each))
-
-    def classify(self, device: torch.device | None = None) -> Classes:
-        """The blocks of pairs of two tiles: what all axes allow together, each axis by itself."""
-        found = []
-        for axis, side in zip(self.pattern.axes, self.tile):
-            x = torch.arange(axis.length, device=device)
-            pairs = axis.allows(x[:, None], x).unflatten(1, (-1, side)).unflatten(0, (-1, side))
-            found.append((pairs.all(-1).all(1), pairs.any(-1).any(1)))
-        every, some = (reduce(_outer, each) for each in zip(*found))
-        return Classes(every[None], ~some[None])
-
-
-def _outer(a: Tensor, b: Tensor) -> Tensor:
-    """Of (x, y) and (u, v) tables, the (x · u, y · v) table of both."""
-    return (a[:, None, :, None] & b[None, :, None, :]).flatten(2).flatten(0, 1)
-
-
-def tilings(pattern: neighborhood) -> Iterator[Tiling]:
-    """All tiles of BLOCK positions that divide the grid."""
-    sides = ([s for s in range(1, BLOCK + 1) if BLOCK % s == length % s == 0] for length in pattern.grid)
-    return (Tiling(pattern, tile) for tile in product(*sides) if prod(tile) == BLOCK)
 
 
 def _short(each: tuple) -> Any:

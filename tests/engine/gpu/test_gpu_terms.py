@@ -79,12 +79,21 @@ def test_patterns_that_data_heads_and_grids_decide(name, dtype):
     check(q, k, v, {"pattern": patterns()[name]}, "auto", name)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.11's compiler reads it of every input
-def test_a_grid_whose_tokens_are_reordered():
-    pattern = rg.neighborhood((32, 128), (15, 31), border="shifted")
-    q, k, v = qkv(1, 2, 1, 4096, 4096, 64, torch.bfloat16)
-    assert rg.explain(q, k, v, pattern).backend == "flex"
-    check(q, k, v, {"pattern": pattern}, "auto", "tiles of a grid")
+GRIDS = [
+    rg.neighborhood((32, 128), (15, 31), border="shifted"),
+    rg.neighborhood((64, 64), 7),
+    rg.neighborhood((70, 60), 9, step=(1, 2)),
+    rg.neighborhood((10, 20, 30), (3, 5, 7), causal=(True, False, False)),
+    rg.neighborhood((5000,), 33, border="shifted"),
+]
+
+
+@pytest.mark.parametrize("pattern", GRIDS, ids=repr)
+def test_grids_run_by_their_lines(pattern):
+    for d, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (40, torch.float32)):
+        q, k, v = qkv(1, 2, 1, pattern.size, pattern.size, d, dtype)
+        assert rg.explain(q, k, v, pattern).backend == "triton"
+        check(q, k, v, {"pattern": pattern}, "auto", "lines of a grid")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

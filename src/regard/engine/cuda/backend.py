@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendError
-from ...pattern import Pattern
+from ...pattern import Pattern, neighborhood
 from ...position import ByDistance
 from .. import reference_backend
 from ..call import Call, CallFacts, Outputs, Prepared, needs_grad
@@ -38,7 +38,7 @@ class Triton:
             return refused
         if f.device_type != "cuda":
             return f"it runs on CUDA, not on {f.device_type}"
-        if f.pattern.has_data:
+        if f.pattern.has_data and (f.observed or not isinstance(f.pattern, neighborhood)):
             return f"{f.pattern!r} carries data, which no progression describes"
         if f.dtype == torch.float64:
             return "the Triton kernels take float32, float16 or bfloat16, not float64"

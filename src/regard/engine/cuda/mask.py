@@ -22,7 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from ...errors import BackendError
-from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full
+from ...pattern import Both, Either, Not, Pattern, Related, Relation, Run, Word, classify, full, neighborhood
 from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
 from ..plan import run_formulas
@@ -42,12 +42,12 @@ def expression(pattern: Pattern) -> str:
     >>> expression(causal() & ~every(4))
     '((j <= i) & ((j % 4 == 0) == 0))'
     """
-    if pattern.has_data:
+    if any(word.has_data and not isinstance(word, neighborhood) for word in pattern.leaves()):
         raise BackendError(
             f"{pattern!r} carries data: no Triton kernel can be made of it; backend='auto' masks it"
         )
     return pattern.fold(
-        lambda word: _condition(word.relation),
+        lambda word: word.condition() if isinstance(word, neighborhood) else _condition(word.relation),
         "({} & {})".format,
         "({} | {})".format,
         "({} == 0)".format,  # ~ of a truth value is not one in Triton's interpreter
