@@ -27,6 +27,7 @@ LIMITS = {
     "outcomes": 12,
     "residues": 1 << 17,
     "words": 16,
+    "lines": 1 << 13,
 }
 
 

@@ -209,20 +209,20 @@ def _cached(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, 
     queries, keys = Axis(n, start, step), Axis(m)
     request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
     try:
-        if isinstance(pattern, neighborhood):  # the lines of a grid are progressions
-            passes = (_of_grid(pattern, request),)
-        else:
-            passes = _cheapest(pattern.expanded(), request) if n and m else ()
+        make = _of_grid if isinstance(pattern, neighborhood) else _cheapest
+        passes = make(pattern.expanded(), request) if n and m else ()
     except NoPlan as why:
         return str(why)
     return Plan(pattern, n, m, start, step, passes)
 
 
-def _of_grid(grid: neighborhood, request: Request) -> Pass:
+def _of_grid(grid: Pattern, request: Request) -> tuple[Pass, ...]:
+    """The lines of a grid are progressions."""
+    assert isinstance(grid, neighborhood)
     if not request.xs == request.ys == Axis(grid.size):
         raise NoPlan(f"{grid!r} has {grid.size} positions; queries and keys need to be all of them")
-    limit("residues", max(grid.grid), f"{grid!r} is planned axis by axis")
-    return Pass(grid, *grid.tiles(request.tile, request.by_keys))
+    limit("lines", grid.size // grid.grid[-1], repr(grid))
+    return (Pass(grid, *grid.tiles(request.tile, request.by_keys)),)
 
 
 def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:

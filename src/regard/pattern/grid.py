@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import product
 from math import prod
 from typing import Any
@@ -61,6 +60,19 @@ class Axis:
             last = f"({last} | ({t} < {self.kernel}))"
         same = f" & ({x} % {self.step} == {z} % {self.step})" if self.step > 1 else ""
         return f"({first} & {last}{same})"
+
+    def ends(self, by_keys: bool) -> tuple[Ints, Ints]:
+        """The first and the last neighbor of each coordinate; by_keys: of those that it is a neighbor of."""
+        x = np.arange(self.length)
+        low, high = (y * self.step + x % self.step for y in self.interval(x))
+        if not by_keys:
+            return low, high
+        first, last = np.zeros_like(x), np.zeros_like(x)
+        for residue in range(min(self.step, self.length)):
+            of = x[residue :: self.step]  # along which both ends only grow
+            first[of] = of[np.searchsorted(high[of], of)]
+            last[of] = of[np.searchsorted(low[of], of, side="right") - 1]
+        return first, last
 
     def counts(self) -> Ints:
         """How many neighbors each coordinate has."""
@@ -184,25 +196,22 @@ class neighborhood(Pattern):
     def tiles(self, rows: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
         """Runs of `rows` queries, and the keys of each as runs along the last axis: tiles (first, step, count), where
         the runs of each begin, runs (first, step, count, 0). by_keys: runs of keys, and the queries of each."""
-        near = []  # of each axis, which coordinates meet
-        for axis in self.axes:
+        meet, width = np.ones((1, 1), dtype=bool), self.grid[-1]  # which lines of the grid meet
+        for axis in self.axes[:-1]:
             x = np.arange(axis.length)
-            pairs = axis.allows(x[:, None], x)
-            near.append(pairs.T if by_keys else pairs)
-        *outer, last = near
-        meet = reduce(np.kron, outer, np.ones((1, 1), dtype=bool))  # lines of the grid
-        low, high, width = last.argmax(1), self.grid[-1] - 1 - last[:, ::-1].argmax(1), self.grid[-1]
-        first, runs = np.arange(0, self.size, rows), []
-        for a in first:
+            meet = np.kron(meet, axis.allows(x[:, None], x))
+        meet, (low, high) = meet.T if by_keys else meet, self.axes[-1].ends(by_keys)
+        firsts, runs = range(0, self.size, rows), []
+        for first in firsts:
             begin, end = np.full(len(meet), width), np.full(len(meet), -1)
-            for line in range(a // width, (min(a + rows, self.size) - 1) // width + 1):
-                x = slice(max(a - line * width, 0), min(a + rows - line * width, width))
-                begin[meet[line]] = np.minimum(begin[meet[line]], low[x].min())
-                end[meet[line]] = np.maximum(end[meet[line]], high[x].max())
+            for line in range(first // width, (min(first + rows, self.size) - 1) // width + 1):
+                part = slice(max(first - line * width, 0), min(first + rows - line * width, width))
+                begin[meet[line]] = np.minimum(begin[meet[line]], low[part].min())
+                end[meet[line]] = np.maximum(end[meet[line]], high[part].max())
             some = np.flatnonzero(end >= 0)
             count = (end - begin + 1)[some]
             runs.append(np.column_stack([some * width + begin[some], count**0, count, 0 * count]))
-        tiles = np.column_stack([first, first**0, np.minimum(rows, self.size - first)])
+        tiles = np.array([(first, 1, min(rows, self.size - first)) for first in firsts])
         return tiles, np.cumsum([0, *map(len, runs)]), np.concatenate(runs)
 
     def fits(self, m: int, last: int = -1) -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, window
+from regard.pattern import causal, dilated, every, neighborhood, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -30,6 +30,8 @@ CASES = [
 OTHER_CASES = [  # in `make long`
     ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
     ("hopper_dkv", SPARSE, 128, 1),
+    ("hopper_forward", neighborhood((128, 64), 7), 128),  # coordinates are compared
+    ("hopper_dkv", neighborhood((8, 32, 32), (3, 5, 5), border="shifted"), 64),
 ]
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
