@@ -13,7 +13,7 @@ from pattern_strategies import offsets, patterns
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
-from regard.engine.cpu import layout, memory, strided_layout, tiles
+from regard.engine.cpu import kernels, layout, strided_layout, tiles
 from regard.engine.cpu.backend import CONCATENATED, MERGED, variants
 from regard.engine.explain import explain
 from regard.pattern import blocks, causal, dilated, every, full, query_offset, sinks, strided, window
@@ -150,7 +150,7 @@ def test_no_more_is_kept_than_q_k_v_and_o_hold_together_nor_than_64_mib():
     q, k, v = tensors(h=4, d_k=5, d_v=3)
     assert layout.Layout.max_saved(q, k, v) == sum(x.numel() for x in (q, k, v, q[..., :3]))
     long = torch.empty(1, 64, 1 << 16, 64, device="meta")
-    assert layout.Layout.max_saved(long, long, long) == memory.MAX_SAVED_WEIGHTS
+    assert layout.Layout.max_saved(long, long, long) == kernels.MAX_SAVED_WEIGHTS
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again():
@@ -227,11 +227,11 @@ def test_scores_of_any_size_have_a_softmax():
 
 
 def test_what_ran_in_inference_trains_later():
-    memory._pool.clear()
+    kernels._pool.clear()
     pattern, inputs = window(8) | every(8), tensors(dtype=f32)
     (call,) = calls(pattern, inputs)
     with torch.inference_mode():
-        memory.with_buffers(call.forward, *inputs)
+        kernels.with_buffers(call.forward, *inputs)
     wanted = grown(lambda *x: formula(*x, pattern.allowed(101), 0.4)[0], inputs)
     for a, b in zip(grown(call, inputs), wanted):
         torch.testing.assert_close(a, b)

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from regard.engine.attention import attention
 from regard.engine.backends import PREPARED, choose
 from regard.engine.call import CallFacts
-from regard.engine.cpu import gathered_layout, memory, tiles
+from regard.engine.cpu import gathered_layout, kernels, tiles
 from regard.engine.cpu.backend import GATHERED
 from regard.engine.explain import explain
 from regard.pattern import causal, dilated, every, prefix, rows, strided, window
@@ -221,12 +221,12 @@ def test_threads_do_not_write_to_the_same_room():
 
 
 def test_what_ran_in_inference_trains_later():
-    memory._pool.clear()
+    kernels._pool.clear()
     inputs = tensors(n=97, d_k=16, d_v=16, dtype=f32)
     call = list(calls(dilated(3, 2), inputs))[-1]
     with torch.inference_mode():
         list(calls(dilated(3, 2), inputs, learns=False))[-1](*inputs)
-        memory.with_buffers(call.forward, *inputs)
+        kernels.with_buffers(call.forward, *inputs)
     o = call(*inputs)
     wanted = formula(*inputs, dilated(3, 2).allowed(97), 5**-0.5)[0]
     grads = (torch.autograd.grad(x.square().sum(), inputs) for x in (o, wanted))

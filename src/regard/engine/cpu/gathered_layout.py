@@ -172,7 +172,8 @@ class GatheredLayout:
         chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
         self.shape = shape
         self.weights = heads * shape.pairs
-        self.by_fused_op = not learns and shape.keys <= MAX_FUSED_KEYS and q.shape[-1] == v.shape[-1]
+        few = shape.keys <= MAX_FUSED_KEYS or shape.pairs > MAX_SCORES  # else the scores stay in the caches
+        self.by_fused_op = not learns and few and q.shape[-1] == v.shape[-1]
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
         tables = {count: _piece(tiles, n, m, count, group, q.dtype) for count in set(counts)}
         self._pieces = [tables[count] for count in counts]
