@@ -5,7 +5,8 @@
 Every row is a process: it compiles its kernels beside the other rows, compares the results and gradients of all of
 them, and then waits; the rows are timed one after the other, each alone on the GPU, its contestants in rounds of
 random order. `wall` is the time of one call under CUDA events, the cache cleared before; `busy` that of the same
-launches replayed as a CUDA graph. Peers get tensors in the layout that they prefer, and masks made beforehand.
+launches replayed as a CUDA graph, for calls under 5 ms. Peers get tensors in the layout that they prefer, and masks
+made beforehand.
 FlexAttention's forward runs with gradients enabled, which saves a compilation: it also writes the log-sum-exp.
 `realised` as in gpu_patterns.py. What is not ready at the deadline, or fails, is named and left out.
 """
@@ -63,6 +64,7 @@ ROWS = [  # pattern, n, width, heads, batch
     *((g, g.size, 128, 24, 1) for g in NATTEN),
 ]
 ROUNDS = 3
+LONG = 5.0  # milliseconds from which on the launches hide what the CPU does: no graph is measured
 PACKAGES = "torch triton flash-attn-4 nvidia-cutlass-dsl nvidia-cudnn-frontend"
 
 
@@ -202,7 +204,7 @@ def times(calls):
     """The median milliseconds of each call, measured in rounds of random order."""
     clear = torch.empty(1 << 26, dtype=torch.int, device="cuda")
     found = {name: [] for name in calls}
-    repeats = {name: max(2, min(8, int(12 / max(*timed(fn, clear, 2), 0.01)))) for name, fn in calls.items()}
+    repeats = {name: max(1, min(8, int(20 / max(*timed(fn, clear, 2), 0.01)))) for name, fn in calls.items()}
     order = list(calls)
     for _ in range(ROUNDS):
         random.shuffle(order)
@@ -280,7 +282,8 @@ def worker(index, folder, deadline, only):
     calls |= {(name, "both"): fn for name, fn in step.items()}
     result["ms"] = {f"{name} {kind} wall": ms for (name, kind), ms in times(calls).items()}
     Path(folder, f"{index}.json").write_text(json.dumps(result))
-    graphs = {key: graph_of(fn) for key, fn in calls.items() if key[0] != "full SDPA"}
+    short = [key for key in calls if key[0] != "full SDPA" and result["ms"][" ".join([*key, "wall"])] < LONG]
+    graphs = {key: graph_of(calls[key]) for key in short}
     found = times({key: graph for key, graph in graphs.items() if graph is not None})
     result["ms"] |= {f"{name} {kind} busy": ms for (name, kind), ms in found.items()}
     Path(folder, f"{index}.json").write_text(json.dumps(result))
@@ -295,8 +298,8 @@ def table_row(result, rate):
     for name in dict.fromkeys(key.rsplit(" ", 2)[0] for key in ms):
         if name == "full SDPA":
             continue
-        values = [ms.get(f"{name} {kind} busy") for kind in ("forward", "both")]
         wall = [ms.get(f"{name} {kind} wall") for kind in ("forward", "both")]
+        values = [ms.get(f"{name} {kind} busy", w) for kind, w in zip(("forward", "both"), wall)]
         shown = [" / ".join(f"{x:.3f}" if x else "–" for x in pair) for pair in (values, wall)]
         cells.append(f"{name} {shown[0]} (wall {shown[1]})")
     bytes_ms = 4 * 2 * result["batch"] * result["heads"] * result["n"] * result["d"] / rate
@@ -308,7 +311,10 @@ def table_row(result, rate):
         for how in ("busy", "wall"):
             if (took := ms.get(f"regard {kind} {how}")) is not None:
                 result[f"realised {kind} {how}"] = limit / took
-    realised = " / ".join(f"{result.get(f'realised {k} busy', 0):.2f}" for k in ("forward", "both"))
+    both_kinds = [
+        result.get(f"realised {k} busy", result.get(f"realised {k} wall", 0)) for k in ("forward", "both")
+    ]
+    realised = " / ".join(f"{x:.2f}" for x in both_kinds)
     where = f"{result['pattern']} n={result['n']} d={result['d']} h={result['heads']} b={result['batch']}"
     return f"{where} [{result['runs']}] realised {realised}: " + "; ".join(cells)
 
