@@ -271,6 +271,7 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=20)
     ask.add_argument("--attention-dropout", type=float, nargs="*", default=[DROPOUT])
     ask.add_argument("--sides", nargs="*", default=list(SIDES))
+    ask.add_argument("--after", type=Path, help="wait for this file before the timed rounds")
     ask.add_argument("--out", type=Path, help="a JSON file for the figures")
     given = ask.parse_args()
     size, device = (TINY, "cpu") if given.tiny else (Size(), "cuda")
@@ -300,6 +301,9 @@ def measured(attention_dropout: float, size: Size, device: str, given: argparse.
                 f"{name}: ready in {time.perf_counter() - began:.0f} s, loss {float(loss.detach()):.3f}",
                 flush=True,
             )
+    print("warm", flush=True)
+    while given.after and not given.after.exists():
+        time.sleep(0.2)
     if given.profile:
         for name, step in steps.items():
             profiled(f"{name}-{attention_dropout}", step, given.profile, device)

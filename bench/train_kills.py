@@ -5,15 +5,16 @@
 
 Some runs of one small translation recipe, side by side, in eager deterministic mode with dropout and bf16 autocast.
 Each is killed several times, at random moments after a new checkpoint appeared, and started again; at last it trains
-to the end. Its weights are then compared bit by bit with those of a run that was left alone.
+to the end. Its weights are then compared bit by bit with those of a run that was left alone. Every start is a process
+forked from a server that has imported regard and not touched the GPU.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,22 +23,17 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-PROGRAM = """
-import sys, torch
-from regard.training.recipes import Recipe
+import torch
+
+import regard as rg
+from regard.training.loop.meter import machine
+from regard.training.recipes import Recipe, recipe
 from regard.training.recipes.run import Run
-torch.use_deterministic_algorithms(True)
-Run(Recipe.from_json(open(sys.argv[1]).read()), sys.argv[2], sys.argv[3]).train()
-"""
+
 WORDS = ("the", "a", "red", "old", "big", "cat", "dog", "bird", "house", "river", "sat", "ran", "near", "and")
 
 
 def prepare(home: Path, steps: int, device: str) -> None:
-    import torch
-
-    import regard as rg
-    from regard.training.recipes import recipe
-
     generator = torch.Generator().manual_seed(0)
     lines = []
     for _ in range(400):
@@ -56,14 +52,20 @@ def prepare(home: Path, steps: int, device: str) -> None:
         autocast="bfloat16" if device == "cuda" else None,
     )
     (home / "recipe.json").write_text(replace(chosen, settings=settings).json())
-    (home / "run.py").write_text(PROGRAM)
 
 
-def start(home: Path, folder: str, device: str) -> subprocess.Popen:
-    source = str(Path(__file__).parents[1] / "src")
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "run.py", "recipe.json", folder, device]
-    return subprocess.Popen(command, cwd=home, env=env, stderr=subprocess.PIPE)
+def train(home: Path, folder: str, device: str) -> None:
+    os.chdir(home)
+    sys.stderr = open(f"{folder}.errors", "a", buffering=1)  # noqa: SIM115  (until the process ends)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    Run(Recipe.from_json(Path("recipe.json").read_text()), folder, device).train()
+
+
+def start(home: Path, folder: str, device: str) -> multiprocessing.process.BaseProcess:
+    process = multiprocessing.get_context("forkserver").Process(target=train, args=(home, folder, device))
+    process.start()
+    return process
 
 
 def newest(folder: Path) -> int:
@@ -75,18 +77,20 @@ def killed(home: Path, name: str, kills: int, steps: int, device: str, found: li
     for kill in range(kills):
         process = start(home, name, device)
         wanted = newest(home / name) + 10 * random_moment.randint(1, max(steps // 10 // (kills + 1), 1))
-        while process.poll() is None and newest(home / name) < wanted:
+        while process.exitcode is None and newest(home / name) < wanted:
             time.sleep(0.005)
         time.sleep(0.2 * random_moment.random())
-        process.send_signal(signal.SIGKILL)
-        code = process.wait()
+        process.kill()
+        process.join()
+        code = process.exitcode
         left = sorted(p.name for p in (home / name / "checkpoints").iterdir())
         found.append(
             {"run": name, "kill": kill, "exit": code, "step": newest(home / name), "left": left[-2:]}
         )
     process = start(home, name, device)
-    _, errors = process.communicate()
-    found.append({"run": name, "kill": None, "exit": process.returncode, "errors": errors.decode()[-400:]})
+    process.join()
+    errors = (home / f"{name}.errors").read_text()[-400:]
+    found.append({"run": name, "kill": None, "exit": process.exitcode, "errors": errors})
 
 
 def main() -> None:
@@ -97,11 +101,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    import torch
-
-    import regard as rg
-    from regard.training.loop.meter import machine
-
+    os.environ |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "OMP_NUM_THREADS": "1",
+    }  # of the server and its children
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["regard.training.recipes.run"])
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         prepare(home, given.steps, given.device)
@@ -116,7 +120,8 @@ def main() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert whole.wait() == 0, whole.communicate()[1].decode()[-2000:]
+        whole.join()
+        assert whole.exitcode == 0, (home / "whole.errors").read_text()[-2000:]
         true = rg.load(home / "whole" / "model").state_dict()
         equal = {}
         for name in names:
