@@ -33,6 +33,7 @@ from train_gpu_updates import launch_latency
 
 import regard as rg
 from regard.nn import attention as attention_module
+from regard.pattern import parse_pattern
 from regard.training.loop.meter import machine
 from regard.training.loop.ranks import ALONE
 from regard.training.loop.trainer import Trainer
@@ -150,6 +151,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--minutes", type=float, help="train each side for this time instead")
     parser.add_argument("--rows", type=int, default=4, help="windows per update")
+    parser.add_argument("--vocab", type=int, help="subwords; otherwise characters")
+    parser.add_argument("--pattern", type=parse_pattern, help="of the sparse side, instead of the recipe's")
     parser.add_argument(
         "--windows", type=int, help="of the held-out text for the losses by context; all by default"
     )
@@ -162,7 +165,8 @@ def main() -> None:
         file = Path(folder) / "code.txt"
         file.write_text(source_code(200_000 if given.tiny else given.characters))
         sizes = TINY if given.tiny else {"rows": given.rows}
-        chosen = recipe("long-context", steps=given.steps, file=str(file), **sizes)
+        sizes |= {} if given.pattern is None else {"pattern": given.pattern}
+        chosen = recipe("long-context", steps=given.steps, file=str(file), vocab=given.vocab, **sizes)
         data = chosen.data.load(Path(folder))
     print(json.dumps({"characters": len(data.train.ids) + len(data.valid.ids)}), flush=True)
     sides = [side(str(chosen.model.block.attention.pattern), given, data, chosen, device)]

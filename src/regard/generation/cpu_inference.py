@@ -29,6 +29,7 @@ from ..pattern import Pattern
 Map = Callable[[Tensor], Tensor]
 MIN_GROUP = 8  # rows of similar length that attention takes at once, where there are as many
 MAX_PARTS = 4  # of the rows in cross-attention
+SLOTS_BETWEEN = 24  # slots that beams add to a row before those that no beam attends to are removed
 SUPPORTED = {Stack, Block, MultiHeadAttention, FeedForward, Embedding, LanguageHead, Sinusoidal, Learned}
 SUPPORTED |= {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList}
 
@@ -318,11 +319,12 @@ class Beams:
     """Beams whose keys and values share the slots of their row: nothing is copied when beams are selected.
 
     Each step adds one slot per beam to a row. A beam attends to the slots of its own past, which are a path in the
-    tree of all tokens that the beams of the row have written.
+    tree of all tokens that the beams of the row have written. Slots of abandoned branches are removed now and then.
     """
 
     def __init__(self, rows: int, width: int, filled: int):
         self.position = filled  # of the next token
+        self.removed_at = filled  # the number of slots when unused ones were last removed
         self.past = torch.ones(rows, width, filled, dtype=torch.bool)  # whether a slot belongs to a beam
         self.own = torch.eye(width, dtype=torch.bool)
 
@@ -338,6 +340,17 @@ class Beams:
         """Keep the past of these beams, as many for each row as before."""
         width = self.past.shape[1]
         self.past = self.past.flatten(0, 1)[beams].unflatten(0, (-1, width))
+
+    def remove_unused(self, caches: list[LayerCache]) -> None:
+        """Remove slots that belong to no beam, as many from each row, where enough were added since the last time."""
+        if self.past.shape[2] < self.removed_at + SLOTS_BETWEEN:
+            return
+        used = self.past.any(1)
+        self.removed_at = int(used.sum(1).max())
+        slots = used.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : self.removed_at]
+        self.past = self.past.gather(2, slots[:, None].expand(-1, self.past.shape[1], -1))
+        for cache in caches:
+            cache.own.keep_slots(slots)
 
 
 class CachedEmbedding:

@@ -104,8 +104,12 @@ class CpuSteps(StackSteps):
             self.cache.select(beams, same_context=True)
         else:
             self.beams.select(beams)
-        if rows is None:
-            return
+        if rows is not None:
+            self._select_rows(rows)
+        if self.beams is not None:
+            self.beams.remove_unused(self.cache.layers)
+
+    def _select_rows(self, rows: Int[Tensor, " left"]) -> None:
         for layer in self.cache.layers:
             if self.beams is not None:
                 layer.own.select(rows)

@@ -86,6 +86,18 @@ class KeyValues:
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 
+    def keep_slots(self, slots: Int[Tensor, "b count"]) -> None:
+        """Keep these slots of each row, in this order. All rows are equally long."""
+        assert self.k is not None and self.v is not None and self.lengths is None
+        (b, h, capacity, d), count = self.v.shape, slots.shape[1]
+        keys = self.k.transpose(2, 3)  # their layout in memory, where keys are transposed
+        index = slots[:, None, None].expand(b, h, keys.shape[2], count)
+        keys[..., :count].copy_(keys.gather(3, index))
+        first = torch.arange(b * h, device=slots.device).mul_(capacity).view(b, h, 1)
+        values = self.v.view(-1, d).index_select(0, (first + slots[:, None]).flatten())
+        self.v[:, :, :count].copy_(values.view(b, h, count, d))
+        self.filled = count
+
 
 def _grow(old: Tensor | None, new: Tensor, slots: int, zeros: bool, transposed: bool = False) -> Tensor:
     """`old` with this number of slots. zeros: those that are new are 0. transposed: the last two axes, in memory."""

@@ -135,15 +135,18 @@ class ContinuousText:
     def load(self, folder: Path) -> Dataset:
         content, size = self.text(), self.vocab
         cut = int(0.9 * len(content))
-        tokenizer = _tokenizer(
-            folder,
-            lambda: tokens.characters([content]) if size is None else tokens.bpe([content[:cut]], size),
-        )
         parts = content[:cut], content[cut:]
         if size is None:
+            tokenizer = _tokenizer(folder, lambda: tokens.characters([content]))
             train, valid = (torch.from_numpy(tokenizer.character_ids(part)) for part in parts)
         else:
-            train, valid = (torch.tensor(ids, dtype=torch.int32) for ids in tokenizer.encode(parts))
+            tokenizer = _tokenizer(folder, lambda: tokens.bpe(_sample(text.pieces(parts[0])), size))
+            train, valid = (
+                torch.tensor(
+                    [i for ids in tokenizer.encode(text.pieces(part)) for i in ids], dtype=torch.int32
+                )
+                for part in parts
+            )
         if min(len(train), len(valid)) <= self.context:
             raise FormatError(
                 f"{len(train) + len(valid)} tokens are too few for windows of {self.context}; give a longer text"
@@ -151,6 +154,11 @@ class ContinuousText:
         held_out = Windows(valid, self.context, self.context)
         rows = Windows(train, self.context, self.context, random_offset=True)
         return Dataset(rows, held_out, held_out, tokenizer)
+
+
+def _sample(pieces: list[str], characters: int = 16_000_000) -> list[str]:
+    """Pieces from all over a text, of about this many characters: enough to learn subwords from."""
+    return pieces[:: max(1, round(sum(map(len, pieces)) / characters))]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -64,6 +65,22 @@ def sentences(path: str | Path) -> list[str]:
 def content(path: str | Path) -> str:
     """The complete text, line ends as \\n."""
     return "\n".join(_not_empty([line for _, line in lines(path)], path)) + "\n"
+
+
+def pieces(whole: str, size: int = 1 << 20) -> list[str]:
+    """A long text in pieces of about `size` characters, to be tokenized in parallel.
+
+    A piece begins at a single space between two words, where byte-pair encoding splits anyway: so the tokens of the
+    pieces are those of the text.
+
+    >>> pieces("one two  three four", 5)
+    ['one two  three', ' four']
+    """
+    found, start, single_space = [], 0, re.compile(r"(?<=\S) (?=\S)")
+    while match := single_space.search(whole, start + size):
+        found.append(whole[start : match.start()])
+        start = match.start()
+    return [*found, whole[start:]]
 
 
 def _not_empty(rows: list, path: str | Path) -> list:

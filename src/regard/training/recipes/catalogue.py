@@ -170,6 +170,7 @@ def long_context(
     pattern: Pattern = LONG_CONTEXT,
     file: str | None = None,
     context: int = 16_384,
+    vocab: int | None = None,
     d_model: int = 512,
     layers: int = 8,
     rows: int = 4,
@@ -180,12 +181,13 @@ def long_context(
     dense causal attention, which pattern=causal() gives. Two layers connect any two characters: the first collects
     a neighborhood at each 128th position, the second reads those.
     """
-    data = ContinuousText("en-es" if file is None else "shakespeare", file=file, context=context)
-    size = len(SPECIAL) + len(set(data.text()))
+    data = ContinuousText("en-es" if file is None else "shakespeare", file=file, context=context, vocab=vocab)
+    size = vocab or len(SPECIAL) + len(set(data.text()))
     heads = max(d_model // 64, 1)
-    past = Attention(
-        d_model, heads=heads, pattern=pattern, position=rope(pairing="interleaved"), biases="none"
-    )
+    # Half of the columns are not rotated: with all of them rotated, q·k of equal contents would have a random sign at
+    # distances of thousands, so nothing could be found by its content there.
+    position = rope(pairing="interleaved", fraction=0.5)
+    past = Attention(d_model, heads=heads, pattern=pattern, position=position, biases="none")
     block = Block(past, FeedForward(4 * d_model, bias=False), norm_at="pre", norm_bias=False)
     model = Encoder(
         block, layers, embedding=Embedding(size, d_model), head=LanguageHead(), init="depth_scaled"
