@@ -8,6 +8,7 @@ import torch
 import regard as rg
 from regard import compat
 from regard.generation import beam, cpu_inference, generate, greedy, sample
+from regard.nn.cache import KeyValues
 from regard.generation.steps import CpuSteps, StackSteps, steps
 
 VOCAB, END = 29, 3
@@ -196,8 +197,13 @@ def test_products_with_constant_weights_are_those_of_matmul_with_and_without_the
         monkeypatch.undo()
 
 
+@pytest.mark.parametrize("slots", [3, 1000], ids=["removed at each step", "never removed"])
 @pytest.mark.parametrize("heads", [{"heads": 4}, {"heads": 4, "kv_heads": 2}], ids=str)
-def test_beams_that_share_their_past_find_what_the_modules_find(heads):
+def test_beams_that_share_their_past_find_what_the_modules_find(heads, slots, monkeypatch):
+    monkeypatch.setattr(cpu_inference, "SLOTS_BETWEEN", slots)
+    kept = []
+    real = KeyValues.keep_slots
+    monkeypatch.setattr(KeyValues, "keep_slots", lambda *given: kept.append(given[1]) or real(*given))
     own = rg.Attention(16, pattern=rg.full(), **heads)
     past = rg.Attention(16, pattern=rg.causal(), **heads)
     embedding = rg.Embedding(23, 16, position=rg.sinusoidal())
@@ -209,8 +215,10 @@ def test_beams_that_share_their_past_find_what_the_modules_find(heads):
         ),
     ).build()
     source, lengths = torch.randint(23, (5, 6)), torch.tensor([6, 2, 5, 1, 4])
-    given = {"source": source, "source_lengths": lengths, "max_new_tokens": 9, "eos_id": 3}
+    given = {"source": source, "source_lengths": lengths, "max_new_tokens": 12, "eos_id": 3}
     fast = generate(model.double(), [[1]] * 5, beam(3), **given)
+    # Ten times a slot per beam was added, and beams were abandoned.
+    assert not kept if slots == 1000 else len(kept) == 2 * 10 and kept[-1].shape[1] < 1 + 3 * 10
     model.decoder.blocks[0].register_forward_hook(lambda *_: None)  # hooks need the modules themselves
     slow = generate(model, [[1]] * 5, beam(3), **given)
     assert fast.rows() == slow.rows()

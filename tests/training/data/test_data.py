@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import regard as rg
@@ -33,6 +33,15 @@ def test_jsonl_lines_and_whole_texts_are_read(tmp_path):
     plain = tmp_path / "a.txt"
     plain.write_text("one\ntwo\n")
     assert text.sentences(plain) == ["one", "two"] and text.content(plain) == "one\ntwo\n"
+
+
+@example("a      b      ab", 3)
+@given(st.text("ab .\n\t'0é\u0301", max_size=60), st.integers(1, 12))
+def test_pieces_of_a_text_have_its_tokens(whole, size):
+    known = tokens.bpe(["a   b    ab 'b  00 ..     b\n\n a \n  b é"] * 9, 290)
+    parts = text.pieces(whole, size)
+    assert "".join(parts) == whole and all(len(part) >= size for part in parts[:-1])
+    assert [i for ids in known.encode(parts) for i in ids] == known.encode([whole])[0]
 
 
 BROKEN = {

@@ -70,14 +70,14 @@ def content(path: str | Path) -> str:
 def pieces(whole: str, size: int = 1 << 20) -> list[str]:
     """A long text in pieces of about `size` characters, to be tokenized in parallel.
 
-    A piece begins at a single space between two words, where byte-pair encoding splits anyway: so the tokens of the
-    pieces are those of the text.
+    A piece begins at the space before a word, where byte-pair encoding splits anyway: so the tokens of the pieces are
+    those of the text.
 
     >>> pieces("one two  three four", 5)
-    ['one two  three', ' four']
+    ['one two ', ' three', ' four']
     """
-    found, start, single_space = [], 0, re.compile(r"(?<=\S) (?=\S)")
-    while match := single_space.search(whole, start + size):
+    found, start, before_word = [], 0, re.compile(r" (?=\S)")
+    while match := before_word.search(whole, start + size):
         found.append(whole[start : match.start()])
         start = match.start()
     return [*found, whole[start:]]
