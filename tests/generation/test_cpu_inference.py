@@ -8,8 +8,8 @@ import torch
 import regard as rg
 from regard import compat
 from regard.generation import beam, cpu_inference, generate, greedy, sample
-from regard.nn.cache import KeyValues
 from regard.generation.steps import CpuSteps, StackSteps, steps
+from regard.nn.cache import KeyValues
 
 VOCAB, END = 29, 3
 
