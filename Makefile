@@ -6,9 +6,17 @@ PY := $(VENV)/bin/python
 # Two workers with one thread each. All tests of a file run in one worker, so that its fixtures are created once. Shape
 # annotations are checked by $(HOOK) in tests only, and not in compiled code: `make test` checks the first case of each
 # test, `make long` all.
-PYTEST := $(PY) -m pytest -q -n 2 --dist loadfile
+PYTEST := $(PY) -m pytest -q
+WORKERS := -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
 HOOK := --jaxtyping-packages=regard,beartype.beartype
+# Tests start many processes: each would compile regard anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+# `make test` is two processes at a time, which take as long: the folders of FIRST, and all others. Each imports and
+# collects what it runs and no more, so that is quicker than workers that collect every test.
+FIRST := tests/engine tests/laws tests/lens tests/project
+CHECKED := $(HOOK) --checked-cases 1 -m "not compiled and not long"
 
 # Under a minute on two cores: two cases per test and five examples per law, on the CPU, without tests that start
 # other processes (training runs, browsers, Triton's interpreter). No shape checker: it adds 10 s of imports.
@@ -18,7 +26,7 @@ QUICK := tests/pattern tests/position tests/reference tests/schedule tests/spec 
 	--ignore=tests/nn/test_models.py \
 	--ignore=tests/lens/test_html_report.py --ignore=tests/lens/test_figures.py
 
-.PHONY: demo test quick check docs long laws ledger mutants clean
+.PHONY: demo test test-first test-second quick check docs long laws ledger mutants clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,16 +38,22 @@ demo: $(VENV)/.ready
 	$(PY) examples/translator.py
 
 test: $(VENV)/.ready
-	$(PYTEST) $(HOOK) --checked-cases 1 -m "not compiled and not long"
+	$(MAKE) --no-print-directory -j 2 test-first test-second
+
+test-first:
+	$(PYTEST) $(CHECKED) $(FIRST)
+
+test-second:
+	$(PYTEST) $(CHECKED) tests $(FIRST:%=--ignore=%)
 	$(PYTEST) -m "compiled and not long" $(COMPILED)
 
 quick: $(VENV)/.ready
-	REGARD_EXAMPLES=5 $(PYTEST) --quick -m "not compiled and not long" $(QUICK)
+	REGARD_EXAMPLES=5 $(PYTEST) $(WORKERS) --quick -m "not compiled and not long" $(QUICK)
 
 # The slow tests that `make test` leaves out, and its laws over more examples: about 15 minutes on two cores.
 long: $(VENV)/.ready
-	REGARD_EXAMPLES=500 $(PYTEST) $(HOOK) -m "(long or hypothesis) and not compiled"
-	$(PYTEST) -m "compiled and long" $(COMPILED)
+	REGARD_EXAMPLES=500 $(PYTEST) $(WORKERS) $(HOOK) -m "(long or hypothesis) and not compiled"
+	$(PYTEST) $(WORKERS) -m "compiled and long" $(COMPILED)
 
 # 10,000 cases per law, about an hour. Each result is stored immediately, so an interrupted run can be resumed.
 laws: $(VENV)/.ready

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
@@ -28,6 +29,14 @@ def run(*words):
     return done
 
 
+@pytest.fixture
+def one_layer(tmp_path):
+    """A file that declares a model which is priced quickly."""
+    file = tmp_path / "one-layer.json"
+    file.write_text(replace(rg.preset("tiny-gpt"), layers=1).json())
+    return file
+
+
 def test_a_preset_is_priced_as_a_table():
     done = run("cost", "tiny-gpt", "--n", 64, "--batch", 2)
     assert done.exit_code == 0
@@ -37,7 +46,7 @@ def test_a_preset_is_priced_as_a_table():
 
 
 @unchecked
-def test_stdout_is_only_json():
+def test_stdout_is_only_json(one_layer):
     options = (
         "--n",
         64,
@@ -49,11 +58,9 @@ def test_stdout_is_only_json():
         "--device",
         "cuda",
     )
-    found = json.loads(
-        run("cost", "tiny-gpt", *options, "--checkpointing", "--fits", "90MB", "--json").stdout
-    )
+    found = json.loads(run("cost", one_layer, *options, "--checkpointing", "--fits", "90MB", "--json").stdout)
     train = rg.TrainingStep(optimizer="adam", implementation="fused", autocast="bfloat16", checkpointing=True)
-    result = price("tiny-gpt", n=64, train=train, device="cuda")
+    result = price(replace(rg.preset("tiny-gpt"), layers=1), n=64, train=train, device="cuda")
     assert found["total"]["parameters"] == result.parameters
     assert found["memory"]["training_peak"] == result.memory.training_peak
     assert found["fits"]["batch"] > 1 and found["fits"]["n"] > 64
@@ -218,8 +225,8 @@ def test_ranks_divide_the_peak():
 
 
 @unchecked
-def test_a_plan_is_a_table_data_or_a_program():
-    words = ("plan", "tiny-gpt", "--gpu", "l4", "--n", 32, "--inference")
+def test_a_plan_is_a_table_data_or_a_program(one_layer):
+    words = ("plan", one_layer, "--gpu", "l4", "--n", 32, "--inference")
     table = run(*words).stdout
     assert "tokens/s" in table and "l4: 24 GB" in table and "NVIDIA L4 data sheet" in table
     choices = json.loads(run(*words, "--json").stdout)["choices"]

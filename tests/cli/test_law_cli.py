@@ -54,10 +54,10 @@ def test_a_broken_law_ends_with_1_and_shows_the_case_and_a_snippet(folder):
 
 
 def test_json_is_data(folder):
-    done = run("my_attentions:leaky", "--law", "L29", "--cases", "3", "--json")
+    done = run("my_attentions:good", "--law", "P01", "--claim", "nan under mask", "--cases", "6", "--json")
     data = json.loads(done.stdout)
     assert data["exit_code"] == done.exit_code == 1
-    assert data["laws"][0]["number"] == "L29" and data["laws"][0]["status"] == "broken"
+    assert data["laws"][0]["number"] == "P01" and data["laws"][0]["status"] == "broken"
 
 
 def test_where_no_law_could_run_it_ends_with_2(folder):

@@ -15,9 +15,11 @@ from regard.costs.planner import SHARE, Option
 from regard.costs.time import HOST, time_of
 from regard.costs.trace.tracer import Work
 
+unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
 tiny = dataclasses.replace(rg.preset("tiny-gpt"), layers=1)
 
 
+@unchecked
 def test_a_plan_fits_and_one_more_row_does_not(monkeypatch):
     monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter([Option("float32", TrainingStep())]))
     memory = 300_000_000
@@ -63,7 +65,7 @@ def test_a_step_is_bound_by_the_host_where_kernels_are_short():
     assert estimate.parts[0].limit == "compute" and estimate.bound == "device"
 
 
-@pytest.mark.compiled
+@unchecked
 def test_a_foreign_model_is_planned_and_its_code_runs_the_planned_step(monkeypatch):
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 64}
@@ -88,6 +90,7 @@ def test_a_foreign_model_is_planned_and_its_code_runs_the_planned_step(monkeypat
     assert "import torch, transformers" in result._repr_html_() and len(repr(result)) < 200
 
 
+@unchecked
 def test_generation_is_planned_with_its_cache():
     forward, generation = sorted(
         plan(tiny, memory=10**9, n=64, train=False).choices, key=lambda c: c.option.cached
@@ -101,6 +104,7 @@ def test_generation_is_planned_with_its_cache():
     assert "generate_one" in generation.code
 
 
+@unchecked
 def test_code_for_several_ranks_shards_the_model():
     code = plan(tiny, memory=10**9, n=64, train=False, ranks=2).choices[0].code
     assert code.startswith("# torchrun --nproc-per-node 2") and "rg.costs.shard(model)" in code

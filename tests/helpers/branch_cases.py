@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard as rg
+from interpreter import patch_language_once_per_launch
 from regard.nn import branch_end, branch_kernel
 from regard.nn.packed import Copies, Packed
 from regard.training.loop.trainer import fuse_branch_ends
@@ -145,6 +146,7 @@ def model(norm_at: str, dropout: float) -> dict:
 
 
 def main() -> None:
+    patch_language_once_per_launch()
     branch_kernel.ENTRIES, branch_kernel.PROGRAMS = 64, 3  # several tiles and programs
     branch_kernel.END_BACKWARD, branch_kernel.SUM_ROWS = (64, 4, 3), 2
     for name, arguments in CASES.items():

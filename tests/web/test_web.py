@@ -112,11 +112,12 @@ def test_an_invalid_pattern_gets_a_reason(bare, given, message):
 
 def test_a_preset_and_a_declaration_are_priced_as_the_library_does(bare):
     sizes = {"n": 64, "batch": 2, "dtype": "bfloat16", "train": True}
-    for declared in (rg.preset("gpt2"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
-        model = "gpt2" if declared == rg.preset("gpt2") else json.loads(declared.json())
+    for declared in (rg.preset("tiny-gpt"), rg.Attention(64, heads=4, pattern=rg.causal() & rg.window(8))):
+        model = "tiny-gpt" if declared == rg.preset("tiny-gpt") else json.loads(declared.json())
         status, result = ask(bare, "/api/cost", {"model": model, **sizes})
-        assert status == 200 and result["text"] == str(rg.cost(declared, **sizes))
-        assert result["cost"] == json.loads(json.dumps(rg.cost(declared, **sizes).plain()))
+        cost = rg.cost(declared, **sizes)
+        assert status == 200 and result["text"] == str(cost)
+        assert result["cost"] == json.loads(json.dumps(cost.plain()))
     status, result = ask(bare, "/api/cost", {"model": "vit-b16", "n": 7})  # its image says how many
     assert status == 200 and result["cost"]["total"]["parameters"] == 86_567_656
 

@@ -445,16 +445,17 @@ def test_a_gpu_is_simulated_without_one():
 
 
 def test_the_peak_is_explained_by_module_and_kind():
-    result = cost("tiny-gpt", n=64, batch=8, train=True)
+    model = dataclasses.replace(rg.preset("tiny-gpt"), layers=2)
+    result = cost(model, n=64, batch=8, train=True)
     peak = result.memory.peak
     assert sum(a.bytes for a in peak.alive) == result.memory.training_peak
     text = result.explain_peak()
     assert text.startswith(f"The peak of {result.memory.training_peak / 2**20:,.2f} MiB is in the ")
     assert "saved for backward" in text and any("blocks.*" in a.path for a in peak.alive)
     step = TrainingStep(checkpointing=True)
-    less = cost("tiny-gpt", n=64, batch=8, train=step).memory.training_peak
+    less = cost(model, n=64, batch=8, train=step).memory.training_peak
     assert f"Checkpointing each block would lower the peak to {less / 2**20:,.2f} MiB" in text
-    forward = cost("tiny-gpt", n=64)
+    forward = cost(model, n=64)
     assert (
         f"The peak of {forward.memory.inference_peak / 2**20:,.2f} MiB is in the forward"
         in forward.explain_peak()

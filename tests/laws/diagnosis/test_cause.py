@@ -46,11 +46,8 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "family",
     [
-        "no scale",
-        *(
-            pytest.param(f, marks=LONG)
-            for f in ("softmax axis", "window off by one", "bias scaled", "overflow")
-        ),
+        pytest.param(f, marks=LONG)  # `make test` has a missing scale below, and other faults
+        for f in ("no scale", "softmax axis", "window off by one", "bias scaled", "overflow")
     ],
 )
 def test_a_variant_is_its_own_cause(family):
