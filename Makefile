@@ -5,7 +5,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Two workers with one thread each. All tests of a file run in one worker, so that its fixtures are created once. Shape
 # annotations are checked by $(HOOK) in tests only, and not in compiled code: `make test` checks the first case of each
-# test, `make long` all.
+# test in the modules that state shapes, `make long` all cases and modules.
 PYTEST := $(PY) -m pytest -q
 WORKERS := -n 2 --dist loadfile
 COMPILED := $(shell grep -rls mark.compiled tests --include=test_*.py)
@@ -15,8 +15,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # `make test` is two processes at a time, which take as long: the folders of FIRST, and all others. Each imports and
 # collects what it runs and no more, so that is quicker than workers that collect every test.
-FIRST := tests/engine tests/laws tests/lens tests/project
-CHECKED := $(HOOK) --checked-cases 1 -m "not compiled and not long"
+FIRST := tests/costs tests/engine tests/laws tests/lens tests/pattern tests/project
+comma := ,
+SHAPED := $(shell grep -rl jaxtyping src/regard --include=*.py | sed 's|^src/||; s|/__init__.py$$||; s|\.py$$||; s|/|.|g')
+CHECKED := --jaxtyping-packages=$(subst $(subst ,, ),$(comma),$(SHAPED)),beartype.beartype --checked-cases 1 \
+	-m "not compiled and not long"
 
 # Under a minute on two cores: two cases per test and five examples per law, on the CPU, without tests that start
 # other processes (training runs, browsers, Triton's interpreter). No shape checker: it adds 10 s of imports.
@@ -41,11 +44,11 @@ test: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j 2 test-first test-second
 
 test-first:
-	$(PYTEST) $(CHECKED) $(FIRST)
+	@$(PYTEST) $(CHECKED) $(FIRST)
 
 test-second:
-	$(PYTEST) $(CHECKED) tests $(FIRST:%=--ignore=%)
-	$(PYTEST) -m "compiled and not long" $(COMPILED)
+	@$(PYTEST) $(CHECKED) tests $(FIRST:%=--ignore=%)
+	@$(PYTEST) -m "compiled and not long" $(COMPILED)
 
 quick: $(VENV)/.ready
 	REGARD_EXAMPLES=5 $(PYTEST) $(WORKERS) --quick -m "not compiled and not long" $(QUICK)

@@ -1,5 +1,6 @@
 """One machine, one result: the same instructions, the same threads, the same examples on every run."""
 
+import gc
 import os
 
 # Before torch is imported: on some CPUs oneDNN's bfloat16 products end in an illegal instruction otherwise.
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from regard import compat
 from regard.pattern import KINDS
 
+gc.disable()  # until all tests are collected: what is imported and collected stays
 torch.set_num_threads(1)  # the tensors here are small, and the other core has other work
 
 # `make long` looks further than `make test` has time for: 500.
@@ -30,6 +32,7 @@ settings.register_profile(
 settings.load_profile("regard")
 
 
+GARBAGE = 10_000, 20, 20  # Python's own thresholds take a tenth of the time of these tests
 QUICK_CASES = 2  # of each parametrized test
 CHECKED_EXAMPLES = 10  # of each law, where not all cases are shape-checked
 CASE = pytest.StashKey[int]()  # the number of a case among those of its test, from 1
@@ -53,6 +56,18 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--quick"):
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+def pytest_collection_finish():
+    """What is there is not searched for garbage again."""
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
+    gc.enable()
+
+
+def pytest_unconfigure():
+    """Triton's compiler complains about what is not freed at the end."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

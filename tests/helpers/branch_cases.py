@@ -21,10 +21,10 @@ from regard.training.recipes.tasks import Translation
 
 CASES = {  # rows, width, norm, dropout
     "layer norm": (7, 20, nn.LayerNorm(20), 0.0),
-    "layer norm, dropout": (37, 24, nn.LayerNorm(24), 0.3),
+    "layer norm, dropout": (13, 24, nn.LayerNorm(24), 0.3),
     "layer norm without bias, dropout": (5, 3, nn.LayerNorm(3, bias=False), 0.5),
     "layer norm without weights": (5, 9, nn.LayerNorm(9, elementwise_affine=False), 0.2),
-    "rms norm, dropout": (11, 33, nn.RMSNorm(33, 1e-5), 0.1),
+    "rms norm, dropout": (7, 33, nn.RMSNorm(33, 1e-5), 0.1),
 }
 
 

@@ -88,7 +88,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Tiling:
     """How to cut a pattern into tiles: the step between rows, and no tile across a multiple of `grid`."""
 
     pattern: Pattern
@@ -113,49 +113,49 @@ class Request:
         period = lcm(*(residue_period(r) for r in self.relations(pattern).values()))
         return period // gcd(period, self.xs.step) if period < FAR else 1
 
-    def tiles(self, layout: Layout) -> Tiles:
+    def tiles(self, tiling: Tiling) -> Tiles:
         """No tile crosses the end of a range of x, or a multiple of the grid."""
-        below = {r.query_below for r in self.relations(layout.pattern).values()} - {FAR}
+        below = {r.query_below for r in self.relations(tiling.pattern).values()} - {FAR}
         ends = np.array(sorted(below), dtype=np.int64)
-        if layout.grid:
+        if tiling.grid:
             last = self.xs.start + self.xs.step * self.xs.count
-            multiples = np.arange(self.xs.start // layout.grid, last // layout.grid + 1)
-            ends = np.append(ends, multiples * layout.grid)
-        return cut_tiles(self.xs, self.tile, layout.row_step, self.xs.index(ends), self.classes(layout))
+            multiples = np.arange(self.xs.start // tiling.grid, last // tiling.grid + 1)
+            ends = np.append(ends, multiples * tiling.grid)
+        return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends), self.classes(tiling))
 
-    def classes(self, layout: Layout) -> Ints:
+    def classes(self, tiling: Tiling) -> Ints:
         """The residues mod row_step whose rows may have an allowed key."""
-        c = np.arange(min(layout.row_step, self.xs.count), dtype=np.int64)
+        c = np.arange(min(tiling.row_step, self.xs.count), dtype=np.int64)
         x = self.xs.start + self.xs.step * c
         values = {}
-        for word, relation in self.relations(layout.pattern).items():
+        for word, relation in self.relations(tiling.pattern).items():
             k, residue = relation.query_class
-            known = k > 1 and self.xs.step * layout.row_step % k == 0
+            known = k > 1 and self.xs.step * tiling.row_step % k == 0
             right = ALL if _is_row_class(relation) else SOME
             values[word] = np.where(known, np.where(x % k == residue, right, NONE), SOME).astype(np.int8)
-        return c[kleene(layout.pattern, values) > NONE]
+        return c[kleene(tiling.pattern, values) > NONE]
 
-    def make_pass(self, layout: Layout) -> Pass:
-        return self._parts(layout, self.tiles(layout))
+    def make_pass(self, tiling: Tiling) -> Pass:
+        return self._parts(tiling, self.tiles(tiling))
 
-    def cost(self, layout: Layout) -> float:
+    def cost(self, tiling: Tiling) -> float:
         """What a pass costs, in pairs, estimated from a sample of its tiles."""
-        layout = replace(layout, pattern=_without_row_classes(layout.pattern, self.by_keys))
-        tiles = self.tiles(layout)
+        tiling = replace(tiling, pattern=_without_row_classes(tiling.pattern, self.by_keys))
+        tiles = self.tiles(tiling)
         sample = tiles.sample(SAMPLE_TILES)
-        one = self._parts(layout, sample)
+        one = self._parts(tiling, sample)
         rows = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
         keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
         cost = (np.repeat(rows, np.diff(one.offsets)) * keys).sum() + rows.sum() * TILE_COST
         penalty = 1 if one.max_parts <= MAX_PARTS else 2
         return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
-    def _parts(self, layout: Layout, tiles: Tiles) -> Pass:
+    def _parts(self, tiling: Tiling, tiles: Tiles) -> Pass:
         """The parts of these tiles; a tile without an allowed key is left out."""
-        offsets, parts = divide(layout.pattern, tiles, self.ys, self.by_keys)
-        table = np.stack([tiles.first, np.full_like(tiles.first, layout.row_step), tiles.rows], axis=1)
+        offsets, parts = divide(tiling.pattern, tiles, self.ys, self.by_keys)
+        table = np.stack([tiles.first, np.full_like(tiles.first, tiling.row_step), tiles.rows], axis=1)
         used = np.flatnonzero(np.diff(offsets))
-        return Pass(layout.pattern, table[used], np.append(offsets[used], offsets[-1]), parts)
+        return Pass(tiling.pattern, table[used], np.append(offsets[used], offsets[-1]), parts)
 
 
 def plan(
@@ -229,9 +229,9 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     """The passes of the cheapest candidate; they are compared on a sample of tiles."""
     limit("words", len(set(pattern.leaves())), "a pattern this long is masked")
     candidates, costs, reasons = list(_candidates(pattern, request)), {}, []
-    for layouts in candidates if len(candidates) > 1 else ():
+    for tilings in candidates if len(candidates) > 1 else ():
         try:
-            costs[layouts] = sum(map(request.cost, layouts))
+            costs[tilings] = sum(map(request.cost, tilings))
         except NoPlan as why:
             reasons.append(why)
     if len(reasons) == len(candidates):
@@ -240,7 +240,7 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     return tuple(one for one in map(request.make_pass, best) if len(one.parts))
 
 
-def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Layout, ...]]:
+def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ...]]:
     """Neighboring rows; residue classes; each `|` by itself: disjoint passes, the later without the earlier."""
     groups: dict[tuple[int, int], list[Clause]] = {}  # by row step and key step
     for clause in clauses(pattern):
@@ -252,8 +252,8 @@ def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Layout, ..
     span = request.tile * request.xs.step
     sizes = {size for r in request.relations(pattern).values() for size in r.blocks}
     grids = {b for b in sizes if 4 * b >= span} | {span // b * b for b in sizes if b <= span}
-    yield from ((Layout(pattern, 1, grid),) for grid in sorted(grids or {0}))
-    yield from ((Layout(pattern, step),) for step in sorted((steps | common) - {1}))
+    yield from ((Tiling(pattern, 1, grid),) for grid in sorted(grids or {0}))
+    yield from ((Tiling(pattern, step),) for step in sorted((steps | common) - {1}))
     if len(steps) > 1:
         by_step = [
             (step, [c for key in groups for c in groups[key] if key[0] == step]) for step in sorted(steps)
@@ -289,9 +289,9 @@ def _intersection(a: list[Clause], b: list[Clause]) -> list[Clause]:
     return [tuple(dict.fromkeys(x + y)) for x in a for y in b]
 
 
-def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Layout, ...]:
+def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Tiling, ...]:
     """One pass per group, each less the groups before it: C & E − C & W is C & E & ~W."""
-    layouts: list[Layout] = []
+    tilings: list[Tiling] = []
     taken: list[Clause] = []
     for row_step, group in groups:
         remaining: list[tuple[Clause, Clause]] = []  # what holds, what was taken
@@ -304,8 +304,8 @@ def _split(groups: list[tuple[int, list[Clause]]]) -> tuple[Layout, ...]:
             continue
         common = [less for less in remaining[0][1] if all(less in other for _, other in remaining)]
         each = [reduce(and_, (*clause, *(x for x in less if x not in common))) for clause, less in remaining]
-        layouts.append(Layout(reduce(and_, (reduce(or_, each), *common)), row_step))
-    return tuple(layouts)
+        tilings.append(Tiling(reduce(and_, (reduce(or_, each), *common)), row_step))
+    return tuple(tilings)
 
 
 def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
