@@ -1,4 +1,4 @@
-"""attn_implementation="regard" on a GPU: a small Llama in bfloat16 and float32, with a pattern, padded, generating."""
+"""attn_implementation="regard" on a GPU: a small Llama in bfloat16 and float32: pattern, padding, generation."""
 
 import importlib.util
 
