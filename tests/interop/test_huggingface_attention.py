@@ -248,6 +248,23 @@ def test_an_argument_that_changes_the_weights_is_never_lost():
         attention.attend(layer, q, torch.randn(1, 3, 5, 8), torch.randn(1, 3, 5, 8), None)
 
 
+def test_a_float_mask_that_hides_a_whole_row_has_the_gradients_of_eager():
+    """PyTorch's fused operation gives others; such rows are at the padding of TimesFM, for example."""
+    model = causal_model()
+    mask = torch.full((3, 1, 13, 13), torch.finfo(torch.float32).min).triu(1)
+    mask[1, :, :4] = torch.finfo(torch.float32).min
+
+    def gradients(name):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        model(IDS, attention_mask=mask).logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients("eager")
+    largest = max(g.abs().max() for g in expected)
+    assert max(float((a - b).abs().max() / largest) for a, b in zip(gradients("regard"), expected)) < 1e-5
+
+
 def test_a_cache_that_does_not_say_how_many_keys_it_returns_is_an_error():
     class Silent(transformers.DynamicCache):
         def get_mask_sizes(self, query_length, layer_idx):
