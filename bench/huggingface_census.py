@@ -40,9 +40,7 @@ KNOWN = {
     "seamless_m4t_v2": "eager adds the model's bool chunk mask to its scores; regard and sdpa honor it",
     "edgetam": "its backbone's configuration is on a hub, which nothing here reads",
     "kimi_k25": "eager cannot be built from the test's configuration either",
-    "esmfold2": "no small configuration was found",
-    "neucodec": "no small configuration was found",
-    "pp_doclayout_v4": "no small configuration was found",
+    **dict.fromkeys(("esmfold2", "neucodec", "pp_doclayout_v4"), "no small configuration was found"),
 }
 PREFACE = """\
 {equal} of {rows} families that call the attention registry equal eager: all float outputs and all gradients within
@@ -124,10 +122,8 @@ def seed_inputs() -> None:
 
 
 def without_dropout(config: Any) -> None:
-    for part in [
-        config,
-        *[getattr(config, k) for k in getattr(config, "sub_configs", {}) if getattr(config, k, None)],
-    ]:
+    parts = [getattr(config, k, None) for k in getattr(config, "sub_configs", {})]
+    for part in [config, *filter(None, parts)]:
         for name, value in list(vars(part).items()):
             if ("drop" in name or "pdrop" in name) and isinstance(value, float):
                 setattr(part, name, 0.0)
@@ -437,11 +433,8 @@ def forked(folder: str) -> dict[str, Any]:
     with os.fdopen(read) as file:
         text = file.read()
     os.waitpid(child, 0)
-    return (
-        json.loads(text)
-        if text
-        else {"family": folder, "classes": [], "error": f"ended, or took over {LIMIT_S} s of processor time"}
-    )
+    ended = {"family": folder, "classes": [], "error": f"ended, or took over {LIMIT_S} s of processor time"}
+    return json.loads(text) if text else ended
 
 
 def table(out: Path) -> None:
@@ -464,11 +457,9 @@ def table(out: Path) -> None:
         word, reason = verdicts[row["family"]]
         if word != "equal" and row["family"] in KNOWN:
             reason = f"{KNOWN[row['family']]} ({reason})"
-        worst = max(
-            (c["regard"]["worst"] for c in row["classes"] if "worst" in c.get("regard", {})), default=None
-        )
-        other = max(
-            (c["sdpa"]["worst"] for c in row["classes"] if "worst" in c.get("sdpa", {})), default=None
+        worst, other = (
+            max((c[name]["worst"] for c in row["classes"] if "worst" in c.get(name, {})), default=None)
+            for name in ("regard", "sdpa")
         )
         numbers = ["" if x is None else f"{x:.0e}" for x in (worst, other)]
         print(
@@ -498,9 +489,7 @@ if __name__ == "__main__":
     parser.add_argument("--tests", default="", help="a checkout of transformers that has tests/models")
     parser.add_argument("--out", type=Path, default=Path("bench/results/huggingface_census.jsonl"))
     parser.add_argument("--table", action="store_true", help="print the stored rows as a page")
-    parser.add_argument(
-        "--again", action="store_true", help="also run the stored families that are not equal"
-    )
+    parser.add_argument("--again", action="store_true", help="also run the stored ones that are not equal")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no family after this time")
     parser.add_argument("families", nargs="*", help="these families only")
     args = parser.parse_args()
