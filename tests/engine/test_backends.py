@@ -250,3 +250,17 @@ def test_a_compiled_graph_masks_what_no_progressions_describe():
     torch._dynamo.reset()
     got = torch.compile(lambda *x: rg.attention(*x, p), fullgraph=True, backend="aot_eager")(q, k, v)
     assert torch.allclose(got, rg.attention(q, k, v, p, backend="sdpa"), atol=1e-6)
+
+
+def test_auto_leaves_out_a_kernel_that_rounds_gradients():
+    def chosen(**more):
+        facts = CallFacts(
+            rg.causal(), 520, 520, device="cuda", heads=1, kv_heads=1, left_padding=True, **more
+        )
+        return choose(facts, "auto")
+
+    assert chosen(grad=True, dtype=torch.bfloat16).backend == "sdpa"
+    found = chosen(grad=True)
+    assert found.backend == "triton"
+    assert "sdpa's kernel for masks rounds gradients in float32 more than the formula does" in found.reason
+    assert chosen(grad=True, bias="tensor").backend == "sdpa"  # nothing else adds it

@@ -103,14 +103,14 @@ def test_auto_takes_it_where_it_is_faster(installed):
     dense = on_gpu(rg.causal(), 16385, grad=True)
     assert dense.backend == "flash4"
     assert dense.variant == "flash-attn-4 4.0.0b36, causal, deterministic backward"
-    for unmeasured in ({"d_k": 64, "d_v": 64}, {"m": 16390}, {"at": 5}):  # by name only
+    for unmeasured in ({"d_k": 96, "d_v": 96}, {"m": 16390}, {"at": 5}):  # by name only
         assert on_gpu(rg.causal(), 16385, **unmeasured).backend != "flash4"
-    for grad in (False, True):  # as measured
-        assert (
-            on_gpu(LOCAL, 32769, grad=grad).backend
-            == on_gpu(rg.window(256), 32769, grad=grad).backend
-            == "triton"
-        )
+    for grad, d in ((False, 64), (True, 64), (False, 128), (True, 128)):  # as measured
+        more = {"grad": grad, "d_k": d, "d_v": d}
+        assert {on_gpu(x, 32769, **more).backend for x in (LOCAL, rg.window(256))} == {"triton"}
+        assert {on_gpu(x, 16385, **more).backend for x in (rg.causal(), rg.causal() | rg.prefix(2048))} == {
+            "flash4"
+        }
     assert on_gpu(LOCAL | rg.sinks(4), 16385).backend == "triton"
     assert on_gpu(rg.causal(), 131).backend == "sdpa"  # the CPU takes longer than the GPU
     assert on_gpu(rg.causal(), 16385, dtype=torch.float32).backend == "sdpa"

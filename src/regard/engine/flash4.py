@@ -28,12 +28,13 @@ MAX_HEAD_DIM = 256
 MAX_PARTS = 4  # calls of its kernels for one call
 TILE = 128  # queries and keys of a tile of its kernels
 PROGRAMS = 132  # tiles that an H200 computes at a time
-# Seconds, H200, bf16, heads of 128 (bench/gpu_peers.py): per pair of a tile, per tile of queries, and what the CPU
-# needs for a call, by estimate; forward, and with backward.
-PAIR, PAIR_GRAD = 7.4e-13, 3.05e-12
+# Seconds, H200, bf16 (bench/gpu_peers.py): per pair of a tile by the width of a head, per tile of queries, and what
+# the CPU needs for a call, by estimate; forward, and with backward.
+PAIR = {64: (4.8e-13, 1.65e-12), 128: (7.4e-13, 3.05e-12)}
 QUERY_TILE, QUERY_TILE_GRAD = 16e-9, 66e-9
 CALL, CALL_GRAD = 60e-6, 200e-6
 WINDOW = 1.25  # the estimates of `triton` for windows are 14 to 24 % above its times; so these are, too
+PARTS = 1.15  # two calls and what joins them, against one with as many pairs
 
 
 class Flash4:
@@ -63,15 +64,16 @@ class Flash4:
         return None
 
     def estimate(self, f: CallFacts) -> float:
-        """Measured for one band, heads of 128 and as many queries as keys; the rest runs by name."""
+        """As measured; the rest runs by name. Windows of heads of 64 take `triton` less than it estimates."""
         parts = parts_of(f.pattern, f.n, f.m, f.offset[0])
-        if f.d_k != 128 or len(parts) > 1 or (f.n, f.offset[0]) != (f.m, 0):
+        windows = any(part.left is not None for part in parts)
+        if f.d_k not in PAIR or (windows and f.d_k == 64) or (f.n, f.offset[0]) != (f.m, 0):
             return inf
         tiles = f.flat_heads * sum(ceil(part.rows / TILE) for part in parts)
-        pair, tile = (PAIR_GRAD, QUERY_TILE_GRAD) if f.grad else (PAIR, QUERY_TILE)
-        busy = f.flat_heads * _computed(f) * pair + tiles * tile
-        busy *= WINDOW if any(part.left is not None for part in parts) else 1.0
-        return max(busy * max(1.0, PROGRAMS / tiles), CALL_GRAD if f.grad else CALL)
+        tile, call = (QUERY_TILE_GRAD, CALL_GRAD) if f.grad else (QUERY_TILE, CALL)
+        busy = f.flat_heads * _computed(f) * PAIR[f.d_k][f.grad] + tiles * tile
+        busy *= (WINDOW if windows else 1.0) * (PARTS if len(parts) > 1 else 1.0)
+        return max(busy * max(1.0, PROGRAMS / tiles), len(parts) * call)
 
     def prepare(self, f: CallFacts) -> Prepared:
         options = Options(parts_of(f.pattern, f.n, f.m, f.offset[0]), f.factor, f.return_lse)

@@ -6,7 +6,7 @@ On CUDA forward and backward; on the CPU PyTorch compiles the forward alone, so 
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -61,9 +61,7 @@ class Flex:
         return share * f.pairs * PAIR if worth else inf
 
     def prepare(self, f: CallFacts) -> Prepared:
-        def computed() -> int:
-            return visited(f.pattern, f.n, f.m, *f.offset)
-
+        computed = partial(visited, f.pattern, f.n, f.m, *f.offset)
         return Prepared(self.name, "blocks of 128 × 128", computed, _prepared)
 
 

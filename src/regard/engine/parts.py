@@ -28,6 +28,7 @@ LIMITS = {
     "residues": 1 << 17,
     "words": 16,
     "lines": 1 << 13,
+    "bits": 31,
 }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
 from math import gcd, lcm
 from operator import and_, or_
+from typing import Any
 
 import numpy as np
 
@@ -196,9 +197,7 @@ def keys_of_query(pattern: Pattern, position: int) -> list[list[int]]:
 def _keys_of_queries(pattern: Pattern, block: int) -> tuple[list[int], list[list[int]]]:
     queries, keys = Axis(QUERIES, QUERIES * block), Axis(LIMITS["positions"])
     expanded, rows = pattern.expanded(), np.arange(QUERIES)
-    row_step = Request(queries, keys, 1, False).row_step(
-        expanded
-    )  # one row agrees with itself in every residue
+    row_step = Request(queries, keys, 1, False).row_step(expanded)  # one row agrees with itself
     offsets, parts = divide(expanded, Tiles(queries, row_step, rows, np.ones_like(rows)), keys, by_keys=False)
     return offsets.tolist(), parts.tolist()
 
@@ -209,19 +208,19 @@ def _cached(pattern: Pattern, n: int, m: int, start: int, step: int, tile: int, 
     queries, keys = Axis(n, start, step), Axis(m)
     request = Request(keys, queries, tile, True) if by_keys else Request(queries, keys, tile, False)
     try:
-        make = _of_grid if isinstance(pattern, neighborhood) else _cheapest
+        make: Any = _of_grid if isinstance(pattern, neighborhood) else _cheapest
         passes = make(pattern.expanded(), request) if n and m else ()
     except NoPlan as why:
         return str(why)
     return Plan(pattern, n, m, start, step, passes)
 
 
-def _of_grid(grid: Pattern, request: Request) -> tuple[Pass, ...]:
+def _of_grid(grid: neighborhood, request: Request) -> tuple[Pass, ...]:
     """The lines of a grid are progressions."""
-    assert isinstance(grid, neighborhood)
     if not request.xs == request.ys == Axis(grid.size):
-        raise NoPlan(f"{grid!r} has {grid.size} positions; queries and keys need to be all of them")
+        raise NoPlan(f"queries and keys are not all {grid.size} positions of the grid")
     limit("lines", grid.size // grid.grid[-1], repr(grid))
+    limit("bits", sum(grid.fields), f"the coordinates of {grid!r}")
     return (Pass(grid, *grid.tiles(request.tile, request.by_keys)),)
 
 

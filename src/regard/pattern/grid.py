@@ -45,22 +45,6 @@ class Axis:
         y = z // self.step
         return (x % self.step == z % self.step) & (y >= low) & (y <= high)
 
-    def condition(self, x: str, z: str) -> str:
-        """The same as source that Triton reads, of whole numbers x and z."""
-        y, t = (f"{at} // {self.step}" if self.step > 1 else at for at in (x, z))
-        left = self.kernel - 1 if self.causal else self.kernel // 2
-        first, last = f"({t} >= {y} - {left})", f"({t} <= {y} + {self.kernel - 1 - left})"
-        if self.shifted and not self.causal:  # at an edge all of the first or last `kernel` coordinates
-            end = (
-                f"({self.length - 1} - {x} % {self.step}) // {self.step}"
-                if self.step > 1
-                else self.length - 1
-            )
-            first = f"({first} | ({t} > {end} - {self.kernel}))"
-            last = f"({last} | ({t} < {self.kernel}))"
-        same = f" & ({x} % {self.step} == {z} % {self.step})" if self.step > 1 else ""
-        return f"({first} & {last}{same})"
-
     def ends(self, by_keys: bool) -> tuple[Ints, Ints]:
         """The first and the last neighbor of each coordinate; by_keys: of those that it is a neighbor of."""
         x = np.arange(self.length)
@@ -185,13 +169,45 @@ class neighborhood(Pattern):
     def row_mask(self, inside):
         return lambda b, i, j: self.allows(i, j)
 
+    @property
+    def fields(self) -> list[int]:
+        """Of each axis, the bits that a coordinate takes in `condition`."""
+        return [(axis.length + 2 * axis.kernel).bit_length() + 1 for axis in self.axes]
+
     def condition(self) -> str:
-        """`allows` as source that Triton reads, of positions i and j in the grid."""
-        each, apart = [], self.size
-        for axis in self.axes:
-            apart //= axis.length
-            each.append(axis.condition(f"(i // {apart} % {axis.length})", f"(j // {apart} % {axis.length})"))
-        return f"({' & '.join(each)})"
+        """`allows` as source that Triton reads, of positions i and j in the grid.
+
+        The coordinates of a position are fields of one number, each with a bit in front that stays 1 in a difference
+        that is not negative: few operations compare all axes of a pair.
+        """
+        query, key, same, apart, shift = [], [], [], self.size, sum(self.fields)
+        guards = lower = upper = 0  # the bits in front; with them, how far an interval reaches to either side
+        first, last = (
+            [],
+            [],
+        )  # at an edge of a shifted axis: all of the first or the last `kernel` coordinates
+        for axis, bits in zip(self.axes, self.fields):
+            apart, shift, step = apart // axis.length, shift - bits, axis.step
+            x, z = (_coordinate(name, apart, axis.length, apart * axis.length < self.size) for name in "ij")
+            left = axis.kernel - 1 if axis.causal else axis.kernel // 2
+            query.append(f"({x if step == 1 else f'{x} // {step}'} << {shift})")
+            key.append(f"({z if step == 1 else f'{z} // {step}'} << {shift})")
+            same += [f"({x} % {step} == {z} % {step})"] if step > 1 else []
+            guard = 1 << (shift + bits - 1)
+            guards, lower, upper = guards + guard, lower + guard + (left << shift), upper + guard
+            upper += axis.kernel - 1 - left << shift
+            shifted = axis.shifted and not axis.causal
+            end = f"({axis.length - 1} - {z} % {step}) // {step}" if step > 1 else f"{axis.length - 1}"
+            begin = f"({end} + {1 - axis.kernel})" if shifted else f"{axis.length}"
+            first.append(f"{guard} - ({begin} << {shift})")
+            last.append(f"{guard + ((axis.kernel if shifted else 0) - 1 << shift)}")
+        at = f"({' + '.join(key)})"
+        near = f"({at} - ({' + '.join(query)}))"
+        low, high = f"({near} + {lower})", f"({upper} - {near})"
+        if any(axis.shifted and not axis.causal for axis in self.axes):
+            low = f"({low} | ({at} + {' + '.join(first)}))"
+            high = f"({high} | ({' + '.join(last)} - {at}))"
+        return f"({' & '.join([f'(({low} & {high} & {guards}) == {guards})', *same])})"
 
     def tiles(self, rows: int, by_keys: bool) -> tuple[Ints, Ints, Ints]:
         """Runs of `rows` queries, and the keys of each as runs along the last axis: tiles (first, step, count), where
@@ -263,6 +279,20 @@ class neighborhood(Pattern):
         options += [] if self.border == "clipped" else [f"border={self.border!r}"]
         options += [f"causal={_short(self.causal)}"] if any(self.causal) else []
         return f"neighborhood({', '.join([repr(self.grid), repr(self.kernel), *options])})"
+
+
+def _coordinate(name: str, apart: int, length: int, inner: bool) -> str:
+    """Along an axis of which neighbors are `apart` positions apart, as source; powers of two need no division."""
+    text = (
+        name
+        if apart == 1
+        else f"({name} >> {apart.bit_length() - 1})"
+        if apart.bit_count() == 1
+        else f"({name} // {apart})"
+    )
+    if not inner:
+        return text
+    return f"({text} & {length - 1})" if length.bit_count() == 1 else f"({text} % {length})"
 
 
 def _short(each: tuple) -> Any:

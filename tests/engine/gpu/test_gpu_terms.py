@@ -149,7 +149,8 @@ def test_random_compositions(seed):
 # FlashAttention-4's kernels, where its package is installed.
 
 needs_flash4 = pytest.mark.skipif(flash4.version() is None, reason="flash-attn-4 is not installed")
-warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # cutlass, of its own names
+# cutlass, of its own names and of arguments that it converts itself
+warns = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Argument aux_data:UserWarning")
 BANDS = {
     "full": rg.full(),
     "causal": rg.causal(),

@@ -58,8 +58,7 @@ def _factors(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def layouts(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[Layout, ...] | None:
-    """One layout for all batch rows, or one each; None where the ids of a document do not follow one another, or a
-    tree has many branches."""
+    """One for all batch rows, or one each; None where documents are not contiguous, or a tree has many branches."""
     split = parts(pattern)
     if split is None or split[0].device.type != "cpu":
         return None

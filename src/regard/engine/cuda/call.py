@@ -97,9 +97,7 @@ class Extras(NamedTuple):
     slopes: Float[Tensor, " h"] | None = None
     lengths: Int[Tensor, "b *two"] | None = None  # where the keys of each batch row end, or begin and end
     seed: int = NO_SEED
-    at: Int[Tensor, " b"] | None = (
-        None  # the position of the query of each batch row, where there is one query
-    )
+    at: Int[Tensor, " b"] | None = None  # of one query, its position in each batch row
 
     @property
     def integers(self) -> tuple[torch.dtype, ...]:

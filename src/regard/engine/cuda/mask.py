@@ -215,9 +215,7 @@ def narrowed(pattern: Pattern) -> Pattern:
         less = x.inner.relation if isinstance(x, Not) and isinstance(x.inner, Word) else Relation()
         first, last = less.near, less.far
         if less.divisor > 1 and less == Relation(divisor=less.divisor) and near > -FAR:
-            first = last = (
-                -(-near // less.divisor) * less.divisor
-            )  # the only multiple, if the next is too far
+            first = last = -(-near // less.divisor) * less.divisor  # the only one, if the next is too far
             less = Relation(near=first, far=last) if first + less.divisor > far else less
         if _is_band(less) and first <= near <= last:
             near = last + 1
