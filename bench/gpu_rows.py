@@ -118,11 +118,12 @@ def decode_row(out: list, batch: int, m: int) -> None:
     near = torch.cat([torch.arange(4), torch.arange(m - 1025, m)]).cuda()
     few_k, few_v = k[:, :, near].contiguous(), v[:, :, near].contiguous()
     at = torch.randint(m // 2, m, (batch,), device="cuda")
+    end = at + 1
     calls = {
         "ours": lambda: rg.attention(q, k, v, DECODE),
         "sdpa_sliced": lambda: F.scaled_dot_product_attention(q, few_k, few_v, enable_gqa=True),
         "ours_lengths": lambda: rg.attention(q, k, v, DECODE, lengths=at),
-        "ours_row_at": lambda: rg.attention(q, k, v, DECODE, at=at, lengths=at + 1),
+        "ours_row_at": lambda: rg.attention(q, k, v, DECODE, at=at, lengths=end),
     }
     with torch.no_grad():
         error = off(calls["ours"](), calls["sdpa_sliced"]())

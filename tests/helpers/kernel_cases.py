@@ -298,6 +298,15 @@ def _on_gpu() -> Iterator[Case]:
     }
     for (name, pattern), d in product(mixed.items(), (64, 128)):
         yield Case(f"{name}, d = {d}", pattern, n=3072, m=3072, d_k=d, d_v=d, h=4, h_kv=2, dtype="bfloat16")
+    # Passes in one launch: tiles wait for those of earlier passes. At the ends of heads tiles and blocks are short.
+    chained = {
+        "window, then strided": mixed["window, then strided"],
+        "window, then dilated": mixed["window, then dilated"],
+        "first rows without a key": (causal() - window(2)) & (window(64) | dilated(64, 8) | dilated(64, 64)),
+    }
+    for (name, pattern), (d, n) in product(chained.items(), ((64, 3100), (128, 3072), (96, 3100))):
+        shape = {"n": n, "m": n, "d_k": d, "d_v": d, "b": 2, "h": 4, "h_kv": 4}
+        yield Case(f"{name}, in one launch, d = {d}", pattern, dtype="bfloat16", **shape)
     for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
         case = _large("causal window | every", d, dtype)
         yield replace(case, name=f"{case.name}, steep", steep=8.0)

@@ -110,7 +110,8 @@ def sparse(
         from .cuda import backend as triton
 
         seed = NO_SEED if tensors.seed is None else int(tensors.seed)
-        return triton.forward((q, k, v), tensors[:3], seed, options)
+        o, lse = triton.forward((q, k, v), tensors[:3], seed, options)
+        return o.contiguous(), lse
     o, lse = tiles.attend(q, k, v, _tiles(q, k, tensors, options), tensors.bias)
     return o.contiguous(), lse.contiguous()
 

@@ -27,11 +27,15 @@ CASES = [
     ("hopper_dkv", SPARSE, 64, 1),  # the other keys, and then the parts are added up
     ("hopper_forward", causal() & window(64), 40),  # a stride that is a multiple of 8 and not of 16
 ]
+CHAINED = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
 OTHER_CASES = [  # in `make long`
     ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
     ("hopper_dkv", SPARSE, 128, 1),
     ("hopper_forward", neighborhood((128, 64), 7), 128),  # coordinates are compared
     ("hopper_dkv", neighborhood((8, 32, 32), (3, 5, 5), border="shifted"), 64),
+    ("hopper_forward", CHAINED, 128),  # passes in one launch
+    ("hopper_dq", CHAINED, 128),
+    ("hopper_dkv", CHAINED, 128),
 ]
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
@@ -50,7 +54,7 @@ def launches_of(which, pattern, d, n=8192):
         _, program = launches.forward(call._replace(tensors=(like,) * 3))
         return [launch for launch, *_ in program.launches], configs.hopper_forward
     if which == "hopper_dq":
-        made, _ = hopper.dq(call, launches.routes(call, configs.dq, configs.hopper_dq, False)[1])
+        made, *_ = hopper.dq(call, launches.routes(call, configs.dq, configs.hopper_dq, False)[1], True)
         every_one = [launch for of_step in made.values() for launch, _ in of_step]
         return [launch for launch in every_one if launch.grid[0]], configs.hopper_dq
     made, _ = hopper.dkv(call, launches.routes(call, configs.dkv, configs.hopper_dkv, True)[1])
@@ -107,9 +111,15 @@ def main():
             "shared": made.metadata.shared * programs_per_multiprocessor(config),
             "bytes": len(made.asm["cubin"]),
             "early": launch.options.get("launch_pdl", False),
+            "cooperative": launch.options.get("launch_cooperative_grid", False),
         }
         ptx = made.asm["ptx"]
-        found |= {"products": ptx.count("wgmma.mma_async"), "order": order(ptx)}
+        found |= {
+            "products": ptx.count("wgmma.mma_async"),
+            "order": order(ptx),
+            "waits": "ld.acquire.gpu" in ptx,
+        }
+        found["counts"] = counts_after_a_barrier(ptx)
         print(json.dumps(found))
     for name in OTHER_FUSED if others else FUSED:
         print(json.dumps({"fused": name, "launches": fused(name)}))
@@ -142,6 +152,12 @@ def order(ptx):
     }  # fmt: skip
     at = {name: entry.find(mark) for name, mark in marks.items()}
     return [name for name in sorted(at, key=at.__getitem__) if at[name] >= 0]
+
+
+def counts_after_a_barrier(ptx):
+    """Whether a program counts tiles, each time with a barrier between its stores and that."""
+    before = ptx.split("gpu.release.add")[:-1]
+    return bool(before) and all(x.rfind("bar.sync") > x.rfind("st.global") for x in before)
 
 
 def run(tmp_path_factory, *arguments):
@@ -181,6 +197,14 @@ def test_it_compiles_and_as_many_programs_fit_as_the_work_is_split_for(results, 
 def test_so_it_does_for_wide_heads_and_blocks_of_two_progressions(other_results):
     assert_compiled(other_results[0], "hopper_forward", segments=2)
     assert_compiled(other_results[1], "hopper_dkv")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("at", "name"), [(4, "hopper_forward"), (5, "hopper_dq"), (6, "hopper_dkv")])
+def test_passes_in_one_launch_wait_for_what_others_have_written_before_they_read_it(other_results, at, name):
+    assert_compiled(other_results[at], name)
+    assert other_results[at]["cooperative"] and not other_results[at]["early"]
+    assert other_results[at]["waits"] and other_results[at]["counts"]
 
 
 def test_a_kernel_that_starts_early_waits_before_it_reads_what_the_previous_kernel_computes(results):
@@ -245,6 +269,28 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
         numbers = dict(zip(made[1].kernel.arg_names[12:], made[1].numbers))
         assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
         assert made[1].sizes["S"].adds is None
+
+
+@pytest.mark.parametrize(("order", "copies"), [("b n h d", 0), ("b h n d", 1)])
+def test_o_lies_in_memory_as_q_does_so_a_model_with_heads_within_positions_copies_nothing(order, copies):
+    from einops import rearrange
+    from triton.runtime.jit import JITFunction
+
+    from regard.engine.compiled_ops import Options
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    shape = {"b": 2, "h": 4, "n": 96, "d": 32}
+    rows = torch.zeros([shape[x] for x in order.split()], dtype=torch.bfloat16)
+    q = rearrange(rows, f"{order} -> b h n d")
+    made = []
+    with mock.patch.object(JITFunction, "run", lambda self, *a, grid, warmup, **k: made.append((self, a))):
+        o, _ = host.forward(q, q, q, task(q, q, Options(causal() & window(8), 0, 1, 1.0)))
+    ((kernel, given),) = made
+    given = dict(zip(kernel.arg_names, given))
+    assert o.stride() == q.stride() == (*(given[x] for x in ("o_b", "o_h", "o_n")), 1)
+    joined = rearrange(o, "b h n d -> b n (h d)")
+    assert (joined.data_ptr() != o.data_ptr()) == copies
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, full, sinks, strided, window
+from regard.pattern import causal, dilated, every, full, rows, sinks, strided, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -334,3 +334,127 @@ def test_a_pass_without_what_an_earlier_one_computed_is_tested_by_bounds():
             passes = steps(pattern, n, by_keys)
             assert len(passes) == count and all(band(one.work.pattern) is not None for one in passes)
             assert [one.accumulates and one.covered for one in passes] == [False, *[True] * (count - 1)]
+
+
+LONGNET = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
+CHAINED = [(LONGNET, 2085), (causal() & (window(127) | strided(128)), 2048)]
+
+
+def chained(pattern, n, by_keys, place=(0, 1), layouts=None):
+    from regard.engine.cuda.call import contiguous, default
+    from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.work_split import chain
+
+    configs = default(128, 128, torch.bfloat16)
+    config = configs.hopper_dkv if by_keys else configs.hopper_forward
+    route = device_passes((pattern, *place), (n, n), config, by_keys, CPU)
+    return chain(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, place, by_keys, 396)
+
+
+def allowed_by_words(row):
+    """Which pairs of a tile and a block get a weight, by the words of a chained block."""
+    nth, place = np.arange(len(tile(row)))[:, None], np.arange(int(row[8]))[None]
+    inside = np.ones((len(nth), place.size), dtype=bool)
+    if row[9] & 64:
+        inside &= nth - place <= row[2]
+    if row[9] & 32:
+        inside &= place - nth <= row[3]
+    return inside
+
+
+@pytest.mark.parametrize(("by_keys", "programs"), [(False, 3), (True, 50)])
+@pytest.mark.parametrize(("pattern", "n"), CHAINED, ids=repr)
+def test_chained_passes_visit_every_pair_once_and_no_tile_waits_for_ever(pattern, n, programs, by_keys):
+    from regard.engine.cuda.work_split import split_work
+
+    step, long, counters = chained(pattern, n, by_keys)
+    cut = split_work(step.work, 1, programs, multiple=2)
+    assert long[0].shape[2] == 2 * n
+    blocks, (at, end) = cut.blocks.numpy(), cut.chunks.numpy()[:, :2].T.copy()
+    seen, count = np.zeros((2 * n, 2 * n), dtype=np.int8), np.zeros(counters, dtype=int)
+    touched = np.zeros(2 * n, dtype=bool)
+    while (at < end).any():
+        before = at.copy()
+        for program in np.flatnonzero(at < end):
+            stop = at[program] + 1
+            while stop < end[program] and not blocks[stop, 9] & 8:
+                stop += 1
+            last = blocks[stop - 1]
+            if count[last[4]] < last[5]:
+                continue  # it waits
+            assert touched[tile(last)].any() == (last[5] > 0)  # it goes on from what is there, and only then
+            touched[tile(last)] = True
+            for row in blocks[at[program] : stop]:
+                there = row[0] + row[1] * np.arange(row[8])
+                seen[np.ix_(tile(row), there)] += allowed_by_words(row)
+                if row[9] & 2 and row[8]:  # the rows of the block before
+                    assert (
+                        nth > cut.chunks[program, 0] and (row[[0, 1, 8]] == blocks[nth - 1, [0, 1, 8]]).all()
+                    )
+            count[last[4]] += last[6]
+            at[program] = stop
+        assert (at > before).any(), "every program waits"
+    allowed = pattern.allowed(n).numpy()
+    allowed = allowed.T if by_keys else allowed
+    assert (seen[:n, :n] == allowed).all() and (seen[n:, n:] == allowed).all()
+    assert not seen[:n, n:].any() and not seen[n:, :n].any()
+
+
+def test_passes_are_chained_only_where_words_can_say_what_is_allowed():
+    from regard.engine.cuda.call import Layout, contiguous
+
+    assert chained(LONGNET, 2048, False) is not None
+    assert chained(causal() & window(64), 1024, False) is None  # one pass
+    assert chained(window(64) | rows(64) | every(64), 1024, False) is None  # no pass goes on from another
+    assert (
+        chained(causal() & (window(127) | strided(128)), 65536, False) is None
+    )  # a tile reads every stretch
+    assert (
+        chained(causal() & (window(64) | dilated(64, 256)), 65536, False) is None
+    )  # more than the cache holds
+    assert chained(LONGNET, 2048, True, (3, 2)) is None  # the steps of rows and keys differ
+    behind = Layout((1, 2, 2048, 128), (2 * 2048 * 128, 128, 2 * 128, 1), True)
+    assert chained(LONGNET, 2048, False, layouts=(behind,) * 3) is None  # heads behind positions
+    fewer = contiguous(1, 1, 2048, 128)
+    assert chained(LONGNET, 2048, False, layouts=(contiguous(1, 2, 2048, 128), fewer, fewer)) is None
+
+
+def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys():
+    from regard.engine.cuda.call import contiguous, default
+    from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.work_split import mix
+
+    pattern, n, heads = window(64) | rows(64) | every(64), 4096, 2
+    route = device_passes(
+        (pattern, 0, 1), (n, n), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
+    )
+    layouts = (contiguous(1, heads, n, 128),) * 3
+    pieces, flat, long, cut = mix(route, layouts, 1, 24, 0.1)
+    assert long[0].shape[2] == heads * n and pieces.keep is None and flat.keep == ~rows(64)
+    seen, parts = np.zeros((heads * n, heads * n), dtype=np.int8), np.zeros(heads * cut.slots, dtype=int)
+    blocks, slots = cut.blocks.numpy(), cut.slot.numpy()
+    for row, slot in zip(blocks, slots):
+        own = tile(row)
+        own = own if slot >= 0 else own[own % 64 != 0]
+        words = np.where(np.arange(12) == 5, np.iinfo(np.int32).max, row)  # there is no third segment
+        seen[np.ix_(own, members(words))] += weighed(flat.work, words, own, False) if slot < 0 else 1
+        parts[max(slot, 0)] += (slot >= 0) * (row[9] & 8 > 0)
+    allowed = pattern.allowed(n).numpy()
+    assert (
+        (seen[:n, :n] == allowed).all()
+        and (seen[n:, n:] == allowed).all()
+        and seen.sum() == 2 * allowed.sum()
+    )
+    assert (parts == 1).all()  # each piece is one run of blocks, of one tile and head
+    first = np.flatnonzero(blocks[:, 9] & 8)
+    for t in first[slots[first] >= 0]:
+        slot, head = divmod(int(slots[t]), heads)
+        of, *_ = (x for x in cut.joins.numpy() if x[3] <= slot < x[3] + x[4])
+        assert blocks[t, 10] == of[0] + head * n and blocks[t, 11] == of[1] == 64
+    begin = cut.chunks.numpy()[:, 0]
+    assert (np.diff(blocks[begin[:24], 0]) >= -640).all()  # programs begin in the order of rows
+    assert mix(route, layouts, 2, 24, 0.1) is None  # heads cannot be flattened
+    one = device_passes(
+        (causal() & window(64), 0, 1), (n, n), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
+    )
+    assert mix(one, layouts, 1, 24, 0.1) is None

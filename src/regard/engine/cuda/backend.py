@@ -215,8 +215,7 @@ def forward(
     table, slopes, lengths = extras
     more = Extras(table, slopes, lengths, seed, at)
     q, k, v = qkv
-    o, lse = host.forward(q, k, v, task(q, v, options, more), more)
-    return o.contiguous(), lse.contiguous()
+    return host.forward(q, k, v, task(q, v, options, more), more)
 
 
 def backward(
@@ -235,5 +234,4 @@ def backward(
     table, slopes, lengths = extras
     more = Extras(table, slopes, lengths, seed)
     grad = torch.zeros_like(o) if grads[0] is None else grads[0]
-    results = host.backward(saved, (grad, grads[1]), task(q, v, options, more), more, of_bias)
-    return tuple(None if g is None else g.contiguous() for g in results)
+    return host.backward(saved, (grad, grads[1]), task(q, v, options, more), more, of_bias)

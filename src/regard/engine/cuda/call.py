@@ -232,6 +232,15 @@ class CallLayout(NamedTuple):
         return q[0], q[1], k[1], q[2], k[2], q[3], v[3]
 
     @property
+    def output(self) -> Layout:
+        """The layout of o: as in q, heads lie within positions or positions within heads. A model that has the heads
+        of a position together, and reads o so, then needs no copy of it."""
+        (b, h, n, _), d_v = self.tensors[0].shape, self.tensors[2].shape[-1]
+        if self.tensors[0].stride[1] < self.tensors[0].stride[2] and n > 1 and h > 1:
+            return Layout((b, h, n, d_v), (n * h * d_v, d_v, h * d_v, 1), True)
+        return contiguous(b, h, n, d_v)
+
+    @property
     def optional_inputs(self) -> tuple[str, ...]:
         """Which of the inputs that not every call has are there, in the order of `Extras`, after dlse."""
         there = {

@@ -14,7 +14,7 @@ from ..call import Call
 from ..compiled_ops import NO_SEED
 from ..reference_backend import gradients
 from . import launches
-from .call import PLAIN, CallLayout, Extras, Task, contiguous, layout, negated, padded
+from .call import PLAIN, CallLayout, Extras, Task, layout, negated, padded
 from .prepared import PREPARED, current_device, raw_stream
 
 _find = PREPARED.get  # bound once: on the path of a launch every attribute lookup counts
@@ -42,7 +42,7 @@ def _forward_call(call: CallLayout) -> ForwardCall:
     b, h, _, n, _, _, d_v = call.sizes
     shape, dtype, device = (b, h, n, d_v), call.dtype, call.device
     like, run, plain = torch.empty_like, program.run, not call.optional_inputs
-    covers, o_is_like_q = passes.covers, call.tensors[0] == contiguous(*shape)
+    covers, strides, o_is_like_q = passes.covers, call.output.stride, call.tensors[0] == call.output
     rows = torch.empty(shape[:3], device=device)
     rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
     # A kernel that goes on from an earlier pass reads lse, so a spare tensor would not do.
@@ -50,10 +50,10 @@ def _forward_call(call: CallLayout) -> ForwardCall:
 
     def forward(q, k, v, extras, spare_lse=None):
         if covers:
-            o = like(q) if o_is_like_q else torch.empty(shape, dtype=dtype, device=device)
+            o = like(q) if o_is_like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
             lse = like(rows) if spare_lse is None or accumulates else spare_lse
         else:
-            o = torch.zeros(shape, dtype=dtype, device=device)
+            o = torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
             lse = torch.full(shape[:3], -torch.inf, device=device)
         run((q, k, v, o, lse) if plain else (q, k, v, o, lse, *_present(*extras[:3], extras.at)), extras.seed)
         return o, lse
@@ -151,7 +151,7 @@ def backward(
 
 def _narrowed(x: Tensor | None, d: int) -> Tensor:
     assert x is not None
-    return x if x.shape[-1] == d else x[..., :d]
+    return x if x.shape[-1] == d else x[..., :d].contiguous()
 
 
 def _like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:

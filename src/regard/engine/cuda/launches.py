@@ -18,6 +18,7 @@ from .tile_lists import tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
 from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
 
+PIECE = 3  # blocks of keys that one program of the kernel for one query has
 SLICE = 4  # members whose parts one program of a sum adds up: few, as it mostly waits for memory
 MERGED = 16  # rows whose parts one program merges
 HOPPER_WIDTHS = (64, 128)  # of the kernels for Hopper; heads that are narrower get zeros behind
@@ -31,12 +32,12 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     if (one_query := decode(call)) is not None:
         return DevicePasses((), True), one_query
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
-    config, (q, k, v), o = task.configs.forward, call.tensors[:3], contiguous(b, h, n, d_v)
+    config, (q, k, v), o = task.configs.forward, call.tensors[:3], call.output
     route, by_hopper, others = routes(call, config, task.configs.hopper_forward, False)
-    of_step, slots = _of_hopper("forward", call, by_hopper)
+    of_step, slots, counters = _of_hopper("forward", call, by_hopper, not others.steps)
     wide = exceeds_int32(q, k, v, o)
     rows = max(slots, *(step.work.slots for step in others.steps), 0) * b * h * config.tile
-    workspace = dict(zip(PARTS, (rows * padded(d_v), rows)))
+    workspace = dict(zip(PARTS, (rows * padded(d_v), rows))) | {"counters": counters}
     for step in others.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
@@ -47,18 +48,18 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
         names = "q", "k", "v", "o", "lse", *PARTS, *_extras(call), step.work.items, step.work.blocks
         of_step[step] = [(attend, names), _merge(call, step, step.work.joins)]
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
+    return route, Program(inputs, _in_order(route, of_step), workspace, call.device, zeroed=counters > 0)
 
 
 def _merge(call: CallLayout, step: DevicePass, joins: Tensor) -> tuple[Launch, Arguments]:
     """Joins the parts of split tiles."""
     task, (b, h, _, n, _, _, d_v), config = call.task, call.sizes, call.task.configs.forward
-    o = contiguous(b, h, n, d_v)
+    o = call.output
     launch = Launch(
         merge_kernel, len(joins) * b * h * (config.tile // MERGED), config,
         *o.strides, h, b * h, n, task.start, task.step,
         keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates,
-        WIDE=exceeds_int32(*call.tensors, o),
+        WIDE=exceeds_int32(*call.tensors, o), EARLY=False,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
 
@@ -77,10 +78,12 @@ def decode(call: CallLayout) -> Program | None:
     rows, heads, group = max(16, padded(h // h_kv)), b * h_kv, h // h_kv
     config = Config(rows, 32 if max(d_k, d_v) > 128 or call.dtype == torch.float32 else 64, 4, 3)
     blocks = -(-keys_visited(task.pattern, m - 1 if call.per_row else task.start, m) // config.block)
-    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, -(-blocks // 2)))
+    pieces = max(1, min(2 * _multiprocessors(call.device) // heads, -(-blocks // PIECE)))
+    early = pieces > 1 and is_hopper(call.device)
     sizes = static(task.pattern, config, call)._replace(
         SPLIT=pieces > 1, LENGTHS=call.lengths, CAPPED=task.softcap is not None, WIDE=exceeds_int32(k, v),
         GROUP=group, runs=runs(task.pattern), RUNS=len(run_formulas(task.pattern) or ()) // 3, PER_ROW=call.per_row,
+        EARLY=early,
     )  # fmt: skip
     launch = Launch(
         decode_kernel, heads * pieces, config, *q.strides[:2], *k.strides, *v.strides,
@@ -91,7 +94,8 @@ def decode(call: CallLayout) -> Program | None:
     if pieces > 1:
         total = Launch(
             merge_kernel, heads * (rows // MERGED), config, h * d_v, group * d_v, d_v, h_kv, heads, group, 0, 0,
-            keep=None, R=rows, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=False, WIDE=False,
+            early=early, keep=None, R=rows, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=False, WIDE=False,
+            EARLY=early,
         )  # fmt: skip
         join = torch.tensor([[0, 1, group, 0, pieces, 0, 0, 0]], dtype=torch.int32, device=call.device)
         launches.append((total, ("o", "lse", *PARTS, join)))
@@ -351,13 +355,13 @@ def _multiprocessors(device: torch.device) -> int:
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _of_hopper(which: str, call: CallLayout, route: DevicePasses) -> Any:
+def _of_hopper(which: str, call: CallLayout, route: DevicePasses, *whole: bool) -> Any:
     """What hopper/launches.py has for these passes; it imports Gluon, so it is imported only where there are any."""
     if not route.steps:
-        return {}, 0
+        return {}, 0, 0
     from .hopper import launches
 
-    return getattr(launches, which)(call, route)
+    return getattr(launches, which)(call, route, *whole)
 
 
 def hopper_backward(call: CallLayout) -> Backward | None:
@@ -373,14 +377,17 @@ def hopper_backward(call: CallLayout) -> Backward | None:
     if not fast.steps or left.steps:
         return None
     for_queries, part = gradients(call, others, configs.dq, FOR_QUERIES, apart=True)
-    by_hopper, of_hopper = _of_hopper("dq", call, fast)
+    by_hopper, of_hopper, counters = _of_hopper("dq", call, fast, not others.steps)
     for_keys, parts = _of_hopper("dkv", call, by_keys)
     rows = math.prod(q[:3])
-    workspace = {"lse2": rows, "delta": rows, "part": max(part, of_hopper)} | parts
+    workspace = {"lse2": rows, "delta": rows, "part": max(part, of_hopper), "counters": counters} | parts
     make = torch.empty if by_queries.covers and by_keys.covers else torch.zeros
     inputs = "q", "k", "v", "o", "do", "lse", *call.optional_inputs, "dq", "dk", "dv"
     launches = _in_order(by_queries, for_queries | by_hopper) + for_keys
-    program = Program(inputs, launches, workspace, device, zeroed=make is torch.zeros)
+    if by_queries.apart and not by_keys.joins and not others.steps:  # sums in the end: the passes overlap
+        launches.sort(key=lambda x: x[0].kernel is sum_kernel)
+    zeroed = make is torch.zeros or counters > 0 or "counters_of_keys" in parts
+    program = Program(inputs, launches, workspace, device, zeroed=zeroed)
     one_tensor = any(launch.kernel is sum_kernel for launch, _ in for_keys)
     if make is torch.empty and not one_tensor and all(x == contiguous(*x.shape) for x in call.tensors[:3]):
         return Backward(_like_inputs, program)

@@ -39,17 +39,21 @@ class Launch:
     """A kernel and its arguments after the first, which are tensors and the seed of dropout.
 
     early: its programs may start before the previous kernel has ended, and wait for it themselves (Hopper).
+    cooperative: its programs wait for one another, so all of them must run at a time.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, config: Config, *numbers: Any, early: bool = False, **sizes: Any
-    ):
+        self, kernel: Any, programs: int, config: Config, *numbers: Any,
+        early: bool = False, cooperative: bool = False, **sizes: Any,
+    ):  # fmt: skip
         self.kernel, self.grid, self.numbers = kernel, (programs, 1, 1), numbers
         self.sizes = {name: constants(x) for name, x in sizes.items()}
         # Fused multiply-add. Triton 3.9 warns where this is not stated; 3.10 will not fuse by default.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         if early:
             self.options["launch_pdl"] = True
+        if cooperative:
+            self.options["launch_cooperative_grid"] = True
         if config.registers is not None:
             self.options["maxnreg"] = config.registers
         self.compiled: Any = None  # the kernel, after the first launch

@@ -49,6 +49,8 @@ class Schedule:
     ragged: bool  # some block needs a mask
     slots: int
     ends: Ints  # on the host: where the blocks of each tile end; a tile without a block has none of its own
+    ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
+    chained: bool = False  # … and wait for one another
 
     @property
     def empty(self) -> bool:
@@ -291,6 +293,11 @@ class DevicePasses:
     @property
     def joins(self) -> bool:
         return any(step.accumulates for step in self.steps)
+
+    @property
+    def apart(self) -> bool:
+        """Whether there are several that may run at the same time: each writes other rows, and one at most parts."""
+        return len(self.steps) > 1 and not self.joins and sum(step.work.slots > 0 for step in self.steps) <= 1
 
 
 @lru_cache(maxsize=256)

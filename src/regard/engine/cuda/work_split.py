@@ -14,12 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern
-from ...progression import Ints
+from ...pattern import Pattern, Run, full
+from ...progression import FAR, Ints
 from .call import Layout, exceeds_int32
-from .schedule import BEGINS, ITEM, DevicePass, Schedule, repeated
+from .mask import LOWER, UPPER, band
+from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
+MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
+PIECE = 16  # blocks of one piece of a split tile
+MEMBERS = 64  # of a full block of the kernels for Hopper
+CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
 MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
 
 
@@ -61,7 +66,7 @@ def split_work(
             table[:, 0].astype(np.int64), work.ends, per_tile, k, group
         ).T
     else:
-        assign = _in_rounds if (table[:, 11] > 1).any() else _by_length
+        assign = _in_turn if work.ordered else _in_rounds if (table[:, 11] > 1).any() else _by_length
         program_of = assign(size, k, dynamic_share, multiple, backwards)
         tile, begin, end, program_of = _whole_tiles(size, program_of, backwards).T
     length = end - begin
@@ -144,6 +149,19 @@ def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int,
     return program_of
 
 
+def _in_turn(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
+    """The same for tiles of several passes, which run in order: each goes to the program with the least work so far.
+    The last are the dynamic share."""
+    load = [(0, p) for p in range(programs)]
+    assigned = max(int((1 - dynamic_share) * len(size)), min(programs, len(size)))
+    program_of = programs + (np.arange(len(size)) - assigned) // tiles_each
+    for tile, blocks in enumerate(size[:assigned].tolist()):
+        work, program = load[0]
+        program_of[tile] = program
+        heapq.heapreplace(load, (work + blocks + 1, program))
+    return program_of
+
+
 def _aligned_pieces(row: Ints, ends: Ints, per_tile: Ints, programs: int, group: int) -> Ints:
     """Pieces of tiles in the order of execution, program by program: tile, first and end of its blocks, program.
 
@@ -181,6 +199,153 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
     return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
 
 
+# Passes that go on from earlier ones, in one launch: the tiles of all passes of a stretch of rows run at nearly the
+# same time, so that its rows are read from memory once and then from the cache. Before a tile adds to what earlier
+# passes have written, it waits until all their tiles of its stretch are. There is no deadlock: all programs run at a
+# time, each visits its tiles in the one order that all tiles have, and a tile waits for earlier ones only.
+
+
+def chain(
+    route: DevicePasses, layouts: tuple[Layout, ...], place: tuple[int, int], by_keys: bool, programs: int
+) -> tuple[DevicePass, tuple[Layout, ...], int] | None:
+    """All passes of all heads as one, the layouts of flattened heads, and the number of stretches; None where one
+    launch cannot hold them, or the cache does not. place: start, step of the queries.
+
+    Words 2 to 6 of a block: the most that a row may be past its place for the pair to be allowed, that a place may be
+    past its row; the counter of its tile, what that must have reached, whether a later tile waits for this one.
+    """
+    b, h, n, d = layouts[0].shape
+    long, tables = as_one_head(layouts), [_by_lines(step, place, n, by_keys) for step in route.steps]
+    table = np.concatenate(tables)
+    if long is None or not route.joins or not all(map(len, tables)) or b * h * len(table) > MAX_CHAINED:
+        return None
+    size = np.concatenate([np.diff(x.work.ends, prepend=0) for x in route.steps])
+    begin = np.cumsum(size) - size
+    of_pass = np.repeat(np.arange(len(tables)), [len(x.work.ends) for x in route.steps])
+    all_rows, count = _stretches(table[begin], n)
+    stretch = all_rows[table[begin, 10]]
+    # A pass is behind the one before it by most of the tiles that run at a time, so that tiles seldom wait.
+    behind = -(-7 * programs * count // (10 * len(size)))
+    live = (2 + behind * (len(tables) - 1)) * np.bincount(all_rows).max() * (len(layouts) + 1) * 2 * d
+    read = all_rows[np.minimum(table[:, [0, 0]] + table[:, [1, 1]] * np.array([0, MEMBERS - 1]), n - 1)]
+    if live > CACHE or (np.abs(read - np.repeat(stretch, size)[:, None]) > 1).any():
+        return None
+    written = np.zeros((len(tables) + 1, count), dtype=np.int64)
+    np.add.at(written, (of_pass + 1, stretch), 1)
+    written = np.cumsum(written, axis=0)  # before each pass, and in the end
+    awaited = np.where(np.array([x.accumulates for x in route.steps])[of_pass], written[of_pass, stretch], 0)
+    counts = written[-1, stretch] > written[of_pass + 1, stretch]
+    table[:, 4:7] = np.repeat(np.column_stack([stretch, awaited, counts]), size, axis=0)
+
+    times = b * h
+    head, tile = np.repeat(np.arange(times), len(size)), np.tile(np.arange(len(size)), times)
+    order = np.lexsort((of_pass[tile], head * count + stretch[tile] + behind * of_pass[tile]))
+    head, tile = head[order], tile[order]
+    ends, of = np.cumsum(size[tile]), np.repeat(np.arange(len(tile)), size[tile])
+    table = table[begin[tile[of]] + np.arange(ends[-1]) - (ends - size[tile])[of]]
+    table[:, [0, 10]] += n * head[of][:, None]
+    table[:, 4] += count * head[of]
+    blocks = torch.from_numpy(table.astype(np.int32)).to(route.steps[0].work.blocks.device)
+    work = replace(
+        route.steps[0].work, pattern=full(), blocks=blocks, marks=0, ends=ends, ordered=True, chained=True
+    )
+    return DevicePass(work, None, True, False), long, times * count
+
+
+def _by_lines(step: DevicePass, place: tuple[int, int], n: int, by_keys: bool) -> Ints:
+    """The blocks of a pass, with the words that say which pairs are allowed; none where such words cannot say it.
+
+    A short block ends its progression. It is filled up where there are rows, which the words hide: its neighbor may
+    have them.
+    """
+    work, found, table = step.work, band(step.work.pattern), step.work.blocks.cpu().numpy().astype(np.int64)
+    if found is None or not (found.low is found.high is found.only is step.keep is None):
+        return table[:0]
+    if work.segments > 1 or work.slots or work.empty:
+        return table[:0]
+    table[:, 8] = np.where(table[:, 0] + table[:, 1] * (MEMBERS - 1) < n, MEMBERS, table[:, 8])
+    block = Run(table[:, 0], table[:, 1], table[:, 8])
+    tile = Run(table[:, 10], table[:, 11], table[:, 9] >> 8 & 255)
+    i, j = (block, tile) if by_keys else (tile, block)
+    distance, hop = place[0] + place[1] * i.first - j.first, place[1] * i.step
+    if ((hop != j.step) & (table[:, 9] & 247 != 0)).any():
+        return table[:0]
+    far = ((FAR if found.before is None else found.before) - distance) // hop
+    near = ((FAR if found.after is None else found.after) + distance) // hop
+    table[:, 2:4] = np.clip(np.column_stack([near, far] if by_keys else [far, near]), -MEMBERS, MEMBERS)
+    lower, upper = tile.count - 1 > table[:, 2], block.count - 1 > table[:, 3]
+    marks = LOWER * lower + UPPER * upper + (block.count < MEMBERS)
+    table[:, 9] = table[:, 9] & ~247 | np.where(table[:, 9] & 247, marks, 0)
+    return table
+
+
+def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
+    """The stretch of each row, and how many there are: no tile has rows of two."""
+    first = tiles[:, 10]
+    last = first + tiles[:, 11] * ((tiles[:, 9] >> 8 & 255) - 1)
+    begin, end = (np.bincount(x + 1, minlength=n + 1) for x in (first, last))
+    cuts = np.cumsum(np.cumsum(begin - end)[:n] == 0)  # no tile is on both sides of such a row's beginning
+    return cuts - 1, int(cuts[-1])
+
+
+# Global rows, whose few tiles have every key, beside tiles with few keys: in one launch, in the order of their keys,
+# both read a key from memory once. (Longformer: alone, global rows wait for memory, and the others for arithmetic.)
+
+
+def mix(
+    route: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
+) -> tuple[DevicePass, DevicePass, tuple[Layout, ...], WorkSplit] | None:
+    """Two passes that write other rows, the first in pieces that need no test: that one, the other with flattened
+    heads, which a kernel for both is compiled for, its layouts, and the blocks of both. None where they are not such.
+
+    Word 7 of a block is the slot of its piece, of all heads; −1: its tile is not split.
+    """
+    if not route.apart or len(route.steps) > 2:
+        return None
+    pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
+    flat, long = flatten_heads(others, step, layouts)
+    untested = pieces.work.marks == 0 and pieces.keep is None
+    if not (pieces.work.slots and untested and others.work.segments <= 2) or flat is others:
+        return None
+    (b, h, n, _), work = layouts[0].shape, pieces.work
+    times, per_tile = b * h, np.diff(work.ends, prepend=0)
+    table = work.blocks.cpu().numpy()
+    tile = np.repeat(np.arange(len(per_tile)), per_tile)
+    table = table[np.lexsort((table[:, 0], tile))]
+    nth = np.arange(len(tile)) - np.repeat(work.ends - per_tile, per_tile)
+    begin = np.flatnonzero(nth % PIECE == 0)
+    size, count = np.diff(begin, append=len(tile)), -(-per_tile // PIECE)
+    table[:, 7] = np.repeat(times * np.arange(len(begin)), size)
+    head = table[work.ends - per_tile]
+    joins = np.zeros((len(per_tile), ITEM), dtype=np.int64)
+    joins[:, :5] = np.column_stack([head[:, 10:], head[:, 9] >> 8 & 255, np.cumsum(count) - count, count])
+
+    both = repeated(replace(work, blocks=torch.from_numpy(table)), times, n).blocks.numpy()
+    both[:, 7] += np.repeat(np.arange(times), len(table))
+    rest = flat.work.blocks.cpu().numpy().copy()
+    rest[:, 7] = -1
+    size = np.concatenate([np.tile(size, times), np.diff(flat.work.ends, prepend=0)])
+    both, first = np.concatenate([both, rest]), np.cumsum(size) - size
+    row = np.where(both[first, 7] < 0, both[first, 10], both[first, 0])  # of a tile, of the keys of a piece
+    order = np.argsort(row, kind="stable")
+    ends = np.cumsum(size[order])
+    of = np.repeat(np.arange(len(order)), size[order])
+    both = both[first[order[of]] + np.arange(ends[-1]) - (ends - size[order])[of]]
+    device = work.blocks.device
+    made = replace(flat.work, blocks=torch.from_numpy(both).to(device), ends=ends, ordered=True)
+    cut = split_work(made, 1, programs, dynamic_share=dynamic_share)
+    slot, merged = cut.blocks[:, 7].contiguous(), torch.from_numpy(joins.astype(np.int32)).to(device)
+    return pieces, flat, long, replace(cut, slot=slot, joins=merged, slots=len(begin))
+
+
+def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
+    """All heads as one long sequence, where memory allows it."""
+    b, h, n, d = layouts[0].shape
+    long = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
+    contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
+    return long if contiguous_heads and not exceeds_int32(*long) else None
+
+
 def flatten_heads(
     one: DevicePass, step: int, layouts: tuple[Layout, ...]
 ) -> tuple[DevicePass, tuple[Layout, ...]]:
@@ -190,14 +355,12 @@ def flatten_heads(
     long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.
     step: between the positions of two queries; those of two keys are 1 apart, so it must be 1.
     """
-    b, h, n, d = layouts[0].shape
+    b, h, n, _ = layouts[0].shape
     times = b * h
     if times == 1 or step != 1 or times * len(one.work.blocks) > MAX_BLOCKS or times * n > MAX_POSITION:
         return one, layouts
-    words = [p for p in (one.work.pattern, one.keep) if p is not None]
-    long = tuple(x._replace(shape=(1, 1, times * n, d)) for x in layouts)
-    contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
-    if not contiguous_heads or exceeds_int32(*long) or not all(is_shift_invariant(p, n) for p in words):
+    words, long = [p for p in (one.work.pattern, one.keep) if p is not None], as_one_head(layouts)
+    if long is None or not all(is_shift_invariant(p, n) for p in words):
         return one, layouts
     return replace(one, work=repeated(one.work, times, n)), long
 

@@ -19,30 +19,25 @@ from .forward import (
     _spot,
     _store,
     async_copy,
-    barrier,
     fetch,
-    gl,
-    gluon,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from .static import (
+    awaited,
+    barrier,
+    chain_of,
+    count_last_tile,
+    count_tile,
+    gl,
+    gluon,
+    hide_past_lines,
+    let_next,
+    wait_for,
 )
 
 FEW = gl.constexpr(16)  # rows whose parts a program adds up at a time
 AHEAD = gl.constexpr(4)  # parts whose loads do not wait for one another
-
-
-@gluon.jit
-def _awaited(x):
-    """x, after waiting for all earlier launches: a program that starts early may begin before they end."""
-    text: gl.constexpr = "{ griddepcontrol.wait; mov.b32 $0, $1; }"
-    return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
-
-
-@gluon.jit
-def _let_next(x):
-    """x; from here on, programs of the next kernel may start where there is room."""
-    text: gl.constexpr = "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }"
-    return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
@@ -60,10 +55,10 @@ def _of_tile(BLOCKS, t, R: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _put(X, place, value, x, mine, stride, S: gl.constexpr):
+def _put(X, place, value, x, mine, stride, joins, S: gl.constexpr):
     """Rows x of X ← value, through shared memory that nothing else uses just now."""
     place.store(value.to(place.dtype))
-    _store(X, place, x, mine, stride, None, S)
+    _store(X, place, x, mine, stride, None, joins, S)
 
 
 # dq: tiles of queries, blocks of keys
@@ -111,9 +106,18 @@ def _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S: gl.constexpr):
 
 
 @gluon.jit
+def _lines(row, S: gl.constexpr):
+    """Where passes are chained, what the pairs of a block are hidden by."""
+    if S.CHAINED:
+        return _spot(row, 0, S)
+    else:
+        return 0
+
+
+@gluon.jit
 def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     """Block t, whose keys and values lie `here`, joins dq; the next is copied to the other half of the ring."""
-    dq, lse2, delta, first, hop, mark, ahead, coming = state
+    dq, lse2, delta, first, hop, mark, ahead, coming, lines, pending = state
     qs, dos = tile[0], tile[1]
     ks, vs, noted = here
     ks_next, vs_next, noted_next = other
@@ -121,22 +125,25 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     q_n, do_n, o_n, k_m, v_m, dq_n = strides
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
-    later, after = _row(BLOCKS, gl.minimum(t + 2, last), S.SEGMENTS)
+    later, after = _row(BLOCKS, gl.minimum(t + 2, last), S)
+    PART, SLOTS, bh, all_heads = parts
+    counter, joins, counts = chain_of(BLOCKS, t, S)
     async_copy.wait_group(0)
     barrier()
+    pending = count_tile(PART, pending, S)
     if (mark & BEGINS) != 0:
         first, hop, lse2, delta = _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S)
     product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
     if t < last:
-        spot = _spot(ahead, c, S.SEGMENTS)
+        spot = _spot(ahead, c, S)
         _copy_block(ks_next, K, spot, k_m, c, S)
         _copy_block(vs_next, V, spot, v_m, c, S)
         _note(noted_next, ahead, coming, flat, S)
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(1, deps=[product_k])
-    scores = _hide(scores, noted, mark, 0, None, first, hop, start, step, S)
+    scores = _hide(scores, noted, mark, lines if S.CHAINED else None, first, hop, start, step, S)
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if ends & (t < last):
@@ -146,21 +153,23 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     dscores = weights * (dweights - delta[:, None])
     left = gl.convert_layout(dscores.to(ks.dtype), gl.DotOperandLayout(0, S.OUT, 2))
     product = warpgroup_mma(left, ks, dq, is_async=True)
+    if ends:
+        first = wait_for(first, PART, counter, joins, S)
     dq = warpgroup_mma_wait(0, deps=[product])
     if ends:
         barrier()
         _, _, count = _tile(BLOCKS, t)
         x, mine = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        PART, SLOTS, bh, all_heads = parts
         slot = -1
         if S.SPLIT:
             slot = gl.load(SLOTS + t)
             if slot >= 0:
                 _put_part(PART, (slot.to(gl.int64) * all_heads + bh) * S.R, dq * scale, S.R)
         if slot < 0:
-            _put(DQ, ks, dq * scale, x, mine, dq_n, S)
+            _put(DQ, ks, dq * scale, x, mine, dq_n, joins, S)
+        pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    return dq, lse2, delta, first, hop, coming, later, after
+    return dq, lse2, delta, first, hop, coming, later, after, _lines(ahead, S), pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -179,7 +188,10 @@ def hopper_dq(
     LSE, DLSE, LSE2, DELTA = LSE + begin, DLSE + begin, LSE2 + begin, DELTA + begin
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    c = _let_next(_awaited(gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))))
+    c = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD))
+    if not S.LATE:
+        c = awaited(c)
+    c = let_next(c)
     KIND: gl.constexpr = Q.dtype.element_ty
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     qs, dos = _two(KIND, [S.R, S.D], S.SHARED)
@@ -189,16 +201,16 @@ def hopper_dq(
     kr, vr = _two(KIND, [2, S.R, S.D], S.SHARED)
     tile = qs, dos, os, lses, deltas
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, mark = _row(CHUNKS + 4, 0, S.SEGMENTS)
+    row, mark = _row(CHUNKS + 4, 0, S)
     j = _keys(row, c, -1, S.SEGMENTS)
     _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, CHUNKS + 4, 0, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
     _copy(vr.index(lo % 2), V, j, v_m, S)
     _note(b0, row, mark, gl.arange(0, S.R, layout=S.FLAT), S)
     async_copy.commit_group()
-    ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
+    ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     lse2 = gl.zeros([S.R], gl.float32, layout=gl.SliceLayout(1, S.SCORES))
-    state = dq, lse2, lse2, lo, lo, mark, ahead, coming
+    state = dq, lse2, lse2, lo, lo, mark, ahead, coming, _lines(row, S), lo * 0 - 1 if S.CHAINED else 0
     strides = q_n, do_n, o_n, k_m, v_m, dq_n
     parts = PART, SLOTS, bh, all_heads
     given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2, parts
@@ -207,6 +219,9 @@ def hopper_dq(
         here, other = (kr.index(at), vr.index(at), b0), (kr.index(1 - at), vr.index(1 - at), b1)
         state = _visit_keys(state, t, last, tile, here, other, given, S)
         state = _visit_keys(state, t + 1, last, tile, other, here, given, S)
+    count_last_tile(PART, state[9], S)
+    if S.LATE:
+        awaited(lo)
 
 
 # dk and dv: tiles of keys, blocks of queries. Where programs share a tile, each stores its part, and the parts are
@@ -252,9 +267,11 @@ def _add_parts(
 
 
 @gluon.jit
-def _hide_rows(scores, noted, marks, first, hop, S: gl.constexpr):
+def _hide_rows(scores, noted, marks, lines, first, hop, S: gl.constexpr):
     """−∞ for pairs that are not allowed; scores are (keys, rows). Empty places hold zeros and add nothing."""
     MMA: gl.constexpr = scores.type.layout
+    if S.CHAINED:
+        return hide_past_lines(scores, marks, lines)
     if marks & 7:
         j = first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA))
         i = noted.load(gl.SliceLayout(0, MMA))
@@ -279,21 +296,21 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
     if S.GROUP > 1:
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
-    spot = _spot(row, c, S.SEGMENTS)
+    spot = _spot(row, c, S)
     _copy_block(qs, Q, spot, q_n, c, S)
     _copy_block(dos, DO, spot, do_n, c, S)
     if WAITS:
-        flat = _awaited(flat)
+        flat = awaited(flat)
     f = _keys(row, flat, -1, S.SEGMENTS)
     fetch(lses, LSE2 + f, mask=f >= 0)
     fetch(deltas, DELTA + f, mask=f >= 0)
-    if (word & 7) != 0:
+    if not S.CHAINED and (word & 7) != 0:
         noted.store(start + step * f)
 
 
 @gluon.jit
 def _close_keys(
-    DK, DV, PART, SLOTS, BLOCKS, t, place_k, place_v, dk, dv, bh, all_heads, stride, S: gl.constexpr
+    DK, DV, PART, SLOTS, BLOCKS, t, place_k, place_v, dk, dv, bh, all_heads, stride, joins, S: gl.constexpr
 ):  # fmt: skip
     """Write dk and dv of the tile of block t, or its share of them."""
     first, hop, count = _tile(BLOCKS, t)
@@ -305,32 +322,34 @@ def _close_keys(
             _put_part(PART, at * S.R, dk, S.R)
             _put_part(PART, (at + all_heads) * S.R, dv, S.R)
         else:
-            _put(DK, place_k, dk, x, mine, stride, S)
-            _put(DV, place_v, dv, x, mine, stride, S)
+            _put(DK, place_k, dk, x, mine, stride, joins, S)
+            _put(DV, place_v, dv, x, mine, stride, joins, S)
     else:
-        _put(DK, place_k, dk, x, mine, stride, S)
-        _put(DV, place_v, dv, x, mine, stride, S)
+        _put(DK, place_k, dk, x, mine, stride, joins, S)
+        _put(DV, place_v, dv, x, mine, stride, joins, S)
 
 
 @gluon.jit
 def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexpr):
     """Block t, whose rows lie `here`, joins dk and dv; the next is copied to the other half of the ring."""
-    dk, dv, first, hop, mark, ahead, coming = state
+    dk, dv, first, hop, mark, ahead, coming, lines, pending = state
     qs, dos, lses, deltas, noted = here
     K, V, DK, DV, PART, SLOTS, BLOCKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S.SCORES)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
-    later, after = _row(BLOCKS, gl.minimum(t + 2, last), S.SEGMENTS)
+    later, after = _row(BLOCKS, gl.minimum(t + 2, last), S)
+    counter, joins, counts = chain_of(BLOCKS, t, S)
     async_copy.wait_group(0)
     barrier()
+    pending = count_tile(PART, pending, S)
     product_q = warpgroup_mma(ks, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
     if t < last:
         _fetch_rows(other, ahead, coming, c, flat, rows, S)
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(0, deps=[product_q])
-    scores = _hide_rows(scores, noted, mark, first, hop, S)
+    scores = _hide_rows(scores, noted, mark, lines, first, hop, S)
     weights = gl.exp2(scores * scale2 - lses.load(COLUMNS)[None, :])
     left = gl.convert_layout(weights.to(qs.dtype), gl.DotOperandLayout(0, S.OUT, 2))
     product_do = warpgroup_mma(vs, dos.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -345,16 +364,19 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
         _copy(ks, K, x, k_m, S)
         _copy(vs, V, x, v_m, S)
     async_copy.commit_group()
+    if ends:
+        t = wait_for(t, PART, counter, joins, S)
     dv, dk = warpgroup_mma_wait(0, deps=[product_v, product_k])
     if ends:
         barrier()
-        _close_keys(DK, DV, PART, SLOTS, BLOCKS, t, qs, dos, dk * scale, dv, bh, all_heads, dk_m, S)
+        _close_keys(DK, DV, PART, SLOTS, BLOCKS, t, qs, dos, dk * scale, dv, bh, all_heads, dk_m, joins, S)
+        pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dk, dv = (
             gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
             gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
         )
         first, hop, _ = _tile(BLOCKS, gl.minimum(t + 1, last))
-    return dk, dv, first, hop, coming, later, after
+    return dk, dv, first, hop, coming, later, after, _lines(ahead, S), pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m", "start"])
@@ -386,7 +408,7 @@ def hopper_dkv(
     s0, s1 = _two(gl.float32, [S.R], LINE)
     i0, i1 = _two(gl.int32, [S.R], LINE)
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    row, mark = _row(CHUNKS + 4, 0, S.SEGMENTS)
+    row, mark = _row(CHUNKS + 4, 0, S)
     x = _of_tile(CHUNKS + 4, 0, S.R, gl.SliceLayout(1, S.LOAD))
     _copy(ks, K, x, k_m, S)
     _copy(vs, V, x, v_m, S)
@@ -394,10 +416,10 @@ def hopper_dkv(
     place = qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0
     _fetch_rows(place, row, mark, c, flat, rows, S, S.WAITS)
     async_copy.commit_group()
-    flat = _let_next(flat)
-    ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
+    flat = let_next(flat)
+    ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     first, hop, _ = _tile(CHUNKS + 4, 0)
-    state = dk, dv, first, hop, mark, ahead, coming
+    state = dk, dv, first, hop, mark, ahead, coming, _lines(row, S), lo * 0 - 1 if S.CHAINED else 0
     given = K, V, DK, DV, PART, SLOTS, BLOCKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
@@ -407,7 +429,8 @@ def hopper_dkv(
         )
         state = _visit_rows(state, t, last, ks, vs, here, other, rows, given, S)
         state = _visit_rows(state, t + 1, last, ks, vs, other, here, rows, given, S)
+    count_last_tile(PART, state[8], S)
     if not S.WAITS:
-        joins = _awaited(joins)
+        joins = awaited(joins)
     if S.ADDS:
         _add_parts(ALL_K, ALL_V, PART, SLOTS, joins, of_heads, m, S.adds, S.R, S.D, S.d)

@@ -8,22 +8,35 @@ Shared memory holds one block of keys and two of values.
     keys: t + 1, then t + 2 arriving    values: t, and t + 1 arriving
 """
 
-from .static import gl, gluon, hopper, rescale_ptx, weights_ptx
+from .static import (
+    HIDDEN,
+    barrier,
+    chain_of,
+    count_last_tile,
+    count_tile,
+    gl,
+    gluon,
+    hide_past_line,
+    hide_past_lines,
+    hopper,
+    rescale_ptx,
+    wait_for,
+    weights_ptx,
+)
 
 async_copy, warpgroup_mma = hopper.async_copy, hopper.warpgroup_mma
 warpgroup_mma_wait = hopper.warpgroup_mma_wait
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile; the others: see lines.
-BEGINS, LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (8, 112, 32, 64, 128))
-FAR = gl.constexpr(1 << 30)
-HIDDEN = gl.constexpr(-1e38)  # added to a score: no weight is left of it
+# Where passes are chained, 1 is: it has empty places.
+BEGINS, FAR = gl.constexpr(8), gl.constexpr(1 << 30)
 
 
 @gluon.jit
-def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
-    """The words of block t: up to three segments, their end, first row and step of its tile; and its marks.
+def _row(BLOCKS, t, S: gl.constexpr):
+    """The words of block t: up to three segments, their end, first row and step of its tile; and its marks. Where
+    passes are chained, in place of a second segment: the largest differences of row and place and of place and row.
 
     Read two blocks ahead: a load waits behind the copies in flight.
     """
@@ -31,9 +44,11 @@ def _row(BLOCKS, t, SEGMENTS: gl.constexpr):
     a = gl.load(at)
     b = gl.load(at + 1)
     c1, a1, b1, c2, a2, b2 = a, a, a, a, a, a
-    if SEGMENTS > 1:
+    if S.CHAINED:
+        c1, a1 = gl.load(at + 2), gl.load(at + 3)
+    elif S.SEGMENTS > 1:
         c1, a1, b1 = gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
-    if SEGMENTS > 2:
+    if S.SEGMENTS > 2:
         c2, a2, b2 = gl.load(at + 5), gl.load(at + 6), gl.load(at + 7)
     row = (a, b, c1, a1, b1, c2, a2, b2, gl.load(at + 8), gl.load(at + 10), gl.load(at + 11))
     return row, gl.load(at + 9)
@@ -69,7 +84,7 @@ def _keys(row, c, past, SEGMENTS: gl.constexpr):
 def _note(noted, row, marks, flat, S: gl.constexpr):
     """Store what the keys of a block are tested by, one number per key: its bound; the key itself, −1 at empty
     places, if both bounds or every pair are tested."""
-    if (S.MARKS & 7) != 0 and (marks & 7) != 0:
+    if not S.CHAINED and (S.MARKS & 7) != 0 and (marks & 7) != 0:
         j = _keys(row, flat, -1, S.SEGMENTS)
         if S.allowed is not None:
             noted.store(j)
@@ -84,14 +99,16 @@ def _note(noted, row, marks, flat, S: gl.constexpr):
 
 
 @gluon.jit
-def _hide(scores, noted, marks, a, end, first, hop, start, step, S: gl.constexpr):
+def _hide(scores, noted, marks, spot, first, hop, start, step, S: gl.constexpr):
     """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched.
 
-    a, end: the block's first key and its number of keys; end is None where no block is cut by a line.
+    spot: what `_spot` gives; None where no block is cut by a line.
     """
     MMA: gl.constexpr = scores.type.layout
-    if S.allowed is None and end is not None:
-        scores = _hide_past_line(scores, marks, a, end, start + step * first, S)
+    if S.CHAINED:
+        return hide_past_lines(scores, marks, spot)
+    if S.allowed is None and spot is not None:
+        scores = hide_past_line(scores, marks, spot[0], spot[2], start + step * first, S)
     if (S.MARKS & 7) != 0 and (marks & 7) != 0:
         i = start + step * (first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA)))
         if S.allowed is not None:
@@ -110,47 +127,6 @@ def _hide(scores, noted, marks, a, end, first, hop, start, step, S: gl.constexpr
                 if marks & 2:
                     low = noted.load(gl.SliceLayout(0, MMA))
                     scores = gl.where(low[None, :] <= S.highest(i)[:, None], scores, -float("inf"))
-    return scores
-
-
-@gluon.jit
-def _sign(x, c):
-    """x + c, but 0 below 0 and 1 above 1; of whole numbers, x of a thread's own, c such as the compiler knows."""
-    return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", [x, c], gl.float32, True, 1)
-
-
-@gluon.jit
-def _past(like, row: gl.constexpr, place: gl.constexpr, beyond):
-    """1 where row · the number of the row + place · that of the place is past `beyond`, else 0.
-
-    What is common to the rows and places of a thread is computed once.
-    """
-    MMA: gl.constexpr = like.type.layout
-    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
-    c = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, MMA))[None, :]
-    own, known = place * (c & 6) + row * (r & ~8), place * (c & ~6) + row * (r & 8)
-    return _sign((own - beyond).to(gl.float32), known.to(gl.float32))
-
-
-@gluon.jit
-def _unless_free(hidden, marks, free: gl.constexpr):
-    """0 at the places that are free of a bound, if the block has some."""
-    if free[0] > 1:
-        c = gl.arange(0, hidden.shape[1], layout=gl.SliceLayout(0, hidden.type.layout))[None, :]
-        hidden = gl.where((c % free[0] == free[1]) & ((marks & FREES) != 0), 0.0, hidden)
-    return hidden
-
-
-@gluon.jit
-def _hide_past_line(scores, marks, a, end, i, S: gl.constexpr):
-    """If a line cuts the block of keys from a on, hide the pairs beyond it; i is the position of the first query."""
-    if (marks & LINES) != 0:
-        if (marks & LOWER) != 0:
-            scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - S.lowest(i)), marks, S.below)
-        elif (marks & UPPER) != 0:
-            scores += HIDDEN * _unless_free(_past(scores, -1, 1, S.highest(i) - a), marks, S.above)
-        else:
-            scores += HIDDEN * _past(scores, 0, 1, end - 1)
     return scores
 
 
@@ -267,25 +243,32 @@ def _put_part(PART, at, value, R: gl.constexpr):
 
 
 @gluon.jit
-def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
-    """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now."""
+def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, numbers, joins, S: gl.constexpr):
+    """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now.
+
+    joins: 0 where the tile goes on from no earlier pass.
+    """
+    start, step, o_n, scale2 = numbers
+    PART_O, PART_LSE, SLOTS, bh, all_heads = parts
     count = (marks >> 8) & 255
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
+    if S.CHAINED:
+        none = top < 0.5 * HIDDEN * scale2  # all pairs of the row were hidden
+        top, total = gl.where(none, -float("inf"), top), gl.where(none, 0.0, total)
     x, mine = _mine(first, hop, count, start, step, ROWS, S)
     scale = gl.convert_layout(_reciprocal(gl.where(total > 0.0, total, 1.0)), ROWS)
     lse2 = top + _log2(total)  # log2(0) = −∞: an empty row
     fade = None
     if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o
-        before = gl.load(LSE + x, mask=mine, other=-float("inf")) * 1.4426950408889634
+        before = gl.load(LSE + x, mask=mine & (joins > 0), other=-float("inf")) * 1.4426950408889634
         base = gl.maximum(before, lse2)
         base = gl.where(base == -float("inf"), 0.0, base)
         fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
         lse2 = base + _log2(fade + share)
         both = _reciprocal(gl.where(fade + share > 0.0, fade + share, 1.0))
         scale, fade = scale * share * both, gl.convert_layout(fade * both, gl.SliceLayout(1, S.LOAD))
-    PART_O, PART_LSE, SLOTS, bh, all_heads = parts
     slot = -1
     if S.SPLIT:
         slot = gl.load(SLOTS + t)
@@ -297,19 +280,19 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, s
         gl.store(LSE + x, lse2 * 0.6931471805599453, mask=mine)
         place.store((acc * scale[:, None]).to(place.dtype))
         to, stored = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        _store(O, place, to, stored, o_n, fade, S)
+        _store(O, place, to, stored, o_n, fade, joins, S)
 
 
 @gluon.jit
-def _store(X, place, x, mine, stride, fade, S: gl.constexpr):
+def _store(X, place, x, mine, stride, fade, joins, S: gl.constexpr):
     """Rows x of X ← what lies in shared memory; where this pass goes on from earlier ones, + fade · what they hold.
 
-    fade: None is 1. What earlier passes left has the dtype of X.
+    fade: None is 1. joins: 0 where this tile goes on from none. What earlier passes left has the dtype of X.
     """
     at = X + (x * stride)[:, None] + gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))[None, :]
     value = place.load(S.LOAD)
     if S.ACCUMULATES:
-        held = gl.load(at, mask=_within(mine, S), other=0.0).to(gl.float32)
+        held = gl.load(at, mask=_within(mine & (joins > 0), S), other=0.0).to(gl.float32)
         if fade is not None:
             held = held * fade[:, None]
         value = (value.to(gl.float32) + held).to(value.dtype)
@@ -359,23 +342,25 @@ def _copy(place, X, x, stride, S: gl.constexpr):
 
 
 @gluon.jit
-def _spot(row, c, SEGMENTS: gl.constexpr):
-    """What a block's rows are found by: first, step and number if it is one segment, else the row of each place."""
-    if SEGMENTS == 1:
+def _spot(row, c, S: gl.constexpr):
+    """What a block's rows are found by: first, step and number if it is one segment, else the row of each place.
+    Where passes are chained, also what its pairs are hidden by."""
+    if S.CHAINED:
+        return row[0], row[1], row[8], row[2], row[3]
+    elif S.SEGMENTS == 1:
         return row[0], row[1], row[8]
     else:
-        return row[0], _keys(row, c, -1, SEGMENTS), row[8]
+        return row[0], _keys(row, c, -1, S.SEGMENTS), row[8]
 
 
 @gluon.jit
 def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
     """Start to copy the rows of a block, zeros at its empty places. Of one segment, a row is one multiplication."""
-    a, b, end = spot
     if S.SEGMENTS == 1:
-        rows = _addresses(X, a * stride + b * stride * c, S.D)
-        fetch(place, rows, mask=_within(c < end, S))
+        rows = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D)
+        fetch(place, rows, mask=_within(c < spot[2], S))
     else:
-        _copy(place, X, b, stride, S)
+        _copy(place, X, spot[1], stride, S)
 
 
 @gluon.jit
@@ -394,17 +379,17 @@ def _first_copies(
     qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
 ):  # fmt: skip
     """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
-    row, marks = _row(CHUNKS + 4, 0, S.SEGMENTS)
-    following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S.SEGMENTS)
+    row, marks = _row(CHUNKS + 4, 0, S)
+    following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     _fetch_queries(qs, Q, row, marks, q_n, S)
-    spot = _spot(row, c, S.SEGMENTS)
+    spot = _spot(row, c, S)
     _note(noted.index(lo % 2), row, marks, flat, S)
     _copy_block(ks, K, spot, k_m, c, S)
     async_copy.commit_group()
     _copy_block(vs.index(0), V, spot, v_m, c, S)
     async_copy.commit_group()
     _note(noted.index((lo + 1) % 2), following, coming, flat, S)
-    return row, marks, following, coming
+    return row, spot, marks, following, coming
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
@@ -420,7 +405,7 @@ def hopper_forward(
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    parts = PART_O, PART_LSE, SLOTS, bh, all_heads
+    parts, place = (PART_O, PART_LSE, SLOTS, bh, all_heads), (start, step, o_n, scale2)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
@@ -431,14 +416,13 @@ def hopper_forward(
         gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES),
         gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
     )
-    row, mark, following, coming = _first_copies(
+    row, begun, mark, following, coming = _first_copies(
         qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S
     )
     first, hop, _ = _tile(row, mark)
-    begun, end = row[0], row[8]
     next_first, next_hop, _ = _tile(following, coming)
-    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), S.SEGMENTS)
-    spot = _spot(following, c, S.SEGMENTS)
+    row, after = _row(BLOCKS, gl.minimum(lo + 2, last), S)
+    spot = _spot(following, c, S)
     async_copy.wait_group(1)
     barrier()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
@@ -447,20 +431,22 @@ def hopper_forward(
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
-    scores = _hide(scores, noted.index(lo % 2), mark, begun, end, first, hop, start, step, S)
+    scores = _hide(scores, noted.index(lo % 2), mark, begun, first, hop, start, step, S)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
     left = _pairs(weights)
-    at = 0
+    at, pending = 0, lo * 0 - 1
     for t in range(lo, last):
+        counter, joins, counts = chain_of(BLOCKS, t, S)
         async_copy.wait_group(0)
         barrier()
+        pending = count_tile(PART_LSE, pending, S)
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead = _spot(row, c, S.SEGMENTS)
+        ahead = _spot(row, c, S)
         _note(noted.index(t % 2), row, after, flat, S)
-        later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S.SEGMENTS)
+        later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
         barrier()
         _copy_block(ks, K, ahead, k_m, c, S)
@@ -469,13 +455,14 @@ def hopper_forward(
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        scores = _hide(
-            scores, noted.index((t + 1) % 2), coming, spot[0], spot[2], next_first, next_hop, start, step, S
-        )
+        if begins:
+            first = wait_for(first, PART_LSE, counter, joins, S)
+        scores = _hide(scores, noted.index((t + 1) % 2), coming, spot, next_first, next_hop, start, step, S)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
-            _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+            _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, place, joins, S)
+            pending = gl.where(counts > 0, counter, -1) if S.CHAINED else pending
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         else:
             acc = _faded(acc, fade)
@@ -486,5 +473,10 @@ def hopper_forward(
         at = 1 - at
     async_copy.wait_group(0)
     barrier()
+    pending = count_tile(PART_LSE, pending, S)
     acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
-    _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
+    counter, joins, counts = chain_of(BLOCKS, last, S)
+    first = wait_for(first, PART_LSE, counter, joins, S)
+    _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, place, joins, S)
+    if S.CHAINED:
+        count_last_tile(PART_LSE, gl.where(counts > 0, counter, -1), S)

@@ -1,6 +1,5 @@
 """The launches of the kernels for Hopper; with them Gluon is imported, in which they are written."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from ..launches import PARTS, SLICE, Launches, _kept, _merge, _multiprocessors, 
 from ..prepared import Launch
 from ..schedule import DevicePass, DevicePasses
 from ..triton.backward import sum_kernel
-from ..work_split import WorkSplit, flatten_heads, split_work
+from ..work_split import WorkSplit, as_one_head, chain, flatten_heads, mix, split_work
 from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
@@ -29,68 +28,100 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
     return programs_per_multiprocessor(config) * _multiprocessors(device)
 
 
-def forward(call: CallLayout, route: DevicePasses) -> tuple[dict[DevicePass, Launches], int]:
-    """Fills o and lse; the launches of each pass, and the largest number of parts of split tiles."""
+def forward(
+    call: CallLayout, route: DevicePasses, whole: bool
+) -> tuple[dict[DevicePass, Launches], int, int]:
+    """Fills o and lse; the launches of each pass, the largest number of parts of split tiles, that of counters.
+
+    whole: these are all passes of the call.
+    """
     task, slots = call.task, 0
     config: Any = task.configs.hopper_forward
     at_a_time = programs_at_a_time(config, call.device)
-    of_step: dict[DevicePass, Launches] = {}
-    for nth, (step, flat, (q, k, v)) in enumerate(_flattened(call, route)):
+    of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
+    mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE) if whole else None
+    if mixed is None:
+        flattened, counters = _flattened(call, route, at_a_time if whole else 0)
+    else:
+        flattened, counters = [mixed[:3]], 0
+    for nth, (step, flat, (q, k, v)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
         # Every second pass runs backwards: it begins with rows that are still in the cache.
-        cut = split_work(flat.work, b * h, at_a_time, dynamic_share=DYNAMIC_SHARE, backwards=nth % 2 == 1)
+        share = 0.0 if counters else DYNAMIC_SHARE
+        if mixed is None:
+            cut = split_work(flat.work, b * h, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
+        else:
+            cut = mixed[3]
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config,
-            *q.strides, *k.strides, *v.strides, *contiguous(b, h, n, d).strides,
+            *q.strides, *k.strides, *v.strides, *(call.output if flat is step else contiguous(b, h, n, d)).strides,
             h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
             S=hopper_static(flat, config, call)._replace(
-                below=step.work.free[0], above=step.work.free[1], SPLIT=cut.slots > 0
+                below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0
             ),
+            cooperative=counters > 0,
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot
+        parts = ("counters", "counters") if counters else PARTS
+        names = "q", "k", "v", "o", "lse", *parts, cut.chunks, cut.blocks, cut.slot
         of_step[step] = [(launch, names), _merge(call, step, cut.joins)]
         slots = max(slots, cut.slots)
-    return of_step, slots
+    return of_step, slots, counters
+
+
+Flattened = list[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]
 
 
 def _flattened(
-    call: CallLayout, route: DevicePasses
-) -> Iterator[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]:
-    """Each pass, the same with flattened heads where they can be, and the layouts of its tensors.
+    call: CallLayout, route: DevicePasses, programs: int, by_keys: bool = False
+) -> tuple[Flattened, int]:
+    """Each pass, the same with flattened heads where they can be, and the layouts of its tensors; no counters.
 
     Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
-    the same time.
+    the same time. Of passes that can be chained: the first, all as one, their layouts; and the number of counters.
+    programs: that run at a time; 0: nothing is chained.
     """
+    place = call.task.start, call.task.step
+    if programs and (found := chain(route, call.tensors, place, by_keys, programs)) is not None:
+        one, long, counters = found
+        return [(route.steps[0], one, long)], counters
+    made: Flattened = []
     for step in route.steps:
         flat = (step, call.tensors) if step.work.slots else flatten_heads(step, call.task.step, call.tensors)
-        yield step, *flat
+        made.append((step, *flat))
+    return made, 0
 
 
-def dq(call: CallLayout, route: DevicePasses) -> tuple[dict[DevicePass, Launches], int]:
+def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int, int]:
     """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse).
 
-    The launches of each pass, and the numbers in the parts of split tiles of one.
+    The launches of each pass, the numbers in the parts of split tiles of one, and how many counters there are.
     """
     task, parts = call.task, 0
     config: Any = task.configs.hopper_dq
-    of_step: dict[DevicePass, Launches] = {}
+    of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
     dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
-    for nth, (step, flat, (q, k, v, o, do)) in enumerate(_flattened(call, route)):
+    flattened, counters = _flattened(call, route, at_a_time if whole else 0)
+    apart = whole and route.apart
+    for nth, (step, flat, (q, k, v, o, do)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
-        cut = split_work(flat.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0)
+        cut = split_work(flat.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
         launch = Launch(
             hopper_dq, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *o.strides, *do.strides, *contiguous(b, h, n, d).strides,
             h, b * h, h // h_kv, n, task.start, task.step, task.scale, base2(task.scale),
-            early=True, S=hopper_static(flat, config, call)._replace(HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0),
+            early=not counters, cooperative=counters > 0,
+            S=hopper_static(flat, config, call)._replace(
+                HAS_DLSE=call.has_dlse, SPLIT=cut.slots > 0, LATE=apart and nth > 0
+            ),
         )  # fmt: skip
-        made, tables = ("lse2", "delta", "dq", "part"), (cut.chunks, cut.blocks, cut.slot)
+        made = "lse2", "delta", "dq", "counters" if counters else "part"
+        tables = cut.chunks, cut.blocks, cut.slot
         names = "q", "k", "v", "o", "do", "lse", dlse, *made, *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
         total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step), exceeds_int32(out))
         of_step[step] = [(launch, names), (total, ("dq", "part", cut.joins))]
         parts = max(parts, cut.slots * b * h * config.tile * width)
-    return of_step, parts
+    return of_step, parts, counters
 
 
 def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
@@ -105,6 +136,15 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
     steps = list(route.steps) if route.joins else sorted(route.steps, key=lambda x: not x.work.slots)
     launches: Launches = []
     workspace: dict[str, int] = {}
+    ((_, one, _), *_), counters = _flattened(
+        call, route, programs_at_a_time(config, call.device), by_keys=True
+    )
+    if counters:
+        cut, launch = _by_keys(call, one, None, 0)
+        made, tables = ("dk", "dv", "counters_of_keys"), (cut.chunks, cut.blocks, cut.slot)
+        return [(launch, ("q", "k", "v", "do", "lse2", "delta", *made, *tables))], {
+            "counters_of_keys": counters
+        }
     part, before = "delta", None  # a launch without parts is given a buffer that it does not read
     for nth, step in enumerate(steps):
         adds = before if _adds(steps, nth) else None
@@ -141,16 +181,21 @@ def _by_keys(
     """The launch of pass `nth` of dk and dv; left: the pass before and its joins, if this one adds up its parts."""
     task, h, (rows, h_kv, m) = call.task, call.tensors[0].shape[1], call.tensors[1].shape[:3]
     config: Any = task.configs.hopper_dkv
-    ((_, step, (q, k, v, _, do)),) = _flattened(call, DevicePasses((step,), True))
+    chained = step.work.chained
+    if chained:
+        q, k, v, _, do = as_one_head(call.tensors)
+    else:
+        ((_, step, (q, k, v, _, do)),), _ = _flattened(call, DevicePasses((step,), True), 0)
     (b, heads, _, _), group = k.shape, h // h_kv
-    at_a_time, share = programs_at_a_time(config, call.device), 0.0 if step.work.slots else DYNAMIC_SHARE
+    at_a_time = programs_at_a_time(config, call.device)
+    share = 0.0 if step.work.slots or chained else DYNAMIC_SHARE
     backwards = step.accumulates and nth % 2 == 1
     cut = split_work(step.work, b * heads, at_a_time, group, 2, share, backwards)
     launch = Launch(
         hopper_dkv, len(cut.chunks) * b * heads, config,
         *q.strides, *k.strides, *v.strides, *do.strides, *contiguous(*k.shape).strides, heads, b * heads, q.shape[2],
         0 if left is None else len(left[1]), rows * h_kv, m, task.start, task.step, task.scale, base2(task.scale),
-        early=True, S=hopper_static(step, config, call)._replace(
+        early=not chained, cooperative=chained, S=hopper_static(step, config, call)._replace(
             WAITS=nth == 0 or step.accumulates, GROUP=group, SPLIT=cut.slots > 0, ADDS=left is not None,
             adds=None if left is None else keep(left[0].keep),
         ),

@@ -13,6 +13,7 @@ from ..mask import NO_KEY_FREE, Free, band, expression, function
 from ..schedule import DevicePass
 
 gluon, gl, hopper = compat.gluon()
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9, 3.6
 # Threads that copy one row, 16 bytes each at a time: with fewer, a thread computes fewer addresses.
 PER_ROW = 8
 
@@ -50,6 +51,10 @@ class Static(NamedTuple):
     WAITS: bool = False  # dk and dv: for the previous kernel, which computes lse and delta
     ADDS: bool = False  # dk and dv: at its end, this launch adds up the parts that the previous one left
     adds: Any = None  # … of the keys that this selects
+    LATE: bool = False  # dq: it starts at once, and may not end before the previous kernel
+    CHAINED: bool = (
+        False  # blocks of several passes; their words say what is hidden, and what a tile waits for
+    )
 
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
@@ -64,7 +69,8 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
         gl.NVMMASharedLayout.get_default_for([block, d], kind),
     )
     sizes = [work.marks, config.tile, width, d, work.segments]
-    return Static(*[*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
+    made = Static(*[*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
+    return made._replace(CHAINED=work.chained)
 
 
 @lru_cache(maxsize=1024)
@@ -92,6 +98,134 @@ def tests(pattern: Pattern) -> tuple[Any, ...]:
 def keep(pattern: Pattern | None) -> Any:
     """Whether results of a query at i count: a pattern that reads i alone; None: all do."""
     return None if pattern is None else function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
+
+
+# Pairs that are hidden because a straight line cuts their block (see mask.lines).
+
+LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (112, 32, 64, 128))
+HIDDEN = gl.constexpr(-1e38)  # added to a score: no weight is left of it
+
+
+@gluon.jit
+def _sign(x, c):
+    """x + c, but 0 below 0 and 1 above 1; of whole numbers, x of a thread's own, c such as the compiler knows."""
+    return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", [x, c], gl.float32, True, 1)
+
+
+@gluon.jit
+def _past(like, row: gl.constexpr, place: gl.constexpr, beyond):
+    """1 where row · the number of the row + place · that of the place is past `beyond`, else 0.
+
+    What is common to the rows and places of a thread is computed once.
+    """
+    MMA: gl.constexpr = like.type.layout
+    r = gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, MMA))[:, None]
+    c = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, MMA))[None, :]
+    own, known = place * (c & 6) + row * (r & ~8), place * (c & ~6) + row * (r & 8)
+    return _sign((own - beyond).to(gl.float32), known.to(gl.float32))
+
+
+@gluon.jit
+def _unless_free(hidden, marks, free: gl.constexpr):
+    """0 at the places that are free of a bound, if the block has some."""
+    if free[0] > 1:
+        c = gl.arange(0, hidden.shape[1], layout=gl.SliceLayout(0, hidden.type.layout))[None, :]
+        hidden = gl.where((c % free[0] == free[1]) & ((marks & FREES) != 0), 0.0, hidden)
+    return hidden
+
+
+@gluon.jit
+def hide_past_line(scores, marks, a, end, i, S: gl.constexpr):
+    """If a line cuts the block of keys from a on, hide the pairs beyond it; i is the position of the first query."""
+    if (marks & LINES) != 0:
+        if (marks & LOWER) != 0:
+            scores += HIDDEN * _unless_free(_past(scores, 1, -1, a - S.lowest(i)), marks, S.below)
+        elif (marks & UPPER) != 0:
+            scores += HIDDEN * _unless_free(_past(scores, -1, 1, S.highest(i) - a), marks, S.above)
+        else:
+            scores += HIDDEN * _past(scores, 0, 1, end - 1)
+    return scores
+
+
+@gluon.jit
+def hide_past_lines(scores, marks, spot):
+    """As `hide_past_line`, where rows and places have one step: by what the words of the block say."""
+    _, _, end, most, least = spot
+    if (marks & LOWER) != 0:
+        scores += HIDDEN * _past(scores, 1, -1, most)
+    if (marks & UPPER) != 0:
+        scores += HIDDEN * _past(scores, -1, 1, least)
+    if (marks & 1) != 0:
+        scores += HIDDEN * _past(scores, 0, 1, end - 1)
+    return scores
+
+
+# Launches that overlap
+
+
+@gluon.jit
+def awaited(x):
+    """x, after waiting for all earlier launches: a program that starts early may begin before they end."""
+    text: gl.constexpr = "{ griddepcontrol.wait; mov.b32 $0, $1; }"
+    return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def let_next(x):
+    """x; from here on, programs of the next kernel may start where there is room."""
+    text: gl.constexpr = "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }"
+    return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
+
+
+# Several passes in one launch. A counter per stretch of rows holds the tiles of it that are written; a tile is
+# counted one block after it was written, when that is over. Where passes are not chained, these do nothing.
+
+
+@gluon.jit
+def chain_of(BLOCKS, t, S: gl.constexpr):
+    """Of the tile of block t: its counter, what that must have reached before results are read, 0 if there are none,
+    and whether other tiles wait for this one."""
+    if S.CHAINED:
+        at = BLOCKS + t * 12
+        return gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)
+    else:
+        return 0, 1, 0
+
+
+@gluon.jit
+def _counter(COUNTERS, at):
+    return COUNTERS.to(gl.pointer_type(gl.int32), bitcast=True) + at
+
+
+@gluon.jit
+def wait_for(x, COUNTERS, at, count, S: gl.constexpr):
+    """x, once the counter has reached `count`: what its tiles have written is visible then."""
+    text: gl.constexpr = """{ .reg .pred p; .reg .b32 n;
+        AGAIN: ld.acquire.gpu.global.b32 n, [$2]; setp.lt.s32 p, n, $3; @p bra AGAIN; mov.b32 $0, $1; }"""
+    if S.CHAINED:  # noqa: SIM102 (decided when compiling, then when running)
+        if count > 0:
+            where = _counter(COUNTERS, at).to(gl.int64)
+            x = gl.inline_asm_elementwise(text, "=r,r,l,r", [x, where, count], gl.int32, False, 1)
+    return x
+
+
+@gluon.jit
+def count_tile(COUNTERS, pending, S: gl.constexpr):
+    """After a barrier: the tile of counter `pending`, if it is not −1, is written by all threads. Returns −1."""
+    if S.CHAINED:
+        if pending >= 0:
+            gl.atomic_add(_counter(COUNTERS, pending), 1, sem="release", scope="gpu")
+        return pending * 0 - 1
+    else:
+        return pending
+
+
+@gluon.jit
+def count_last_tile(COUNTERS, pending, S: gl.constexpr):
+    """The same after the last block."""
+    if S.CHAINED:
+        barrier()
+        count_tile(COUNTERS, pending, S)
 
 
 # Steps that single warps skip: in Gluon, all warps branch or none. A thread holds numbers of two rows: 0 and 1 of the

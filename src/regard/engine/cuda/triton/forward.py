@@ -49,6 +49,7 @@ class Static(NamedTuple):
     runs: Any = None  # of one query: (p, m) → first key, step and end of each of RUNS progressions
     RUNS: int = 0
     PER_ROW: bool = False  # of one query: its position differs by batch row
+    EARLY: bool = False  # of one query: the kernel that merges may start before this one ends (Hopper)
     HAS_DLSE: bool = False  # the log-sum-exp has a gradient
     LEARNS: bool = False  # the bias has a gradient
 
@@ -357,13 +358,15 @@ def forward_kernel(
 def merge_kernel(
     O, LSE, PART_O, PART_LSE, SPLITS, o_b, o_h, o_n, heads, all_heads, n, start, step,
     keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
-    ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
+    ACCUMULATES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """SLICE rows of a split tile: their partial results, joined in order by their log-sum-exp.
 
     The loads of AHEAD of them do not wait for one another: as many as the registers hold.
     """
     AHEAD: tl.constexpr = 8
+    if EARLY:  # started before the kernel that makes the parts has ended
+        tl.extra.cuda.gdc_wait()
     bh, b, h, work = head_of(tl.program_id(0), heads, all_heads)
     first, hop, count, slot, pieces, _, _ = item_of(SPLITS, work // (R // SLICE))
     a = work % (R // SLICE) * SLICE + tl.arange(0, SLICE)
@@ -411,6 +414,8 @@ def decode_kernel(
 ):  # fmt: skip
     """One query per batch row, at position p: a piece of the keys of one key head, for the GROUP query heads that
     share it. They are one tile, so that each key is read once; the progressions of keys are formulas of p."""
+    if S.EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     bh, b, h, piece = head_of(tl.program_id(0), heads, all_heads)
     g, c = tl.arange(0, S.R), tl.arange(0, S.B)
     in_tile = g < S.GROUP
