@@ -19,6 +19,9 @@ from .conventions import adapter_for
 SETS = {
     "tuned": ("functions", "kernels", "modules"),
     "issues": ("issues",),  # after public issue threads, by an engineer who had not read the laws
+    "reports": (
+        "reports",
+    ),  # after other public reports, in other styles, by another who had not read them either
 }
 FRESH = (
     "faults_functions",
