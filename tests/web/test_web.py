@@ -1,5 +1,6 @@
 """The page: a real server on a free port, requested as a browser does, and by a browser if one is installed."""
 
+import gc
 import json
 import re
 import socket
@@ -22,7 +23,7 @@ from regard.web.app import create_app  # noqa: E402
 from regard.web.guard import MAX_BODY  # noqa: E402
 from regard.web.serve import _check_port, serve  # noqa: E402
 from regard.web.tasks import MAX_DRAWN, MAX_EXPLAINED  # noqa: E402
-from regard.web.workers import Workers  # noqa: E402
+from regard.web.workers import Workers, _Worker  # noqa: E402
 from web_server import ask, served, tiny  # noqa: E402
 
 TOKEN = "a-secret"
@@ -191,6 +192,18 @@ def test_a_vision_model_is_refused_with_a_hint():
         serve(model="tiny-vit", port=port)
 
 
+def test_the_server_freezes_what_it_has_loaded(monkeypatch):
+    """A full garbage collection over the modules of PyTorch would stop it for tenths of a second."""
+    frozen = []
+    monkeypatch.setattr(uvicorn, "run", lambda *args, **options: frozen.append(gc.get_freeze_count()))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    gc.unfreeze()
+    serve(model="tiny-gpt", port=port)
+    gc.unfreeze()
+    assert frozen[0] > 100_000
+
+
 SLOW = {
     "pattern": " | ".join(f"dilated({97 + 2 * i}, {31 + 2 * i})" for i in range(12)),
     "n": 1 << 17,
@@ -226,6 +239,28 @@ def test_the_page_does_not_wait_for_requests_that_are_computed(hurried):
     for thread in slow:
         thread.join()
     wait_for_worker(hurried)
+
+
+def test_no_request_waits_longer_than_its_deadline_while_a_killed_worker_starts_anew(monkeypatch):
+    """A new process is slow to start here, as on a crowded machine: that is not added to the time of a request."""
+    start = _Worker.start
+
+    def slow(worker):
+        begun.append(worker)
+        if len(begun) > 1:
+            time.sleep(3)
+        start(worker)
+
+    begun = []
+    monkeypatch.setattr(_Worker, "start", slow)
+    server = served(create_app(workers=Workers(1, deadline=0.5)))
+    port = next(server)
+    assert ask(port, "/api/pattern", {"pattern": "causal()", "n": 8})[0] == 200  # the server has started
+    for expected in (422, 429):  # the first is too slow; the second finds its worker starting
+        before = time.monotonic()
+        assert ask(port, "/api/pattern", SLOW)[0] == expected
+        assert time.monotonic() - before < 2.5
+    server.close()
 
 
 def test_requests_that_find_no_free_worker_are_told_that_the_server_is_busy(hurried):

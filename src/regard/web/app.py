@@ -173,12 +173,15 @@ def create_app(
 
 
 def _one_at_a_time(deadline: int | float) -> Callable[[Callable[[], Any]], Any]:
-    """A function that runs others, for one request at a time: because of memory, and of models with state."""
-    lock = Lock()
+    """A function that runs others, for one request at a time: because of memory, and of models with state.
+
+    A request waits at most half its deadline, so that the other half is left for the model.
+    """
+    lock, wait = Lock(), deadline / 2
 
     def exclusively(act: Callable[[], Any]) -> Any:
-        if not lock.acquire(timeout=deadline):
-            raise BusyError(f"the server is busy: the model was not free within {deadline:g} s")
+        if not lock.acquire(timeout=wait):
+            raise BusyError(f"the server is busy: the model was not free within {wait:g} s")
         try:
             with torch.no_grad():
                 return act()

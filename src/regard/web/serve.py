@@ -1,6 +1,7 @@
 """`regard serve`: the local web page."""
 
 import errno
+import gc
 import secrets
 import socket
 import webbrowser
@@ -94,6 +95,9 @@ def serve(request: ServeRequest) -> None:
     typer.echo(f"{address} (Ctrl-C to stop)", err=True)
     if request.browse:
         webbrowser.open(address)
+    # PyTorch's modules are a quarter of a million objects. A full collection that visits them stops the server for
+    # some tenths of a second; frozen ones are not visited.
+    gc.freeze()
     uvicorn.run(
         page, host=host, port=request.port, log_level="warning", http=TimedProtocol, timeout_keep_alive=5
     )

@@ -1,7 +1,8 @@
 """Processes that compute the answers of the service, so that a request can be ended and its memory is bounded.
 
-A request has one deadline for waiting and computing. A worker that misses it is killed and replaced; a worker process
-that allocates too much gets a MemoryError. The server itself only receives, validates and sends.
+A request has one deadline for waiting and computing. A worker that misses it is killed, and is free again when its
+new process has started, so that no request waits for that; a worker process that allocates too much gets a
+MemoryError. The server itself only receives, validates and sends.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,36 +32,40 @@ class Workers:
         self.size, self.deadline, self.memory = size, deadline, memory
         self._free: asyncio.Queue[_Worker] = asyncio.Queue()
         self._workers: list[_Worker] = []
+        self._running = False
         self._threads = ThreadPoolExecutor(
             size, thread_name_prefix="regard-worker"
         )  # each waits for one worker
 
     def start(self) -> None:
-        """Start the processes; they import PyTorch once, in the server that they are forked from."""
+        """Start the processes, in a running event loop; they import PyTorch once, in the one they are forked from."""
         if os.name == "posix":
             CONTEXT.set_forkserver_preload(["regard.web.tasks"])
-        for _ in range(self.size):
-            self._workers.append(_Worker(self.memory))
-            self._free.put_nowait(self._workers[-1])
+        self._workers = [_Worker(self.memory) for _ in range(self.size)]
+        self._running = True
+        loop = asyncio.get_running_loop()
+        self._started = asyncio.gather(*(loop.run_in_executor(self._threads, w.start) for w in self._workers))
+        for worker in self._workers:
+            self._free.put_nowait(worker)
 
     def stop(self) -> None:
+        self._running = False
         for worker in self._workers:
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, task: str, fields: dict[str, Any]) -> Any:
         """The result of a task, or the RegardError that it raised."""
+        await asyncio.shield(self._started)  # the time in which the server starts is not the request's
         last = time.monotonic() + self.deadline
         try:
             worker = await asyncio.wait_for(self._free.get(), self.deadline)
         except TimeoutError:
             raise BusyError(f"the server is busy: no worker was free within {self.deadline:g} s") from None
-        try:
-            loop = asyncio.get_running_loop()
-            seconds = max(0.0, last - time.monotonic())
-            failed, result = await loop.run_in_executor(self._threads, worker.ask, task, fields, seconds)
-        finally:
-            self._free.put_nowait(worker)
+        seconds = max(0.0, last - time.monotonic())
+        asked = asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, task, fields, seconds)
+        asked.add_done_callback(lambda _: self._release(worker))  # also where this request is cancelled
+        failed, result = await asyncio.shield(asked)
         if failed == "deadline":
             raise SpecError(
                 f"this takes longer than {self.deadline:g} s, the limit of this server; use the library, or "
@@ -69,27 +75,35 @@ class Workers:
             raise SpecError(result)
         return result
 
+    def _release(self, worker: "_Worker") -> None:
+        """The worker is free for the next request, at once or when its new process has started."""
+        if worker.alive or not self._running:
+            self._free.put_nowait(worker)
+            return
+        started = asyncio.get_running_loop().run_in_executor(self._threads, worker.start)
+        started.add_done_callback(lambda _: self._free.put_nowait(worker))
+
 
 class _Worker:
     """One process and the pipe to it."""
 
     def __init__(self, memory: int):
-        self.memory = memory
-        self._start()
+        self.memory, self.alive = memory, False
+        self.process: Any = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start a process, in the place of one that has ended, and wait until it can answer."""
         from . import tasks
 
         self.pipe, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=tasks.serve, args=(theirs, self.memory), daemon=True)
         self.process.start()
         theirs.close()
-        self.ready = False
+        with suppress(EOFError, OSError):  # the server ends while this process starts, or it cannot start
+            self.alive = self.pipe.recv_bytes() == b"ready"
 
     def ask(self, task: str, fields: dict[str, Any], seconds: float) -> tuple[str, Any]:
-        """("", result), ("error", sentence) or ("deadline", None)."""
-        if not self.ready:  # the time that a new process needs to start is not the request's
-            self.ready = self.pipe.poll(60) and self.pipe.recv_bytes() == b"ready"
+        """("", result), ("error", sentence) or ("deadline", None); after a deadline the process is gone."""
         try:
             self.pipe.send_bytes(json.dumps((task, fields)).encode())
             if self.pipe.poll(seconds):
@@ -98,10 +112,12 @@ class _Worker:
         except (EOFError, OSError):
             failed = ("error", f"this needs more than the {self.memory / GIB:g} GiB that this server allows")
         self.end()
-        self._start()
         return failed
 
     def end(self) -> None:
+        self.alive = False
+        if self.process is None:  # not started yet
+            return
         self.process.kill()
         self.process.join()
         self.pipe.close()
