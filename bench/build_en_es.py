@@ -129,7 +129,7 @@ def fetched(source: Source, folder: Path) -> list[Path]:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
             commands = {
                 "pip": [[*pip, "--python-version", python, "--dest", ".", package] for python in PYTHONS],
-                "npm": [["npm", "pack", "--silent", package]],
+                "npm": [["npm", "pack", "--loglevel=error", package]],
                 "apt": [["apt-get", "download", package]],
             }[source.registry]
             for command in commands:
@@ -137,7 +137,8 @@ def fetched(source: Source, folder: Path) -> list[Path]:
                 if ran.returncode == 0:
                     break
             else:
-                raise OSError(f"{package} is not to be had: {ran.stderr.strip().splitlines()[-1][:120]}")
+                said = [line for line in ran.stderr.splitlines() if re.search(r"\w", line)] or ["no message"]
+                raise OSError(f"{package} is not to be had: {said[0][:120]}")
         found += sorted(own.iterdir())
     return found
 

@@ -315,3 +315,18 @@ def test_the_console_script_makes_a_sentence_of_a_file_that_cannot_be_used(tmp_p
         [sys.executable, "-c", code, str(tmp_path / "x.json")], capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr == f"error: {tmp_path / 'x.json'}: Is a directory\n"
+
+
+def test_without_typer_the_command_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from regard.cli.entry import run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.endswith("needs an extra: pip install 'regard[cli]'\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_without_tokenizers_the_translator_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(
+        rg.RegardError, match=r"^tokenizers need the library `tokenizers`: pip install 'regard\[train\]'$"
+    ):
+        rg.translate("hello")

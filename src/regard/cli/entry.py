@@ -17,7 +17,11 @@ def run() -> None:
     into code that catches every exception, as the imports of large libraries do.
     """
     signal.signal(signal.SIGINT, _leave)
-    from .main import run as run_command  # with typer; PyTorch only where a command needs it
+    try:
+        from .main import run as run_command  # with typer; PyTorch only where a command needs it
+    except ModuleNotFoundError as e:  # the console script is installed with the core
+        sys.stderr.write(f"error: {e}; the command line needs an extra: pip install 'regard[cli]'\n")
+        sys.exit(2)
 
     try:
         run_command()

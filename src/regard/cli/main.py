@@ -5,11 +5,8 @@ import json
 import sys
 from typing import Annotated, Any
 
-try:
-    import typer
-    from typer.core import TyperCommand, TyperGroup
-except ModuleNotFoundError as e:  # the console script is installed with the core
-    sys.exit(f"error: {e}; the command line needs an extra: pip install 'regard[cli]'")
+import typer
+from typer.core import TyperCommand, TyperGroup
 
 import regard
 

@@ -54,7 +54,7 @@ class Tokens:
     def from_json(text: str) -> "Tokens":
         try:
             return Tokens(_library().Tokenizer.from_str(text))
-        except FormatError:
+        except RegardError:  # the library is missing, or the file is damaged
             raise
         except Exception as e:  # the library raises Exception itself
             raise FormatError(f"not a tokenizer: {e}") from e
