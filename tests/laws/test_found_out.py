@@ -344,3 +344,130 @@ class Pooling(nn.Module):
 def test_positions_that_are_switched_off_are_not_claimed():
     assert not adapt(Pooling()).declares("positions")
     assert adapt(Pooling(nn.Parameter(torch.randn(5, 12)))).declares("positions")
+
+
+def test_arguments_in_the_order_of_keras_are_read_by_their_names():
+    def attention(query, value, key):
+        return textbook(query, key, value)
+
+    target = adapt(attention)
+    q, k, v = torch.randn(3, 1, 2, 5, 4)
+    assert "(query, value, key)" in target.notes[0]
+    torch.testing.assert_close(target.call(q, k, v), textbook(q, k, v))
+
+
+class CutMask(Padded):
+    """Self-attention; mask: additive, (n_ctx, n_ctx), of which the first rows and columns are used."""
+
+    def forward(self, x, mask=None):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        scores = q @ k.mT / 2.0
+        if mask is not None:
+            scores = scores + mask[: x.shape[1], : x.shape[1]]
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_is_cut_to_the_length_is_not_cut_along_the_batch():
+    assert "mask: additive, 0 and −inf, shape (n, m)" in adapt(CutMask()).notes
+
+
+class Inverted(nn.Module):
+    """Self-attention; attn_mask (n, n): a bool mask is True where a query may not attend, floats are added."""
+
+    def __init__(self, inverted):
+        super().__init__()
+        self.num_heads, self.inverted = 2, inverted
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, attn_mask=None):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        scores = q @ k.mT / 2.0
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask if self.inverted else attn_mask, -1e9)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("inverted", [False, True])
+def test_an_inverted_bool_mask_is_found_although_an_added_one_works(inverted):
+    target = adapt(Inverted(inverted))
+    assert target.notes[0].startswith("attn_mask: bool, True = masked")
+    assert check(target, ["L34"], FEW).exit_code == inverted
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_window_that_is_described_in_words_is_not_taken_from_what_it_does(more):
+    def attention(q, k, v, window):
+        """Causal; a query sees itself and the window - 1 keys before it."""
+        i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
+        return textbook(q, k, v, (j <= i) & (i - j < window + more))
+
+    assert "window: w keys with itself, causal" in adapt(attention).notes
+    assert check(attention, ["L65"], FEW).exit_code == more
+
+
+def running_sums(q, k, v):
+    scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
+    e = (scores - scores.amax(-1, keepdim=True)).exp().to(q.dtype)
+    total, o = torch.zeros_like(e[..., :1]), torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+    for j in range(k.shape[-2]):
+        total, o = total + e[..., j : j + 1], o + e[..., j : j + 1] * v[..., j : j + 1, :]
+    return o / total
+
+
+def test_sums_in_sixteen_bits_are_a_broken_law_only_of_those_that_promise_others():
+    from regard.laws.diagnosis.formula import Formula
+    from regard.laws.diagnosis.samples import expected, rounds_like_running_sums, samples
+    from regard.laws.harness import Harness
+    from regard.laws.probe import probe
+
+    target = adapt(lambda q, k, v: running_sums(q, k, v))
+    probed = probe(target)
+    sample = next(s for s in samples(Harness(target, probed.supported)) if s.name == "bfloat16, 900 keys")
+    got, want = [running_sums(sample.call.q, sample.call.k, sample.call.v)], expected(Formula(), sample)
+    assert float((got[0].double() - want[0]).abs().max()) > 0.08  # of values around 2
+    assert rounds_like_running_sums(sample, got, want)
+    assert not rounds_like_running_sums(sample, [got[0] * 1.5], want)
+    running_sums.__doc__ = "Sums are accumulated in float32."
+    try:
+        assert "float32 sums" in adapt(running_sums).claims and "float32 sums" not in target.claims
+    finally:
+        running_sums.__doc__ = None
+
+
+class Counting(Padded):
+    """Self-attention whose scores grow with every call."""
+
+    calls = 0.0
+
+    def forward(self, x):
+        self.calls = self.calls + 1.0
+        return super().forward(x * (1 + self.calls))
+
+
+def test_a_state_that_changes_with_every_call_is_not_taken_for_dropout():
+    verdict = check(Counting(), ["L56", "L62"], FEW)
+    assert verdict.exit_code == 1 and verdict.cause.family == "state between calls"
+
+
+class Strict(Padded):
+    """Causal self-attention; faulty: a position does not attend to itself, the first one excepted."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.query, self.key, self.value))
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1 if self.own else 0)
+        future[0, 0] = False
+        scores = (q @ k.mT / 2.0).masked_fill(future, -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_causal_position_attends_to_itself(own):
+    verdict = check(Strict(own), ["L29"], Budget(cases=20))
+    assert verdict.exit_code == (not own)
+    assert own or verdict.cause.family == "causal off by one"

@@ -148,3 +148,27 @@ def test_laws_are_grouped_by_subject_and_those_that_hold_are_folded():
 def test_the_page_fits_a_phone_and_has_no_serious_accessibility_violation(browser, tmp_path):
     (tmp_path / "check.html").write_text(page(check(adapt(without_mask), None, 2)), "utf-8")
     assert accessibility.problems(browser, tmp_path / "check.html") == []
+
+
+class Leaky(nn.Module):
+    """Causal self-attention, as it says."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.qkv, self.out = 2, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_the_case_of_a_module_is_drawn_too():
+    torch.manual_seed(0)
+    found = check(Leaky(), ["L29", "L48"], 4)
+    drawn = draw_case(found["L29"], found.target, found.probed)
+    assert "after later inputs were changed" in drawn.title and drawn.allowed is None
+    (table,) = drawn.tables
+    assert len(table.got[0]) == 8 and any(map(any, table.wrong))
+    assert table.got[0][0] != table.expected[0][0]
+    assert drawn.title in page(found) and "value, expected" in page(found)
+    assert draw_case(found["L48"], found.target, found.probed) is None  # it holds

@@ -11,8 +11,9 @@ from . import search
 from .diagnosis.formula import Call, Formula
 from .harness import Harness
 from .law import Outcome
+from .measurement import Comparison, recorded
 from .probe import Probe
-from .run_law import measure
+from .run_law import find_subject, measure
 from .target import Function, Target
 
 MAX_SIDE = 12  # rows and columns of a table; what lies beyond is cut off
@@ -51,37 +52,64 @@ class DrawnCase(NamedTuple):
 
 
 def draw_case(outcome: Outcome, target: Target, probed: Probe) -> DrawnCase | None:
-    """The counterexample of a broken law of a function, run once more.
+    """The counterexample of a broken law, run once more.
 
-    None where there is no case, where the target is no function, or where every call of the case equals the formula:
-    then the law is about something else than an output, such as a gradient.
+    Of a function: its smallest call that differs from the formula, with the weights. Of a module, or where no call
+    differs (a law about a gradient, say): the two tensors that the law compares and that differ most.
+    None where there is no case, or where nothing that differs is compared.
     """
-    case = outcome.counterexample
-    if case is None or not isinstance(target, Function) or "function" not in outcome.law.trials:
+    case, subject = outcome.counterexample, find_subject(outcome.law, target)
+    if case is None or subject is None or outcome.status == "holds":
         return None
     calls: list[tuple[Call, Tensor]] = []
-    harness = Harness(target, probed.supported)
+    harness = recording = Harness(subject, probed.supported)
+    if isinstance(subject, Function):
 
-    def recorded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        out = target.call(q, k, v, **options)
-        o = out[0] if isinstance(out, tuple) else out
-        if isinstance(o, Tensor) and o.shape == (*q.shape[:-1], v.shape[-1]):
-            offset = harness.query_offset(q.shape[-2], k.shape[-2])
-            calls.append((Call(q.detach(), k.detach(), v.detach(), options, offset), o.detach()))
-        return out
+        def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+            out = subject.call(q, k, v, **options)
+            o = out[0] if isinstance(out, tuple) else out
+            if isinstance(o, Tensor) and o.shape == (*q.shape[:-1], v.shape[-1]):
+                offset = harness.query_offset(q.shape[-2], k.shape[-2])
+                calls.append((Call(q.detach(), k.detach(), v.detach(), options, offset), o.detach()))
+            return out
 
-    recording = Harness(replace(target, call=recorded), probed.supported)
-    try:
-        with warnings.catch_warnings(), search.time_limit(SECONDS):
-            warnings.simplefilter("ignore")
-            measure(outcome.law.trials["function"], recording, case)
-    except (search.TooSlow, Exception):  # foreign code may raise anything; what ran until then is drawn
-        pass
+        recording = Harness(replace(subject, call=record), probed.supported)
+    with recorded() as comparisons:
+        try:
+            with warnings.catch_warnings(), search.time_limit(SECONDS):
+                warnings.simplefilter("ignore")
+                measure(outcome.law.trials[subject.kind], recording, case)
+        except (search.TooSlow, Exception):  # foreign code may raise anything; what ran until then is drawn
+            pass
     wrong = [n for n, (call, o) in enumerate(calls) if _largest_error(harness, call, o) > VISIBLE]
     if not wrong:
-        return None
+        return _draw_comparison(comparisons)
     n = min(wrong, key=lambda n: calls[n][0].q.numel() * calls[n][0].k.shape[-2])
     return _draw(harness, *calls[n], n, len(calls))
+
+
+def _draw_comparison(comparisons: list[Comparison]) -> DrawnCase | None:
+    """The two tensors of a law that differ most, where they do: their last two axes, at the largest difference."""
+    far = [
+        torch.nan_to_num((got - want).abs(), nan=torch.inf) if got.shape == want.shape else None
+        for _, got, want in comparisons
+    ]
+    seen = [i for i, d in enumerate(far) if d is not None and d.numel() and float(d.max()) > VISIBLE]
+    if not seen:
+        return None
+    most = max(seen, key=lambda i: float(far[i].max()))  # type: ignore[union-attr]
+    name, got, want = comparisons[most]
+    while got.dim() < 2:
+        got, want = got[None], want[None]
+    gap = torch.nan_to_num((got - want).abs(), nan=torch.inf)
+    first = torch.unravel_index(gap.flatten(-2).amax(-1).argmax(), gap.shape[:-2]) if gap.dim() > 2 else ()
+    at = tuple(int(i) for i in first)
+    title = f"{name}{f', at {list(at)} of its first axes' if at else ''}: a row per position"
+    return DrawnCase(
+        title if got.shape[-2] > 1 else title.partition(": a row")[0],
+        None,
+        (_table("value", got[at], want[at]),),
+    )
 
 
 def _expected(harness: Harness, call: Call) -> Any:

@@ -284,10 +284,10 @@ class Harness:
         return copy.deepcopy(self.module())
 
     def sequence(self, b: int, n: int) -> Tensor:
-        """An input of n positions: token ids or vectors; for a vision model images, and n is ignored."""
+        """An input of n positions: token ids or vectors. n is ignored for images and where one length is accepted."""
         if self.model.image is not None:
             return self.randn(b, *self.model.image)
-        return self._sample(b, n, self.model.vocab, self.model.d_model)
+        return self._sample(b, self.model.length or n, self.model.vocab, self.model.d_model)
 
     def context(self, b: int, m: int) -> Tensor | None:
         """A second sequence for a model that needs one. An attention module is called without it."""

@@ -1,6 +1,9 @@
 """What one case of a law measures: the size of an error, with a message that names the quantity."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import numpy as np  # torch.unravel_index checks its arguments for as long as a small attention takes
@@ -38,6 +41,8 @@ def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) ->
     slack: by how much this quantity may exceed the law's tolerance; a gradient may err more than an output.
     """
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
+    if (comparisons := _COMPARISONS.get()) is not None:
+        comparisons.append((quantity, got, expected))
     if got.shape != expected.shape:
         message = f"{quantity}: got shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
         return Measurement(math.inf, message)
@@ -55,6 +60,21 @@ def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) ->
     at = f" at index {list(index)}" if index else ""
     message = f"{quantity}: {_got_expected(got[index].item(), expected[index].item())}{at}"
     return Measurement(error.amax().item() / max(1.0, size) / slack, message)
+
+
+Comparison = tuple[str, Tensor, Tensor]  # a quantity, what it was and what it should be
+_COMPARISONS: ContextVar[list[Comparison] | None] = ContextVar("comparisons", default=None)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Comparison]]:
+    """What `compare` gets inside this block, for a drawing of it."""
+    comparisons: list[Comparison] = []
+    token = _COMPARISONS.set(comparisons)
+    try:
+        yield comparisons
+    finally:
+        _COMPARISONS.reset(token)
 
 
 def excess(message: str, amount: Tensor | float, slack: float = 1.0) -> Measurement:

@@ -59,10 +59,12 @@ ABILITIES: dict[str, str] = {
     "empty rows": "zeros and finite gradients for a query with no allowed key",
     "nan under mask": "NaN or infinity in a masked key or value has no effect",
     "nan under lengths": "NaN or infinity past the lengths has no effect",
+    "float32 sums": "sums over the keys are accumulated in float32 or wider, also for 16-bit inputs",
     "float16 range": "products of q and k beyond the range of float16 do not overflow",
     "compile": "the same outputs under torch.compile",
     "always causal": "every self-attention of a model is causal; a function masks the future in every call",
     "context": "a model that attends to a second sequence",
+    "separate values": "an attention module whose values may come from another sequence than its keys (values=…)",
     "positions": "a model with positions: it depends on the order of its input even without a mask",
     "relative positions": "a model whose positions enter only as differences",
     "cache": "a model that decodes step by step (fields make_cache and decode)",
@@ -195,6 +197,7 @@ class Model(_Claims):
     # Width of the context vectors; None: the context is like x, tokens or vectors.
     d_context: int | None = None
     max_length: int = 64  # the longest sequence it accepts
+    length: int | None = None  # the only one, as for attention within windows of a fixed size
     layers: int | None = None
     window: tuple[int, int] | None = None  # (before, after), if every layer has this window
     heads: int | None = None

@@ -11,6 +11,11 @@ from ...position import rotate
 from . import layouts
 from .reading import Reading, effect_of
 
+WITH_ITSELF = (  # words for a window that counts the query's own key
+    r"itself and the `?w\w*`?\s*[-−]\s*1 (keys|positions|tokens)? ?before"
+    r"|last `?w\w*`? (keys|positions|tokens)[^.;]{0,20}(up to|including|with) (and including )?itself"
+)
+
 
 def read_window(reading: Reading, text: str) -> None:
     """Whether a window is a pair or a number of keys, and which keys a number includes."""
@@ -46,7 +51,7 @@ def read_window(reading: Reading, text: str) -> None:
 
 def _stated_window(text: str) -> str | None:
     """The inequality that a docstring states for a window given as a number."""
-    if re.search(r"\b[ip]\s*[-−]\s*w\w*\s*\+\s*1\b", text):
+    if re.search(r"\b[ip]\s*[-−]\s*w\w*\s*\+\s*1\b", text) or re.search(WITH_ITSELF, text, re.I):
         return "w keys with itself, causal"
     if re.search(r"\b[ip]\s*[-−]\s*w\w*\s*(\.\.|…|to)\s*[ip]\b", text):
         return "w keys before, causal"

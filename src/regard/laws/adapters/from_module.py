@@ -12,8 +12,9 @@ from ...errors import SpecError
 from ..target import OPTIONS, Function, Model, Target
 from .from_images import images_from_signature
 from .from_signature import Hints, function_from_signature
-from .mask_encoding import MaskEncoding, find_encoding
+from .mask_encoding import MaskEncoding
 from .module_cache import read_cache, tensor_of
+from .module_masks import read_masks
 from .names import (
     CACHES,
     CONTEXT,
@@ -29,7 +30,6 @@ from .names import (
     VALUES,
     WIDTHS,
     parameters_of,
-    polarity,
     recognized,
     says_no_gradient,
     says_sequence_first,
@@ -37,8 +37,8 @@ from .names import (
     text_of,
 )
 
-MODEL_PAIRS = ("(b, n, m)", "(b, 1, n, m)", "(b, h, n, m)", "(n, m)")
-MODEL_KEYS = ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
+MAX_FIXED_LENGTH = 400  # positions of a module that takes one length only
+KEYS_AND_VALUES = [{k, v} for k in KEYS for v in VALUES]  # in either order
 POSITION_WORDS = re.compile(
     r"(?<![a-z])pos(?![a-z])|position|pos_?emb|(?<![a-z])rope|rotary|alibi|inv_freq|freqs|relative|sinus|slopes",
     re.I,
@@ -58,7 +58,7 @@ class _Reader:
             if w in ("mask", "causal", "lengths", "documents")
         }
         order = list(self.parameters)
-        self.three = len(order) >= 3 and order[1].lower() in KEYS and order[2].lower() in VALUES
+        self.three = len(order) >= 3 and {order[1].lower(), order[2].lower()} in KEYS_AND_VALUES
         self.context = "key" if self.three else next((n for n in CONTEXT if n in self.parameters), None)
         self.padding = next((n for n in PADDING if n in self.parameters), None)
         self.cache = next((n for n in CACHES if n in self.parameters), None)
@@ -70,6 +70,7 @@ class _Reader:
         self.notes: list[str] = []
         self.context_mask: str | None = None  # a parameter `mask` that is about the context
         self.context_width: int | None = None  # None: as wide as the input
+        self.length: int | None = None  # the only number of positions that it takes
         self.tokens, self.vocab, self.width = self._input(order[0] if order else "")
 
     def _input(self, first: str) -> tuple[bool, int | None, int | None]:
@@ -108,6 +109,13 @@ class _Reader:
                 if self._runs(torch.randn(2, 3, each), torch.randn(2, 4, other)):
                     self.context_width = other
                     return each
+        tables = (*self.module.parameters(), *self.module.buffers())
+        lengths = {s for x in tables for s in x.shape if 1 < s <= MAX_FIXED_LENGTH}
+        for each, n in itertools.product(dict.fromkeys(sizes), sorted(lengths)):
+            if self._runs(torch.randn(2, n, each)):
+                self.length = n
+                self.notes.append(f"it takes sequences of {n} positions only")
+                return each
         return width
 
     def _runs(self, x: Tensor, other: Tensor | None = None) -> bool:
@@ -124,6 +132,10 @@ class _Reader:
         """A batch size unlike the number of heads, so that a mask cannot broadcast over the wrong axis."""
         return 3 if size_of(self.module, HEAD_COUNTS) != 3 else 4
 
+    def keys_and_values(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """In the order of the parameters."""
+        return (keys, values) if list(self.parameters)[1].lower() in KEYS else (values, keys)
+
     @property
     def required_context(self) -> bool:
         if self.three or self.context is None:
@@ -133,12 +145,13 @@ class _Reader:
 
     def call(self, module: nn.Module, x: Tensor, other: Tensor | None = None, **options: Any) -> Any:
         """forward with the laws' options under its own names."""
-        arguments = self.arguments(x, other, options)
+        arguments, values = self.arguments(x, other, options), options.get("values")
         if self.sequence_first:
-            x, other = x.transpose(0, 1), None if other is None else other.transpose(0, 1)
+            x = x.transpose(0, 1)
+            other, values = (t if t is None else t.transpose(0, 1) for t in (other, values))
         if self.three:
             source = x if other is None else other
-            out = module(x, source, source, **arguments)
+            out = module(x, *self.keys_and_values(source, source if values is None else values), **arguments)
         else:
             if other is not None:
                 arguments[str(self.context)] = other
@@ -205,7 +218,7 @@ class _Reader:
             return tensor_of(self.call(module, x, other, **options))
 
     def sample(self, b: int, n: int, seed: int = 0) -> Tensor:
-        g = torch.Generator().manual_seed(seed)
+        g, n = torch.Generator().manual_seed(seed), self.length or n
         if self.tokens:
             assert self.vocab is not None
             return torch.randint(0, self.vocab, (b, n), generator=g)
@@ -220,11 +233,14 @@ class _Reader:
         g = torch.Generator().manual_seed(seed)
         return torch.randn(b, m, self.context_width, generator=g).to(x.dtype)
 
+    def needed_context(self, b: int, m: int) -> Tensor | None:
+        return self.context_sample(b, m) if self.required_context else None
+
     def effect(self, n: int = 5, **options: Any) -> Tensor:
         """[b, i, j]: whether output i of a batch row depends on input j of the same row."""
-        b = self.rows
+        b, n = self.rows, self.length or n
         x, y = self.sample(b, n), self.sample(b, n, seed=9)
-        other = self.context_sample(b, n) if self.required_context else None
+        other = self.needed_context(b, n)
         before = self.output(x, other, **options)
         if before.dim() != 3 or before.shape[:2] != x.shape[:2]:
             raise ValueError(f"returned shape {tuple(before.shape)}")
@@ -249,16 +265,16 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
     hints = hints or Hints()
     parameters = parameters_of(module.forward) or {}
     order = [name.lower() for name in parameters]
-    split = len(order) >= 3 and order[0] in QUERIES and order[1] in KEYS and order[2] in VALUES
+    split = len(order) >= 3 and order[0] in QUERIES and {order[1], order[2]} in KEYS_AND_VALUES
     if split and not any(p.requires_grad for p in module.parameters()):
         return _parameter_free(module, hints)
     if (vision := images_from_signature(module, hints)) is not None:
         return vision
     reader = _Reader(module, hints)
-    claims = _read_masks(reader)
+    claims = read_masks(reader)
     claims |= _read_order(reader)
     if reader.context:
-        claims |= {"context"}
+        claims |= {"context"} | ({"separate values"} if reader.three else set())
     lacks = _without(claims, reader)
     if says_no_gradient(reader.text):
         lacks |= {"grad"}
@@ -281,7 +297,8 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
         d_context=reader.context_width,
         vocab=reader.vocab,
         heads=size_of(module, HEAD_COUNTS),
-        max_length=min(size_of(module, LENGTH_LIMITS) or 4096, 4096),
+        max_length=reader.length or min(size_of(module, LENGTH_LIMITS) or 4096, 4096),
+        length=reader.length,
         claims=claims,
         lacks=lacks,
         make_cache=make_cache,
@@ -313,122 +330,6 @@ def _architecture(reader: _Reader, claims: set[str]) -> str:
     if reader.tokens:
         return "decoder" if "always causal" in claims else "encoder"
     return "decoder" if reader.required_context else "attention"
-
-
-def _table(by_pairs: bool, b: int) -> Tensor:
-    if not by_pairs:
-        return (torch.arange(5) < torch.tensor([3, 4, 2, 3])[:b, None])[:, None, None]
-    g = torch.Generator().manual_seed(3)
-    return (torch.rand(b, 1, 5, 5, generator=g) < 0.5) | torch.eye(5, dtype=torch.bool)
-
-
-def _read_masks(reader: _Reader) -> set[str]:
-    """Find the encodings of the mask, of the padding mask and of the context's; the claims that follow."""
-    claims = {name for name in reader.names if name != "mask"}
-    name = next((n for n in CONTEXT_PADDING if n in reader.parameters), None)
-    if "mask" in reader.names and name is None and reader.required_context and _only_context(reader):
-        name = reader.names["mask"]  # the only keys are those of the context
-        reader.context_mask = name
-    elif "mask" in reader.names:
-        claims |= _read_mask(reader, reader.names["mask"])
-    if reader.padding is not None:
-        side = reader.hints.mask or polarity(reader.padding, reader.text)
-        found = _padding(reader, "padding", [side])
-        reader.encodings["padding"] = found or MaskEncoding("(b, m)", _bool(side))
-        reader.notes.append(f"{reader.padding}: {reader.encodings['padding']}")
-        claims |= {"lengths", "left padding"}
-    if name is not None and reader.context is not None and not reader.three:
-        side = reader.hints.mask or polarity(name, reader.text, "hide" if "padding" in name else "keep")
-        found = _context_padding(reader, [side])
-        if found is not None:
-            reader.encodings["context"] = found
-            reader.notes.append(f"{name}: {found}")
-            claims |= {"context lengths"}
-    return claims
-
-
-def _only_context(reader: _Reader) -> bool:
-    """Whether an output depends on no other position of the input: cross-attention alone."""
-    try:
-        effect = reader.effect()
-    except Exception:  # foreign code; the laws report what raises
-        return False
-    return not bool((effect & ~torch.eye(5, dtype=torch.bool)).any())
-
-
-def _bool(side: str) -> str:
-    return "bool, True = may attend" if side == "keep" else "bool, True = masked"
-
-
-def _read_mask(reader: _Reader, name: str) -> set[str]:
-    """A mask of pairs, of keys, or of both; `attn_mask` of a module has either polarity in common libraries."""
-    stated = polarity(name, reader.text, default="")
-    side = reader.hints.mask or stated or "keep"
-    sides = [side] if reader.hints.mask or stated or name != "attn_mask" else ["hide", "keep"]
-    off = ~torch.eye(5, dtype=torch.bool)
-
-    def pairs(encoding: MaskEncoding, table: Tensor) -> Tensor:
-        reader.encodings["mask"] = encoding
-        effect = reader.effect(allowed=table[:, 0])
-        return torch.where(off, effect, table[:, 0])[:, None]
-
-    claims: set[str] = set()
-    found = find_encoding(pairs, sides, _table(True, reader.rows), MODEL_PAIRS)
-    if found is not None:
-        reader.encodings["mask"] = found
-        reader.notes.append(f"{name}: {found}")
-        claims |= {"mask"}
-    if reader.padding is None and "lengths" not in reader.names:
-        by_batch = found is not None and found.shape != "(n, m)"
-        keys = found if by_batch else _padding(reader, "mask", sides)
-        if keys is not None:
-            reader.encodings["padding"] = keys
-            if not by_batch:
-                reader.notes.append(f"{name}: {keys}")
-            claims |= {"lengths", "left padding"}
-    if not claims:
-        reader.encodings["mask"] = MaskEncoding("(b, n, m)", _bool(side))
-        reader.notes.append(f"{name}: no mask of a common shape was accepted")
-    return claims
-
-
-def _padding(reader: _Reader, which: str, sides: list[str]) -> MaskEncoding | None:
-    """The encoding of a mask over keys: outputs at real positions must not depend on padding."""
-
-    def keys(encoding: MaskEncoding, table: Tensor) -> Tensor:
-        reader.encodings["padding"] = encoding
-        lengths = table.sum((1, 2, 3))
-        effect = reader.effect(lengths=lengths)
-        real = torch.arange(5) < lengths[:, None]
-        # rows of padding and the diagonal may be anything; a causal module never sees later keys
-        expected = table[:, 0].expand(len(table), 5, 5)
-        free = ~real[:, :, None] | torch.eye(5, dtype=torch.bool) | (expected & ~effect & later)
-        return torch.where(free, expected, effect)[:, None]
-
-    try:
-        plain = reader.effect()
-    except Exception:
-        return None
-    later = ~plain  # pairs without an effect even where nothing is masked, as in a causal module
-    return find_encoding(keys, sides, _table(False, reader.rows), MODEL_KEYS)
-
-
-def _context_padding(reader: _Reader, sides: list[str]) -> MaskEncoding | None:
-    lengths, b = torch.tensor([3, 4, 2, 3])[: reader.rows], reader.rows
-
-    def keys(encoding: MaskEncoding, table: Tensor) -> Tensor:
-        reader.encodings["context"] = encoding
-        x, context, y = reader.sample(b, 4), reader.context_sample(b, 5), reader.context_sample(b, 5, 9)
-        before = reader.output(x, context, context_lengths=lengths)
-        columns = []
-        for j in range(5):
-            changed = context.clone()
-            changed[:, j] = y[:, j]
-            after = reader.output(x, changed, context_lengths=lengths)
-            columns.append(((after - before).abs().amax(-1) > 1e-6).any(-1))
-        return torch.stack(columns, -1)[:, None, None]
-
-    return find_encoding(keys, sides, _table(False, reader.rows), MODEL_KEYS)
 
 
 def _read_order(reader: _Reader) -> set[str]:

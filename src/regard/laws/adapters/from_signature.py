@@ -21,6 +21,7 @@ from .names import (
     PADDING,
     START,
     TRAINING,
+    in_usual_order,
     parameters_of,
     polarity,
     promised,
@@ -65,7 +66,8 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     names = recognized(others)
     padding = next((n for n in PADDING if n in others), None)
     _refuse_unknown(name, others, names, padding)
-    reading = Reading(function, others, names, padding)
+    usual, notes = in_usual_order(function, parameters or {})
+    reading = Reading(usual, others, names, padding, notes=notes)
     text = text_of(function)
     _read_layout(reading, hints, text)
     claims, lacks = set(names), set()

@@ -90,16 +90,33 @@ def stated_shapes(text: str) -> tuple[str, ...]:
     return ()
 
 
+def is_inverted(effect: Tensor, table: Tensor) -> bool:
+    """Whether exactly the masked pairs have an effect, beside those of a position with itself.
+
+    Queries for which that would leave no key are not compared: what they get is open.
+    """
+    other = ~torch.eye(*table.shape[-2:], dtype=torch.bool)
+    masked = (~table & other).expand_as(effect)
+    rows = masked.any(-1)
+    return bool(rows.any()) and torch.equal((effect & other)[rows], masked[rows])
+
+
 Seen = Callable[[MaskEncoding, Tensor], Tensor]  # encoding, table (b, 1, n, m) → which pairs have an effect
 
 
 def find_encoding(
-    seen: Seen, polarities: Iterable[str], table: Tensor, shapes: tuple[str, ...], only_bool: bool = False
+    seen: Seen,
+    polarities: Iterable[str],
+    table: Tensor,
+    shapes: tuple[str, ...],
+    only_bool: bool = False,
+    stated: bool = False,
 ) -> MaskEncoding | None:
     """The first encoding under which exactly the allowed pairs have an effect.
 
     Where a shape is accepted and no encoding has the right effect, that shape is kept with the first polarity, so
-    that the laws report the fault. only_bool: it is stated that the mask is bool. None: every call raised.
+    that the laws report the fault. only_bool: it is stated that the mask is bool; stated: what True means is stated.
+    None: every call raised.
     """
     polarities = tuple(polarities)
     kinds = list(dict.fromkeys(kind for p in polarities for kind in KINDS[p]))
@@ -116,6 +133,10 @@ def find_encoding(
             accepted = accepted or kind.startswith(("bool", "1"))
             if torch.equal(effect, table.expand_as(effect)):
                 return encoding
+            if stated and kind.startswith("bool") and is_inverted(effect, table):
+                return (
+                    encoding  # the other polarity than stated: the laws report it, whatever else is accepted
+                )
         if accepted:
             return MaskEncoding(shape, kinds[0])
     return None

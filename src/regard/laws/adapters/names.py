@@ -54,6 +54,10 @@ CONTEXT = (
     "encoder_output",
     "source",
     "mem",
+    "xa",
+    "ctx",
+    "cond",
+    "encoder_out",
 )
 CACHES = ("past_key_values", "past_key_value", "past", "cache", "kv_cache", "layer_past", "past_kv")
 CONTEXT_PADDING = (
@@ -98,6 +102,25 @@ def parameters_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter] | No
     except (TypeError, ValueError):
         return None
     return {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+
+
+def in_usual_order(
+    call: Callable[..., Any], parameters: Mapping[str, Any]
+) -> tuple[Callable[..., Any], list[str]]:
+    """The function called with q, k and v, where its first three parameters are these in another order; and a note.
+
+    Keras has (query, value, key). The names decide; where they say nothing, the order is q, k, v.
+    """
+    first = [name.lower() for name in list(parameters)[:3]]
+    order = [next((i for i, n in enumerate(first) if n in names), -1) for names in (QUERIES, KEYS, VALUES)]
+    if sorted(order) != [0, 1, 2] or order == [0, 1, 2]:
+        return call, []
+
+    def reordered(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        given = dict(zip(order, (q, k, v)))
+        return call(*(given[i] for i in range(3)), **options)
+
+    return reordered, [f"its arguments are ({', '.join(list(parameters)[:3])}), by their names"]
 
 
 def recognized(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -158,6 +181,7 @@ def says_zeros_for_empty_rows(text: str) -> bool:
 
 PROMISES = {  # claim → words of a docstring that make it
     "float64": r"float64 (is )?(kept|preserved)|keeps float64|in float64",
+    "float32 sums": r"accumulat\w*( \w+){0,3} in (float32|fp32)|(float32|fp32) (accumulat|sums)",
     "float16 range": r"float16[^.;\n]{0,30}without overflow|float16[^.;\n]{0,30}(no|not) overflow",
 }
 

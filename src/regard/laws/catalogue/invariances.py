@@ -212,7 +212,10 @@ LAWS = (
             "function": Trial(stateless, call_space(), unless=_any_size),
             "model": Trial(
                 model_stateless,
-                lambda harness: {"b": (1, 2, 3), "n": sequence_lengths(harness)[:-1]},
+                lambda harness: {
+                    "b": (1, 2, 3),
+                    "n": sequence_lengths(harness)[:-1] or sequence_lengths(harness),
+                },
                 unless=sequences,
             ),
         },

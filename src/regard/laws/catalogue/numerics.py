@@ -9,6 +9,7 @@ from ..harness import DTYPES, Harness
 from ..law import Case, Law, Tolerance, Trial
 from ..measurement import Measurement, compare, excess, gradients, worst
 from ..target import Function
+from .masks import sequence_lengths
 from .softmax import call_space, case_mask
 
 BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -277,7 +278,7 @@ LAWS = (
                 model_same_in_every_mode,
                 lambda harness: {
                     "b": (1, 2, 3),
-                    "n": tuple(n for n in (2, 3, 5, 7) if n <= harness.model.max_length),
+                    "n": sequence_lengths(harness, 2)[:4],
                 },
             ),
         },

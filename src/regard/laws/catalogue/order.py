@@ -98,7 +98,7 @@ def context_invariance(harness: Harness, c: Case) -> Measurement:
 
 def order_matters(harness: Harness, c: Case) -> Measurement:
     """Of 100 swaps of two different inputs, 99 must change the outputs by more than a thousandth."""
-    n = min(7, harness.model.max_length)
+    n = harness.model.length or min(7, harness.model.max_length)
     noticed = 0
     with torch.no_grad():
         for _ in range(100):

@@ -136,13 +136,22 @@ def fitting(sample: Sample, got: list[Tensor], dtype: torch.dtype) -> Iterator[V
 
 
 def _smallest(each: Fitted, sample: Sample, got: list[Tensor]) -> float:
-    """The number with the smallest error, by a grid and a golden-section search around its best point."""
+    """The number with the smallest error."""
 
-    def error(at: float) -> float:
-        want = expected(each.variant(exp(at)).formula(), sample)[0]
+    def error(value: float) -> float:
+        want = expected(each.variant(value).formula(), sample)[0]
         return float((got[0].double() - want).nan_to_num(0.0).abs().max())
 
-    start, step = log(each.low), (log(each.high) - log(each.low)) / (GRID - 1)
+    return smallest(error, each.low, each.high)
+
+
+def smallest(error_of: Callable[[float], float], low: float, high: float) -> float:
+    """Where an error is smallest, by a grid and a golden-section search around its best point."""
+
+    def error(at: float) -> float:
+        return error_of(exp(at))
+
+    start, step = log(low), (log(high) - log(low)) / (GRID - 1)
     points = [start + i * step for i in range(GRID)]
     best = min(points, key=error)
     low, high = best - step, best + step

@@ -1,23 +1,31 @@
 """Finds the likely cause of a module's faults: its projections, then the formula or a faulty variant that fits."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..harness import Harness
 from ..measurement import compare
 from .cause import Cause
 from .conditions import condition
+from .fitted import FITTED, Fitted, smallest
 from .formula import Call, Formula, Variant
-from .projections import Arrangement, Matrix, arrangements, misread
+from .module_faults import MODULE_FAULTS, ModuleFault
+from .projections import Arrangement, Matrix, arrangements, mentions, misread, without_tables
 from .samples import HUGE
 from .variants import GRADIENTS, PRECISION, VARIANTS
 
 MAX_ARRANGEMENTS = 64
+MAX_FAULTY = 12  # of them, the most usual ones, with which every fault is compared
+MAX_FITTED = 4  # and for which a number is searched for
+ADJUSTED = r"temperature|logit_scale|\btau\b|soft_?cap"  # scores that are changed on purpose
+UNSCALED = r"\bt5|unscaled|not scaled|no scal|without scal"
 RIGHT = Formula()
 
 
@@ -32,227 +40,11 @@ class ModuleSample(NamedTuple):
     facets: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ModuleFault:
-    """A fault outside the attention formula: in projecting, splitting or merging heads."""
-
-    name: str
-    family: str
-    fix: str
-    project: Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
-    merge: Callable[[Arrangement, Tensor, Tensor], Tensor] | None = None
-
-
-def _viewed(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    def split(y: Tensor, heads: int) -> Tensor:
-        b, n, width = y.shape
-        return y.reshape(b, heads, n, width // heads)
-
-    return split(a.q(x), a.heads), split(a.k(source), a.kv_heads), split(a.v(source), a.kv_heads)
-
-
-def _wrong_matrix(**roles: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Some of q, k and v with the matrix of another."""
-
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        changed = replace(a, **{role: getattr(a, other) for role, other in roles.items()})
-        return changed.project(x, source)
-
-    return project
-
-
-def _own_order(a: Arrangement) -> Arrangement:
-    return replace(a, order="(d h)" if a.order == "(h d)" else "(h d)")
-
-
-def _merged_otherwise(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
-    return _own_order(a).merge(o, x)
-
-
-def _merged_by_view(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
-    b, h, n, d = o.shape
-    y = o.reshape(b, n, h * d)
-    return y if a.o is None else a.o(y)
-
-
-def _split_alone(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """One of q, k and v split into heads in another order than the others."""
-
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        usual, other = a.project(x, source), _own_order(a).project(x, source)
-        q, k, v = (o if name in which else u for name, u, o in zip("qkv", usual, other))
-        return q, k, v
-
-    return project
-
-
-def _view_alone(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        usual, other = a.project(x, source), _viewed(a, x, source)
-        q, k, v = (o if name in which else u for name, u, o in zip("qkv", usual, other))
-        return q, k, v
-
-    return project
-
-
-def _unprojected(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        same = Matrix(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
-        changes: dict[str, Any] = dict.fromkeys(which, same)
-        return replace(a, **changes).project(x, source)
-
-    return project
-
-
-def _twice(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
-    y = a.merge(o, x)
-    return y if a.o is None else a.o(y)
-
-
-def _from_x(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Keys or values of the input where the context belongs."""
-
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = a.project(x, source)
-        _, own_k, own_v = a.project(x, x)
-        if own_k.shape[-2] != k.shape[-2]:
-            return q, (own_k if "k" in which else k), (own_v if "v" in which else v)
-        return q, (own_k if "k" in which else k), (own_v if "v" in which else v)
-
-    return project
-
-
-def _rotated_value(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from .projections import rotated
-
-    q, k, v = a.project(x, source)
-    return q, k, rotated(v, a.rotary) if a.rotary else v
-
-
-def _rotated_only(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = a.project(x, source)
-        plain_q, plain_k, _ = replace(a, rotary="").project(x, source)
-        return (q if "q" in which else plain_q), (k if "k" in which else plain_k), v
-
-    return project
-
-
-def _rotated_against(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from .projections import rotated
-
-    q, k, v = replace(a, rotary="").project(x, source)
-    if not a.rotary:
-        return q, k, v
-    return rotated(q, a.rotary), rotated(k.flip(-2), a.rotary).flip(-2), v
-
-
-MODULE_FAULTS = (
-    ModuleFault(
-        "heads are split with view(b, h, n, d) instead of view(b, n, h, d).transpose(1, 2)",
-        "head split order",
-        "split as (b, n, h, d), then move the head axis",
-        project=_viewed,
-    ),
-    ModuleFault(
-        "heads are merged with view instead of transpose: positions and heads are mixed",
-        "head split order",
-        "move the head axis back before merging: transpose(1, 2).reshape(b, n, h · d)",
-        merge=_merged_by_view,
-    ),
-    ModuleFault(
-        "heads are split and merged with view: positions and heads are mixed",
-        "head split order",
-        "move axes with transpose before and after attention",
-        project=_viewed,
-        merge=_merged_by_view,
-    ),
-    ModuleFault(
-        "heads are merged in another order than they were split",
-        "head split order",
-        "merge as (h d) what was split as (h d)",
-        merge=_merged_otherwise,
-    ),
-    *(
-        ModuleFault(
-            f"{' and '.join(which)} are split into heads in another order",
-            "head split order",
-            "split q, k and v alike",
-            project=_split_alone(which),
-        )
-        for which in ("q", "k", "v", "qk", "kv", "qv")
-    ),
-    *(
-        ModuleFault(
-            f"{' and '.join(which)} split with view instead of transpose",
-            "head split order",
-            "split as (b, n, h, d), then move the head axis",
-            project=_view_alone(which),
-        )
-        for which in ("q", "k", "v", "qk", "kv", "qv")
-    ),
-    *(
-        ModuleFault(
-            f"{role} is projected with the matrix of {other}",
-            "wrong projection",
-            f"use W_{role} for {role}",
-            project=_wrong_matrix(**{role: other}),
-        )
-        for role in "qkv"
-        for other in "qkv"
-        if role != other
-    ),
-    ModuleFault(
-        "q, k and v share the matrix of q",
-        "wrong projection",
-        "use W_q, W_k and W_v",
-        project=_wrong_matrix(k="q", v="q"),
-    ),
-    *(
-        ModuleFault(
-            f"{role} is not projected", "projection missing", f"apply W_{role}", project=_unprojected(role)
-        )
-        for role in "qkv"
-    ),
-    ModuleFault(
-        "the output projection is not applied",
-        "projection missing",
-        "apply W_o to the merged heads",
-        merge=lambda a, o, x: replace(a, o=None).merge(o, x),
-    ),
-    ModuleFault("the output projection is applied twice", "projection twice", "apply W_o once", merge=_twice),
-    *(
-        ModuleFault(
-            f"cross-attention takes {word} from the input instead of the context",
-            "context ignored",
-            "project the context for keys and values",
-            project=_from_x(which),
-        )
-        for which, word in (("kv", "keys and values"), ("k", "keys"), ("v", "values"))
-    ),
-    ModuleFault(
-        "rotary positions are applied to v as well",
-        "rotary positions",
-        "rotate q and k only",
-        project=_rotated_value,
-    ),
-    *(
-        ModuleFault(
-            f"rotary positions are applied to {word} only",
-            "rotary positions",
-            "rotate q and k alike",
-            project=_rotated_only(which),
-        )
-        for which, word in (("q", "q"), ("k", "k"))
-    ),
-)
-
-
-def module_samples(harness: Harness) -> Iterator[ModuleSample]:
+def module_samples(harness: Harness, module: nn.Module) -> Iterator[ModuleSample]:
     """Calls of a module that takes vectors, with the options that it supports."""
     model = harness.model
     limit = model.max_length
-    sizes = [n for n in (5, 7, 1) if n <= limit]
+    sizes = [n for n in (5, 7, 1) if n <= limit] if model.length is None else [model.length] * 2
     choices: list[tuple[str, ...]] = [()]
     choices += [(o,) for o in ("causal", "mask", "lengths") if harness.supports(o)]
     if harness.supports("context lengths") and model.architecture != "attention":
@@ -261,19 +53,22 @@ def module_samples(harness: Harness) -> Iterator[ModuleSample]:
     choices += [p for p in pairs if all(harness.supports(o) for o in p)]
     for names in choices:
         for n in sizes if not names else sizes[1:2]:
-            yield from _module_sample(harness, 2, n, names)
+            yield from _module_sample(harness, module, 2, n, names)
     if model.architecture == "attention" and harness.supports("context"):
-        yield from _module_sample(harness, 2, 5, (), m=7)
+        yield from _module_sample(harness, module, 2, 5, (), m=7)
+        yield from _module_sample(harness, module, 2, 5, (), m=5)
+        if harness.supports("separate values"):
+            yield from _module_sample(harness, module, 2, 5, ("separate values",), m=7)
     for n in (70, 530, 1100):
-        if n <= limit:
-            yield from _module_sample(harness, 1, n, ())
+        if n <= limit and model.length is None:
+            yield from _module_sample(harness, module, 1, n, ())
     for names in choices[1:3]:
         if limit >= 140:
-            yield from _module_sample(harness, 1, 140, names)
+            yield from _module_sample(harness, module, 1, 140, names)
 
 
 def _module_sample(
-    harness: Harness, b: int, n: int, names: tuple[str, ...], m: int | None = None
+    harness: Harness, module: nn.Module, b: int, n: int, names: tuple[str, ...], m: int | None = None
 ) -> Iterator[ModuleSample]:
     from ..law import Case
 
@@ -290,9 +85,11 @@ def _module_sample(
         options["lengths"] = torch.tensor([max(1, n - 2), n, n - 1][:b], device=harness.device)
     if "context lengths" in names:
         options["context_lengths"] = torch.tensor([max(1, n - 1), n + 2, n][:b], device=harness.device)
+    if "separate values" in names:
+        options["values"] = harness.second_sequence(b, n if m is None else m)
     try:
         with torch.no_grad():
-            got = harness.run(x, context, **options)
+            got = harness.run(x, context, module, **options)
     except Exception:  # foreign code; the laws report what raises
         return
     facets = {
@@ -327,12 +124,17 @@ def evaluate(
     merge = fault.merge if fault is not None and fault.merge is not None else None
     q, k, v = project(arrangement, x, source) if project else arrangement.project(x, source)
     options = dict(sample.options)
+    values = options.pop("values", None)
+    if values is not None and not (fault is not None and fault.values_of_key):
+        v = arrangement.project(x, values.double())[2]
     if options.get("allowed") is not None:
         options["allowed"] = options["allowed"][:, None]
     if "context_lengths" in options:  # the keys are those of the context
         options["lengths"] = options.pop("context_lengths")
     if always_causal and sample.context is None:
         options["causal"] = True
+    if arrangement.alibi:
+        options["alibi"] = True
     o = formula(Call(q, k, v, options, k.shape[-2] - q.shape[-2]))
     return merge(arrangement, o, x) if merge else arrangement.merge(o, x)
 
@@ -352,36 +154,44 @@ def identified(harness: Harness) -> Identified:
 
 
 def identify(harness: Harness) -> Identified:
-    """The projections of a module and, if no reading of them gives the formula, the fault that does."""
+    """The projections of a module and, if no reading of them gives the formula, the fault that does.
+
+    Tables of positions are set to 0 where nothing else explains the outputs: then it is attention without them.
+    """
     model = harness.model
     if model.d_model is None or model.vocab is not None or model.image is not None:
         return Identified(None, None)
     if harness.supports("pooled") or (model.layers or 1) > 1:
         return Identified(None, None)
-    seen = list(module_samples(harness))
+    found = _identify(harness, harness.module())
+    if found == Identified(None, None) and (plainer := without_tables(harness.module())) is not None:
+        cause = _identify(harness, plainer).cause
+        unscaled = cause is not None and cause.family == "no scale" and mentions(model.module, UNSCALED)
+        return Identified(None, None if unscaled else cause)
+    return found
+
+
+def _identify(harness: Harness, module: nn.Module) -> Identified:
+    seen = list(module_samples(harness, module))
     plain = [s for s in seen if not s.options and s.x.shape[1] > 1]
     if not plain:
         return Identified(None, None)
     always = harness.supports("always causal")
-    tolerance = 1e-9 if harness.dtype == torch.float64 else 2e-4
-    readings = []
-    for each in arrangements(harness.module()):
-        readings.append(each)
-        if len(readings) >= MAX_ARRANGEMENTS:
-            break
+    readings = list(itertools.islice(arrangements(module), MAX_ARRANGEMENTS))
 
     def fits(a: Arrangement, formula: Formula, s: ModuleSample, fault: ModuleFault | None = None) -> bool:
         try:
             want = evaluate(a, formula, s, fault, always)
         except (RuntimeError, ValueError, IndexError):
             return False
-        return near(s.got, want, tolerance)
+        return near(s.got, want, _tolerance(a, s.got.dtype))
 
     first = plain[0]
     for a in readings:
         if fits(a, RIGHT, first):
             return Identified(a, _cause(a, seen, fits, always) or misread(a, harness.model.module))
-    for a in readings:
+    usual = sorted(readings, key=lambda a: (bool(a.packing), a.residual, a.order != "(h d)"))
+    for a in usual[:MAX_FAULTY]:
         for fault in MODULE_FAULTS:
             if all(fits(a, RIGHT, s, fault) for s in plain[:2]):
                 return Identified(None, _described(a, seen, fault, RIGHT, always))
@@ -394,7 +204,26 @@ def identify(harness: Harness) -> Identified:
             dense = replace(RIGHT, causal=lambda i, j, c: (i >= 0) & (j >= 0))
             if fits(a, dense, first):
                 return Identified(None, None)
+    if not mentions(module, ADJUSTED):
+        for a in usual[:MAX_FITTED]:
+            for variant in _fitted(a, first, always):
+                if all(fits(a, variant.formula(), s) for s in plain[:2]):
+                    return Identified(None, _described(a, seen, variant, variant.formula(), always))
     return Identified(None, None)
+
+
+def _fitted(a: Arrangement, sample: ModuleSample, always: bool) -> Iterator[Variant]:
+    """Variants with one unknown number, each with the one that comes nearest; a module has one width."""
+    for each in FITTED[1:]:
+        if each.option:
+            continue
+
+        def error(value: float, each: Fitted = each) -> float:
+            want = evaluate(a, each.variant(value).formula(), sample, None, always)
+            return float((sample.got.double() - want).nan_to_num(0.0).abs().max())
+
+        with suppress(RuntimeError, ValueError, IndexError):  # another shape than that of this reading
+            yield each.variant(smallest(error, each.low, each.high))
 
 
 def _described(
@@ -439,6 +268,11 @@ def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) ->
     return Cause(fault.name, fault.family, fault.fix, text, where, best[0], len(wrong))
 
 
+def _tolerance(a: Arrangement, dtype: torch.dtype) -> float:
+    """For outputs of a module; angles are usually computed in float32, also for float64 inputs."""
+    return 2e-4 if dtype != torch.float64 else 1e-5 if a.rotary else 1e-9
+
+
 def near(got: Tensor, want: Tensor, tolerance: float) -> bool:
     """Equal up to rounding; where NaN is expected, at a query without an allowed key, anything may be."""
     got, want = got.double(), want.double()
@@ -472,7 +306,7 @@ def _same(a: Arrangement, formula: Formula, s: ModuleSample, fault: ModuleFault 
         got, want = _at_real(s, evaluate(a, formula, s, fault, always))
     except (RuntimeError, ValueError, IndexError):
         return False
-    return near(got, want, 1e-9 if s.got.dtype == torch.float64 else 2e-4)
+    return near(got, want, _tolerance(a, s.got.dtype))
 
 
 def _equal_at_real(a: Arrangement, s: ModuleSample, always: bool) -> bool:

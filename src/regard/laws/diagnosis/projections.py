@@ -1,9 +1,10 @@
 """Finds the matrices of an attention module among its parameters, by their names and shapes."""
 
+import copy
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ FILLERS = {
     "conv",
     "attn",
 }
+TABLES = re.compile(r"table|relative|rel_pos|pos_?emb|position", re.I)
 ROLES = {
     "q": ("q", "query", "queries", "wq", "qs"),
     "k": ("k", "key", "keys", "wk", "ks"),
@@ -68,6 +70,7 @@ class Arrangement:
     rotary: str = ""  # "", "half" or "pairs"
     residual: bool = False
     packing: str = ""  # how q, k and v lie in one matrix, if not as blocks in this order
+    alibi: bool = False
 
     def split(self, y: Tensor, heads: int) -> Tensor:
         return rearrange(y, f"b n {self.order} -> b h n d", h=heads)
@@ -106,26 +109,40 @@ def arrangements(module: nn.Module) -> Iterator[Arrangement]:
     found = _matrices(module)
     heads_known = size_of(module, HEAD_COUNTS)
     kv_known = size_of(module, KV_HEAD_COUNTS)
-    rotaries = ("", "half", "pairs") if _mentions_rotary(module) else ("",)
+    rotaries = ("", "half", "pairs") if mentions(module, r"rot|rope|\bcos\b|freq") else ("",)
+    alibis = (True, False) if mentions(module, "alibi|slope") else (False,)
     for q, k, v, o, fixed_heads, packing in _readings(found, heads_known, kv_known):
         for heads, kv in _head_counts(q, k, fixed_heads or heads_known, kv_known):
             for order in ("(h d)", "(d h)"):
                 for rotary in rotaries:
-                    for residual in (False, True):
+                    for residual, alibi in itertools.product((False, True), alibis):
                         if v.w.shape[1] % kv == 0 and (
                             o is None or o.w.shape[0] == heads * v.w.shape[1] // kv
                         ):
-                            yield Arrangement(q, k, v, o, heads, kv, order, rotary, residual, packing)
+                            yield Arrangement(q, k, v, o, heads, kv, order, rotary, residual, packing, alibi)
 
 
-def _mentions_rotary(module: nn.Module) -> bool:
+def mentions(module: nn.Module, words: str) -> bool:
+    """Whether the text or the code of a module has a match of this pattern."""
     import inspect
 
     try:
         source = inspect.getsource(type(module))
     except (OSError, TypeError):
         source = ""
-    return bool(re.search(r"rot|rope|\bcos\b|freq", source, re.I))
+    return bool(re.search(words, f"{text_of(module)}\n{source}", re.I))
+
+
+def without_tables(module: nn.Module) -> nn.Module | None:
+    """A copy whose tables of positions are 0: embeddings, and parameters that are named after positions."""
+    plainer, changed = copy.deepcopy(module), False
+    tables = [m.weight for m in plainer.modules() if isinstance(m, nn.Embedding)]
+    tables += [p for name, p in plainer.named_parameters() if p.dim() > 1 and TABLES.search(name)]
+    for table in tables:
+        changed = True
+        with torch.no_grad():
+            table.zero_()
+    return plainer if changed else None
 
 
 def _head_counts(q: Matrix, k: Matrix, heads: int | None, kv: int | None) -> Iterator[tuple[int, int]]:
@@ -251,6 +268,11 @@ def _packed(
         a, b = heads * d, (heads + kv) * d
         yield "", packed.part(index[:a]), packed.part(index[a:b]), packed.part(index[b:])
         return
+    for fewer in range(1, heads or 1):  # fewer heads of k and v, whose number no attribute tells
+        d = packed.w.shape[0] // (heads or 1)
+        if heads and heads % fewer == 0 and width == (heads + 2 * fewer) * d:
+            a, b = heads * d, (heads + fewer) * d
+            yield "", packed.part(index[:a]), packed.part(index[a:b]), packed.part(index[b:])
     if width % 3:
         return
     forms = [("", rearrange(index, "(t e) -> t e", t=3))]
@@ -258,21 +280,37 @@ def _packed(
         forms.append(("per head", rearrange(index, "(h t d) -> t (h d)", t=3, h=heads)))
         forms.append(("per column", rearrange(index, "(h d t) -> t (h d)", t=3, h=heads)))
     for name, form in forms:
-        for order in permutations(range(3)):  # the place of q, of k and of v
+        for order in itertools.permutations(range(3)):  # the place of q, of k and of v
             q, k, v = (packed.part(form[i]) for i in order)
             letters = "".join("qkv"[order.index(place)] for place in range(3))
             yield " ".join(w for w in (name, "" if letters == "qkv" else letters) if w), q, k, v
 
 
+def _is_bare_attention(module: nn.Module) -> bool:
+    """Whether it calls itself attention, has no norm, and says nothing of a residual: then it should add none."""
+    words = f"{type(module).__name__} {text_of(module)}"
+    named = re.search("attention|attn", words, re.I) and not re.search(r"\b(block|layer)\b", words, re.I)
+    normed = any("norm" in type(m).__name__.lower() for m in module.modules())
+    return bool(named) and not normed and not mentions(module, "residual|skip")
+
+
 def misread(a: Arrangement, module: nn.Module) -> Cause | None:
     """A fused projection that is read in another order than its name or its docstring says."""
     text = text_of(module)
-    named = any("qkv" in name.lower() for name, _ in module.named_modules())
+    named = any(re.search("qkv|in_proj", name.lower()) for name, _ in module.named_parameters())
     order = next((w for w in a.packing.split() if w not in ("per", "head", "column")), "")
     if order and (named or re.search(r"\bqkv\b|\bq, k,? (and )?v\b", text)):
         words = f"the fused projection is read in the order {', '.join(order)} instead of q, k, v"
-    elif a.packing.startswith("per head") and re.search(r"\(3, (heads|h|n_heads|num_heads)\b", text):
+    elif a.packing.startswith("per head") and re.search(
+        r"\(3, (heads|h|n_heads|num_heads)\b|all of q\b|\bq, then k", text
+    ):
         words = "the fused projection is read as (heads, 3, d), and stated as (3, heads, d)"
+    elif a.residual and _is_bare_attention(module):
+        return Cause(
+            "the input is added to the output", "residual inside",
+            "return the attention alone; the block around it adds the input", "the outputs minus the input equal "
+            "attention with the module's projections", "", 1, 1,
+        )  # fmt: skip
     else:
         return None
     fix = "read the projection in the order of its weights"

@@ -6,6 +6,18 @@ from .make import variant as _v
 from .masks import _ones
 
 
+def _blocks(back: int) -> Any:
+    """Blocks of as many keys as the window has before a query, with the query's own."""
+
+    def allowed(i: Any, j: Any, c: Any) -> Any:
+        before, after = c.options["window"]
+        width = before + 1
+        near = (i + c.offset) // width - j // width
+        return (near <= back) & (near >= (0 if after == 0 else -back))
+
+    return allowed
+
+
 def _causal(change: Any) -> Any:
     return lambda i, j, c: change(i + c.offset, j)
 
@@ -123,6 +135,15 @@ CAUSAL = (
 
 WINDOW = (
     _v("the window is ignored", "window ignored", "mask pairs outside the window", window=_ones),
+    *(
+        _v(
+            f"the window is cut into blocks: a query attends to {words}",
+            "window as blocks",
+            "compare i − j with the window, not the numbers of blocks",
+            window=_blocks(back),
+        )
+        for back, words in ((0, "its own block"), (1, "its own block and the one before"))
+    ),
     _v(
         "the window is one key too wide on the left",
         "window off by one",

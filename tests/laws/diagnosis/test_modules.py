@@ -1,0 +1,113 @@
+"""Faults of modules that their own projections give away, and right modules of the same kinds."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from regard.laws.adapters import adapt
+from regard.laws.diagnosis.modules import identify
+from regard.laws.harness import Harness
+from regard.laws.probe import probe
+
+
+class Attention(nn.Module):
+    """Multi-head attention of query, key and value."""
+
+    def __init__(self, fault=""):
+        super().__init__()
+        self.fault, self.num_heads = fault, 2
+        self.in_proj = nn.Linear(8, 24)
+        self.out_proj = nn.Linear(8, 8)
+
+    def forward(self, query, key, value):
+        w, b = self.in_proj.weight.chunk(3), self.in_proj.bias.chunk(3)
+        order = (0, 2, 1) if self.fault == "read as q, v, k" else (0, 1, 2)
+        value = key if self.fault == "value ignored" else value
+        q, k, v = (
+            nn.functional.linear(x, w[i], None if self.fault == "no bias" else b[i])
+            for i, x in zip(order, (query, key, value))
+        )
+        if self.fault == "bias of q not scaled":
+            q = q + b[0] * (math.sqrt(4) - 1)
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in (q, k, v))
+        if self.fault == "over heads":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        scale = 0.4 if self.fault == "scale" else 0.5
+        o = (q @ k.mT * scale).softmax(-1) @ v
+        o = o.transpose(1, 2) if self.fault == "over heads" else o
+        out = self.out_proj(o.transpose(1, 2).flatten(2))
+        return out + query if self.fault == "input added" else out
+
+
+class Window(nn.Module):
+    """Attention within windows of 4 positions, with a bias for every pair."""
+
+    def __init__(self, scale=0.5):
+        super().__init__()
+        self.num_heads, self.scale = 2, scale
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.relative_table = nn.Parameter(torch.randn(2, 4, 4))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        s = q @ k.mT * self.scale + self.relative_table
+        return self.proj((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Falcon(nn.Module):
+    """Causal attention, two heads of q and one of k and v in one projection; ALiBi."""
+
+    def __init__(self, fault=""):
+        super().__init__()
+        self.fault, self.num_heads = fault, 2
+        self.query_key_value, self.dense = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x):
+        fused = self.query_key_value(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        q, k, v = fused[:, :2], fused[:, 2:3], fused[:, 2:3] if self.fault == "k as v" else fused[:, 3:]
+        n = x.shape[1]
+        far = (torch.arange(n)[:, None] - torch.arange(n)).to(x.dtype)
+        slopes = torch.tensor([2**-4, 2**-8], dtype=x.dtype)[:, None, None]
+        s = q @ k.mT / 2 - slopes * (far**2 if self.fault == "squared" else far)
+        s = s.masked_fill(far < 0, -math.inf)
+        return self.dense((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def cause(module):
+    torch.manual_seed(0)
+    target = adapt(module)
+    probed = probe(target)
+    return identify(Harness(target, probed.supported, cache=probed.cache)).cause
+
+
+@pytest.mark.parametrize("kind", [Attention, pytest.param(Window, marks=pytest.mark.long), Falcon])
+def test_right_modules_have_no_cause(kind):
+    assert cause(kind()) is None
+
+
+@pytest.mark.parametrize(
+    "module, family, words",
+    [
+        (Attention("read as q, v, k"), "wrong projection", "in the order q, v, k instead of q, k, v"),
+        (Attention("value ignored"), "wrong operand", "the argument value has no effect"),
+        (Attention("no bias"), "bias of the projection", "q and k and v is not added"),
+        (Attention("bias of q not scaled"), "scale before the bias", "before the bias of q is added"),
+        (Attention("over heads"), "head split order", "attends over its heads"),
+        (Attention("scale"), "scale off by a factor", "the scores are 0.8 times those of 1/√d_k"),
+        (Attention("input added"), "residual inside", "the input is added to the output"),
+        pytest.param(Window(1.0), "no scale", "the scores are not scaled", marks=pytest.mark.long),
+        (Falcon("k as v"), "wrong projection", "v is projected with the matrix of k"),
+        (Falcon("squared"), "position bias", "the bias is the squared distance"),
+    ],
+    ids=lambda x: getattr(x, "fault", None),
+)
+def test_a_fault_of_a_module_is_named(module, family, words):
+    found = cause(module)
+    assert found is not None and (found.family, words in found.name) == (family, True), found
+
+
+def test_a_module_of_one_length_is_called_with_it():
+    target = adapt(Window())
+    assert target.length == 4 and "sequences of 4 positions only" in target.notes[0]
