@@ -225,6 +225,9 @@ def compiled_and_compared(row, tensors, deadline, only):
     for name, is_turned, make in contestants(row):
         if only and (name.startswith("Flex") != (only == "flex") or name == "cuDNN flex"):
             continue
+        if any(name.startswith(word) for word in os.environ.get("WITHOUT", "").split()):
+            failed[name] = "left out"
+            continue
         if time.time() > deadline:
             failed[name] = "not compiled before the deadline"
             continue
@@ -358,6 +361,7 @@ def main():
     parser.add_argument("--compile", type=float, default=190, help="seconds for compiling and comparing")
     parser.add_argument("--seconds", type=float, default=330, help="of the whole run")
     parser.add_argument("--rows", type=int, nargs="*", default=list(range(len(ROWS))))
+    parser.add_argument("--without", help="how the names of contestants begin that are left out")
     options = parser.parse_args()
     if options.worker is not None:
         worker(options.worker, options.folder, options.deadline, options.only)
@@ -367,11 +371,12 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["WITHOUT"] = options.without or ""
     if options.warm:
         end, never = begin + options.warm, Path(folder, "never")
         jobs = {
             (i, kind): (started(i, folder, end, kind), never)
-            for kind in ("flex", "rest")
+            for kind in (("rest",) if "Flex" in (options.without or "") else ("flex", "rest"))
             for i in options.rows
         }
         print(f"not warm: {wait_for(jobs, end)}; {time.time() - begin:.0f} s")
