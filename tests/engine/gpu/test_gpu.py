@@ -222,6 +222,19 @@ def test_grouped_heads_in_float32_take_memory_in_proportion_to_the_length():
     assert long < 5 * short and long < 16384**2 * 4  # less than the scores of one head
 
 
+def test_a_model_that_has_the_heads_of_a_position_together_keeps_o_once():
+    torch.manual_seed(0)
+    rows = [torch.randn(2, 2112, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    pattern, found = causal() & (window(64) | every(64)), []
+    for layout in (torch.clone, lambda x: x.contiguous()):  # heads within positions, and behind them
+        q, k, v = (layout(x.transpose(1, 2)).requires_grad_() for x in rows[:3])
+        o = rg.attention(q, k, v, pattern, backend="triton")
+        joined = o.transpose(1, 2).contiguous()
+        assert (joined.data_ptr() == o.data_ptr()) == (layout is torch.clone)
+        found.append([o, *torch.autograd.grad(joined, (q, k, v), rows[3])])
+    assert all(torch.allclose(a, b, atol=2e-2) for a, b in zip(*found))
+
+
 def test_tensors_on_two_devices_are_refused():
     q, k, v = (torch.zeros(1, 1, 5, 4, device=device) for device in ("cuda", "cpu", "cuda"))
     with pytest.raises(
