@@ -16,6 +16,9 @@ multiple of 8 (group_by_length and pad_to_multiple_of of its trainer); and the v
 Ours: `Trainer` as `regard train translate-h200` runs it (buckets of lengths, CUDA graphs); it also computes a moving
 average of the weights. A real token is one of a source, or of a target with its end. The rounds alternate; a side's
 figure is all its real tokens over all its time.
+
+With --side the two sides run in processes of their own, so that one compiles while the other captures graphs; a round
+then begins when the file AFTER-i appears, and AFTER-i.done tells its end. --merge joins their results.
 """
 
 import argparse
@@ -169,7 +172,9 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--their-rows", type=int, help="rows of their batches, where known; otherwise searched"
     )
-    parser.add_argument("--after", type=Path, help="wait for this file before the timed rounds")
+    parser.add_argument("--side", choices=("regard", "Marian"), help="only this one")
+    parser.add_argument("--after", help="files to wait for before each round")
+    parser.add_argument("--merge", type=Path, nargs=2, help="results of the two sides")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.tiny:
@@ -179,6 +184,9 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     given = options()
+    if given.merge:
+        merge(given)
+        return
     device, size = ("cpu", TINY) if given.tiny else ("cuda", SIZE)
     folder = Path(tempfile.mkdtemp())
     shutil.copy(models.folder() / "tokens.json", folder / "tokens.json")
@@ -195,45 +203,63 @@ def main() -> None:
     trainer._update()
     plan = trainer.stream.plan
     padded = plan.padded / len(plan)
-    theirs = Theirs(chosen.data.vocab, size, device)
-    sides = {
-        "regard": Ours(trainer),
-        "Marian, group_by_length": Grouped(theirs, data.train, padded, given.their_rows),
-        "Marian, our batches": SameBatches(theirs, trainer),
-    }
-    counts = {
-        "regard": sum(p.numel() for p in task.parameters()),
-        "Marian": sum(p.numel() for p in theirs.model.parameters()),
-    }
+    sides: dict[str, Ours | Grouped | SameBatches] = {}
+    counts = {}
+    if given.side != "Marian":
+        sides["regard"] = Ours(trainer)
+        counts["regard"] = sum(p.numel() for p in task.parameters())
+    if given.side != "regard":
+        theirs = Theirs(chosen.data.vocab, size, device)
+        sides["Marian, group_by_length"] = Grouped(theirs, data.train, padded, given.their_rows)
+        sides["Marian, our batches"] = SameBatches(theirs, trainer)
+        counts["Marian"] = sum(p.numel() for p in theirs.model.parameters())
     print(json.dumps({"padded tokens per batch": round(padded), "parameters": counts}), flush=True)
-    began = time.perf_counter()
-    for name, count in zip(sides, (given.warm, *([1] * 2 if given.tiny else [40] * 2)), strict=True):
-        for _ in range(count):
-            sides[name].step()
-        wait(device)
-        print(f"{name}: warm after {time.perf_counter() - began:.0f} s", flush=True)
-    print("warm", flush=True)
-    while given.after and not given.after.exists():
-        time.sleep(0.2)
+    warm(sides, given, device)
     about = {
         "date": str(date.today()),
         "machine": machine(torch.device(device)),
         "launch_latency_us": round(launch_latency(device), 2) if device == "cuda" else None,
         "padded_tokens_per_batch": round(padded),
         "parameters": counts,
+        "updates_per_round": given.updates,
+        "graphs": graphs(trainer),
     }
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in sides}
-    for _ in range(given.rounds):
+    for i in range(given.rounds):
+        while given.after and not Path(f"{given.after}-{i}").exists():
+            time.sleep(0.1)
         for name, side in sides.items():
             wait(device)
             began = time.perf_counter()
             tokens = sum(side.step() for _ in range(given.updates))
             wait(device)
-            found[name].append((tokens, time.perf_counter() - began))
-        result = about | summary(found, given.updates) | {"graphs": graphs(trainer)}
+            found[name].append((tokens, round(time.perf_counter() - began, 4)))
+        result = about | {"tokens_and_seconds": found} | summary(found, given.updates)
         print(json.dumps(result), flush=True)
         if given.out:  # after each round, so that a run that is cut off leaves its rounds
             given.out.write_text(json.dumps(result, indent=1) + "\n")
+        if given.after:
+            Path(f"{given.after}-{i}.done").touch()
+
+
+def warm(sides: dict, given: argparse.Namespace, device: str) -> None:
+    """Updates that are not timed: ours captures graphs, theirs compiles."""
+    began = time.perf_counter()
+    for name, side in sides.items():
+        for _ in range(given.warm if name == "regard" else min(given.warm, 40)):
+            side.step()
+        wait(device)
+        print(f"{name}: warm after {time.perf_counter() - began:.0f} s", flush=True)
+    print("warm", flush=True)
+
+
+def merge(given: argparse.Namespace) -> None:
+    one, other = (json.loads(file.read_text()) for file in given.merge)
+    found = one["tokens_and_seconds"] | other["tokens_and_seconds"]
+    parts = {"parameters": one["parameters"] | other["parameters"], "tokens_and_seconds": found}
+    result = other | one | parts | summary(found, one["updates_per_round"])
+    print(json.dumps(result["ratios"]))
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def summary(found: dict[str, list[tuple[int, float]]], updates: int) -> dict:
@@ -244,7 +270,9 @@ def summary(found: dict[str, list[tuple[int, float]]], updates: int) -> dict:
         "ms_per_update": {
             k: round(1e3 * sum(s for _, s in r) / len(r) / updates, 2) for k, r in found.items()
         },
-        "ratios": {k: round(rates["regard"] / v, 3) for k, v in rates.items() if k != "regard"},
+        "ratios": {
+            k: round(rates["regard"] / v, 3) for k, v in rates.items() if "regard" in rates and k != "regard"
+        },
     }
 
 

@@ -174,6 +174,7 @@ def long_context(
     d_model: int = 512,
     layers: int = 8,
     rows: int = 4,
+    rate: int | float = 2e-3,
 ) -> Recipe:
     """A character model with a context of 16,384, for one large GPU.
 
@@ -195,7 +196,7 @@ def long_context(
     settings = Settings(
         steps,
         rows * context,
-        warmup_cosine(1.5e-3, max(steps // 10, 1), steps),
+        warmup_cosine(rate, max(steps // 10, 1), steps),
         optimizer=AdamW(betas=(0.9, 0.98), eps=1e-8, decay=0.1),
         autocast="bfloat16",
         valid_every=steps,
