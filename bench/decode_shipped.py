@@ -1,6 +1,7 @@
 """Decoding with the translator of regard on a CPU: regard beside CTranslate2, greedy and with a beam of 4.
 
     PYTHONPATH=src python bench/decode_shipped.py [--write]
+    PYTHONPATH=src python bench/decode_shipped.py --threads 1 --processor-time     # on a busy machine
 
 64 test sentences, token ids in and out, the same weights (those of the shipped model, in float32; CTranslate2 also in
 its int8), the same number of threads. Each side runs in processes of its own, in turns, since two OpenMP runtimes in
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -96,7 +98,7 @@ def theirs(given: dict, width: int, kind: str, threads: int, folder: Path):
     return translate
 
 
-def side(name: str, width: int, rounds: int, threads: int, folder: Path) -> dict:
+def side(name: str, width: int, rounds: int, threads: int, folder: Path, clock: Callable[[], float]) -> dict:
     """One process: the times of its rounds after one that does not count, and its translations."""
     given = json.loads((folder / "given.json").read_text())
     if name == "regard":
@@ -108,9 +110,9 @@ def side(name: str, width: int, rounds: int, threads: int, folder: Path) -> dict
         run = theirs(given, width, name.split()[1], threads, folder)
     found, taken = run(), []
     for _ in range(rounds):
-        began = time.perf_counter()
+        began = clock()
         run()
-        taken.append(1e3 * (time.perf_counter() - began))
+        taken.append(1e3 * (clock() - began))
     return {"ms": taken, "tokens": found}
 
 
@@ -119,6 +121,7 @@ def measured(width: int, given: argparse.Namespace, folder: Path) -> dict:
     for _ in range(given.turns):
         for name in SIDES:
             options = ["--rounds", given.rounds, "--threads", given.threads, "--folder", folder]
+            options += ["--processor-time"] if given.processor_time else []
             command = [sys.executable, __file__, "--side", name, "--width", width, *options]
             env = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
             output = subprocess.run(list(map(str, command)), env=env, check=True, capture_output=True)
@@ -147,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="in each process")
     parser.add_argument("--turns", type=int, default=2, help="processes of each side")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--processor-time", action="store_true", help="instead of wall time, for one thread")
     parser.add_argument("--width", type=int)
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--folder", type=Path, help="of the converted model; made by --prepare")
@@ -154,7 +158,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     if given.side:
-        print(json.dumps(side(given.side, given.width, given.rounds, given.threads, given.folder)))
+        clock = time.process_time if given.processor_time else time.perf_counter
+        print(json.dumps(side(given.side, given.width, given.rounds, given.threads, given.folder, clock)))
         return
     folder = given.folder or Path(tempfile.mkdtemp())
     if not (folder / "given.json").is_file():
@@ -170,6 +175,7 @@ def main() -> None:
         "date": str(date.today()),
         "machine": machine(torch.device("cpu")),
         "threads": given.threads,
+        "clock": "processor time" if given.processor_time else "wall",
         "cases": [measured(width, given, folder) for width in ([given.width] if given.width else WIDTHS)],
     }
     text = json.dumps(found, indent=1)

@@ -1,4 +1,4 @@
-"""Branch ends under Triton's interpreter, in a process of their own: one line of JSON per case.
+"""Branch ends and rotations under Triton's interpreter, in a process of their own: one line of JSON per case.
 
     TRITON_INTERPRET=1 python branch_cases.py
 
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import regard as rg
 from interpreter import patch_language_once_per_launch
-from regard.nn import branch_end, branch_kernel
+from regard.nn import branch_end, branch_kernel, rotation_kernel
 from regard.nn.packed import Copies, Packed
+from regard.nn.position import build
 from regard.training.loop.trainer import fuse_branch_ends
 from regard.training.recipes.tasks import Translation
 
@@ -25,6 +26,14 @@ CASES = {  # rows, width, norm, dropout
     "layer norm without bias, dropout": (5, 3, nn.LayerNorm(3, bias=False), 0.5),
     "layer norm without weights": (5, 9, nn.LayerNorm(9, elementwise_affine=False), 0.2),
     "rms norm, dropout": (7, 33, nn.RMSNorm(33, 1e-5), 0.1),
+}
+
+
+ROTATIONS = {  # pairing, fraction of the columns, whether heads lie inside positions
+    "interleaved pairs": ("interleaved", 1.0, True),
+    "half of the interleaved pairs": ("interleaved", 0.5, False),
+    "pairs of halves": ("halves", 1.0, False),
+    "three tenths of the columns": ("halves", 0.3, True),
 }
 
 
@@ -105,6 +114,25 @@ def packed(biased: bool) -> dict:
     return {"errors": [float((a - b).detach().abs().max()) / 10 for a, b in pairs]}
 
 
+def rotation(pairing: str, fraction: float, transposed: bool) -> dict:
+    """A rotary position with the kernel, beside the formula in float64; gradients and gradients of those."""
+    torch.manual_seed(7)
+    module = build(rg.rope(100.0, pairing=pairing, fraction=fraction), d_k=20)
+    module.fuses = True
+    x = torch.randn(2, 7, 3, 20).transpose(1, 2) if transposed else torch.randn(2, 3, 7, 20)
+    x.requires_grad_()
+    with mock.patch.object(branch_end, "on_gpu", lambda x: True):
+        out = module.along(x, 5, 3)
+    true = x.detach().double().requires_grad_()
+    exact = module(true, 5 + 3 * torch.arange(7))
+    grad = torch.randn(2, 3, 7, 20, requires_grad=True)
+    (dx,) = torch.autograd.grad(out, x, grad, create_graph=True)
+    (exact_dx,) = torch.autograd.grad(exact, true, grad.double())
+    (again,) = torch.autograd.grad(dx, grad, x.detach())  # rotated back: the gradient of the gradient
+    pairs = (out, exact), (dx, exact_dx), (again, exact)
+    return {"errors": [float((a - b).detach().abs().max()) for a, b in pairs]}
+
+
 def model(norm_at: str, dropout: float) -> dict:
     """A translator's losses and gradients with fused ends and without. dropout: 0, or too small to drop any."""
     torch.manual_seed(11)
@@ -155,6 +183,9 @@ def main() -> None:
     print(json.dumps({"name": "relu without dropout", **relu(0.0)}))
     print(json.dumps({"name": "packed", **packed(True)}))
     print(json.dumps({"name": "packed without biases", **packed(False)}))
+    rotation_kernel.ENTRIES = 128  # several tiles
+    for name, arguments in ROTATIONS.items():
+        print(json.dumps({"name": name, **rotation(*arguments)}))
     print(json.dumps({"name": "a model, pre-norm", **model("pre", 1e-9)}))
     print(json.dumps({"name": "a model, post-norm", **model("post", 0.0)}))
 

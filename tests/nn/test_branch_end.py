@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import regard as rg
-from branch_cases import CASES
+from branch_cases import CASES, ROTATIONS
 from regard.nn import branch_end
 from regard.nn.block import Residual
 from regard.training.loop.trainer import fuse_branch_ends
@@ -28,7 +28,9 @@ def results():
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", [*CASES, "relu", "relu without dropout", "packed", "packed without biases"])
+@pytest.mark.parametrize(
+    "name", [*CASES, *ROTATIONS, "relu", "relu without dropout", "packed", "packed without biases"]
+)
 def test_outputs_and_gradients_are_those_of_the_formula(results, name):
     assert max(results[name]["errors"]) < 3e-6
 

@@ -42,6 +42,7 @@ from ..position import (
     t5_bucket,
     t5_buckets,
 )
+from . import branch_end
 from .cached_rotation import EXACT, rotate_along
 
 
@@ -205,6 +206,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.position = position
         self.d_k, self.width = d_k, position.width(d_k)
+        self.fuses = False  # as one pass over memory; a training step sets it, where the GPU can
 
     def forward(self, x: Float[Tensor, "*b n d"], positions: Real[Tensor, "..."]) -> Float[Tensor, "*b n d"]:
         p = self.position
@@ -214,8 +216,12 @@ class Rotary(nn.Module):
         return self._rotate_part(x, lambda part: rotate_grid(part, cells, p.base, p.pairing))
 
     def along(self, x: Float[Tensor, "*b n d"], start: int, step: int) -> Float[Tensor, "*b n d"]:
-        """The same at positions start, start + step, …; on a CPU with cached angles."""
+        """The same at positions start, start + step, …; on a CPU with cached angles, on a GPU fused if `fuses`."""
         p = self.position
+        if self.fuses and p.grid is None and x.shape[-1] == self.d_k and _rotates_on_gpu(x):
+            from . import rotation_kernel
+
+            return rotation_kernel.rotate(x, self.width, start, step, p.base, p.pairing)
         if p.grid is not None or x.dtype not in EXACT or not readable(x):
             return self(x, start + step * torch.arange(x.shape[-2], device=x.device))
         return self._rotate_part(x, lambda part: rotate_along(part, start, step, p.base, p.pairing))
@@ -234,6 +240,12 @@ class Rotary(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.position)
+
+
+def _rotates_on_gpu(x: Tensor) -> bool:
+    """Whether the fused rotation takes x. Under a compiler it is left to the compiler."""
+    fits = x.dim() == 4 and x.numel() > 0 and x.shape[0] * x.shape[1] <= 65535 and x.shape[-1] <= 512
+    return fits and not torch.compiler.is_compiling() and branch_end.on_gpu(x)
 
 
 class Score(nn.Module):

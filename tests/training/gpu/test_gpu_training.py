@@ -23,6 +23,7 @@ import torch
 
 import regard as rg
 from regard.nn import branch_end
+from regard.nn.position import build
 from regard.nn.stack import EncoderDecoder
 from regard.schedule import constant
 from regard.training.loop.consistency import consistent_cross_entropy
@@ -328,6 +329,26 @@ def test_a_fused_branch_end_has_the_values_and_gradients_of_float64(rows, norm, 
     for a, b in [(total, exact_total), (out, exact_out), *zip(ours, exact, strict=True)]:
         allowed = 1e-5 if a.dtype == torch.float32 else 1e-2
         assert float((a - b).detach().abs().max()) <= allowed * float(b.detach().abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("pairing", "fraction"), [("interleaved", 0.5), ("halves", 1.0)])
+def test_a_fused_rotation_has_the_values_and_gradients_of_float64(pairing, fraction, dtype):
+    torch.manual_seed(0)
+    module = build(rg.rope(pairing=pairing, fraction=fraction), d_k=64)
+    module.fuses = True
+    x = torch.randn(2, 3000, 3, 64, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
+    out = module.along(x, 7, 2)
+    assert type(out.grad_fn).__name__ == "_RotationBackward"
+    true = x.detach().double().requires_grad_()
+    exact = module(true, 7 + 2 * torch.arange(3000, device="cuda"))
+    grad = torch.randn_like(out)
+    pairs = [(out, exact)]
+    pairs += zip(
+        torch.autograd.grad(out, x, grad), torch.autograd.grad(exact, true, grad.double()), strict=True
+    )
+    for a, b in pairs:
+        assert float((a - b).detach().abs().max()) <= (4e-6 if dtype == torch.float32 else 1.6e-2)
 
 
 def test_relu_with_dropout_on_a_gpu_keeps_its_share_and_its_gradient():

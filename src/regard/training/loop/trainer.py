@@ -16,6 +16,7 @@ from ...errors import BackendError, FormatError, RegardError, SpecError
 from ...nn.block import Block
 from ...nn.feed_forward import FeedForward
 from ...nn.packed import Copies
+from ...nn.position import Rotary
 from ...schedule import Schedule
 from ..data.batches import Stream, packed_width
 from ..data.buckets import bucket_shape, pad_to_bucket
@@ -425,10 +426,13 @@ class Trainer:
 
 
 def fuse_branch_ends(task: nn.Module, fuses: bool) -> None:
-    """Whether a step computes dropout, residual sums and norms as one pass over memory, where the GPU can."""
+    """Whether a step computes dropout, residual sums and norms as one pass over memory, where the GPU can; and rotary
+    positions as another."""
     for module in task.modules():
         if isinstance(module, Block):
             module.fuses_ends = fuses
+        elif isinstance(module, Rotary):
+            module.fuses = fuses
         elif isinstance(module, FeedForward):
             module.fuses_dropout = fuses
 
