@@ -200,7 +200,7 @@ def main() -> None:
     torch.manual_seed(0)
     task = replace(chosen, model=model).task(model.build().to(device))
     trainer = Trainer(task, data.train, data.valid, settings, folder, ALONE)
-    trainer._update()
+    trainer.stream.left()  # plans the first epoch
     plan = trainer.stream.plan
     padded = plan.padded / len(plan)
     sides: dict[str, Ours | Grouped | SameBatches] = {}
