@@ -107,10 +107,8 @@ SMALL = [
     Case("a relation of several conditions", LATTICE | causal() & window(4), n=41, m=41),
     # Grids
     Case("grid", neighborhood((6, 9), (3, 5)), n=54, m=54, h=2, h_kv=1),
-    Case(
-        "shifted grid with steps", neighborhood((10, 13), (3, 5), step=(1, 2), border="shifted"), n=130, m=130
-    ),
-    Case("video", neighborhood((4, 5, 6), 3, causal=(True, False, False)), n=120, m=120, lengths=(100,)),
+    Case("shifted grid with steps", neighborhood((5, 11), (3, 5), (1, 2), "shifted"), n=55, m=55),
+    Case("video", neighborhood((3, 4, 5), 3, causal=(True, False, False)), n=60, m=60, lengths=(50,)),
     # Several passes, and tiles that are split
     Case("split rows", full(), n=5, m=283),
     Case("split keys", full(), n=283, m=5, at=(0, 1)),
