@@ -1,7 +1,7 @@
 """The cost of what is not a declaration: an nn.Module, a function of tensors, a Hugging Face configuration."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ def cost_of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cos
         setting = subject.setting(request.size, training, request.dtype, request.device)
         setting = replace(setting, evaluate=False)
     else:
-        named = len(inputs) == 1 and isinstance(inputs[0], dict)
+        named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
         given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
         module = model if isinstance(model, nn.Module) else _Function(model)
         setting = Setting(module, given, None, request.dtype, training, request.device)

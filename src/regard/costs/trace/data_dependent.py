@@ -18,6 +18,10 @@ BALANCED = (
 
 FINITE = "values are taken to be finite: a branch for infinities and NaN is not taken"
 
+HIDES = "a mask of unknown values is taken to hide something: no shortcut for full masks is taken"
+DRAWN = "positions drawn at random are drawn once"
+CHECKED = "checks of values are taken to pass"
+
 
 def _by_value(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """The result on known values; the arguments must be known."""
@@ -123,7 +127,37 @@ def _not_finite(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
         trace.set_value(out, trace.computed(func, args, kwargs)[0])
     else:
         trace.notes[FINITE] = None
-        trace.set_value(out, torch.zeros(1, dtype=torch.bool).expand(out.shape))
+        trace.set_value(out, torch.zeros((), dtype=torch.bool).expand(out.shape))
+    return out
+
+
+def _check(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """A check of values (torch._check_tensor_all) reads nothing else: unknown ones are taken to pass."""
+    out = func(*args, **kwargs)
+    if trace.all_known(args[0]):
+        trace.set_value(out, trace.computed(func, args, kwargs)[0])
+    else:
+        trace.notes[CHECKED] = None
+        trace.set_value(out, torch.ones((), dtype=torch.bool))
+    return out
+
+
+def _all(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Whether nothing is hidden by a mask of unknown values: taken not to be so, the case that costs more."""
+    if trace.all_known(args[0]) or args[0].dtype != torch.bool or len(args) > 1 or kwargs:
+        return NotImplemented
+    out = func(*args, **kwargs)
+    trace.notes[HIDES] = None
+    trace.set_value(out, torch.zeros((), dtype=torch.bool))
+    return out
+
+
+def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Positions drawn at random with known probabilities: one draw stands for all."""
+    out = func(*args, **kwargs)
+    if trace.all_known(args[0]):
+        trace.notes[DRAWN] = None
+        trace.set_value(out, trace.computed(func, args, {"generator": torch.Generator().manual_seed(0)})[0])
     return out
 
 
@@ -143,11 +177,14 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten_operator("index"): _index,
     aten_operator("equal"): _equal,
     aten_operator("topk"): _topk,
-    aten_operator("argmax"): _argmax,
+    **dict.fromkeys(aten_operators("argmax", "argmin"), _argmax),
     aten_operator("sort"): _sort,
     aten_operator("argsort"): _sort,
     aten_operator("histc"): _histogram,
     **dict.fromkeys(aten_operators("isinf", "isnan"), _not_finite),
+    aten_operator("_is_all_true"): _check,
+    aten_operator("all"): _all,
+    aten_operator("multinomial"): _drawn,
     aten_operator("_grouped_mm"): _grouped_mm,
     **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), _in_place),
 }

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from ...compat import has_autocast_kernel, without_function_modes
 from .attention import Gpu
 from .data_dependent import FINITE
+from .nested import map_leaves
 
 CREATORS = """
     empty ones zeros full arange linspace logspace rand randn randint randperm eye tril_indices triu_indices
@@ -48,8 +49,11 @@ class OnDevice(TorchFunctionMode):
             Tensor.cpu: lambda x, *_, **__: (
                 self._placed_copy(x) if self.device.type == "cpu" else self._read(x)
             ),
+            Tensor.__getitem__: self._item,
+            Tensor.__setitem__: self._set_item,
             Tensor.numpy: lambda x, *a, **k: self._read(x).numpy(*a, **k),
             Tensor.tolist: lambda x: self._read(x).tolist(),
+            Tensor.__format__: lambda x, wanted: format(self._read(x), wanted),
             Tensor.data_ptr: lambda x: 0 if x.is_meta else x.data_ptr(),
             Tensor.__reduce_ex__: lambda x, *a: x.__reduce_ex__(*a),
             torch.isfinite: self._is_finite,
@@ -93,10 +97,25 @@ class OnDevice(TorchFunctionMode):
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
             return self._as_tensor(data, device=device, **kwargs).detach().clone()
+        data = map_leaves(lambda x: self._read(x) if isinstance(x, Tensor) else x, data)
         with without_function_modes():
             real = torch.tensor(data, *args, **kwargs)
         counter = self.device.type == "cpu" and not real.dim()  # such as the steps of an optimizer
         return self.trace.placed(real) if self._where(device).type == "meta" and not counter else real
+
+    def _item(self, x: Tensor, index: Any) -> Tensor:
+        return x[self._index(index)]
+
+    def _set_item(self, x: Tensor, index: Any, value: Any) -> None:
+        x[self._index(index)] = value
+
+    def _index(self, index: Any) -> Any:
+        """Lists of positions as tensors whose values are known: PyTorch would make them where no mode sees it."""
+        if isinstance(index, list):
+            return self._tensor(index)
+        if isinstance(index, tuple):
+            return tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
+        return index
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         if not isinstance(data, Tensor):
@@ -134,7 +153,7 @@ class OnDevice(TorchFunctionMode):
             unknown = out.is_meta and not self.trace.all_known(out)
         if unknown:
             self.trace.notes[FINITE] = None
-            self.trace.set_value(out, torch.ones(1, dtype=torch.bool, device="cpu").expand(out.shape))
+            self.trace.set_value(out, torch.ones((), dtype=torch.bool, device="cpu").expand(out.shape))
         return out
 
     def _placed_copy(self, x: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def product_flops(op: Any, args: tuple, kwargs: dict, out: Any) -> int | None:
 
 # Operations without a formula whose name says that they contain products, or that may.
 UNKNOWN = re.compile(
-    r"(mm|mv|conv|rnn|lstm|gru|fft|solve|cholesky|geqrf|ormqr|pdist|attention|transformer|trilinear|linalg_(?!vector))"
+    r"((?<!cu)mm|mv|conv|rnn|lstm|gru|fft|solve|cholesky|geqrf|ormqr|pdist|attention|transformer|trilinear|linalg_(?!vector))"
 )
 
 

@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat
-from ...compat import DispatchMode, aten_operator, without_dispatch_modes, without_function_modes
+from ...compat import DispatchMode, aten_operator, aten_operators, without_dispatch_modes, without_function_modes
 from ...engine import call as engine_call
 from ...engine import fused_qkv
 from ...engine import sdpa as engine_sdpa
@@ -40,6 +40,8 @@ from .nested import map_leaves, tensors_in
 from .products import has_no_product, product_flops
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
+MAX_CONSTANT_ENTRIES = 1 << 20  # and larger constants neither
+CONSTANTS = aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
 STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
 READ_SCALAR = aten_operator("_local_scalar_dense")
@@ -259,11 +261,12 @@ class Trace(DispatchMode):
             tensors = tensors_in((args, kwargs))
         special = data_dependent.HANDLERS.get(func.overloadpacket) if any(metas) else None
         out = NotImplemented if special is None else special(self, func, args, kwargs)
-        if out is NotImplemented:
+        plain = out is NotImplemented
+        if plain:
             out = func(*args, **kwargs)
         outs = [x for x in _flat(out) if isinstance(x, Tensor)]
         if outs and outs[0].is_meta:
-            if special is None:
+            if plain:
                 self._compute_values(func, args, kwargs, tensors, outs)
             self._meter(func, args, kwargs, outs)
         self._count(func, args, kwargs, out)
@@ -286,7 +289,10 @@ class Trace(DispatchMode):
         """The same call on real values, if all inputs are known and nothing is random."""
         if sum(x.numel() for x in outs) > MAX_VALUE_ENTRIES:
             return
-        if any(x not in self._values for x in tensors):
+        if func.overloadpacket in CONSTANTS:
+            self._set_constant(func, args, kwargs, outs[0])
+            return
+        if not self.all_known(*tensors):
             if tensors and outs[0] is tensors[0]:  # written in place with unknown values
                 self._values.pop(outs[0], None)
             self._propagate_mask(func, args, kwargs, outs[0])
@@ -295,12 +301,21 @@ class Trace(DispatchMode):
             if outs[0].numel() == 1 and func.__name__.startswith(("rand.", "uniform")):  # no layer is dropped
                 self._values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
             return
-        if "empty" in func.__name__ or func.__name__.startswith(
-            ("cos.", "sin.")
-        ):  # no mask is made of angles
+        if func.__name__.startswith(("cos.", "sin.")):  # no mask is made of angles
+            return
+        if "empty" in func.__name__ and outs[0].is_floating_point():
             return
         for x, value in zip(outs, self.computed(func, args, kwargs)):
             self._values[x] = value
+
+    def _set_constant(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
+        """The value of new_ones, zeros_like, …, which depends on no value of the tensor that they are like."""
+        if self.in_backward or out.numel() > MAX_CONSTANT_ENTRIES:
+            return
+        with torch.no_grad(), without_dispatch_modes():
+            like = torch.empty((), dtype=args[0].dtype).expand(args[0].shape)
+            options = {k: v for k, v in kwargs.items() if k != "device"}
+            self._values[out] = func(like, *map(self._real, args[1:]), **options)
 
     def computed(self, func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
         """The results of a call on known values."""
@@ -312,7 +327,7 @@ class Trace(DispatchMode):
         return [x for x in _flat(real) if isinstance(x, Tensor)]
 
     def all_known(self, *tensors: Tensor) -> bool:
-        return all(x in self._values for x in tensors)
+        return all(x in self._values or not x.is_meta for x in tensors)
 
     def _propagate_mask(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """A mask with −∞ to which something learned is added still excludes the same pairs, and so do its views."""
@@ -336,7 +351,7 @@ class Trace(DispatchMode):
         ):
             with torch.no_grad(), without_dispatch_modes():
                 options = {k: v for k, v in kwargs.items() if k != "device"}
-                self._masks[out] = func(self._masks[args[0]], *args[1:], **options)
+                self._masks[out] = func(self._masks[args[0]].contiguous(), *args[1:], **options)
 
     def _record_fill(self, name: str, args: tuple, out: Tensor) -> None:
         """An unknown tensor filled with −∞ (or the lowest number) by a known condition excludes those pairs."""
@@ -354,7 +369,7 @@ class Trace(DispatchMode):
         self._masks[out] = allowed.expand(out.shape)
 
     def _real(self, x: Any) -> Any:
-        return self._values[x] if isinstance(x, Tensor) else x
+        return self._values[x] if isinstance(x, Tensor) and x.is_meta else x
 
 
 class DataDependent(ShapeError):

@@ -20,6 +20,10 @@ def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype | None = None) -
     for buffer in module.buffers():
         if id(buffer) not in memo:
             memo[id(buffer)] = trace.to_meta(buffer) if not buffer.is_meta else buffer.clone()
+    for inner in module.modules():  # tensors that a module keeps beside its buffers, such as a cache
+        for x in vars(inner).values():
+            if isinstance(x, Tensor) and id(x) not in memo:
+                memo[id(x)] = trace.to_meta(x) if not x.is_meta else x.clone()
     tensors = list(memo.values())
     try:
         twin = copy.deepcopy(module, memo)
