@@ -26,23 +26,23 @@ from .trace.tracer import Work
 from .tree import Cost
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Fitted to training steps on an H200 (bench/cost_gpu.py; kernels and host were measured apart). A kernel takes
+# Fitted to 44 training steps on an H200 by bench/cost_fit.py (kernels and host were measured apart). A kernel takes
 # multiples of the best rate; OWN: kernels of this library on a GPU, which multiply float32 without tensor cores.
-PRODUCT, ATTENTION, MOVE, LAUNCH = 1.22, 3.28, 1.01, 1.23
-OWN = {"float32": 10.4, "bfloat16": 6.06, "float16": 6.06}
+PRODUCT, ATTENTION, MOVE, LAUNCH = 1.16, 3.16, 0.995, 1.25
+OWN = {"float32": 11.1, "bfloat16": 6.15, "float16": 6.15}
 # Of the host, in multiples of what one operation in a chain takes: in the forward pass with the Python around it,
 # where a checkpoint repeats it, in the backward pass, for each tensor of a foreach optimizer, and for its step.
 HOST = {
-    "module": 3.84,
-    "view": 0.463,
-    "operation": 3.82,
-    "attention": 5.29,
-    "own": 13.4,
-    "tensor": 0.177,
-    "step": 113,
+    "module": 2.9,
+    "view": 0.425,
+    "operation": 3.32,
+    "attention": 5.42,
+    "own": 16.8,
+    "tensor": 0.241,
+    "step": 235,
 }
-REPEATED = {**HOST, "module": 8.33, "operation": 5.63}
-BACKWARD = {"view": 0.162, "operation": 1.65, "attention": 4.13, "own": 13.2}
+REPEATED = {**HOST, "module": 11.3, "operation": 4.44}
+BACKWARD = {"view": 0.18, "operation": 1.64, "attention": 4.17, "own": 17.3}
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,52 @@ def test_a_module_may_branch_on_values_that_follow_from_its_inputs():
     assert result.flops == 2 * B * N * N * D
 
 
+@pytest.mark.parametrize(
+    "reads",
+    {
+        "a list of positions": lambda ids, x: 3 in ids[[0, 2]],
+        "a list of tensors": lambda ids, x: torch.tensor([ids[0], ids[1] + 2]).sum() == 4,
+        "a text": lambda ids, x: f"{ids[0] + 4}" == "5",
+        "ones like an unknown tensor": lambda ids, x: x.new_ones(2).masked_fill(ids[:2] > 1, 0).sum() == 1,
+        "a table filled by parts": lambda ids, x: _filled(torch.empty(3, dtype=torch.long), ids).sum() == 6,
+        "a check of unknown values": lambda ids, x: torch._check_tensor_all(x == x) is None,
+        "a mask of unknown values": lambda ids, x: not (x > 0).all(),
+        "positions that are drawn": lambda ids, x: torch.multinomial(ids.float(), 3).sum() == 3,
+        "codes of the nearest vectors": lambda ids, x: x.argmin(-1).max() < D,
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_values_that_do_not_depend_on_unknown_ones_are_read(reads):
+    class Looks(nn.Module):
+        def forward(self, ids, x):
+            return x @ x.mT if reads[1](ids, x) else x
+
+    assert cost(Looks(), torch.arange(1, 4), x.to("meta")).flops == 2 * B * N * N * D
+
+
+def _filled(table, ids):
+    for i in range(3):
+        table[i] = ids[i]
+    return table
+
+
+def test_what_is_taken_for_granted_about_values_is_said():
+    class Looks(nn.Module):
+        def forward(self, x):
+            torch._check_tensor_all(x == x)
+            return x if (x > 0).all() else -x
+
+    notes = cost(Looks(), x.to("meta")).notes
+    assert any("checks of values" in n for n in notes) and any("hide something" in n for n in notes)
+
+
+def test_a_tensor_beside_the_buffers_is_copied_with_the_module():
+    module = nn.Linear(D, D)
+    module.kept = torch.ones(D, D)
+    module.forward = lambda x: torch.cdist(x, module.kept)
+    assert cost(module, x).flops == 2 * B * N * D * D
+
+
 class Asks(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
