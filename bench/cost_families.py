@@ -82,9 +82,9 @@ def family(folder: str) -> dict[str, Any]:
             real.set_experts_implementation("eager")
             model.set_experts_implementation("grouped_mm")
         # An LSTM by its products: the counter does not know oneDNN's layer.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), torch.backends.mkldnn.flags(enabled=False):
-            with FlopCounterMode(display=False) as counter:
-                real(**copy.deepcopy(inputs))
+        plain, counter = torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), plain, counter:
+            real(**copy.deepcopy(inputs))
         row["counted"] = counter.get_total_flops()
         arguments = copy.deepcopy(inputs)
         there = total(x for x in [*model.parameters(), *model.buffers(), *tensors_in(arguments)] if x.numel())

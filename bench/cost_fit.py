@@ -4,9 +4,9 @@
 
 The files are those of bench/cost_gpu.py (kinds `time` and `fit`): seconds of a step, of the host alone, and of all
 kernels where the profiler ran. Every model is drawn again by its seed and traced here; nothing of the held-out rows
-enters the fit. Minimised is the relative error of three times of each row, step, host and kernels, with a bounded loss
-for rows that something disturbed and a weak prior (a factor of two) towards today's constants, so that what few rows
-decide does not run away. Host times are used only where the kernels do not keep the host waiting.
+enters the fit. Minimised is the relative error of three times of each row: step, host and kernels. Errors beyond
+SCALE_OF_LOSS count linearly, for rows that something disturbed, and a weak prior (a factor of two) holds what few
+rows decide near today's constants. Host times are used only where the kernels do not keep the host waiting.
 """
 
 import argparse
@@ -91,7 +91,9 @@ def fit(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
         measured = [e for row in rows for e in errors(row).values()]
         return numpy.array([*measured, *(SCALE_OF_LOSS * (logs - centre) / PRIOR)])
 
-    found = least_squares(residuals, centre, loss="soft_l1", f_scale=SCALE_OF_LOSS, diff_step=0.02, max_nfev=8)
+    found = least_squares(
+        residuals, centre, loss="soft_l1", f_scale=SCALE_OF_LOSS, diff_step=0.02, max_nfev=8
+    )
     values = dict(zip(keys, (float(v) for v in numpy.exp(found.x))))
     install(values)
     return values
@@ -106,16 +108,16 @@ def table(title: str, rows: list[dict[str, Any]]) -> None:
         found = errors(row)
         for kind, e in found.items():
             collected.setdefault(kind, []).append(abs(e))
-        cells = " | ".join(
-            f"{found[k]:+.0%}" if k in found else "" for k in ("step", "host", "kernels")
-        )
+        cells = " | ".join(f"{found[k]:+.0%}" if k in found else "" for k in ("step", "host", "kernels"))
         print(f"| {row['model']} | {cells} |")
     for kind, sizes in collected.items():
         print(f"\n{kind}: {len(sizes)} rows, median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=Path, nargs="+", required=True, help="files to whose rows is fitted")
     parser.add_argument("--held", type=Path, nargs="*", default=[], help="files that are only compared")
     parser.add_argument("--cache", type=Path, help="traced work of the models, kept from call to call")

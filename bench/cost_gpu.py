@@ -1,12 +1,14 @@
 """Are predicted memory and time of models, and plans, what a GPU measures? Generated models, priced where they run.
 
     PYTHONPATH=src:bench python3 bench/cost_gpu.py --seed 31 --out FOLDER [--kinds models,generation,plans,time,fit]
+                                                   [--workers 7,2,7]
     PYTHONPATH=src:bench python3 bench/cost_gpu.py --report FOLDER      the tables
 
 Every model is drawn by the seed and priced with the libraries that then run it. Processes work side by side: those of
 `generation` never train, since a backward pass leaves a second workspace of cuBLAS behind; those of `plans` use
 expandable segments, as the printed programs do. Times are measured last, by one process alone; models of FIT_SEED are
-timed with `fit`, to which the constants of regard.costs.time are fitted. A plan holds if its code runs within the
+timed with `fit`, to which bench/cost_fit.py fits the constants of regard.costs.time; it also compares times where
+`time` ran without `models`, which traces. A plan holds if its code runs within the
 cap, and one more row per batch needs more than the planned share or does not run.
 """
 
@@ -29,6 +31,7 @@ if "--plans-worker" in sys.argv:
 import torch
 from cost_models import built, cases, described, foreign, predicted, stepping
 
+import regard as rg
 from regard.costs import planner
 from regard.costs import time as machines
 from regard.costs.memory.runs import prompt
@@ -143,18 +146,19 @@ def traced(case) -> dict:
 
 
 def timed(case, profiled: bool) -> dict:
-    """Seconds of a step: the median of nine after three; of the host alone; profiled: of all kernels."""
+    """Seconds of a step: the median of 9 to 40 after nine; of the host alone; profiled: of all kernels."""
     fresh()
     step, _optimizer, _there = stepping(case, "cuda")
-    wall = machines.time_call(step, "cuda", 9, graph=False)
+    about = machines.time_call(step, "cuda", 3, graph=False)
+    wall = machines.time_call(step, "cuda", min(40, max(9, int(0.5 / about))), graph=False)
     host = []
-    for _ in range(3):
+    for _ in range(5):
         torch.cuda.synchronize()
         start = time.perf_counter()
         step()
         host.append(time.perf_counter() - start)
     torch.cuda.synchronize()
-    row = {"seconds": wall, "host": min(host)}
+    row = {"seconds": wall, "host": statistics.median(host)}
     if not profiled:
         return row
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -186,9 +190,15 @@ def work(kind: str, part: int, options: Any) -> None:
         tasks += [(name, i, c) for name in timed_ones for i, c in enumerate(drawn(name, options.seed))]
     run = {"models": models, "generation": generation, "plans": plans, "time": traced, "fit": traced}
     rows: dict = {}
-    for name, i, case in tasks[part :: WORKERS[kind]]:
+    # Sparse patterns last, as their kernels are compiled; of what is timed as well first.
+    tasks.sort(key=lambda task: (task[1] >= COUNTS["time"], _compiles(task[2])))
+    for name, i, case in tasks[part :: options.workers[kind]]:
         rows[f"{name} {i}"] = guarded(run[name], case)
         (options.out / f"{kind}{part}.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _compiles(case: Any) -> bool:
+    return case.spec is not None and case.spec.block.attention.pattern != rg.causal()
 
 
 def run_all(options: Any) -> None:
@@ -197,11 +207,12 @@ def run_all(options: Any) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, "--seed", str(options.seed), "--out", str(options.out)]
     command += ["--kinds", ",".join(options.kinds)]
-    kinds = [k for k in WORKERS if k in options.kinds or k == "models"]
+    command += ["--workers", ",".join(map(str, options.workers.values()))]
+    kinds = [k for k in WORKERS if k in options.kinds]
     parts = [
         subprocess.Popen([*command, "--plans-worker" if k == "plans" else "--worker", k, str(i)])
         for k in kinds
-        for i in range(WORKERS[k])
+        for i in range(options.workers[k])
     ]
     until = time.time() + options.limit
     for part in parts:
@@ -214,14 +225,16 @@ def run_all(options: Any) -> None:
         "device": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     for kind in kinds:
-        for i in range(WORKERS[kind]):
+        for i in range(options.workers[kind]):
             file = options.out / f"{kind}{i}.json"
             found |= json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     print(f"{time.time() - until + options.limit:.0f} s for memory and plans", flush=True)
     out = options.out / "measured.json"
     out.write_text(json.dumps(found), encoding="utf-8")
-    found["roofline"] = dataclasses.asdict(machines.measure("cuda"))
-    for name in [name for name in ("time", "fit") if name in options.kinds]:
+    names = [name for name in ("time", "fit") if name in options.kinds]
+    if names:
+        found["roofline"] = dataclasses.asdict(machines.measure("cuda"))
+    for name in names:
         for i, case in enumerate(drawn(name, options.seed)):
             row = guarded(partial(timed, profiled=name == "fit"), case)
             found.setdefault(f"{name} {i}", {}).update(row)
@@ -320,6 +333,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--kinds", default="models,generation,plans,time", type=lambda text: text.split(","))
     parser.add_argument("--limit", type=float, default=100, help="seconds for memory and plans")
+    parser.add_argument("--workers", default=WORKERS, help="processes of models, generation and plans",
+                        type=lambda text: dict(zip(WORKERS, map(int, text.split(",")))))  # fmt: skip
     parser.add_argument("--report", type=Path)
     parser.add_argument("--worker", "--plans-worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

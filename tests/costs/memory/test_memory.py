@@ -14,7 +14,7 @@ from memory_witness import Trained, checkpointed, counted, length, saved, small
 from regard.costs import declaration
 from regard.costs.declaration import memory_of
 from regard.costs.entry import cost
-from regard.costs.memory.allocator import Caching, OutOfMemory, Plain, replay
+from regard.costs.memory.allocator import Caching, Events, OutOfMemory, replay, rounded, summed
 from regard.costs.memory.attention import formulas, one_attention
 from regard.costs.memory.runs import run
 from regard.costs.memory.step import TrainingStep
@@ -341,15 +341,28 @@ def test_the_caching_allocator_returns_free_segments_before_it_is_out_of_memory(
     assert memory.malloc(50 << 20).size == 50 << 20  # larger than the free segment, which goes back
 
 
-def test_a_replay_counts_state_once_and_finds_the_peak():
-    sizes = [100, 10, 20, 7]
-    step = [(1, 1), (2, 1), (1, -1), (3, 1), (2, -1)]  # 3 is state: later steps find it
-    phases = ["setup", "forward", "forward", "optimizer"]
-    result = replay(Plain(), sizes, [(0, 1)], step, {3}, repeats=2, phases=phases)
-    assert result == (137, 137, 1, {"forward": 137})
-    plain = Plain()
-    plain.free(plain.malloc(5))
-    assert (plain.allocated, plain.peak) == (0, 5)
+@pytest.mark.parametrize("way", ["summed", "replayed"])
+def test_steps_count_state_once_and_find_the_peak(way):
+    sizes = [1024, 512, 2048, 1536, 512]
+    step = [
+        (4, -1),
+        (1, 1),
+        (2, 1),
+        (1, -1),
+        (3, 1),
+        (2, -1),
+    ]  # 3 is state: later steps find it; 4 goes for good
+    phases = ["setup", "forward", "forward", "optimizer", "setup"]
+    events = Events([(0, 1), (4, 1)], step, {3}, phases)
+    if way == "summed":
+        result = summed(torch.tensor(sizes), events, repeats=2)
+    else:
+        result = replay(Caching(), sizes, events, repeats=2)._replace(reserved=5120)
+    assert result == (5120, 5120, 2, {"forward": 5120})
+
+
+def test_sizes_are_rounded_as_the_caching_allocator_rounds_them():
+    assert rounded(torch.tensor([0, 1, 512, 513])).tolist() == [0, 512, 512, 1024]
 
 
 @pytest.mark.parametrize("budget", [0, 10, 99, 100, 5000])

@@ -1,13 +1,15 @@
 """What an allocator makes of a sequence of allocations: its peak, and the memory that it takes from the device.
 
-The CPU's allocator hands out what was asked for. PyTorch's caching allocator for CUDA rounds up to 512 bytes, takes
-segments of at least 2 MiB from the device, splits and merges blocks inside them, and does not split off a remainder
-of 1 MiB or less of a large block: so allocated memory exceeds what was requested, and depends on the order.
+The CPU's allocator hands out what was asked for: sizes add up. PyTorch's caching allocator for CUDA rounds up to 512
+bytes, takes segments of at least 2 MiB from the device, splits and merges blocks in them, and does not split off a
+remainder of 1 MiB or less of a large block: so allocated memory exceeds what was requested, and depends on the order.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20  # blocks up to 1 MiB come from segments of 2 MiB
 LARGE, LARGE_SEGMENT = 10 << 20, 20 << 20  # blocks below 10 MiB come from segments of 20 MiB
@@ -44,34 +46,11 @@ class Block:
         self.next: Block | None = None
 
 
-class Plain:
-    """An allocator that hands out exactly what was asked for."""
-
-    def __init__(self) -> None:
-        self.allocated = self.peak = 0
-
-    @property
-    def reserved(self) -> int:
-        return self.peak
-
-    def malloc(self, size: int) -> Any:
-        self.allocated += size
-        self.peak = max(self.peak, self.allocated)
-        return size
-
-    def free(self, block: Any) -> None:
-        self.allocated -= block
-
-
 class Caching:
-    """PyTorch's caching allocator for CUDA, on one stream; `limit`: bytes that it may take from the device.
+    """PyTorch's caching allocator for CUDA, on one stream; `limit`: bytes that it may take from the device."""
 
-    expandable: with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, where any remainder is split off and scattered
-    pages serve one block: there are no gaps, so what is taken is not simulated.
-    """
-
-    def __init__(self, limit: int | None = None, expandable: bool = False):
-        self.limit, self.expandable = limit, expandable
+    def __init__(self, limit: int | None = None):
+        self.limit = limit
         self.allocated = self.peak = self.taken = self.reserved = 0
         self._address = 0
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
@@ -83,7 +62,7 @@ class Caching:
         at = bisect_left(pool, (size, -1))
         block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
         remainder = block.size - size
-        if remainder >= ROUND if small or self.expandable else remainder > SMALL:
+        if remainder >= ROUND if small else remainder > SMALL:
             rest = Block(block.at + size, remainder, small)
             rest.previous, rest.next = block, block.next
             if block.next is not None:
@@ -149,20 +128,20 @@ class Usage(NamedTuple):
     by_phase: dict[str, int]
 
 
-def replay(
-    memory: Any,
-    sizes: list[int],
-    setup: Iterable[tuple[int, int]],
-    step: list[tuple[int, int]],
-    persistent: set[int],
-    repeats: int = 2,
-    phases: list[str] | None = None,
-) -> Usage:
-    """The peak of the last of 1 + `repeats` equal steps after the setup, in memory that is Plain or Caching.
+class Events(NamedTuple):
+    """What a run allocates and frees, as (key of a storage, ±1): before the first step, and in each step.
 
-    persistent: storages that the first step allocates and later ones find, such as optimizer state. phases: of each
-    storage.
+    persistent: storages that the first step allocates and later ones find, such as optimizer state.
     """
+
+    setup: list[tuple[int, int]]
+    step: list[tuple[int, int]]
+    persistent: set[int]
+    phases: list[str]  # of each storage
+
+
+def replay(memory: Caching, sizes: list[int], events: Events, repeats: int) -> Usage:
+    """The peak of the last of 1 + `repeats` equal steps after the setup."""
     blocks: dict[int, Any] = {}
 
     def apply(event: tuple[int, int]) -> None:
@@ -173,23 +152,57 @@ def replay(
         elif key in blocks:
             memory.free(blocks.pop(key))
 
-    for event in setup:
+    for event in events.setup:
         apply(event)
     at = highest = 0
     by_phase: dict[str, int] = {}
     for turn in range(1 + repeats):
         memory.peak, highest = memory.allocated, -1
         by_phase.clear()
-        for index, event in enumerate(step):
-            if turn and event[0] in persistent:
+        for index, event in enumerate(events.step):
+            if turn and event[0] in events.persistent:
                 continue
             apply(event)
             if memory.allocated > highest:
                 at, highest = index, memory.allocated
-            if phases is not None and event[1] > 0:
-                phase = phases[event[0]]
+            if event[1] > 0:
+                phase = events.phases[event[0]]
                 by_phase[phase] = max(by_phase.get(phase, 0), memory.allocated)
-        for key in {key for key, _ in step} - persistent:  # what is still referred to goes with the next step
-            if key in blocks:
+        for key in {key for key, _ in events.step} - events.persistent:
+            if key in blocks:  # what is still referred to goes with the next step
                 memory.free(blocks.pop(key))
     return Usage(memory.peak, memory.reserved, at, by_phase)
+
+
+def summed(sizes: Tensor, events: Events, repeats: int) -> Usage:
+    """The same without gaps: sizes add up. So does the CPU's allocator, and CUDA's with expandable segments."""
+    key, change = torch.tensor(events.step, dtype=torch.long).reshape(-1, 2).T
+    there = _alive(sizes, events.setup)
+    kept = torch.ones(len(key), dtype=torch.bool)
+    if repeats:  # storages that the first step allocates for good, or frees once and for all
+        first = {k for k, c in events.step if c < 0} - {k for k, c in events.step if c > 0}
+        once = torch.zeros(len(sizes), dtype=torch.bool)
+        once[torch.tensor([*events.persistent, *first], dtype=torch.long)] = True
+        kept = ~once[key]
+        there += int((change * sizes[key])[~kept].sum())
+    level = there + (change * sizes[key] * kept).cumsum(0)
+    if not len(level):
+        return Usage(there, there, 0, {})
+    highest = int(level.max())
+    names = list(dict.fromkeys(events.phases))
+    code = torch.tensor([names.index(phase) for phase in events.phases], dtype=torch.long)[key]
+    grows = kept & (change > 0)
+    by_phase = {name: level[grows & (code == i)] for i, name in enumerate(names)}
+    at = int((kept & (level == highest)).nonzero()[0]) if highest > there else 0
+    peaks = {name: int(x.max()) for name, x in by_phase.items() if len(x)}
+    return Usage(max(highest, there), max(highest, there), at, peaks)
+
+
+def rounded(sizes: Tensor) -> Tensor:
+    """As CUDA's allocator rounds them up."""
+    return (sizes + ROUND - 1) // ROUND * ROUND
+
+
+def _alive(sizes: Tensor, events: list[tuple[int, int]]) -> int:
+    key, change = torch.tensor(events, dtype=torch.long).reshape(-1, 2).T
+    return int((change * sizes[key]).sum())

@@ -25,7 +25,7 @@ from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
 from ..trace.tracer import DataDependent, Trace, tracing
 from ..trace.twin import inputs_of, twin_of
-from .allocator import Caching, Plain, Usage, readable, replay
+from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
 from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
 
 STRATEGIES = ("fsdp", "ddp")
@@ -113,11 +113,15 @@ class Run:
             for key, kind in self.kinds.items():
                 sizes[key] = -(-sizes[key] // ranks) if kind in divided else sizes[key]
         setup = [*meter.events[: self.begin], *((len(sizes) + i, 1) for i in range(len(buffers)))]
-        repeats = (2 if self.trace.device == "cuda" else 1) if self.trains else 0
         persistent = self.keys("optimizer state") | self.keys("master weights")
-        memory = Caching(limit, expandable) if self.trace.device == "cuda" else Plain()
-        events, phases = meter.events[self.begin :], [*phases, *["setup"] * len(buffers)]
-        return replay(memory, [*sizes, *buffers], setup, events, persistent, repeats, phases)
+        phases += ["setup"] * len(buffers)
+        events, sizes = Events(setup, meter.events[self.begin :], persistent, phases), [*sizes, *buffers]
+        on_gpu = self.trace.device == "cuda"
+        repeats = (2 if on_gpu else 1) if self.trains else 0
+        if on_gpu and not expandable:
+            return replay(Caching(limit), sizes, events, repeats)
+        numbers = torch.tensor(sizes, dtype=torch.long)
+        return summed(rounded(numbers) if on_gpu else numbers, events, repeats)
 
     def _largest_block(self) -> int:
         """Bytes of the weights of the largest repeated block: modules under one number, as in layers.3."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...compat import aten_operator, aten_operators
 
 BALANCED = (
-    "a choice by unknown values (top-k, argmax) is taken to be balanced: experts are counted at the routed number"
+    "a choice by unknown values (top-k, argmax) is taken to be balanced: experts count at the routed number"
 )
 
 FINITE = "values are taken to be finite: a branch for infinities and NaN is not taken"

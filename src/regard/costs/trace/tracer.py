@@ -24,7 +24,13 @@ from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat
-from ...compat import DispatchMode, aten_operator, aten_operators, without_dispatch_modes, without_function_modes
+from ...compat import (
+    DispatchMode,
+    aten_operator,
+    aten_operators,
+    without_dispatch_modes,
+    without_function_modes,
+)
 from ...engine import call as engine_call
 from ...engine import fused_qkv
 from ...engine import sdpa as engine_sdpa
