@@ -241,7 +241,7 @@ def test_a_module_may_branch_on_values_that_follow_from_its_inputs():
     "reads",
     {
         "a list of positions": lambda ids, x: 3 in ids[[0, 2]],
-        "a list of tensors": lambda ids, x: torch.tensor([ids[0], ids[1] + 2]).sum() == 4,
+        "a list of tensors": lambda ids, x: torch.tensor([ids[0], ids[1] + 2]).sum() == 5,
         "a text": lambda ids, x: f"{ids[0] + 4}" == "5",
         "ones like an unknown tensor": lambda ids, x: x.new_ones(2).masked_fill(ids[:2] > 1, 0).sum() == 1,
         "a table filled by parts": lambda ids, x: _filled(torch.empty(3, dtype=torch.long), ids).sum() == 6,
