@@ -27,6 +27,7 @@ MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it
 MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
 _flash = compat.flash_forward_direct
+NEAR = 1 << 18  # numbers of the queries of all heads up to which rows that are apart come from the L2 cache
 MAX_FUSED_KEYS = 80  # keys of a tile up to which the fused op is faster, where nothing is differentiated
 
 
@@ -64,7 +65,8 @@ def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
     pair *= 1.3 if grad and heads * shape.pairs > MAX_SAVED else 1.0  # weights are computed a second time
     width = d / 64
-    per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * 25.0 * width
+    row = (75.0 if hop > 1 and heads * n * d > NEAR else 25.0) * width
+    per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * row
     return heads * per_head + call
 
 
