@@ -1,6 +1,6 @@
 """Does an argument that changes nothing cost anything? Times of calls with it over calls without it, interleaved.
 
-    python bench/noop_arguments.py [--rounds 30]
+    python bench/noop_arguments.py [--rounds 30] [--positions 64 256 512]
 
 The query offset at its default value, lengths of all keys, the default scale, pattern=full() and a bool tensor of
 ones are removed before a backend is chosen. Bits are compared first; then the CPU time of this thread is taken, as
@@ -57,14 +57,16 @@ def compare(inputs: list[torch.Tensor], plain: dict, said: dict, rounds: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--positions", type=int, nargs="+", default=[n for _, _, n, _ in SHAPES])
+    options = parser.parse_args()
+    rounds = options.rounds
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(
         f"torch {torch.__version__}, one thread, {rounds} rounds; time with the argument over time without it"
     )
     worst = 0.0
-    for b, h, n, d in SHAPES:
+    for b, h, n, d in (shape for shape in SHAPES if shape[2] in options.positions):
         for grad in (False, True):
             inputs = [torch.randn(b, h, n, d, requires_grad=grad) for _ in range(3)]
             for name, (pattern, said) in cases(b, n, d).items():
@@ -72,7 +74,7 @@ def main() -> None:
                 ratio = compare(inputs, plain, {**plain, **said}, rounds)
                 worst = max(worst, ratio)
                 passes = "forward+backward" if grad else "forward"
-                print(f"b={b} h={h} n={n:4} {passes:16} {name:20} {ratio:5.2f} ×")
+                print(f"b={b} h={h} n={n:4} {passes:16} {name:20} {ratio:5.2f} ×", flush=True)
     print(f"worst: {worst:.2f} ×")
 
 

@@ -358,11 +358,11 @@ def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
 
 def _allows_all(table: Tensor) -> bool:
     """Whether a bool tensor is all ones. In a large one, the last key of the first query tells most masks apart."""
-    if not readable(table) or not table.numel():
+    if not table.numel() or not readable(table):
         return False
-    if table.numel() > 1 << 14 and not bool(table[(0,) * (table.dim() - 1) + (-1,)]):
-        return False
-    return bool(table.numpy().all())  # NumPy's takes half the time of PyTorch's
+    if table.numel() <= 1 << 14:
+        return 0 not in table.numpy().tobytes()  # a tenth of the time of `all`
+    return bool(table[(0,) * (table.dim() - 1) + (-1,)]) and bool(table.numpy().all())
 
 
 def normalized(call: Call) -> Call:

@@ -108,9 +108,8 @@ def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
         keys = torch.arange(m, device="cpu").expand(count, -1)
     else:  # the needed ones, then others to fill up
         keys = (~needed).to(torch.int8).sort(dim=1, stable=True).indices[:, :l]
-    return Gathering(
-        shape, rows, keys, table.gather(2, keys[:, None].expand(-1, r, -1)), needed.gather(1, keys)
-    )
+    pairs = table.gather(2, keys[:, None].expand(-1, r, -1))
+    return Gathering(shape, rows, keys, pairs, needed.gather(1, keys))
 
 
 def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> Gathering | None:
