@@ -22,14 +22,17 @@ CHECKED := --jaxtyping-packages=$(subst $(subst ,, ),$(comma),$(SHAPED)),beartyp
 	-m "not compiled and not long"
 
 # Under a minute on two cores: two cases per test and five examples per law, on the CPU, without tests that start
-# other processes (training runs, browsers, Triton's interpreter). No shape checker: it adds 10 s of imports.
-QUICK := tests/pattern tests/position tests/reference tests/schedule tests/spec tests/engine tests/nn tests/generation \
-	tests/costs tests/laws tests/lens tests/cli tests/project/test_house.py --ignore=tests/engine/cuda \
-	--ignore=tests/engine/gpu --ignore=tests/engine/test_fused_qkv.py --ignore=tests/costs/flops/test_flop_counter.py \
-	--ignore=tests/nn/test_models.py \
-	--ignore=tests/lens/test_html_report.py --ignore=tests/lens/test_figures.py
+# other processes (training runs, browsers, Triton's interpreter) or run whole models. No shape checker: it adds 10 s of
+# imports.
+QUICK := REGARD_EXAMPLES=5 $(PYTEST) --quick -m "not compiled and not long"
+QUICK_FIRST := tests/engine tests/pattern tests/reference tests/project/test_house.py
+QUICK_SECOND := tests/cli tests/costs tests/generation tests/laws tests/lens tests/nn tests/position tests/schedule tests/spec
+NOT_QUICK := $(addprefix --ignore=tests/,engine/cuda engine/gpu engine/test_fused_qkv.py engine/test_threads.py \
+	engine/test_cold_call.py costs/flops/test_flop_counter.py costs/memory costs/test_planner.py cli/test_law_cli.py \
+	laws/diagnosis laws/test_found_out.py laws/test_html_report.py laws/test_judgment.py lens/test_ablation.py \
+	lens/test_figures.py lens/test_html_report.py nn/test_branch_end.py nn/test_models.py)
 
-.PHONY: demo test test-first test-second quick check docs long laws ledger mutants clean
+.PHONY: demo test test-first test-second quick quick-first quick-second check docs long laws ledger mutants clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,7 +54,13 @@ test-second:
 	@$(PYTEST) -m "compiled and not long" $(COMPILED)
 
 quick: $(VENV)/.ready
-	REGARD_EXAMPLES=5 $(PYTEST) $(WORKERS) --quick -m "not compiled and not long" $(QUICK)
+	$(MAKE) --no-print-directory -j 2 quick-first quick-second
+
+quick-first:
+	@$(QUICK) $(QUICK_FIRST) $(NOT_QUICK)
+
+quick-second:
+	@$(QUICK) $(QUICK_SECOND) $(NOT_QUICK)
 
 # The slow tests that `make test` leaves out, and its laws over more examples: about 15 minutes on two cores.
 long: $(VENV)/.ready
