@@ -136,13 +136,7 @@ def weights(
     return found if front is None else found.reshape(*front, *found.shape[2:])
 
 
-def call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Patterns = None,
-    **options: Any,
-) -> Call:
+def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns = None, **options: Any) -> Call:
     """The arguments of `attention`, checked, without those that change nothing."""
     options.pop("backend", None)
     pattern, lengths, at = simplified(q, k, pattern, options.pop("lengths", None), options.pop("at", None))

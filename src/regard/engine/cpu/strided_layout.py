@@ -206,13 +206,8 @@ def _period(word: Relation, di: int, dj: int) -> int:
     band = word.near > -FAR or word.far < FAR or word.blocks
     if band and di != dj:
         return 0
-    steps = [
-        (word.query_class[0], di),
-        (word.key_class[0], dj),
-        (word.divisor, di - dj),
-        *((size, di) for size in word.blocks),
-    ]
-    return lcm(*(k // gcd(k, by) for k, by in steps))
+    steps = [(word.query_class[0], di), (word.key_class[0], dj), (word.divisor, di - dj)]
+    return lcm(*(k // gcd(k, by) for k, by in [*steps, *((size, di) for size in word.blocks)]))
 
 
 def _cuts(group: TileGroup, words: list[Relation]) -> Sequence[int]:
