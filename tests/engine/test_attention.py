@@ -166,7 +166,7 @@ def test_any_pattern_is_the_formula(pattern, size, head, at, scale):
 
 @pytest.mark.parametrize("backend", ["auto", "tiles", "sdpa", "reference"])
 @pytest.mark.parametrize("pattern", WORDS, ids=repr)
-def test_each_word_is_the_formula_by_every_way(pattern, backend):
+def test_each_word_is_the_formula_by_every_backend(pattern, backend):
     inputs = qkv()
     got = with_gradients(lambda *x: attention(*x, pattern, backend=backend), *inputs)
     agree(got, with_gradients(lambda *x: formula(*x, pattern).o, *inputs))
@@ -563,7 +563,7 @@ def test_the_error_is_at_most_twice_that_of_plain_pytorch(pattern, dtype, backen
 
 
 @pytest.mark.parametrize("backend", ["auto", "tiles", "reference"])
-def test_the_log_sum_exp_of_16_bit_inputs_is_float32_on_every_way(backend):
+def test_the_log_sum_exp_of_16_bit_inputs_is_float32_in_every_backend(backend):
     inputs = qkv(dtype=torch.bfloat16)
     expected = formula(*(x.double() for x in inputs), causal()).lse
     o, lse = attention(*inputs, causal(), return_lse=True, backend=backend)
@@ -577,7 +577,7 @@ def test_the_log_sum_exp_of_16_bit_inputs_is_float32_on_every_way(backend):
     "asked", [*ASKED.values(), {"bias": randn(H, N, M, seed=8, dtype=torch.float32)}], ids=str
 )
 @pytest.mark.parametrize("pattern", [full(), causal(), window(2)], ids=repr)
-def test_autocast_casts_at_the_door(pattern, asked):
+def test_autocast_casts_at_the_entry_point(pattern, asked):
     q, k, v = (x.requires_grad_() for x in qkv(dtype=torch.float32))
     torch.manual_seed(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):

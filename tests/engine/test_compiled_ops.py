@@ -167,7 +167,7 @@ def test_the_compiled_gradient_of_a_table_is_that_of_indexing(reach, n, m, at):
 
 
 @pytest.mark.parametrize("backend", ["tiles", "sdpa", "reference"])
-def test_a_way_asked_for_by_name_is_one_graph_too(backend):
+def test_a_backend_requested_by_name_is_one_graph_too(backend):
     compiled = torch.compile(
         lambda q, k, v: attention(q, k, v, SPARSE, backend=backend), fullgraph=True, backend="aot_eager"
     )

@@ -38,7 +38,7 @@ def qkv(h_kv=1):
 
 @pytest.mark.parametrize(("backend", "pattern", "more"), WAYS, ids=[f"{b} {p!r}" for b, p, _ in WAYS])
 @pytest.mark.parametrize("lse", [False, True])
-def test_every_way_can_be_differentiated_twice(backend, pattern, more, lse):
+def test_every_backend_can_be_differentiated_twice(backend, pattern, more, lse):
     if lse and backend == "sdpa":
         pytest.skip("it gives no log-sum-exp")
 

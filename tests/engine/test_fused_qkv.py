@@ -1,4 +1,4 @@
-"""The kernels of a training step without a GPU, by Triton's interpreter; and what goes their way."""
+"""The kernels of a training step without a GPU, by Triton's interpreter; and which calls they take."""
 
 import json
 import os
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import regard as rg
-from joint_cases import ATTENDS, LOSSES
+from fused_qkv_cases import ATTENDS, LOSSES
 from regard.engine import fused_qkv
 from triton_interpreter import needs_interpreter
 
 
 @pytest.fixture(scope="module")
-def told():
-    program = Path(__file__).parents[1] / "helpers" / "joint_cases.py"
+def results():
+    program = Path(__file__).parents[1] / "helpers" / "fused_qkv_cases.py"
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -26,31 +26,31 @@ def told():
 
 @needs_interpreter
 @pytest.mark.parametrize("name", ATTENDS)
-def test_o_and_the_joint_gradients_are_the_formulas(told, name):
-    assert max(told[name]["errors"]) < (5e-3 if "half" in name else 2e-6)
+def test_o_and_the_gradients_of_the_projection_are_the_formulas(results, name):
+    assert max(results[name]["errors"]) < (5e-3 if "half" in name else 2e-6)
 
 
 @needs_interpreter
-def test_dropout_takes_its_share(told):
+def test_dropout_takes_its_share(results):
     n, p = 2 * 2 * 13 * 13, 0.3
-    assert abs(told["with dropout"]["stayed"] - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5
+    assert abs(results["with dropout"]["stayed"] - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", ["a layer over itself", "a layer over a context"])
-def test_a_layer_gives_the_same_by_one_product(told, name):
-    assert max(told[name]["errors"]) < 1e-5
+def test_a_layer_gives_the_same_by_one_product(results, name):
+    assert max(results[name]["errors"]) < 1e-5
 
 
 @needs_interpreter
-def test_a_whole_model_learns_the_same(told):
-    assert max(told["a whole model"]["errors"]) < 1e-5
+def test_a_whole_model_learns_the_same(results):
+    assert max(results["a whole model"]["errors"]) < 1e-5
 
 
 @needs_interpreter
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_on_a_gpu_is_pytorchs(told, name):
-    assert max(told[name]["errors"]) < 2e-5
+def test_the_loss_on_a_gpu_is_pytorchs(results, name):
+    assert max(results[name]["errors"]) < 2e-5
 
 
 class Elsewhere(torch.Tensor):
@@ -77,7 +77,7 @@ def there(*shape, dtype=torch.bfloat16):
         (128, None, 128, torch.bfloat16, rg.full(), False),
     ],
 )
-def test_only_what_fits_goes_this_way(monkeypatch, n, m, d, dtype, pattern, fits):
+def test_only_calls_that_fit_are_fused(monkeypatch, n, m, d, dtype, pattern, fits):
     monkeypatch.setattr(fused_qkv, "eager", lambda *tensors: True)
     x = there(2, n, 8, dtype=dtype)
     source = x if m is None else there(2, m, 8, dtype=dtype)

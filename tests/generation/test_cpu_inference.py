@@ -158,13 +158,13 @@ def test_unsupported_stacks_run_by_their_modules(why):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_autocast_goes_the_general_way(autocast):
+def test_autocast_takes_the_general_path(autocast):
     model, (source, lengths) = translator().float(), sources()
     with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
         assert (type(steps(model, source, lengths)[0]) is StackSteps) == autocast
 
 
-def test_a_row_with_nothing_to_look_at_goes_the_general_way():
+def test_a_row_without_an_allowed_key_takes_the_general_path():
     model, (source, lengths) = translator(), sources()
     lengths[2] = 0
     assert type(steps(model, source, lengths)[0]) is StackSteps

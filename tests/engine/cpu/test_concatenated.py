@@ -99,7 +99,7 @@ def test_however_the_rows_are_cut_it_is_the_formula(pattern, near, fewest, given
 
 
 @pytest.mark.parametrize("pattern", [p for p in WORDS + MIXED if p not in BANDS], ids=repr)
-def test_a_pattern_it_can_lay_is_the_formula(pattern):
+def test_a_pattern_with_such_a_layout_is_the_formula(pattern):
     laid = check(pattern, tensors(), pattern.allowed(101))
     assert not laid or pattern not in (full(), dilated(3, 4), strided(6), sinks(0), causal() & strided(8))
 
@@ -108,7 +108,7 @@ def test_a_pattern_it_can_lay_is_the_formula(pattern):
 @example(window(4) - every(5), 70, 70, None, 4)
 @example(causal() & (window(9) | sinks(20)), 70, 70, None, 4)
 @settings(deadline=None)
-def test_what_is_laid_holds_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile):
+def test_the_layout_holds_each_allowed_pair_once_and_no_other(pattern, n, m, at, tile):
     if n > m and at is None:
         at = 0
     for one in layouts(pattern, n, m, at, tile):

@@ -1,6 +1,6 @@
 """The kernels of a training step under Triton's interpreter, in a process of their own: one line of JSON a case.
 
-    TRITON_INTERPRET=1 python joint_cases.py
+    TRITON_INTERPRET=1 python fused_qkv_cases.py
 
 Each gives the largest errors beside float64, of the output and of every gradient.
 """
@@ -46,7 +46,7 @@ LOSSES = {  # chunk, smoothing, bias
 
 
 def heads(x: Tensor, c: Tensor | None, a: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a joint projection, the heads of a group side by side."""
+    """q, k, v of a fused projection, the heads of a group side by side."""
     q, rest = x[..., : a.heads * a.d_k], x[..., a.heads * a.d_k :]
     k, v = (rest if c is None else c).split([a.kv_heads * a.d_k, a.kv_heads * a.d_v], -1)
     k, v = (repeat(t, "b m (h d) -> b (h g) m d", h=a.kv_heads, g=a.heads // a.kv_heads) for t in (k, v))
@@ -107,7 +107,7 @@ def attend(asked: Options, b: int, n: int, m: int | None, lengths, dtype: torch.
 
 
 def layer(context: bool) -> dict:
-    """A layer's joint way beside its usual one."""
+    """A layer with a fused projection, compared with the same layer without."""
     torch.manual_seed(3)
     declared = rg.Attention(
         24, heads=3, pattern=rg.full() if context else rg.causal(), d_context=17 if context else None
@@ -142,7 +142,7 @@ def loss(chunk: int, smoothing: float, biased: bool) -> dict:
 
 
 def model() -> dict:
-    """A translator's loss and gradients with every such way, beside the usual ones."""
+    """A translator's loss and gradients with all these kernels, compared with those without."""
     torch.manual_seed(11)
     embedding, mlp = rg.Embedding(13, 24), rg.FeedForward(40)
     own, past = rg.Attention(24, heads=3), rg.Attention(24, heads=3, pattern=rg.causal())
