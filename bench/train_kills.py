@@ -87,6 +87,7 @@ def killed(home: Path, name: str, kills: int, steps: int, device: str, found: li
         found.append(
             {"run": name, "kill": kill, "exit": code, "step": newest(home / name), "left": left[-2:]}
         )
+        print(json.dumps(found[-1]), flush=True)  # so that a run that is cut off leaves its kills
     process = start(home, name, device)
     process.join()
     errors = (home / f"{name}.errors").read_text()[-400:]

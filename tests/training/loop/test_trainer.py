@@ -1,5 +1,6 @@
 """The loop: the same curve twice, the same end after any interruption, and what stops it."""
 
+import gc
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from regard.errors import BackendError, SpecError
 from regard.schedule import constant, warmup_cosine
 from regard.training.loop import checkpoints
 from regard.training.loop.averaging import ema, last
+from regard.training.loop.cuda_graphs import GraphedUpdates
 from regard.training.loop.log import Log, read
 from regard.training.loop.optimizer import AdamW
 from regard.training.loop.ranks import ALONE
@@ -583,3 +586,24 @@ def test_a_device_that_is_not_there_is_named():
     if not torch.cuda.is_available():
         with pytest.raises(BackendError, match=r"^device='cuda': .*; use device='cpu'$"):
             ALONE.device("cuda")
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured(monkeypatch):
+    """Collecting an older graph would end the capture. Without a GPU a capture is replaced by the update itself."""
+    for name, fake in {
+        "graph": lambda *_, **__: nullcontext(),
+        "CUDAGraph": object,
+        "graph_pool_handle": int,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    collects = []
+
+    def work(inputs, divisor):
+        collects.append(gc.isenabled())
+        return inputs[0]["x"].sum(), divisor
+
+    updates = GraphedUpdates(work, torch.device("cpu"))
+    for _ in range(2):
+        updates([{"x": torch.ones(3)}], 1.0)
+    graph = updates._capture([{"x": torch.ones(3)}])
+    assert graph is not None and collects == [True, True, False] and gc.isenabled()

@@ -179,9 +179,10 @@ def test_recipes_are_listed_with_their_dials():
     assert "vocab" in listed and "fold=0" in listed
 
 
-def test_a_long_context_model_reads_its_neighborhood_and_every_128th_character(tmp_path):
+def test_a_long_context_model_reads_its_neighborhood_and_every_16th_token(tmp_path):
     (tmp_path / "text").write_text("a quick brown fox\n" * 400)
-    chosen = recipe("long-context", file=str(tmp_path / "text"), context=640, d_model=16, layers=1, rows=1)
+    size = {"context": 640, "vocab": None, "d_model": 16, "layers": 1, "rows": 1}
+    chosen = recipe("long-context", file=str(tmp_path / "text"), **size)
     torch.manual_seed(0)
     model, ids = chosen.model.build().eval(), torch.randint(4, 19, (1, 640))
 
@@ -191,8 +192,8 @@ def test_a_long_context_model_reads_its_neighborhood_and_every_128th_character(t
         return model(changed)[0, -1]
 
     usual = model(ids)[0, -1]
-    moved = [p for p in (0, 1, 60, 126, 127, 128, 400, 639) if not torch.equal(last(p), usual)]
-    assert moved == [0, 127, 128, 400, 639]  # 639 - 512 = 127 is in the window, 126 is not
+    moved = [p for p in (0, 1, 60, 112, 126, 127, 128, 400, 639) if not torch.equal(last(p), usual)]
+    assert moved == [0, 112, 127, 128, 400, 639]  # 639 - 512 = 127 is in the window, 126 is not
     data = chosen.data.load(tmp_path)
     settings = replace(chosen.settings, autocast=None)
     trainer = Trainer(chosen.task(model), data.train, data.valid, settings, tmp_path)

@@ -5,7 +5,9 @@ contains the forward pass, the backward pass, clipping and the optimizer's step.
 since no two run at the same time and nothing in the pool is read after a replay.
 """
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +79,7 @@ class GraphedUpdates:
         results = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         before, graph = torch.get_rng_state(), torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
+            with _no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
                 for kept, result in zip(results, self.work(static, self.divisor), strict=True):
                     kept.copy_(result)
         except RuntimeError as e:
@@ -87,6 +89,18 @@ class GraphedUpdates:
             torch.set_rng_state(before)
             self.refused = "an update samples random numbers on the host"
         return None if self.refused else Graph(graph, static, results)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Python might collect an older graph meanwhile; freeing its memory would end the capture with an error."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _on(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
