@@ -72,6 +72,7 @@ def test_states_and_gradients_are_as_near_to_float64_as_those_of_eager(dtype, le
         assert mine <= 2 * theirs + floor
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, about TensorFloat32
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["causal", "pattern"])
 def test_a_static_cache_compiled_generates_what_no_cache_generates(pattern):
     model, ids = llama(), tokens(2, 90)

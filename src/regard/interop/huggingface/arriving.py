@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ... import compat
 from ...errors import ShapeError, SpecError
 from ...pattern import Both, Pattern, causal, documents, full, window
-from .lazy_mask import LazyMask, Mask
+from .lazy_mask import LazyMask, Mask, positions_in_documents
 from .lifetimes import Held
 from .masks import TracedMask
 from .problems import allowed, is_causal
@@ -25,12 +25,17 @@ def mask_and_bias(
     """What a mask of any kind means, and what of it is added to the scores."""
     batch, n, m = q.shape[0], q.shape[2], k.shape[2]
     bias = None
+    if isinstance(given, LazyMask) and given.for_graph is not None and torch.compiler.is_compiling():
+        table, *counted = given.for_graph
+        return Mask(
+            full(), 0, batch, n, m, dense=table[..., :m], counted=(counted[0], counted[1][:, :m])
+        ), None
     if isinstance(given, LazyMask):
         mask = given.mask
         if mask.batch != batch:
             mask = _of_batch(mask, batch, given)
     elif isinstance(given, TracedMask):
-        mask = Mask(given.pattern, given.at, batch, n, m)
+        mask = Mask(given.pattern, given.at, batch, n, m, dense=given.table, counted=given.counted)
     elif given is None:
         mask = _unmasked(module, batch, n, m, kwargs)
     elif not isinstance(given, Tensor):
@@ -105,7 +110,8 @@ def _with_documents(mask: Mask, kwargs: dict) -> Mask:
     if ids is None:
         return mask
     pattern = Both(mask.pattern, documents(ids))
-    return Mask(pattern, 0, mask.batch, mask.n, mask.m, keys=mask.keys, origin=mask.origin)
+    counted = positions_in_documents(ids, mask.keys)
+    return Mask(pattern, 0, mask.batch, mask.n, mask.m, keys=mask.keys, origin=mask.origin, counted=counted)
 
 
 def _ids_from_lengths(bounds: Any, mask: Mask) -> Tensor | None:

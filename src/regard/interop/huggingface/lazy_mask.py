@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...pattern import Pattern
 from .lifetimes import Held
@@ -43,6 +43,8 @@ class Mask:
     build: Callable[[], Tensor] | None = field(default=None, repr=False)  # the table that transformers means
     dense: Tensor | None = None  # that table, where it is all that is known
     note: str = ""
+    # The positions of the queries, (b, n), and of the keys, (b, m), as a user's pattern counts them; None: as above.
+    counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     memo: dict[Any, Any] = field(
         default_factory=dict, repr=False
     )  # what other layers of this forward computed
@@ -74,6 +76,29 @@ class Mask:
         return self.build()
 
 
+def positions_in_documents(ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Positions of packed tokens, (b, m), counted from the first real token of each document."""
+    begins = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    if keys is not None:
+        begins = begins | nn.functional.pad(keys[:, 1:] & ~keys[:, :-1], (1, 0))
+    order = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    found = order - torch.where(begins, order, 0).cummax(-1).values
+    return found, found
+
+
+def positions_in_rows(n: int, m: int, at: Any, padding: Tensor | None, device: torch.device) -> Any:
+    """Positions of queries and keys counted from the first real token of each row, by tensors alone, for a graph."""
+    i, j = (torch.arange(n, device=device) + at)[None], torch.arange(m, device=device)[None]
+    if padding is None:
+        return i, j
+    real = padding.to(device=device, dtype=torch.long)
+    order = torch.arange(1, real.shape[1] + 1, device=device)
+    starts, stops = real.argmax(-1, keepdim=True), (real * order).amax(-1, keepdim=True)
+    whole = (stops - starts == real.sum(-1, keepdim=True)).all()  # else positions count from the first key
+    starts = torch.where(whole, starts, 0)
+    return i - starts, j - starts
+
+
 class LazyMask(Tensor):
     """What eager adds to the scores, of shape (b, 1, n, m), without its elements: the first operation builds them.
 
@@ -82,6 +107,8 @@ class LazyMask(Tensor):
     """
 
     mask: Mask
+    # For a compiled step over a static cache: the table, and the positions of its query and keys, as graph inputs.
+    for_graph: tuple[Tensor, Tensor, Tensor] | None = None
 
     @staticmethod
     def of(mask: Mask, device: torch.device, dtype: torch.dtype = torch.float32) -> "LazyMask":
@@ -103,7 +130,9 @@ class LazyMask(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyMask) and _unchanged(func, first, args[1:], kwargs):
-            return LazyMask.of(first.mask, first.device, first.dtype)
+            made = LazyMask.of(first.mask, first.device, first.dtype)
+            made.for_graph = first.for_graph
+            return made
         return func(*_built(args), **{name: _built(x) for name, x in kwargs.items()})
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ...pattern import Both, Either, Pattern, blocks, causal, documents, full, window
-from .lazy_mask import LazyMask, Mask, added_to_scores
+from .lazy_mask import LazyMask, Mask, added_to_scores, positions_in_documents, positions_in_rows
 from .lifetimes import Held
 
 SAMPLED_ROWS = 8  # query rows on which a mask that was read is compared with the function it was read from
@@ -30,6 +30,9 @@ class Read:
 
     pattern: Pattern
     padding: tuple[Tensor, ...] = ()
+    packed: Tensor | None = (
+        None  # ids of packed documents, (b, m): a user's pattern counts from each one's start
+    )
 
 
 CAUSAL, EVERYTHING = Read(causal()), Read(full())  # made once: they are read for every token
@@ -117,7 +120,8 @@ def _read_both(parts: list[Read | None]) -> Read | None:
     pattern: Pattern = patterns[0] if patterns else full()
     for other in patterns[1:]:
         pattern = Both(pattern, other)
-    return Read(pattern, tuple(x for part in known for x in part.padding))
+    packed = next((part.packed for part in known if part.packed is not None), None)
+    return Read(pattern, tuple(x for part in known for x in part.padding), packed)
 
 
 def _behind(pattern: Pattern) -> Pattern:
@@ -148,7 +152,7 @@ def _read_chunks(size: int, left: Tensor, frame: Frame) -> Read:
 
 def _read_documents(ids: Tensor, frame: Frame) -> Read | None:
     here = ids[:, frame.origin : frame.origin + frame.m]
-    return Read(documents(here.long())) if here.shape[1] == frame.m else None
+    return Read(documents(here.long()), packed=here) if here.shape[1] == frame.m else None
 
 
 def _read_blockwise(ids: Tensor, frame: Frame) -> Read | None:
@@ -194,7 +198,8 @@ def mask(
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     dtype = options.get("dtype") or torch.float32
     if _tracing(attention_mask, q_offset):
-        return _traced_mask(given, how, dtype)
+        return _traced_mask(given, how, dtype, getattr(options.get("config"), "regard_patterns", None))
+    static = q_offset.clone() if isinstance(q_offset, Tensor) and q_length == 1 else None
     held = getattr(kv_offset, "held", None)  # a bounded cache says which keys it holds
     q_offset, kv_offset = int(q_offset), int(kv_offset)
     given = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
@@ -225,7 +230,11 @@ def mask(
         )  # fmt: skip
     elif options.get("allow_is_bidirectional_skip") and made.keys is None and isinstance(made.pattern, full):
         return None
-    return LazyMask.of(made, device, dtype)
+    lazy = LazyMask.of(made, device, dtype)
+    if static is not None:  # the next step of a static cache, which `generate` may run as a graph
+        at = static.to(device) - kv_offset
+        lazy.for_graph = (build(), *positions_in_rows(1, kv_length, at, attention_mask, device))
+    return lazy
 
 
 def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor]) -> Mask:
@@ -237,18 +246,22 @@ def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor]) -> Mask:
         keys = keys.expand(frame.batch, -1)
         if bool(keys.all()):
             keys = None
+    counted = None
+    if found.packed is not None and frame.n == frame.m:
+        counted = positions_in_documents(found.packed.expand(frame.batch, -1), keys)
     return Mask(
-        found.pattern, frame.at, frame.batch, frame.n, frame.m, keys=keys, origin=frame.origin, build=build
-    )
+        found.pattern, frame.at, frame.batch, frame.n, frame.m, keys=keys, origin=frame.origin, build=build,
+        counted=counted,
+    )  # fmt: skip
 
 
 def _without_single_documents(found: Read) -> Read:
     """Packed ids that name one document hide nothing."""
     pattern = found.pattern
     if isinstance(pattern, Both) and isinstance(pattern.right, documents) and _single(pattern.right):
-        return replace(found, pattern=pattern.left)
+        return replace(found, pattern=pattern.left, packed=None)
     if isinstance(pattern, documents) and _single(pattern):
-        return replace(found, pattern=full())
+        return replace(found, pattern=full(), packed=None)
     return found
 
 
@@ -359,10 +372,12 @@ def _bounded_mask(
 
 @dataclass(frozen=True, eq=False)
 class TracedMask:
-    """A pattern without data, for a graph: no table, and nothing that must be read from a tensor."""
+    """For a graph, in which nothing is read from a tensor: a pattern without data, or a table with positions."""
 
     pattern: Pattern
-    at: int
+    at: Any
+    table: Tensor | None = None
+    counted: tuple[Tensor, Tensor] | None = None
 
 
 def _tracing(*tensors: Any) -> bool:
@@ -371,12 +386,19 @@ def _tracing(*tensors: Any) -> bool:
     )
 
 
-def _traced_mask(given: tuple, how: dict[str, Any], dtype: torch.dtype) -> Any:
-    """A pattern where the whole mask is causal and nothing is read from tensors, as in training; else the table."""
-    _, _, _, q_offset, kv_offset, function, attention_mask = given
+def _traced_mask(given: tuple, how: dict[str, Any], dtype: torch.dtype, patterns: Any) -> Any:
+    """A pattern where the whole mask is causal and nothing is read from tensors, as in training; else the table.
+
+    patterns: those of `rg.use`, if any; they count from the first real token of each row, so that the table goes
+    together with positions.
+    """
+    _, n, m, q_offset, kv_offset, function, attention_mask = given
     plain = attention_mask is None and not isinstance(q_offset, Tensor) and not isinstance(kv_offset, Tensor)
     if plain and function is masking_utils.causal_mask_function:
         return TracedMask(causal(), q_offset - kv_offset)
     table = masking_utils.sdpa_mask(*given, **how)
     assert table is not None  # nothing in `how` allows that
-    return added_to_scores(table, dtype)
+    if not patterns:
+        return added_to_scores(table, dtype)
+    at = q_offset - kv_offset
+    return TracedMask(full(), at, table, positions_in_rows(n, m, at, attention_mask, how["device"]))

@@ -34,6 +34,10 @@ def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[
     one = mask.n == 1 and (mask.keys is not None or user is not None or not isinstance(mask.pattern, causal))
     if mask.held is not None or one:
         return [_row_problem(mask, user, device)]
+    if mask.counted is not None and user is not None and user.shift_period != 1:
+        if mask.keys is None and not mask.origin:
+            return _document_problems(mask, user)
+        return [Problem(allowed(mask, user, device))]
     pattern = together(mask.pattern, user)
     if mask.origin and not _shiftable(user, mask.origin):
         return [Problem(allowed(mask, user, device))]
@@ -81,6 +85,29 @@ def _row_problems(mask: Mask, pattern: Pattern, starts: list[int], stops: list[i
             problems.append(Problem(here, at, None, rows, (start, stop), first, beyond))
         problems.append(Problem(None, None, None, rows, (start, stop), beyond, follows=beyond > first))
     return problems
+
+
+def _document_problems(mask: Mask, user: Pattern) -> list[Problem]:
+    """Packed documents and a pattern that names positions (sinks, every, blocks): each document by itself."""
+    assert mask.counted is not None
+    pattern = together(_within_documents(mask.pattern), user)
+    problems = []
+    for row, positions in enumerate(mask.counted[1]):
+        starts = (positions == 0).nonzero()[:, 0].tolist()
+        rows = None if mask.batch == 1 else [row]
+        for start, stop in zip(starts, [*starts[1:], None]):
+            keys = (start, mask.m if stop is None else stop)
+            problems.append(Problem(pattern, 0, None, rows, keys, start, stop, follows=start > 0))
+    return problems
+
+
+def _within_documents(pattern: Pattern) -> Pattern:
+    """What the pattern of a mask means between tokens of one document."""
+    if isinstance(pattern, documents):
+        return full()
+    if isinstance(pattern, Both):
+        return together(_within_documents(pattern.left), _within_documents(pattern.right))
+    return pattern
 
 
 def _sliced(pattern: Pattern, rows: list[int] | None, start: int, stop: int) -> Pattern:
@@ -142,6 +169,9 @@ def _with_user(table: Tensor, mask: Mask, user: Pattern | None) -> Tensor:
     if user is None:
         return table
     device = table.device
+    if mask.counted is not None:
+        i, j = mask.counted
+        return table & torch.as_tensor(user.allows(i[:, None, :, None], j[:, None, None, :]), device=device)
     if mask.stored is not None:
         i, j = torch.arange(mask.n, device=device)[:, None] + mask.at, mask.stored.to(device)
         return table & torch.as_tensor(user.allows(i, j), device=device)
