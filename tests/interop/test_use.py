@@ -1,12 +1,22 @@
 """rg.use: a pattern of the user's in somebody else's model, per layer and per head, reversible and saved with it."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, BloomConfig, BloomModel, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomModel,
+    CompileConfig,
+    LlamaConfig,
+)
 
 import regard as rg
 from regard.interop import huggingface
@@ -106,6 +116,27 @@ def test_training_through_a_pattern_has_the_gradients_of_its_table(llama):
     for name, g in expected.items():
         torch.testing.assert_close(ours[name], g, rtol=1e-4, atol=1e-7)
         torch.testing.assert_close(again[name], g, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_pattern_counts_from_the_start_of_each_packed_document(llama, batch, padded):
+    """With sinks, a document of a packed row is what it is alone: also with padding, also where maps are computed."""
+    cuts = ([0, 5, 11, 17], [0, 8, 17])[:batch]
+    positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(c)]) for c in cuts])
+    given = {"position_ids": positions, "use_cache": False}
+    if padded:
+        given["attention_mask"] = torch.ones(batch, 17, dtype=torch.long)
+        given["attention_mask"][:, -2:] = 0
+    with rg.use(llama, PATTERN), torch.no_grad():
+        packed = llama(IDS[:batch], **given).logits
+        mapped = llama(IDS[:batch], output_attentions=True, **given).logits
+        for row, cut in enumerate(cuts):
+            for a, b in pairwise(cut):
+                b = min(b, 15) if padded else b
+                alone = llama(IDS[row : row + 1, a:b]).logits[0]
+                torch.testing.assert_close(packed[row, a:b], alone, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(mapped[row, a:b], alone, rtol=1e-5, atol=1e-6)
 
 
 def test_an_encoder_takes_a_window():
@@ -292,3 +323,37 @@ def test_a_graph_compiled_before_takes_a_pattern_and_gives_it_back(llama):
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, expected, rtol=1e-5, atol=1e-6)
         assert huggingface.explain(compiled, IDS)[1].pattern == str(PATTERN)
     assert torch.equal(compiled(IDS, use_cache=False).logits, before)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+def test_in_a_graph_a_pattern_counts_from_the_first_real_token_too(llama):
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    packed = torch.cat([torch.arange(7), torch.arange(10)]).expand(2, -1)
+    with rg.use(llama, PATTERN), torch.no_grad():
+        for given in ({"attention_mask": mask}, {"position_ids": packed}):
+            torch._dynamo.reset()
+            expected = llama(IDS, use_cache=False, **given).logits
+            found = torch.compile(llama, backend="eager")(IDS, use_cache=False, **given).logits
+            real = given.get("attention_mask", torch.ones_like(IDS)).bool()
+            torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["causal", "pattern"])
+@pytest.mark.parametrize("left", [0, 5])
+def test_a_compiled_step_over_a_static_cache_is_one_graph(llama, pattern, left):
+    settings = CompileConfig(mode=None, backend="eager")
+    settings._compile_all_devices = True  # else `generate` compiles on a GPU only
+    mask = torch.ones_like(IDS)
+    mask[0, :left] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    torch._dynamo.reset()
+    counters.clear()
+    with rg.use(llama, pattern), torch.no_grad():
+        expected = llama.generate(IDS, use_cache=False, **options)
+        found = llama.generate(IDS, cache_implementation="static", compile_config=settings, **options)
+    assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

@@ -35,7 +35,8 @@ def mask_and_bias(
         if mask.batch != batch:
             mask = _of_batch(mask, batch, given)
     elif isinstance(given, TracedMask):
-        mask = Mask(given.pattern, given.at, batch, n, m, dense=given.table, counted=given.counted)
+        counted = _counted_in_graph(given, n, m, kwargs.get("position_ids"))
+        mask = Mask(given.pattern, given.at, batch, n, m, dense=given.table, counted=counted)
     elif given is None:
         mask = _unmasked(module, batch, n, m, kwargs)
     elif not isinstance(given, Tensor):
@@ -51,6 +52,16 @@ def mask_and_bias(
     if not isinstance(given, TracedMask) and mask.dense is None:
         mask = _with_documents(mask, kwargs)
     return mask, bias
+
+
+def _counted_in_graph(given: TracedMask, n: int, m: int, positions: Any) -> tuple[Tensor, Tensor] | None:
+    """Positions as a user's pattern counts them: in packed documents from each one's start, by tensors alone."""
+    if given.counted is None or n != m or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return given.counted
+    starts = (positions[:, 1:] <= positions[:, :-1]).long()
+    found, _ = positions_in_documents(nn.functional.pad(starts.cumsum(-1), (1, 0)), None)
+    i, j = given.counted
+    return torch.minimum(i, found), torch.minimum(j, found)
 
 
 def _from_tensor(given: Tensor, batch: int, n: int, m: int) -> tuple[Mask, Tensor | None]:
