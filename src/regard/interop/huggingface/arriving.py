@@ -26,10 +26,8 @@ def mask_and_bias(
     batch, n, m = q.shape[0], q.shape[2], k.shape[2]
     bias = None
     if isinstance(given, LazyMask) and given.for_graph is not None and torch.compiler.is_compiling():
-        table, *counted = given.for_graph
-        return Mask(
-            full(), 0, batch, n, m, dense=table[..., :m], counted=(counted[0], counted[1][:, :m])
-        ), None
+        table, i, j = given.for_graph
+        return Mask(full(), 0, batch, n, m, dense=table[..., :m], counted=(i, j[:, :m])), None
     if isinstance(given, LazyMask):
         mask = given.mask
         if mask.batch != batch:
