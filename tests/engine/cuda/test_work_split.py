@@ -346,7 +346,7 @@ def chained(pattern, n, by_keys, place=(0, 1), layouts=None):
     from regard.engine.cuda.work_split import chain
 
     configs = default(128, 128, torch.bfloat16)
-    config = configs.hopper_dkv if by_keys else configs.hopper_forward
+    config = configs.hopper_dkv if by_keys else configs.hopper_dq
     route = device_passes((pattern, *place), (n, n), config, by_keys, CPU)
     return chain(route, (contiguous(1, 2, n, 128),) * 3 if layouts is None else layouts, place, by_keys, 396)
 

@@ -34,10 +34,10 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], call.output
     route, by_hopper, others = routes(call, config, task.configs.hopper_forward, False)
-    of_step, slots, counters = _of_hopper("forward", call, by_hopper, not others.steps)
+    of_step, slots, _ = _of_hopper("forward", call, by_hopper, not others.steps)
     wide = exceeds_int32(q, k, v, o)
     rows = max(slots, *(step.work.slots for step in others.steps), 0) * b * h * config.tile
-    workspace = dict(zip(PARTS, (rows * padded(d_v), rows))) | {"counters": counters}
+    workspace = dict(zip(PARTS, (rows * padded(d_v), rows)))
     for step in others.steps:
         attend = Launch(
             forward_kernel, len(step.work.items) * b * h, config,
@@ -48,7 +48,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
         names = "q", "k", "v", "o", "lse", *PARTS, *_extras(call), step.work.items, step.work.blocks
         of_step[step] = [(attend, names), _merge(call, step, step.work.joins)]
     inputs = "q", "k", "v", "o", "lse", *call.optional_inputs
-    return route, Program(inputs, _in_order(route, of_step), workspace, call.device, zeroed=counters > 0)
+    return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
 
 
 def _merge(call: CallLayout, step: DevicePass, joins: Tensor) -> tuple[Launch, Arguments]:

@@ -22,7 +22,7 @@ from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
-PIECE = 16  # blocks of one piece of a split tile
+PIECE = 8  # blocks of one piece of a split tile
 MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
 MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
@@ -199,10 +199,10 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
     return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
 
 
-# Passes that go on from earlier ones, in one launch: the tiles of all passes of a stretch of rows run at nearly the
-# same time, so that its rows are read from memory once and then from the cache. Before a tile adds to what earlier
-# passes have written, it waits until all their tiles of its stretch are. There is no deadlock: all programs run at a
-# time, each visits its tiles in the one order that all tiles have, and a tile waits for earlier ones only.
+# Passes of gradients that go on from earlier ones, in one launch: the tiles of all passes of a stretch of rows run at
+# nearly the same time, so that its rows are read from memory once and then from the cache. Before a tile adds to what
+# earlier passes have written, it waits until all their tiles of its stretch are. There is no deadlock: all programs
+# run at a time, each visits its tiles in the one order that all tiles have, and a tile waits for earlier ones only.
 
 
 def chain(
@@ -255,8 +255,8 @@ def chain(
 def _by_lines(step: DevicePass, place: tuple[int, int], n: int, by_keys: bool) -> Ints:
     """The blocks of a pass, with the words that say which pairs are allowed; none where such words cannot say it.
 
-    A short block ends its progression. It is filled up where there are rows, which the words hide: its neighbor may
-    have them.
+    A short block ends its progression. It is filled up where there are rows: the words hide them, so that its end
+    needs no test.
     """
     work, found, table = step.work, band(step.work.pattern), step.work.blocks.cpu().numpy().astype(np.int64)
     if found is None or not (found.low is found.high is found.only is step.keep is None):

@@ -9,18 +9,13 @@ Shared memory holds one block of keys and two of values.
 """
 
 from .static import (
-    HIDDEN,
     barrier,
-    chain_of,
-    count_last_tile,
-    count_tile,
     gl,
     gluon,
     hide_past_line,
     hide_past_lines,
     hopper,
     rescale_ptx,
-    wait_for,
     weights_ptx,
 )
 
@@ -243,26 +238,19 @@ def _put_part(PART, at, value, R: gl.constexpr):
 
 
 @gluon.jit
-def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, numbers, joins, S: gl.constexpr):
-    """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now.
-
-    joins: 0 where the tile goes on from no earlier pass.
-    """
-    start, step, o_n, scale2 = numbers
+def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
+    """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now."""
     PART_O, PART_LSE, SLOTS, bh, all_heads = parts
     count = (marks >> 8) & 255
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
-    if S.CHAINED:
-        none = top < 0.5 * HIDDEN * scale2  # all pairs of the row were hidden
-        top, total = gl.where(none, -float("inf"), top), gl.where(none, 0.0, total)
     x, mine = _mine(first, hop, count, start, step, ROWS, S)
     scale = gl.convert_layout(_reciprocal(gl.where(total > 0.0, total, 1.0)), ROWS)
     lse2 = top + _log2(total)  # log2(0) = −∞: an empty row
     fade = None
     if S.ACCUMULATES:  # the earlier passes are one more key, of weight exp2(before) and value o
-        before = gl.load(LSE + x, mask=mine & (joins > 0), other=-float("inf")) * 1.4426950408889634
+        before = gl.load(LSE + x, mask=mine, other=-float("inf")) * 1.4426950408889634
         base = gl.maximum(before, lse2)
         base = gl.where(base == -float("inf"), 0.0, base)
         fade, share = gl.exp2(before - base), gl.exp2(lse2 - base)
@@ -280,7 +268,7 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, numbers,
         gl.store(LSE + x, lse2 * 0.6931471805599453, mask=mine)
         place.store((acc * scale[:, None]).to(place.dtype))
         to, stored = _mine(first, hop, count, start, step, gl.SliceLayout(1, S.LOAD), S)
-        _store(O, place, to, stored, o_n, fade, joins, S)
+        _store(O, place, to, stored, o_n, fade, 1, S)
 
 
 @gluon.jit
@@ -405,7 +393,7 @@ def hopper_forward(
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
-    parts, place = (PART_O, PART_LSE, SLOTS, bh, all_heads), (start, step, o_n, scale2)
+    parts = PART_O, PART_LSE, SLOTS, bh, all_heads
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty
     qs = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
@@ -436,12 +424,10 @@ def hopper_forward(
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
     left = _pairs(weights)
-    at, pending = 0, lo * 0 - 1
+    at = 0
     for t in range(lo, last):
-        counter, joins, counts = chain_of(BLOCKS, t, S)
         async_copy.wait_group(0)
         barrier()
-        pending = count_tile(PART_LSE, pending, S)
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
         ahead = _spot(row, c, S)
@@ -455,14 +441,11 @@ def hopper_forward(
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        if begins:
-            first = wait_for(first, PART_LSE, counter, joins, S)
         scores = _hide(scores, noted.index((t + 1) % 2), coming, spot, next_first, next_hop, start, step, S)
         acc = warpgroup_mma_wait(0, deps=[product_v])
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:
-            _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, place, joins, S)
-            pending = gl.where(counts > 0, counter, -1) if S.CHAINED else pending
+            _close(O, LSE, parts, t, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)
             acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
         else:
             acc = _faded(acc, fade)
@@ -473,10 +456,5 @@ def hopper_forward(
         at = 1 - at
     async_copy.wait_group(0)
     barrier()
-    pending = count_tile(PART_LSE, pending, S)
     acc = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc)
-    counter, joins, counts = chain_of(BLOCKS, last, S)
-    first = wait_for(first, PART_LSE, counter, joins, S)
-    _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, place, joins, S)
-    if S.CHAINED:
-        count_last_tile(PART_LSE, gl.where(counts > 0, counter, -1), S)
+    _close(O, LSE, parts, last, vs.index(at), first, hop, mark, acc, top, total, start, step, o_n, S)

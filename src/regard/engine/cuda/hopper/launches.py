@@ -31,7 +31,7 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 def forward(
     call: CallLayout, route: DevicePasses, whole: bool
 ) -> tuple[dict[DevicePass, Launches], int, int]:
-    """Fills o and lse; the launches of each pass, the largest number of parts of split tiles, that of counters.
+    """Fills o and lse; the launches of each pass, the largest number of parts of split tiles; there are no counters.
 
     whole: these are all passes of the call.
     """
@@ -40,16 +40,13 @@ def forward(
     at_a_time = programs_at_a_time(config, call.device)
     of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
     mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE) if whole else None
-    if mixed is None:
-        flattened, counters = _flattened(call, route, at_a_time if whole else 0)
-    else:
-        flattened, counters = [mixed[:3]], 0
+    flattened = _flattened(call, route, 0)[0] if mixed is None else [mixed[:3]]
     for nth, (step, flat, (q, k, v)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
         # Every second pass runs backwards: it begins with rows that are still in the cache.
-        share = 0.0 if counters else DYNAMIC_SHARE
         if mixed is None:
-            cut = split_work(flat.work, b * h, at_a_time, dynamic_share=share, backwards=nth % 2 == 1)
+            backwards = nth % 2 == 1
+            cut = split_work(flat.work, b * h, at_a_time, dynamic_share=DYNAMIC_SHARE, backwards=backwards)
         else:
             cut = mixed[3]
         launch = Launch(
@@ -59,13 +56,11 @@ def forward(
             S=hopper_static(flat, config, call)._replace(
                 below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0
             ),
-            cooperative=counters > 0,
         )  # fmt: skip
-        parts = ("counters", "counters") if counters else PARTS
-        names = "q", "k", "v", "o", "lse", *parts, cut.chunks, cut.blocks, cut.slot
+        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot
         of_step[step] = [(launch, names), _merge(call, step, cut.joins)]
         slots = max(slots, cut.slots)
-    return of_step, slots, counters
+    return of_step, slots, 0
 
 
 Flattened = list[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]
