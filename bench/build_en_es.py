@@ -130,7 +130,8 @@ def fetched(source: Source, folder: Path) -> list[Path]:
             commands = {
                 "pip": [[*pip, "--python-version", python, "--dest", ".", package] for python in PYTHONS],
                 "npm": [["npm", "pack", "--loglevel=error", package]],
-                "apt": [["apt-get", "download", package]],
+                # Debian's archive drops a version when the next one comes; its messages are nearly the same.
+                "apt": [["apt-get", "download", p] for p in (package, package.partition("=")[0])],
             }[source.registry]
             for command in commands:
                 ran = subprocess.run(command, cwd=own, capture_output=True, text=True)
@@ -164,7 +165,8 @@ def members(path: Path) -> Iterator[tuple[str, bytes]]:
 # Catalogues
 
 CATALOGUE = re.compile(
-    r"(?<![a-z])(es|en)([_-](ES|US|GB))?([./_-]|$).*(po|mo|json|properties)$|\.properties$|\.po$|\.mo$"
+    r"(?<![a-z])(es|en)([_-](ES|US|GB|EN))?([./_-]|$).*(po|mo|json|properties)$|\.properties$|\.po$|\.mo$"
+    r"|/lang/[a-z]+\.json$|/msg/(es|en)\.js$"
 )
 LANGUAGE = re.compile(r"(?<![a-zA-Z])(es|en)([_-](ES|US))?(?![_-]\d)(?=[./_-]|$)")
 HASH = re.compile(r"-[0-9a-f]{10,}(?=\.json$)")  # in names of files for browsers
@@ -191,11 +193,12 @@ def pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 def english_names(name: str) -> Iterator[str]:
     """Where the English texts of a Spanish catalogue may be."""
-    for english in ("en", "en_US", "en-US", "en-us", "en_GB"):
+    for english in ("en", "en_EN", "en_US", "en-US", "en-us", "en_GB"):
         yield LANGUAGE.sub(english, name)
         yield re.sub(r"/es(_ES|-ES|-es)?/", f"/{english}/", name)
         yield re.sub(r"_es\.properties$", f"_{english}.properties", name)
     yield re.sub(r"_es\.properties$", ".properties", name)
+    yield re.sub(r"-es\.json$", ".json", name)  # the English file has no tag
 
 
 def messages(name: str, content: bytes) -> dict[str, str]:
@@ -212,6 +215,9 @@ def messages(name: str, content: bytes) -> dict[str, str]:
             return po_messages(content.decode("utf-8"))
         if name.endswith(".json"):
             return dict(flat(json.loads(content.decode("utf-8-sig")))) if len(content) < 1 << 24 else {}
+        if name.endswith(".js"):  # Messages["KEY"] = "text";
+            lines = re.findall(r'^[\w.]+\["(\w+)"\] = ("(?:[^"\\\n]|\\.)*");', content.decode("utf-8"), re.M)
+            return {key: json.loads(text) for key, text in lines}
         return properties(content)
     except (ValueError, OSError, KeyError, IndexError, struct.error, SyntaxError, RecursionError):
         return {}
@@ -245,7 +251,8 @@ def flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, inner in value.items():
             if key not in ("description", "context", "developer_comment"):
-                yield from flat(inner, f"{path}.{key}" if key != "defaultMessage" else path)
+                inside = path if key == "defaultMessage" or key in ("en", "es") else f"{path}.{key}"
+                yield from flat(inner, inside)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from flat(inner, f"{path}[{i}]")
