@@ -15,7 +15,8 @@ AXES = "move axes with transpose, not with view or reshape"
 LSE = "return ln Σ exp(scores) over the allowed keys"
 BEFORE = "mask padded keys before softmax"
 
-OF_EVERY_OUTPUT = {"L48", "L62", "L60"}  # of functions: wrong outputs break them, whatever is wrong
+# Laws of functions that any wrong output breaks, whatever is wrong.
+OF_EVERY_OUTPUT = {"L19", "L20", "L48", "L56", "L57", "L60", "L62"}
 VALUES = {"L01", "L05", "L06", "L34", "L61"}  # wrong outputs: wrong gradients follow from them
 
 # law → fault, family, fix; the first broken one in this order is the cause.
@@ -95,10 +96,8 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
         return None
     follows = "L50" in broken and "reached" not in broken["L50"].message and VALUES & set(broken)
     order = [n for n in BY_LAW if n in broken and not (n == "L50" and follows)]
-    measured = [
-        n for n in order if not broken[n].message.startswith("raised")
-    ]  # a call that raised shows nothing
-    order = measured or order
+    # A call that raised shows nothing about the rest.
+    order = [n for n in order if not broken[n].message.startswith("raised")] or order
     values = sorted(VALUES & set(broken)) if isinstance(harness.target, Function) else []
     if values:
         order = [n for n in order if n not in OF_EVERY_OUTPUT]

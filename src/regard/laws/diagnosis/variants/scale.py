@@ -137,6 +137,12 @@ SCALE = (
         factor=_scale(lambda c: max(_d(c) - 1, 1) ** -0.5),
     ),
     _v(
+        "the scale is that of d_k padded to a power of two",
+        "scale of a wrong width",
+        "divide by √d_k, not by the root of the padded width",
+        factor=_scale(lambda c: (1 << (_d(c) - 1).bit_length()) ** -0.5),
+    ),
+    _v(
         "the scale is 1/√(d_k + 1)",
         "scale of a wrong width",
         "divide by √d_k",

@@ -48,6 +48,10 @@ def _tiled(size: int, merge: str) -> Any:
     return normalize
 
 
+def _over_queries(e: Tensor) -> Tensor:
+    return e / e.sum(-2, keepdim=True)
+
+
 def _shares(e: Tensor) -> Tensor:
     e = e.nan_to_num(0.0)
     return e / e.sum(-1, keepdim=True)
@@ -82,6 +86,12 @@ SOFTMAX = (
         "softmax axis",
         "use softmax(dim=-1) on scores of shape (…, n, m)",
         normalize=_softmax_over(-2),
+    ),
+    _v(
+        "the exponentials are divided by their sum over the queries instead of the keys",
+        "softmax axis",
+        "divide by the sum over dim=-1",
+        normalize=lambda s, ok: _over_queries((s - s.amax(-1, keepdim=True)).exp()),
     ),
     _v(
         "softmax runs over the heads instead of the keys",
