@@ -130,7 +130,7 @@ def main() -> None:
     if not options.as_they_are:
         for (name, kind), value in fit(rows).items():
             print(f"{name or kind}{f'[{kind!r}]' if name else ''} = {value:.3g}")
-    table("Rows of the fit", rows)
+    table("Compared" if options.as_they_are else "Rows of the fit", rows)
     table("Held out", held)
 
 

@@ -260,7 +260,7 @@ def report(folder: Path) -> None:
             table([r for r in rows[kind] if "error" not in r])
             print(*(f"\nfailed: {r['model']}: {r['error']}" for r in rows[kind] if "error" in r), "\n")
     for kind in ("time", "fit"):
-        if rows[kind] and "roofline" in found:
+        if any("work" in r for r in rows[kind]) and "roofline" in found:
             print(
                 f"## Time of a step ({'not fitted' if kind == 'time' else 'models to which constants are fitted'})\n"
             )

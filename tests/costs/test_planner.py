@@ -11,8 +11,11 @@ from regard.costs import example, plan, stepping
 from regard.costs.gpus import CARDS, card
 from regard.costs.memory.runs import Setting, run
 from regard.costs.memory.step import TrainingStep
-from regard.costs.planner import SHARE, Option
+from regard.costs.planner import SHARE, Option, Wanted, planned
+from regard.costs.sizes import Size
+from regard.costs.subject import Runs, Subject
 from regard.costs.time import HOST, time_of
+from regard.costs.trace.attention import Call, CallPairs, Gpu, kernel_of
 from regard.costs.trace.tracer import Work
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
@@ -31,6 +34,40 @@ def test_a_plan_fits_and_one_more_row_does_not(monkeypatch):
     data = json.loads(result.json())
     assert data["choices"][0]["batch"] == best.batch and data["choices"][0]["tokens_per_second"] > 0
     assert f"{best.batch:,}" in str(result) and "step = rg.costs.stepping(" in str(result)
+
+
+@unchecked
+def test_between_traced_runs_every_storage_has_the_size_of_a_traced_run():
+    subject, gpu = Subject.of(tiny), CARDS["l4"].gpu
+
+    def traced(x, on=CARDS["h100"].gpu):
+        return run(subject.setting(Size(64, 64, 40 * x), TrainingStep(), device="cuda", gpu=on))
+
+    runs = Runs(traced, 1)
+    for x in (1, 4, 8):
+        runs.at(x)
+    assert runs.reaches(6) and not runs.reaches(9)
+    exact = traced(6, gpu)
+    assert runs.sizes(6, gpu) == [r.bytes for r in exact.trace.meter.records]
+    assert [w.flops for w in runs.work(6)] == [w.flops for w in exact.trace.work]
+
+
+@unchecked
+def test_cards_share_runs_and_progress_is_told(monkeypatch):
+    monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter([Option("float32", TrainingStep())]))
+    traced, told = [], []
+    monkeypatch.setattr("regard.costs.planner.run", lambda setting: traced.append(1) or run(setting))
+    planned(tiny, Wanted(gpu="l4,a100-40,4090", n=64), lambda *seen: told.append(seen))
+    assert told == [(f"{g}: float32", i, 3) for i, g in enumerate(("a100-40", "l4", "4090"))]
+    assert len(traced) < 7  # by itself each card takes three or more
+
+
+def test_a_trained_mask_with_dropout_runs_the_memory_efficient_kernel():  # as T5 measured on an H200
+    q, mask = (
+        torch.empty(2, 3, 8, 16, device="meta"),
+        torch.empty(2, 3, 8, 8, device="meta", requires_grad=True),
+    )
+    assert kernel_of(Call(q, q, q, mask, 0.1, False, CallPairs(1, 1, "")), "cuda", Gpu()) == "efficient"
 
 
 def test_the_printed_code_names_the_same_step():

@@ -1,5 +1,8 @@
 """`regard plan`: what fits a card, and how fast it would train."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -37,6 +40,23 @@ class PlanRequest:
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False
 
 
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """(what is searched for, done, of) → a bar on stderr; one line where that is no terminal or rich is missing."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ModuleNotFoundError:
+        Progress = None  # type: ignore[assignment]
+    if Progress is None or not sys.stderr.isatty():
+        typer.echo("planning …", err=True)
+        yield lambda *_: None
+        return
+    with Progress(console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("planning")
+        yield lambda text, done, count: bar.update(task, description=text, completed=done, total=count)
+
+
 @partial(with_options, PlanRequest)
 def plan(request: PlanRequest) -> None:
     """What fits a card, how fast it would train, and code to run it.
@@ -49,20 +69,20 @@ def plan(request: PlanRequest) -> None:
 
     regard plan gpt2 --gpu 4090 --code 1 > plan.py && python plan.py
     """
-    from ..costs.planner import plan as planned
+    from ..costs.planner import Wanted, planned
     from ..pattern.parse import parse_pattern
     from . import targets
 
-    typer.echo("planning …", err=True)
-    result = planned(
-        targets.read(request.source),
-        memory=None if request.memory is None else size_of(request.memory),
-        gpu=request.gpu,
-        n=request.n,
-        train=request.train,
-        ranks=request.ranks,
-        pattern=None if request.pattern is None else parse_pattern(request.pattern),
+    wanted = Wanted(
+        None if request.memory is None else size_of(request.memory),
+        request.gpu,
+        request.n,
+        request.train,
+        request.ranks,
+        None if request.pattern is None else parse_pattern(request.pattern),
     )
+    with progress_bar() as progress:
+        result = planned(targets.read(request.source), wanted, progress)
     if request.code is not None:
         if request.code > len(result.choices) or not result.choices[request.code - 1].batch:
             fitting = sum(bool(c.batch) for c in result.choices)

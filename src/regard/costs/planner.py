@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from .memory.peak import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import Subject, largest, largest_batch
+from .subject import Runs, Subject, largest_of
 from .tables import Table
 from .time import Roofline, load_roofline, time_of
 
@@ -132,6 +132,23 @@ def plan(
     train: compare bfloat16, checkpointing, 8-bit states and LoRA; False plans a forward pass and generation. ranks:
     cards that share the work (FSDP2). pattern: replaces the pattern of a declared attention.
     """
+    return planned(model, Wanted(memory, gpu, n, train, ranks, pattern))
+
+
+class Wanted(NamedTuple):
+    """What a plan is asked for, as `plan` has it."""
+
+    memory: int | None = None
+    gpu: str | None = None
+    n: int | None = None
+    train: bool = True
+    ranks: int = 1
+    pattern: Pattern | None = None
+
+
+def planned(model: Any, wanted: Wanted, progress: Callable[[str, int, int], None] | None = None) -> Plan:
+    """The plan. progress: called with the choice that is searched for, how many are done, and how many there are."""
+    memory, gpu, n, train, ranks, pattern = wanted
     subject = Subject.of(model)
     require_positive("ranks", ranks)
     if n is not None:
@@ -144,13 +161,20 @@ def plan(
     length = subject.tokens or n or min(subject.max_n, DEFAULT_N)
     search = _Search(subject, name, length, ranks)
     choices: list[Choice] = []
-    for label in [g.strip() for g in (gpu or "h100").split(",")]:
-        chosen = card(label) if gpu else CARDS["h100"]
-        chosen = chosen if memory is None else chosen._replace(memory=memory)
-        title = label if gpu else readable(chosen.memory)
-        each = [search.choice(title, chosen, option) for option in _options(subject, train)]
+    options = list(_options(subject, train))
+    chosen = {label: card(label) for label in map(str.strip, (gpu or "h100").split(","))}
+    count = len(chosen) * len(options)
+    # The largest first: what it traces tells what the smaller ones hold.
+    for label, own in sorted(chosen.items(), key=lambda pair: -pair[1].memory):
+        on = own if memory is None else own._replace(memory=memory)
+        title = label if gpu else readable(on.memory)
+        each: list[Choice] = []
+        for option in options:
+            if progress is not None:
+                progress(f"{title}: {option.label}", len(choices) + len(each), count)
+            each.append(search.choice(title, on, option))
         best = max(each, key=lambda c: c.tokens_per_second)
-        longest = search.longest(chosen, best)
+        longest = search.longest(on, best)
         choices += [replace(c, longest_n=longest) if c is best else c for c in each]
     choices.sort(key=lambda c: -c.tokens_per_second)
     shown = dict.fromkeys(c.gpu for c in choices) if gpu else {}
@@ -182,51 +206,57 @@ def _options(subject: Subject, train: bool) -> Iterator[Option]:
 
 
 class _Search:
-    """Batches and lengths of one model that fit."""
+    """Batches and lengths of one model that fit. Cards that choose the same kernels share their traced runs."""
 
     def __init__(self, subject: Subject, name: str, n: int, ranks: int):
         self.subject, self.name, self.n, self.ranks = subject, name, n, ranks
+        self.batches, self.lengths = cache(self._batches), cache(self._lengths)
         self.traced = cache(self._traced)
 
-    def _traced(self, n: int, batch: int, option: Option, on: Any) -> Run:
+    def _traced(self, n: int, batch: int, option: Option, hopper: bool) -> Run:
         dtype = torch.bfloat16 if option.training is None else torch.float32
-        setting = self.subject.setting(Size(n, n, batch), option.training, dtype, "cuda", on)
+        gpu = CARDS["h100" if hopper else "a100-80"].gpu
+        setting = self.subject.setting(Size(n, n, batch), option.training, dtype, "cuda", gpu)
         return run(replace(setting, cached=option.cached))
 
+    def _batches(self, option: Option, hopper: bool) -> Runs:
+        return Runs(lambda batch: self.traced(self.n, batch, option, hopper), 1)
+
+    def _lengths(self, option: Option, hopper: bool) -> Runs:
+        return Runs(lambda steps: self.traced(steps * STEP_N, 1, option, hopper), 2)
+
     def choice(self, label: str, on: Card, option: Option) -> Choice:
-        budget = int(SHARE * on.memory)
-        batch, exact = largest_batch(
-            lambda size: self.traced(self.n, size, option, on.gpu), budget, self.ranks, expandable=True
-        )
-        used = exact.usage(ranks=self.ranks, expandable=True)
-        if used.peak > budget:
-            return Choice(label, on.memory, option, self.n, 0, self.ranks, used.peak, 0.0, "")
-        seconds = _seconds(exact, _roofline(label, on), option)
+        budget, runs = int(SHARE * on.memory), self.batches(option, on.capability >= (9, 0))
+        batch = largest_of(runs, budget, on.gpu, self.ranks, expandable=True)
+        used = runs.at(1) if batch < 2 else runs.nearest(batch)
+        peak = used.usage(ranks=self.ranks, sizes=runs.sizes(max(batch, 1), on.gpu), expandable=True).peak
+        if not batch:
+            return Choice(label, on.memory, option, self.n, 0, self.ranks, peak, 0.0, "")
+        phases = time_of(runs.work(batch), _roofline(label, on)).phases
+        seconds = phases["decode"] if option.cached else sum(phases.values())
         code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
-        sizes = (self.n, batch, self.ranks, used.peak)
-        return Choice(label, on.memory, option, *sizes, seconds, code)
+        return Choice(label, on.memory, option, self.n, batch, self.ranks, peak, seconds, code)
 
     def longest(self, on: Card, choice: Choice) -> int | None:
         """The longest n that fits with a batch of 1, in steps of 64; None where the model determines it."""
         if self.subject.tokens is not None or not choice.batch:
             return None
-
-        def peak(steps: int) -> int:
-            traced = self.traced(steps * STEP_N, 1, choice.option, on.gpu)
-            return traced.usage(ranks=self.ranks, expandable=True).peak
-
-        limit = min(self.subject.max_n, MAX_N)
-        return STEP_N * largest(peak, int(SHARE * on.memory), limit // STEP_N) or None
+        limit = min(self.subject.max_n, MAX_N) // STEP_N
+        runs = self.lengths(choice.option, on.capability >= (9, 0))
+        start = max(1, min(self.n // STEP_N, limit // 4))
+        for steps in {min(k * start, limit) for k in (1, 2, 4)} if limit else ():
+            runs.at(steps)
+        budget = int(SHARE * on.memory)
+        steps = largest_of(runs, budget, on.gpu, self.ranks, True, limit)
+        # Kernels round lengths up, so the parabola is checked where it ends.
+        while steps and runs.at(steps).usage(ranks=self.ranks, expandable=True).peak > budget:
+            steps -= max(1, steps // 200)
+        return STEP_N * steps or None
 
 
 def _roofline(label: str, on: Card) -> Roofline:
     stored = load_roofline()
     return stored if stored is not None and label in stored.machine.lower() else on.roofline(label)
-
-
-def _seconds(traced: Run, roofline: Roofline, option: Option) -> float:
-    phases = time_of(traced.trace.work, roofline).phases
-    return phases["decode"] if option.cached else sum(phases.values())
 
 
 def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ranks: int = 1) -> str:

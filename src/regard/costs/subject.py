@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .memory.runs import Run, Setting, run
 from .memory.step import TrainingStep, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
+from .trace.tracer import Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
@@ -105,50 +107,124 @@ class Subject:
             return run(self.setting(size, training_of(request.train), request.dtype, request.device))
 
         if vary == "batch":
-            return largest_batch(lambda value: at(Size(n, m, value)), budget)[0]
+            return largest_of(Runs(lambda value: at(Size(n, m, value)), 1), budget, H200)
         with_n = (
             (lambda value: Size(value, value, batch)) if m == n else (lambda value: Size(value, m, batch))
         )
         return largest(lambda value: at(with_n(value)).usage().peak, budget, self.max_n)
 
 
-def largest_batch(
-    traced: Callable[[int], Run], budget: int, ranks: int = 1, expandable: bool = False
-) -> tuple[int, Run]:
-    """The largest batch whose peak is at most the budget, and its run (of a batch of 1 if none fits).
+class Runs:
+    """Runs of one kind of step at several sizes x: batches, or lengths.
 
-    Sizes of storages are lines in the batch: a run with one row and one near the largest batch give those between.
+    Between them the sizes of storages and the work are polynomials in x, as long as the runs allocate and free in the
+    same order: lines in the batch (degree 1), parabolas in the length (2).
     """
-    first = near = traced(1)
-    at = batch = 1
-    options: dict[str, Any] = {"ranks": ranks, "expandable": expandable}
-    for _ in range(5):
-        batch = largest(_peaks(near, _between(first, near, at), options), budget, MAX_BATCH)
-        if batch <= 1 or at / 2 <= batch <= at:
-            break
-        at, near = batch, traced(batch)
 
-    def exact(size: int) -> Run:
-        return near if size == at else traced(max(size, 1))
+    def __init__(self, traced: Callable[[int], Run], degree: int):
+        self.traced, self.degree = traced, degree
+        self.known: dict[int, Run] = {}
 
-    while batch and exact(batch).usage(**options).peak > budget:  # an operation needs more from some size on
-        batch -= max(1, batch // 200)
-    return batch, exact(batch)
+    def at(self, x: int) -> Run:
+        if x not in self.known:
+            self.known[x] = self.traced(x)
+        return self.known[x]
+
+    def nearest(self, x: int) -> Run:
+        """A known run that allocates in the order of x."""
+        return self.known[min(self._near(x), key=lambda k: abs(k - x))]
+
+    def reaches(self, x: int) -> bool:
+        """Whether x is a known run, or lies between runs that decide it."""
+        if x in self.known:
+            return True
+        near = self._near(x)
+        return len(near) > self.degree and min(near) < x < max(near) and not self._begins(near)
+
+    def sizes(self, x: int, gpu: Gpu) -> list[int]:
+        """Bytes of every storage on this GPU."""
+        near = self._near(x)
+        runs = [self.known[k] for k in near]
+        needs = runs[-1].trace.meter.needs
+        if len(near) <= self.degree and x not in self.known:  # in proportion to what is not the model's
+            run, size = runs[-1], near[-1]
+            grow = ("saved for backward", "inputs", "key/value cache")
+            constant = {k for k, kind in run.kinds.items() if kind not in grow}
+            bytes_ = [r.bytes for r in run.trace.meter.records]
+            return [b if k in constant else b * x // size for k, b in enumerate(bytes_)]
+        found = _polynomial(near, [[r.bytes for r in run.trace.meter.records] for run in runs], x)
+        for key, need in needs.items():
+            sizes = _polynomial(near, [[*run.trace.meter.needs[key].sizes] for run in runs], x)
+            found[key] = need._replace(sizes=tuple(sizes)).bytes(gpu)
+        return found
+
+    def work(self, x: int) -> list[Work]:
+        """What the host and the device do."""
+        near = self._near(x)
+        works = [self.known[k].trace.work for k in near]
+        flops = _polynomial(near, [[int(w.flops) for w in work] for work in works], x)
+        moved = _polynomial(near, [[int(w.bytes) for w in work] for work in works], x)
+        return [w._replace(flops=f, bytes=b) for w, f, b in zip(works[-1], flops, moved)]
+
+    def _near(self, x: int) -> list[int]:
+        """The known sizes that decide x: itself, or the nearest that run alike, with one above if there is one."""
+        if x in self.known:
+            return [x]
+        above = sorted(k for k in self.known if k > x)[: self.degree]
+        first = above[0] if above else max(self.known)
+        alike = [k for k in self.known if self._alike(self.known[k], self.known[first])]
+        nearest = sorted(alike, key=lambda k: abs(k - x))
+        chosen = [first, *(k for k in nearest if k != first and (k < x or not above or self.degree > 1))]
+        return sorted(chosen[: self.degree + 1])
+
+    @staticmethod
+    def _alike(a: Run, b: Run) -> bool:
+        same = a.trace.meter.events == b.trace.meter.events and len(a.trace.work) == len(b.trace.work)
+        return same and a.trace.meter.needs.keys() == b.trace.meter.needs.keys()
+
+    def _begins(self, near: list[int]) -> bool:
+        """Whether something is needed from some size on, which no polynomial tells."""
+        needs = self.known[near[-1]].trace.meter.needs
+        columns = zip(*(self.known[k].trace.meter.records for k in near))
+        return any(
+            len({r.bytes > 0 for r in column}) > 1 for k, column in enumerate(columns) if k not in needs
+        )
 
 
-def _peaks(run: Run, sizes: Callable[[int], list[int]], options: dict[str, Any]) -> Callable[[int], int]:
-    return lambda batch: run.usage(sizes=sizes(batch), **options).peak
+def _polynomial(points: list[int], values: list[list[int]], x: int) -> list[int]:
+    """Values at x of the polynomials through the values at the points."""
+    if len(points) == 1:
+        return values[0]
+    total = torch.zeros(len(values[0]), dtype=torch.float64)
+    for i, a in enumerate(points):
+        weight = prod((x - b) / (a - b) for j, b in enumerate(points) if j != i)
+        total += weight * torch.tensor(values[i], dtype=torch.float64)
+    return total.round().long().tolist()
 
 
-def _between(first: Run, near: Run, at: int) -> Callable[[int], list[int]]:
-    """Batch → sizes of storages, from runs with a batch of 1 and of `at`; in proportion, if `at` is 1."""
-    ones, ends = ([r.bytes for r in x.trace.meter.records] for x in (first, near))
-    constant = (
-        set(near.kinds) - near.keys("saved for backward") - near.keys("inputs") - near.keys("key/value cache")
-    )
-    if at > 1 and first.trace.meter.events == near.trace.meter.events:
-        return lambda batch: [a + (b - a) * (batch - 1) // (at - 1) for a, b in zip(ones, ends)]
-    return lambda batch: [x if k in constant else x * batch // at for k, x in enumerate(ends)]
+def largest_of(
+    runs: Runs, budget: int, gpu: Gpu, ranks: int = 1, expandable: bool = False, limit: int = MAX_BATCH
+) -> int:
+    """The largest size up to the limit whose peak is at most the budget; 0 if none fits."""
+    if not limit:
+        return 0
+    if not runs.known:
+        runs.at(1)
+
+    def peak(x: int) -> int:
+        used = runs.nearest(x).usage(sizes=runs.sizes(x, gpu), ranks=ranks, expandable=expandable)
+        return used.peak
+
+    for _ in range(6):
+        x = largest(peak, budget, limit)
+        if x <= 1 or runs.reaches(x):
+            return x
+        # A little above what is likely the largest, so that the next estimate lies between two runs.
+        beyond = x if len(runs.known) == 1 else x // 8
+        runs.at(min(x + beyond, limit) if x > max(runs.known) else x)
+    while x and runs.at(x) and peak(x) > budget:  # exactly, where the run is known
+        x -= max(1, x // 200)
+    return x
 
 
 def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:

@@ -113,8 +113,7 @@ def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     if half and call.mask is None and d_k == d_v <= 256 and not (call.is_causal and not square):
         return "flash"
     whole = 8 if half else 4
-    if call.mask is not None and (call.mask.stride(-1) != 1 or (trained and call.dropout_p)):
-        # Inferred from the memory of two T5 rows on an H200 (a trained mask with dropout); not measured by itself.
+    if call.mask is not None and call.mask.stride(-1) != 1:
         return "math"
     if call.q.dtype in (*HALF, torch.float32) and not call.grouped and d_k % whole == d_v % whole == 0:
         return "efficient"

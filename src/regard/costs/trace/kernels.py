@@ -5,7 +5,7 @@ Compared with its allocators by tests/costs/memory and bench/cost_memory.py. Wha
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,27 @@ from torch import Tensor
 from ...engine.cuda.backend import one_launch
 from .attention import Gpu
 
-Needs = Callable[[tuple, dict, list[Tensor], Gpu], int]
+
+class Need(NamedTuple):
+    """A workspace that is no line in the batch: a formula of sizes that are, and of the GPU."""
+
+    formula: Callable[..., int]
+    sizes: tuple[int, ...]
+
+    def bytes(self, gpu: Gpu) -> int:
+        return self.formula(*self.sizes, gpu.multiprocessors)
 
 
-def workspace(name: str, args: tuple, kwargs: dict, outs: list[Tensor], device: str, gpu: Gpu) -> int:
-    """Bytes of workspace of this operation."""
+Needs = Callable[[tuple, dict, list[Tensor]], int | Need]
+
+
+def workspace(name: str, args: tuple, kwargs: dict, outs: list[Tensor], device: str) -> int | Need:
+    """The workspace of this operation, in bytes or as a formula."""
     needs = (CUDA if device == "cuda" else CPU).get(name)
-    return 0 if needs is None else int(needs(args, kwargs, outs, gpu))
+    return 0 if needs is None else needs(args, kwargs, outs)
 
 
-def _safe_softmax(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+def _safe_softmax(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
     """A softmax, then zeros in rows without a key: a table of bools, and one of rows."""
     return outs[0].numel() + outs[0].numel() // max(outs[0].shape[-1], 1)
 
@@ -30,7 +41,7 @@ def _safe_softmax(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> in
 # -- a GPU --------------------------------------------------------------------------------------------------------
 
 
-def _sum(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+def _sum(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
     """The sum of a table over its rows: the gradient of a bias."""
     x = args[0]
     if len(args) < 2 or not isinstance(args[1], list | tuple) or not x.dim() or not outs[0].numel():
@@ -39,7 +50,7 @@ def _sum(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
     if axes != set(range(len(axes))) or len(axes) == x.dim():
         return 0
     rows = prod(x.shape[: len(axes)])
-    return sum_needs(rows, x.numel() // max(rows, 1), gpu.multiprocessors)
+    return Need(sum_needs, (rows, x.numel() // max(rows, 1)))
 
 
 def sum_needs(rows: int, columns: int, multiprocessors: int) -> int:
@@ -71,19 +82,19 @@ def _power(size: int, most: int) -> int:
     return most if size >= most else 1 << (size.bit_length() - 1)
 
 
-def _embedding_gradient(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+def _embedding_gradient(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
     grad, ids = args[:2]
-    return sort_needs(ids.numel(), outs[0].shape[0], grad.shape[-1])
+    return Need(sort_needs, (ids.numel(), outs[0].shape[0], grad.shape[-1]))
 
 
-def sort_needs(rows: int, vocab: int, d: int) -> int:
+def sort_needs(rows: int, vocab: int, d: int, multiprocessors: int = 0) -> int:
     """The gradient of an embedding with more than 3072 ids sorts them and sums runs of ten."""
     if rows <= 3072:
         return 0
     return 4 * d * (rows // 10 + min(rows, vocab)) + 48 * rows + (800 << 10 if vocab > 1 << 15 else 0)
 
 
-def _sparse_backward(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+def _sparse_backward(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
     """Our Triton kernels: one launch needs nothing; several add up one gradient, in 16 bits two, in float32."""
     q, k, v = args[1][:3]
     (b, h, n, d), (h_kv, m) = q.shape, k.shape[1:3]
@@ -100,7 +111,7 @@ _capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)
 NATIVE = bool(_capabilities().get("avx512_bf16"))  # whether the CPU multiplies bfloat16 itself
 
 
-def _low_product(args: tuple, kwargs: dict, outs: list[Tensor], gpu: Gpu) -> int:
+def _low_product(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
     """oneDNN adds up 16-bit products in float32 beside the result; a CPU that has such products does so by blocks.
 
     A block has up to 256 rows and 64 columns; beside it are the columns of the second factor, with their depth in

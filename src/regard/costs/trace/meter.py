@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ class Meter:
         self.records: list[Record] = []
         self.events: list[tuple[int, int]] = []
         self.alive: dict[int, int] = {}  # id of a storage → key
+        self.needs: dict[int, Any] = {}  # key → kernels.Need
         self.marks: dict[str, int] = {}  # end of a phase → number of events
         self.phase = "setup"
         self._references: dict[int, weakref.ref] = {}
@@ -41,11 +42,13 @@ class Meter:
         self.alive[at] = key
         self._references[at] = weakref.ref(storage, lambda _, at=at: self._freed(at))
 
-    def workspace(self, size: int, path: str, operation: str) -> None:
-        """Bytes that an operation allocates and frees while it runs."""
-        if size > 0:
+    def workspace(self, size: int, path: str, operation: str, need: Any = None) -> None:
+        """Bytes that an operation allocates and frees while it runs; need: their formula, if they are no line."""
+        if size > 0 or need is not None:
             key = self._new(Record(size, self.phase, path, operation, workspace=True))
             self.events.append((key, -1))
+            if need is not None:
+                self.needs[key] = need
 
     def _new(self, record: Record) -> int:
         self.records.append(record)

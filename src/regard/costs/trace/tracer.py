@@ -287,7 +287,11 @@ class Trace(DispatchMode):
         path, name = self.path, func.__name__.split(".")[0]
         for x in outs:
             self.meter.track(x, path, name)
-        self.meter.workspace(kernels.workspace(name, args, kwargs, outs, self.device, self.gpu), path, name)
+        need = kernels.workspace(name, args, kwargs, outs, self.device)
+        if isinstance(need, kernels.Need):
+            self.meter.workspace(need.bytes(self.gpu), path, name, need)
+        else:
+            self.meter.workspace(need, path, name)
 
     def _compute_values(
         self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], outs: list[Tensor]
@@ -382,6 +386,7 @@ class DataDependent(ShapeError):
     """A module reads a value that a run on meta tensors does not have."""
 
 
+@lru_cache(maxsize=1 << 14)
 def merged(path: str) -> str:
     """The path with layer numbers merged: layers.3.linear → layers.*.linear."""
     return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
