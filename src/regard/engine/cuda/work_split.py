@@ -21,6 +21,7 @@ from .mask import LOWER, UPPER, band
 from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
+CHAINED_WIDTH = 128  # of heads: chained passes were compared with separate ones on a GPU at this width alone
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 PIECE = 8  # blocks of one piece of a split tile
 MEMBERS = 64  # of a full block of the kernels for Hopper
@@ -217,7 +218,9 @@ def chain(
     b, h, n, d = layouts[0].shape
     long, tables = as_one_head(layouts), [_by_lines(step, place, n, by_keys) for step in route.steps]
     table = np.concatenate(tables)
-    if long is None or not route.joins or not all(map(len, tables)) or b * h * len(table) > MAX_CHAINED:
+    if long is None or d != CHAINED_WIDTH or not route.joins or not all(map(len, tables)):
+        return None
+    if b * h * len(table) > MAX_CHAINED:
         return None
     size = np.concatenate([np.diff(x.work.ends, prepend=0) for x in route.steps])
     begin = np.cumsum(size) - size
