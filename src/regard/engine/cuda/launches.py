@@ -34,7 +34,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     task, (b, h, h_kv, n, _, _, d_v) = call.task, call.sizes
     config, (q, k, v), o = task.configs.forward, call.tensors[:3], call.output
     route, by_hopper, others = routes(call, config, task.configs.hopper_forward, False)
-    of_step, slots, _ = _of_hopper("forward", call, by_hopper, not others.steps)
+    of_step, slots, *_ = _of_hopper("forward", call, by_hopper, not others.steps)
     wide = exceeds_int32(q, k, v, o)
     rows = max(slots, *(step.work.slots for step in others.steps), 0) * b * h * config.tile
     workspace = dict(zip(PARTS, (rows * padded(d_v), rows)))

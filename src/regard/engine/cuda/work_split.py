@@ -21,9 +21,9 @@ from .mask import LOWER, UPPER, band
 from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
-CHAINED_WIDTH = 128  # of heads: chained passes were compared with separate ones on a GPU at this width alone
+COMPARED_WIDTH = 128  # of heads: at this one, passes in one launch were compared with separate ones on a GPU
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
-PIECE = 8  # blocks of one piece of a split tile
+PIECE = 16  # blocks of one piece of a split tile
 MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
 MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
@@ -216,11 +216,12 @@ def chain(
     past its row; the counter of its tile, what that must have reached, whether a later tile waits for this one.
     """
     b, h, n, d = layouts[0].shape
-    long, tables = as_one_head(layouts), [_by_lines(step, place, n, by_keys) for step in route.steps]
-    table = np.concatenate(tables)
-    if long is None or d != CHAINED_WIDTH or not route.joins or not all(map(len, tables)):
+    long = as_one_head(layouts)
+    if long is None or d != COMPARED_WIDTH or not route.joins:
         return None
-    if b * h * len(table) > MAX_CHAINED:
+    tables = [_by_lines(step, place, n, by_keys) for step in route.steps]
+    table = np.concatenate(tables)
+    if not all(map(len, tables)) or b * h * len(table) > MAX_CHAINED:
         return None
     size = np.concatenate([np.diff(x.work.ends, prepend=0) for x in route.steps])
     begin = np.cumsum(size) - size
@@ -303,7 +304,7 @@ def mix(
 
     Word 7 of a block is the slot of its piece, of all heads; −1: its tile is not split.
     """
-    if not route.apart or len(route.steps) > 2:
+    if not route.apart or len(route.steps) > 2 or layouts[0].shape[-1] != COMPARED_WIDTH:
         return None
     pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
     flat, long = flatten_heads(others, step, layouts)

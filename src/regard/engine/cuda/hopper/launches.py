@@ -28,10 +28,8 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
     return programs_per_multiprocessor(config) * _multiprocessors(device)
 
 
-def forward(
-    call: CallLayout, route: DevicePasses, whole: bool
-) -> tuple[dict[DevicePass, Launches], int, int]:
-    """Fills o and lse; the launches of each pass, the largest number of parts of split tiles; there are no counters.
+def forward(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int]:
+    """Fills o and lse; the launches of each pass, and the largest number of parts of split tiles.
 
     whole: these are all passes of the call.
     """
@@ -40,7 +38,7 @@ def forward(
     at_a_time = programs_at_a_time(config, call.device)
     of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
     mixed = mix(route, call.tensors, task.step, at_a_time, DYNAMIC_SHARE) if whole else None
-    flattened = _flattened(call, route, 0)[0] if mixed is None else [mixed[:3]]
+    flattened = _flattened(call, route) if mixed is None else [mixed[:3]]
     for nth, (step, flat, (q, k, v)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
         # Every second pass runs backwards: it begins with rows that are still in the cache.
@@ -60,30 +58,23 @@ def forward(
         names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot
         of_step[step] = [(launch, names), _merge(call, step, cut.joins)]
         slots = max(slots, cut.slots)
-    return of_step, slots, 0
+    return of_step, slots
 
 
 Flattened = list[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]
 
 
-def _flattened(
-    call: CallLayout, route: DevicePasses, programs: int, by_keys: bool = False
-) -> tuple[Flattened, int]:
-    """Each pass, the same with flattened heads where they can be, and the layouts of its tensors; no counters.
+def _flattened(call: CallLayout, route: DevicePasses) -> Flattened:
+    """Each pass, the same with flattened heads where they can be, and the layouts of its tensors.
 
     Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
-    the same time. Of passes that can be chained: the first, all as one, their layouts; and the number of counters.
-    programs: that run at a time; 0: nothing is chained.
+    the same time.
     """
-    place = call.task.start, call.task.step
-    if programs and (found := chain(route, call.tensors, place, by_keys, programs)) is not None:
-        one, long, counters = found
-        return [(route.steps[0], one, long)], counters
     made: Flattened = []
     for step in route.steps:
         flat = (step, call.tensors) if step.work.slots else flatten_heads(step, call.task.step, call.tensors)
         made.append((step, *flat))
-    return made, 0
+    return made
 
 
 def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int, int]:
@@ -95,8 +86,9 @@ def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DeviceP
     config: Any = task.configs.hopper_dq
     of_step: dict[DevicePass, Launches] = {step: [] for step in route.steps}
     dlse, at_a_time = "dlse" if call.has_dlse else "lse", programs_at_a_time(config, call.device)
-    flattened, counters = _flattened(call, route, at_a_time if whole else 0)
-    apart = whole and route.apart
+    chained = chain(route, call.tensors, (task.start, task.step), False, at_a_time) if whole else None
+    flattened = _flattened(call, route) if chained is None else [(route.steps[0], *chained[:2])]
+    counters, apart = 0 if chained is None else chained[2], whole and route.apart
     for nth, (step, flat, (q, k, v, o, do)) in enumerate(flattened):
         (b, h, n, d), h_kv = q.shape, k.shape[1]
         cut = split_work(flat.work, b * h, at_a_time, multiple=2, backwards=nth % 2 == 0 and not counters)
@@ -131,14 +123,12 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
     steps = list(route.steps) if route.joins else sorted(route.steps, key=lambda x: not x.work.slots)
     launches: Launches = []
     workspace: dict[str, int] = {}
-    ((_, one, _), *_), counters = _flattened(
-        call, route, programs_at_a_time(config, call.device), by_keys=True
-    )
-    if counters:
-        cut, launch = _by_keys(call, one, None, 0)
+    place, at_a_time = (call.task.start, call.task.step), programs_at_a_time(config, call.device)
+    if (chained := chain(route, call.tensors, place, True, at_a_time)) is not None:
+        cut, launch = _by_keys(call, chained[0], None, 0)
         made, tables = ("dk", "dv", "counters_of_keys"), (cut.chunks, cut.blocks, cut.slot)
         return [(launch, ("q", "k", "v", "do", "lse2", "delta", *made, *tables))], {
-            "counters_of_keys": counters
+            "counters_of_keys": chained[2]
         }
     part, before = "delta", None  # a launch without parts is given a buffer that it does not read
     for nth, step in enumerate(steps):
@@ -180,7 +170,7 @@ def _by_keys(
     if chained:
         q, k, v, _, do = as_one_head(call.tensors)
     else:
-        ((_, step, (q, k, v, _, do)),), _ = _flattened(call, DevicePasses((step,), True), 0)
+        ((_, step, (q, k, v, _, do)),) = _flattened(call, DevicePasses((step,), True))
     (b, heads, _, _), group = k.shape, h // h_kv
     at_a_time = programs_at_a_time(config, call.device)
     share = 0.0 if step.work.slots or chained else DYNAMIC_SHARE
