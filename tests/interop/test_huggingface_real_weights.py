@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
 from regard.interop import from_torch, huggingface
@@ -70,7 +71,7 @@ def test_a_window_with_sinks_generates_the_same_with_a_bounded_cache(smollm):
         assert cache.held == [36] * 30
 
 
-def test_maps_costs_and_laws_of_the_loaded_model(smollm):
+def test_the_maps_of_the_loaded_model_are_those_of_eager(smollm):
     model, tokenizer = smollm
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
     with torch.no_grad():
@@ -82,7 +83,27 @@ def test_maps_costs_and_laws_of_the_loaded_model(smollm):
     view = rg.look(module, ids)
     for layer, weights in enumerate(expected):
         assert float((view.call(layer).weights() - weights[0]).abs().max()) < 1e-4
-    assert rg.cost(module.spec, n=ids.shape[1]).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_cost_of_the_loaded_model_is_what_is_counted(smollm):
+    model, tokenizer = smollm
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(ids)
+    parameters = sum(p.numel() for p in model.parameters())
+    cost = rg.cost(model, {"input_ids": ids})
+    assert (cost.parameters, cost.flops) == (parameters, counter.get_total_flops())
+    assert rg.cost(rg.from_huggingface(model).spec, n=ids.shape[1]).parameters == parameters
+
+
+def test_laws_of_the_loaded_model_hold_and_packed_documents_only_leak_without_us(smollm):
+    model, _ = smollm
+    laws = ("L29", "L31", "L32", "L33", "L47", "L48", "L49", "L52")
+    broken = rg.check(model, laws, 1)
+    with rg.use(model):
+        ours = rg.check(model, laws, 1)
+    assert [o.law.number for o in broken.outcomes if o.failed] == ["L47"]
+    assert [o.status for o in ours.outcomes] == ["holds"] * len(laws)
 
 
 @pytest.fixture(scope="module")
