@@ -44,8 +44,9 @@ FLOAT32_INSIDE = (
 def hugging_face(thing: Any, *, attention: str = "sdpa", with_mask: bool = True) -> Model:
     """A model of transformers, or a small one built from a configuration, without dropout.
 
-    attention: "sdpa", "eager" or another registered implementation. with_mask: packed documents are given as position ids that restart at 0, together
-    with a mask of ones, as tokenizers return it (if False, without a mask and without a cache).
+    attention: "sdpa", "eager" or another registered implementation. with_mask: packed documents are given as position
+    ids that restart at 0, together with a mask of ones, as tokenizers return it (if False, without a mask and without
+    a cache).
     """
     from transformers import PretrainedConfig, PreTrainedModel
 
