@@ -35,6 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from origin import origin
 from safetensors.torch import load_file, save_file
 
 import regard as rg
@@ -247,10 +248,10 @@ def main() -> None:
                     )
                     print(f"{result}: {act} after {name}: {done}\n{detail}", flush=True)
     result = {
-        "cases": case + 1, "seed": given.seed, "named": special,
+        **origin(), "cases": case + 1, "seed": given.seed, "named": special,
         "seconds": round(time.monotonic() - began, 1), **dict(sorted(counts.items())),
         "failures": failures[:40], "files": {name: dict(c) for name, c in by_file.items()}, "regard": rg.__version__,
-        "torch": torch.__version__, "threads": os.environ.get("OMP_NUM_THREADS", ""),
+        "threads": os.environ.get("OMP_NUM_THREADS", ""),
     }  # fmt: skip
     print(json.dumps({k: v for k, v in result.items() if k not in ("files", "failures")}, indent=1))
     if given.out:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from files_damage import digest, recipe
+from origin import origin
 
 from regard.nn.serialization import load
 from regard.training.recipes.run import MODEL, Run
@@ -69,8 +70,8 @@ def main() -> None:
                 different += 1
                 print(f"{folder.name} differs", flush=True)
     result = {
-        "kills": kills, "runs": runs, "different": different, "failed": failed, "updates": STEPS,
-        "seconds": round(time.monotonic() - began, 1), "torch": torch.__version__,
+        **origin(), "kills": kills, "runs": runs, "different": different, "failed": failed, "updates": STEPS,
+        "seconds": round(time.monotonic() - began, 1), "seed": given.seed,
         "weights": hashlib.sha256(expected.encode()).hexdigest()[:16],
     }  # fmt: skip
     print(json.dumps(result, indent=1))

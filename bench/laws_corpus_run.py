@@ -9,7 +9,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import time
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 sys.path.insert(0, str(Path(__file__).parent))
+from origin import origin
 
 
 def run(task):
@@ -132,7 +132,8 @@ def main():
     }
     print(json.dumps(figures, indent=1))
     if options.out:
-        machine = {"machine": platform.machine(), "processes": options.processes, "cases": options.cases}
+        machine = {**origin(), "processes": options.processes, "cases": options.cases}
+        machine |= {} if options.generated is None else {"seed": options.generated}
         missed = [r["name"] for r in rows if r["family"] and r["exit"] != 1]
         text = json.dumps(
             {"summary": figures, **machine, "missed": missed, "rows": rows}, indent=1, ensure_ascii=False

@@ -1,12 +1,11 @@
 """Hostile requests to `regard serve`, on this machine only: statuses, times, memory, and the page beside them.
 
-    python bench/serve_hostile.py --requests 50000 --clients 8 --minutes 20 --out bench/results/serve_hostile.json
-    for i in 1 2 3 4; do python bench/serve_hostile.py --port 1880$i --seed $i --requests 13000 & done  # many cores
+    python bench/serve_hostile.py --seed 1 --clients 24 --minutes 2 --rows rows.jsonl  # a piece; each its own seed
+    python bench/serve_hostile.py --rows rows.jsonl --sum bench/results/serve_hostile.json
 
 A seeded generator makes bodies that are nearly right (random values in the place of fields, deep nesting, huge
-numbers, long texts, broken JSON, random bytes) and sends them while another
-process loads the page every 50 ms. At the
-end 200 clients send 50 right requests each, and every answer is compared with the library's.
+numbers, long texts, broken JSON, random bytes) and sends them while another process loads the page every 50 ms. With
+--crowd, 200 clients then send 50 right requests each, and every answer is compared with the library's.
 """
 
 import argparse
@@ -23,6 +22,8 @@ import time
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
+
+from origin import origin
 
 import regard as rg
 
@@ -292,20 +293,47 @@ def crowd(port: int, clients: int, each: int) -> dict:
     return {"clients": clients, "each": each, "lost_or_wrong": len(wrong), "examples": wrong[:3]}
 
 
+def total(rows: list[dict]) -> dict:
+    """All pieces together: counts added up, the worst of each time, and the pieces themselves."""
+    statuses: collections.Counter = collections.Counter()
+    for row in rows:
+        statuses.update(row["statuses"])
+    added = ("requests", "over_the_deadline_by_1_s", "pages", "page_over_100_ms")
+    worst = ("longest_s", "page_longest_ms", "page_99th_percentile_ms", "peak_resident_mb")
+    return {
+        **{name: sum(row[name] for row in rows) for name in added},
+        "statuses": dict(sorted(statuses.items())),
+        "of_5xx_or_lost": sum(len(row["failures"]) for row in rows),
+        **{name: max(row[name] for row in rows) for name in worst},
+        "crowds": [row["crowd"] for row in rows if "crowd" in row],
+        "pieces": rows,
+    }
+
+
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--requests", type=int, default=5000)
+    options.add_argument("--requests", type=int, default=100_000, help="at most")
     options.add_argument("--clients", type=int, default=8)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--crowd", type=int, nargs=2, default=(200, 50), metavar=("CLIENTS", "EACH"))
+    options.add_argument("--crowd", type=int, nargs=2, default=(0, 0), metavar=("CLIENTS", "EACH"))
     options.add_argument("--minutes", type=float, help="of hostile requests at most")
     options.add_argument("--model", default="tiny-gpt")
     options.add_argument("--port", type=int, default=18765)
     options.add_argument("--deadline", type=float, default=10.0, help="of the server, for one request")
-    options.add_argument("--out", type=Path)
+    options.add_argument("--rows", type=Path, help="one JSON object a piece, appended")
+    options.add_argument("--sum", type=Path, help="start nothing: write the pieces of --rows together")
     given = options.parse_args()
+    rows = []
+    if given.rows and given.rows.exists():
+        rows = [json.loads(line) for line in given.rows.read_text("utf-8").splitlines()]
+    if given.sum:
+        text = json.dumps(total(rows), indent=1, ensure_ascii=False)
+        given.sum.write_text(text + "\n", encoding="utf-8")
+        return
+    if given.seed in {row["seed"] for row in rows}:
+        raise SystemExit(f"{given.rows} has a piece with seed {given.seed}: use another --seed")
     command = [sys.executable, "-m", "regard", "serve", given.model, "--port", str(given.port)]
     command += ["--deadline", str(given.deadline)]
     server = subprocess.Popen(command)
@@ -315,6 +343,10 @@ def main() -> None:
         before = resident(server.pid) // 10**6
         until = time.monotonic() + 60 * (given.minutes or 1e6)
         result = {
+            **origin(),
+            "seed": given.seed,
+            "clients": given.clients,
+            "load_at_start": round(os.getloadavg()[0], 1),
             "resident_mb_at_start": before,
             **hostile(
                 given.port, given.requests, given.clients, given.seed, server.pid, until, given.deadline
@@ -329,8 +361,9 @@ def main() -> None:
     finally:
         server.kill()
     print(json.dumps(result, indent=1))
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if given.rows:
+        with given.rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
