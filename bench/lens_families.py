@@ -4,7 +4,8 @@
     python bench/lens_families.py --table > docs/look_families.md
 
 The first class of each family that runs (tiny configurations as in huggingface_census.py) is run with eager attention
-and output_attentions=True; every map that it returns has to be among those of `look`. A family is
+and output_attentions=True; every map that it returns has to be among those of `look`. Where a model returns none, the
+weights that its module's `eager_attention_forward` returns are compared. A family is
 
     whole      every returned map is shown, and nothing is missed; the number is the largest difference
     named      what is not shown is named in `missed`, or `look` refuses with a reason
@@ -19,11 +20,13 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_census import classes_of, families, short, testers, without_dropout
 from huggingface_small import SmallCase
+from origin import origin
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a configuration that asks for weights fails at once
 
@@ -34,12 +37,13 @@ OTHERS = (
 PREFACE = """\
 # Families of transformers in `rg.look`
 
-{whole} of {rows} families are shown whole, of {named} what is not shown is named, {none} return no maps to compare
+{whole} of {rows} families are shown whole, of {named} what is not shown is named, {none} have no maps to compare
 with, {partial} are shown in part without a word, {other} did not run here (with the reason below).
-Made by `bench/lens_families.py` with transformers 5.22.0 and the tiny configurations of its test folder (5.16; where
-that has none, small sizes of our own), eager attention, float32 on the CPU; the numbers are the largest difference to
-the maps that the model returns with `output_attentions=True`. With SDPA kernels the maps are computed from the
-recorded queries and keys: equal to the eager ones within 5e-6 in float32.
+Made by `bench/lens_families.py` ({date}, commit {commit}, torch {torch}) with transformers 5.22.0 and the tiny
+configurations of its test folder (5.16; where that has none, small sizes of our own), eager attention, float32 on the
+CPU; the numbers are the largest difference to the maps that the model returns with `output_attentions=True`, or to
+those that its eager attention function computes. With SDPA kernels the maps are computed from the recorded queries
+and keys: equal to the eager ones within 5e-6 in float32.
 
 | family | result | |
 |---|---|---|
@@ -63,6 +67,26 @@ def maps_of(out: Any) -> list[Any]:
     return found
 
 
+@contextmanager
+def computed_maps(cls: type) -> Iterator[list[Any]]:
+    """The weights that the eager attention function of a model's module returns, in the order of its calls."""
+    module = sys.modules[cls.__module__]
+    eager, found = getattr(module, "eager_attention_forward", None), []
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        out, weights = eager(*args, **kwargs)
+        found.append(weights)
+        return out, weights
+
+    if eager is not None:
+        module.eager_attention_forward = recording
+    try:
+        yield found
+    finally:
+        if eager is not None:
+            module.eager_attention_forward = eager
+
+
 def family(folder: str) -> dict[str, Any]:
     import torch
 
@@ -74,11 +98,11 @@ def family(folder: str) -> dict[str, Any]:
         cases = testers(folder)
     except ImportError:  # the tests of transformers need packages that are not installed
         cases = []
-    cases = cases if any(classes_of(c, folder) for c in cases) else [SmallCase(folder)]
+    cases = [*(case for case in cases if classes_of(case, folder)), SmallCase(folder)]
     reason = "no class"
     for case in cases:
         config, inputs = case.model_tester.prepare_config_and_inputs_for_common()
-        for cls in classes_of(case, folder)[:2]:
+        for cls in classes_of(case, folder)[:4]:
             try:
                 if isinstance(case, SmallCase):
                     config = case.config_for(cls)
@@ -87,8 +111,9 @@ def family(folder: str) -> dict[str, Any]:
                 config._attn_implementation = "eager"
                 model = cls(config).eval()
                 torch.manual_seed(1)  # some families sample keys, and `look` runs the model again
-                with torch.no_grad():
+                with torch.no_grad(), computed_maps(cls) as computed:
                     returned = maps_of(model(**inputs, output_attentions=True, return_dict=True))
+                returned = returned or computed
             except Exception as error:
                 reason = short(error)
                 continue
@@ -161,7 +186,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     counts = {name: sum(r["result"] == name for r in rows) for name in ("whole", "named", "no maps")}
     counts |= {"partial": sum(r["result"] == "PARTIAL" for r in rows)}
     counts["other"] = len(rows) - sum(counts.values())
-    text = PREFACE.format(rows=len(rows), none=counts.pop("no maps"), **counts)
+    about = {name: rows[-1].get(name) for name in ("date", "commit", "torch")}
+    text = PREFACE.format(rows=len(rows), none=counts.pop("no maps"), **about, **counts)
     for row in sorted(rows, key=lambda r: r["family"]):
         detail = f"{row['layers']} layers, {row['difference']:.0e}" if row["result"] == "whole" else ""
         detail = detail or "; ".join(row.get("missed", ())) or row.get("reason", "")
@@ -190,11 +216,12 @@ def main() -> None:
     import regard as rg
 
     _ = rg.look, transformers.PreTrainedModel  # what every child needs is imported once
+    about = {name: origin()[name] for name in ("date", "commit", "torch")}
     began, done = time.monotonic(), {r["family"] for r in rows}
     for folder in [f for f in dict.fromkeys((*OTHERS, *families())) if f not in done]:
         if given.minutes and time.monotonic() - began > 60 * given.minutes:
             break
-        row = forked(folder)
+        row = forked(folder) | about
         print(json.dumps(row)[:220], flush=True)
         with given.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -104,6 +104,7 @@ class Interceptor(DispatchMode):
 
     def _eager_attention(self, weights: Tensor, values: Tensor) -> StoredWeights | None:
         """The attention that a matrix product ends, if its left factor came out of a softmax."""
+        self._provenance.use(weights)
         softmax = self._provenance.take_weights(weights)
         if softmax is None:
             return None
@@ -211,7 +212,8 @@ class Interceptor(DispatchMode):
     @property
     def _seen(self) -> tuple[int, int]:
         """The number of attention calls so far, and that of softmaxes that were not read as one."""
-        return self._calls, self._provenance.softmaxes - self._read_softmaxes
+        unread = self._provenance.softmaxes - self._read_softmaxes + self._provenance.read_in_part
+        return self._calls, unread
 
     def _judge(self, name: str, calls: int, unread: int) -> None:
         """Name an attention module of which not all was read."""

@@ -28,7 +28,29 @@ MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
 MAX_PENDING_SOFTMAXES = 2  # softmax results that were not yet multiplied with values
 
 Ancestors = frozenset[int]
+Columns = tuple[int, int]  # the first and the number of them; (-1, …) where a part is not made of columns
 NONE: Ancestors = frozenset()
+
+
+class Layout(NamedTuple):
+    """Where a tensor's numbers are in its storage: a view of some of its columns has the same strides."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Layout":
+        return cls(x.shape, x.stride(), int(x.storage_offset()))
+
+    def columns(self, view: "Layout") -> Columns:
+        """The columns that a view has of it, in each row; batch and heads may be one axis there."""
+        count = view.shape[-1] if view.shape else 1
+        start = view.offset - self.offset
+        rows = self.shape[:-1]
+        same_rows = view.shape[:-1] in (rows, (rows[:-1].numel(), rows[-1]))
+        inside = start + count <= self.shape[-1] and view.stride[-2:] == self.stride[-2:]
+        return (start, count) if same_rows and inside else (-1, count)
 
 
 class TensorOrigin(NamedTuple):
@@ -38,6 +60,7 @@ class TensorOrigin(NamedTuple):
     ancestors: Ancestors = NONE
     pair: tuple[Ancestors, Ancestors] | None = None
     softmax: int | None = None  # the number of the softmax whose weights it contains
+    layout: Layout | None = None  # of a tensor with such weights
 
 
 class Provenance:
@@ -46,6 +69,8 @@ class Provenance:
     def __init__(self) -> None:
         self._origins: dict[int, TensorOrigin] = {}
         self._softmaxes: dict[int, Tensor] = {}
+        self._parts: dict[int, set[Columns]] = {}  # of each softmax: the parts of its result that were used
+        self._taken_in_part: set[int] = set()
         self._count = 0
         self.softmaxes = 0  # over the last axis, of tensors with at least three
 
@@ -64,6 +89,9 @@ class Provenance:
         """Record the origin of the output of an operator."""
         given = list(_tensors(args))
         packet = getattr(func, "overloadpacket", None)
+        if not getattr(func, "is_view", False):
+            for x in given:
+                self.use(x)
         if packet in LINEAR:
             x = args[LINEAR[packet]]
             old = self.of(x)
@@ -85,13 +113,36 @@ class Provenance:
         self._set(out)
 
     def take_weights(self, x: Tensor) -> tuple[Tensor, tuple[Ancestors, Ancestors] | None] | None:
-        """The softmax that x is, or was computed from elementwise, and the origins of its q·k; each is given once."""
+        """The softmax that x is, or was computed from elementwise, and the origins of its q·k; each is given once.
+
+        Of a softmax with a sink, whose column meets no value, they are the columns of the keys.
+        """
         origin = self.of(x)
-        table = self._softmaxes.get(origin.softmax) if origin.softmax is not None else None
-        if table is None or table.numel() != x.numel():
+        if (number := origin.softmax) is None or number not in self._softmaxes:
             return None
-        del self._softmaxes[origin.softmax]  # type: ignore[arg-type]
+        table = self._softmaxes[number]
+        if table.numel() != x.numel():
+            start, count = next(iter(self._parts.get(number, ())), (-1, 0))
+            table = table[..., start : start + count]
+            if start < 0 or table.numel() != x.numel():
+                return None
+            self._taken_in_part.add(number)
+        del self._softmaxes[number]
         return table, origin.pair
+
+    def use(self, x: Tensor) -> None:
+        """Record that an operator, which is not a view, gets x: a part of a softmax's result, perhaps."""
+        if x.is_nested or not x.numel():
+            return
+        origin = self.of(x)
+        if origin.softmax is None or origin.layout is None or x.numel() == origin.layout.shape.numel():
+            return
+        self._parts.setdefault(origin.softmax, set()).add(origin.layout.columns(Layout.of(x)))
+
+    @property
+    def read_in_part(self) -> int:
+        """How many softmaxes were given without some columns that are used elsewhere."""
+        return sum(len(self._parts[number]) > 1 for number in self._taken_in_part)
 
     def _softmax(self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Any) -> int | None:
         first = next(iter(_tensors((out,))), None)
@@ -116,7 +167,8 @@ class Provenance:
     ) -> None:
         for x in _tensors((out,)):
             if not x.is_nested:
-                self._origins[storage_id(x)] = TensorOrigin(self._next(), ancestors, pair, softmax)
+                layout = None if softmax is None else Layout.of(x)
+                self._origins[storage_id(x)] = TensorOrigin(self._next(), ancestors, pair, softmax, layout)
 
     def _next(self) -> int:
         self._count += 1
