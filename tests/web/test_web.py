@@ -18,7 +18,7 @@ from regard.errors import SpecError
 
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
-from regard.web import protocol  # noqa: E402
+from regard.web import app, protocol  # noqa: E402
 from regard.web.app import create_app  # noqa: E402
 from regard.web.guard import MAX_BODY  # noqa: E402
 from regard.web.serve import _check_port, serve  # noqa: E402
@@ -192,16 +192,47 @@ def test_a_vision_model_is_refused_with_a_hint():
         serve(model="tiny-vit", port=port)
 
 
-def test_the_server_freezes_what_it_has_loaded(monkeypatch):
-    """A full garbage collection over the modules of PyTorch would stop it for tenths of a second."""
-    frozen = []
-    monkeypatch.setattr(uvicorn, "run", lambda *args, **options: frozen.append(gc.get_freeze_count()))
+def test_the_server_keeps_collections_and_models_from_stopping_the_page(monkeypatch):
+    """A full garbage collection over the modules of PyTorch takes tenths of a second; a model runs Python code."""
+    seen = []
+    monkeypatch.setattr(
+        uvicorn, "run", lambda *args, **options: seen.extend((gc.get_freeze_count(), sys.getswitchinterval()))
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     gc.unfreeze()
-    serve(model="tiny-gpt", port=port)
-    gc.unfreeze()
-    assert frozen[0] > 100_000
+    interval = sys.getswitchinterval()
+    try:
+        serve(model="tiny-gpt", port=port)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+    frozen, switch = seen
+    assert frozen > 100_000 and switch < 0.001
+
+
+def test_a_request_for_the_model_waits_at_most_half_its_deadline(monkeypatch):
+    """The other half is left for the model, so that the answer is not late."""
+    running = threading.Event()
+
+    def slow(request, loaded):
+        running.set()
+        time.sleep(2.5)
+        return "done"
+
+    monkeypatch.setattr(app, "_heads", slow)
+    server = served(create_app(tiny(), workers=Workers(1, deadline=2.0)))
+    port, first = next(server), []
+    thread = threading.Thread(target=lambda: first.append(ask(port, "/api/look", {"text": "1, 2"})))
+    thread.start()
+    assert running.wait(20)
+    start = time.monotonic()
+    status, result = ask(port, "/api/look", {"text": "1, 2"})
+    waited = time.monotonic() - start
+    thread.join()
+    server.close()
+    assert status == 429 and "the model was not free within 1 s" in result["error"]
+    assert 0.9 < waited < 1.8 and first == [(200, "done")]
 
 
 SLOW = {

@@ -4,6 +4,7 @@ import errno
 import gc
 import secrets
 import socket
+import sys
 import webbrowser
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from ..cli.options import with_options
 from ..errors import SpecError
 
 LOOPBACK = ("127.0.0.1", "localhost")
+SWITCH_SECONDS = 0.0005
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,9 @@ def serve(request: ServeRequest) -> None:
     # PyTorch's modules are a quarter of a million objects. A full collection that visits them stops the server for
     # some tenths of a second; frozen ones are not visited.
     gc.freeze()
+    # Models run in threads of this process. After each system call the thread that serves the page waits for a thread
+    # in Python code to give up the interpreter: 5 ms by default, ten times a page.
+    sys.setswitchinterval(SWITCH_SECONDS)
     uvicorn.run(
         page, host=host, port=request.port, log_level="warning", http=TimedProtocol, timeout_keep_alive=5
     )
