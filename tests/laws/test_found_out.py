@@ -471,3 +471,21 @@ def test_a_causal_position_attends_to_itself(own):
     verdict = check(Strict(own), ["L29"], Budget(cases=20))
     assert verdict.exit_code == (not own)
     assert own or verdict.cause.family == "causal off by one"
+
+
+class RaisesAtFive(nn.Module):
+    """Self-attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.qkv, self.out = 2, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x, key_padding_mask=None):
+        if x.shape[1] == 5:
+            raise KeyError("five")
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_what_a_call_raises_while_masks_are_read_is_noted():
+    assert "masks are not read: a call without one raised KeyError: 'five'" in adapt(RaisesAtFive()).notes

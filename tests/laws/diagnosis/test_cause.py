@@ -10,6 +10,7 @@ from regard.laws import Budget, check
 from regard.laws.diagnosis import VARIANTS
 from regard.laws.diagnosis.conditions import condition
 from regard.laws.diagnosis.formula import Call, Formula
+from regard.laws.diagnosis.rounding import SIXTEEN_BITS, in_steps
 from regard.laws.html_report import page
 
 FEW = Budget(cases=2)
@@ -41,6 +42,67 @@ def test_there_are_many_variants_and_each_changes_something():
 
 
 LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("fault", ["", "cast to bool"])
+def test_a_mask_that_is_said_to_be_added_may_have_any_value(fault):
+    def attend(q, k, v, mask=None):
+        """mask: bool, True = may attend; a float mask is added to the scores."""
+        s = q @ k.mT / math.sqrt(q.shape[-1])
+        if mask is not None and mask.dtype != torch.bool and not fault:
+            s = s + mask
+        elif mask is not None:
+            s = s.masked_fill(~mask.bool(), -math.inf)
+        return s.softmax(-1) @ v
+
+    verdict = check(attend, ["L34", "L65"], FEW)
+    if not fault:
+        assert verdict.ok, str(verdict)
+    else:
+        assert not verdict.ok and verdict.cause.family.startswith("bias"), str(verdict.cause)
+
+
+@pytest.mark.parametrize("fault, steps", [("16-bit products", True), ("a small term", False)])
+def test_rounding_shows_in_steps(fault, steps):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 5, 6, dtype=torch.float64)
+    found = [
+        in_steps(lambda x: _nearly(fault)(x, k, v), lambda x: attention(x, k, v), q, size)
+        for size in (SIXTEEN_BITS, 10.0)  # a change by several steps is that of the formula, rounded or not
+    ]
+    assert found == [steps, False]
+
+
+def _nearly(fault):
+    def attend(q, k, v):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        if fault == "16-bit products":
+            scores = (q.bfloat16() @ k.bfloat16().mT).to(q.dtype) / math.sqrt(q.shape[-1])
+        elif fault == "a small term":
+            scores = scores + 0.01 * (3 * scores).sin()
+        weights = scores.softmax(-1)
+        if fault == "a little of other keys":
+            weights = 0.995 * weights + 0.005 * weights.flip(-1)
+        if fault == "wrong in bfloat16" and q.dtype == torch.bfloat16:
+            return (7 * (weights @ v)).cos()
+        return weights @ v
+
+    return attend
+
+
+@LONG
+@pytest.mark.parametrize(
+    "fault, family",
+    [
+        ("16-bit products", "precision lost"),
+        ("a small term", "outputs are wrong"),
+        ("a little of other keys", "outputs are wrong"),
+        ("wrong in bfloat16", "outputs are wrong in bfloat16"),
+    ],
+)
+def test_only_what_changes_in_steps_is_lost_precision(fault, family):
+    found = check(_nearly(fault), ["L65"], FEW).cause
+    assert found is not None and found.family == family, found
 
 
 @pytest.mark.parametrize(

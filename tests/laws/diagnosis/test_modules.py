@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from regard.laws.adapters import adapt
+from regard.laws.diagnosis import modules
 from regard.laws.diagnosis.modules import identify
 from regard.laws.harness import Harness
 from regard.laws.probe import probe
@@ -35,7 +36,11 @@ class Attention(nn.Module):
         if self.fault == "over heads":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scale = 0.4 if self.fault == "scale" else 0.5
-        o = (q @ k.mT * scale).softmax(-1) @ v
+        s = q @ k.mT * scale
+        if self.fault == "bfloat16":
+            s = (q.bfloat16() @ k.bfloat16().mT).to(q.dtype) * scale
+        s = s + 0.01 * (3 * s).sin() if self.fault == "nearly right" else s
+        o = s.softmax(-1) @ v
         o = o.transpose(1, 2) if self.fault == "over heads" else o
         out = self.out_proj(o.transpose(1, 2).flatten(2))
         return out + query if self.fault == "input added" else out
@@ -75,6 +80,48 @@ class Falcon(nn.Module):
         return self.dense((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class AddedMask(nn.Module):
+    """Self-attention. A float attn_mask of shape (n, n) is added; where a bool one is True, pairs are masked."""
+
+    def __init__(self, fault=""):
+        super().__init__()
+        self.fault, self.num_heads = fault, 2
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, attn_mask=None):
+        q, k, v = (
+            f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        s = q @ k.mT / 2
+        if attn_mask is not None:
+            hides = {"cast to bool": attn_mask.bool(), "only negative ones": attn_mask < 0}.get(self.fault)
+            if attn_mask.dtype == torch.bool or hides is not None:
+                s = s.masked_fill(attn_mask.bool() if hides is None else hides, -1e9)
+            else:
+                s = s - attn_mask if self.fault == "subtracted" else s + attn_mask
+        return self.out_proj((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Slopes(Falcon):
+    """Causal attention with linear biases (ALiBi), two heads of q and one of k and v."""
+
+    def __init__(self, first=2**-4, second=2**-8, learned=False):
+        super().__init__()
+        slopes = torch.tensor([first, second])
+        self.slopes = nn.Parameter(slopes) if learned else slopes
+
+    def forward(self, x):
+        fused = self.query_key_value(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        far = (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).to(x.dtype)
+        s = fused[:, :2] @ fused[:, 2:3].mT / 2 - self.slopes.to(x.dtype)[:, None, None] * far
+        s = s.masked_fill(far < 0, -math.inf)
+        return self.dense((s.softmax(-1) @ fused[:, 3:]).transpose(1, 2).flatten(2))
+
+
+class StatesNoResidual(Attention):
+    """Attention of query, key and value, without a residual connection."""
+
+
 def cause(module):
     torch.manual_seed(0)
     target = adapt(module)
@@ -82,9 +129,16 @@ def cause(module):
     return identify(Harness(target, probed.supported, cache=probed.cache)).cause
 
 
-@pytest.mark.parametrize("kind", [Attention, pytest.param(Window, marks=pytest.mark.long), Falcon])
-def test_right_modules_have_no_cause(kind):
-    assert cause(kind()) is None
+@pytest.mark.parametrize(
+    "module",
+    [
+        Attention(), pytest.param(Window(), marks=pytest.mark.long), Falcon(), AddedMask(), Slopes(),
+        pytest.param(Slopes(0.5, 0.1, learned=True), marks=pytest.mark.long), StatesNoResidual(),
+    ],
+    ids=["attention", "window", "falcon", "added mask", "slopes", "learned slopes", "no residual"],
+)  # fmt: skip
+def test_right_modules_have_no_cause(module):
+    assert cause(module) is None
 
 
 @pytest.mark.parametrize(
@@ -96,16 +150,34 @@ def test_right_modules_have_no_cause(kind):
         (Attention("bias of q not scaled"), "scale before the bias", "before the bias of q is added"),
         (Attention("over heads"), "head split order", "attends over its heads"),
         (Attention("scale"), "scale off by a factor", "the scores are 0.8 times those of 1/√d_k"),
+        pytest.param(Attention("bfloat16"), "precision lost", "is lost", marks=pytest.mark.long),
         (Attention("input added"), "residual inside", "the input is added to the output"),
         pytest.param(Window(1.0), "no scale", "the scores are not scaled", marks=pytest.mark.long),
         (Falcon("k as v"), "wrong projection", "v is projected with the matrix of k"),
         (Falcon("squared"), "position bias", "the bias is the squared distance"),
+        (StatesNoResidual("input added"), "residual inside", "the input is added to the output"),
+        (AddedMask("cast to bool"), "bias as a mask", "pairs where it is not 0 are masked"),
+        (AddedMask("only negative ones"), "bias as a mask", "pairs where it is negative are masked"),
+        pytest.param(AddedMask("subtracted"), "bias sign", "is subtracted", marks=pytest.mark.long),
+        (Slopes(0.7, 0.03), "position bias", "the slopes of the heads are 0.7, 0.03 … instead of 0.0625"),
     ],
     ids=lambda x: getattr(x, "fault", None),
 )
 def test_a_fault_of_a_module_is_named(module, family, words):
     found = cause(module)
     assert found is not None and (found.family, words in found.name) == (family, True), found
+
+
+def test_where_the_time_is_over_the_evidence_says_how_many_variants_were_compared(monkeypatch):
+    monkeypatch.setattr(modules, "MATCH_SECONDS", 0.0)
+    found = cause(AddedMask("cast to bool"))
+    assert found.name == "outputs are wrong" and found.where == "with bias"
+    assert "(compared with 0 of " in found.evidence
+
+
+@pytest.mark.long
+def test_a_small_error_that_is_no_rounding_is_not_called_rounding():
+    assert cause(Attention("nearly right")) is None  # it may be a term of its own, which is not known
 
 
 def test_a_module_of_one_length_is_called_with_it():

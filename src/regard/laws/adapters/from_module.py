@@ -170,6 +170,8 @@ class _Reader:
             allowed = options["allowed"]
             allowed = allowed[:, None] if allowed.dim() == 3 else allowed
             given[self.names["mask"]] = self.encodings["mask"].encode(allowed, size, dtype)
+        if options.get("bias") is not None:
+            given[self.names["mask"]] = self.encodings["mask"].added(options["bias"], None, size)
         lengths, left = options.get("lengths"), options.get("left_padding")
         if lengths is not None and "lengths" in self.names and left is None:
             given[self.names["lengths"]] = lengths

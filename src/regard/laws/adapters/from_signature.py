@@ -26,6 +26,7 @@ from .names import (
     polarity,
     promised,
     recognized,
+    says_added,
     says_no_gradient,
     says_square,
     stated_alignment,
@@ -226,6 +227,9 @@ def _read_masks(reading: Reading, hints: Hints, text: str) -> set[str]:
         if pairs.shape == "(n, m)" and reading.layout not in layouts.LOOPED:
             reading.notes.append("the mask is the same for all batch rows: shape (n, m)")
         reading.mask = pairs
+        if "bias" not in reading.names and says_added(reading.names["mask"], text):
+            reading.adds_mask = True
+            claims |= {"bias"}
         if str(pairs) != "bool, True = may attend, shape any that broadcasts":
             reading.notes.append(f"{reading.names['mask']}: {pairs}")
     if reading.padding is not None:

@@ -38,6 +38,10 @@ class MaskEncoding(NamedTuple):
     def encode(self, allowed: Tensor, size: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
         return typed(self.kind, shaped(self.shape, allowed, size), dtype)
 
+    def added(self, bias: Tensor, allowed: Tensor | None, size: tuple[int, int, int, int]) -> Tensor:
+        """A bias in the place of the mask, of a target that adds it to the scores."""
+        return shaped(self.shape, bias if allowed is None else bias.masked_fill(~allowed, -inf), size)
+
 
 def shaped(shape: str, allowed: Tensor, size: tuple[int, int, int, int]) -> Tensor:
     """The table in another shape; Inexpressible if that shape cannot hold it."""

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..probe import describe
 from .mask_encoding import MaskEncoding, find_encoding
-from .names import CONTEXT_PADDING, polarity
+from .names import CONTEXT_PADDING, polarity, says_added
 
 MODEL_PAIRS = ("(b, n, m)", "(b, 1, n, m)", "(b, h, n, m)", "(n, m)")
 MODEL_KEYS = ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
@@ -48,11 +49,18 @@ def read_masks(reader: Any) -> set[str]:
 
 def _only_context(reader: Any) -> bool:
     """Whether an output depends on no other position of the input: cross-attention alone."""
+    effect = _plain_effect(reader)
+    return effect is not None and not bool((effect & ~torch.eye(5, dtype=torch.bool)).any())
+
+
+def _plain_effect(reader: Any) -> Tensor | None:
+    """Which inputs have an effect where nothing is masked; None, and a note, where such a call raises."""
     try:
-        effect = reader.effect()
-    except Exception:  # foreign code; the laws report what raises
-        return False
-    return not bool((effect & ~torch.eye(5, dtype=torch.bool)).any())
+        return reader.effect()
+    except Exception as e:  # foreign code, which may raise anything
+        note = f"masks are not read: a call without one raised {describe(e)}"
+        reader.notes += [] if note in reader.notes else [note]
+        return None
 
 
 def _bool(side: str) -> str:
@@ -84,7 +92,7 @@ def _read_mask(reader: Any, name: str) -> set[str]:
     if found is not None:
         reader.encodings["mask"] = found
         reader.notes.append(f"{name}: {found}")
-        claims |= {"mask"}
+        claims |= {"mask", "bias"} if says_added(name, reader.text) else {"mask"}
     if reader.padding is None and "lengths" not in reader.names:
         by_batch = found is not None and found.shape != "(n, m)"
         keys = found if by_batch else _padding(reader, "mask", sides)
@@ -114,9 +122,8 @@ def _padding(reader: Any, which: str, sides: list[str]) -> MaskEncoding | None:
         free = ~real[:, :, None] | torch.eye(5, dtype=torch.bool) | (expected & ~effect & later)
         return torch.where(free, expected, effect)[:, None]
 
-    try:
-        plain = reader.effect()
-    except Exception:
+    plain = _plain_effect(reader)
+    if plain is None:
         return None
     later = ~plain  # pairs without an effect even where nothing is masked, as in a causal module
     return find_encoding(keys, sides, _table(False, reader.rows), MODEL_KEYS)

@@ -197,6 +197,11 @@ def stated_mask(name: str, text: str) -> str:
     return "\n".join(re.findall(rf"\b{re.escape(name)}\b(?!\s*=)[^.;\n]*", text))
 
 
+def says_added(name: str, text: str) -> bool:
+    """Whether a docstring says that a mask of floats is added to the scores: then it may have any finite value."""
+    return bool(re.search(r"\badded\b", stated_mask(name, text)))
+
+
 def says_sequence_first(text: str) -> bool:
     """Whether a docstring says that the axes are (n, b, d)."""
     length, batch = r"(n|l|t|s|seq|seq_len|seqlen|length|time)", r"(b|bs|bsz|batch|batch_size)"

@@ -27,6 +27,7 @@ class Reading:
     padding_mask: MaskEncoding | None = None
     window: str = "(before, after)"
     resting: bool = False  # a call with a dropout probability, and without training
+    adds_mask: bool = False  # its mask may be a bias, as it says
     even: bool = False  # only even widths work, as for rotary positions
     notes: list[str] = field(default_factory=list)
 
@@ -43,6 +44,12 @@ class Reading:
             if option == "window":
                 value = encode_window(self.window, value)
             given[self.names[option]] = value
+        if "bias" in options and self.adds_mask:
+            if self.mask is None or (
+                "lengths" in options and "lengths" not in self.names and not self.padding
+            ):
+                raise Inexpressible("a bias and lengths do not fit into one argument")
+            given[self.names["mask"]] = self.mask.added(options["bias"], options.get("allowed"), size)
         if "lengths" in options and "lengths" not in self.names:
             kept = torch.arange(size[3], device=q.device) < options["lengths"][:, None, None, None]
             encoding, name = (

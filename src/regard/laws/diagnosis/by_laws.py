@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..harness import Harness
 from ..law import Case, Outcome
+from ..probe import describe
 from ..target import Function, Model
 from .cause import Cause
 
@@ -140,8 +141,9 @@ def _kept_state(harness: Harness, plain: tuple[str, str, str]) -> tuple[str, str
             used = harness.module_copy()
             harness.run(other, context, used)
             after = harness.run(x, context, used)
-    except Exception:  # foreign code; the plain words are right as well
-        return plain
+    except Exception as e:  # foreign code, which may raise anything
+        name, family, fix = plain
+        return f"{name} (a second call raised {describe(e)})", family, fix
     if torch.equal(fresh[0], fresh[1]) and not torch.equal(after, fresh[0]):
         return BY_LAW["L62"]
     return plain

@@ -3,6 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+MATCH_SECONDS = 6.0  # processor time for comparing a target with faulty variants
+
+
+def unfinished(done: int, of: int) -> str:
+    """What is added to the evidence where the time was over before all variants were compared."""
+    return "" if done == of else f" (compared with {done} of {of} faulty variants in {MATCH_SECONDS:g} s)"
+
 
 @dataclass(frozen=True)
 class Cause:

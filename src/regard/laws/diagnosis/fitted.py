@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...position import alibi_slopes
 from .formula import Call, Variant
 from .samples import Sample, close, expected
 from .variants.make import variant
+from .variants.positions import with_slopes
 
 GRID = 28  # points over the range of a number, evenly on a logarithmic scale
+SLOPE_STEPS = 12
 STEPS = 60  # of the search between two points, each reduces the interval to 0.618 of it
 SHRINK = (5**0.5 - 1) / 2
 
@@ -125,6 +128,21 @@ FITTED = (
 )
 
 
+def nearest_slopes(error: Callable[[Tensor], Tensor], heads: int) -> Tensor:
+    """The slopes of ALiBi, one per head, with the smallest error: Gauss–Newton with halved steps."""
+    at = alibi_slopes(heads).double()
+    now, step = error(at).flatten(), 1e-6
+    for _ in range(SLOPE_STEPS):
+        columns = [(error(at + step * unit).flatten() - now) / step for unit in torch.eye(heads).double()]
+        move = torch.linalg.lstsq(torch.stack(columns, -1), now[:, None]).solution[:, 0]
+        shorter = (at - move / 2**k for k in range(6))
+        better = next((s for s in shorter if float(error(s).norm()) < float(now.norm())), None)
+        if better is None:
+            break
+        at, now = better, error(better).flatten()
+    return at
+
+
 def fitting(sample: Sample, got: list[Tensor], dtype: torch.dtype) -> Iterator[Variant]:
     """The variants that return what a call returned, each with the number that it takes."""
     options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
@@ -133,6 +151,12 @@ def fitting(sample: Sample, got: list[Tensor], dtype: torch.dtype) -> Iterator[V
             found = each.variant(_smallest(each, sample, got))
             if close(got, expected(found.formula(), sample), dtype):
                 yield found
+    if "alibi" in options:
+        slopes = nearest_slopes(
+            lambda s: expected(with_slopes(s).formula(), sample)[0] - got[0].double(),
+            sample.call.q.shape[1],
+        )
+        yield with_slopes(slopes)
 
 
 def _smallest(each: Fitted, sample: Sample, got: list[Tensor]) -> float:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .projections import Arrangement, Matrix, rotated
 
+Projected = Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
 
 @dataclass(frozen=True)
 class ModuleFault:
@@ -17,7 +19,7 @@ class ModuleFault:
     name: str
     family: str
     fix: str
-    project: Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+    project: Projected | None = None
     merge: Callable[[Arrangement, Tensor, Tensor], Tensor] | None = None
     values_of_key: bool = False  # the argument `value` has no effect
 
@@ -30,7 +32,7 @@ def _viewed(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, 
     return split(a.q(x), a.heads), split(a.k(source), a.kv_heads), split(a.v(source), a.kv_heads)
 
 
-def _wrong_matrix(**roles: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _wrong_matrix(**roles: str) -> Projected:
     """Some of q, k and v with the matrix of another."""
 
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,27 +56,22 @@ def _merged_by_view(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
     return y if a.o is None else a.o(y)
 
 
-def _split_alone(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """One of q, k and v split into heads in another order than the others."""
+def _in_other_order(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _own_order(a).project(x, source)
+
+
+def _alone(which: str, otherwise: Projected) -> Projected:
+    """Some of q, k and v split into heads otherwise than the others."""
 
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        usual, other = a.project(x, source), _own_order(a).project(x, source)
+        usual, other = a.project(x, source), otherwise(a, x, source)
         q, k, v = (o if name in which else u for name, u, o in zip("qkv", usual, other))
         return q, k, v
 
     return project
 
 
-def _view_alone(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        usual, other = a.project(x, source), _viewed(a, x, source)
-        q, k, v = (o if name in which else u for name, u, o in zip("qkv", usual, other))
-        return q, k, v
-
-    return project
-
-
-def _unprojected(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _unprojected(which: str) -> Projected:
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         same = Matrix(torch.eye(x.shape[-1], dtype=x.dtype, device=x.device))
         changes: dict[str, Any] = dict.fromkeys(which, same)
@@ -88,14 +85,12 @@ def _twice(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
     return y if a.o is None else a.o(y)
 
 
-def _from_x(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _from_x(which: str) -> Projected:
     """Keys or values of the input where the context belongs."""
 
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = a.project(x, source)
         _, own_k, own_v = a.project(x, x)
-        if own_k.shape[-2] != k.shape[-2]:
-            return q, (own_k if "k" in which else k), (own_v if "v" in which else v)
         return q, (own_k if "k" in which else k), (own_v if "v" in which else v)
 
     return project
@@ -106,7 +101,7 @@ def _rotated_value(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, T
     return q, k, rotated(v, a.rotary) if a.rotary else v
 
 
-def _rotated_only(which: str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _rotated_only(which: str) -> Projected:
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = a.project(x, source)
         plain_q, plain_k, _ = replace(a, rotary="").project(x, source)
@@ -139,7 +134,7 @@ def _rotated_apart(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, T
     return (rotated(q, other), rotated(k, a.rotary), v) if a.rotary else (q, k, v)
 
 
-def _biases(**factors: float | str) -> Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def _biases(**factors: float | str) -> Projected:
     """Projections whose biases are multiplied by these numbers; "√d": by the root of a head's width."""
 
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,19 +176,15 @@ MODULE_FAULTS = (
     ),
     *(
         ModuleFault(
-            f"{' and '.join(which)} are split into heads in another order",
-            "head split order",
-            "split q, k and v alike",
-            project=_split_alone(which),
+            f"{' and '.join(which)} {words}", "head split order", fix, project=_alone(which, otherwise)
         )
-        for which in ("q", "k", "v", "qk", "kv", "qv")
-    ),
-    *(
-        ModuleFault(
-            f"{' and '.join(which)} split with view instead of transpose",
-            "head split order",
-            "split as (b, n, h, d), then move the head axis",
-            project=_view_alone(which),
+        for words, fix, otherwise in (
+            ("are split into heads in another order", "split q, k and v alike", _in_other_order),
+            (
+                "split with view instead of transpose",
+                "split as (b, n, h, d), then move the head axis",
+                _viewed,
+            ),
         )
         for which in ("q", "k", "v", "qk", "kv", "qv")
     ),

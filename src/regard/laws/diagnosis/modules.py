@@ -1,6 +1,7 @@
 """Finds the likely cause of a module's faults: its projections, then the formula or a faulty variant that fits."""
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,17 +13,30 @@ from torch import Tensor, nn
 
 from ..harness import Harness
 from ..measurement import compare
-from .cause import Cause
+from .cause import MATCH_SECONDS, Cause, unfinished
 from .conditions import condition
-from .fitted import FITTED, Fitted, smallest
+from .fitted import FITTED, Fitted, nearest_slopes, smallest
 from .formula import Call, Formula, Variant
 from .module_faults import MODULE_FAULTS, ModuleFault
-from .projections import Arrangement, Matrix, arrangements, mentions, misread, without_tables
+from .projections import (
+    Arrangement,
+    Matrix,
+    arrangements,
+    has_learned_slopes,
+    mentions,
+    misread,
+    without_tables,
+)
+from .rounding import SIXTEEN_BITS, in_steps, precision_lost, relative_error
 from .samples import HUGE
 from .variants import GRADIENTS, PRECISION, VARIANTS
+from .variants.positions import with_slopes
 
 MAX_ARRANGEMENTS = 64
+MAX_COMPARED = 6  # wrong calls with which a fault is compared, the smallest
+QUICK_LENGTH = 140  # positions of a call with which every fault is compared
 MAX_FAULTY = 12  # of them, the most usual ones, with which every fault is compared
+MAX_ROUNDED = 0.02  # what 16-bit products lose of plain scores
 MAX_FITTED = 4  # and for which a number is searched for
 ADJUSTED = r"temperature|logit_scale|\btau\b|soft_?cap"  # scores that are changed on purpose
 UNSCALED = r"\bt5|unscaled|not scaled|no scal|without scal"
@@ -46,7 +60,7 @@ def module_samples(harness: Harness, module: nn.Module) -> Iterator[ModuleSample
     limit = model.max_length
     sizes = [n for n in (5, 7, 1) if n <= limit] if model.length is None else [model.length] * 2
     choices: list[tuple[str, ...]] = [()]
-    choices += [(o,) for o in ("causal", "mask", "lengths") if harness.supports(o)]
+    choices += [(o,) for o in ("causal", "mask", "bias", "lengths") if harness.supports(o)]
     if harness.supports("context lengths") and model.architecture != "attention":
         choices.append(("context lengths",))
     pairs = (("causal", "mask"), ("causal", "lengths"), ("mask", "lengths"))
@@ -81,6 +95,9 @@ def _module_sample(
     if "mask" in names:
         table = harness.rand(b, n, n) < 0.5
         options["allowed"] = table | torch.eye(n, dtype=torch.bool, device=harness.device)
+    if "bias" in names:
+        size = (n, n if context is None else context.shape[1])
+        options["bias"] = harness.randn(*size) * (harness.rand(*size) < 0.7)  # 0 at some pairs, as in a mask
     if "lengths" in names:
         options["lengths"] = torch.tensor([max(1, n - 2), n, n - 1][:b], device=harness.device)
     if "context lengths" in names:
@@ -204,12 +221,38 @@ def _identify(harness: Harness, module: nn.Module) -> Identified:
             dense = replace(RIGHT, causal=lambda i, j, c: (i >= 0) & (j >= 0))
             if fits(a, dense, first):
                 return Identified(None, None)
+    for a in () if has_learned_slopes(module) else [a for a in usual[:MAX_FITTED] if a.alibi]:
+        sloped = _slopes(a, first, always)
+        if sloped is not None and all(fits(a, sloped.formula(), s) for s in plain[:2]):
+            return Identified(None, _described(a, seen, sloped, sloped.formula(), always))
     if not mentions(module, ADJUSTED):
         for a in usual[:MAX_FITTED]:
             for variant in _fitted(a, first, always):
                 if all(fits(a, variant.formula(), s) for s in plain[:2]):
                     return Identified(None, _described(a, seen, variant, variant.formula(), always))
+    for a in usual[:MAX_FAULTY]:
+        with suppress(RuntimeError, ValueError, IndexError):  # another shape than that of this reading
+            if _rounds(harness, module, a, first, always):
+                return Identified(None, precision_lost(_evidence(a, first, always)))
     return Identified(None, None)
+
+
+def _rounds(harness: Harness, module: nn.Module, a: Arrangement, sample: ModuleSample, always: bool) -> bool:
+    """Whether the outputs are nearly those of the formula, and change in steps with an input."""
+    if relative_error(sample.got, evaluate(a, RIGHT, sample, None, always)) > MAX_ROUNDED:
+        return False
+
+    def got(x: Tensor, context: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            return harness.run(x, context, module, **sample.options)
+
+    def want(x: Tensor, context: Tensor | None) -> Tensor:
+        return evaluate(a, RIGHT, sample._replace(x=x, context=context), None, always)
+
+    x, context = sample.x, sample.context
+    if in_steps(lambda y: got(y, context), lambda y: want(y, context), x, SIXTEEN_BITS):
+        return True
+    return context is not None and in_steps(lambda y: got(x, y), lambda y: want(x, y), context, SIXTEEN_BITS)
 
 
 def _fitted(a: Arrangement, sample: ModuleSample, always: bool) -> Iterator[Variant]:
@@ -226,13 +269,27 @@ def _fitted(a: Arrangement, sample: ModuleSample, always: bool) -> Iterator[Vari
             yield each.variant(smallest(error, each.low, each.high))
 
 
+def _slopes(a: Arrangement, sample: ModuleSample, always: bool) -> Variant | None:
+    """ALiBi with the slopes that come nearest to an output."""
+
+    def error(slopes: Tensor) -> Tensor:
+        return evaluate(a, with_slopes(slopes).formula(), sample, None, always) - sample.got.double()
+
+    with suppress(RuntimeError, ValueError, IndexError):  # another shape than that of this reading
+        return with_slopes(nearest_slopes(error, a.heads))
+    return None
+
+
 def _described(
     a: Arrangement, seen: list[ModuleSample], fault: Variant | ModuleFault, formula: Formula, always: bool
 ) -> Cause:
     sample = next(s for s in seen if not s.options and s.x.shape[1] > 1)
+    return Cause(fault.name, fault.family, fault.fix, _evidence(a, sample, always), "", 1, 1)
+
+
+def _evidence(a: Arrangement, sample: ModuleSample, always: bool) -> str:
     want = evaluate(a, RIGHT, sample, None, always)
-    text = f"{compare('the output', sample.got, want).message}, in {sample.name}"
-    return Cause(fault.name, fault.family, fault.fix, text, "", 1, 1)
+    return f"{compare('the output', sample.got, want).message}, in {sample.name}"
 
 
 def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) -> Cause | None:
@@ -247,16 +304,23 @@ def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) ->
         (v, v.formula(), None) for v in VARIANTS if v not in GRADIENTS and v not in PRECISION
     ]
     candidates += [(f, RIGHT, f) for f in MODULE_FAULTS]
+    compared = sorted(wrong, key=lambda s: s.x.shape[:2].numel())[:MAX_COMPARED]
+    quick = [s for s in compared if s.x.shape[1] <= QUICK_LENGTH] or compared[:1]
+    until, done = time.process_time() + MATCH_SECONDS, 0
     for fault, formula, outer in candidates:
-        matched = [s for s in wrong if _same(a, formula, s, outer, always)]
-        if not matched:
+        if time.process_time() > until:
+            break
+        done += 1
+        if not any(_same(a, formula, s, outer, always) for s in quick):
             continue
+        matched = [s for s in compared if _same(a, formula, s, outer, always)]
         kept = sum(fits(a, formula, s, outer) for s in right)
         if best is None or (len(matched), kept) > best[:2]:
             best = (len(matched), kept, fault)
     sample = wrong[0]
     want = evaluate(a, RIGHT, sample, None, always)
     text = f"{compare('the output', *_at_real(sample, want)).message}, in {sample.name}"
+    text += unfinished(done, len(candidates))
     where = condition([s.facets for s in wrong], [s.facets for s in right])
     if best is None:
         return Cause(
@@ -265,7 +329,7 @@ def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) ->
         )  # fmt: skip
     fault = best[2]
     where = where if best[1] < len(right) else ""
-    return Cause(fault.name, fault.family, fault.fix, text, where, best[0], len(wrong))
+    return Cause(fault.name, fault.family, fault.fix, text, where, best[0], len(compared))
 
 
 def _tolerance(a: Arrangement, dtype: torch.dtype) -> float:

@@ -286,8 +286,14 @@ def _packed(
             yield " ".join(w for w in (name, "" if letters == "qkv" else letters) if w), q, k, v
 
 
+def has_learned_slopes(module: nn.Module) -> bool:
+    return any(re.search("slope|alibi", name) for name, p in module.named_parameters() if p.requires_grad)
+
+
 def _is_bare_attention(module: nn.Module) -> bool:
-    """Whether it calls itself attention, has no norm, and says nothing of a residual: then it should add none."""
+    """Whether it says that it has no residual; or calls itself attention, has no norm and says nothing of one."""
+    if re.search(r"\b(no|without|not|never)\b[^.;\n]{0,25}\b(residual|skip)", text_of(module), re.I):
+        return True
     words = f"{type(module).__name__} {text_of(module)}"
     named = re.search("attention|attn", words, re.I) and not re.search(r"\b(block|layer)\b", words, re.I)
     normed = any("norm" in type(m).__name__.lower() for m in module.modules())

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from .make import variant as _v
 from .masks import _ones, _square
 
@@ -169,5 +171,18 @@ BIAS = (
         "bias sign",
         "add it as it is",
         bias=lambda s, b: s + b.abs(),
+    ),
+    *(
+        _v(
+            f"the bias is cast to bool: pairs {where} are masked",
+            "bias as a mask",
+            "add a mask of floats to the scores; only a bool mask hides pairs",
+            bias=lambda s, b, hides=hides: s.masked_fill(hides(b), torch.finfo(s.dtype).min),
+        )
+        for where, hides in (
+            ("where it is not 0", lambda b: b != 0),
+            ("where it is 0", lambda b: b == 0),
+            ("where it is negative", lambda b: b < 0),
+        )
     ),
 )

@@ -117,6 +117,13 @@ def _alibi(name: str, **how: Callable) -> Variant:
     return _v(name, "position bias", SLOPES, positions=_distances(**how))
 
 
+def with_slopes(slopes: Tensor) -> Variant:
+    """ALiBi with these slopes, one for each head."""
+    right = alibi_slopes(len(slopes))
+    got, want = (", ".join(f"{float(x):.4g}" for x in each[:4]) for each in (slopes, right))
+    return _alibi(f"the slopes of the heads are {got} … instead of {want} …", slopes=lambda h: slopes)
+
+
 ALIBI = (
     _alibi("the bias grows with the distance: its sign is wrong", bias=lambda d: d.abs()),
     _alibi("the slopes begin with 1: 2^(−8t/h) with t from 0", slopes=lambda h: alibi_slopes(h) * 2.0 ** (8 / h)),
