@@ -6,7 +6,8 @@
 Some runs of one small translation recipe, side by side, in eager deterministic mode with dropout and bf16 autocast.
 Each is killed several times, at random moments after a new checkpoint appeared, and started again; at last it trains
 to the end. Its weights are then compared bit by bit with those of a run that was left alone. Every start is a process
-forked from a server that has imported regard and not touched the GPU.
+forked from a server that has imported regard and not touched the GPU. The run that is left alone starts first: when
+its first checkpoint appears, the kernels are compiled, and the others find them in the cache.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def newest(folder: Path) -> int:
 
 
 def killed(home: Path, name: str, kills: int, steps: int, device: str, found: list[dict]) -> None:
-    random_moment = random.Random(name)
+    random_moment, began = random.Random(name), time.perf_counter()
     for kill in range(kills):
         process = start(home, name, device)
         wanted = newest(home / name) + 10 * random_moment.randint(1, max(steps // 10 // (kills + 1), 1))
@@ -84,9 +85,8 @@ def killed(home: Path, name: str, kills: int, steps: int, device: str, found: li
         process.join()
         code = process.exitcode
         left = sorted(p.name for p in (home / name / "checkpoints").iterdir())
-        found.append(
-            {"run": name, "kill": kill, "exit": code, "step": newest(home / name), "left": left[-2:]}
-        )
+        event = {"run": name, "kill": kill, "exit": code, "step": newest(home / name), "left": left[-2:]}
+        found.append(event | {"seconds": round(time.perf_counter() - began, 1)})
         print(json.dumps(found[-1]), flush=True)  # so that a run that is cut off leaves its kills
     process = start(home, name, device)
     process.join()
@@ -110,7 +110,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         prepare(home, given.steps, given.device)
-        whole = start(home, "whole", given.device)
+        began, whole = time.perf_counter(), start(home, "whole", given.device)
+        while whole.exitcode is None and not newest(home / "whole"):
+            time.sleep(0.05)
+        print(f"first checkpoint after {time.perf_counter() - began:.0f} s", flush=True)
         events: list[dict] = []
         names = [f"killed-{i}" for i in range(given.runs)]
         threads = [
