@@ -34,6 +34,12 @@ def _keeps(SEED, row, first, per_row, ROUNDS: tl.constexpr, threshold, D: tl.con
 
 
 @triton.jit
+def _entries(row, column, rows, d):
+    """The offsets of these rows' and columns' entries, and whether each is inside of (rows, d): (R, D)."""
+    return row[:, None].to(tl.int64) * d + column[None, :], (row < rows)[:, None] & (column < d)[None, :]
+
+
+@triton.jit
 def branch_end_kernel(
     X, Y, Y_BIAS, WEIGHT, BIAS, SEED, TOTAL, OUT, MEAN, RSTD, rows, d, eps, threshold, factor,
     RMS: tl.constexpr, HAS_X: tl.constexpr, HAS_Y_BIAS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -41,8 +47,7 @@ def branch_end_kernel(
 ):  # fmt: skip
     """total = x + dropout(y + its bias), out = norm(total), for R rows."""
     row, column = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, D)
-    at = row[:, None].to(tl.int64) * d + column[None, :]
-    inside = (row < rows)[:, None] & (column < d)[None, :]
+    at, inside = _entries(row, column, rows, d)
     y = tl.load(Y + at, mask=inside, other=0.0).to(tl.float32)
     x = tl.zeros((R, D), tl.float32)
     if HAS_X:
@@ -86,8 +91,7 @@ def branch_end_backward_kernel(
         weight = tl.load(WEIGHT + column, mask=column < d, other=0.0).to(tl.float32)[None, :]
     for first in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
         row = first + tl.arange(0, R)
-        at = row[:, None].to(tl.int64) * d + column[None, :]
-        inside = (row < rows)[:, None] & (column < d)[None, :]
+        at, inside = _entries(row, column, rows, d)
         g = tl.load(D_OUT + at, mask=inside, other=0.0).to(tl.float32)
         total = tl.load(TOTAL + at, mask=inside, other=0.0).to(tl.float32)
         direct = tl.zeros((R, D), tl.float32)
@@ -124,8 +128,7 @@ def relu_dropout_kernel(
     """dropout(relu(x + bias)) of R rows and D columns."""
     first = tl.program_id(1) * D
     row, column = tl.program_id(0) * R + tl.arange(0, R), first + tl.arange(0, D)
-    at = row[:, None].to(tl.int64) * d + column[None, :]
-    inside = (row < rows)[:, None] & (column < d)[None, :]
+    at, inside = _entries(row, column, rows, d)
     x = tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(BIAS + column, mask=column < d, other=0.0).to(tl.float32)[None, :]
@@ -143,9 +146,7 @@ def relu_dropout_backward_kernel(
     column = tl.program_id(1) * D + tl.arange(0, D)
     sums = tl.zeros((R, D), tl.float32)
     for first in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
-        row = first + tl.arange(0, R)
-        at = row[:, None].to(tl.int64) * d + column[None, :]
-        inside = (row < rows)[:, None] & (column < d)[None, :]
+        at, inside = _entries(first + tl.arange(0, R), column, rows, d)
         g = tl.load(D_OUT + at, mask=inside, other=0.0).to(tl.float32)
         positive = tl.load(OUT + at, mask=inside, other=0.0) > 0
         dx = tl.where(positive, g * factor, 0.0)
@@ -160,9 +161,7 @@ def column_sums_kernel(X, SUMS, rows, d, D: tl.constexpr, R: tl.constexpr):
     column = tl.program_id(1) * D + tl.arange(0, D)
     sums = tl.zeros((R, D), tl.float32)
     for first in range(tl.program_id(0) * R, rows, tl.num_programs(0) * R):
-        row = first + tl.arange(0, R)
-        at = row[:, None].to(tl.int64) * d + column[None, :]
-        inside = (row < rows)[:, None] & (column < d)[None, :]
+        at, inside = _entries(first + tl.arange(0, R), column, rows, d)
         sums += tl.load(X + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(SUMS + tl.program_id(0) * d + column, tl.sum(sums, 0), mask=column < d)
 
