@@ -1,14 +1,18 @@
 """Rows that were weak before 0.2, on one GPU: decoding, global tokens, strides, head widths, score terms, CPU time.
 
-    PYTHONPATH=src python3 bench/gpu_rows.py [--group decode patterns terms host] [--flex]
+    PYTHONPATH=src python3 bench/gpu_rows.py [--group decode patterns terms short host] [--flex]
 
 decode    one query of 32/8 heads of 128 over 32,768 keys, against SDPA on the keys that it needs, sliced beforehand
 patterns  forward and forward+backward; `realised` as in gpu_patterns.py: the time of SDPA over all pairs × the share
-          of pairs needed, or that of reading and writing q, k, v and o if it is longer, over our time
+          of pairs needed, or that of reading and writing q, k, v and o if it is longer, over our time. `copy` is a
+          copy of as many bytes by PyTorch under the same clock, which begins with a cache full of unwritten zeros
 terms     softcap and sink logits beside the same call without
+short     microseconds of the backward pass by one launch and by several, of the GPU and of the CPU; forward and
+          backward of few heads past one launch, by `triton` and by `sdpa` with its mask
 host      microseconds of the CPU a prepared call, forward and backward, beside an autograd.Function that computes
           nothing and beside SDPA. `backward_us` is what one more call in a chain adds to one backward pass: autograd
-          hands a pass of any length to a thread of its own once, which `pass_us` has in
+          hands a pass of any length to a thread of its own once, which `pass_us` has in. Each call of a chain has
+          keys and values of its own, as a layer has: else autograd adds up their gradients, two launches a call
 
 `wall` is the time of one call under CUDA events, `busy` that of the same launches replayed as a CUDA graph. Medians,
 the cache cleared before each call. Results are compared with another backend of the same call first.
@@ -17,10 +21,12 @@ the cache cleared before each call. Results are compared with another backend of
 import argparse
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +50,8 @@ PATTERNS = [  # pattern, n, width, heads, batch
     (rg.causal() & rg.window(256), 32768, 128, 16, 1),
     (rg.causal() & (rg.window(1024) | rg.sinks(16)), 32768, 128, 16, 1),
     (rg.causal() | rg.prefix(2048), 16384, 128, 16, 1),
+    (rg.neighborhood((64, 64), 7), 4096, 128, 16, 1),
+    (rg.neighborhood((16, 16, 16), 5), 4096, 128, 16, 1),
 ]
 
 
@@ -161,6 +169,8 @@ def patterns(out: list, rate: float, flex: bool) -> None:
         part, by_bytes = pattern.count(n) / n**2, 4 * q.numel() * q.element_size() / rate
         row = {"forward_wall": f_wall, "forward_busy": f_busy, "both_wall": b_wall, "both_busy": b_busy}
         row |= {"sdpa_full_forward": full_forward, "sdpa_full_both": full_both}
+        half = torch.stack([q, k])
+        row["copy"] = wall(partial(torch.empty_like(half).copy_, half))
         for name, full, bytes_ms in (("forward", full_forward, by_bytes), ("both", full_both, 3 * by_bytes)):
             for kind in ("wall", "busy"):
                 if row[f"{name}_{kind}"] is not None:
@@ -211,6 +221,34 @@ def terms(out: list, rate: float, flex: bool) -> None:
                 both_busy=busy(step), runs=f"{found.backend}, {found.variant}")  # fmt: skip
 
 
+def short(out: list, rate: float, flex: bool) -> None:
+    from regard.engine.compiled_ops import Options
+    from regard.engine.cuda import host
+    from regard.engine.cuda.call import task
+
+    pattern = rg.causal() & (rg.window(32) | rg.every(16))
+    for n, d, heads in ((512, 64, 16), (1024, 64, 16), (2048, 64, 16), (1024, 128, 16), (2048, 128, 16)):
+        q, k, v, do = (torch.randn(1, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
+        row, made = {}, {}
+        for name, one in (("one_launch", True), ("apart", False)):
+            with mock.patch("regard.engine.cuda.call.one_launch", lambda *_, one=one: one):
+                own = replace(task(q, v, Options(pattern, 0, 1, d**-0.5)))  # prepared anew
+                saved = (q, k, v, *host.forward(q, k, v, own))
+                backward = partial(host.backward, saved, (do, None), own)
+                made[name] = backward()[:3]
+                row |= {f"{name}_us": 1e3 * wall(backward), f"{name}_cpu_us": cpu(backward)}
+        assert max(map(off, *made.values())) < 1e-2
+        add(out, group="short", pattern=repr(pattern), n=n, d=d, heads=heads, **row)
+    for n, d, heads in ((2304, 64, 4), (3072, 64, 2), (2304, 128, 8)):
+        q, k, v, do = (torch.randn(1, heads, n, d, device="cuda", dtype=BF16) for _ in range(4))
+        row = {}
+        for name in ("triton", "sdpa"):
+            step = both(partial(rg.attention, pattern=SPARSE, backend=name), q, k, v, do)
+            step()
+            row |= {f"{name}_us": 1e3 * wall(step), f"{name}_cpu_us": cpu(step)}
+        add(out, group="short", pattern=repr(SPARSE), n=n, d=d, heads=heads, **row)
+
+
 def host(out: list, rate: float, flex: bool) -> None:
     for n, d, heads, batch in ((1024, 64, 16, 1), (2304, 64, 4, 1), (8192, 64, 12, 2), (8192, 128, 16, 1)):
         host_row(out, n, d, heads, batch)
@@ -227,16 +265,19 @@ def host_row(out: list, n: int, d: int, heads: int, batch: int) -> None:
     for name, attend in calls.items():
         with torch.no_grad():
             row[f"{name}_forward_us"] = cpu(lambda a=attend: a(q, k, v))
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        first, *others = (x.detach().requires_grad_() for x in (q, *(k, v) * CHAIN))
 
-        def chain(count, attend=attend, inputs=inputs):
-            o = inputs[0]
-            for _ in range(count):
-                o = attend(o, *inputs[1:])
+        def chain(count, attend=attend, first=first, others=others):
+            o = first
+            for at in range(count):
+                o = attend(o, *others[2 * at : 2 * at + 2])
             return o
 
+        def gradients(count, chain=chain, first=first, others=others):
+            return torch.autograd.grad(chain(count), [first, *others[: 2 * count]], do)
+
         forward = [cpu(partial(chain, count), 20) for count in (1, CHAIN)]
-        both = [cpu(lambda c=c, i=inputs: torch.autograd.grad(chain(c), i, do), 20) for c in (1, CHAIN)]
+        both = [cpu(partial(gradients, count), 20) for count in (1, CHAIN)]
         row[f"{name}_forward_with_grad_us"] = forward[0]
         row[f"{name}_pass_us"] = both[0] - forward[0]
         row[f"{name}_backward_us"] = (both[1] - both[0] - forward[1] + forward[0]) / (CHAIN - 1)
@@ -258,7 +299,7 @@ class Nothing(torch.autograd.Function):
         return q.view_as(q), k.view_as(k), v.view_as(v)
 
 
-GROUPS = {"decode": decode, "patterns": patterns, "terms": terms, "host": host}
+GROUPS = {"decode": decode, "patterns": patterns, "terms": terms, "short": short, "host": host}
 
 
 def main() -> None:

@@ -252,6 +252,22 @@ def test_a_compiled_graph_masks_what_no_progressions_describe():
     assert torch.allclose(got, rg.attention(q, k, v, p, backend="sdpa"), atol=1e-6)
 
 
+def test_past_one_launch_a_prepared_call_is_not_masked():
+    """SDPA's mask of so many pairs is made anew in each call: 560 to 680 µs with backward on an H200, triton's 130 to
+    210 (bench/results/gpu_rows-2026-11-17.json, group short)."""
+    sparse = {
+        "device": "cuda",
+        "heads": 4,
+        "kv_heads": 4,
+        "grad": True,
+        "dtype": torch.bfloat16,
+        "d_k": 64,
+        "d_v": 64,
+    }
+    facts = CallFacts(rg.causal() & (rg.window(128) | rg.every(64)), 2304, 2304, **sparse)
+    assert choose(facts, "auto").backend == "triton"
+
+
 def test_auto_leaves_out_a_kernel_that_rounds_gradients():
     def chosen(**more):
         facts = CallFacts(

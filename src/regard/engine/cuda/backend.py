@@ -21,12 +21,13 @@ from ..plan import keys_visited, plan, run_formulas, why_masked
 MAX_HEAD_DIM = 256  # what the kernels hold
 MAX_GROUP = 64  # query heads per key head: one tile of the kernel for one query
 # A dense pair takes half a picosecond on an H200. What the CPU needs for a call, in seconds (the group `short` of
-# bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, and by several.
+# bench/gpu_entry_point.py): forward; with backward by one launch, which is the least there is, by three of a prepared
+# call, which is as much as SDPA's (gpu_rows.py, host), and with lengths, a bias or other terms.
 PAIR, PAIR_GRAD, QUERY = 2.0 * 5e-13, 8.0 * 5e-13, 64 * 5e-13
-CALL, CALL_ONE_LAUNCH, CALL_GRAD = 20e-6, 0.0, 130e-6
-# Pairs of a head up to which one launch is faster than three (16 heads, n to 4096 measured), and of all heads, by
-# estimate: its programs are slower, and many heads keep the GPU busy.
-MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 22, 1 << 28, 128
+CALL, CALL_ONE_LAUNCH, CALL_GRAD, CALL_TERMS_GRAD = 20e-6, 0.0, 40e-6, 130e-6
+# Pairs of a head up to which the backward pass is one launch, and of all heads, by estimate. It takes the CPU 30 µs,
+# three launches take 40; the GPU takes 1.1 to 1.2 times as long at n = 1024, twice at 2048 (gpu_rows.py, short).
+MAX_PAIRS, MAX_ALL_PAIRS, MAX_WIDTH = 1 << 20, 1 << 28, 128
 
 
 class Triton:
@@ -56,7 +57,8 @@ class Triton:
         computed = f.flat_heads * _computed(f)
         if not f.grad:
             return computed * PAIR + f.flat_heads * f.n * QUERY + CALL
-        return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else CALL_GRAD)
+        call = CALL_GRAD if f.only_pattern else CALL_TERMS_GRAD
+        return computed * PAIR_GRAD + (CALL_ONE_LAUNCH if _backward_in_one_launch(f) else call)
 
     def prepare(self, f: CallFacts) -> Prepared:
         without_rows = replace(f, lengths=False, left_padding=False, row_offsets=False)
