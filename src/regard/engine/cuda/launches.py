@@ -51,15 +51,17 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
 
 
-def _merge(call: CallLayout, step: DevicePass, joins: Tensor) -> tuple[Launch, Arguments]:
-    """Joins the parts of split tiles."""
+def _merge(
+    call: CallLayout, step: DevicePass, joins: Tensor, early: bool = False
+) -> tuple[Launch, Arguments]:
+    """Joins the parts of split tiles. early: it may start before the kernel that makes them has ended."""
     task, (b, h, _, n, _, _, d_v), config = call.task, call.sizes, call.task.configs.forward
     o = call.output
     launch = Launch(
         merge_kernel, len(joins) * b * h * (config.tile // MERGED), config,
-        *o.strides, h, b * h, n, task.start, task.step,
+        *o.strides, h, b * h, n, task.start, task.step, early=early,
         keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates,
-        WIDE=exceeds_int32(*call.tensors, o), EARLY=False,
+        WIDE=exceeds_int32(*call.tensors, o), EARLY=early,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
 
@@ -366,12 +368,8 @@ def _of_hopper(which: str, call: CallLayout, route: DevicePasses, *whole: bool) 
 
 def hopper_backward(call: CallLayout) -> Backward | None:
     """Fills dq, dk and dv; None where these kernels cannot run the call."""
-    configs, (q, k), dtype, device = (
-        call.task.configs,
-        (x.shape for x in call.tensors[:2]),
-        call.dtype,
-        call.device,
-    )
+    configs, dtype, device = call.task.configs, call.dtype, call.device
+    q, k = (x.shape for x in call.tensors[:2])
     by_queries, fast, others = routes(call, configs.dq, configs.hopper_dq, False)
     by_keys, _, left = routes(call, configs.dkv, configs.hopper_dkv, True)
     if not fast.steps or left.steps:

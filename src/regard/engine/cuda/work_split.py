@@ -21,9 +21,8 @@ from .mask import LOWER, UPPER, band
 from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
-COMPARED_WIDTH = 128  # of heads: at this one, passes in one launch were compared with separate ones on a GPU
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
-PIECE = 16  # blocks of one piece of a split tile
+PIECE = 8  # blocks of one piece of a split tile
 MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
 MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
@@ -67,8 +66,11 @@ def split_work(
             table[:, 0].astype(np.int64), work.ends, per_tile, k, group
         ).T
     else:
-        assign = _in_turn if work.ordered else _in_rounds if (table[:, 11] > 1).any() else _by_length
-        program_of = assign(size, k, dynamic_share, multiple, backwards)
+        if not work.ordered and (table[:, 11] > 1).any():
+            program_of = _in_rounds(size, k, dynamic_share, multiple, backwards)
+        else:
+            order = np.arange(len(size)) if work.ordered else np.argsort(-size, kind="stable")
+            program_of = _in_turn(order, size, k, dynamic_share, multiple)
         tile, begin, end, program_of = _whole_tiles(size, program_of, backwards).T
     length = end - begin
     starts, total = np.cumsum(length) - length, int(length.sum())
@@ -115,19 +117,20 @@ def _whole_tiles(size: Ints, program_of: Ints, backwards: bool) -> Ints:
     return np.column_stack([order, np.zeros_like(order), size[order], program_of[order]])
 
 
-def _by_length(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
-    """The program of each tile: the longest are assigned first, each to the program with the least work; of equal
-    ones, program p of k takes p, p + k, …. Finishing a tile counts as a block. The shortest are the dynamic share."""
+def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
+    """The program of each tile: in this order, each goes to the program with the least work; finishing a tile counts
+    as a block. The last are the dynamic share.
+
+    With the longest first, of equal ones program p of k takes p, p + k, ….
+    """
     load = [(0, p) for p in range(programs)]
-    program_of = np.zeros(len(size), dtype=np.int64)
-    by_length = np.argsort(-size, kind="stable")
-    assigned = np.searchsorted(np.cumsum(size[by_length] + 1), (1 - dynamic_share) * (size + 1).sum())
+    assigned = np.searchsorted(np.cumsum(size[order] + 1), (1 - dynamic_share) * (size + 1).sum())
     assigned = min(max(int(assigned) + 1, programs), len(size))
-    for tile in by_length[:assigned]:
-        work, program = load[0]
-        program_of[tile] = program
-        heapq.heapreplace(load, (work + int(size[tile]) + 1, program))
-    program_of[by_length[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
+    program_of = np.zeros(len(size), dtype=np.int64)
+    program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
+    for tile in order[:assigned].tolist():
+        work, program_of[tile] = load[0]
+        heapq.heapreplace(load, (work + int(size[tile]) + 1, int(program_of[tile])))
     return program_of
 
 
@@ -147,19 +150,6 @@ def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int,
         program_of[tiles] = idle
         load[idle] += size[tiles] + 1
     program_of[order[assigned:]] = programs + np.arange(len(size) - assigned) // tiles_each
-    return program_of
-
-
-def _in_turn(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
-    """The same for tiles of several passes, which run in order: each goes to the program with the least work so far.
-    The last are the dynamic share."""
-    load = [(0, p) for p in range(programs)]
-    assigned = max(int((1 - dynamic_share) * len(size)), min(programs, len(size)))
-    program_of = programs + (np.arange(len(size)) - assigned) // tiles_each
-    for tile, blocks in enumerate(size[:assigned].tolist()):
-        work, program = load[0]
-        program_of[tile] = program
-        heapq.heapreplace(load, (work + blocks + 1, program))
     return program_of
 
 
@@ -217,7 +207,7 @@ def chain(
     """
     b, h, n, d = layouts[0].shape
     long = as_one_head(layouts)
-    if long is None or d != COMPARED_WIDTH or not route.joins:
+    if long is None or not route.joins:
         return None
     tables = [_by_lines(step, place, n, by_keys) for step in route.steps]
     table = np.concatenate(tables)
@@ -304,7 +294,7 @@ def mix(
 
     Word 7 of a block is the slot of its piece, of all heads; −1: its tile is not split.
     """
-    if not route.apart or len(route.steps) > 2 or layouts[0].shape[-1] != COMPARED_WIDTH:
+    if not route.apart or len(route.steps) > 2:
         return None
     pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
     flat, long = flatten_heads(others, step, layouts)
