@@ -3,7 +3,7 @@
     PYTHONPATH=src python bench/convolution_speed.py [--write]
 
 ratio = time of the attention / time of the lowered layer; forward, medians of interleaved rounds, after parity. The
-lifted form, which attends along rows and then along columns, stands beside them.
+lifted form, which attends along rows and then along columns, is timed beside them.
 """
 
 import argparse
@@ -37,10 +37,10 @@ def layer() -> nn.Module:
     return attention
 
 
-def timed(ways: dict, x: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+def timed(methods: dict, x: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:
+    taken: dict[str, list[float]] = {name: [] for name in methods}
     for turn in range(rounds + 1):
-        for name, run in ways.items():
+        for name, run in methods.items():
             begun = time.perf_counter()
             run(x)
             if turn:
@@ -74,13 +74,13 @@ def main() -> None:
         cells = x.mT.unflatten(2, GRID)
         conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         hard, soft = rg.lift(conv), rg.lift(conv, sharpness=40.0)
-        ways = {
+        methods = {
             "attention": attention,
             "lowered": lowered,
             "lifted, hard": lambda _, run=hard, cells=cells: run(cells),
             "lifted, soft": lambda _, run=soft, cells=cells: run(cells),
         }
-        times = timed(ways, x, given.rounds)
+        times = timed(methods, x, given.rounds)
         ratio = times["attention"]["median"] / times["lowered"]["median"]
         results["cases"].append({"batch": batch, "difference": difference, "ms": times, "ratio": ratio})
         shown = ", ".join(f"{name} {t['median']:.1f} ms" for name, t in times.items())

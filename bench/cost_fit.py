@@ -4,7 +4,7 @@
 
 The files are those of bench/cost_gpu.py (kinds `time` and `fit`): seconds of a step, of the host alone, and of all
 kernels where the profiler ran. Every model is drawn again by its seed and traced here; nothing of the held-out rows
-enters the fit. Minimised is the relative error of three times of each row: step, host and kernels. Errors beyond
+enters the fit. Minimized is the relative error of three times of each row: step, host and kernels. Errors beyond
 SCALE_OF_LOSS count linearly, for rows that something disturbed, and a weak prior (a factor of two) holds what few
 rows decide near today's constants. Host times are used only where the kernels do not keep the host waiting.
 """
@@ -84,15 +84,15 @@ def errors(row: dict[str, Any]) -> dict[str, float]:
 
 def fit(rows: list[dict[str, Any]]) -> dict[tuple[str, str], float]:
     start = constants()
-    keys, centre = list(start), numpy.log(list(start.values()))
+    keys, center = list(start), numpy.log(list(start.values()))
 
     def residuals(logs: numpy.ndarray) -> numpy.ndarray:
         install(dict(zip(keys, numpy.exp(logs))))
         measured = [e for row in rows for e in errors(row).values()]
-        return numpy.array([*measured, *(SCALE_OF_LOSS * (logs - centre) / PRIOR)])
+        return numpy.array([*measured, *(SCALE_OF_LOSS * (logs - center) / PRIOR)])
 
     found = least_squares(
-        residuals, centre, loss="soft_l1", f_scale=SCALE_OF_LOSS, diff_step=0.02, max_nfev=8
+        residuals, center, loss="soft_l1", f_scale=SCALE_OF_LOSS, diff_step=0.02, max_nfev=8
     )
     values = dict(zip(keys, (float(v) for v in numpy.exp(found.x))))
     install(values)

@@ -224,8 +224,8 @@ def patterns():
             at = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             o.backward(grad)
-            told = rg.explain(q, k, v, pattern)
-            yield [str(dtype), b, h, h_kv, n, d, repr(pattern), told.backend, told.variant, list(o.stride()), saved,
+            by = rg.explain(q, k, v, pattern)
+            yield [str(dtype), b, h, h_kv, n, d, repr(pattern), by.backend, by.variant, list(o.stride()), saved,
                    peak_forward, torch.cuda.max_memory_allocated() - at]  # fmt: skip
 
 

@@ -43,8 +43,8 @@ class Case:
             bias = bias.masked_fill(~self.pattern.allowed(self.n), -torch.inf)
         return F.scaled_dot_product_attention(*self.inputs, attn_mask=bias[None])
 
-    def grads(self, way) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(way(), (*self.inputs, self.table), self.out)
+    def grads(self, method) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(method(), (*self.inputs, self.table), self.out)
 
     def check(self) -> float:
         pairs = zip((self.ours(), *self.grads(self.ours)), (self.theirs(), *self.grads(self.theirs)))
@@ -71,7 +71,7 @@ def time_group(rounds: int) -> list[dict]:
 
 
 def fixed_group(rounds: int) -> list[dict]:
-    """A bias by distance that does not learn (ALiBi's slopes): the door beside SDPA with the bias gathered for each
+    """A bias by distance that does not learn (ALiBi slopes): `attention` beside SDPA with the bias gathered for each
     call, as its distances change with the length, and beside SDPA with a bias that is there already."""
     found = []
     slopes = ByDistance(slopes=2.0 ** -torch.arange(1, HEADS + 1))
@@ -91,44 +91,46 @@ def _fixed(n: int, pattern, slopes: ByDistance, learns: bool, rounds: int) -> di
         return slopes.dense(at, at).masked_fill(~pattern.allowed(n), -torch.inf)[None]
 
     ready = made()
-    ways = {
+    methods = {
         "ours": lambda: attention(*inputs, pattern, bias=slopes),
         "gathered": lambda: F.scaled_dot_product_attention(*inputs, attn_mask=made()),
         "ready": lambda: F.scaled_dot_product_attention(*inputs, attn_mask=ready),
     }
-    assert float((ways["ours"]() - ways["ready"]()).detach().abs().max()) < 1e-4
-    calls = {k: lambda f=f: torch.autograd.grad(f(), inputs, out) if learns else f() for k, f in ways.items()}
+    assert float((methods["ours"]() - methods["ready"]()).detach().abs().max()) < 1e-4
+    calls = {
+        k: lambda f=f: torch.autograd.grad(f(), inputs, out) if learns else f() for k, f in methods.items()
+    }
     times = interleaved(calls, rounds)
-    ms = {k: times[k]["median"] for k in ways}
-    way = "forward+backward" if learns else "forward"
+    ms = {k: times[k]["median"] for k in methods}
+    passes = "forward+backward" if learns else "forward"
     say(
-        f"{pattern!r:22} n={n:5} {way:16}  ours {ms['ours']:7.2f} ms  gathered {ms['gathered']:7.2f} ms"
+        f"{pattern!r:22} n={n:5} {passes:16}  ours {ms['ours']:7.2f} ms  gathered {ms['gathered']:7.2f} ms"
         f" = {ms['gathered'] / ms['ours']:5.2f} ×  ready {ms['ready']:7.2f} ms = {ms['ready'] / ms['ours']:5.2f} ×"
     )
-    return {"pattern": repr(pattern), "n": n, "way": way, "ms": times}
+    return {"pattern": repr(pattern), "n": n, "way": passes, "ms": times}
 
 
 def memory_group(rounds: int) -> list[dict]:
-    """Extra memory of one forward + backward, each way in a process of its own."""
+    """Extra memory of one forward + backward, each method in a process of its own."""
     found = []
-    for way, n in (("ours", 2048), ("theirs", 2048), ("ours", 4096), ("ours", 8192)):
-        call = [sys.executable, __file__, "--memory", way, str(n)]
+    for method, n in (("ours", 2048), ("theirs", 2048), ("ours", 4096), ("ours", 8192)):
+        call = [sys.executable, __file__, "--memory", method, str(n)]
         out = subprocess.run(call, capture_output=True, text=True, check=True)
         found.append(json.loads(out.stdout.splitlines()[-1]))
-        say(f"{way:7} n={n:5}: {found[-1]['extra MiB']:7.0f} MiB over the tensors and their gradients")
+        say(f"{method:7} n={n:5}: {found[-1]['extra MiB']:7.0f} MiB over the tensors and their gradients")
     return found
 
 
-def memory(way: str, n: int) -> None:
+def memory(method: str, n: int) -> None:
     small = Case(128)  # what PyTorch allocates once and for all
-    small.grads(getattr(small, way))
+    small.grads(getattr(small, method))
     case = Case(n)
     spare = [torch.zeros_like(x).fill_(1.0) for x in (*case.inputs, case.table, case.out)]
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = resident()
     del spare
-    case.grads(getattr(case, way))
-    print(json.dumps({"way": way, "n": n, "extra MiB": resident() - before}))
+    case.grads(getattr(case, method))
+    print(json.dumps({"way": method, "n": n, "extra MiB": resident() - before}))
 
 
 if __name__ == "__main__":

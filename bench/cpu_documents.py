@@ -36,7 +36,7 @@ SETS |= {"of 16 to 400": drawn(16, 400), "of 1 to 40": drawn(1, 40)}
 
 
 class Packed(Case):
-    """Documents of one row, by the door; masked SDPA is given its mask, ours makes its own plan once."""
+    """Documents of one row, by `attention`; masked SDPA is given its mask, ours makes its own plan once."""
 
     def __init__(self, pattern: Pattern, n: int):
         torch.manual_seed(0)
@@ -56,9 +56,9 @@ def documents_group(rounds: int) -> list[dict]:
             case = Packed(pattern, N)
             worst = case.check()
             times = interleaved(
-                {way: case.run(getattr(case, way)) for way in ("ours", "masked", "full")}, rounds
+                {method: case.run(getattr(case, method)) for method in ("ours", "masked", "full")}, rounds
             )
-            t = {way: x["median"] for way, x in times.items()}
+            t = {method: x["median"] for method, x in times.items()}
             (layout,) = layouts(pattern, N, N) or ()
             row = {"documents": name + also, "n": N, "difference": worst, "ms": times}
             row |= {"computed": layout.computed, "calls": len(layout.groups)}

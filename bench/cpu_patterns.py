@@ -47,14 +47,14 @@ SMALL: tuple[Callable[[int], Pattern], ...] = (
 )
 
 
-def interleaved(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each way: median and spread over rounds in which all take turns, after one to warm up.
+def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of each function: median and spread over rounds in which all take turns, after one to warm up.
 
     Each round has an order of its own: whoever follows a large call finds the caches and the heap as that left them,
-    and takes up to a sixth longer. In a fixed cycle that would always be the same way.
+    and takes up to a sixth longer. In a fixed cycle that would always be the same function.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    order, draw = list(ways.items()), random.Random(0)
+    taken: dict[str, list[float]] = {name: [] for name in functions}
+    order, draw = list(functions.items()), random.Random(0)
     for turn in range(rounds + 1):
         draw.shuffle(order)
         for name, run in order:
@@ -89,8 +89,8 @@ class Case:
     def masked(self) -> Tensor:
         return F.scaled_dot_product_attention(*self.inputs, attn_mask=self.allowed)
 
-    def run(self, way: Callable[[], Tensor]) -> Callable[[], object]:
-        return (lambda: torch.autograd.grad(way(), self.inputs, self.out)) if self.grad else way
+    def run(self, function: Callable[[], Tensor]) -> Callable[[], object]:
+        return (lambda: torch.autograd.grad(function(), self.inputs, self.out)) if self.grad else function
 
     def check(self) -> float:
         """The largest difference from masked SDPA, outputs and gradients; past 1e-4 there is no benchmark."""
@@ -104,10 +104,10 @@ class Case:
         return worst
 
 
-def compare(pattern: Pattern, n: int, rounds: int, ways: tuple[str, ...], grad: bool = True) -> dict:
+def compare(pattern: Pattern, n: int, rounds: int, functions: tuple[str, ...], grad: bool = True) -> dict:
     case = Case(pattern, n, grad=grad)
     worst = case.check()
-    times = interleaved({name: case.run(getattr(case, name)) for name in ways}, rounds)
+    times = interleaved({name: case.run(getattr(case, name)) for name in functions}, rounds)
     facts = CallFacts(pattern, n, n, WIDTH, WIDTH, 1, HEADS, HEADS, grad=grad)
     prepared = choose(facts, "tiles")
     return {

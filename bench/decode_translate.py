@@ -129,7 +129,7 @@ def positions(stack: Stack) -> Tensor:
     )
 
 
-def ways(
+def methods(
     model: EncoderDecoder, rows: list[list[int]], most: int, threads: int, folder: Path
 ) -> dict[str, Callable[[], list[list[int]]]]:
     """Token ids in, token ids out, three times."""
@@ -157,14 +157,14 @@ def ways(
 
     def hugging() -> list[list[int]]:
         given = {"max_new_tokens": most, "do_sample": False, "num_beams": 1, "use_cache": True, **forced}
-        told = theirs.generate(source, attention_mask=mask, **given)
-        return [row[1 : row.index(END, 1) if END in row[1:] else None] for row in told.tolist()]
+        result = theirs.generate(source, attention_mask=mask, **given)
+        return [row[1 : row.index(END, 1) if END in row[1:] else None] for row in result.tolist()]
 
     def ct2() -> list[list[int]]:
-        told = open_run.translate_batch(
+        result = open_run.translate_batch(
             said, beam_size=1, max_decoding_length=most, min_decoding_length=0, max_batch_size=len(rows)
         )
-        return [[number[w] for w in t.hypotheses[0]] for t in told]
+        return [[number[w] for w in t.hypotheses[0]] for t in result]
 
     return {"regard": ours, "hugging face": hugging, "ctranslate2": ct2}
 
@@ -172,27 +172,31 @@ def ways(
 def compared(name: str, model: EncoderDecoder, rows: list[list[int]], most: int, given: Any) -> dict:
     """Parity, then interleaved rounds."""
     with tempfile.TemporaryDirectory() as home:
-        all_of_them = ways(model, rows, most, given.threads, Path(home) / "ct2")
-        said = {way: run() for way, run in all_of_them.items()}
+        all_of_them = methods(model, rows, most, given.threads, Path(home) / "ct2")
+        said = {method: run() for method, run in all_of_them.items()}
         gated = model.spec.encoder.block.feed_forward.gated
-        for way, told in said.items():
-            if gated and way == "hugging face":
+        for method, result in said.items():
+            if gated and method == "hugging face":
                 continue
-            apart = [i for i, (a, b) in enumerate(zip(said["regard"], told, strict=True)) if a != b]
-            assert not apart, f"{way} writes other tokens than we in rows {apart}"
-        taken: dict[str, list[float]] = {way: [] for way in all_of_them}
+            apart = [i for i, (a, b) in enumerate(zip(said["regard"], result, strict=True)) if a != b]
+            assert not apart, f"{method} writes other tokens than we in rows {apart}"
+        taken: dict[str, list[float]] = {method: [] for method in all_of_them}
         for turn in range(given.rounds + 1):
-            for way, run in all_of_them.items():
+            for method, run in all_of_them.items():
                 begun = time.perf_counter()
                 run()
                 if turn:
-                    taken[way].append((time.perf_counter() - begun) * 1e3)
-    ms = {way: {"median": median(t), "least": min(t), "most": max(t)} for way, t in taken.items()}
-    ratios = {f"{way} / regard": ms[way]["median"] / ms["regard"]["median"] for way in ms if way != "regard"}
+                    taken[method].append((time.perf_counter() - begun) * 1e3)
+    ms = {method: {"median": median(t), "least": min(t), "most": max(t)} for method, t in taken.items()}
+    ratios = {
+        f"{method} / regard": ms[method]["median"] / ms["regard"]["median"]
+        for method in ms
+        if method != "regard"
+    }
     written = sum(len(r) for r in said["regard"])
-    shown = ", ".join(f"{way} {t['median']:.0f} ms" for way, t in ms.items())
-    told = ", ".join(f"{way} {r:.2f} ×" for way, r in ratios.items())
-    print(f"{name}: {len(rows)} sentences, {written} tokens; {shown}; {told}", file=sys.stderr)
+    shown = ", ".join(f"{method} {t['median']:.0f} ms" for method, t in ms.items())
+    compared = ", ".join(f"{method} {r:.2f} ×" for method, r in ratios.items())
+    print(f"{name}: {len(rows)} sentences, {written} tokens; {shown}; {compared}", file=sys.stderr)
     same = ["ctranslate2"] if gated else ["hugging face", "ctranslate2"]
     sizes = {
         "same tokens as": same,
@@ -258,8 +262,10 @@ def main() -> None:
 
 
 def processor() -> str:
-    told = Path("/proc/cpuinfo")
-    names = [x.split(":")[1].strip() for x in told.read_text().splitlines() if x.startswith("model name")]
+    processor = Path("/proc/cpuinfo")
+    names = [
+        x.split(":")[1].strip() for x in processor.read_text().splitlines() if x.startswith("model name")
+    ]
     return names[0] if names else platform.processor() or platform.machine()
 
 

@@ -63,8 +63,8 @@ def main() -> None:
     print("fold   " + "".join(f"seed {s:<6}" for s in range(given.seeds)) + "seconds")
     for fold in range(given.folds):
         here = [r for r in runs if r["fold"] == fold]
-        told = "".join(f"{r['accuracy']:<11.2f}" for r in here)
-        print(f"{fold:<7}{told}{', '.join('{:.1f}'.format(r['whole_s']) for r in here)}")
+        line = "".join(f"{r['accuracy']:<11.2f}" for r in here)
+        print(f"{fold:<7}{line}{', '.join('{:.1f}'.format(r['whole_s']) for r in here)}")
     print(
         f"mean of folds, by seed: {', '.join(f'{a:.2f}' for a in by_seed)}; "
         f"median {statistics.median(by_seed):.2f} %; slowest training {slowest:.1f} s"

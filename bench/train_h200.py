@@ -9,7 +9,7 @@ branches, inside the feed-forward and (unless --attention-dropout says else) on 
 0.1; fused AdamW over float32 weights; bf16 autocast; torch.compile with its defaults; 512 pairs of 64 tokens.
 
 Ours is replayed as a CUDA graph, with the ends of branches fused; "ours, not compiled" is that without the compiler.
-A step is a whole update: forward, loss, backward, optimiser. Tokens are those of the source and of the target,
+A step is a whole update: forward, loss, backward, optimizer. Tokens are those of the source and of the target,
 2 · 512 · 64 a step. Theirs has its batch on the GPU already; ours makes each batch from rows on the CPU, as
 `Trainer.run` does. The rounds alternate; a side's figure is its median round.
 
@@ -106,7 +106,7 @@ class Theirs(nn.Module):
 
 def their_step(size: Size, attention_dropout: float, device: str) -> Callable[[], Tensor]:
     model = Theirs(size, attention_dropout).to(device).train()
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
     )
     call = torch.compile(model)
@@ -117,8 +117,8 @@ def their_step(size: Size, attention_dropout: float, device: str) -> Callable[[]
         with torch.autocast(device, torch.bfloat16):
             loss = call(source, target, wanted)
         loss.backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         return loss
 
     return step
@@ -225,14 +225,14 @@ def check(device: str) -> None:
     """The kernels of ours, in bf16 beside float64, values and gradients."""
     torch.manual_seed(0)
     with torch.autocast(device, torch.bfloat16):
-        told = {"attention": check_attention(device), "loss": check_loss(device)}
-    print(f"errors: {told}", flush=True)
-    assert max(max(x) for x in told.values()) < 0.02
+        result = {"attention": check_attention(device), "loss": check_loss(device)}
+    print(f"errors: {result}", flush=True)
+    assert max(max(x) for x in result.values()) < 0.02
 
 
 def check_attention(device: str) -> list[float]:
     """A layer over itself and over a context with hidden keys, beside the same layer in float64."""
-    told = []
+    result = []
     for context in (False, True):
         layer = rg.Attention(512, heads=8, pattern=rg.full() if context else rg.causal()).build().to(device)
         x, c = torch.randn(3, 64, 512, device=device), torch.randn(3, 51, 512, device=device)
@@ -246,8 +246,8 @@ def check_attention(device: str) -> list[float]:
         # The gradient of the keys' bias is 0: it moves all scores of a query alike.
         some, same = ([p for n, p in m.named_parameters() if n != "w_k.bias"] for m in (layer, true))
         ours, theirs = torch.autograd.grad(o, some, g), torch.autograd.grad(wanted, same, g.double())
-        told += off((o, wanted), *zip(ours, theirs))
-    return told
+        result += off((o, wanted), *zip(ours, theirs))
+    return result
 
 
 def check_loss(device: str) -> list[float]:
@@ -277,13 +277,13 @@ def main() -> None:
     size, device = (TINY, "cpu") if given.tiny else (Size(), "cuda")
     if given.check:
         check(device)
-    told = [measured(p, size, device, given) for p in given.attention_dropout]
+    result = [measured(p, size, device, given) for p in given.attention_dropout]
     about = {"date": str(date.today()), "machine": machine(torch.device(device)), "size": vars(size)}
     about["tokens"] = size.tokens
     if device == "cuda":
         about["launch_latency_us"] = round(launch_latency(device), 2)
     if given.out:
-        given.out.write_text(json.dumps({**about, "figures": told}, indent=1) + "\n")
+        given.out.write_text(json.dumps({**about, "figures": result}, indent=1) + "\n")
 
 
 def measured(attention_dropout: float, size: Size, device: str, given: argparse.Namespace) -> dict:

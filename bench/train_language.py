@@ -7,7 +7,7 @@ context 64 and 2000 updates of 12 rows, in float32, eager. nanoGPT runs by the l
 ours is the recipe `language-model`. Runs alternate. Both models are then judged in one way: over all of the last
 tenth of the text, in windows of 64 that do not overlap. About 3 minutes a round on two idle cores.
 
-Time is told twice: `run`, all that happens between the first update and the last (validation and saving too, as
+Time is reported twice: `run`, all that happens between the first update and the last (validation and saving too, as
 each of them does it), and `update`, the median of one.
 """
 
@@ -62,7 +62,7 @@ def ours(updates: int, seed: int, folder: Path) -> dict:
     line = [sys.executable, __file__, "--child", str(folder), "--updates", str(updates), "--seed", str(seed)]
     subprocess.run(line, check=True, capture_output=True, text=True)
     took = time.perf_counter() - begun
-    return {**json.loads((folder / "told.json").read_text()), "process_s": took}
+    return {**json.loads((folder / "result.json").read_text()), "process_s": took}
 
 
 def child(updates: int, seed: int, folder: Path) -> None:
@@ -71,13 +71,13 @@ def child(updates: int, seed: int, folder: Path) -> None:
     model = run.train(events.append)
     held = run.data.valid.ids.long()
     each = [CONTEXT * ROWS / e["tokens_per_second"] for e in events if e["event"] == "train"]
-    told = {
+    result = {
         "loss": judged(lambda x: model(x), held),
         "run_s": next(e["seconds"] for e in events if e["event"] == "done"),
         "update_ms": 1e3 * statistics.median(each),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    (folder / "told.json").write_text(json.dumps(told))
+    (folder / "result.json").write_text(json.dumps(result))
 
 
 def theirs(nanogpt: Path, updates: int, folder: Path) -> dict:

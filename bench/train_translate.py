@@ -4,7 +4,7 @@
     python bench/train_translate.py --rounds 2       # a quick look
 
 Every side: 3 + 3 layers of 256, 4 heads, feed-forward 1024, one table of embeddings for all, dropout 0.1 on
-embeddings and branches, label smoothing 0.1, fused AdamW, clipping at 1, float32, the same tokeniser and rows.
+embeddings and branches, label smoothing 0.1, fused AdamW, clipping at 1, float32, the same tokenizer and rows.
 A real token is one of a source, or of a target with its end; padding does not count. All sides get batches of as
 many padded tokens on average. `group_by_length` is transformers' own sampler (it sorts by the source); "plain" is
 a random order. The rounds alternate; each side's figure is real tokens of all its rounds over their time.
@@ -231,10 +231,10 @@ def main() -> None:
             tokens[name] += seen
             seconds[name] += took
             rates[name].append(seen / took)
-    told = {name: tokens[name] / seconds[name] for name in running}
-    for name, rate in told.items():
+    result = {name: tokens[name] / seconds[name] for name in running}
+    for name, rate in result.items():
         spread = f"{min(rates[name]):,.0f} to {max(rates[name]):,.0f}"
-        print(f"{name:34} {rate:8,.0f} real tokens/s ({spread})   ours is {told['ours'] / rate:.2f} ×")
+        print(f"{name:34} {rate:8,.0f} real tokens/s ({spread})   ours is {result['ours'] / rate:.2f} ×")
     if given.store:
         import transformers
 
@@ -243,8 +243,8 @@ def main() -> None:
             "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 2 threads",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "real_tokens_per_second": told,
-            "ratios": {name: told["ours"] / rate for name, rate in told.items()},
+            "real_tokens_per_second": result,
+            "ratios": {name: result["ours"] / rate for name, rate in result.items()},
             "rounds": rates,
         }
         RESULTS.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""BLEU after a budget of training time: ours beside Marian of the same size, tokeniser and rows.
+"""BLEU after a budget of training time: ours beside Marian of the same size, tokenizer and rows.
 
     python bench/train_translate_bleu.py --minutes 6                      # one run after another, 50 minutes
     python bench/train_translate_bleu.py --minutes 6 --parallel 8         # 16 cores: two for each run
@@ -9,7 +9,7 @@ A run that is in the folder already is not made again.
 Both: 3 + 3 layers of 256 and as many parameters, no dropout (no row comes twice), label smoothing 0.1, clipping at
 1, AdamW, two threads, greedy decoding, and sacreBLEU on the test rows. Ours is the recipe as it is. Marian
 (transformers) gets `group_by_length`, batches of as many padded tokens as ours, a warm-up over a tenth of the
-budget, then a cosine to 0, and the best of three learning rates (seed 0, by the test BLEU, which favours it).
+budget, then a cosine to 0, and the best of three learning rates (seed 0, by the test BLEU, which favors it).
 Training time alone is counted. The interval is over resampled test rows, the seeds' mean.
 """
 
@@ -149,16 +149,22 @@ def single(given) -> None:
     torch.set_num_threads(2)
     dials = json.loads(given.dials)
     if given.one == "ours":
-        told = ours(given.minutes, given.seed, dials, given.folder)
+        result = ours(given.minutes, given.seed, dials, given.folder)
     else:
-        told = marian(given.minutes, given.seed, given.rate, dials, given.folder)
-    told |= {"side": given.one, "seed": given.seed, "rate": given.rate, "dials": dials, "bleu": bleu(told)}
-    told["torch"] = torch.__version__
+        result = marian(given.minutes, given.seed, given.rate, dials, given.folder)
+    result |= {
+        "side": given.one,
+        "seed": given.seed,
+        "rate": given.rate,
+        "dials": dials,
+        "bleu": bleu(result),
+    }
+    result["torch"] = torch.__version__
     if given.out:
-        given.out.write_text(json.dumps(told), encoding="utf-8")
+        given.out.write_text(json.dumps(result), encoding="utf-8")
     for i in range(3):
-        print(f"{told['said'][i]}\n    {told['references'][i]}")
-    print({k: v for k, v in told.items() if k not in ("said", "references")})
+        print(f"{result['said'][i]}\n    {result['references'][i]}")
+    print({k: v for k, v in result.items() if k not in ("said", "references")})
 
 
 def many(given, jobs: list[tuple[str, int, float]]) -> list[dict]:
@@ -192,12 +198,12 @@ def many(given, jobs: list[tuple[str, int, float]]) -> list[dict]:
         cores.put(at)
         if done.returncode:
             raise RuntimeError(f"{side} {seed} {rate}: {done.stderr[-2000:]}")
-        told = json.loads(out.read_text(encoding="utf-8"))
+        result = json.loads(out.read_text(encoding="utf-8"))
         print(
-            f"{side:7} seed {seed} rate {rate:g}: BLEU {told['bleu']:.2f}, {told['updates']} updates",
+            f"{side:7} seed {seed} rate {rate:g}: BLEU {result['bleu']:.2f}, {result['updates']} updates",
             flush=True,
         )
-        return told
+        return result
 
     with ThreadPoolExecutor(given.parallel) as pool:
         return list(pool.map(do, jobs))
@@ -230,8 +236,8 @@ def main() -> None:
     first = [("ours", seed, 0.0) for seed in range(given.seeds)] + [
         ("marian", 0, rate) for rate in given.rates
     ]
-    told = many(given, first)
-    mine, theirs = told[: given.seeds], told[given.seeds :]
+    result = many(given, first)
+    mine, theirs = result[: given.seeds], result[given.seeds :]
     best = max(theirs, key=lambda one: one["bleu"])
     others = many(
         given, [("marian", seed, best["rate"]) for seed in range(1, given.rival_seeds or given.seeds)]

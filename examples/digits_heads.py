@@ -140,7 +140,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 @dataclass
 class Heads:
-    """Centres, spreads, entropies and dependence on content of every head, at each epoch watched."""
+    """Centers, spreads, entropies and dependence on content of every head, at each epoch watched."""
 
     model: PixelAttention
     images: Tensor

@@ -113,8 +113,8 @@ def test_an_invalid_pattern_is_refused(text, message):
 def test_explain_prints_the_plan_and_its_picture():
     said = regard("explain", "causal() & window(1)", "--n", "4096", "--draw")
     assert said.startswith("■ ·") and "causal() & window(1): 4,096 queries" in said
-    told = json.loads(regard("explain", "causal() & window(1)", "--n", "4096", "--json"))
-    assert told["needed"] == 2 * 4096 - 1 and told["pattern"] == "causal() & window(1)"
+    explained = json.loads(regard("explain", "causal() & window(1)", "--n", "4096", "--json"))
+    assert explained["needed"] == 2 * 4096 - 1 and explained["pattern"] == "causal() & window(1)"
 
 
 UNREAD = {

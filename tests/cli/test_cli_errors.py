@@ -206,7 +206,7 @@ def test_maps_that_are_too_large_for_json_are_left_out_with_a_message(monkeypatc
     assert "maps" not in json.loads(done.stdout)["layers"][0]
 
 
-def test_what_takes_long_is_said_on_stderr(capsys):
+def test_slow_work_is_announced_on_stderr(capsys):
     with waiting("counting", first=0.01, again=0.02):
         time.sleep(0.2)
     said = capsys.readouterr().err.splitlines()

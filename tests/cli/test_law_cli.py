@@ -154,7 +154,7 @@ def test_a_file_and_a_name_are_enough(folder, tmp_path, monkeypatch):
     assert isinstance(other.exception, SpecError) and "did you mean good" in str(other.exception)
 
 
-def test_a_factory_and_what_it_makes_can_be_said(folder):
+def test_a_factory_and_what_it_makes_can_be_named(folder):
     (folder / "made.py").write_text(
         "import torch\n"
         "def make():\n    return torch.nn.LayerNorm(5)\n"

@@ -430,7 +430,7 @@ def test_the_receptive_field_is_bounded_and_the_bound_is_reached(c):
     last = result.bound if length is None else length - 1
     assert len(receptive_set(last, spread, length)) == result.clipped
     assert len(receptive_set(last, near, length)) == result.neighbors
-    assert len(receptive_set(0, spread, length)) == 1  # nothing stands before the first token
+    assert len(receptive_set(0, spread, length)) == 1  # no token precedes the first
 
 
 @pytest.mark.ledger("S4.1.4a.2", "S0.Q1c.1")

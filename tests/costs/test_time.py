@@ -55,7 +55,7 @@ def test_what_a_checkpoint_repeats_takes_the_host_longer_than_the_forward_pass()
     assert forward == pytest.approx(1e-3 * HOST["operation"]) and repeated > forward > backward
 
 
-def test_a_repeated_forward_pass_is_told_from_the_backward_pass():
+def test_a_repeated_forward_pass_is_distinguished_from_the_backward_pass():
     inner = rg.Block(rg.Attention(8, heads=2), rg.FeedForward(16))
     once, twice = (
         cost(rg.Encoder(inner, 3), n=8, train=rg.TrainingStep(checkpointing=c)).memory.main.trace.work

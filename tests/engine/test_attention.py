@@ -1,4 +1,4 @@
-"""The door `attention` against the formula, in float64: every pattern, every argument, outputs and gradients."""
+"""`attention` against the formula, in float64: every pattern, every argument, outputs and gradients."""
 
 from math import floor, inf, log2, nan, sqrt
 
@@ -68,8 +68,8 @@ def integers(*shape, seed=0):
     return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).to(f64)
 
 
-def stand(n, m, at):
-    """Where the queries stand: (n, 1), or (b, 1, n, 1) for one offset a batch row."""
+def query_positions(n, m, at):
+    """The positions of the queries: (n, 1), or (b, 1, n, 1) for one offset a batch row."""
     start, step = at if isinstance(at, tuple) else (m - n if at is None else at, 1)
     if isinstance(at, torch.Tensor):
         return at[:, None, None, None] + torch.arange(n)[:, None]
@@ -77,9 +77,9 @@ def stand(n, m, at):
 
 
 def formula(q, k, v, pattern=None, *, at=None, lengths=None, bias=None, **rest):
-    """What the door must give: every table dense, every head its own, by the reference."""
+    """What `attention` must give: every table dense, every head its own, by the reference."""
     (b, h, n, _), m = q.shape, k.shape[2]
-    i, j = stand(n, m, at), torch.arange(m)
+    i, j = query_positions(n, m, at), torch.arange(m)
     allowed = torch.ones(b, h, n, m, dtype=torch.bool)
     if isinstance(pattern, Pattern):
         allowed = allowed & pattern.allows(i, j)
@@ -117,10 +117,10 @@ def agree(got, expected, t=1e-10):
 
 
 def compare(pattern, inputs, by=(), **arguments):
-    """The door and the formula, outputs and gradients: with the log-sum-exp, and without if nothing asks for it."""
+    """`attention` and the formula, outputs and gradients; with the log-sum-exp, and without where it can be."""
     make = arguments.pop("make", lambda *extra: {})
 
-    def door(q, k, v, *extra):
+    def attend(q, k, v, *extra):
         return attention(q, k, v, pattern, **arguments, **make(*extra))
 
     def both(q, k, v, *extra):
@@ -133,7 +133,7 @@ def compare(pattern, inputs, by=(), **arguments):
     def output(*inputs):
         return expected(*inputs)[0]
 
-    agree(with_gradients(door, *inputs, *by), with_gradients(output, *inputs, *by))
+    agree(with_gradients(attend, *inputs, *by), with_gradients(output, *inputs, *by))
     agree(with_gradients(both, *inputs, *by), with_gradients(expected, *inputs, *by))
 
 
@@ -155,7 +155,7 @@ def sized(size, head, at=0):
     return qkv(h=head[0], h_kv=head[1], **size)
 
 
-# The door is the formula
+# `attention` is the formula
 
 
 @planned
@@ -178,7 +178,7 @@ def test_any_pattern_is_the_formula_in_tiles(pattern, size, head, at, short):
     """By name: at such sizes `auto` takes a mask."""
     kept = torch.arange(size["b"]) * size["m"] // 2 if short else None  # row 0 has no key at all
 
-    def door(*x):
+    def attend(*x):
         return attention(*x, pattern, at=at, lengths=kept, backend="tiles", return_lse=True)
 
     def expected(*x):
@@ -186,7 +186,7 @@ def test_any_pattern_is_the_formula_in_tiles(pattern, size, head, at, short):
         return got.o, got.lse
 
     inputs = sized(size, head, at)
-    agree(with_gradients(door, *inputs), with_gradients(expected, *inputs))
+    agree(with_gradients(attend, *inputs), with_gradients(expected, *inputs))
 
 
 MANY_TILES = [
@@ -205,14 +205,14 @@ def test_patterns_over_many_tiles_are_the_formula(pattern, backend):
     inputs = qkv(h=2, h_kv=1, n=211, m=307)
     for more in ({}, {"at": (3, 2), "lengths": torch.tensor([307, 130])}, {"at": -40}):
 
-        def door(*x, more=more):
+        def attend(*x, more=more):
             return attention(*x, pattern, **more, backend=backend, return_lse=True)
 
         def expected(*x, more=more):
             got = formula(*x, pattern, **more)
             return got.o, got.lse
 
-        agree(with_gradients(door, *inputs), with_gradients(expected, *inputs))
+        agree(with_gradients(attend, *inputs), with_gradients(expected, *inputs))
 
 
 @pytest.mark.parametrize("d_v", [D_K, D_V])
@@ -329,8 +329,8 @@ def test_a_scale_of_zero_is_the_mean_of_the_allowed_values(pattern):
 
 @pytest.mark.parametrize("dtype", [f64, torch.float32])
 @pytest.mark.parametrize("scale", [-2.0, -0.3, 0.0])
-def test_a_scale_below_zero_looks_for_the_least_key(scale, dtype):
-    """PyTorch's causal CPU kernel gives NaN for a scale of 0 or less; the door does not."""
+def test_a_negative_scale_prefers_the_smallest_product(scale, dtype):
+    """PyTorch's causal CPU kernel gives NaN for a scale of 0 or less; `attention` does not."""
     q, k, v = qkv(h_kv=H, n=M, d_v=D_K, dtype=dtype)
     for pattern in (full(), causal()):
         got = with_gradients(lambda *x: attention(*x, pattern, scale=scale).double(), q, k, v)  # noqa: B023
@@ -357,11 +357,11 @@ def test_ties_share_or_go_to_the_first():
     assert attention(q, k, v, scale=inf).flatten().tolist() == [0, 0.5, 0.5]
     assert attention(q, k, v, scale=inf, ties="first").flatten().tolist() == [0, 1, 0]
     nearly = attention(q, k, v, scale=1e4)
-    assert_close(nearly, attention(q, k, v, scale=inf))  # the limit it stands for
+    assert_close(nearly, attention(q, k, v, scale=inf))  # its limit
 
 
 @pytest.mark.ledger("S3.Q2a.0", "S4.1.1c.1")
-def test_hard_attention_stands_for_soft_attention_only_where_one_weight_leads():
+def test_hard_attention_approximates_soft_attention_only_where_one_weight_dominates():
     """|o − v_best| ≤ (1 − p_max) · max_j |v_j − v_best|: an approximation as good as the largest weight."""
     q, k, v = qkv(h_kv=H)
     hard, errors = attention(q, k, v, scale=inf), []
@@ -382,7 +382,7 @@ def test_the_gradient_of_hard_attention_reaches_the_values_alone():
     assert g_v.abs().sum() == B * H * N * D_V
 
 
-# Where a query stands
+# The query offset
 
 
 @pytest.mark.parametrize("pattern", [causal(), causal() & window(2), blocks(3), strided(2)], ids=repr)
@@ -415,7 +415,7 @@ def test_more_queries_than_keys_need_a_place_where_positions_are_compared():
     compare(causal(), (q, k, v), at=0, bias=ByDistance(slopes=alibi_slopes(H).to(f64)))
 
 
-# A query that may look nowhere (D1), and what lengths hide (L31)
+# Queries with no allowed key, and keys that lengths hide
 
 EMPTY = torch.ones(N, M, dtype=torch.bool).index_fill(0, torch.tensor([0, 4]), False)
 SPARSE = window(1) & (every(5) | every(5, 1))
@@ -444,7 +444,7 @@ ASKED = {
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 @pytest.mark.parametrize("nowhere", NOWHERE.values(), ids=NOWHERE)
 @pytest.mark.parametrize("dtype", [f64, torch.bfloat16])
-def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(nowhere, asked, dtype):
+def test_a_query_that_no_key_is_allowed_for_gets_zeros_and_finite_gradients(nowhere, asked, dtype):
     inputs = [x.requires_grad_() for x in qkv(d_v=D_K, dtype=dtype)]
     torch.manual_seed(0)
     got = attention(*inputs, **nowhere, **asked)
@@ -466,7 +466,7 @@ def test_a_query_that_may_look_nowhere_gets_zeros_and_finite_gradients(nowhere, 
 
 
 @pytest.mark.parametrize("nowhere", NOWHERE.values(), ids=NOWHERE)
-def test_no_nan_arises_on_the_way_back_either(nowhere):
+def test_no_nan_arises_in_the_backward_pass_either(nowhere):
     """With PyTorch's anomaly mode on, a NaN that is masked away later would be an error."""
     inputs = [x.requires_grad_() for x in qkv()]
     with torch.autograd.set_detect_anomaly(True):
@@ -516,7 +516,7 @@ def test_control_a_mask_alone_lets_nan_through():
 
 
 @pytest.mark.parametrize("pattern", [full(), causal(), causal() & window(2)], ids=repr)
-def test_batch_rows_and_heads_do_not_hear_one_another(pattern):
+def test_batch_rows_and_heads_are_independent(pattern):
     q, k, v = qkv(b=3, n=M)
     before = attention(q, k, v, pattern, lengths=torch.tensor([M, 5, 9]))
     for x in (q, k, v):

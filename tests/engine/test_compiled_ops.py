@@ -1,4 +1,4 @@
-"""The door under torch.compile: one graph, the same numbers, no new graph for each length."""
+"""`attention` under torch.compile: one graph, the same numbers, no new graph for each length."""
 
 import shutil
 

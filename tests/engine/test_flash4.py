@@ -45,13 +45,13 @@ REFUSED = [
     ({"scale": inf}, "scale=inf has no softmax"),
     ({"bias": "distance"}, "a bias is added to the scores"),
     ({"softcap": 30.0}, "its softcap is computed with an approximate tanh (11 bits)"),
-    ({"table": True}, "a bool tensor is no pattern; declare one"),
+    ({"table": True}, "a bool tensor is not a pattern; declare one"),
     ({"lengths": True}, "keys that are hidden per batch row (lengths) are not supported here"),
     ({"left_padding": True}, "keys that are hidden per batch row (lengths) are not supported here"),
     ({"row_offsets": True}, "per-row query offsets (`at` as a tensor) are not supported"),
     ({"dropout_p": 0.1}, "it has no dropout"),
     ({"at": (0, 2)}, "queries 2 positions apart are not supported"),
-    ({"observed": True}, "a compiler or transform must see the operations, and its kernels are none"),
+    ({"observed": True}, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
     ({"batch": 0}, "there are no pairs"),
 ]
 
@@ -69,7 +69,7 @@ def test_it_takes_bands_of_which_no_query_is_empty(installed):
     for other in (LOCAL | rg.sinks(4), rg.every(4), rg.blocks(64)):
         assert (
             refusal(other)
-            == f"{other!r} is no band of i − j (every pair, causal, a window, these joined by &), nor a few"
+            == f"{other!r} is neither a band of i − j (every pair, causal, a window) nor a few of them"
         )
     assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("nor a few")
     assert (
@@ -93,7 +93,7 @@ def test_by_name_without_the_package_it_says_what_to_install(monkeypatch):
         "backend='flash4' cannot run this: the package flash-attn-4 is not installed; "
         "pip install 'regard[flash]' brings it; use backend='sdpa'"
     )
-    assert "flash" not in choose(facts(rg.causal(), 78)).reason  # nobody asked for it
+    assert "flash" not in choose(facts(rg.causal(), 78)).reason  # it was not requested
 
 
 def test_auto_takes_it_where_it_is_faster(installed):

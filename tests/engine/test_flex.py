@@ -103,7 +103,7 @@ def test_offsets_and_lengths_of_each_row_are_read(small_blocks):
     assert torch.equal(~found.none, some) and torch.equal(found.all, whole)
 
 
-def test_documents_that_follow_one_another_skip_what_lies_between():
+def test_contiguous_documents_skip_the_pairs_between_documents():
     ids = torch.arange(4096) // 512
     assert flex.visited(documents(ids), 4096, 4096, 0, 1) == 8 * 512**2
     assert flex.visited(documents(ids) & causal(), 4096, 4096, 0, 1) == 8 * (4 * 5 // 2) * 128**2
@@ -158,8 +158,8 @@ def test_auto_takes_flex_on_cuda_for_data_and_functions_that_are_long():
         TABLE["flex"].refuses(facts(fn, device="mps"))
         == "FlexAttention runs on CUDA and on the CPU, not on mps"
     )
-    told = explain(ids, 4096, device="cuda", dtype=torch.bfloat16)
-    assert (told.backend, told.computed) == ("flex", 8 * 512**2)
+    explained = explain(ids, 4096, device="cuda", dtype=torch.bfloat16)
+    assert (explained.backend, explained.computed) == ("flex", 8 * 512**2)
 
 
 def test_a_mask_is_created_anew_when_its_data_have_changed():
@@ -176,7 +176,7 @@ def test_a_mask_is_created_anew_when_its_data_have_changed():
     held = {"reach": 3}
     assert (
         flex._state(flex._data(where(lambda i, j: abs(i - j) <= held["reach"]))) is None
-    )  # it cannot be told
+    )  # a change of it could not be noticed
     assert flex._data(where(torch.ge)) is None
 
 

@@ -1,4 +1,4 @@
-"""Padding at the door: the mask table of encoders, decoders and cross-attention; padded = packed = alone."""
+"""Padding in `attention`: the mask table of encoders, decoders and cross-attention; padded = packed = alone."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def of_real(x):
 
 
 def with_other_padding(*tensors, factor=5.0):
-    """The same with all that stands on padded positions changed."""
+    """The same with the contents of padded positions changed."""
     real = rearrange(REAL, "b n -> b 1 n 1")
     return tuple(x.where(real, factor * x + 1) for x in tensors)
 
@@ -44,7 +44,7 @@ def same(got, expected, t=1e-12):
 
 
 @pytest.mark.ledger("S3.Q2b.0", "S3.Q2b.1", "S0.Q2b.9")
-def test_an_encoder_with_lengths_does_not_hear_padding():
+def test_an_encoder_with_lengths_does_not_depend_on_padding():
     q, k, v = qkv()
     before = of_real(attention(q, k, v, lengths=LENGTHS))
     assert torch.equal(before, of_real(attention(*with_other_padding(q, k, v), lengths=LENGTHS)))
@@ -118,7 +118,7 @@ def test_a_causal_decoder_with_left_padding_needs_one():
 
 
 @pytest.mark.ledger("S3.Q2b.3")
-def test_cross_attention_with_source_lengths_does_not_hear_source_padding():
+def test_cross_attention_with_source_lengths_does_not_depend_on_source_padding():
     q, k, v = randn(B, H, 11, D_K, seed=7), *qkv()[1:]  # 11 target positions over 7 source positions
     before = attention(q, k, v, lengths=LENGTHS)
     assert torch.equal(before, attention(q, *with_other_padding(k, v), lengths=LENGTHS))

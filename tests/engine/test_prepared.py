@@ -77,7 +77,7 @@ def test_what_data_decide_is_never_cached():
         assert torch.allclose(attention(*qkv(), table), wanted, atol=1e-12)
 
 
-def test_what_is_wrong_is_refused_however_often_it_is_asked():
+def test_a_wrong_call_is_refused_every_time():
     q, k, v = qkv()
     attention(q, k, v)
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_the_gradient_of_one_input_alone_has_gradients():
             assert torch.allclose(a, b, atol=1e-10)
 
 
-def test_only_what_is_asked_to_be_differentiated_again_is_taken_by_the_formula(monkeypatch):
+def test_the_formula_differentiates_again_only_what_is_requested(monkeypatch):
     ran, real = [], reference_backend.gradients
     monkeypatch.setattr(reference_backend, "gradients", lambda *x: ran.append(1) or real(*x))
     inputs = qkv()
@@ -177,7 +177,7 @@ def test_nothing_is_kept_past_its_backward():
         assert gone() is None and o.grad_fn is not None
 
 
-def test_a_mode_that_looks_on_sees_every_operation():
+def test_a_dispatch_mode_sees_every_operation():
     class Seen(TorchDispatchMode):
         def __init__(self):
             super().__init__()

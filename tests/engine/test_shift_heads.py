@@ -1,4 +1,4 @@
-"""Heads that look at one offset, or at a band: what attention has in common with convolution, through the door."""
+"""Heads that attend to one offset, or to a band: what attention has in common with convolution."""
 
 import pytest
 import torch
@@ -57,8 +57,8 @@ def test_shift_heads_are_the_framework_s_convolution_with_the_kernel_flipped(dil
 
 @pytest.mark.ledger("S4.1.3e.1", "S4.1.3e.2")
 @pytest.mark.parametrize("c", cases("conv.average_band"), ids=lambda c: c["id"])
-def test_equal_scores_over_a_band_average_neighbours(c):
-    """Renormalised at the border by itself; a zero border needs keys of zeros to look at (L18)."""
+def test_equal_scores_over_a_band_average_neighbors(c):
+    """Renormalized at the border by itself; a zero border needs keys of zeros to attend to."""
     w, x = c["inputs"]["window"], torch.tensor(c["inputs"]["x"], dtype=f64)
     n, values = len(x), x
     if c["inputs"]["border"] == "zero":

@@ -55,7 +55,7 @@ def sources(b=6, m=7):
 @pytest.mark.parametrize("padded", [True, False])
 @torch.no_grad()
 def test_every_step_has_the_logits_of_the_general_one(kind, padded):
-    """And the encoder its states, whatever stands at padding."""
+    """And the encoder its states, whatever is at padded positions."""
     model, (source, lengths) = translator(**BLOCKS[kind]), sources()
     lengths = lengths if padded else None
     assert cpu_inference.supports(model.encoder, rg.full()) and cpu_inference.supports(
@@ -90,11 +90,11 @@ def test_every_step_has_the_logits_of_the_general_one(kind, padded):
 @torch.no_grad()
 def test_embeddings_and_heads_are_read_alike(given):
     model, (source, lengths) = translator(**given), sources()
-    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=50)
+    generated = generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=50)
     logits = model(
-        source, torch.cat([torch.ones(6, 1, dtype=torch.long), told.tokens], 1), source_lengths=lengths
+        source, torch.cat([torch.ones(6, 1, dtype=torch.long), generated.tokens], 1), source_lengths=lengths
     )
-    assert torch.equal(logits[:, :-1].argmax(-1), told.tokens)
+    assert torch.equal(logits[:, :-1].argmax(-1), generated.tokens)
 
 
 @pytest.mark.parametrize("strategy", [greedy(), sample(seed=3), beam(3)], ids=repr)
@@ -168,8 +168,8 @@ def test_a_row_without_an_allowed_key_takes_the_general_path():
     model, (source, lengths) = translator(), sources()
     lengths[2] = 0
     assert type(steps(model, source, lengths)[0]) is StackSteps
-    told = generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=3)
-    assert bool(told.log_probs.isfinite().all())
+    generated = generate(model, [[1]] * 6, source=source, source_lengths=lengths, max_new_tokens=3)
+    assert bool(generated.log_probs.isfinite().all())
 
 
 def test_without_log_p_the_tokens_are_the_same_and_it_is_none():

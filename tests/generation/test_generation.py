@@ -123,11 +123,11 @@ def test_padding_on_either_side_changes_nothing(strategy):
     at_end = along >= torch.tensor([len(p) for p in PROMPTS])[:, None]
     at_start = along < torch.tensor(short)[:, None]
     ragged = generate(model, PROMPTS, strategy, max_new_tokens=9, eos_id=END)
-    for told in (
+    for generated in (
         generate(model, right, strategy, padding=at_end, max_new_tokens=9, eos_id=END),
         generate(model, left, strategy, padding=at_start, max_new_tokens=9, eos_id=END),
     ):
-        assert told.rows() == ragged.rows() and torch.equal(told.log_probs, ragged.log_probs)
+        assert generated.rows() == ragged.rows() and torch.equal(generated.log_probs, ragged.log_probs)
 
 
 @pytest.mark.parametrize("strategy", [greedy(), sample(0.9, seed=5), beam(3)], ids=repr)
@@ -138,7 +138,7 @@ def test_the_same_call_gives_the_same_and_leaves_the_model_as_it_was(strategy):
     assert model.training
 
 
-def test_a_row_draws_the_same_whoever_stands_beside_it():
+def test_a_row_samples_the_same_whatever_other_rows_are_in_the_batch():
     model = gpt()
     strategy = sample(seed=5)
     all_end = generate(model, PROMPTS, strategy, max_new_tokens=12, eos_id=END)
@@ -151,8 +151,8 @@ def test_a_row_draws_the_same_whoever_stands_beside_it():
 def test_the_log_probability_is_that_of_the_tokens_and_their_end():
     model = gpt()
     for strategy in (greedy(), sample(seed=1), beam(3)):
-        told = generate(model, PROMPTS, strategy, max_new_tokens=9, eos_id=END)
-        for prompt, row, log_p in zip(PROMPTS, told.rows(), told.log_probs.tolist(), strict=True):
+        generated = generate(model, PROMPTS, strategy, max_new_tokens=9, eos_id=END)
+        for prompt, row, log_p in zip(PROMPTS, generated.rows(), generated.log_probs.tolist(), strict=True):
             said = [*row, END] if len(row) < 9 else row
             logits = model(torch.tensor([prompt + said]))[0].log_softmax(-1)
             true = sum(float(logits[len(prompt) - 1 + i, t]) for i, t in enumerate(said))
@@ -166,7 +166,7 @@ def test_a_beam_as_wide_as_the_world_finds_the_best_sentence(length_penalty):
     model = gpt(vocab=vocab)
     strategy = beam(vocab**most, length_penalty=length_penalty)
     for prompt in ([1], [2, 0], [1, 2, 2]):
-        told = generate(model, [prompt], strategy, max_new_tokens=most, eos_id=END)
+        generated = generate(model, [prompt], strategy, max_new_tokens=most, eos_id=END)
         scored = {}
         for n in range(most + 1):
             texts = list(product([t for t in range(vocab) if t != END], repeat=n))
@@ -175,9 +175,10 @@ def test_a_beam_as_wide_as_the_world_finds_the_best_sentence(length_penalty):
             for row, said, full in zip(logits[:, len(prompt) - 1 :], texts, ends, strict=True):
                 scored[said] = sum(float(row[i, t]) for i, t in enumerate(full)) / strategy.penalty(len(full))
         best = max(scored, key=scored.get)
-        assert tuple(told.rows()[0]) == best
+        assert tuple(generated.rows()[0]) == best
         assert (
-            abs(float(told.log_probs[0]) / strategy.penalty(min(len(best) + 1, most)) - scored[best]) < 1e-5
+            abs(float(generated.log_probs[0]) / strategy.penalty(min(len(best) + 1, most)) - scored[best])
+            < 1e-5
         )
 
 
@@ -228,14 +229,14 @@ def test_draws_follow_the_probabilities():
 
 @pytest.mark.parametrize("strategy", [greedy(), sample(seed=2), beam(2)], ids=repr)
 def test_no_row_outgrows_the_table_of_positions(strategy):
-    told = generate(gpt(), [[5], [4] * 20], strategy, max_new_tokens=100)
-    assert told.tokens.shape[1] == 4 and told.lengths.tolist() == [4, 4]  # 24 positions, 20 taken
+    generated = generate(gpt(), [[5], [4] * 20], strategy, max_new_tokens=100)
+    assert generated.tokens.shape[1] == 4 and generated.lengths.tolist() == [4, 4]  # 24 positions, 20 taken
 
 
 @torch.no_grad()
 def test_the_weights_are_those_of_the_full_pass():
     model, (source, lengths) = translator(), sources(b=3)
-    told = generate(
+    generated = generate(
         model,
         [[1]] * 3,
         source=source,
@@ -244,9 +245,9 @@ def test_the_weights_are_those_of_the_full_pass():
         eos_id=END,
         return_weights=True,
     )
-    cross = told.weights["decoder"][1]["cross"]
-    assert cross.shape == (3, 3, 1 + told.tokens.shape[1], 7)
-    assert torch.allclose(cross.sum(-1)[0, :, : 1 + int(told.lengths[0])], torch.ones(()).double())
+    cross = generated.weights["decoder"][1]["cross"]
+    assert cross.shape == (3, 3, 1 + generated.tokens.shape[1], 7)
+    assert torch.allclose(cross.sum(-1)[0, :, : 1 + int(generated.lengths[0])], torch.ones(()).double())
     assert bool((cross[0, :, :, int(lengths[0]) :] == 0).all())
     alone = generate(gpt(), PROMPTS, max_new_tokens=4, return_weights=True)
     assert alone.weights[0]["self"].shape == (5, 3, 9, 9)

@@ -51,7 +51,7 @@ def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
     ]
 
 
-def test_a_beam_is_asked_for_by_its_width(run):
+def test_a_beam_search_is_requested_by_its_width(run):
     model, tokens, _ = rg.training.recipes.run.open_run(run)
     strategy = rg.generation.beam(3)
     assert (
@@ -61,9 +61,9 @@ def test_a_beam_is_asked_for_by_its_width(run):
 
 
 def test_a_sentence_longer_than_the_model_reads_is_cut_and_named(run):
-    told = regard("--model", run, given="a dog\n" + "z" * 150)
-    assert "line 2 has 151 tokens; the first 120 are translated: zzzz" in told.stderr
-    assert len(told.stdout.splitlines()) == 2
+    finished = regard("--model", run, given="a dog\n" + "z" * 150)
+    assert "line 2 has 151 tokens; the first 120 are translated: zzzz" in finished.stderr
+    assert len(finished.stdout.splitlines()) == 2
 
 
 def test_no_text_is_longer_than_a_learned_table():

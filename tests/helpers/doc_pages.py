@@ -7,7 +7,7 @@ BLOCK = re.compile(r"^( *)```(python|pycon)[^\n]*\n(.*?)^\1```", re.MULTILINE | 
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(language, source) of each block, after as many empty lines as stand before it on the page."""
+    """(language, source) of each block, after as many empty lines as there are lines before it on the page."""
     found = []
     for block in BLOCK.finditer(text):
         lines = text[: block.start(3)].count("\n")

@@ -97,13 +97,13 @@ def attend(asked: Options, b: int, n: int, m: int | None, lengths, dtype: torch.
     seed = torch.randint(2**31 - 1, (1,)) if asked.dropout_p else None
     stays = None if seed is None else whose(x.detach(), seed, asked).double()
     wanted = formula(true[0], true[1] if m else None, lengths, asked, stays)
-    told = [float((o - wanted).detach().abs().max())]
+    differences = [float((o - wanted).detach().abs().max())]
     for fast, slow in zip(
         torch.autograd.grad(o, given, grad), torch.autograd.grad(wanted, true, grad.double())
     ):
-        told.append(float((fast - slow).abs().max()))
+        differences.append(float((fast - slow).abs().max()))
     stayed = None if stays is None else float((stays > 0).double().mean())
-    return {"errors": told, "stayed": stayed}
+    return {"errors": differences, "stayed": stayed}
 
 
 def layer(context: bool) -> dict:

@@ -540,7 +540,7 @@ def run(case: Case, attend: Any, device: str, dtype: torch.dtype) -> list[Tensor
 
 
 def ulp(ref: Tensor, dtype: torch.dtype) -> float:
-    """The distance between neighbours of this dtype at max|ref|."""
+    """The distance between neighbors of this dtype at max|ref|."""
     largest = ref.abs().max()
     return float(torch.finfo(dtype).eps * 2.0 ** largest.log2().floor()) if largest > 0 else 0.0
 

@@ -135,6 +135,6 @@ if __name__ == "__main__":
     home, cases = Path(sys.argv[1]), sys.argv[2:]
     for name in cases:
         torch.manual_seed(0)
-        told = CASES[name](home / name)
-        told["curve"] = [e["loss"] for e in read(home / name, "train")]
-        (home / f"{name}-{Ranks.here().rank}.json").write_text(json.dumps(told))
+        result = CASES[name](home / name)
+        result["curve"] = [e["loss"] for e in read(home / name, "train")]
+        (home / f"{name}-{Ranks.here().rank}.json").write_text(json.dumps(result))

@@ -100,7 +100,7 @@ def test_ctranslate2_says_what_we_say_greedily_and_by_beams(both):
         ours = generate(
             model, [[1]] * 17, strategy, source=source, source_lengths=lengths, max_new_tokens=15, eos_id=END
         )
-        told = theirs.translate_batch(
+        results = theirs.translate_batch(
             said,
             beam_size=width,
             length_penalty=0.0,
@@ -109,9 +109,9 @@ def test_ctranslate2_says_what_we_say_greedily_and_by_beams(both):
             min_decoding_length=0,
             return_scores=True,
         )
-        assert [[WORDS[i] for i in row] for row in ours.rows()] == [t.hypotheses[0] for t in told]
-        if width > 1:  # they normalise greedy scores by length
-            assert ours.log_probs.tolist() == pytest.approx([t.scores[0] for t in told], abs=1e-3)
+        assert [[WORDS[i] for i in row] for row in ours.rows()] == [t.hypotheses[0] for t in results]
+        if width > 1:  # they normalize greedy scores by length
+            assert ours.log_probs.tolist() == pytest.approx([t.scores[0] for t in results], abs=1e-3)
 
 
 @torch.no_grad()
@@ -122,8 +122,8 @@ def test_every_token_is_as_likely_there_as_here(both):
     log_p = model(source, target, source_lengths=lengths).log_softmax(-1)
     wanted = torch.cat([target[:, 1:], torch.full((17, 1), END)], 1)
     ours = log_p.gather(-1, wanted[..., None])[..., 0]
-    told = theirs.score_batch(said, [[WORDS[i] for i in row[1:]] for row in target.tolist()])
-    assert torch.allclose(ours, torch.tensor([t.log_probs for t in told]), atol=2e-4)
+    results = theirs.score_batch(said, [[WORDS[i] for i in row[1:]] for row in target.tolist()])
+    assert torch.allclose(ours, torch.tensor([t.log_probs for t in results]), atol=2e-4)
     assert float(ours.std()) > 0.5, "a model that finds every token alike would prove nothing"
 
 
@@ -203,11 +203,11 @@ def test_a_model_may_have_more_rows_than_words_and_needs_no_table(tmp_path):
         decoder=replace(whole.decoder, embedding=plain),
     )
     out = to_ctranslate2(built(spec), WORDS[:20], tmp_path / "out")
-    told = ctranslate2.Translator(str(out), device="cpu", intra_threads=1).score_batch(
+    results = ctranslate2.Translator(str(out), device="cpu", intra_threads=1).score_batch(
         [["w5", "w4"]], [["w6"]]
     )
     again = built(spec)(torch.tensor([[5, 4]]), torch.tensor([[1, 6]])).log_softmax(-1)
-    assert told[0].log_probs == pytest.approx([float(again[0, 0, 6]), float(again[0, 1, END])], abs=1e-4)
+    assert results[0].log_probs == pytest.approx([float(again[0, 0, 6]), float(again[0, 1, END])], abs=1e-4)
 
 
 @pytest.fixture
@@ -226,8 +226,8 @@ def test_a_run_is_exported_with_its_tokens_and_translates_the_same(run, tmp_path
     folder, texts = run
     called = CliRunner().invoke(_alone(), [str(folder), "--out", str(tmp_path / "ct2"), "--json"])
     assert called.exit_code == 0, called.output
-    told = json.loads(called.stdout)
-    assert told["format"] == "ctranslate2" and "model.bin" in told["bytes"]
+    results = json.loads(called.stdout)
+    assert results["format"] == "ctranslate2" and "model.bin" in results["bytes"]
     theirs = ctranslate2.Translator(str(tmp_path / "ct2"), device="cpu", intra_threads=1)
     tokens = Tokens.from_json((tmp_path / "ct2" / "tokens.json").read_text())
     read = [tokens.tokenizer.encode(t).tokens for t in texts]

@@ -185,7 +185,7 @@ def test_self_attention_is_the_same_in_both(dtype, bias, batch_first, mask):
 def test_attention_to_a_context_is_the_same_in_both(dtype, bias, batch_first, d_context, padded):
     wide = {"kdim": d_context, "vdim": d_context}
     theirs = stirred(nn.MultiheadAttention(D, HEADS, bias=bias, batch_first=batch_first, **wide), dtype)
-    assert (theirs.in_proj_weight is None) == (d_context != D)  # the three stand alone
+    assert (theirs.in_proj_weight is None) == (d_context != D)  # three separate weights
 
     def call_theirs(module, x, context):
         x, context = turn(x, batch_first), turn(context, batch_first)
@@ -667,6 +667,6 @@ def test_weights_are_copies_and_no_random_number_is_used():
 
 def test_the_example_runs(capsys):
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "from_pytorch.py"))
-    told = capsys.readouterr().out
-    assert "Transformer with 1,158,400 parameters, bit for bit" in told
-    assert "500,500 → 3,994" in told
+    printed = capsys.readouterr().out
+    assert "Transformer with 1,158,400 parameters, bit for bit" in printed
+    assert "500,500 → 3,994" in printed

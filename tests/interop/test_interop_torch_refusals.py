@@ -74,7 +74,7 @@ def test_parts_of_one_layer_that_differ_are_refused():
 )
 def test_another_norm_is_refused(norm):
     assert refusal(layer(norm1=norm)) == (
-        f"{norm} where a norm stands; it needs to be nn.LayerNorm(d_model) or nn.RMSNorm(d_model), with its "
+        f"{norm} in place of a norm; it needs to be nn.LayerNorm(d_model) or nn.RMSNorm(d_model), with its "
         "learned scale"
     )
     assert refusal(layer(norm1=nn.RMSNorm(D))) == (

@@ -60,7 +60,7 @@ def test_a_missing_gradient_is_a_broken_law_for_a_module():
     assert check(Padded(), ["L50"], FEW).ok
 
 
-def test_gradients_that_are_declared_as_lacking_are_not_asked_for():
+def test_gradients_that_are_declared_as_lacking_are_not_requested():
     target = adapt(lambda q, k, v: textbook(q, k, v).detach(), lacks={"grad"})
     assert check(target, ["L50", "L06"], FEW).exit_code == 0
 
@@ -220,7 +220,7 @@ def test_packed_sequences_are_recognized():
     assert check(lambda q, k, v, cu_seqlens: varlen(q, k, v, cu_seqlens, True), ["L48"], FEW).exit_code == 1
 
 
-def test_a_call_that_fails_everywhere_is_said_once():
+def test_a_call_that_fails_everywhere_is_reported_once():
     def attention(q, k, v):
         raise RuntimeError("needs a GPU")
 
@@ -230,7 +230,7 @@ def test_a_call_that_fails_everywhere_is_said_once():
     assert len(str(verdict).splitlines()) < 6
 
 
-def test_a_target_that_never_returns_is_stopped_and_said():
+def test_a_target_that_never_returns_is_stopped_and_reported_as_such():
     calls = []
 
     def attention(q, k, v):
@@ -294,7 +294,7 @@ def test_a_factory_is_called_first():
     assert adapt(build).d_model == 16
 
 
-def test_what_is_not_clear_is_asked():
+def test_an_unclear_target_gets_an_error_that_asks():
     with pytest.raises(SpecError, match=r"expected attention\(q, k, v\).*say which: --as layer-norm, rotary"):
         adapt(lambda x, y: x)
     with pytest.raises(SpecError, match="--as 'layernorm'; did you mean layer-norm"):

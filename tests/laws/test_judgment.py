@@ -46,19 +46,19 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_what_does_not_follow_its_inputs_earns_nothing(name):
+def test_outputs_that_do_not_depend_on_the_inputs_get_no_points(name):
     cheat, reason = CHEATS[name]
     judged = rg.judge(cheat, seconds=3)
     assert judged.score == 0.0 and reason in judged.reasons[0]
 
 
 @pytest.mark.long
-def test_a_right_attention_earns_everything():
+def test_a_correct_attention_gets_all_points():
     score, reasons = rg.judge(attention, seed=1, seconds=60)
     assert score == 1.0 and reasons == ()
 
 
-def test_a_faulty_one_earns_less_and_is_told_why():
+def test_a_faulty_one_gets_fewer_points_and_the_reason():
     masked = rg.judge(lambda q, k, v, mask=None: attention(q, k, v), seed=1, seconds=60)
     unscaled = rg.judge(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, seed=1, seconds=60)
     assert 0.3 < masked.score < 1.0 and unscaled.score < 0.2
@@ -68,12 +68,12 @@ def test_a_faulty_one_earns_less_and_is_told_why():
 
 
 @pytest.mark.long
-def test_the_mean_of_the_values_earns_almost_nothing():
+def test_the_mean_of_the_values_gets_almost_no_points():
     judged = rg.judge(lambda q, k, v: v.mean(-2, keepdim=True).expand(*q.shape[:-1], -1), seed=1, seconds=60)
     assert judged.score < 0.1
 
 
-def test_a_call_that_raises_earns_nothing_for_it():
+def test_a_call_that_raises_gets_no_points():
     def raising(q, k, v):
         raise RuntimeError("out of registers")
 

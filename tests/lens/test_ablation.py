@@ -187,12 +187,12 @@ def test_a_changed_key_of_the_ledger(name):
     c = case(name)
     q, k, v, new = (torch.tensor(c["inputs"][x], dtype=torch.float64) for x in ("Q", "K", "V", "new_key"))
     got = perturbation.key_change(q, k, v, c["inputs"]["index"], new[None], c["inputs"]["beta"])
-    told = [
+    shown = [
         {"exact_change": e.tolist(), "first_order_change": f.tolist()}
         for e, f in zip(got.exact[0], got.first_order[0])
     ]
     expected = [{x: row[x] for x in ("exact_change", "first_order_change")} for row in c["expected"]]
-    assert agrees(told, expected, c["compare"])
+    assert agrees(shown, expected, c["compare"])
 
 
 @pytest.mark.ledger("S4.1.1e.1")
@@ -200,7 +200,7 @@ def test_the_noise_of_the_ledger():
     c = case("key.noise_0.125")
     q, k, v = (torch.tensor(c["inputs"][x], dtype=torch.float64) for x in ("Q", "K", "V"))
     got = perturbation.key_noise(q, k, v, c["inputs"]["index"], [c["inputs"]["sigma"]], c["inputs"]["beta"])
-    told = [
+    shown = [
         {"mean_change": m, "std_change": d, "mean_second_order": m2, "std_first_order": d1}
         for m, d, m2, d1 in zip(
             *(
@@ -209,7 +209,7 @@ def test_the_noise_of_the_ledger():
             )
         )
     ]
-    assert agrees(told, c["expected"], c["compare"])
+    assert agrees(shown, c["expected"], c["compare"])
 
 
 def test_rollout_is_the_product_of_the_layers():

@@ -68,17 +68,17 @@ def test_twelve_by_twelve_heads_fit_two_megabytes_and_need_no_network(view):
 def test_the_bytes_of_a_map_are_its_weights(view):
     import base64
 
-    told = contents(view)
-    packed = told["layers"][3]["maps"][5]
+    content = contents(view)
+    packed = content["layers"][3]["maps"][5]
     raw = torch.frombuffer(bytearray(base64.b64decode(packed["bytes"])), dtype=torch.uint8).reshape(64, 64)
     assert torch.allclose(raw / 255 * packed["top"], view.map(3, 5), atol=packed["top"] / 500)
-    assert json.loads(json.dumps(told)) == json.loads(json.dumps(told, allow_nan=False))
+    assert json.loads(json.dumps(content)) == json.loads(json.dumps(content, allow_nan=False))
 
 
 def test_long_maps_are_pooled_with_a_note_on_the_page():
     long = rg.look(model(1, 2), torch.zeros(1, 1600, dtype=torch.long))
-    told = contents(long)
-    assert told["pooled"] and told["layers"][0]["shape"] == [774, 774]
+    content = contents(long)
+    assert content["pooled"] and content["layers"][0]["shape"] == [774, 774]
     assert len(page(long)) < 2_000_000
 
 

@@ -108,7 +108,7 @@ def test_far_from_the_ends_the_bound_is_reached_unless_the_dilation_leaves_gaps(
 
 
 def least_depth(kind, n, margin):
-    """Layers until n neighbours, with `margin` more positions on either side, all see one another, by autodiff."""
+    """Layers until n neighbors, with `margin` more positions on either side, all see one another, by autodiff."""
     wanted = torch.ones(n, n, dtype=torch.bool)
     if kind.causal:
         wanted = wanted.tril()
@@ -134,7 +134,7 @@ def test_the_least_depth_that_joins_all_sixteen_positions_is_the_ledgers(kind, m
 
 
 @pytest.mark.ledger("S1.Q2a.2")
-def test_between_two_ends_a_centred_dilated_stack_never_joins_all_positions():
+def test_between_two_ends_a_centered_dilated_stack_never_joins_all_positions():
     """The ledger's 4 layers need paths past the ends: 15 = 27 − 9 − 3 starts to the left of position 0."""
     assert least_depth(KINDS["conv_dilated"], 16, margin=0) is None
     deep = ConvolutionalModel(replace(KINDS["conv_dilated"], layers=60))  # 3^59 is past 2^63
@@ -245,7 +245,7 @@ def test_dropout_acts_in_training_alone():
         ),
     ],
 )
-def test_an_input_that_does_not_fit_is_told_what_does(vocab, x, lengths, message):
+def test_an_input_that_does_not_fit_gets_an_error_that_names_what_does(vocab, x, lengths, message):
     model = ConvolutionalModel(Convolutional(5, vocab=vocab))
     with pytest.raises(ShapeError) as e:
         model._check(x, lengths)  # forward itself is stopped earlier by the shape checker of the test run

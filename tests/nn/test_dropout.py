@@ -19,14 +19,14 @@ def test_a_number_is_dropped_or_divided_by_what_is_kept(p, dtype):
     torch.testing.assert_close(values[1].double().item(), 1 / (1 - p), rtol=1e-3, atol=0)
 
 
-def test_as_many_are_dropped_as_asked_for():
+def test_as_many_are_dropped_as_requested():
     torch.manual_seed(1)
     n = 1 << 20
     share = (dropout(torch.ones(n), 0.1, True) == 0).double().mean().item()
     assert abs(share - 0.1) < 5 * (0.1 * 0.9 / n) ** 0.5  # five standard deviations
 
 
-def test_neighbours_are_dropped_independently():
+def test_neighbors_are_dropped_independently():
     torch.manual_seed(2)
     gone = (dropout(torch.ones(1 << 20), 0.3, True) == 0).double()
     for lag in (1, 2, 3, 4, 8):  # four draws come from one word

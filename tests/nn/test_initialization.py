@@ -187,8 +187,8 @@ def test_depth_scaling_keeps_the_variance_of_the_stream_whatever_the_depth():
 
 def test_depth_is_read_off_the_nearest_spec_around():
     pair = nn.ModuleDict({"deep": Stack(spec=Declared()), "given": Stack()})
-    told = initialize(pair, "depth_scaled", layers=12, generator=seeded())
-    assert is_normal(told["deep"].blocks[0]["feed"].w_out.weight, 0.02 / math.sqrt(24))
+    initialized = initialize(pair, "depth_scaled", layers=12, generator=seeded())
+    assert is_normal(initialized["deep"].blocks[0]["feed"].w_out.weight, 0.02 / math.sqrt(24))
     alone = initialize(pair["deep"], "depth_scaled", generator=seeded())
     assert is_normal(alone.blocks[0]["feed"].w_out.weight, 0.02 / math.sqrt(2 * LAYERS))
     with pytest.raises(SpecError) as e:
@@ -317,7 +317,7 @@ def test_one_seed_gives_one_start(name):
         ),
     ],
 )
-def test_an_initialisation_that_cannot_be_says_why(ask, message):
+def test_an_initialization_that_cannot_be_says_why(ask, message):
     with pytest.raises(SpecError) as e:
         ask()
     assert str(e.value) == message

@@ -97,8 +97,8 @@ def test_the_layer_gives_the_worked_example():
             masked[i, h] = powers @ v[: i + 1] / powers.sum()
     declared = built(Attention(4, heads=2, biases="none", pattern=rg.causal()))
     declared.load_state_dict(layer.state_dict())
-    for told in (declared(x[None]), layer(x[None], pattern=rg.causal())):
-        assert torch.allclose(told[0], masked @ given["W_O"], atol=1e-12)
+    for result in (declared(x[None]), layer(x[None], pattern=rg.causal())):
+        assert torch.allclose(result[0], masked @ given["W_O"], atol=1e-12)
     assert (masked @ given["W_O"] - got).abs().max() > 0.01
 
 
@@ -439,7 +439,7 @@ def test_weights_of_the_layer_are_those_of_the_engine():
 
 @pytest.mark.parametrize("at", [0, 9, -3, (2, 3)], ids=str)
 @pytest.mark.parametrize("kind", ["alibi", "t5", "table", "shaw", "position alone", "rope"])
-def test_queries_may_stand_anywhere(kind, at):
+def test_queries_may_have_any_offset(kind, at):
     """Past the last key, before the first, or at every third position: the pairs keep their distances."""
     layer = built(Attention(12, **DECLARED[kind]))
     x, context = randn(1, 5, 12), randn(1, 7, 12, seed=1)

@@ -65,7 +65,7 @@ def test_sixteen_bits_and_grids_turn_as_before():
 
 
 @pytest.mark.parametrize("name", ["w_q", "w_k", "w_v"])
-def test_who_listens_to_a_projection_hears_it(name):
+def test_hooks_of_a_projection_are_called(name):
     module = rg.Attention(8, heads=2).build()
     heard = []
     getattr(module, name).register_forward_hook(lambda *given: heard.append(given[-1].shape))
@@ -73,7 +73,7 @@ def test_who_listens_to_a_projection_hears_it(name):
     assert heard == [(2, 5, 8)]
 
 
-def test_who_listens_to_a_network_hears_it():
+def test_hooks_of_a_network_are_called():
     network = FeedForward(spec.FeedForward(9), 4)
     heard = []
     network.w_in.register_forward_hook(lambda *given: heard.append(given[-1].detach().clone()))

@@ -184,7 +184,7 @@ def test_selected_rows_decode_as_they_would_in_their_own_batch(spec):
 
 @pytest.mark.ledger("S1.Q1a.2", "S4.1.4b.3")
 @every_kind
-def test_the_past_does_not_hear_the_target_to_come(spec):
+def test_the_past_does_not_depend_on_later_target_tokens(spec):
     model = built(spec)
     for t in range(N):
         changed = TOKENS.clone()
@@ -233,7 +233,7 @@ def test_dropout_acts_in_training_alone_and_warns_of_nothing(layers):
     assert not torch.equal(model(SOURCE, TOKENS), model(SOURCE, TOKENS))
 
 
-def test_weights_that_do_not_exist_cannot_be_asked_for():
+def test_weights_that_do_not_exist_cannot_be_requested():
     model = RecurrentModel(Recurrent(VOCAB, D_MODEL, attention="none"))
     with pytest.raises(SpecError) as e:
         model(SOURCE, SOURCE, return_weights=True)

@@ -118,7 +118,7 @@ def test_weights_of_another_model_of_the_same_shape_are_refused(stored, tmp_path
     rg.load(folder)
 
 
-def test_weights_that_are_not_finite_are_refused_unless_asked_for(tmp_path):
+def test_weights_that_are_not_finite_are_refused_unless_requested(tmp_path):
     broken = model()
     with torch.no_grad():
         next(broken.parameters())[0, 0] = float("nan")

@@ -205,7 +205,7 @@ def test_repr_is_source(p):
 
 
 @given(patterns)
-def test_json_goes_both_ways(p):
+def test_json_is_written_and_read_back(p):
     assert Pattern.from_json(p.json()) == p
     assert Pattern.from_json(p.json(indent=2)) == p
 

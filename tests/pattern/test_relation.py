@@ -141,7 +141,7 @@ def test_both_kinds_of_blocks_agree(pattern, n, m, at):
             assert bool(grid.all[0, x // 4, y // 4]) == (bool(one.all[0]) and rows == keys == 4)
 
 
-def test_a_relation_prints_what_it_asks():
+def test_a_relation_prints_its_conditions():
     assert repr(Relation()) == "Relation()"
     assert repr(window(2, 3).relation & causal().relation) == "Relation(near=0, far=2)"
 

@@ -62,7 +62,7 @@ def test_trees_and_lists_may_differ_by_batch_row():
 
 
 @pytest.mark.parametrize("m", [300, 512])
-def test_whole_blocks_are_told_apart(m):
+def test_blocks_are_classified_as_a_whole(m):
     parents = random_tree(m, 5, roots=0.004)
     indices = torch.randint(-1, -(-m // 128), (-(-m // 128), 2), generator=torch.Generator().manual_seed(1))
     half = rg.selected(indices.repeat(2, 1), size=64)

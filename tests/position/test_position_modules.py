@@ -343,7 +343,7 @@ def test_a_score_depends_on_the_distance_and_not_on_the_place(position, shift):
 
 
 @pytest.mark.parametrize("position", ON_A_LINE, ids=repr)
-def test_each_row_of_a_batch_may_stand_elsewhere(position):
+def test_each_batch_row_may_have_a_query_offset_of_its_own(position):
     module, q = made(position), randn(2, 3, 7, 8)
     q_positions = torch.stack([torch.arange(7), torch.arange(7) + 4])
     bias = module(q_positions, torch.arange(11), q=q)
@@ -489,7 +489,7 @@ def test_angles_are_opaque_to_the_compiler_and_plain_to_an_export():
 
 @pytest.mark.compiled
 @INDUCTOR_WARNS
-def test_a_compiled_table_refuses_what_lies_past_it():
+def test_a_compiled_table_refuses_positions_past_its_end():
     torch.compiler.reset()
     fast = torch.compile(build(learned(5), d_model=8), fullgraph=True)
     x = randn(2, 3, 8, dtype=torch.float32)

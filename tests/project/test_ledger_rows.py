@@ -69,7 +69,7 @@ def test_the_summary_counts_by_section_and_by_verb():
     assert (found["tested"], found["untested"]) == (["A.1", "B.1"], ["A.2"])
 
 
-def test_each_row_tells_its_tests_and_whether_its_mutants_are_caught(tmp_path):
+def test_each_row_names_its_tests_and_whether_its_mutants_are_caught(tmp_path):
     stored = [
         {"rows": ["A.1", "A.2"], "outcome": "caught"},
         {"rows": ["A.1"], "outcome": "survived"},

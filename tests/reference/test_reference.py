@@ -221,7 +221,7 @@ def test_an_additive_score_is_the_weights_of_any_other_score():
 
 
 @pytest.mark.ledger("S2.1.1.3")
-def test_scores_and_weights_are_told_apart():
+def test_scores_and_weights_are_distinguished():
     q, k, v = qkv()
     got = attend(q, k, v, bias=randn(N, M, seed=8))
     same(got.scores, q @ k.T / sqrt(D_K) + randn(N, M, seed=8))
@@ -309,7 +309,7 @@ def test_a_query_with_no_allowed_key_gets_zeros_and_no_gradient():
 
 @pytest.mark.ledger("S0.Q1b.3")
 @pytest.mark.parametrize("scale", [None, 0.0, 20.0, inf])
-def test_each_output_lies_in_the_box_and_the_ball_of_the_allowed_values(scale):
+def test_each_output_is_in_the_box_and_the_ball_of_the_allowed_values(scale):
     (q, k, v), allowed = qkv(13), some_allowed()
     o = attend(q, k, v, allowed, scale=scale).o
     for i in set(range(N)) - {2}:
@@ -347,7 +347,7 @@ def test_control_dividing_scores_by_their_sum_sees_more_than_differences():
 
 @pytest.mark.ledger("S1.Q1b.1")
 def test_softmax_is_the_best_distribution_for_score_plus_entropy():
-    """softmax(s) maximises ⟨p, s⟩ + H(p); the maximum is logsumexp(s)."""
+    """softmax(s) maximizes ⟨p, s⟩ + H(p); the maximum is logsumexp(s)."""
     scores = randn(1, M, spread=2)
 
     def value(p):

@@ -89,8 +89,8 @@ def test_the_moments_of_a_score_are_the_ledgers_exactly(c):
     assert agrees(got, c["expected"], c["compare"])
     numbers = {"mean_q": mu_q, "var_q": var_q, "mean_k": mu_k, "var_k": var_k}
     formula, scaled = score_moments(d, **numbers), score_moments(d, **numbers, scale=None)
-    told = {"mean": formula.mean, "variance": formula.variance, "std": formula.deviation}
-    assert agrees(told | {"variance_scaled": scaled.variance}, c["expected"], c["compare"])
+    computed = {"mean": formula.mean, "variance": formula.variance, "std": formula.deviation}
+    assert agrees(computed | {"variance_scaled": scaled.variance}, c["expected"], c["compare"])
     assert scaled.mean == pytest.approx(formula.mean / d**0.5)
     assert score_moments(d, **numbers, scale=0.5) == pytest.approx((formula.mean / 2, formula.variance / 4))
 

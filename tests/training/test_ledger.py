@@ -74,7 +74,7 @@ def test_the_positions_of_a_vision_transformer_start_without_locality():
 
 
 @pytest.mark.ledger("S2.4.2.4")
-def test_content_finds_a_twin_wherever_it_is_and_positions_may_tell_them_apart():
+def test_content_finds_an_equal_token_anywhere_and_positions_may_distinguish_the_two():
     torch.manual_seed(0)
     attention = rg.Attention(8, heads=2)
     image = torch.randn(1, 16, 8)

@@ -174,7 +174,7 @@ def test_a_large_region_shows_shares_without_stripes(words):
     assert shares.mean(0).std() < 0.03  # a regular grid of samples would give columns of 0 and of 1
 
 
-def test_the_estimate_of_a_pattern_stands_beside_full_attention(words):
+def test_the_estimate_of_a_pattern_is_shown_beside_full_attention(words):
     fields = {"pattern": "causal() & window(64)", "n": 4096}
     found = ask(words, "/api/pattern", fields)[1]["estimate"]
     pattern = rg.causal() & rg.window(64)
@@ -526,7 +526,7 @@ def test_the_pattern_is_read_and_zoomed_by_keyboard(opened):
 
 
 @pytest.mark.long
-def test_a_server_that_is_gone_is_said_and_old_results_are_dimmed(opened):
+def test_a_lost_server_is_reported_and_old_results_are_dimmed(opened):
     page = opened("#panel=heads")
     count(page, ".head", 20)
     page.fill("#text", "x " * 600)

@@ -294,7 +294,7 @@ def test_no_request_waits_longer_than_its_deadline_while_a_killed_worker_starts_
     server.close()
 
 
-def test_requests_that_find_no_free_worker_are_told_that_the_server_is_busy(hurried):
+def test_requests_that_find_no_free_worker_get_the_answer_that_the_server_is_busy(hurried):
     answers = []
     slow = [
         threading.Thread(target=lambda: answers.append(ask(hurried, "/api/pattern", SLOW, token=TOKEN)))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..laws.law import Outcome
     from ..laws.verdict import Verdict
 
-COLOURS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not promised": "yellow"}
+COLORS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not promised": "yellow"}
 
 
 KINDS = "attention, function, decoder, layer-norm, rms-norm, batch-norm, feed-forward, rotary, positions or schedule"
@@ -183,7 +183,7 @@ def _show(verdict: "Verdict") -> None:
     for column in ("", "law", "", "cases", "error / tolerance", "message"):
         table.add_column(column, overflow="fold")
     for o in verdict.outcomes:
-        colour = COLOURS.get(o.status, "dim")
+        color = COLORS.get(o.status, "dim")
         measured = f"{o.worst:.1e} / {o.tolerance:.0e}" if o.ran else ""
         row = (
             f"{MARK[o.status]} {o.law.number}",
@@ -193,7 +193,7 @@ def _show(verdict: "Verdict") -> None:
             measured,
             _message(o),
         )
-        table.add_row(*(Text(cell, style=colour if i in (0, 2) else "") for i, cell in enumerate(row)))
+        table.add_row(*(Text(cell, style=color if i in (0, 2) else "") for i, cell in enumerate(row)))
     console = Console()
     for line in (*verdict.notes(), *verdict.explanation()):
         console.print(

@@ -17,7 +17,7 @@ from .backends import PREPARED, choose
 from .call import Bias, Call, Outputs, broadcasts, facts_of, readable, replaced
 from .merge import by_heads, check_heads, merge_sink
 
-# Looked up once: a name behind three dots costs as much as what it reads.
+# Bound once: looking up torch.compiler.is_compiling takes as long as calling it.
 _compiling, _grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 _transforms, _modes, _autocast = compat.transforms_active, compat.dispatch_modes, compat.autocast_active
 _prepared = PREPARED.get
@@ -72,17 +72,10 @@ def attention(
     key = None if rows is None or not plain else _key(q, k, v, pattern, scale, backend, rows)
     if key is not None and (direct := _prepared(key)) is not None:
         return direct(q, k, v, lengths, at) if rows else direct(q, k, v)
-    options = {
-        "lengths": lengths,
-        "bias": bias,
-        "scale": scale,
-        "softcap": softcap,
-        "sink_logits": sink_logits,
-        "ties": ties,
-        "dropout_p": dropout_p,
-        "at": at,
-    }
-    call, front = _checked(q, k, v, pattern, return_lse=return_lse, **options)
+    call, front = _checked(
+        q, k, v, pattern, lengths=lengths, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits,
+        ties=ties, dropout_p=dropout_p, at=at, return_lse=return_lse,
+    )  # fmt: skip
     call = normalized(call)
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
@@ -149,7 +142,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns = None, **options
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> tuple[Call, tuple[int, ...] | None]:
-    """The call, and the axes in front of the positions that its results get back where they are not two."""
+    """The checked call, and the leading axes that its results are reshaped to; None: these are (batch, heads)."""
     named = ("lengths", "bias", "sink_logits", "at", "scale")
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
     pattern, table = _pattern_and_table(pattern)
@@ -180,7 +173,7 @@ def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Patte
 
 
 def _row_extras(q: Tensor, lengths: Any, at: Any) -> tuple | None:
-    """Of lengths and offsets on the GPU, all but their numbers; None where these must be looked at first."""
+    """Shapes and dtypes of lengths and offsets that are on the GPU; None where their values must be read first."""
     if lengths is None and at is None:
         return ()
     for x in (lengths, at):
@@ -199,8 +192,8 @@ def _key(
     backend: str,
     rows: tuple = (),
 ) -> tuple | None:
-    """All that decides how a call with only these arguments runs; None if data decide, or if a compiler, a transform
-    or a dispatch mode must see PyTorch's operations."""
+    """The cache key of a call with only these arguments; None if the contents of a tensor decide how it runs, or if a
+    compiler, a transform or a dispatch mode must see PyTorch's operations."""
     if _compiling() or type(q) is not Tensor or _transforms() or _modes() or _autocast():
         return None
     if pattern is None:
@@ -219,7 +212,7 @@ def _key(
 
 
 def _not_an_argument(foreign: dict[str, Any]) -> Exception:
-    """What to write instead of the arguments of other libraries."""
+    """The error for an unknown argument; for one of another library it says what to write instead."""
     if "is_causal" in foreign:
         return SpecError(
             "is_causal is not an argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
@@ -324,7 +317,8 @@ def simplified(
 
     Only what can be read without synchronization is replaced; what does not fit is left for `check` to refuse.
     """
-    if lengths is not None or not (type(q) is type(k) is Tensor):
+    ordinary = lengths is None or (type(lengths) is Tensor and lengths.dtype in INTEGERS)
+    if not ordinary or not (type(q) is type(k) is Tensor):
         require_tensors(q=q, k=k, lengths=lengths)
     if _compiling() or q.dim() != 4 or k.dim() != 4:  # a compiler has symbols for sizes
         return pattern, lengths, at
@@ -333,13 +327,21 @@ def simplified(
         at = _common_offset(at, b)
         if not isinstance(at, Tensor) and (at == m - n or at == (m - n, 1)):
             at = None
-    if lengths is not None and lengths.shape == (b, 2) and b and readable(lengths):
-        lengths = lengths if any(lengths[:, 0].tolist()) else lengths[:, 1]
-    if lengths is not None and lengths.shape == (b,) and b and readable(lengths):
-        lengths = None if lengths.tolist() == [m] * b else lengths
+    if lengths is not None and b and readable(lengths):
+        lengths = _shortest_form(lengths, b, m)
     if type(pattern) is Tensor and pattern.dtype == torch.bool and broadcasts(pattern.shape, (b, h, n, m)):
         pattern = None if _allows_all(pattern) else pattern
     return pattern, lengths, at
+
+
+def _shortest_form(lengths: Tensor, b: int, m: int) -> Tensor | None:
+    """None for the lengths of all m keys in every row; only the ends where every row is visible from key 0 on."""
+    rows = lengths.tolist()
+    if rows == [m] * b or rows == [[0, m]] * b:
+        return None
+    if lengths.shape == (b, 2) and not any(start for start, _ in rows):
+        return lengths[:, 1]
+    return lengths
 
 
 def _common_offset(at: At | Tensor, b: int) -> At | Tensor:

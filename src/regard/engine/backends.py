@@ -82,14 +82,14 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     times: list[tuple[float, Backend]] = []
     refusals = []
     for each in TABLE.values():
-        if device not in each.automatic or not getattr(each, "installed", True):  # of another package
+        if device not in each.automatic or not getattr(each, "installed", True):  # needs another package
             continue
         if why := each.refuses(f):
             refusals.append(f"{each.name} cannot: {why}")
         else:
             times.append((each.estimate(f), each))
     times = sorted((pair for pair in times if not isinf(pair[0])), key=lambda pair: pair[0])
-    # SDPA's CUDA kernel for masks makes a float32 product of three of 19 bits; dq was 1.2 × as far off as is allowed.
+    # SDPA's CUDA kernel for masks computes a float32 product by three in TF32; dq was off by 1.2 × the tolerance.
     if device == "cuda" and f.grad and f.dtype == torch.float32 and not f.unmasked:
         refusals.append("sdpa's kernel for masks rounds gradients in float32 more than the formula does")
         times = [pair for pair in times if pair[1].name != "sdpa"] or times
@@ -117,6 +117,6 @@ def _without_sizes(f: CallFacts) -> Backend:
     return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]
 
 
-# Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls that give nothing else, by what
-# `attention.key` reads of their arguments.
+# Prepared calls by (facts, backend), and the functions (q, k, v) → o of calls without further arguments, by the key
+# that `attention._key` computes.
 PREPARED = Cache(256)

@@ -25,7 +25,7 @@ Outputs = tuple[Tensor, Tensor | None]  # o, and the log-sum-exp where it was co
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """q, k, v and all that decides the weights. Where `pattern` and `table` are both given, both must allow it."""
+    """q, k, v and all that decides the weights. A pair has to be allowed by both `pattern` and `table`."""
 
     q: Float[Tensor, "b h n d_k"]
     k: Float[Tensor, "b h_kv m d_k"]
@@ -224,7 +224,7 @@ class CallFacts:
 
     @property
     def data_rows(self) -> int:
-        """The batch rows that the data of the pattern differ by; its pairs are counted over all of them."""
+        """The batch rows in which the pattern's data may differ; its pairs are counted over all of them."""
         if not self.pattern.has_data:
             return 1
         leaves = list(self.pattern.leaves())
@@ -233,7 +233,7 @@ class CallFacts:
         return max(rows, default=1)
 
     def like(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensors without data of the shapes of q, k and v."""
+        """Meta tensors with the shapes of q, k and v."""
         of_queries, of_keys = (self.batch, self.heads, self.n), (self.batch, self.kv_heads, self.m)
         shapes = (*of_queries, self.d_k), (*of_keys, self.d_k), (*of_keys, self.d_v)
         q, k, v = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
@@ -274,7 +274,7 @@ def facts_of(call: Call) -> CallFacts:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A call of one backend, ready to run: what depends on shapes alone is done, or is at the first call.
+    """A call of one backend, ready to run: what depends on shapes alone is computed now, or at the first call.
 
     A call of nothing but tensors and a pattern has `build`, which makes the function (q, k, v) → o; with lengths and
     offsets by batch row, (q, k, v, lengths, at) → o. Others have `run`, which takes the whole call.
@@ -308,15 +308,14 @@ class Prepared:
 
 
 class Cache:
-    """At most `limit` values by key; the oldest goes first. Reading takes no lock: looking a key up is one operation
-    of a dict, which threads cannot divide."""
+    """At most `limit` values by key; the oldest is dropped first. Reading takes no lock: a dict lookup is atomic."""
 
     def __init__(self, limit: int):
         self.limit, self.values, self.lock = limit, dict[Any, Any](), Lock()
         self.get = self.values.get
 
     def put(self, key: Any, value: T) -> T:
-        """Two threads may make the same value; the later one stays."""
+        """If two threads compute the same value, the later one stays."""
         with self.lock:
             self.values[key] = value
             while len(self.values) > self.limit:

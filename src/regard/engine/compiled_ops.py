@@ -83,8 +83,8 @@ _samples = torch.zeros((), dtype=torch.int64, device="cpu")
 
 @torch.library.custom_op("regard::sample_seed", mutates_args=("samples",))
 def sample_in_graph(samples: Tensor) -> Tensor:
-    """A seed from PyTorch's generator. As an operation of its own it needs no C++ compiler in a compiled graph; that
-    it counts keeps two samples from being taken for one."""
+    """A seed from PyTorch's generator. As an operation of its own it needs no C++ compiler in a compiled graph; it
+    changes its argument, so that a compiler does not merge two samples into one."""
     samples += 1
     return sample_seed()
 

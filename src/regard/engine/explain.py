@@ -25,7 +25,7 @@ class Explanation(ShownAsTable):
     m: int
     needed: int  # pairs of the pattern, for one head; of a pattern per head, for all
     computed: int  # pairs that the backend computes
-    rows: int  # batch rows that the data of the pattern differ by, and heads; pairs are counted over all of them
+    rows: int  # batch rows whose data may differ, times the heads of a pattern per head: pairs are of all
     backend: str
     variant: str  # of the backend
     reason: str

@@ -60,7 +60,9 @@ class Flash4:
         if not f.pattern.has_data and has_empty_row(*f.place):
             return "some queries have no allowed key"
         if not parts_of(f.pattern, f.n, f.m, f.offset[0]):
-            return f"{f.pattern!r} is no band of i − j (every pair, causal, a window, these joined by &), nor a few"
+            return (
+                f"{f.pattern!r} is neither a band of i − j (every pair, causal, a window) nor a few of them"
+            )
         return None
 
     def estimate(self, f: CallFacts) -> float:
@@ -101,10 +103,10 @@ def _terms(f: CallFacts) -> str | None:
     """What is not in its softmax, or not as exact as here."""
     refused = (
         (f.hard, "scale=inf has no softmax"),
-        (f.observed, "a compiler or transform must see the operations, and its kernels are none"),
+        (f.observed, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
         (f.bias != "none", "a bias is added to the scores"),
         (f.softcap is not None, "its softcap is computed with an approximate tanh (11 bits)"),
-        (f.table, "a bool tensor is no pattern; declare one"),
+        (f.table, "a bool tensor is not a pattern; declare one"),
         (f.hides_keys, "keys that are hidden per batch row (lengths) are not supported here"),
         (f.row_offsets, "per-row query offsets (`at` as a tensor) are not supported"),
         (f.dropout_p > 0, "it has no dropout"),
@@ -166,7 +168,7 @@ class Options(NamedTuple):
 
 @lru_cache(maxsize=256)
 def parts_of(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
-    """The calls of its kernels that make up a pattern, one after the other; none: it is no few bands.
+    """The calls of its kernels that make up a pattern, one after the other; empty: it is not a few bands.
 
     Keys past the last that any query sees are left out, so that a causal band stays causal at any query offset.
     """
@@ -194,7 +196,7 @@ def _by_rows(pattern: Pattern, n: int, m: int, start: int) -> tuple[Part, ...]:
     parts: list[Part] = []
     while row < n and len(parts) < MAX_PARTS:
         here = moves[row] if row < n - 1 else np.zeros(2, dtype=np.int64)
-        if here.min() < 0 or here.max() > 1:  # a jump, which no run goes over
+        if here.min() < 0 or here.max() > 1:  # a jump, which ends a run
             here = np.zeros(2, dtype=np.int64)
         others = np.flatnonzero((moves[row:] != here).any(1))
         end = row + int(others[0]) + 1 if len(others) else n

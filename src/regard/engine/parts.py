@@ -33,7 +33,7 @@ LIMITS = {
 
 
 class NoPlan(Exception):
-    """No short list of progressions describes this pattern; the message gives the reason, and `auto` repeats it."""
+    """No short list of progressions describes this pattern; the message is the reason that `explain` gives."""
 
 
 def limit(what: str, got: int, why: str) -> None:
@@ -209,7 +209,7 @@ def _solve(start: Ints, step: int, k: int, residue: Ints | int) -> tuple[Ints, i
 
 NONE, SOME, ALL = 0, 1, 2  # Kleene's three values, so that & is min, | is max and ~ is 2 − v
 MASKED_PAIR_COST = 1.25  # of a masked pair, in pairs
-PART_COST = 32  # of one more part, per row, in pairs: a call or a loop starts, partial results are merged
+PART_COST = 32  # of one more part, per row, in pairs: to start a call or a loop, to merge partial results
 MAX_PERIOD = 1 << 16  # residues that are distinguished
 MAX_PARTS = 8  # parts a tile may have before `auto` masks instead; the planner pays double beyond
 

@@ -333,7 +333,7 @@ def _is_row_class(relation: Relation) -> bool:
 
 @lru_cache(maxsize=1024)
 def run_formulas(pattern: Pattern) -> tuple[str, ...] | None:
-    """First key, step and end of each progression of keys that a query at p may attend to, m keys there are.
+    """First key, step and end of each progression of keys that a query at p may attend to, among m keys.
 
     Every allowed key is in one of them; a key may also be in several, or in one and not be allowed. None where the
     pattern has data or too many clauses.

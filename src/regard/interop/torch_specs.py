@@ -107,7 +107,7 @@ def _read_norms(norms: list[Any]) -> tuple[str, list[float], bool]:
     for norm in norms:
         require(
             type(norm) in (nn.LayerNorm, nn.RMSNorm) and norm.weight is not None,
-            f"{norm} where a norm stands; it needs to be nn.LayerNorm(d_model) or nn.RMSNorm(d_model), with its "
+            f"{norm} in place of a norm; it needs to be nn.LayerNorm(d_model) or nn.RMSNorm(d_model), with its "
             f"learned scale",
         )
     require(

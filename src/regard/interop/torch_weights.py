@@ -157,7 +157,7 @@ def _parts(ours: Any, theirs: Any) -> Iterator[tuple[nn.Module, nn.Module]]:
 
 
 def _attention_pairs(ours: MultiHeadAttention, theirs: nn.MultiheadAttention) -> Iterator[Pair]:
-    """in_proj_weight is w_q over w_k over w_v; where the context has another width the three stand alone."""
+    """in_proj_weight is w_q over w_k over w_v; with a context of another width there are three weights."""
     three = (ours.w_q, ours.w_k, ours.w_v)
     if theirs.in_proj_weight is not None:
         yield Pair(Place(theirs, "in_proj_weight"), tuple(Place(w, "weight") for w in three))

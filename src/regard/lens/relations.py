@@ -39,7 +39,7 @@ def related_weights(
 ) -> dict[str, Float[Tensor, " h"]]:
     """For each relation and head: the weight on the related keys, averaged over the queries that have one.
 
-    Relations are between tokens of one sequence: a cross-attention has none. A word stands for each of its
+    Relations are between tokens of one sequence: a cross-attention has none. A word represents each of its
     occurrences, in the rows of the batch that contain both words.
     """
     if call.role != "self":

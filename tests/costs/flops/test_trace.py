@@ -266,7 +266,7 @@ def _filled(table, ids):
     return table
 
 
-def test_what_is_taken_for_granted_about_values_is_said():
+def test_assumptions_about_values_are_stated():
     class Looks(nn.Module):
         def forward(self, x):
             torch._check_tensor_all(x == x)

@@ -276,15 +276,15 @@ def test_a_call_takes_it_from_the_first_on(backend, more, monkeypatch):
 
 
 def test_it_says_that_it_is_taken_and_how_many_pairs_it_computes():
-    told = explain(window(64) | every(64), 4096, grad=True)
+    explained = explain(window(64) | every(64), 4096, grad=True)
     edges = 2 * 64 * (128 + 64)  # of the window a half, and the comb
-    assert (told.backend, told.variant) == ("tiles", CONCATENATED)
-    assert told.computed == 62 * 64 * 256 + edges
-    assert told.reason.endswith("; tiles of 64 queries, all keys of a tile in one softmax")
+    assert (explained.backend, explained.variant) == ("tiles", CONCATENATED)
+    assert explained.computed == 62 * 64 * 256 + edges
+    assert explained.reason.endswith("; tiles of 64 queries, all keys of a tile in one softmax")
     assert "one softmax" not in explain(dilated(8, 8), 4096).reason
 
 
-def test_its_tables_lie_on_the_cpu_whatever_the_default_device():
+def test_its_tables_are_on_the_cpu_whatever_the_default_device():
     inputs = tensors(b=1, h=8, h_kv=8, n=1201, d_k=64, d_v=64, dtype=f32)
     strided_layout.concatenated_layouts.cache_clear()
     with torch.device("meta"):

@@ -131,7 +131,7 @@ def test_grouped_heads_have_a_bias_of_their_own(h_kv):
 
 
 @pytest.mark.parametrize("pattern", [full(), window(6) | every(9), causal()], ids=repr)
-def test_lengths_hide_keys_whatever_stands_in_them(pattern):
+def test_lengths_hide_keys_whatever_they_contain(pattern):
     n, lengths = 53, torch.tensor([53, 0, 20])
     q, k, v = tensors(b=3, n=n)
     hidden = torch.arange(n) >= lengths[:, None, None, None]

@@ -62,7 +62,7 @@ def test_documents_of_any_lengths_give_the_formula_and_its_gradients(lengths, re
 
 
 @pytest.mark.parametrize("rest", [causal(), causal() & window(20)], ids=repr)
-def test_a_long_document_is_laid_out_as_if_it_stood_alone(rest, monkeypatch):
+def test_a_long_document_has_the_layout_that_it_would_have_alone(rest, monkeypatch):
     monkeypatch.setattr(packed, "MAX_TILE", 64)
     ids = ids_of(300, 3, 270)
     pattern, m = documents(ids) & rest, len(ids)
@@ -75,9 +75,9 @@ def test_a_long_document_is_laid_out_as_if_it_stood_alone(rest, monkeypatch):
 
 def test_n_positions_cost_the_sum_of_squares_and_few_calls():
     ids = ids_of(*[128] * 12)
-    told = explain(documents(ids), len(ids))
-    assert (told.backend, told.computed, told.needed) == ("tiles", 12 * 128**2, 12 * 128**2)
-    assert told.variant == "packed documents" and "× faster than sdpa" in told.reason
+    explained = explain(documents(ids), len(ids))
+    assert (explained.backend, explained.computed, explained.needed) == ("tiles", 12 * 128**2, 12 * 128**2)
+    assert explained.variant == "packed documents" and "× faster than sdpa" in explained.reason
     (laid,) = packed.layouts(documents(ids), len(ids), len(ids))
     assert len(laid.groups) == 1  # all of one length: one batch of tiles
     (short,) = packed.layouts(documents(ids_of(*[3, 5] * 16)), 128, 128)

@@ -84,7 +84,7 @@ def test_many_weights_are_made_again_instead_of_kept(kept, monkeypatch):
     assert sum(saved) == sum(x.numel() for x in inputs) + (4 * 67 * 67 if kept else 0)
 
 
-def test_fewer_queries_than_keys_stand_at_the_end():
+def test_fewer_queries_than_keys_are_at_the_end():
     q, k, v = tensors(n=67)
     q = q[:, :, :64].detach().requires_grad_()
     wanted = formula(q, k, v, window(3).allowed(64, 67), 5**-0.5)[0]
@@ -235,7 +235,7 @@ def test_what_ran_in_inference_trains_later():
         torch.testing.assert_close(a, b)
 
 
-def test_tables_lie_on_the_cpu_whatever_the_default_device():
+def test_tables_are_on_the_cpu_whatever_the_default_device():
     inputs = tensors(n=131, h=8, h_kv=8, d_k=16, d_v=16, dtype=f32)
     with torch.device("meta"):
         o = attention(*inputs, dilated(3, 2))

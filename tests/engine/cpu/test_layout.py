@@ -91,7 +91,7 @@ def test_a_long_pattern_of_many_shapes_has_only_layouts_with_a_comb_apart(monkey
     strided_layout.layout.cache_clear()
 
 
-def test_tiles_that_look_alike_run_together():
+def test_tiles_of_equal_shape_run_together():
     pattern = window(64) | every(64)
     for tile, waste in ((64, 1.35), (192, 2.0)):
         laid = layout(pattern, 4096, 4096, 0, 1, narrow=tile, wide=tile)

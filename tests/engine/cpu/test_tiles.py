@@ -206,7 +206,7 @@ def test_lengths_hide_keys_for_each_batch_row(pattern):
 
 
 @pytest.mark.parametrize("poison", [nan, inf, -inf])
-def test_what_stands_in_hidden_keys_reaches_nothing(poison):
+def test_what_hidden_keys_contain_reaches_nothing(poison):
     pattern, lengths = window(8) | every(16), torch.tensor([30, 5])
     laid = small(pattern, 53)
     q, k, v = tensors(n=53)

@@ -275,7 +275,7 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
 
 
 @pytest.mark.parametrize(("order", "copies"), [("b n h d", 0), ("b h n d", 1)])
-def test_o_lies_in_memory_as_q_does_so_a_model_with_heads_within_positions_copies_nothing(order, copies):
+def test_o_has_the_strides_of_q_so_a_model_with_heads_within_positions_copies_nothing(order, copies):
     from einops import rearrange
     from triton.runtime.jit import JITFunction
 

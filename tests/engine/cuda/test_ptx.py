@@ -158,7 +158,7 @@ def drawn(steps=5, slope=0.0):
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 @pytest.mark.parametrize("slope", [0.0, 20.0, -20.0, 300.0])
-def test_tile_by_tile_it_is_the_softmax_whichever_way_scores_go(slope, kind):
+def test_tile_by_tile_it_is_the_softmax_for_rising_and_falling_scores(slope, kind):
     blocks, values = drawn(slope=slope)
     blocks[1, 3, 5] = 40.0  # one score of one row
     o, lse, _ = attend(blocks, values, kind)
@@ -166,7 +166,7 @@ def test_tile_by_tile_it_is_the_softmax_whichever_way_scores_go(slope, kind):
     assert np.abs(lse - by).max() < 1e-4 and np.abs(o - want).max() < (0.02 if kind == "bf16" else 0.003)
 
 
-def test_a_largest_score_is_looked_for_where_a_tile_begins_and_where_scores_rise_far():
+def test_the_maximum_is_updated_at_the_start_of_a_tile_and_where_scores_rise_far():
     assert attend(*drawn())[2] == [1, 0, 0, 0, 0]
     assert attend(*drawn(slope=40.0))[2] == [1, 1, 1, 1, 1]
     blocks, values = drawn()

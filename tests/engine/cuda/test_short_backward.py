@@ -79,7 +79,7 @@ def blocks_of(pattern, n, by_keys):
 @pytest.mark.parametrize(
     ("pattern", "by_keys", "max_blocks"),
     [
-        (dilated(5, 7), False, 32),  # 8 tiles of a residue or two, 4 blocks each; 88 of neighbours
+        (dilated(5, 7), False, 32),  # 8 tiles of a residue or two, 4 blocks each; 88 of neighbors
         (causal() & strided(8), True, 16),  # a tile of each residue: its 16 keys, 2 blocks
         (causal() & every(16), True, 16),  # one tile of the 8 allowed keys, with every query
         (window(2) | rows(16), False, 40),  # 16 blocks for the rows without a limit, 3 for each of the other 8 tiles

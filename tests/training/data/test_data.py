@@ -138,7 +138,7 @@ def test_any_byte_can_be_written():
     assert made.decode(made.encode(["žluťoučký 🐎\n"])) == ["žluťoučký 🐎\n"]
 
 
-def test_foreign_tokenisers_and_small_vocabularies_are_refused():
+def test_foreign_tokenizers_and_small_vocabularies_are_refused():
     with pytest.raises(rg.FormatError, match=r"^not a tokenizer: "):
         Tokens.from_json("{}")
     other = json.loads(tokens.characters(["ab"]).json())
@@ -236,8 +236,8 @@ def test_batches_of_stretches_and_labels():
     batch = text_ids.batch(torch.tensor([0, 3]))
     assert batch.inputs["tokens"].tolist() == [[0, 1, 2], [6, 7, 8]]
     assert batch.inputs["targets"].tolist() == [[1, 2, 3], [7, 8, 9]] and batch.predicted == 6
-    told = Labeled(Ragged.of([[5], [6, 7]]), torch.tensor([1, 0])).batch(torch.tensor([1, 0])).inputs
-    assert (told["tokens"].tolist(), told["labels"].tolist()) == ([[6, 7], [5, PAD]], [0, 1])
+    inputs = Labeled(Ragged.of([[5], [6, 7]]), torch.tensor([1, 0])).batch(torch.tensor([1, 0])).inputs
+    assert (inputs["tokens"].tolist(), inputs["labels"].tolist()) == ([[6, 7], [5, PAD]], [0, 1])
 
 
 @given(st.integers(9, 80), st.integers(1, 7), st.integers(1, 9), st.integers(0, 9))

@@ -176,7 +176,7 @@ def test_a_run_of_packed_texts_learns_as_a_padded_one_and_logs_the_waste(tmp_pat
         ("b" if n % 3 else "a", " ".join(["one", "two", "cat"][: n % 3 + 1] * (n % 7 + 1))) for n in range(60)
     ]
     file = tmp_path / "a.tsv"
-    file.write_text("".join(f"{label}\t{told}\n" for label, told in rows))
+    file.write_text("".join(f"{label}\t{text}\n" for label, text in rows))
     dials = {"steps": 12, "d_model": 16, "layers": 1, "heads": 2, "tokens": 300, "packed": True}
     made = recipes.classify(str(file), str(file), **dials)
     made = replace(made, settings=replace(made.settings, log_every=1))
@@ -196,8 +196,8 @@ def test_a_run_of_packed_texts_learns_as_a_padded_one_and_logs_the_waste(tmp_pat
     other = Run(padded, tmp_path / "out", "cpu")
     other.trainer.resume()
     run.trainer.resume()
-    told = [one.trainer._validate()["loss"] for one in (run, other)]
-    assert told[0] == pytest.approx(told[1], rel=1e-5)
+    losses = [one.trainer._validate()["loss"] for one in (run, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     (tmp_path / "mine.json").write_text(made.json())
     plain = json.loads(regard("train", str(tmp_path / "mine.json"), "--dry-run", "--json"))
     assert plain["batch"]["padding_share"] == waste

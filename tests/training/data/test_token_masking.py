@@ -82,8 +82,8 @@ def test_images_move_as_far_as_declared():
     along = torch.arange(9.0) - 4
     shifted = random_affine(1.5, 0, 0)(dot)
     for axis in (-1, -2):
-        centre = (shifted.sum(dim=(1, -3 - axis)) * along).sum(-1) / shifted.sum(dim=(1, 2, 3))
-        assert 1.3 < float(centre.abs().max()) <= 1.5 + 1e-4 and float(centre.abs().min()) < 0.2
+        center = (shifted.sum(dim=(1, -3 - axis)) * along).sum(-1) / shifted.sum(dim=(1, 2, 3))
+        assert 1.3 < float(center.abs().max()) <= 1.5 + 1e-4 and float(center.abs().min()) < 0.2
     # a turn about the middle leaves it there, and moves what is far from it: 4 · sin 20° = 1.37 pixels
     assert torch.allclose(random_affine(0, 20, 0)(dot)[:, 0, 4, 4], torch.tensor(1.0))
     edge = torch.zeros(500, 1, 9, 9)

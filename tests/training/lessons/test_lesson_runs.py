@@ -89,7 +89,7 @@ def test_a_notebook_shows_the_same_page(folder):
     assert "cannot tell &amp;quot;cat chased dog" in shown
 
 
-def test_python_runs_a_lesson_and_tells_its_progress(tmp_path, monkeypatch):
+def test_python_runs_a_lesson_and_reports_its_progress(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lesson_page, "_pictures", lambda pictures: "")
     events = []

@@ -36,7 +36,7 @@ def launch(folder: Path, *cases: str, ranks: int = 2) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def told(folder: Path, case: str) -> tuple[dict, dict]:
+def results(folder: Path, case: str) -> tuple[dict, dict]:
     """What the two ranks said."""
     first, second = (json.loads((folder / f"{case}-{rank}.json").read_text()) for rank in (0, 1))
     return first, second
@@ -75,7 +75,7 @@ def slow(tmp_path_factory) -> Path:
 def need_the_same_run(folder: Path, case: str) -> None:
     """Loss by loss, and the model it ends with."""
     alone = json.loads((folder / "alone.json").read_text())
-    for one in told(folder, case):
+    for one in results(folder, case):
         assert one["step"] == alone["step"] == 12 and len(one["curve"]) == 12 and one["tied"]
         assert one["curve"] == pytest.approx(curve(folder / "alone"), abs=2e-6)
         assert one["best"] == pytest.approx(alone["best"], abs=2e-6)
@@ -136,7 +136,7 @@ def test_a_shard_that_is_damaged_foreign_or_missing_is_refused(home, tmp_path):
 
 
 def test_what_one_rank_finds_damaged_no_rank_takes(home):
-    first, second = told(home, "damaged")
+    first, second = results(home, "damaged")
     message = (
         f"checkpoint 6 of {home / 'damaged'} cannot be read: weights.safetensors is damaged: its checksum"
     )
@@ -145,14 +145,14 @@ def test_what_one_rank_finds_damaged_no_rank_takes(home):
 
 
 def test_a_rank_without_rows_takes_part_and_counts_for_nothing(home, tmp_path):
-    first, second = told(home, "few")
+    first, second = results(home, "few")
     trained(tmp_path, accumulate=1, tokens=17)
     assert first["small"] == 1 and first["best"] == second["best"]
     assert first["curve"] == pytest.approx(curve(tmp_path), abs=2e-6)
 
 
 def test_a_signal_to_one_rank_ends_all_at_one_step(home):
-    first, second = told(home, "interrupted")
+    first, second = results(home, "interrupted")
     assert first["step"] == second["step"] == checkpoints.steps(home / "interrupted")[-1] <= 5
     assert [e["step"] for e in read(home / "interrupted", "interrupted")] == [first["step"]]
 
@@ -162,13 +162,13 @@ def test_a_full_disk_under_one_rank_is_everyones_error_and_the_last_checkpoint_s
         f"checkpoint 3 could not be written to {home / 'full' / 'checkpoints'}: [Errno 28] No space left on device "
         "(rank 1); the last one written is step 2"
     )
-    assert [one["error"] for one in told(home, "full")] == [wanted, wanted]
+    assert [one["error"] for one in results(home, "full")] == [wanted, wanted]
     assert [p.name for p in (home / "full" / "checkpoints").iterdir()] == ["00000002"]
 
 
 def test_a_folder_in_use_is_refused_by_all_ranks(home):
     wanted = f"another process is training in {home / 'locked'}; give this run another folder"
-    assert [one["error"] for one in told(home, "locked")] == [wanted, f"rank 0: {wanted}"]
+    assert [one["error"] for one in results(home, "locked")] == [wanted, f"rank 0: {wanted}"]
 
 
 def test_only_rank_0_logs(home):
@@ -189,7 +189,7 @@ def test_without_torchrun_a_process_is_alone(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["shard-after-replicate", "replicate-on"])
-def test_a_run_changes_its_ranks_and_its_way_between_two_checkpoints(slow, case):
+def test_a_run_changes_its_ranks_and_its_strategy_between_two_checkpoints(slow, case):
     need_the_same_run(slow, case)
 
 
@@ -202,21 +202,21 @@ def test_a_run_of_two_replicas_goes_on_as_one_process(slow):
 @pytest.mark.long
 def test_three_batches_of_two_ranks_are_one_each_and_half_of_the_third(slow, tmp_path):
     trained(tmp_path, accumulate=3)
-    for one in told(slow, "uneven"):
+    for one in results(slow, "uneven"):
         assert one["curve"] == pytest.approx(curve(tmp_path), abs=2e-6)
 
 
 @pytest.mark.long
 def test_the_last_checkpoints_are_averaged_from_shards(slow, tmp_path):
     alone = trained(tmp_path, **LAST)
-    for one in told(slow, "last"):
+    for one in results(slow, "last"):
         assert one["weights"] == pytest.approx(alone["weights"], abs=1e-5)
         assert one["best"] == pytest.approx(alone["best"], abs=2e-6)
 
 
 @pytest.mark.long
 def test_the_time_that_is_up_is_up_for_all(slow):
-    first, second = told(slow, "timed")
+    first, second = results(slow, "timed")
     assert first["step"] == second["step"] and first["seconds"] == second["seconds"] >= 0.6
 
 
@@ -226,7 +226,7 @@ def test_compiled_ranks_have_the_curve_of_one_process_within_rounding(tmp_path):
     of_one_shape(tmp_path / "alone", compile=False)
     assert len(curve(tmp_path / "alone")) == 3
     for case in COMPILED:
-        assert told(tmp_path, case)[0]["curve"] == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
+        assert results(tmp_path, case)[0]["curve"] == pytest.approx(curve(tmp_path / "alone"), rel=1e-4)
 
 
 @pytest.mark.long

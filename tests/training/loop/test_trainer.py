@@ -108,10 +108,10 @@ def test_an_update_uses_the_clipped_gradient(tmp_path):
 
 @pytest.mark.ledger("S1.Q7a.1", "S1.Q7b.1")
 def test_the_first_update_uses_step_1_and_the_norm_is_logged(whole):
-    told = read(whole.folder, "train")
+    events = read(whole.folder, "train")
     rate = SETTINGS.schedule
-    assert [e["rate"] for e in told] == [rate(e["step"]) for e in told]
-    assert all(e["norm"] > 0 and e["tokens_per_second"] > 0 and 0 <= e["padding_share"] < 0.5 for e in told)
+    assert [e["rate"] for e in events] == [rate(e["step"]) for e in events]
+    assert all(e["norm"] > 0 and e["tokens_per_second"] > 0 and 0 <= e["padding_share"] < 0.5 for e in events)
 
 
 @pytest.mark.parametrize("stop", [4, 12, 20])

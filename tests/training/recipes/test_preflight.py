@@ -42,8 +42,8 @@ def test_operations_of_a_step_are_those_of_both_passes(run):
     batch = preflight.mean_batch(run.data.train, 600)
     spec = run.recipe.model
     one = rg.cost(spec, n=batch.n, m=batch.m, batch=batch.rows, train=True).total
-    told = preflight.flops_per_prediction(preflight.step_cost(run.recipe, batch, CPU), batch)
-    assert told * batch.rows * batch.predicted == pytest.approx(one.flops + one.backward_flops)
+    estimate = preflight.flops_per_prediction(preflight.step_cost(run.recipe, batch, CPU), batch)
+    assert estimate * batch.rows * batch.predicted == pytest.approx(one.flops + one.backward_flops)
     assert 2 * one.flops < one.flops + one.backward_flops < 3.2 * one.flops
 
 
@@ -53,7 +53,7 @@ def test_the_meter_divides_what_was_done_by_what_could_be():
     assert preflight.meter_of.__doc__ and meter.peak("cpu", "float32", torch.get_num_threads()) > 1e8
 
 
-def test_a_dry_run_tells_cost_time_and_laws_and_leaves_nothing(tmp_path):
+def test_a_dry_run_reports_cost_time_and_laws_and_writes_nothing(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(small(tmp_path).json())
     said = regard("train", str(file), "--dry-run", "--out", str(tmp_path / "out"))
@@ -82,14 +82,14 @@ def test_time_is_that_of_a_few_updates_on_real_batches(run, monkeypatch):
         return done[-1]
 
     monkeypatch.setattr(Trainer, "_update", update)
-    told = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
+    estimate = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
     predicted = sum(count for _, count, _ in done[1:])
-    assert len(done) == 4 and told.updates == 12
-    assert 12 * 0.05 < told.seconds < 12 * 0.2
-    assert told.tokens_per_second == pytest.approx(predicted / 3 / (told.seconds / 12), rel=1e-3)
-    took = told.seconds / 12 * 3
-    assert told.method == f"from 3 updates of a copy on real batches, {took:.2f} s"
-    assert preflight.Preflight.from_json(told.json()) == told
+    assert len(done) == 4 and estimate.updates == 12
+    assert 12 * 0.05 < estimate.seconds < 12 * 0.2
+    assert estimate.tokens_per_second == pytest.approx(predicted / 3 / (estimate.seconds / 12), rel=1e-3)
+    took = estimate.seconds / 12 * 3
+    assert estimate.method == f"from 3 updates of a copy on real batches, {took:.2f} s"
+    assert preflight.Preflight.from_json(estimate.json()) == estimate
 
 
 def test_a_slow_rehearsal_ends_early_and_says_what_it_left_out(run, monkeypatch):
@@ -112,8 +112,8 @@ def test_a_rehearsal_leaves_the_run_as_it_was(tmp_path, average):
         one, seen = Run(made, tmp_path / name, "cpu"), []
         kept = [t.clone() for t in (*one.model.parameters(), torch.get_rng_state())]
         if name == "rehearsed":
-            told = preflight.preflight(made, one.data.train, one.model, CPU, laws=())
-            assert "3 updates" in told.method
+            estimate = preflight.preflight(made, one.data.train, one.model, CPU, laws=())
+            assert "3 updates" in estimate.method
         assert all(torch.equal(a, b) for a, b in zip(kept, (*one.model.parameters(), torch.get_rng_state())))
         assert one.trainer.step == 0 and all(p.grad is None for p in one.model.parameters())
         one.trainer.run(lambda e, seen=seen: seen.append(e["loss"]) if "loss" in e else None)
@@ -128,12 +128,12 @@ def test_without_memory_time_is_estimated_from_products_and_bytes(run, tmp_path,
 
     monkeypatch.setattr(trial_run, "_timed", fail)
     with a_known_machine(tmp_path) as rates:
-        told = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
+        estimate = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
         half = preflight.preflight(run.recipe, run.data.train, run.model, CPU, world=2, laws=())
-    least = told.flops * told.batch.predicted * told.batch.rows / rates.rate("float32")
-    assert 12 * least < told.seconds < 12 * (least + 1) and told.updates == 12
-    assert told.method == "from the rates of `regard bench machine` (a CPU of the tests)"
-    assert half.tokens_per_second == pytest.approx(2 * told.tokens_per_second, rel=1e-3)
+    least = estimate.flops * estimate.batch.predicted * estimate.batch.rows / rates.rate("float32")
+    assert 12 * least < estimate.seconds < 12 * (least + 1) and estimate.updates == 12
+    assert estimate.method == "from the rates of `regard bench machine` (a CPU of the tests)"
+    assert half.tokens_per_second == pytest.approx(2 * estimate.tokens_per_second, rel=1e-3)
     assert half.method.endswith("assuming a perfect speedup on 2 ranks")
 
 
@@ -157,15 +157,17 @@ def test_what_a_rehearsal_held_is_not_called_the_runs_memory(run, monkeypatch):
     assert meter.memory_used(CPU) < most + (128 << 20)
 
 
-def test_what_does_not_fit_is_said_with_what_would(run, monkeypatch):
+def test_what_does_not_fit_is_refused_with_what_would(run, monkeypatch):
     batch = preflight.mean_batch(run.data.train, 600)
     peak = preflight.step_cost(run.recipe, batch, CPU).memory.training_peak
     monkeypatch.setattr(meter, "memory_free", lambda device: peak - 1)
     monkeypatch.setattr(Cost, "fits", lambda cost, budget: 30 if budget == peak - 1 else 0)
     with a_known_machine(run.folder):
-        told = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
-    assert told.fits == 30 * (batch.n + batch.m) == 150
-    assert "it does not fit; tokens=150 fits: raise accumulate to keep the effective batch size" in str(told)
+        estimate = preflight.preflight(run.recipe, run.data.train, run.model, CPU, laws=())
+    assert estimate.fits == 30 * (batch.n + batch.m) == 150
+    assert "it does not fit; tokens=150 fits: raise accumulate to keep the effective batch size" in str(
+        estimate
+    )
 
 
 def test_where_not_even_one_row_fits_the_model_is_to_shrink(run, monkeypatch):
@@ -188,10 +190,10 @@ def test_running_out_of_memory_names_a_batch_that_fits(run, monkeypatch):
             raise error
 
         monkeypatch.setattr(run.trainer, "run", fail)
-        with pytest.raises(rg.RegardError) as told:
+        with pytest.raises(rg.RegardError) as raised:
             run.train()
         said = str(error).splitlines()[0]
-        assert str(told.value) == (
+        assert str(raised.value) == (
             f"a batch of 600 tokens does not fit the memory of cpu ({said}); by its estimated cost "
             f"tokens=4,800 fits: raise accumulate to keep the effective batch size"
         )
@@ -211,16 +213,16 @@ def test_a_language_model_that_sees_the_future_is_stopped_before_it_learns():
     blind = replace(made.model.block.attention, pattern=full())
     made = replace(made, model=replace(made.model, block=replace(made.model.block, attention=blind)))
     laws = preflight.check_laws(made.model.build(), preflight.BEFORE_TRAINING, autoregressive=True)
-    told = replace(_told(), laws=laws)
+    estimate = replace(_estimate(), laws=laws)
     with pytest.raises(
         rg.RegardError,
         match=r"^the model violates law L29, causality \(.*\): it predicts the next token and may attend to it; "
         r"declare pattern=causal\(\); its training loss would be meaningless$",
     ):
-        told.require_laws()
+        estimate.require_laws()
 
 
-def test_a_broken_law_is_found_on_the_built_model_and_the_dice_stay(run):
+def test_a_broken_law_is_found_on_the_built_model_and_the_random_state_stays(run):
     state = torch.get_rng_state()
     leaky = recipes.recipe("language-model", d_model=16, layers=1, heads=2).model.build()
     leaky.blocks[0].register_forward_hook(lambda block, given, out: out + out.mean(1, keepdim=True))
@@ -231,7 +233,7 @@ def test_a_broken_law_is_found_on_the_built_model_and_the_dice_stay(run):
     assert laws["L29"].status == "broken" and torch.equal(torch.get_rng_state(), state)
 
 
-def _told() -> preflight.Preflight:
+def _estimate() -> preflight.Preflight:
     return preflight.Preflight(
         "x", 1, preflight.MeanBatch(1, 1, 1, 1, 0.0, 1), 1.0, None, None, None, 1, 1.0, 1.0, "so", {}
     )
@@ -272,9 +274,9 @@ def test_watching_heads_changes_nothing_and_is_kept(tmp_path):
         one.train(seen.append, *watcher)
         losses.append([e["loss"] for e in seen if e["event"] == "train"])
         if name == "plain":
-            told = [e for e in seen if e["event"] == "train"]
+            events = [e for e in seen if e["event"] == "train"]
             keys = {"loss", "norm", "rate", "tokens_per_second", "seconds", "padding_share", "mfu", "memory"}
-            assert all(keys <= set(e) and e["mfu"] > 0 and e["memory"] > 0 for e in told)
+            assert all(keys <= set(e) and e["mfu"] > 0 and e["memory"] > 0 for e in events)
     assert losses[0] == losses[1]  # bit for bit
     seen = read(tmp_path / "watched")
     assert [s["step"] for s in seen] == [5, 10]
@@ -289,15 +291,15 @@ def test_heads_are_watched_every_so_many_updates(run):
         HeadStatistics(run, 0)
 
 
-def test_tensorboard_hears_numbers_only(tmp_path, monkeypatch):
-    told = []
+def test_tensorboard_gets_numbers_only(tmp_path, monkeypatch):
+    written = []
 
     class Writer:
         def __init__(self, folder):
-            told.append(folder)
+            written.append(folder)
 
         def add_scalar(self, *given):
-            told.append(given)
+            written.append(given)
 
         def flush(self):
             pass
@@ -305,7 +307,7 @@ def test_tensorboard_hears_numbers_only(tmp_path, monkeypatch):
     module = type("tensorboard", (), {"SummaryWriter": Writer})
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", module)
     TensorBoardWriter(tmp_path)({"event": "train", "step": 3, "time": 9.5, "loss": 2.5, "path": "x"})
-    assert told == [str(tmp_path / "tensorboard"), ("train/loss", 2.5, 3, 9.5)]
+    assert written == [str(tmp_path / "tensorboard"), ("train/loss", 2.5, 3, 9.5)]
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(rg.RegardError, match=r"needs tensorboard: pip install tensorboard$"):
         TensorBoardWriter(tmp_path)

@@ -149,20 +149,20 @@ def test_a_language_model_and_a_vision_model_begin_to_learn(made, tmp_path):
     model = one.train(lambda e: seen.append(e["loss"]) if e["event"] == "train" else None)
     assert len(seen) == made.settings.steps and sum(seen[-3:]) < sum(seen[:3])
     one.data = replace(one.data, test=one.trainer.valid)
-    told = one.evaluate()
+    evaluated = one.evaluate()
     if made.name == "image":
         rows = one.trainer.valid
         with torch.no_grad():
             right = (model(rows.inputs).argmax(-1) == rows.labels).double().mean()
-        assert told.scores["accuracy"] == pytest.approx(float(right)) and not told.sample
+        assert evaluated.scores["accuracy"] == pytest.approx(float(right)) and not evaluated.sample
     else:
-        assert len(told.sample) > 300 and told.scores["loss"] < 5
+        assert len(evaluated.sample) > 300 and evaluated.scores["loss"] < 5
 
 
 def test_scores_are_sacrebleus_with_their_signature():
-    told = scores(["the cat sat on the mat"], ["the cat sat on the mat"])
-    assert told.bleu == pytest.approx(100) and told.chrf == pytest.approx(100)
-    assert "tok:13a" in told.bleu_signature and "BLEU 100.00 (nrefs:1|" in str(told)
+    evaluated = scores(["the cat sat on the mat"], ["the cat sat on the mat"])
+    assert evaluated.bleu == pytest.approx(100) and evaluated.chrf == pytest.approx(100)
+    assert "tok:13a" in evaluated.bleu_signature and "BLEU 100.00 (nrefs:1|" in str(evaluated)
     assert scores(["a b c d"], ["e f g h"]).bleu < 20
 
 

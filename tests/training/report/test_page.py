@@ -29,7 +29,7 @@ from training_run_case import regard, small
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def finished_run(tmp_path_factory):
     """The events of `regard train`, and the folder it leaves."""
     folder = tmp_path_factory.mktemp("page")
     file = folder / "mine.json"
@@ -48,8 +48,8 @@ def told(tmp_path_factory):
     return events, folder / "out"
 
 
-def test_the_last_events_are_the_scores_and_the_report(told):
-    events, folder = told
+def test_the_last_events_are_the_scores_and_the_report(finished_run):
+    events, folder = finished_run
     assert [e["event"] for e in events][-3:] == ["done", "evaluated", "report"]
     assert events[-1]["path"] == str(folder / "report.html")
     scored = evaluation.stored(folder)
@@ -65,8 +65,8 @@ def _texts(folder):
     return [tuple(line.split("\t")) for line in lines]
 
 
-def test_the_report_is_one_small_file_that_asks_for_nothing(told):
-    whole = (told[1] / "report.html").read_text()
+def test_the_report_is_one_small_file_that_requests_no_other(finished_run):
+    whole = (finished_run[1] / "report.html").read_text()
     assert len(whole.encode()) < 2_000_000 and "{{" not in whole.replace("{{", "", 0)[:200]
     assert not re.findall(r"(?:src|href)\s*=", whole) and "@import" not in whole and "url(" not in whole
     assert "default-src 'none'" in whole
@@ -98,8 +98,8 @@ class Text(HTMLParser):
             self.headings.append(data)
 
 
-def test_the_report_has_every_part(told):
-    parsed = Text((told[1] / "report.html").read_text())
+def test_the_report_has_every_part(finished_run):
+    parsed = Text((finished_run[1] / "report.html").read_text())
     assert parsed.headings == [
         "The numbers that decide",
         "Curves",
@@ -112,7 +112,7 @@ def test_the_report_has_every_part(told):
         "Machine",
     ]
     words = " ".join(parsed.words)
-    scored, first = evaluation.stored(told[1]), preflight.stored(told[1])
+    scored, first = evaluation.stored(finished_run[1]), preflight.stored(finished_run[1])
     for text in (
         scored.signatures["BLEU"],
         scored.signatures["chrF"],
@@ -126,7 +126,7 @@ def test_the_report_has_every_part(told):
         assert text in words, text
     assert words.count("holds") == 7  # L29, 31, 32, 33, 48, 52, 56
     assert "a Transformer learns to translate sentences that it has never seen" in words
-    assert f"regard train translate --out {told[1]}-longer --set steps=36" in words
+    assert f"regard train translate --out {finished_run[1]}-longer --set steps=36" in words
 
 
 def test_a_recipe_is_judged_by_a_uniform_guess_and_by_its_laws(tmp_path):
@@ -144,8 +144,8 @@ def test_a_recipe_is_judged_by_a_uniform_guess_and_by_its_laws(tmp_path):
     ]
 
 
-def test_the_maps_are_the_models_own_weights(told):
-    folder = told[1]
+def test_the_maps_are_the_models_own_weights(finished_run):
+    folder = finished_run[1]
     found = json.loads(
         re.search(r'application/json">(.*?)</script>', (folder / "report.html").read_text())[1]
     )
@@ -163,9 +163,9 @@ def test_the_maps_are_the_models_own_weights(told):
         torch.testing.assert_close(got, wanted, atol=1 / 255, rtol=0)
 
 
-def test_texts_are_text_in_the_page(told, monkeypatch):
+def test_texts_are_text_in_the_page(finished_run, monkeypatch):
     monkeypatch.setattr(preflight, "check_laws", lambda model, laws: ())  # they are in the report above
-    folder, evil = told[1], "</script><script>alert(1)</script> {{js}} {{data}}"
+    folder, evil = finished_run[1], "</script><script>alert(1)</script> {{js}} {{data}}"
     kept = (folder / evaluation.FILE).read_text()
     scored = evaluation.stored(folder)
     try:
@@ -183,11 +183,11 @@ def test_a_title_that_names_a_part_of_the_template_stays_a_title():
     assert whole.count("the body") == 1 and "{{body}} {{js}}" in whole
 
 
-def test_the_command_writes_it_anew_and_refuses_an_empty_folder(told, tmp_path, monkeypatch):
+def test_the_command_writes_it_anew_and_refuses_an_empty_folder(finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "check_laws", lambda model, laws: ())
-    (told[1] / "report.html").unlink()
-    assert regard("report", str(told[1])) == f"{told[1] / 'report.html'}\n"
-    assert (told[1] / "report.html").is_file()
+    (finished_run[1] / "report.html").unlink()
+    assert regard("report", str(finished_run[1])) == f"{finished_run[1] / 'report.html'}\n"
+    assert (finished_run[1] / "report.html").is_file()
     with pytest.raises(
         rg.FormatError, match=r"contains no recipe.json; a report needs a run that `regard train`"
     ):
@@ -215,12 +215,12 @@ def test_ticks_are_few_and_inside(low, high):
     assert decades(-0.1, 0.1) and len(decades(-6, 6)) == 13
 
 
-def test_a_browser_shows_it_and_heads_can_be_chosen(told, browser):
+def test_a_browser_shows_it_and_heads_can_be_chosen(finished_run, browser):
     problems, at = [], browser.new_page(viewport={"width": 900, "height": 800})
     at.on("console", lambda m: problems.append(m.text) if m.type in ("error", "warning") else None)
     at.on("pageerror", lambda e: problems.append(str(e)))
     at.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else problems.append(r.url))
-    at.goto((told[1] / "report.html").as_uri())
+    at.goto((finished_run[1] / "report.html").as_uri())
     assert at.locator("#heads button").count() == 3  # both heads and their mean
     at.locator("#sentence").select_option(label="one cat")
     cells = at.locator("#map rect").count()
@@ -265,18 +265,18 @@ def test_hidden_tokens_are_guessed_and_shown_in_their_sentences():
     model = rg.Encoder(block, 1, embedding=rg.Embedding(len(tokens), 8), head=rg.MaskedHead()).build().eval()
     rows = Holes(tokens)
     ready = Dataset(rows, rows, rows, tokens)
-    told = evaluation._evaluate_masked(Evaluation(3, {}), model, ready, examples=3)
+    evaluated = evaluation._evaluate_masked(Evaluation(3, {}), model, ready, examples=3)
     given = rows.batch(torch.arange(3)).inputs
     with torch.no_grad():
         guess = model(given["tokens"], lengths=given["lengths"]).argmax(-1)[:, 1].tolist()
     right = sum(g == row[1] for g, row in zip(guess, rows.rows, strict=True))
-    assert told.scores["accuracy"] == pytest.approx(right / 3)
-    assert [e.source for e in told.examples] == ["a ___ cd", "d ___ b", "b ___ aa"]
-    assert [e.reference for e in told.examples] == ["abcd", "dcb", "bbaa"]
+    assert evaluated.scores["accuracy"] == pytest.approx(right / 3)
+    assert [e.source for e in evaluated.examples] == ["a ___ cd", "d ___ b", "b ___ aa"]
+    assert [e.reference for e in evaluated.examples] == ["abcd", "dcb", "bbaa"]
     said = tokens.decode([[row[0], g, *row[2:]] for g, row in zip(guess, rows.rows, strict=True)])
-    assert [e.output for e in told.examples] == said
+    assert [e.output for e in evaluated.examples] == said
 
 
 @pytest.mark.long
-def test_the_report_fits_a_phone_and_has_no_serious_accessibility_violation(told, browser):
-    assert accessibility.problems(browser, told[1] / "report.html") == []
+def test_the_report_fits_a_phone_and_has_no_serious_accessibility_violation(finished_run, browser):
+    assert accessibility.problems(browser, finished_run[1] / "report.html") == []

@@ -153,7 +153,7 @@ def _all(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Positions drawn at random with known probabilities: one draw stands for all."""
+    """Positions drawn at random with known probabilities: one sample represents them all."""
     out = func(*args, **kwargs)
     if trace.all_known(args[0]):
         trace.notes[DRAWN] = None

@@ -34,7 +34,7 @@ from .tiles import TileAttention, attend, working
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
 SAFETY_MARGIN = 0.85  # calls of 512 positions took up to 1.15 times their estimate
-DROPOUT = 2.0  # tiles of scores in PyTorch operations take so many times the fused operation
+DROPOUT = 2.0  # how many times as long as the fused operation tiles of scores take in PyTorch operations
 # Seconds per pair of a bias by distance, and what a call takes more than a masked one: for a bias that is fixed the
 # two meet at 2¹⁸ pairs, or 2²¹ with backward (bench/cpu_bias.py); one that is learned is faster here at any size.
 BIAS, BIAS_GRAD = 1.3e-9, 10e-9
@@ -143,7 +143,7 @@ def _gathered(f: CallFacts) -> Variant | None:
 def _listed(f: CallFacts) -> Variant | None:
     """A pattern that data or a grid decide, where few keys are needed by each tile; else None.
 
-    What a function decides may be otherwise at the next call, and is evaluated there.
+    `where(fn)` is left out: the function may give something else at the next call.
     """
     if any(isinstance(leaf, where) for leaf in f.pattern.leaves()):
         return None

@@ -1,6 +1,6 @@
 """Packed sequences: each document attends to itself alone, so n positions cost Σ length², not n².
 
-Contiguous ids divide the axis into spans. Neighbours of one length are a group of tiles; short ones of different
+Contiguous ids divide the axis into spans. Neighbors of one length are a group of tiles; short ones of different
 lengths share a tile, masked by their ids; a long one has the layout that it would have alone.
 
 A tree is divided into chains, in which each position is the parent of the next. A chain attends to itself causally
@@ -145,9 +145,7 @@ def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | 
             above += [one._replace(key=key, keys=stop - key) for key, stop in runs]
         if len(above) > MAX_RECTANGLES:
             return None
-    joined: list[
-        Document
-    ] = []  # chains that follow one another and have the same keys above are one rectangle
+    joined: list[Document] = []  # contiguous chains with the same keys above are one rectangle
     for one in sorted(above, key=lambda one: (one.key, one.keys, one.row)):
         if joined and joined[-1][2:] == one[2:] and joined[-1].row + joined[-1].rows == one.row:
             one = Document(joined[-1].row, joined.pop().rows + one.rows, *one[2:])

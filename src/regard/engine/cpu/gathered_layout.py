@@ -72,7 +72,7 @@ def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
 
 @lru_cache(maxsize=256)
 def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Shape, ...]:
-    """Divisions of the queries into tiles: neighbours, or those of the same residues mod hop."""
+    """Divisions of the queries into tiles: neighbors, or those of the same residues mod hop."""
     allowed = pattern.allowed(n, m, (start, step), torch.device("cpu"))
     candidates = []
     for hop in row_steps(pattern, step, by_keys=False):

@@ -196,10 +196,8 @@ def mix(
     add: bool = False,
 ) -> Float[Tensor, "t r d"]:
     """into = alpha · Σ weights part over all parts, or that added to it; `into` is contiguous."""
-    if len(parts) == 1:
-        return (
-            into.baddbmm_(weights, parts[0], alpha=alpha) if add else product(weights, parts[0], alpha, into)
-        )
+    if len(parts) == 1 and not add:
+        return product(weights, parts[0], alpha, into)
     for part, columns in _beside(parts, weights):
         if part is parts[0] and not add:
             product(columns, part, alpha, into)

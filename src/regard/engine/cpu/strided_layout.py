@@ -109,7 +109,7 @@ def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
 
 
 def _combs(complete: Plan) -> list[every]:
-    """Every k-th key, where tiles of neighbours have those in full: apart from the rest they make one group."""
+    """Every k-th key, where tiles of neighbors have those in full: apart from the rest they make one group."""
     combs = set()
     for one in complete.passes:
         row_step = np.repeat(one.tiles[:, 1], np.diff(one.offsets))
@@ -294,7 +294,7 @@ def _shared_by(band: TileGroup, shared: list[TileGroup]) -> tuple[TileGroup, ...
 
 
 def _band_tiles(bands: list[TileGroup]) -> list[tuple[int, int, int, int]]:
-    """(row, rows, key, keys) of each tile; none where their rows are not neighbours or their keys differ in step."""
+    """(row, rows, key, keys) of each tile; none where their rows are not neighbors or their keys differ in step."""
     keys_of: dict[tuple[int, int], tuple[int, int]] = {}
     steps = {group.key_step for group in bands}
     if len(steps) != 1 or any(group.row_step != 1 for group in bands):

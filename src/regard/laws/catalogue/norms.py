@@ -167,7 +167,7 @@ LAWS = (
             "norm": Trial(
                 geometry,
                 lambda harness: {**_sizes(harness), "size": (1.0, 10.0)},
-                unless=lambda harness: _centred(harness),
+                unless=lambda harness: _centered(harness),
             )
         },
         lambda: Part(
@@ -194,5 +194,5 @@ LAWS = (
 )
 
 
-def _centred(harness: Harness) -> str | None:
+def _centered(harness: Harness) -> str | None:
     return "it does not subtract the mean" if harness.part.facts.get("rms") else None

@@ -1,7 +1,7 @@
 "use strict";
-// Cividis, eleven of its colours: dark is nothing, bright is a weight of 1.
+// Cividis, eleven of its colors: dark is nothing, bright is a weight of 1.
 const STOPS = [[0,34,78],[7,48,112],[44,61,110],[71,75,107],[94,89,108],[117,104,112],[138,119,115],[162,135,112],[188,152,106],[218,172,90],[253,231,55]];
-function colour(share) {
+function color(share) {
   const x = Math.min(Math.sqrt(share), 1) * 10, k = Math.min(Math.floor(x), 9), t = x - k;  // small weights stay visible
   return STOPS[k].map((c, j) => Math.round(c + t * (STOPS[k + 1][j] - c)));
 }
@@ -28,7 +28,7 @@ function heads() {
     const button = document.createElement("button"), canvas = document.createElement("canvas"), at = weights(state.layer, head);
     canvas.width = keys.length; canvas.height = queries.length;
     const context = canvas.getContext("2d"), image = context.createImageData(keys.length, queries.length);
-    queries.forEach((_, i) => keys.forEach((_, j) => image.data.set([...colour(at(i, j)), 255], 4 * (i * keys.length + j))));
+    queries.forEach((_, i) => keys.forEach((_, j) => image.data.set([...color(at(i, j)), 255], 4 * (i * keys.length + j))));
     context.putImageData(image, 0, 0);
     button.type = "button";
     button.append(canvas, map.name);
@@ -46,7 +46,7 @@ function enlarged() {
   queries.forEach((token, i) => {
     svg.append(drawn("text", { x: left - 8, y: top + cell * (i + .68), "text-anchor": "end" }, token));
     keys.forEach((key, j) => {
-      const w = at(i, j), fill = "rgb(" + colour(w).join(" ") + ")";
+      const w = at(i, j), fill = "rgb(" + color(w).join(" ") + ")";
       const box = drawn("rect", { class: "cell", x: left + cell * j, y: top + cell * i, width: cell - 1, height: cell - 1, fill });
       box.addEventListener("mouseenter", () => { byId("reading").textContent = "“" + token.trim() + "” attends to “" + key.trim() + "” with " + (100 * w).toFixed(1) + " % of this head"; });
       svg.append(box);
