@@ -1,6 +1,6 @@
 """The translator that is part of regard: translations, what its cross-attention looks at, and one of your own.
 
-    python examples/translator.py [MINUTES]      # trains for so many minutes, 2 by default
+    python examples/translator.py [MINUTES]      # trains for this many minutes, 2 by default
 
 First the model that is installed with regard, at once; then the recipe `translate`, trained here, on the same
 sentences and test rows.

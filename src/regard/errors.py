@@ -49,7 +49,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
-    """Refuse arguments of a call that are no tensors, lengths and an offset that are no whole numbers, a wrong scale.
+    """Refuse arguments that are not tensors, lengths and offsets that are not whole numbers, and a wrong scale.
 
     None is refused for q, k and v only; a bias may also be a value of this library.
     """

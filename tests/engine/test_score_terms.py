@@ -289,7 +289,7 @@ def test_a_declared_attention_has_both_terms():
         ({"softcap": -1}, "softcap=-1 is not above 0; leave it out for scores without a cap"),
         (
             {"softcap": 2.0, "score": "additive"},
-            "softcap=2.0 caps products q·k, which score='additive' has not; use score='dot'",
+            "softcap=2.0 caps q·k, which score='additive' does not have; use score='dot'",
         ),
         (
             {"pattern": rg.per_head([rg.causal()] * 6)},
@@ -298,7 +298,7 @@ def test_a_declared_attention_has_both_terms():
         ),
         (
             {"sink_logits": True, "scale": inf},
-            "sink_logits=True joins a softmax, which hard attention has not; use a finite scale",
+            "sink_logits=True joins a softmax, which hard attention does not have; use a finite scale",
         ),
     ],
 )

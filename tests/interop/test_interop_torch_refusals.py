@@ -222,13 +222,13 @@ def test_a_block_that_pytorch_has_not_is_refused_by_its_field(changed, message):
 def test_biases_in_some_parts_are_refused():
     some = replace(PLAIN, feed_forward=replace(NETWORK, bias=False))
     assert refusal_to(some) == (
-        "nn.TransformerEncoderLayer has biases everywhere or nowhere: "
-        "norm_bias, attention.biases has and feed_forward.bias has not"
+        "nn.TransformerEncoderLayer has biases everywhere or nowhere, but "
+        "norm_bias, attention.biases has one and feed_forward.bias has none"
     )
     some = rg.Decoder(replace(CROSS, cross=replace(LOOKS, biases="none")), 1)
     assert refusal_to(some) == (
-        "nn.TransformerDecoderLayer has biases everywhere or nowhere: "
-        "block.norm_bias, block.feed_forward.bias, block.attention.biases has and block.cross.biases has not"
+        "nn.TransformerDecoderLayer has biases everywhere or nowhere, but "
+        "block.norm_bias, block.feed_forward.bias, block.attention.biases has one and block.cross.biases has none"
     )
 
 

@@ -250,8 +250,8 @@ def test_what_cannot_be_used_says_why(llama):
         ({"foo": PATTERN}, r"no attention layer is named 'foo'"),
         ([PATTERN] * 3, r"3 patterns for 4 query heads; give one for each head"),
         (rg.causal() - rg.window(0), r"leaves query 0 without any key; add the query itself"),
-        (3, r"3 is no pattern; use rg.causal\(\)"),
-        (torch.ones(4, 4) > 0, r"^a tensor of shape \(4, 4\) is no pattern"),
+        (3, r"3 is not a pattern; use rg.causal\(\)"),
+        (torch.ones(4, 4) > 0, r"^a tensor of shape \(4, 4\) is not a pattern"),
         (rg.documents(torch.zeros(3, dtype=torch.long)), r"carries data of one input"),
     ]
     for given, message in cases:

@@ -207,7 +207,7 @@ def _key(
             text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             type(k), type(v), backend, *rows,
         )  # fmt: skip
-    except (AttributeError, TypeError):  # k or v is no tensor, scale no number: `require_tensors` says so
+    except (AttributeError, TypeError):  # not tensors, or scale not a number: `require_tensors` says so
         return None
 
 
@@ -353,7 +353,7 @@ def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
 
 
 def _allows_all(table: Tensor) -> bool:
-    """Whether a bool tensor is all ones. In a large one, the last key of the first query tells most masks apart."""
+    """Whether a bool tensor is all ones. In a large one, the last key of the first query shows it for most masks."""
     if not table.numel() or not readable(table):
         return False
     if table.numel() <= 1 << 14:

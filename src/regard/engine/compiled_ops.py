@@ -227,7 +227,7 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """The arguments of `sparse` that are no tensors, as one value that torch.func does not look into."""
+    """The arguments of `sparse` that are not tensors, as one value that torch.func does not look into."""
 
     pattern: str
     offset: list[int]

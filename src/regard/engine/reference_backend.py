@@ -1,7 +1,7 @@
 """The backend `reference`: the formula itself, a chunk of queries at a time. It runs every call, and is never chosen
 while another backend can run: for hard attention, and for a log-sum-exp that nothing else gives.
 
-It is also what differentiates twice: the backward pass of a fused executor is no differentiable operation, so under
+It is also what differentiates twice: the backward pass of a fused executor is not differentiable, so under
 create_graph=True its gradients come from here, exact, and as expensive in time and memory as this backend.
 """
 

@@ -281,7 +281,7 @@ def _require_one_bias(theirs: str, declared: spec.Block, field: str) -> None:
     some, none = [n for n in asked if asked[n]], [n for n in asked if not asked[n]]
     require(
         not some or not none,
-        f"{theirs} has biases everywhere or nowhere: {', '.join(some)} has and {', '.join(none)} has not",
+        f"{theirs} has biases everywhere or nowhere, but {', '.join(some)} has one and {', '.join(none)} has none",
     )
 
 

@@ -165,7 +165,9 @@ def _declared(given: Any) -> Patterns:
 def _one(given: Any) -> Pattern:
     if not isinstance(given, Pattern):
         what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
-        raise SpecError(f"{what} is no pattern; use rg.causal(), rg.window(2), …, or one per head in a list")
+        raise SpecError(
+            f"{what} is not a pattern; use rg.causal(), rg.window(2), …, or one per head in a list"
+        )
     if given.has_data:
         raise SpecError(f"{given!r} carries data of one input, so it cannot be declared for a model")
     return given

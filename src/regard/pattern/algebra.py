@@ -35,7 +35,7 @@ def register(kind: type) -> None:
         raise SpecError(
             f"there is a pattern {kind.__name__!r} already, in {known.__module__}; choose another name"
         )
-    KINDS[kind.__name__] = kind  # the same class defined anew, as in a notebook
+    KINDS[kind.__name__] = kind  # the same class may be defined again, as in a notebook
 
 
 class Pattern:
@@ -183,8 +183,8 @@ class Pattern:
     def count(self, n: int, m: int | None = None, at: At = None) -> int:
         """How many pairs are allowed, exactly; without visiting each row where the pattern repeats itself.
 
-        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are enumerated. A pattern of so many
-        words with so long periods that it would take minutes is refused.
+        With data (`documents`, `lengths`, `where`) the pairs of all batch rows are enumerated. A pattern with
+        so many words and so long periods that it would take minutes is refused.
         """
         m = n if m is None else m
         start, step = query_offset(self, n, m, at)

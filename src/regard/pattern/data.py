@@ -134,7 +134,7 @@ class tree(Data):
 
     def __post_init__(self):
         _require_whole("tree", "parents", self.parents)
-        _ = self.preorder  # raises where the parents are no tree
+        _ = self.preorder  # raises an error if the parents are not a tree
 
     @cached_property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:

@@ -119,11 +119,11 @@ class Attention(Spec):
             )
             require(
                 self.score in ("dot", "bilinear"),
-                f"softcap={self.softcap} caps products q·k, which score={self.score!r} has not; use score='dot'",
+                f"softcap={self.softcap} caps q·k, which score={self.score!r} does not have; use score='dot'",
             )
         require(
             not self.sink_logits or self.factor != inf,
-            "sink_logits=True joins a softmax, which hard attention has not; use a finite scale",
+            "sink_logits=True joins a softmax, which hard attention does not have; use a finite scale",
         )
         require(
             not self.extra_key or (self.factor != inf and self.score == "dot" and self.position is None),

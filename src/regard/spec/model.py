@@ -88,7 +88,7 @@ class Block(Spec):
 
     @property
     def epsilons(self) -> tuple[Number, ...]:
-        """Of the norms of attention, cross-attention and feed-forward, as far as they are there."""
+        """The eps of the norms of attention, cross-attention and feed-forward, those that exist."""
         branches = 1 + (self.cross is not None) + (self.feed_forward is not None)
         return self.eps if isinstance(self.eps, tuple) else (self.eps,) * branches
 

@@ -98,7 +98,7 @@ class TileBias:
 
     def _add_by_rows(self, de: Float[Tensor, "heads x"], ds: Float[Tensor, "heads r l"]) -> None:
         a, c = self.a, self.c
-        chunk = c // a if c % a == 0 else 1  # so many rows reach no entry twice
+        chunk = c // a if c % a == 0 else 1  # this many rows reach no entry twice
         for low in range(0, ds.shape[1], chunk):
             rows, there = ds[:, low : low + chunk], de[:, self.first + a * low :]
             there.as_strided(rows.shape, (de.stride(0), a, c)).add_(rows)

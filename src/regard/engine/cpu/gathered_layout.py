@@ -307,7 +307,7 @@ def joined(parts: list[Tensor]) -> Tensor:
 
 
 def _piece(tiles: Gathering, n: int, m: int, heads: int, group: int, dtype: torch.dtype) -> GatheredPiece:
-    """The tables for so many heads, of which each `group` share their keys."""
+    """The tables for this many heads; each `group` of them share their keys."""
     (_, count, r, l), rows, keys, table, needed = tiles
     table = table | ~table.any(-1, keepdim=True)
     mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
@@ -333,5 +333,5 @@ def _order(n: int, hop: int) -> Int[Tensor, " n"]:
 
 
 def _filled(order: Int[Tensor, " n"], count: int) -> Int[Tensor, " count"]:
-    """So many: the last one repeated."""
+    """`count` of them: the last one is repeated."""
     return torch.cat([order, order[-1:].expand(count - len(order))])

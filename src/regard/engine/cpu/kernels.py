@@ -106,8 +106,8 @@ class SavedWeights:
 PAGE, HUGE_PAGE = 1 << 12, 1 << 21  # bytes
 MADV_HUGEPAGE = 14  # as Linux numbers it
 # As glibc numbers them, with bytes: blocks up to the first size come from its heap, and of the free memory at the end
-# of the heap so much stays. Without this it goes back to the system after each call, and the next one, whose weights
-# and gradients are new tensors, writes to fresh pages.
+# of the heap this much is kept. Otherwise it would go back to the system after each call, and the next call, whose
+# weights and gradients are new tensors, would write to fresh pages.
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = (-3, 32 << 20), (-1, 128 << 20)
 
 

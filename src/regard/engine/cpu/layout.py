@@ -36,7 +36,7 @@ MIN_TILES = 8  # concatenated tiles from which on a piece is of one head
 MAX_SPLIT = 1 << 18, 1 << 21  # with bias or dropout: scores of a tile that is split by rows, and of one piece
 MIN_SPLIT_ROWS = 64  # rows of such a tile: products of fewer rows are slow
 MAX_CACHED_MASK = 1 << 20  # pairs of a mask that is kept between calls
-# Up to so many scores a group runs by products. The backward pass of the fused op weighs by exp(s − lse), with lse
+# Up to this many scores a group runs by products. The backward pass of the fused op weighs by exp(s − lse), with lse
 # rounded: in small groups that can err by more than twice what autograd's softmax does.
 MIN_FUSED_SCORES = 1 << 13
 # Nanoseconds per pair, row and key of a head, and per call: forward; forward and backward. On two cores, for heads of
@@ -163,7 +163,7 @@ class TileGroup:
         """An estimate for the fused op or for products."""
         pairs, rows, keys, calls = float(self.pairs), self.tiles * self.rows, self.tiles * self.keys, 1
         if self.concatenated:
-            costs, keys = CONCATENATED, rows * len(self.shared)  # each shared part takes so much per row
+            costs, keys = CONCATENATED, rows * len(self.shared)  # a cost per row for each shared part
         elif fused:
             wide = (rows if self.mergeable else self.rows) >= 192  # then the op has larger blocks
             costs, keys = FUSED if wide else FUSED_NARROW, self.keys if self.mergeable else keys

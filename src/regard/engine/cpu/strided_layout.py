@@ -21,7 +21,7 @@ from ..parts import NoPlan, relations
 from ..plan import Pass, Plan, plan
 from .layout import MAX_CONCATENATED, NARROW, WIDE, Layout, TileGroup
 
-MAX_GROUPS = 1024  # more are not considered where a comb can be apart, which was always faster
+MAX_GROUPS = 1024  # more are not considered if a comb can be a group: that was always faster
 MASKED_ROWS = 512  # queries of a tile where every pair is visited
 MAX_CONCATENATED_GROUPS = 64  # each is about twenty operations
 
@@ -109,7 +109,7 @@ def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
 
 
 def _combs(complete: Plan) -> list[every]:
-    """Every k-th key, where tiles of neighbors have those in full: apart from the rest they make one group."""
+    """Combs (every k-th key) that tiles of neighboring queries see in full: each is one group, as a pass of its own."""
     combs = set()
     for one in complete.passes:
         row_step = np.repeat(one.tiles[:, 1], np.diff(one.offsets))
@@ -235,7 +235,7 @@ def _cuts(group: TileGroup, words: list[Relation]) -> Sequence[int]:
 def concatenated_layouts(
     pattern: Pattern, n: int, m: int, start: int, step: int, rows: int = NARROW, wide: int = WIDE
 ) -> tuple[Layout, ...]:
-    """Of a pattern without data: as it is, or with a comb apart; often there are none."""
+    """Of a pattern without data: as it is, or with a comb as a pass of its own; often there are none."""
     if has_empty_row(pattern, n, m, start, step):  # a softmax over no keys has no value
         return ()
     try:

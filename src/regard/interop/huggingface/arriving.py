@@ -104,7 +104,7 @@ def _of_batch(mask: Mask, batch: int, given: LazyMask) -> Mask:
 
 
 def _with_documents(mask: Mask, kwargs: dict) -> Mask:
-    """Packed sequences: positions that start anew, or cu_seq_lens_q, begin a document that sees no other."""
+    """Packed sequences: positions that restart, or cu_seq_lens_q, begin a document that sees no other."""
     if (
         mask.n <= 1
         or mask.n != mask.m

@@ -1,7 +1,7 @@
 """Caches that keep exactly the keys that a future query may see under the patterns of `rg.use`.
 
-A key is dropped after the last query that may attend to it. What remains keeps its position in the sequence, which is
-not counted anew (some streaming caches do that). So generation equals the uncached model under the same pattern.
+A key is dropped after the last query that may attend to it. The others keep their positions in the sequence (some
+streaming caches renumber them), so generation equals the uncached model under the same pattern.
 """
 
 from functools import reduce

@@ -1,7 +1,7 @@
 """Which keys a future query may see under a pattern, and so which keys a bounded cache holds, and where.
 
 A key is dropped after the last query that may attend to it. The next key takes its place, so that a step of
-generation copies one key and not all of them. Positions are those of the sequence; they are never counted anew.
+generation copies one key and not all of them. Positions are those of the sequence; they are never renumbered.
 """
 
 from functools import cached_property, reduce

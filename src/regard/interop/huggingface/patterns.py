@@ -118,7 +118,7 @@ def _by_name(saved: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> dict
             else next((m for m in modules if m.endswith("." + name) or name.endswith("." + m)), None)
         )
         if here is None:
-            raise SpecError(f"the configuration saves a pattern for {name}, which this model has not")
+            raise SpecError(f"the configuration saves a pattern for {name}, which this model does not have")
         chosen[here] = _read_row(row)
     return chosen
 

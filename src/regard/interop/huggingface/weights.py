@@ -127,7 +127,7 @@ def _class_of(config: Any) -> Any:
 def _unknown(name: str) -> SpecError:
     if name.startswith("DeiT"):
         return SpecError(
-            f"{name}: of DeiT, DeiTForImageClassification has a translation; its two heads in one, or none, have not"
+            f"{name}: only DeiTForImageClassification is converted, no DeiT with two heads or none"
         )
     return SpecError(f"{name} has no translation into a spec; {nearest(name, FAMILIES)}")
 
@@ -144,7 +144,7 @@ def _copy_in(
     used = {theirs[link.theirs].data_ptr() for link in links if link.theirs is not None}
     left = [k for k, x in theirs.items() if x.data_ptr() not in used and not k.endswith(ignored)]
     if left:
-        raise SpecError(f"{name} has weights that its spec has not: {', '.join(left[:4])}")
+        raise SpecError(f"{name} has weights that its spec does not have: {', '.join(left[:4])}")
     missing = set(ours) - {link.ours for link in links}
     tied = {ours[link.ours].data_ptr() for link in links}
     missing = {k for k in missing if ours[k].data_ptr() not in tied}

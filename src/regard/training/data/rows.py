@@ -63,7 +63,7 @@ class Pairs:
 class Windows:
     """Windows of one long text: row r is tokens r·step … r·step + context − 1, and the token after each.
 
-    With random_offset a window begins anywhere within its step, sampled anew for each batch: an epoch then reads
+    With random_offset a window begins anywhere within its step, sampled again for each batch: an epoch then reads
     the text about once, and every epoch differently.
     """
 
@@ -90,7 +90,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Labeled:
-    """Sentences or images, and their classes. Images may be augmented, anew for each batch."""
+    """Sentences or images, and their classes. Images may be augmented, differently in each batch."""
 
     inputs: Ragged | Float[Tensor, "rows c height width"]
     labels: Int[Tensor, " rows"]

@@ -18,7 +18,7 @@ from .tokens import PAD, SPECIAL
 
 @dataclass(frozen=True)
 class MaskedSentences:
-    """Sentences with masked tokens; the masked positions are sampled anew for each batch."""
+    """Sentences with masked tokens; the masked positions are sampled again for each batch."""
 
     tokens: Ragged
     mask: int  # id of the mask token; a masked position may also show a random id below it

@@ -38,7 +38,7 @@ def peak(device: str, dtype: str = "float32", threads: int = 0) -> float:
 
 
 def memory_used(device: torch.device) -> int | None:
-    """Peak bytes so far: of the process on a CPU, of tensors on a GPU; None where the system does not tell."""
+    """Peak bytes so far: of the process on a CPU, of tensors on a GPU; None where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -50,7 +50,7 @@ def memory_used(device: torch.device) -> int | None:
 
 
 def memory_free(device: torch.device) -> int | None:
-    """Bytes that are free for this process; None where the system does not tell."""
+    """Bytes that are free for this process; None where the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")

@@ -18,7 +18,7 @@ FILE = "heads.jsonl"
 
 
 class HeadStatistics:
-    """A listener that computes head statistics on a few validation rows every so many updates.
+    """A listener that computes head statistics on a few validation rows, at regular intervals of updates.
 
     It runs when an update is logged, on the current weights. Dropout is off meanwhile and no random number is
     consumed, so training is not affected.
