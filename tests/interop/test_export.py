@@ -142,11 +142,13 @@ REFUSED = {
     "CTranslate2 cannot run the encoder's d_k=5, d_v=4: d_model / heads = 4 is what it has": lambda: declared(
         d_k=5
     ),
-    "CTranslate2 cannot run the encoder's scale=inf: it is a number above 0": lambda: declared(temperature=0),
-    "CTranslate2 cannot run the encoder's pattern=window(2): it looks at full()": lambda: changed(
+    "CTranslate2 cannot run the encoder's scale=inf: it takes a number above 0": lambda: declared(
+        temperature=0
+    ),
+    "CTranslate2 cannot run the encoder's pattern=window(2): its pattern is full()": lambda: changed(
         "encoder", attention=replace(OWN, pattern=rg.window(2))
     ),
-    "CTranslate2 cannot run the decoder's pattern=causal() & window(2): it looks at causal()": lambda: (
+    "CTranslate2 cannot run the decoder's pattern=causal() & window(2): its pattern is causal()": lambda: (
         changed("decoder", attention=replace(OWN, pattern=rg.causal() & rg.window(2)))
     ),
     "CTranslate2 cannot run the decoder's heads=2 and 3: a stack has one number of heads": lambda: changed(
@@ -164,7 +166,7 @@ REFUSED = {
     "CTranslate2 cannot run the encoder's types=2: it has no token types": lambda: declared(
         embedding={"types": 2}
     ),
-    "CTranslate2 cannot run the encoder's position=learned(8, beyond='resample'): its table does not stretch": (
+    "CTranslate2 cannot run the encoder's position=learned(8, beyond='resample'): its table is not resampled": (
         lambda: declared(place=rg.learned(8, beyond="resample"))
     ),
 }

@@ -182,17 +182,17 @@ def test_heads_that_do_not_divide_are_refused():
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"position": rg.alibi()}, "position=alibi(): {} has no word for it; it needs position=None"),
-        ({"score": "additive"}, "score='additive': {} has no word for it; it needs score='dot'"),
-        ({"softcap": 2.0}, "softcap=2.0: {} has no word for it; it needs softcap=None"),
-        ({"sink_logits": True}, "sink_logits=True: {} has no word for it; it needs sink_logits=False"),
-        ({"output": False}, "output=False: {} has no word for it; it needs output=True"),
+        ({"position": rg.alibi()}, "position=alibi(): {} has no such option; it needs position=None"),
+        ({"score": "additive"}, "score='additive': {} has no such option; it needs score='dot'"),
+        ({"softcap": 2.0}, "softcap=2.0: {} has no such option; it needs softcap=None"),
+        ({"sink_logits": True}, "sink_logits=True: {} has no such option; it needs sink_logits=False"),
+        ({"output": False}, "output=False: {} has no such option; it needs output=True"),
         ({"scale": 1.0}, "scale=1.0: {} scales scores by 1/√d_k = 0.447214; leave it out"),
         ({"temperature": 0.0}, "scale=inf: {} scales scores by 1/√d_k = 0.447214; leave it out"),
         ({"biases": "output"}, "biases='output': {} has all biases or none; use 'all' or 'none'"),
         (
             {"pattern": rg.window(2)},
-            "pattern=window(2): {} looks everywhere unless a call brings a mask; "
+            "pattern=window(2): {} attends to all keys unless a call passes a mask; "
             "declare rg.full() and give each call attn_mask=~pattern.allowed(n)",
         ),
     ],
@@ -204,9 +204,9 @@ def test_an_attention_that_pytorch_has_not_is_refused_by_its_field(changed, mess
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"norm": "rms"}, "norm='rms': {} has no word for it; it needs norm='layer'"),
-        ({"norm": "none"}, "norm='none': {} has no word for it; it needs norm='layer'"),
-        ({"residual": False}, "residual=False: {} has no word for it; it needs residual=True"),
+        ({"norm": "rms"}, "norm='rms': {} has no such option; it needs norm='layer'"),
+        ({"norm": "none"}, "norm='none': {} has no such option; it needs norm='layer'"),
+        ({"residual": False}, "residual=False: {} has no such option; it needs residual=True"),
         ({"feed_forward": None}, "feed_forward=None: {} always has one"),
         (
             {"feed_forward": replace(NETWORK, activation="swiglu")},
@@ -242,7 +242,7 @@ def test_biases_in_some_parts_are_refused():
 )
 def test_the_ends_of_a_model_are_refused_by_name(given, shown):
     [name] = given
-    tail = f"has no word for it; it needs {name}=None"
+    tail = f"has no such option; it needs {name}=None"
     assert refusal_to(rg.Encoder(PLAIN, 1, **given)) == f"{shown}: nn.TransformerEncoder {tail}"
     assert refusal_to(rg.Decoder(CROSS, 1, **given)) == f"{shown}: nn.TransformerDecoder {tail}"
     whole = rg.EncoderDecoder(rg.Encoder(PLAIN, 1), rg.Decoder(CROSS, 1, **given))

@@ -86,7 +86,7 @@ def _check(model: spec.EncoderDecoder) -> None:
             side,
             getattr(place, "beyond", "refuse") == "refuse",
             f"position={place!r}",
-            "its table does not stretch",
+            "its table is not resampled",
         )
         _need(
             side, stack.position is None, f"position={stack.position!r}", "positions are added to the input"
@@ -110,16 +110,18 @@ def _check(model: spec.EncoderDecoder) -> None:
 def _check_attention(side: str, a: spec.Attention, pattern: Any, heads: int) -> None:
     size = a.sizes
     _need(side, a.score == "dot", f"score={a.score!r}", "it compares by dot products")
-    _need(side, a.pattern == pattern, f"pattern={a.pattern!r}", f"it looks at {pattern!r}")
+    _need(side, a.pattern == pattern, f"pattern={a.pattern!r}", f"its pattern is {pattern!r}")
     _need(side, a.position is None, f"position={a.position!r}", "positions are added to the input")
-    _need(side, a.factor is None or 0 < a.factor < torch.inf, f"scale={a.factor}", "it is a number above 0")
+    _need(
+        side, a.factor is None or 0 < a.factor < torch.inf, f"scale={a.factor}", "it takes a number above 0"
+    )
     _need(side, size.kv_heads == size.heads, f"kv_heads={a.kv_heads}", "every head has its own keys")
     _need(side, size.heads == heads, f"heads={size.heads} and {heads}", "a stack has one number of heads")
     _need(side, a.softcap is None, f"softcap={a.softcap}", "its scores have no cap")
     _need(side, not a.sink_logits, "sink_logits=True", "its softmax is over keys alone")
     _need(side, not a.extra_key, "extra_key=True", "its keys are those of the input")
     _need(side, size.d_values == size.d_context, f"d_values={a.d_values}", "keys and values have one input")
-    _need(side, a.output, "output=False", "it projects what the heads found")
+    _need(side, a.output, "output=False", "it always has an output projection")
     width = size.d_model // size.heads
     same = size.d_k == size.d_v == width
     _need(side, same, f"d_k={size.d_k}, d_v={size.d_v}", f"d_model / heads = {width} is what it has")
@@ -145,7 +147,7 @@ def _stack(library: Any, stack: Stack) -> Any:
         ffn_glu=mlp.gated,
         rms_norm=block.norm == "rms",
     )
-    theirs.pre_norm = block.norm_at == "pre"  # said last: post-norm stacks may have a final norm too
+    theirs.pre_norm = block.norm_at == "pre"  # set last: post-norm stacks may have a final norm too
     theirs.scale_embeddings = float(embedding.d_model**0.5) if embedding.scaled else 1.0
     return theirs
 
@@ -175,7 +177,7 @@ def _fill(theirs: Any, stack: Stack, positions: int) -> None:
 
 
 def _fill_attention(theirs: Any, ours: MultiHeadAttention, norm: nn.Module, at_once: int) -> None:
-    """One product makes q, k and v of a sequence; q alone where the keys are another's."""
+    """One product computes q, k and v of a sequence; only q where the keys are those of a context."""
     parts = [ours.w_q, ours.w_k, ours.w_v]
     _fill_linear(theirs.linear[0], *parts[:at_once])
     if at_once < 3:
@@ -234,5 +236,5 @@ def _library() -> Any:
         import ctranslate2
         import ctranslate2.specs
     except ModuleNotFoundError as e:
-        raise RegardError("this export is written by ctranslate2: pip install 'regard[train]'") from e
+        raise RegardError("this export needs ctranslate2: pip install 'regard[train]'") from e
     return ctranslate2

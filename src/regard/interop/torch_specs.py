@@ -1,4 +1,4 @@
-"""What a PyTorch module declares, in our words, and the empty PyTorch module of one of our declarations."""
+"""The declaration of a PyTorch module, and the PyTorch module of a declaration, without weights."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -46,7 +46,7 @@ def declare(module: nn.Module, pattern: Pattern | None) -> spec.Spec:
 
 
 def empty(declared: spec.Spec, batch_first: bool) -> nn.Module:
-    """The PyTorch module of a declaration, weights as they come; refuses what PyTorch cannot say."""
+    """The PyTorch module of a declaration, weights not set; what PyTorch cannot express is refused."""
     match declared:
         case spec.Attention():
             return _write_attention(declared, batch_first)
@@ -221,7 +221,7 @@ def _write_attention(declared: spec.Attention, batch_first: bool, field: str = "
     )
     require(
         declared.pattern in (full(), causal()),
-        f"{field}pattern={declared.pattern!r}: {theirs} looks everywhere unless a call brings a mask; "
+        f"{field}pattern={declared.pattern!r}: {theirs} attends to all keys unless a call passes a mask; "
         f"declare rg.full() and give each call attn_mask=~pattern.allowed(n)",
     )
     usual_widths = size.d_context == size.d_values == size.d_model
@@ -320,5 +320,5 @@ def _require_only(theirs: str, declared: Any, field: str, **wanted: Any) -> None
     for name, only in wanted.items():
         given = getattr(declared, name)
         require(
-            given == only, f"{field}{name}={given!r}: {theirs} has no word for it; it needs {name}={only!r}"
+            given == only, f"{field}{name}={given!r}: {theirs} has no such option; it needs {name}={only!r}"
         )

@@ -247,7 +247,7 @@ class MultiHeadAttention(nn.Module):
         return rearrange(self.w_v(source), "b m (h d) -> b h m d", h=self.spec.sizes.kv_heads)
 
     def _score(self, p: Projected, bias: Bias) -> tuple[Tensor, Bias, int | float | None]:
-        """The queries, the bias and the scale: a score that is no dot product becomes a bias with zero queries."""
+        """The queries, the bias and the scale: a score that is not a dot product becomes a bias with zero queries."""
         factor = self.spec.factor
         if self.spec.score == "additive":
             scores = tanh_scores(p.q, repeat_heads(p.k, self.spec.heads), self.v_score)

@@ -84,7 +84,7 @@ def branch_end_backward_kernel(
     gradients of the norm's weight and bias and of the bias of y.
     """
     column = tl.arange(0, D)
-    # Each row of a tile is summed apart until the end: adding them up at once would exchange data between warps.
+    # Each row of a tile is summed separately until the end: adding them up at once would exchange data between warps.
     d_weight, d_bias = tl.zeros((R, D), tl.float32), tl.zeros((R, D), tl.float32)
     d_y_bias = tl.zeros((R, D), tl.float32)
     if HAS_WEIGHT:

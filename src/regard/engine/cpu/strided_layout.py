@@ -109,7 +109,7 @@ def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
 
 
 def _combs(complete: Plan) -> list[every]:
-    """Combs (every k-th key) that tiles of neighboring queries see in full: each is one group, as a pass of its own."""
+    """Combs (every k-th key) that tiles of neighboring queries see in full: each is one group of its own."""
     combs = set()
     for one in complete.passes:
         row_step = np.repeat(one.tiles[:, 1], np.diff(one.offsets))

@@ -1,4 +1,4 @@
-"""How the families that a spec can say are declared, and how their parameters are named."""
+"""The families that a spec can express: how each is declared, and how its parameters are named."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -83,7 +83,7 @@ def _activation(name: str) -> str:
 
 def _refuse(condition: Any, what: str) -> None:
     if condition:
-        raise SpecError(f"this configuration has {what}, which a spec does not say")
+        raise SpecError(f"this configuration has {what}, which a spec cannot express")
 
 
 def _linear(ours: str, theirs: str, bias: bool = True, how: str = "same") -> Iterator[Link]:

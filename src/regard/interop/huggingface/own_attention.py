@@ -90,7 +90,7 @@ def calls_registry(module: nn.Module) -> bool:
 
 
 def has_own_attention(model: Any) -> bool:
-    """Whether the model has attention and none of it goes through the registry; parts that are models are apart."""
+    """Whether the model has attention and none of it goes through the registry; models inside it do not count."""
     own = list(_own_modules(model))
     if any(calls_registry(m) for m in own):
         return False

@@ -1,4 +1,4 @@
-"""Weights both ways: `from_huggingface` and `to_huggingface`, for families whose architecture a spec can say.
+"""Weights both ways: `from_huggingface` and `to_huggingface`, for families whose architecture a spec can express.
 
 A family is a function from its configuration to a spec, and a list of links between the names of our parameters and
 theirs. Every parameter on both sides must be linked, so that nothing is lost.
@@ -129,7 +129,7 @@ def _unknown(name: str) -> SpecError:
         return SpecError(
             f"{name}: only DeiTForImageClassification is converted, no DeiT with two heads or none"
         )
-    return SpecError(f"{name} has no translation into a spec; {nearest(name, FAMILIES)}")
+    return SpecError(f"{name} cannot be converted to a spec; {nearest(name, FAMILIES)}")
 
 
 def _copy_in(
