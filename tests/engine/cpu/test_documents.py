@@ -73,6 +73,17 @@ def test_a_long_document_has_the_layout_that_it_would_have_alone(rest, monkeypat
     )
 
 
+def test_a_causal_document_of_middle_length_is_two_triangles_and_a_square():
+    pattern = documents(ids_of(389, 389, 3)) & causal()
+    (laid,) = packed.layouts(pattern, 781, 781)
+    shapes = [(group.tiles, group.rows, group.keys, group.triangle) for group in laid.groups[:3]]
+    assert shapes == [(2, 194, 194, True), (2, 195, 195, True), (2, 195, 194, False)]
+    inputs = qkv(781, 781)
+    assert_same(
+        outputs_and_gradients("tiles", inputs, pattern), outputs_and_gradients("reference", inputs, pattern)
+    )
+
+
 def test_n_positions_cost_the_sum_of_squares_and_few_calls():
     ids = ids_of(*[128] * 12)
     explained = explain(documents(ids), len(ids))

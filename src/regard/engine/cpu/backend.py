@@ -172,7 +172,7 @@ def _by_gathering(
 ) -> Variant:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         found = tiles()
-        layout = gathered_layout.GatheredLayout(found, *f.like(), f.grad)
+        layout = gathered_layout.GatheredLayout(found, *f.like())
         some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
         some[found.rows] = found.table.any(-1).view(-1)
         return zeros_in(_function(f, layout), ~some[:, None])

@@ -6,7 +6,7 @@ is the fastest layout: PyTorch's fused op works in blocks of 32 or 64 queries th
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -26,9 +26,7 @@ DATA_ROWS = 64  # queries of a tile where data decide
 MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it
 MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
-_flash = compat.flash_forward_direct
 NEAR = 1 << 18  # numbers of the queries of all heads up to which rows that are apart come from the L2 cache
-MAX_FUSED_KEYS = 80  # keys of a tile up to which the fused op is faster, where nothing is differentiated
 
 
 class Shape(NamedTuple):
@@ -167,14 +165,12 @@ class GatheredLayout:
     concatenated = True
     fused: tuple = ()
 
-    def __init__(self, tiles: Gathering, q: Tensor, k: Tensor, v: Tensor, learns: bool):
+    def __init__(self, tiles: Gathering, q: Tensor, k: Tensor, v: Tensor):
         shape, n, m = tiles.shape, q.shape[2], k.shape[2]
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
         self.shape = shape
         self.weights = heads * shape.pairs
-        few = shape.keys <= MAX_FUSED_KEYS or shape.pairs > MAX_SCORES  # else the scores stay in the caches
-        self.by_fused_op = not learns and few and q.shape[-1] == v.shape[-1]
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
         tables = {count: _piece(tiles, n, m, count, group, q.dtype) for count in set(counts)}
         self._pieces = [tables[count] for count in counts]
@@ -187,26 +183,6 @@ class GatheredLayout:
 
     def pieces(self, heads: int) -> list["GatheredPiece"]:
         return self._pieces
-
-    def fused_forward(
-        self,
-        q: Float[Tensor, "b h n d"],
-        k: Float[Tensor, "b h_kv m d"],
-        v: Float[Tensor, "b h_kv m d"],
-        scale: float,
-        buffers: Buffers,
-    ) -> Float[Tensor, "b h n d"]:
-        """o alone, by the fused op: one tile is one head of one row of its batch. As few steps as possible: Python
-        takes a tenth of a short call."""
-        d, parts = q.shape[-1], []
-        for piece in self._pieces:
-            t, r, l = piece.scores
-            q_ = _taken(piece.rows_of(q), piece.rows, (t, 1, r, d), "q", buffers)
-            k_ = _taken(piece.keys_of(k), piece.index, (t, 1, l, d), "k", buffers)
-            v_ = _taken(piece.keys_of(v), piece.index, (t, 1, l, d), "v", buffers)
-            o = _flash(q_, k_, v_, 0.0, False, attn_mask=piece.mask4, scale=scale)[0]
-            parts.append(o if piece.place is None else o.view(-1, d).index_select(0, piece.place))
-        return joined(parts).view(q.shape)
 
     def max_saved(self, *qkv: Tensor) -> int:
         """All weights or none."""
@@ -238,10 +214,6 @@ class GatheredPiece:
         end, n, m = first + self.heads, self.n, self.m
         of_rows, of_keys = slice(first * n, end * n), slice(first // group * m, end // group * m)
         return replace(self, of_rows=of_rows, of_keys=of_keys)
-
-    @cached_property
-    def mask4(self) -> Float[Tensor, "t 1 r l"]:
-        return self.masks[:, None]
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "t r l"]:
         return self.masks

@@ -256,8 +256,6 @@ class TileAttention:
     ) -> tuple[Tensor, Tensor | None, SavedWeights]:
         """o, lse, and the weights that were saved; in float32 or float64."""
         first = self.layouts[0]
-        if isinstance(first, GatheredLayout) and first.by_fused_op:
-            return first.fused_forward(q, k, v, self.scale, buffers), None, SavedWeights(q, 0)
         q, scale, _ = self._scaled(q, e)
         q, k, v = q.contiguous(), with_flat_heads(k), with_flat_heads(v)
         saved = SavedWeights(q, first.max_saved(q, k, v) if self.learns and self.one_softmax else 0)
