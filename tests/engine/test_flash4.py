@@ -71,7 +71,7 @@ def test_it_takes_bands_of_which_no_query_is_empty(installed):
             refusal(other)
             == f"{other!r} is neither a band of i − j (every pair, causal, a window) nor a few of them"
         )
-    assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("nor a few")
+    assert refusal(rg.documents(torch.zeros(16384, dtype=torch.long))).endswith("nor a few of them")
     assert (
         refusal(rg.causal(), 8, 4, at=-2)
         == refusal(rg.window(1), 8, 4, at=0)

@@ -41,11 +41,11 @@ BIAS, BIAS_GRAD = 1.3e-9, 10e-9
 BIAS_CALL, BIAS_CALL_GRAD = 10.1e-9 * 2**18, 5.99e-9 * 2**21
 
 GATHERED, CONCATENATED, MERGED = "short sequence: gathered keys", "concatenated keys", "merged tiles"
-LISTED = "gathered keys"
-PACKED, BY_DISTANCE, WITH_DROPOUT = "packed documents", "bias by distance", "dropout"
-ONE_QUERY = "one query"
+LISTED, ONE_QUERY, PACKED = "gathered keys", "one query", "packed documents"
+BY_DISTANCE, WITH_DROPOUT = "bias by distance", "dropout"
 # Seconds of one query: of a call, of a progression of keys, and per number of k and v.
 QUERY_CALL, QUERY_PART, QUERY_NUMBER = 40e-6, 15e-6, 0.12e-9
+Keys = list[range | Tensor]  # of one query: progressions, or positions one by one
 
 
 class Variant(NamedTuple):
@@ -267,12 +267,14 @@ def _one_query(f: CallFacts) -> Variant:
     if f.grad:  # the gradient of each part is a tensor as long as the cache
         seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
     prepared = Prepared("tiles", ONE_QUERY, lambda: count, lambda call: _attend_one_query(call, f.offset[0]))
+    if _plain(f) and not f.grad:
+        prepared = replace(prepared, build=lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0])
     return Variant(ONE_QUERY, seconds, prepared)
 
 
-def _keys(pattern: Pattern, position: int, low: int, high: int) -> list[range | Tensor]:
+def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:
     """The keys of one query among low … high − 1: progressions, or of a partial one the keys that are allowed."""
-    parts: list[range | Tensor] = []
+    parts: Keys = []
     for first, step, count, complete in keys_of_query(pattern, position):
         part = range(first + max(-((first - low) // step), 0) * step, min(first + step * count, high), step)
         if complete or not part:
@@ -296,19 +298,30 @@ def _attend_one_query(call: Call, position: int) -> Outputs:
     return o, lse
 
 
+def _fused(q: Tensor, k: Tensor, v: Tensor, keys: Keys, scale: float) -> tuple[Tensor, Tensor]:
+    """o and lse by the fused op, in few steps: Python takes most of the time of one query."""
+    b, h, _, d = q.shape
+    q = q.reshape(b, k.shape[1], -1, d)
+    parts = (fused_forward(q, k[:, :, part], v[:, :, part], scale) for part in _indices(keys))
+    o, lse = next(parts)
+    for part in parts:
+        join(o, lse, *part)
+    return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
+
+
+def _indices(keys: Keys) -> list[slice | Tensor]:
+    return [slice(x.start, x.stop, x.step) if isinstance(x, range) else x for x in keys]
+
+
 def _products(call: Call, rows: slice, position: int, limits: list[int]) -> tuple[Tensor, Tensor]:
     """limits: the first visible key unless it is 0, and the end."""
     q, k, v, dtype = call.q[rows], call.k[rows], call.v[rows], working(call.q.dtype)
     (b, h, _, d_k), kv_heads = q.shape, k.shape[1]
     q, keys = q.to(dtype).reshape(b, kv_heads, -1, d_k), _keys(call.pattern, position, *([0, *limits])[-2:])
-    slices = [slice(x.start, x.stop, x.step) if isinstance(x, range) else x for x in keys]
     plain = call.bias is call.softcap is None and not call.dropout_p and dtype == call.q.dtype
     if plain and len(keys[0]) and not needs_grad(q, k, v):  # the fused op takes fewer steps
-        parts = (fused_forward(q, k[:, :, part], v[:, :, part], call.factor) for part in slices)
-        o, lse = next(parts)
-        for part in parts:
-            join(o, lse, *part)
-        return o.reshape(b, h, 1, -1), lse.reshape(b, h, 1)
+        return _fused(call.q[rows], k, v, keys, call.factor)
+    slices = _indices(keys)
     products = [q @ k[:, :, part].to(dtype).mT for part in slices]
     s = softcapped(call.factor * torch.cat(products, -1), call.softcap)
     if isinstance(call.bias, ByDistance):
