@@ -7,6 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import regard as rg
+from regard.engine.backends import PREPARED
 from regard.engine.cpu import tiles
 from regard.engine.cpu.strided_layout import layout
 from regard.engine.explain import explain
@@ -187,6 +188,16 @@ def test_decoding_reads_the_keys_of_the_pattern_and_no_others():
     assert (result.backend, result.variant, result.computed) == ("tiles", "one query", pattern.count(1, m))
     right = formula(q, k[:, :, keys], v[:, :, keys], torch.tensor(True).expand(1, len(keys)), 0.25)[0]
     torch.testing.assert_close(rg.attention(q, k, v, pattern), right)
+
+
+@pytest.mark.parametrize("pattern", [SPARSE, rg.window(20) - rg.every(3), rg.sinks(0)], ids=repr)
+def test_one_query_is_prepared_once_and_then_gives_the_same_bits(pattern):
+    q, k, v = (x.detach() for x in tensors(h=4, n=1, m=101))
+    first, second = (rg.attention(q, k, v, pattern, backend="tiles") for _ in range(2))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, rg.attention(q, k, v, pattern, backend="reference"))
+    names = [getattr(made, "__qualname__", "") for made in PREPARED.values.values()]
+    assert any(name.startswith("_one_query") for name in names)
 
 
 def test_a_step_of_decoding_makes_no_new_plan(monkeypatch):
