@@ -142,7 +142,7 @@ def test_any_map_of_heads_to_shifts_gives_the_ledger_s_numbers(c):
 
 @pytest.mark.ledger("S2.3.2.4", "S2.3.2.5")
 def test_shifts_are_the_flipped_kernel_and_unflipped_is_off_by_the_size_of_the_numbers():
-    """D10, L25 with its control, on a grid."""
+    """The output is Σ x[q − s] W_s: law L25 with its control, on a grid."""
     conv = nn.Conv2d(3, 5, 3, padding=1, bias=False, dtype=f64)
     x = torch.randn(2, 3, 7, 11, dtype=f64)
     taps = conv.weight.detach().flatten(2).permute(2, 1, 0)

@@ -67,7 +67,7 @@ def test_lengths_a_padding_mask_and_a_pattern_of_lengths_say_the_same():
     same(attention(q, k, v, allowed_from(padding=~REAL)), expected)
     same(attention(q, k, v, lengths(LENGTHS)), expected)
     same(attention(q, k, v, full() & lengths(LENGTHS)), expected)
-    assert (expected[3] == 0).all()  # a sequence of length 0: no key to look at (D1)
+    assert (expected[3] == 0).all()  # a sequence of length 0 has no allowed key
 
 
 @pytest.mark.ledger("S3.Q2b.0")
@@ -107,9 +107,7 @@ def test_a_causal_decoder_with_left_padding_needs_one():
     q, k, v = left_padded()
     hidden = attention(q, k, v, causal().allowed(N) & allowed_from(padding=~real))
     same(rearrange(hidden, "b h n d -> b n h d")[real], right)
-    assert (
-        rearrange(hidden, "b h n d -> b n h d")[~real] == 0
-    ).all()  # leading rows have no allowed key (D1)
+    assert (rearrange(hidden, "b h n d -> b n h d")[~real] == 0).all()  # leading rows have no allowed key
     free = rearrange(attention(q, k, v, causal()), "b h n d -> b n h d")[real]  # control: causal alone
     assert (free - right).abs().max() > 0.1
 

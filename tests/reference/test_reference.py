@@ -542,7 +542,7 @@ def test_scores_have_at_most_the_rank_of_a_head(n, m, d):
     assert (after > 1e-10 * after[0]).sum() == min(n, m)
 
 
-# Hard attention, D11
+# Hard attention
 
 
 @pytest.mark.ledger("S4.1.1c.1", "S2.4.1.3")
