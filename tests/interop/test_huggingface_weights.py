@@ -138,7 +138,7 @@ def test_what_a_spec_cannot_express_is_refused_with_its_reason(tmp_path):
     )
     with pytest.raises(rg.SpecError, match="DeiTModel: only DeiTForImageClassification is converted"):
         rg.from_huggingface(transformers.DeiTModel(deit))
-    with pytest.raises(rg.SpecError, match=r"Linear has no translation into a spec"):
+    with pytest.raises(rg.SpecError, match="Linear cannot be converted to a spec"):
         rg.from_huggingface(torch.nn.Linear(2, 2))
     with pytest.raises(rg.FormatError, match=r"has no config.json"):
         rg.from_huggingface(tmp_path)
