@@ -118,6 +118,22 @@ class Slopes(Falcon):
         return self.dense((s.softmax(-1) @ fused[:, 3:]).transpose(1, 2).flatten(2))
 
 
+class Relative(nn.Module):
+    """Attention with a learned bias by distance, as in T5: the scores are unscaled."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.num_heads, self.scale = 2, scale
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.relative = nn.Embedding(17, 2)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        far = torch.arange(x.shape[1]) - torch.arange(x.shape[1])[:, None]
+        bias = self.relative(far.clamp(-8, 8) + 8).permute(2, 0, 1)
+        return self.o(((q @ k.mT * self.scale + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class StatesNoResidual(Attention):
     """Attention of query, key and value, without a residual connection."""
 
@@ -133,9 +149,9 @@ def cause(module):
     "module",
     [
         Attention(), pytest.param(Window(), marks=pytest.mark.long), Falcon(), AddedMask(), Slopes(),
-        pytest.param(Slopes(0.5, 0.1, learned=True), marks=pytest.mark.long), StatesNoResidual(),
+        pytest.param(Slopes(0.5, 0.1, learned=True), marks=pytest.mark.long), StatesNoResidual(), Relative(),
     ],
-    ids=["attention", "window", "falcon", "added mask", "slopes", "learned slopes", "no residual"],
+    ids=["attention", "window", "falcon", "added mask", "slopes", "learned slopes", "no residual", "unscaled"],
 )  # fmt: skip
 def test_right_modules_have_no_cause(module):
     assert cause(module) is None
@@ -156,6 +172,7 @@ def test_right_modules_have_no_cause(module):
         (Falcon("k as v"), "wrong projection", "v is projected with the matrix of k"),
         (Falcon("squared"), "position bias", "the bias is the squared distance"),
         (StatesNoResidual("input added"), "residual inside", "the input is added to the output"),
+        (Relative(0.5), "scale against its words", "although they are said to be unscaled"),
         (AddedMask("cast to bool"), "bias as a mask", "pairs where it is not 0 are masked"),
         (AddedMask("only negative ones"), "bias as a mask", "pairs where it is negative are masked"),
         pytest.param(AddedMask("subtracted"), "bias sign", "is subtracted", marks=pytest.mark.long),
@@ -178,6 +195,14 @@ def test_where_the_time_is_over_the_evidence_says_how_many_variants_were_compare
 @pytest.mark.long
 def test_a_small_error_that_is_no_rounding_is_not_called_rounding():
     assert cause(Attention("nearly right")) is None  # it may be a term of its own, which is not known
+
+
+class Inherits(Falcon):
+    """Causal attention."""
+
+
+def test_positions_of_a_class_that_is_inherited_from_are_found():
+    assert "positions" in adapt(Inherits()).claims
 
 
 def test_a_module_of_one_length_is_called_with_it():

@@ -34,6 +34,7 @@ from .names import (
     says_no_gradient,
     says_sequence_first,
     size_of,
+    source_of,
     text_of,
 )
 
@@ -375,13 +376,7 @@ def _has_positions(reader: _Reader) -> bool:
             *reader.module.named_parameters(),
         )
     ]
-    import inspect
-
-    try:
-        source = inspect.getsource(type(reader.module))
-    except (OSError, TypeError):
-        source = ""
-    words = [*named, source]
+    words = [*named, source_of(reader.module)]
     return any(POSITION_WORDS.search(word) for word in words)
 
 

@@ -1,8 +1,10 @@
 """Parameter names by which libraries call the options of attention, and what docstrings say about masks and axes."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -150,6 +152,16 @@ def text_of(thing: Any) -> str:
             source = ""
         words += re.findall(r"#\s*(.*)", source)
     return "\n".join(words)
+
+
+def source_of(module: nn.Module) -> str:
+    """The code of a module's class and of the classes that it inherits from, without those of PyTorch."""
+    own = itertools.takewhile(lambda c: c is not nn.Module, type(module).__mro__)
+    sources = []
+    for each in own:
+        with suppress(OSError, TypeError):  # written in an interpreter, or built in
+            sources.append(inspect.getsource(each))
+    return "\n".join(sources)
 
 
 def polarity(name: str, text: str, default: str = "keep") -> str:

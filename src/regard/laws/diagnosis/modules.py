@@ -1,6 +1,7 @@
 """Finds the likely cause of a module's faults: its projections, then the formula or a faulty variant that fits."""
 
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..adapters.names import text_of
 from ..harness import Harness
 from ..measurement import compare
 from .cause import MATCH_SECONDS, Cause, unfinished
@@ -39,6 +41,7 @@ MAX_FAULTY = 12  # of them, the most usual ones, with which every fault is compa
 MAX_ROUNDED = 0.02  # what 16-bit products lose of plain scores
 MAX_FITTED = 4  # and for which a number is searched for
 ADJUSTED = r"temperature|logit_scale|\btau\b|soft_?cap"  # scores that are changed on purpose
+SAYS_UNSCALED = r"(?i)\bunscaled|not scaled|no scal|without scal"
 UNSCALED = r"\bt5|unscaled|not scaled|no scal|without scal"
 RIGHT = Formula()
 
@@ -182,9 +185,15 @@ def identify(harness: Harness) -> Identified:
         return Identified(None, None)
     found = _identify(harness, harness.module())
     if found == Identified(None, None) and (plainer := without_tables(harness.module())) is not None:
-        cause = _identify(harness, plainer).cause
-        unscaled = cause is not None and cause.family == "no scale" and mentions(model.module, UNSCALED)
-        return Identified(None, None if unscaled else cause)
+        arrangement, cause = _identify(harness, plainer)
+        if cause is not None and cause.family == "no scale" and mentions(model.module, UNSCALED):
+            return Identified(None, None)
+        if arrangement is not None and cause is None and re.search(SAYS_UNSCALED, text_of(model.module)):
+            cause = Cause(
+                "the scores are divided by √d_k, although they are said to be unscaled", "scale against its words",
+                "use q·k as it is", "with tables of positions at 0 the outputs are softmax(q kᵀ/√d_k) v", "", 1, 1,
+            )  # fmt: skip
+        return Identified(None, cause)
     return found
 
 

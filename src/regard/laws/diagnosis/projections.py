@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..adapters.names import HEAD_COUNTS, KV_HEAD_COUNTS, size_of, text_of
+from ..adapters.names import HEAD_COUNTS, KV_HEAD_COUNTS, size_of, source_of, text_of
 from .cause import Cause
 
 FILLERS = {
@@ -124,13 +124,7 @@ def arrangements(module: nn.Module) -> Iterator[Arrangement]:
 
 def mentions(module: nn.Module, words: str) -> bool:
     """Whether the text or the code of a module has a match of this pattern."""
-    import inspect
-
-    try:
-        source = inspect.getsource(type(module))
-    except (OSError, TypeError):
-        source = ""
-    return bool(re.search(words, f"{text_of(module)}\n{source}", re.I))
+    return bool(re.search(words, f"{text_of(module)}\n{source_of(module)}", re.I))
 
 
 def without_tables(module: nn.Module) -> nn.Module | None:
