@@ -29,7 +29,7 @@ if "--plans-worker" in sys.argv:
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch
-from cost_models import built, cases, described, foreign, predicted, stepping
+from cost_models import built, cases, described, emptied, foreign, predicted, stepping
 
 import regard as rg
 from regard.costs import planner
@@ -58,7 +58,11 @@ def drawn(kind: str, seed: int) -> list:
 # -- one task -----------------------------------------------------------------------------------------------------
 
 
-def fresh() -> None:
+def fresh(whole: bool = False) -> None:
+    """whole: also without what cuBLAS and the engine keep of the models before."""
+    if whole:
+        emptied()
+        torch._C._cuda_clearCublasWorkspaces()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -69,7 +73,7 @@ def models(case) -> dict:
     memory = predicted(case, "cuda").memory
     row = {"predicted": memory.training_peak, "predicted_reserved": memory.reserved}
     row["moment"] = memory.peak.moment
-    fresh()
+    fresh(whole=True)
     step, _optimizer, _there = stepping(case, "cuda")
     for _ in range(2):
         step()
@@ -84,6 +88,7 @@ def generation(case) -> dict:
     """Peaks without gradients: of a forward pass, of a prompt and of the next token."""
     memory = predicted(case, "cuda").memory
     guesses = (memory.inference_peak, memory.prefill_peak, memory.decode_peak)
+    fresh(whole=True)
     model, args, kwargs, _ = built(case, "cuda")
     model.eval()
     labels = kwargs.pop("labels", None)
@@ -125,7 +130,7 @@ def plans(case) -> dict:
 
 def execute(code: str) -> tuple[str, int]:
     """("runs" or "out of memory", peak) of two updates of this program."""
-    fresh()
+    fresh(whole=True)
     names: dict = {}
     try:
         exec(code, names)

@@ -8,25 +8,35 @@ decodes with a cache, also the forward pass, the prompt and the next token are c
 import argparse
 import json
 import statistics
+from bisect import bisect_right
 from pathlib import Path
 
 import torch
-from cost_models import built, cases, described, predicted, stepping
+from cost_models import built, cases, described, emptied, predicted, stepping
 
 from regard.costs.memory.runs import prompt
 
 
-def counted(call) -> tuple[int, int, object]:
-    """The peak of the bytes that the allocator added while `call` ran, what remains of them, and the result."""
-    activity = torch.profiler.ProfilerActivity.CPU
+def counted(first, *calls) -> tuple[list[int], list[object]]:
+    """Peaks of the bytes that the allocator added since before `first`, in each of the calls after it; their results.
+
+    The engine's caches are emptied before: the tables and buffers that it then keeps count.
+    """
+    emptied()
+    activity, results = torch.profiler.ProfilerActivity.CPU, []
     with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
-        result = call()
+        first()
+        for call in calls:
+            with torch.profiler.record_function("measured"):
+                results.append(call())
     events = profile.profiler.kineto_results.events()
-    now = peak = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+    begins = sorted(e.start_ns() for e in events if e.name() == "measured")
+    now, peaks = 0, [0] * (len(begins) + 1)
+    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         now += size
-        peak = max(peak, now)
-    return peak, now, result
+        call = bisect_right(begins, at)
+        peaks[call] = max(peaks[call], now)
+    return peaks[1:], results
 
 
 def total(tensors) -> int:
@@ -35,12 +45,8 @@ def total(tensors) -> int:
 
 
 def measured(case) -> int:
-    step, optimizer, there = stepping(case, "cpu")
-    step()
-    states = [
-        x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()
-    ]
-    return total([*there, *states]) + counted(step)[0]
+    step, _, there = stepping(case, "cpu")
+    return total(there) + counted(step, step)[0][0]
 
 
 def measured_generation(case) -> dict[str, int]:
@@ -50,14 +56,15 @@ def measured_generation(case) -> dict[str, int]:
     labels = kwargs.pop("labels", None)
     if labels is not None and model.config.is_encoder_decoder:
         kwargs["decoder_input_ids"] = labels
-    there = total([*model.parameters(), *model.buffers(), *args, *kwargs.values()])
+    there, then = total([*model.parameters(), *model.buffers(), *args, *kwargs.values()]), []
     with torch.no_grad():
-        model(*args, **kwargs)
-        inference = counted(lambda: model(*args, **kwargs))[0]
-        prompt(model, args, kwargs)()  # the engine keeps tables of each length from the first call on
-        prefill, cache, then = counted(lambda: prompt(model, args, kwargs))
-        decode = counted(then)[0]
-    return {"inference": there + inference, "prefill": there + prefill, "decode": there + cache + decode}
+        (inference,), _ = counted(lambda: model(*args, **kwargs), lambda: model(*args, **kwargs))
+        first, prefill = (
+            lambda: prompt(model, args, kwargs)(),
+            lambda: then.append(prompt(model, args, kwargs)),
+        )
+        (of_prompt, of_token), _ = counted(first, prefill, lambda: then[0]())
+    return {"inference": there + inference, "prefill": there + of_prompt, "decode": there + of_token}
 
 
 def main() -> None:

@@ -14,6 +14,10 @@ import regard as rg
 from regard.costs import TrainingStep, cost
 from regard.costs.sizes import Size
 from regard.costs.subject import declared_inputs, declared_targets
+from regard.engine import call
+from regard.engine.backends import PREPARED
+from regard.engine.cpu import gathered_layout, kernels, strided_layout
+from regard.nn import cached_rotation
 from regard.position import alibi, learned, relative_table, rope, sinusoidal
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "GPT2", "Bert", "T5", "Marian", "ViT", "Gemma2")
@@ -219,6 +223,16 @@ def stepping(case: Case, device: str) -> tuple[Any, Any, list[torch.Tensor]]:
         *([] if targets is None else [targets]),
     ]
     return step, optimizer, there
+
+
+def emptied() -> None:
+    """Without what the engine keeps of earlier calls: tables, buffers, prepared calls."""
+    PREPARED.clear()
+    kernels._pool.clear()
+    for module in (call, gathered_layout, strided_layout, cached_rotation):
+        for made in vars(module).values():
+            if hasattr(made, "cache_clear"):
+                made.cache_clear()
 
 
 def described(case: Case) -> str:

@@ -57,7 +57,7 @@ def test_cards_share_runs_and_progress_is_reported(monkeypatch):
     monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter([Option("float32", TrainingStep())]))
     traced, reported = [], []
     monkeypatch.setattr("regard.costs.planner.run", lambda setting: traced.append(1) or run(setting))
-    planned(tiny, Wanted(gpu="l4,a100-40,4090", n=64), lambda *seen: reported.append(seen))
+    planned(tiny, Wanted(gpu="l4,a100-40,4090", n=64), lambda *given: reported.append(given))
     assert reported == [(f"{g}: float32", i, 3) for i, g in enumerate(("a100-40", "l4", "4090"))]
     assert len(traced) < 7  # by itself each card takes three or more
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import regard as rg
+from regard.engine.backends import PREPARED
+from regard.engine.cpu import kernels, strided_layout
 from regard.position import learned
 from regard.spec import catalogue
 
@@ -109,18 +111,28 @@ class Trained:
         return sum(x.numel() * x.element_size() for x in [*self.model.parameters(), *states, *given])
 
 
-def counted(call):
-    """(peak, at the end): bytes that the allocator added while `call` ran."""
+def emptied():
+    """Without the tables and buffers that the engine keeps of earlier calls."""
+    PREPARED.clear()
+    kernels._pool.clear()
+    for made in vars(strided_layout).values():
+        if hasattr(made, "cache_clear"):
+            made.cache_clear()
+
+
+def counted(call, first=lambda: None):
+    """(peak, at the end) while `call` ran, in bytes that the allocator added since before `first` ran."""
     activity = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], profile_memory=True) as profile:
-        result = call()
-    events = [
-        (e.start_ns(), e.nbytes()) for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
+        first()
+        with torch.profiler.record_function("call"):
+            result = call()
+    events = profile.profiler.kineto_results.events()
+    begin = next(e.start_ns() for e in events if e.name() == "call")
     now = peak = 0
-    for _, size in sorted(events, key=lambda e: e[0]):
+    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
         now += size
-        peak = max(peak, now)
+        peak = max(peak, now) if at >= begin else now
     del result
     return peak, now
 

@@ -341,8 +341,8 @@ def test_the_caching_allocator_returns_free_segments_before_it_is_out_of_memory(
     assert memory.malloc(50 << 20).size == 50 << 20  # larger than the free segment, which goes back
 
 
-@pytest.mark.parametrize("way", ["summed", "replayed"])
-def test_steps_count_state_once_and_find_the_peak(way):
+@pytest.mark.parametrize("allocator", ["sums of sizes", "caching"])
+def test_steps_count_state_once_and_find_the_peak(allocator):
     sizes = [1024, 512, 2048, 1536, 512]
     step = [
         (4, -1),
@@ -354,7 +354,7 @@ def test_steps_count_state_once_and_find_the_peak(way):
     ]  # 3 is state: later steps find it; 4 goes for good
     phases = ["setup", "forward", "forward", "optimizer", "setup"]
     events = Events([(0, 1), (4, 1)], step, {3}, phases)
-    if way == "summed":
+    if allocator == "sums of sizes":
         result = summed(torch.tensor(sizes), events, repeats=2)
     else:
         result = replay(Caching(), sizes, events, repeats=2)._replace(reserved=5120)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from ..trace.tracer import merged
 from .allocator import Usage, readable
-from .runs import Run
+from .runs import TABLES, Run
 
 # In the order of the pictures: what stays for long is at the bottom.
 KINDS = (
     "weights", "master weights", "optimizer state", "gradients", "key/value cache", "saved for backward", "inputs",
-    "temporary", "workspace",
+    TABLES, "temporary", "workspace",
 )  # fmt: skip
 ADVICE = {
     "saved for backward": "A smaller batch lowers it in proportion.",
@@ -94,8 +94,8 @@ def peak_of(run: Run, usage: Usage) -> Peak:
     meter, workspaces = run.trace.meter, sum(run.workspaces)
     records, events = meter.records, meter.events
     kinds = [run.kinds.get(k, "workspace" if r.workspace else "temporary") for k, r in enumerate(records)]
-    stays = run.keys("optimizer state")
-    alive: set[int] = set(stays)
+    stays = run.keys("optimizer state") | run.keys(TABLES)  # there from the first moment on, unless replaced since
+    alive: set[int] = stays - {key for key, change in events if change < 0}
     for key, change in events[: run.begin]:
         alive.add(key) if change > 0 else alive.discard(key)
     current: Counter[str] = Counter({"workspace": workspaces})
@@ -104,10 +104,9 @@ def peak_of(run: Run, usage: Usage) -> Peak:
     timeline, stride = [], max(1, (len(events) - run.begin) // 400)
     at_peak: set[int] = set(alive)
     for index, (key, change) in enumerate(events[run.begin :]):
-        if key in stays:
-            continue
-        (alive.add if change > 0 else alive.discard)(key)
-        current[kinds[key]] += change * records[key].bytes
+        if key not in stays:
+            (alive.add if change > 0 else alive.discard)(key)
+            current[kinds[key]] += change * records[key].bytes
         if index == usage.at:
             at_peak = set(alive)
         if index % stride == 0 or index == usage.at:

@@ -29,6 +29,7 @@ from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
 from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
 
 STRATEGIES = ("fsdp", "ddp")
+TABLES = "engine tables"  # and buffers, which stay from call to call
 WORKSPACE, BIAS_WORKSPACE = 32 << 20, 1 << 20  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
 
 
@@ -113,11 +114,11 @@ class Run:
             for key, kind in self.kinds.items():
                 sizes[key] = -(-sizes[key] // ranks) if kind in divided else sizes[key]
         setup = [*meter.events[: self.begin], *((len(sizes) + i, 1) for i in range(len(buffers)))]
-        persistent = self.keys("optimizer state") | self.keys("master weights")
+        persistent = self.keys("optimizer state") | self.keys("master weights") | self.keys(TABLES)
         phases += ["setup"] * len(buffers)
         events, sizes = Events(setup, meter.events[self.begin :], persistent, phases), [*sizes, *buffers]
         on_gpu = self.trace.device == "cuda"
-        repeats = (2 if on_gpu else 1) if self.trains else 0
+        repeats = (2 if on_gpu else 1) if self.trains or self.keys(TABLES) else 0
         if on_gpu and not expandable:
             return replay(Caching(limit), sizes, events, repeats)
         numbers = torch.tensor(sizes, dtype=torch.long)
@@ -186,6 +187,8 @@ def _run(setting: Setting) -> Run:
             with meter.during("forward"):
                 out = twin(*args, **kwargs)
             del out
+        meter.stop()  # the optimizer's state and the tables of the engine outlive the step
+    result.mark(trace.kept, TABLES)
     tensors: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
     for name, x in tensors:
         if (key := meter.key_of(x)) is not None:
@@ -213,6 +216,7 @@ def _train(result: Run, given: tuple[tuple, dict], targets: Tensor | None, train
         if p.grad is not None and (key := meter.key_of(p.grad)) is not None:
             result.owners[key] = name.rpartition(".")[0]
             result.mark([key], "gradients")
+    result.mark(trace.kept, TABLES)
     result.mark(saved, "saved for backward")
     with meter.during("optimizer"):
         optimizer.step()
@@ -222,7 +226,6 @@ def _train(result: Run, given: tuple[tuple, dict], targets: Tensor | None, train
             result.owners[key] = names.get(id(p), "")
             result.mark([key], "optimizer state")
     optimizer.zero_grad()
-    meter.stop()  # the optimizer's state outlives the step
 
 
 def _generate(result: Run, args: tuple, kwargs: dict) -> None:

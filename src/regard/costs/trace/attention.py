@@ -1,5 +1,6 @@
 """Fused attention calls of a traced module: their pairs and FLOPs, the kernel that runs, what it saves and needs."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -183,42 +184,51 @@ class CountBackward(torch.autograd.Function):
     """The identity; its backward pass adds the amounts of a call that was counted as a whole."""
 
     @staticmethod
-    def forward(ctx, out, trace, amounts, path):
-        ctx.trace, ctx.amounts, ctx.path = trace, amounts, path
+    def forward(ctx, out, trace, *counted):
+        ctx.trace, ctx.counted = trace, counted
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.trace.add(FUSED, ctx.amounts, ctx.path)
-        return grad, None, None, None
+        ctx.trace.add(*ctx.counted)
+        return grad, None, None, None, None
 
 
 def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
-    """One attention call, counted by its pairs and run by the kernel that the device would take."""
-    amounts = call.forward()
+    """One attention call of PyTorch, run by the kernel that the device would take."""
     if kernel_of(call, trace.device, trace.gpu) != "math":
+        amounts = call.forward()
         trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
+    return counted(trace, FUSED, call, lambda: (_run(trace, call), None))[0]
+
+
+def counted(
+    trace: Any, name: str, call: Call, run: Callable[[], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
+    """The output and log-sum-exp of an attention call that is counted as a whole, by its pairs."""
+    amounts = call.forward()
     if trace.in_backward:  # computed again by a checkpoint
-        trace.add(FUSED, Amounts(executed_backward_flops=amounts.executed_flops))
+        trace.add(name, Amounts(executed_backward_flops=amounts.executed_flops))
     else:
-        trace.add(FUSED, amounts)
+        trace.add(name, amounts)
         trace.pairs.append(call.per_head(trace.path))
     path, before = trace.path, trace.counts
     trace.counts = False
     try:
-        out = _run(trace, call)
+        with trace.uncounted_backward():
+            out, lse = run()
     finally:
         trace.counts = before
     if torch.is_grad_enabled() and out.requires_grad:
-        out = CountBackward.apply(out, trace, call.backward(), path)
-    return out
+        out = CountBackward.apply(out, trace, name, call.backward(), path)
+    return out, lse
 
 
 def _run(trace: Any, call: Call) -> Tensor:
     q, k, v, mask = call[:4]
     kernel = kernel_of(call, trace.device, trace.gpu)
     if kernel == "math":
-        with trace.uncounted_backward(), compat.below_autocast():
+        with compat.below_autocast():
             return _math(call, trace.device)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
@@ -239,6 +249,7 @@ def _math(call: Call, device: str) -> Tensor:
     dtype, factor = q.dtype, q.shape[-1] ** -0.25
     if dtype in HALF:
         q, k, v = q.float(), k.float(), v.float()
+    first = q, k, v  # which PyTorch does not release before it returns
     q = q * factor
     if call.is_causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
@@ -254,6 +265,7 @@ def _math(call: Call, device: str) -> Tensor:
         gpu = device == "cuda"
         attn = torch.native_dropout(attn, call.dropout_p, True)[0] if gpu else F.dropout(attn, call.dropout_p)
     returned = attn.to(dtype), (attn @ v).to(dtype)  # PyTorch returns the weights too, and drops them
+    del first
     return returned[1]
 
 
@@ -265,7 +277,7 @@ def sdpa(trace: Any) -> Any:
     ):  # scale and enable_gqa do not change the cost
         real = None if attn_mask is None else trace.value_of(attn_mask)
         with without_function_modes():
-            tensors = [x if x is None else trace.to_meta(x) for x in (query, key, value, attn_mask)]
+            tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
         query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
         pairs = call_pairs(query, key, attn_mask, real, is_causal)
         return count_attention(trace, Call(query, key, value, attn_mask, dropout_p, is_causal, pairs))

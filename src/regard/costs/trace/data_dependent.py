@@ -62,45 +62,42 @@ def _equal(trace: Any, func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(torch.equal(trace.known(args[0]), trace.known(args[1])))
 
 
-def _topk(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    values, indices = func(*args, **kwargs)
-    if trace.all_known(args[0]):
-        for twin, value in zip((values, indices), trace.computed(func, args, kwargs)):
-            trace.set_value(twin, value)
-        return values, indices
-    axis = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    trace.notes[BALANCED] = None
-    trace.set_value(indices, _balanced(indices.shape, axis, args[0].shape[axis] if args[0].dim() else 1))
-    return values, indices
+def _assumed(note: str, value: Callable[[Tensor, tuple], Tensor | None]) -> Callable[..., Any]:
+    """Of known values, as any operation; of unknown ones, the value that is assumed for the last result, if any."""
+
+    def run(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+        if trace.all_known(args[0]):
+            return NotImplemented
+        out = func(*args, **kwargs)
+        last = out[-1] if isinstance(out, tuple) else out
+        if (assumed := value(last, args)) is not None:
+            trace.notes[note] = None
+            trace.set_value(last, assumed.expand(last.shape))
+        return out
+
+    return run
 
 
-def _balanced(shape: torch.Size, axis: int, choices: int) -> Tensor:
-    order = torch.arange(shape.numel())
-    if not shape:
-        return order.reshape(shape) % max(choices, 1)
-    moved = [*shape]
+def _balanced(indices: Tensor, args: tuple) -> Tensor:
+    """The experts i·k, i·k + 1, … of query i."""
+    x, axis = args[0], args[2] if len(args) > 2 else -1
+    order = torch.arange(indices.numel()) % max(x.shape[axis] if x.dim() else 1, 1)
+    if not indices.dim():
+        return order.reshape(())
+    moved = [*indices.shape]
     width = moved.pop(axis)
-    return (order % max(choices, 1)).reshape(*moved, width).movedim(-1, axis)
+    return order.reshape(*moved, width).movedim(-1, axis)
 
 
-def _argmax(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    out = func(*args, **kwargs)
-    if trace.all_known(args[0]):
-        trace.set_value(out, trace.computed(func, args, kwargs)[0])
-    elif len(args) > 1 and args[1] is not None:
-        trace.notes[BALANCED] = None
-        trace.set_value(out, torch.arange(out.numel()).reshape(out.shape) % args[0].shape[args[1]])
-    return out
+def _balanced_largest(index: Tensor, args: tuple) -> Tensor | None:
+    if len(args) < 2 or args[1] is None:
+        return None
+    return torch.arange(index.numel()).reshape(index.shape) % args[0].shape[args[1]]
 
 
-def _sort(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    out = func(*args, **kwargs)
-    values, indices = out if isinstance(out, tuple) else (None, out)
-    if trace.all_known(args[0]):
-        real = trace.computed(func, args, kwargs)
-        for twin, value in zip((values, indices) if values is not None else (indices,), real):
-            trace.set_value(twin, value)
-    return out
+def _hides(out: Tensor, args: tuple) -> Tensor | None:
+    """Whether nothing is hidden by a mask: taken not to be so, the case that costs more."""
+    return None if args[0].dtype != torch.bool or len(args) > 1 else torch.tensor(False)
 
 
 def _grouped_mm(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -120,52 +117,13 @@ def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> None:
     return
 
 
-def _not_finite(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """Whether values are infinite or no numbers: unknown ones are taken to be finite."""
-    out = func(*args, **kwargs)
-    if trace.all_known(args[0]):
-        trace.set_value(out, trace.computed(func, args, kwargs)[0])
-    else:
-        trace.notes[FINITE] = None
-        trace.set_value(out, torch.zeros((), dtype=torch.bool).expand(out.shape))
-    return out
-
-
-def _check(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """A check of values (torch._check_tensor_all) reads nothing else: unknown ones are taken to pass."""
-    out = func(*args, **kwargs)
-    if trace.all_known(args[0]):
-        trace.set_value(out, trace.computed(func, args, kwargs)[0])
-    else:
-        trace.notes[CHECKED] = None
-        trace.set_value(out, torch.ones((), dtype=torch.bool))
-    return out
-
-
-def _all(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Whether nothing is hidden by a mask of unknown values: taken not to be so, the case that costs more."""
-    if trace.all_known(args[0]) or args[0].dtype != torch.bool or len(args) > 1 or kwargs:
-        return NotImplemented
-    out = func(*args, **kwargs)
-    trace.notes[HIDES] = None
-    trace.set_value(out, torch.zeros((), dtype=torch.bool))
-    return out
-
-
 def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Positions drawn at random with known probabilities: one sample represents them all."""
+    """Positions drawn at random with known probabilities: they are drawn once."""
     out = func(*args, **kwargs)
     if trace.all_known(args[0]):
         trace.notes[DRAWN] = None
         trace.set_value(out, trace.computed(func, args, {"generator": torch.Generator().manual_seed(0)})[0])
     return out
-
-
-def _histogram(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Counts of known values; of unknown ones, an even share each."""
-    if trace.all_known(args[0]):
-        return _by_value(trace, func, args, kwargs)
-    return NotImplemented
 
 
 _DYNAMIC = (
@@ -176,14 +134,11 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(aten_operators(*_DYNAMIC), _by_value),
     aten_operator("index"): _index,
     aten_operator("equal"): _equal,
-    aten_operator("topk"): _topk,
-    **dict.fromkeys(aten_operators("argmax", "argmin"), _argmax),
-    aten_operator("sort"): _sort,
-    aten_operator("argsort"): _sort,
-    aten_operator("histc"): _histogram,
-    **dict.fromkeys(aten_operators("isinf", "isnan"), _not_finite),
-    aten_operator("_is_all_true"): _check,
-    aten_operator("all"): _all,
+    aten_operator("topk"): _assumed(BALANCED, _balanced),
+    **dict.fromkeys(aten_operators("argmax", "argmin"), _assumed(BALANCED, _balanced_largest)),
+    **dict.fromkeys(aten_operators("isinf", "isnan"), _assumed(FINITE, lambda *_: torch.tensor(False))),
+    aten_operator("_is_all_true"): _assumed(CHECKED, lambda *_: torch.tensor(True)),
+    aten_operator("all"): _assumed(HIDES, _hides),
     aten_operator("multinomial"): _drawn,
     aten_operator("_grouped_mm"): _grouped_mm,
     **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), _in_place),

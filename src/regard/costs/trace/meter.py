@@ -42,6 +42,12 @@ class Meter:
         self.alive[at] = key
         self._references[at] = weakref.ref(storage, lambda _, at=at: self._freed(at))
 
+    def same(self, x: Tensor, as_: Tensor) -> None:
+        """The storage of x is not one more: it stands for that of another tensor, which is noted."""
+        at = storage_id(x)
+        self.alive[at] = self.alive[storage_id(as_)]
+        self._references[at] = weakref.ref(x.untyped_storage(), lambda _: self.alive.pop(at))
+
     def workspace(self, size: int, path: str, operation: str, need: Any = None) -> None:
         """Bytes that an operation allocates and frees while it runs; need: their formula, if they are no line."""
         if size > 0 or need is not None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -31,18 +31,15 @@ from ...compat import (
     without_dispatch_modes,
     without_function_modes,
 )
-from ...engine import call as engine_call
-from ...engine import fused_qkv
-from ...engine import sdpa as engine_sdpa
 from ...errors import ShapeError
-from ...nn import cached_rotation
-from ...nn import position as nn_position
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import Gpu, flex, sdpa
 from .device import OnDevice, asked, dropout, rms_norm
+from .engine import traced_engine
 from .meter import Meter
 from .nested import map_leaves, tensors_in
+from .patches import patched
 from .products import has_no_product, product_flops
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
@@ -81,6 +78,8 @@ class Trace(DispatchMode):
         self.notes: dict[str, None] = {}  # assumptions, in order
         self.work: list[Work] = []  # of the host and the device, in order
         self.meter = Meter()
+        self.kept: set[int | None] = set()  # storages that the first call allocates and later ones find
+        self.prepared: dict[tuple, Any] = {}  # calls of the engine
         self.counts = True  # False inside an attention that is counted as a whole
         self._paths: list[str] = []  # of the modules being called, innermost last
         self._names: dict[int, str] = {}
@@ -201,7 +200,7 @@ class Trace(DispatchMode):
         if not isinstance(x, Tensor) or x.is_meta:
             return x
         if x not in self._metas:
-            with torch.no_grad():
+            with torch.no_grad(), without_dispatch_modes():
                 twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             if x.requires_grad:
                 twin.requires_grad_(x.is_floating_point() or x.is_complex())
@@ -209,6 +208,31 @@ class Trace(DispatchMode):
                 self._values[twin] = x.detach()
             self._metas[x] = nn.Parameter(twin) if isinstance(x, nn.Parameter) else twin
         return self._metas[x]
+
+    def joined(self, x: Any) -> Any:
+        """The meta twin of a tensor that an operation takes; a real one on the CPU is a table of the engine."""
+        twin = self.to_meta(x)
+        if twin is not x and x.dim() and self.device == "cpu":
+            self.keep(x)
+            self.meter.same(twin, x)
+        return twin
+
+    def keep(self, x: Tensor) -> None:
+        """Meter a real tensor that stays from call to call."""
+        self.meter.track(x, self.path, "table")
+        self.kept.add(self.meter.key_of(x))
+
+    def keeping(self, allocate: Callable) -> Callable:
+        """The same function; what it allocates stays from call to call."""
+
+        @wraps(allocate)
+        def call(*args: Any) -> Any:
+            first = len(self.meter.records)
+            out = allocate(*args)
+            self.kept.update(range(first, len(self.meter.records)))
+            return out
+
+        return call
 
     def placed(self, x: Tensor) -> Tensor:
         """A copy of a real tensor on the simulated device; its value is known."""
@@ -263,7 +287,7 @@ class Trace(DispatchMode):
             return func(self.known(tensors[0]) if tensors[0].is_meta else tensors[0])
         metas = [x.is_meta for x in tensors]
         if any(metas) and not all(metas):
-            args, kwargs = map_leaves(self.to_meta, (args, kwargs))
+            args, kwargs = map_leaves(self.joined, (args, kwargs))
             tensors = tensors_in((args, kwargs))
         special = data_dependent.HANDLERS.get(func.overloadpacket) if any(metas) else None
         out = NotImplemented if special is None else special(self, func, args, kwargs)
@@ -310,6 +334,8 @@ class Trace(DispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             if outs[0].numel() == 1 and func.__name__.startswith(("rand.", "uniform")):  # no layer is dropped
                 self._values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
+            elif not outs[0].dim() and func.__name__.startswith("randint"):  # a seed
+                self._values[outs[0]] = torch.ones((), dtype=outs[0].dtype)
             return
         if func.__name__.startswith(("cos.", "sin.")):  # no mask is made of angles
             return
@@ -418,33 +444,23 @@ def tracing(trace: Trace) -> Iterator[None]:
     fused = sdpa(trace)
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
-        stack.enter_context(_patched(F, "scaled_dot_product_attention", fused))
-        # The engine takes the operations of a plain call, not those for a compiler that watches it.
-        for module in (engine_sdpa, fused_qkv):
-            stack.enter_context(_patched(module, "eager", _always))
-        stack.enter_context(_patched(engine_sdpa, "readable", trace.readable))
-        stack.enter_context(_patched(nn_position, "readable", _on_the_cpu))
-        stack.enter_context(_patched(engine_sdpa, "_sdpa", fused))
-        for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
-            cached = lru_cache(maxsize=64)(
-                getattr(module, name).__wrapped__
-            )  # without what other traces made
-            stack.enter_context(_patched(module, name, cached))
+        stack.enter_context(patched(F, "scaled_dot_product_attention", fused))
+        stack.enter_context(traced_engine(trace, fused))
         if trace.device == "cuda":
-            stack.enter_context(_patched(F, "dropout", dropout))
-            stack.enter_context(_patched(F, "rms_norm", rms_norm))
+            stack.enter_context(patched(F, "dropout", dropout))
+            stack.enter_context(patched(F, "rms_norm", rms_norm))
             for name in ("get_device_capability", "get_device_properties"):
                 answer = asked(trace.gpu, getattr(torch.cuda, name))
-                stack.enter_context(_patched(torch.cuda, name, answer))
+                stack.enter_context(patched(torch.cuda, name, answer))
         for module, name in _importers_of_flex():
-            stack.enter_context(_patched(module, name, flex(trace)))
+            stack.enter_context(patched(module, name, flex(trace)))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention by its single steps
         stack.enter_context(compat.checkpoints_ignore_devices())
         # What a checkpoint keeps of the random generators: that of a GPU is not asked for, it takes nothing there.
-        stack.enter_context(_patched(checkpoint, "get_device_states", lambda *_: ([], [])))
+        stack.enter_context(patched(checkpoint, "get_device_states", lambda *_: ([], [])))
         if trace.device == "cpu":
-            stack.enter_context(_patched(torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
+            stack.enter_context(patched(torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
         gc.disable()  # a cycle would be collected at another time than in a real run
         if collects:
             stack.callback(gc.enable)
@@ -452,25 +468,6 @@ def tracing(trace: Trace) -> Iterator[None]:
         stack.enter_context(OnDevice(trace, {SDPA: fused}))
         stack.enter_context(trace)
         yield
-
-
-def _always(*_: Any) -> bool:
-    return True
-
-
-def _on_the_cpu(x: Tensor) -> bool:
-    return x.is_cpu
-
-
-@contextmanager
-def _patched(module: Any, name: str, replacement: Callable) -> Iterator[None]:
-    """Replaces `module.name` inside: a function mode does not intercept calls in PyTorch's own Python code."""
-    original = getattr(module, name)
-    setattr(module, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def _importers_of_flex() -> list[tuple[Any, str]]:

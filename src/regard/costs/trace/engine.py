@@ -1,0 +1,128 @@
+"""This library's own attention under a trace: the choice of the real call, in the prepared form of the real call.
+
+On the CPU the facts of a call are those of real tensors, so the same backend and variant are chosen, and their own
+code runs on meta tensors: what it allocates is metered, and its pairs are counted as those of one attention. On a GPU
+a kernel is one operation, whose memory kernels.py knows.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat import DispatchMode, without_dispatch_modes, without_function_modes
+from ...engine import attention as entry
+from ...engine import call as engine_call
+from ...engine import fused_qkv, sdpa
+from ...engine.backends import choose
+from ...engine.call import Call, CallFacts, Outputs, Prepared, facts_of
+from ...engine.cpu import kernels, layout
+from ...nn import cached_rotation, position
+from . import attention
+from .nested import tensors_in
+from .patches import patched
+
+NAME = "sparse_attention"
+
+
+@contextmanager
+def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
+    """fused: in place of PyTorch's attention."""
+    with ExitStack() as stack:
+
+        def put(module: Any, name: str, replacement: Any) -> None:
+            stack.enter_context(patched(module, name, replacement))
+
+        # The engine takes the operations of a plain call, not those for a compiler that watches it.
+        for module in (sdpa, fused_qkv):
+            put(module, "eager", lambda *_: True)
+        put(sdpa, "_sdpa", fused)
+        put(sdpa, "readable", trace.readable)
+        put(position, "readable", lambda x: x.is_cpu)
+        for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
+            put(module, name, lru_cache(maxsize=64)(getattr(module, name).__wrapped__))  # no other trace's
+        if trace.device == "cpu":
+            put(entry, "facts_of", lambda call: _facts(trace, call))
+            put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
+            put(kernels, "_pool", [])
+            put(kernels, "_advise", lambda: None)
+            put(kernels.Buffers, "_allocate", trace.keeping(kernels.Buffers._allocate))
+            for name in ("allowed", "mask"):
+                put(layout.TileGroup, name, _outside(getattr(layout.TileGroup, name)))
+        yield
+
+
+def _facts(trace: Any, call: Call) -> CallFacts:
+    """Those of the same call on real tensors; where it would read values that are unknown, of an observed one."""
+    facts = facts_of(call)
+    data = [x for leaf in call.pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
+    with without_function_modes():
+        known = not any(x.is_meta for x in data) and trace.all_known(*filter(_is_tensor, call.row_extras()))
+    return replace(facts, device="cpu", observed=False) if known else facts
+
+
+def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
+    """The prepared call of a real one, with tables of its own."""
+    if f.observed:
+        return choose(f, backend)
+    if (f, backend) not in trace.prepared:
+        with without_function_modes(), without_dispatch_modes():
+            prepared = choose(f, backend)
+            if prepared.build is not None:
+                with _Tables(trace):
+                    attend = prepared.build()
+                prepared = replace(
+                    prepared, build=None, run=lambda call: (attend(call.q, call.k, call.v), None)
+                )
+        trace.prepared[f, backend] = prepared
+    prepared = trace.prepared[f, backend]
+    if prepared.backend != "tiles":
+        return prepared
+    return replace(prepared, run=lambda call: _counted(trace, prepared, call))
+
+
+class _Tables(DispatchMode):
+    """What is made inside and still there at its end is a table that later calls find."""
+
+    def __init__(self, trace: Any):
+        super().__init__()
+        self.trace, self.made = trace, list[weakref.ref]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(x.untyped_storage()) for x in tensors_in(out)]
+        return out
+
+    def __exit__(self, *failure):
+        super().__exit__(*failure)
+        for storage in filter(None, (made() for made in self.made)):
+            self.trace.keep(torch.empty(0, dtype=torch.uint8).set_(storage))
+
+
+def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
+    """The pairs of the whole call, and none of the products that it consists of."""
+    heads = call.q.shape[:2].numel()
+    offset = None if isinstance(call.at, Tensor) else call.at
+    needed = call.pattern.count(call.n, call.m, offset)
+    pairs = attention.CallPairs(heads * needed, heads * prepared.computed, repr(call.pattern))
+    whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, pairs)
+    return attention.counted(trace, NAME, whole, lambda: prepared(call))
+
+
+def _outside(make: Any) -> Any:
+    """A method that makes a table, of real tensors: it is cached for real calls too."""
+
+    def made(*args: Any) -> Any:
+        with without_function_modes(), without_dispatch_modes():
+            return make(*args)
+
+    return made
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)

@@ -1,0 +1,100 @@
+"""The engine's own attention under a trace on the CPU: the variant of the real call, and its memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import regard as rg
+from memory_witness import counted, emptied
+from regard.costs import declaration
+from regard.costs.entry import cost
+from regard.costs.memory.runs import TABLES
+from regard.costs.memory.step import TrainingStep
+from regard.engine.backends import choose
+from regard.engine.cpu import backend, kernels
+from regard.position import alibi, relative_table
+
+unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
+near, far = rg.causal() & rg.window(8), rg.causal() & (rg.window(64) | rg.every(32))
+CASES = {
+    backend.GATHERED: (near, 141, {}),
+    backend.CONCATENATED: (near, 1100, {}),
+    backend.MERGED: (far, 1100, {}),
+    backend.BY_DISTANCE: (near, 139, {"position": relative_table(16)}),
+    backend.WITH_DROPOUT: (near, 700, {"dropout": 0.1}),
+    "masked": (near, 139, {"dropout": 0.1}),
+}
+
+
+def measured(module, n, step):
+    """Peak of the second of two steps, with the tables and buffers that the first one leaves in the engine."""
+    x = torch.randn(3, n, 32)
+    there = sum(p.numel() * 4 for p in module.parameters()) + x.numel() * 4
+    emptied()
+    return there + counted(lambda: step(module, x), lambda: step(module, x))[0]
+
+
+@unchecked
+@pytest.mark.parametrize("variant", CASES)
+def test_a_training_step_takes_the_memory_of_the_variant_that_runs(variant, monkeypatch):
+    pattern, n, more = CASES[variant]
+    spec = rg.Attention(32, heads=4, kv_heads=2, pattern=pattern, **more)
+    chosen = []
+    monkeypatch.setattr(
+        "regard.costs.trace.engine.choose", lambda *given: chosen.append(choose(*given)) or chosen[-1]
+    )
+    predicted = cost(spec, n=n, batch=3, train=TrainingStep(optimizer="sgd")).memory
+    optimizer = []
+
+    def step(module, x):
+        optimizer[:] = optimizer or [torch.optim.SGD(module.parameters(), lr=0.1, foreach=False)]
+        module(x).square().mean().backward()
+        optimizer[0].step()
+        optimizer[0].zero_grad()
+
+    assert predicted.training_peak == pytest.approx(measured(spec.build(), n, step), rel=0.01)
+    assert {c.variant for c in chosen} == {variant}
+
+
+@unchecked
+@pytest.mark.parametrize("position", [None, alibi()])
+def test_a_forward_pass_takes_the_memory_of_the_variant_that_runs(position):
+    spec = rg.Attention(32, heads=4, kv_heads=2, pattern=near, position=position)
+    predicted = cost(spec, n=131, batch=3).memory
+
+    def step(module, x):
+        with torch.no_grad():
+            module.eval()(x)
+
+    assert predicted.inference_peak == pytest.approx(measured(spec.build(), 131, step), rel=1e-3)
+
+
+def test_buffers_of_the_backward_pass_are_there_when_a_later_step_begins():
+    main = cost(rg.Attention(32, heads=4, pattern=near), n=141, batch=3, train=True).memory.main
+    meter, tables = main.trace.meter, main.keys(TABLES)
+    late = [k for k in tables if meter.records[k].phase == "backward"]
+    first = next(key for key, change in meter.events[main.begin :] if change > 0)
+    sizes = [r.bytes for r in meter.records]
+    sizes[first] = 1 << 30  # so that the peak is at the first allocation
+    assert late and main.usage(sizes=sizes).peak > (1 << 30) + sum(sizes[k] for k in tables)
+
+
+def test_pairs_of_a_traced_module_are_those_of_its_pattern():
+    spec = rg.Attention(32, heads=4, pattern=near)
+    module = spec.build()
+    traced = cost(module, torch.zeros(3, 141, 32, device="meta"))
+    declared = cost(spec, n=141, batch=3)
+    assert traced.flops == declared.flops and not traced.uncounted
+    assert [(p.needed, p.computed) for p in traced.pairs] == [(p.needed, p.computed) for p in declared.pairs]
+
+
+def test_a_trace_leaves_real_calls_as_they_were():
+    emptied()
+    spec = rg.Attention(32, heads=4, pattern=near)
+    cost(spec, n=141, batch=3, train=True).memory.training_peak  # noqa: B018
+    assert not kernels._pool
+    q, k, v = torch.randn(3, 2, 4, 141, 8)
+    want = F.scaled_dot_product_attention(q, k, v, near.allowed(141))
+    for grad in (False, True):
+        assert torch.allclose(rg.attention(q.requires_grad_(grad), k, v, near), want, atol=1e-5)
+    declaration._memory.cache_clear()
