@@ -12,7 +12,7 @@ import torch
 from ..errors import SpecError
 from ..pattern import Pattern
 from ..spec.base import require_positive
-from .gpus import CARDS, Card, card
+from .gpus import Card, card
 from .memory.peak import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
@@ -20,6 +20,7 @@ from .sizes import Size
 from .subject import Runs, Subject, largest_of
 from .tables import Table
 from .time import Roofline, load_roofline, time_of
+from .trace.attention import A100, H200, Gpu
 
 SHARE = 0.9  # of the memory that a plan uses; the rest is for fragments, the CUDA context and other libraries
 DEFAULT_N = 1024
@@ -206,30 +207,37 @@ def _options(subject: Subject, train: bool) -> Iterator[Option]:
 
 
 class _Search:
-    """Batches and lengths of one model that fit. Cards that choose the same kernels share their traced runs."""
+    """Batches and lengths of one model that fit. Cards that run the same kernels share their traced runs."""
 
     def __init__(self, subject: Subject, name: str, n: int, ranks: int):
         self.subject, self.name, self.n, self.ranks = subject, name, n, ranks
-        self.batches, self.lengths = cache(self._batches), cache(self._lengths)
+        self.made: dict[tuple, Runs] = {}
         self.traced = cache(self._traced)
 
-    def _traced(self, n: int, batch: int, option: Option, hopper: bool) -> Run:
+    def _traced(self, n: int, batch: int, option: Option, gpu: Gpu) -> Run:
         dtype = torch.bfloat16 if option.training is None else torch.float32
-        gpu = CARDS["h100" if hopper else "a100-80"].gpu
         setting = self.subject.setting(Size(n, n, batch), option.training, dtype, "cuda", gpu)
         return run(replace(setting, cached=option.cached))
 
-    def _batches(self, option: Option, hopper: bool) -> Runs:
-        return Runs(lambda batch: self.traced(self.n, batch, option, hopper), 1)
-
-    def _lengths(self, option: Option, hopper: bool) -> Runs:
-        return Runs(lambda steps: self.traced(steps * STEP_N, 1, option, hopper), 2)
+    def runs(self, vary: str, option: Option, on: Card) -> Runs:
+        """By batch, or by length in steps of 64 with a batch of 1."""
+        own = H200 if on.capability >= (9, 0) else A100
+        for gpu in (own, A100 if own is H200 else H200):
+            runs = self.made.get((vary, option, gpu))
+            if runs is not None and (gpu is own or not any(r.trace.by_card for r in runs.known.values())):
+                return runs
+        by_batch = vary == "batch"
+        at = (
+            (lambda x: self.traced(self.n, x, option, own))
+            if by_batch
+            else (lambda x: self.traced(x * STEP_N, 1, option, own))
+        )
+        return self.made.setdefault((vary, option, own), Runs(at, 1 if by_batch else 2))
 
     def choice(self, label: str, on: Card, option: Option) -> Choice:
-        budget, runs = int(SHARE * on.memory), self.batches(option, on.capability >= (9, 0))
+        budget, runs = int(SHARE * on.memory), self.runs("batch", option, on)
         batch = largest_of(runs, budget, on.gpu, self.ranks, expandable=True)
-        used = runs.at(1) if batch < 2 else runs.nearest(batch)
-        peak = used.usage(ranks=self.ranks, sizes=runs.sizes(max(batch, 1), on.gpu), expandable=True).peak
+        peak = runs.peak(max(batch, 1), on.gpu, self.ranks, True)
         if not batch:
             return Choice(label, on.memory, option, self.n, 0, self.ranks, peak, 0.0, "")
         phases = time_of(runs.work(batch), _roofline(label, on)).phases
@@ -242,14 +250,14 @@ class _Search:
         if self.subject.tokens is not None or not choice.batch:
             return None
         limit = min(self.subject.max_n, MAX_N) // STEP_N
-        runs = self.lengths(choice.option, on.capability >= (9, 0))
+        runs = self.runs("n", choice.option, on)
         start = max(1, min(self.n // STEP_N, limit // 4))
         for steps in {min(k * start, limit) for k in (1, 2, 4)} if limit else ():
             runs.at(steps)
         budget = int(SHARE * on.memory)
         steps = largest_of(runs, budget, on.gpu, self.ranks, True, limit)
         # Kernels round lengths up, so the parabola is checked where it ends.
-        while steps and runs.at(steps).usage(ranks=self.ranks, expandable=True).peak > budget:
+        while steps and runs.at(steps) and runs.peak(steps, on.gpu, self.ranks, True) > budget:
             steps -= max(1, steps // 200)
         return STEP_N * steps or None
 

@@ -130,9 +130,10 @@ class Runs:
             self.known[x] = self.traced(x)
         return self.known[x]
 
-    def nearest(self, x: int) -> Run:
-        """A known run that allocates in the order of x."""
-        return self.known[min(self._near(x), key=lambda k: abs(k - x))]
+    def peak(self, x: int, gpu: Gpu, ranks: int = 1, expandable: bool = False) -> int:
+        """With the sizes of x, in the order of the nearest known run that runs alike."""
+        nearest = self.known[min(self._near(x), key=lambda k: abs(k - x))]
+        return nearest.usage(sizes=self.sizes(x, gpu), ranks=ranks, expandable=expandable).peak
 
     def reaches(self, x: int) -> bool:
         """Whether x is a known run, or lies between runs that decide it."""
@@ -212,8 +213,7 @@ def largest_of(
         runs.at(1)
 
     def peak(x: int) -> int:
-        used = runs.nearest(x).usage(sizes=runs.sizes(x, gpu), ranks=ranks, expandable=expandable)
-        return used.peak
+        return runs.peak(x, gpu, ranks, expandable)
 
     for _ in range(6):
         x = largest(peak, budget, limit)

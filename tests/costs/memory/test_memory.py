@@ -20,6 +20,7 @@ from regard.costs.memory.runs import run
 from regard.costs.memory.step import TrainingStep
 from regard.costs.sizes import Request, Size
 from regard.costs.subject import Subject, largest
+from regard.costs.trace.attention import H200
 from regard.costs.trace.device import INDEX
 from regard.costs.trace.kernels import sort_needs, sum_needs
 from regard.engine.cuda import launches
@@ -228,12 +229,12 @@ def test_every_peak_measured_on_the_h200_is_predicted_within_half_a_percent():
     "rows, columns, measured", [(8192, 3072, 138412032), (32768, 3072, 138412032), (100, 3072, 0)]
 )
 def test_the_scratch_memory_of_a_sum_over_rows_is_that_measured_on_the_h200(rows, columns, measured):
-    assert sum_needs(rows, columns, 132) == measured
+    assert sum_needs(rows, columns, H200) == measured
 
 
 @pytest.mark.parametrize("rows, measured", [(8192, 28882432), (32768, 113127424)])
 def test_the_scratch_memory_of_an_embedding_gradient_is_that_measured(rows, measured):
-    assert off(sort_needs(rows, 50257, 768), measured) < 0.005
+    assert off(sort_needs(rows, 50257, 768, H200), measured) < 0.005
 
 
 # -- formulas, fitting, speed, errors -----------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def _run(setting: Setting) -> Run:
             with meter.during("forward"):
                 out = twin(*args, **kwargs)
             del out
-        meter.stop()  # the optimizer's state and the tables of the engine outlive the step
+        meter.stop()  # and so do the tables of the engine
     result.mark(trace.kept, TABLES)
     tensors: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
     for name, x in tensors:
@@ -226,6 +226,7 @@ def _train(result: Run, given: tuple[tuple, dict], targets: Tensor | None, train
             result.owners[key] = names.get(id(p), "")
             result.mark([key], "optimizer state")
     optimizer.zero_grad()
+    meter.stop()  # the optimizer's state outlives the step
 
 
 def _generate(result: Run, args: tuple, kwargs: dict) -> None:

@@ -17,6 +17,7 @@ FUSED = "scaled_dot_product_attention"
 SAFE_SOFTMAX = compat.aten_operator("_safe_softmax")
 MAX_MASK_PAIRS = 1 << 24  # a mask_mod is evaluated up to this size
 HALF = (torch.float16, torch.bfloat16)
+PADDED = "flash, padded"  # to a width that is a multiple of 8, which cuDNN's kernel does not do
 
 
 class Gpu(NamedTuple):
@@ -26,7 +27,17 @@ class Gpu(NamedTuple):
     multiprocessors: int = 132
 
 
-H200 = Gpu()
+H200, A100 = Gpu(), Gpu((8, 0), 108)
+
+
+class Need(NamedTuple):
+    """A workspace that is no line in the batch, or differs by GPU: a formula of sizes that are lines, and the GPU."""
+
+    formula: Callable[..., int]
+    sizes: tuple[int, ...]
+
+    def bytes(self, gpu: Gpu) -> int:
+        return self.formula(*self.sizes, gpu)
 
 
 class CallPairs(NamedTuple):
@@ -130,22 +141,25 @@ def saved_rows(kernel: str, n: int) -> int:
     return _up(n, 32) if kernel == "efficient" else n
 
 
-def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int:
+def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int | Need:
     """Bytes that the backward kernel needs beside the gradients (bench/cost_kernels_gpu.py).
 
     Σ o·do of each query; on a GPU also the gradient of q in float32, and for shared key/value heads the gradients of
     keys and values of every query head.
     """
-    b, h, n, d = q.shape
-    rows, m = b * h, k.shape[-2]
-    expanded = 0 if h == k.shape[1] else b * m * h * (d + v.shape[-1]) * q.element_size()
+    (b, h, n, d), (h_kv, m), d_v = q.shape, k.shape[1:3], v.shape[-1]
     if kernel == "cpu":
-        return 4 * rows * n
-    if kernel == "cudnn":
-        return 4 * rows * n * (d + 1) + expanded
+        return 4 * b * h * n
     if kernel == "efficient":
-        return 4 * rows * (_up(n, 64) * _up(d, 64) + _up(n, 32))
-    return 4 * rows * _up(n, 128) * (_up(d, 32) + 1) + expanded
+        return 4 * b * h * (_up(n, 64) * _up(d, 64) + _up(n, 32))
+    expanded = 0 if h == h_kv else b * m * h * (d + d_v) * q.element_size()
+    return Need(_cudnn_or_flash, (b * h, n, d, expanded, int(kernel == PADDED)))
+
+
+def _cudnn_or_flash(heads: int, n: int, d: int, expanded: int, padded: int, gpu: Gpu) -> int:
+    if gpu.capability[0] >= 9 and not padded:
+        return 4 * heads * n * (d + 1) + expanded
+    return 4 * heads * _up(n, 128) * (_up(d, 32) + 1) + expanded
 
 
 class FusedKernel(torch.autograd.Function):
@@ -168,8 +182,7 @@ class FusedKernel(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, _, _, mask = ctx.saved_tensors
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        size = backward_workspace(ctx.kernel, q, k, v)
-        ctx.trace.meter.workspace(size, ctx.trace.path, f"{FUSED} ({ctx.kernel})")
+        ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[-1] + v.shape[-1])
         moved = 4 * sum(x.numel() * x.element_size() for x in (q, k, v))
         ctx.trace.note_work(products, moved, str(q.dtype), "attention")
@@ -196,6 +209,8 @@ class CountBackward(torch.autograd.Function):
 
 def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
     """One attention call of PyTorch, run by the kernel that the device would take."""
+    kernels = {kernel_of(call, trace.device, gpu) for gpu in (H200, A100)}
+    trace.by_card |= len(kernels) > 1 and kernels != {"cudnn", "flash"}  # these two differ in workspace alone
     if kernel_of(call, trace.device, trace.gpu) != "math":
         amounts = call.forward()
         trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
@@ -239,7 +254,7 @@ def _run(trace: Any, call: Call) -> Tensor:
     if kernel == "flash" and q.shape[-1] % 8:
         width = q.shape[-1]
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
-        return FusedKernel.apply(q, k, v, None, trace, kernel)[..., :width]
+        return FusedKernel.apply(q, k, v, None, trace, PADDED)[..., :width]
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...compat import has_autocast_kernel, without_function_modes
-from .attention import Gpu
 from .data_dependent import FINITE
 from .nested import map_leaves
 
@@ -165,12 +164,13 @@ class OnDevice(TorchFunctionMode):
             return self.trace.known(x) if x.is_meta else x
 
 
-def asked(gpu: Gpu, of: Callable) -> Callable:
+def asked(trace: Any, of: Callable) -> Callable:
     """torch.cuda.get_device_capability or get_device_properties, which answer for the simulated device too."""
 
     def answer(device: Any = None) -> Any:
         if getattr(device, "index", device) != INDEX:
             return of(device)
+        trace.by_card, gpu = True, trace.gpu
         major, minor = gpu.capability
         facts = SimpleNamespace(major=major, minor=minor, multi_processor_count=gpu.multiprocessors)
         return gpu.capability if of.__name__ == "get_device_capability" else facts

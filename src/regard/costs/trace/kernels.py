@@ -5,24 +5,13 @@ Compared with its allocators by tests/costs/memory and bench/cost_memory.py. Wha
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...engine.cuda.backend import one_launch
-from .attention import Gpu
-
-
-class Need(NamedTuple):
-    """A workspace that is no line in the batch: a formula of sizes that are, and of the GPU."""
-
-    formula: Callable[..., int]
-    sizes: tuple[int, ...]
-
-    def bytes(self, gpu: Gpu) -> int:
-        return self.formula(*self.sizes, gpu.multiprocessors)
-
+from .attention import Gpu, Need
 
 Needs = Callable[[tuple, dict, list[Tensor]], int | Need]
 
@@ -53,7 +42,7 @@ def _sum(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
     return Need(sum_needs, (rows, x.numel() // max(rows, 1)))
 
 
-def sum_needs(rows: int, columns: int, multiprocessors: int) -> int:
+def sum_needs(rows: int, columns: int, gpu: Gpu) -> int:
     """The scratch memory of PyTorch's sum over the rows of a table on a GPU: 132 MiB for 8192 × 3072.
 
     The rows are split among blocks of 128 threads until every multiprocessor has sixteen blocks; each thread stores
@@ -70,7 +59,7 @@ def sum_needs(rows: int, columns: int, multiprocessors: int) -> int:
     if each < min(16 * height, 256):
         return 0
     each = -(-each // height)
-    fill = multiprocessors * (2048 // (width * height))
+    fill = gpu.multiprocessors * (2048 // (width * height))
     if each < 256 or grid > fill:
         return 0
     shares = max(min(-(-fill // grid), -(-each // 16)), -(-each // 256))
@@ -87,7 +76,7 @@ def _embedding_gradient(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | 
     return Need(sort_needs, (ids.numel(), outs[0].shape[0], grad.shape[-1]))
 
 
-def sort_needs(rows: int, vocab: int, d: int, multiprocessors: int = 0) -> int:
+def sort_needs(rows: int, vocab: int, d: int, gpu: Gpu) -> int:
     """The gradient of an embedding with more than 3072 ids sorts them and sums runs of ten."""
     if rows <= 3072:
         return 0

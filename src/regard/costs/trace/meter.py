@@ -27,7 +27,7 @@ class Meter:
         self.records: list[Record] = []
         self.events: list[tuple[int, int]] = []
         self.alive: dict[int, int] = {}  # id of a storage → key
-        self.needs: dict[int, Any] = {}  # key → kernels.Need
+        self.needs: dict[int, Any] = {}  # key → attention.Need
         self.marks: dict[str, int] = {}  # end of a phase → number of events
         self.phase = "setup"
         self._references: dict[int, weakref.ref] = {}

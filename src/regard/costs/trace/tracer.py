@@ -34,7 +34,7 @@ from ...compat import (
 from ...errors import ShapeError
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
-from .attention import Gpu, flex, sdpa
+from .attention import Gpu, Need, flex, sdpa
 from .device import OnDevice, asked, dropout, rms_norm
 from .engine import traced_engine
 from .meter import Meter
@@ -79,6 +79,7 @@ class Trace(DispatchMode):
         self.work: list[Work] = []  # of the host and the device, in order
         self.meter = Meter()
         self.kept: set[int | None] = set()  # storages that the first call allocates and later ones find
+        self.by_card = False  # whether another GPU would run other kernels
         self.prepared: dict[tuple, Any] = {}  # calls of the engine
         self.counts = True  # False inside an attention that is counted as a whole
         self._paths: list[str] = []  # of the modules being called, innermost last
@@ -311,11 +312,14 @@ class Trace(DispatchMode):
         path, name = self.path, func.__name__.split(".")[0]
         for x in outs:
             self.meter.track(x, path, name)
-        need = kernels.workspace(name, args, kwargs, outs, self.device)
-        if isinstance(need, kernels.Need):
-            self.meter.workspace(need.bytes(self.gpu), path, name, need)
+        self.workspace(kernels.workspace(name, args, kwargs, outs, self.device), name)
+
+    def workspace(self, need: int | Need, operation: str) -> None:
+        """Bytes that an operation allocates and frees while it runs."""
+        if isinstance(need, Need):
+            self.meter.workspace(need.bytes(self.gpu), self.path, operation, need)
         else:
-            self.meter.workspace(need, path, name)
+            self.meter.workspace(need, self.path, operation)
 
     def _compute_values(
         self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], outs: list[Tensor]
@@ -450,8 +454,7 @@ def tracing(trace: Trace) -> Iterator[None]:
             stack.enter_context(patched(F, "dropout", dropout))
             stack.enter_context(patched(F, "rms_norm", rms_norm))
             for name in ("get_device_capability", "get_device_properties"):
-                answer = asked(trace.gpu, getattr(torch.cuda, name))
-                stack.enter_context(patched(torch.cuda, name, answer))
+                stack.enter_context(patched(torch.cuda, name, asked(trace, getattr(torch.cuda, name))))
         for module, name in _importers_of_flex():
             stack.enter_context(patched(module, name, flex(trace)))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
