@@ -37,29 +37,38 @@ def test_a_plan_fits_and_one_more_row_does_not(monkeypatch):
 
 
 @unchecked
-def test_between_traced_runs_every_storage_has_the_size_of_a_traced_run():
-    subject, gpu = Subject.of(tiny), CARDS["l4"].gpu
+def test_between_traced_runs_every_storage_has_the_size_of_a_traced_run_on_that_card():
+    block = rg.Block(rg.Attention(64, heads=2, pattern=rg.causal()), rg.FeedForward(1024))
+    declared = rg.Decoder(block, 1, embedding=rg.Embedding(100, 64), head=rg.LanguageHead())
+    h100, l4 = (CARDS[name].gpu for name in ("h100", "l4"))
 
-    def traced(x, on=CARDS["h100"].gpu):
-        return run(subject.setting(Size(64, 64, 40 * x), TrainingStep(), device="cuda", gpu=on))
+    def traced(x, gpu=h100):
+        size, training = Size(160, 160, 16 * x), TrainingStep(autocast="bfloat16")
+        return run(Subject(declared).setting(size, training, device="cuda", gpu=gpu))
 
     runs = Runs(traced, 1)
     for x in (1, 4, 8):
         runs.at(x)
     assert runs.reaches(6) and not runs.reaches(9)
-    exact = traced(6, gpu)
-    assert runs.sizes(6, gpu) == [r.bytes for r in exact.trace.meter.records]
+    exact = traced(6, l4)
+    assert runs.sizes(6, l4) == [r.bytes for r in exact.trace.meter.records]
     assert [w.flops for w in runs.work(6)] == [w.flops for w in exact.trace.work]
+    differs = {n.formula.__name__ for n in exact.trace.meter.needs.values() if n.bytes(l4) != n.bytes(h100)}
+    assert differs == {"sum_needs", "_cudnn_or_flash"}
 
 
 @unchecked
 def test_cards_share_runs_and_progress_is_reported(monkeypatch):
-    monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter([Option("float32", TrainingStep())]))
+    low = TrainingStep(autocast="bfloat16")
+    monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter([Option("bfloat16", low)]))
     traced, reported = [], []
     monkeypatch.setattr("regard.costs.planner.run", lambda setting: traced.append(1) or run(setting))
-    planned(tiny, Wanted(gpu="l4,a100-40,4090", n=64), lambda *given: reported.append(given))
-    assert reported == [(f"{g}: float32", i, 3) for i, g in enumerate(("a100-40", "l4", "4090"))]
-    assert len(traced) < 7  # by itself each card takes three or more
+    alone = planned(tiny, Wanted(gpu="h100", n=64))
+    alone_traced = len(traced)
+    several = planned(tiny, Wanted(gpu="l4,h100,4090", n=64), lambda *given: reported.append(given))
+    assert reported == [(f"{g}: bfloat16", i, 3) for i, g in enumerate(("h100", "l4", "4090"))]
+    assert len(traced) == 2 * alone_traced  # the smaller cards need no run of their own
+    assert alone.choices[0] in several.choices
 
 
 def test_a_trained_mask_with_dropout_runs_the_memory_efficient_kernel():  # as T5 measured on an H200

@@ -71,12 +71,16 @@ def test_a_forward_pass_takes_the_memory_of_the_variant_that_runs(position):
 
 def test_buffers_of_the_backward_pass_are_there_when_a_later_step_begins():
     main = cost(rg.Attention(32, heads=4, pattern=near), n=141, batch=3, train=True).memory.main
-    meter, tables = main.trace.meter, main.keys(TABLES)
-    late = [k for k in tables if meter.records[k].phase == "backward"]
-    first = next(key for key, change in meter.events[main.begin :] if change > 0)
-    sizes = [r.bytes for r in meter.records]
-    sizes[first] = 1 << 30  # so that the peak is at the first allocation
-    assert late and main.usage(sizes=sizes).peak > (1 << 30) + sum(sizes[k] for k in tables)
+    records, tables = main.trace.meter.records, main.keys(TABLES)
+    late = [k for k in tables if records[k].phase == "backward"]
+    events = main.trace.meter.events[main.begin :]
+    begin = next(i for i, (k, _) in enumerate(events) if records[k].phase == "backward")
+    brief = next(k for k, change in events[:begin] if change < 0 and k not in tables)
+    sizes = [r.bytes for r in records]
+    sizes[brief] = 1 << 30  # so that the peak is in the forward pass
+    peak = main.usage(sizes=sizes).peak
+    without = main.usage(sizes=[0 if k in late else size for k, size in enumerate(sizes)]).peak
+    assert peak - without == sum(sizes[k] for k in late) > 0
 
 
 def test_pairs_of_a_traced_module_are_those_of_its_pattern():
