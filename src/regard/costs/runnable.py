@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..spec import Spec
 from .memory.runs import prompt
-from .memory.step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
+from .memory.step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 from .sizes import Size
 from .subject import Subject
 
@@ -66,11 +66,7 @@ def stepping(
     model: nn.Module, inputs: Any, targets: Tensor | None, training: TrainingStep
 ) -> Callable[[], float]:
     """() → the loss of one training step with these options."""
-    model.train()
-    checkpoint(model, training.checkpointing)
-    freeze(model, training.frozen)
-    if training.lora:
-        adapt(model, training.lora)
+    prepare(model, training)
     device = next(model.parameters()).device.type
     optimizer = Optimizer(list(model.parameters()), training, device)
 

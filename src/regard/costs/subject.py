@@ -95,7 +95,7 @@ class Subject:
     def fits(self, request: Request, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak is at most `budget` bytes; 0 if none fits.
 
-        Found by interpolation and bisection, since memory grows with both. m follows n if the two are equal.
+        Found between traced runs, since memory grows with both. m follows n if the two are equal.
         """
         require_known("vary", vary, ("batch", "n"))
         require_positive("budget", budget)
@@ -103,15 +103,13 @@ class Subject:
             raise SpecError("vary='n': the image size determines the number of patches; use vary='batch'")
         n, m, batch = request.size
 
-        def at(size: Size) -> Run:
+        def at(x: int) -> Run:
+            size = Size(n, m, x) if vary == "batch" else Size(x, x if m == n else m, batch)
             return run(self.setting(size, training_of(request.train), request.dtype, request.device))
 
         if vary == "batch":
-            return largest_of(Runs(lambda value: at(Size(n, m, value)), 1), budget, H200)
-        with_n = (
-            (lambda value: Size(value, value, batch)) if m == n else (lambda value: Size(value, m, batch))
-        )
-        return largest(lambda value: at(with_n(value)).usage().peak, budget, self.max_n)
+            return largest_of(Runs(at, 1), budget, H200)
+        return largest(lambda x: at(x).usage().peak, budget, self.max_n)
 
 
 class Runs:

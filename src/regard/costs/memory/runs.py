@@ -26,7 +26,7 @@ from ..trace.attention import H200, Gpu
 from ..trace.tracer import DataDependent, Trace, tracing
 from ..trace.twin import inputs_of, twin_of
 from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
-from .step import Optimizer, TrainingStep, adapt, autocast_region, checkpoint, freeze, loss_of
+from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 
 STRATEGIES = ("fsdp", "ddp")
 TABLES = "engine tables"  # and buffers, which stay from call to call
@@ -166,13 +166,9 @@ def _run(setting: Setting) -> Run:
     if setting.evaluate:
         twin.eval()
     if training is not None:
-        twin.train()
-        checkpoint(twin, training.checkpointing)
-        freeze(twin, training.frozen)
-        if training.lora:
-            adapt(twin, training.lora)
-            for p in twin.parameters():
-                meter.track(p, "", "weight")
+        prepare(twin, training)
+        for p in twin.parameters():  # adapters are new
+            meter.track(p, "", "weight")
     result = Run(trace, twin, {})
     result.mark(map(meter.key_of, [*twin.parameters(), *twin.buffers()]), "weights")
     result.mark(meter.alive.values(), "inputs")

@@ -127,6 +127,15 @@ def checkpoint(module: Any, wanted: bool | str | None) -> None:
         )
 
 
+def prepare(module: nn.Module, training: TrainingStep) -> None:
+    """The module in the mode of this step: checkpointed, frozen, with adapters."""
+    module.train()
+    checkpoint(module, training.checkpointing)
+    freeze(module, training.frozen)
+    if training.lora:
+        adapt(module, training.lora)
+
+
 def loss_of(out: Any, targets: Tensor | None, training: TrainingStep) -> Tensor:
     """The loss: the given one, the model's own, cross-entropy with targets, else the mean square of the outputs."""
     if training.loss is not None:

@@ -24,6 +24,7 @@ from ...engine.call import Call, CallFacts, Outputs, Prepared, facts_of
 from ...engine.cpu import kernels, layout
 from ...nn import cached_rotation, position
 from . import attention
+from .kernels import by_one_launch
 from .nested import tensors_in
 from .patches import patched
 
@@ -112,6 +113,29 @@ def _counted(trace: Any, prepared: Prepared, call: Call) -> Outputs:
     pairs = attention.CallPairs(heads * needed, heads * prepared.computed, repr(call.pattern))
     whole = attention.Call(call.q, call.k, call.v, None, call.dropout_p, False, pairs)
     return attention.counted(trace, NAME, whole, lambda: prepared(call))
+
+
+def _sparse(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Our kernels on a GPU leave o as q is: where heads are within positions, a model reads it without a copy."""
+    o, lse = func(*args, **kwargs)
+    if trace.device == "cuda" and attention.heads_within(args[0]):
+        b, h, n, d = o.shape
+        o = o.new_empty(b, n, h, d).transpose(1, 2)
+    return o, lse
+
+
+def _sparse_backward(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
+    """The gradients by one launch are laid out as their inputs."""
+    grads, (q, k, v) = func(*args, **kwargs), args[1][:3]
+    if trace.device != "cuda" or not by_one_launch(args[1]):
+        return grads
+    return *(torch.empty_like(x) for x in (q, k, v)), *grads[3:]
+
+
+OWN_HANDLERS = {
+    torch.ops.regard.sparse_attention: _sparse,
+    torch.ops.regard.sparse_attention_backward: _sparse_backward,
+}
 
 
 def _outside(make: Any) -> Any:

@@ -83,14 +83,19 @@ def sort_needs(rows: int, vocab: int, d: int, gpu: Gpu) -> int:
     return 4 * d * (rows // 10 + min(rows, vocab)) + 48 * rows + (800 << 10 if vocab > 1 << 15 else 0)
 
 
+def by_one_launch(saved: list[Tensor]) -> bool:
+    """Whether our Triton kernels compute all gradients by one launch. saved: q, k, v, o, lse, then the extras."""
+    q, k, v = saved[:3]
+    (b, h, n, d), m = q.shape, k.shape[2]
+    return not any(x.numel() for x in saved[5:]) and one_launch(n, m, b * h, max(d, v.shape[-1]))
+
+
 def _sparse_backward(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
     """Our Triton kernels: one launch needs nothing; several add up one gradient, in 16 bits two, in float32."""
-    q, k, v = args[1][:3]
-    (b, h, n, d), (h_kv, m) = q.shape, k.shape[1:3]
-    plain = all(not x.numel() for x in args[1][5:])
-    if plain and one_launch(n, m, b * h, max(d, v.shape[-1])):
+    (b, h, n, d), (h_kv, m), d_v = args[1][0].shape, args[1][1].shape[1:3], args[1][2].shape[-1]
+    if by_one_launch(args[1]):
         return 0
-    return 4 * b * h * n * d if q.element_size() == 4 else 4 * b * h_kv * m * (d + v.shape[-1])
+    return 4 * b * h * n * d if args[1][0].element_size() == 4 else 4 * b * h_kv * m * (d + d_v)
 
 
 # -- the CPU ------------------------------------------------------------------------------------------------------
@@ -118,6 +123,9 @@ def _low_product(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
 
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
+    "_softmax_backward_data": lambda args, kwargs, outs: (
+        args[0].numel() * args[0].element_size()
+    ),  # grad · output
     "sum": _sum,
     "embedding_dense_backward": _embedding_gradient,
     "sparse_attention_backward": _sparse_backward,

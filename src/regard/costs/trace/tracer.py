@@ -36,7 +36,7 @@ from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import Gpu, Need, flex, sdpa
 from .device import OnDevice, asked, dropout, rms_norm
-from .engine import traced_engine
+from .engine import OWN_HANDLERS, traced_engine
 from .meter import Meter
 from .nested import map_leaves, tensors_in
 from .patches import patched
@@ -51,6 +51,7 @@ READ_SCALAR = aten_operator("_local_scalar_dense")
 SDPA = F.scaled_dot_product_attention
 _one_at_a_time = RLock()  # functions of PyTorch are replaced while a trace runs
 LOWEST = torch.finfo(torch.float32).min / 2
+HANDLERS = data_dependent.HANDLERS | OWN_HANDLERS
 
 
 class Work(NamedTuple):
@@ -290,7 +291,7 @@ class Trace(DispatchMode):
         if any(metas) and not all(metas):
             args, kwargs = map_leaves(self.joined, (args, kwargs))
             tensors = tensors_in((args, kwargs))
-        special = data_dependent.HANDLERS.get(func.overloadpacket) if any(metas) else None
+        special = HANDLERS.get(func.overloadpacket) if any(metas) else None
         out = NotImplemented if special is None else special(self, func, args, kwargs)
         plain = out is NotImplemented
         if plain:
