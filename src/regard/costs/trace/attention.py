@@ -137,7 +137,7 @@ def _up(size: int, to: int) -> int:
 
 
 def heads_within(q: Tensor) -> bool:
-    """Whether the heads of a position are together in memory: then cuDNN's output and ours are so too."""
+    """Whether the heads of a position are together in memory: the outputs of cuDNN, the CPU and ours are as q is."""
     return q.stride(1) < q.stride(2)
 
 
@@ -173,7 +173,7 @@ class FusedKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, trace, kernel):
         b, h, n = q.shape[0], q.shape[-3], q.shape[-2]
-        within = heads_within(q) if kernel == "cudnn" else kernel != "math"
+        within = heads_within(q) if kernel in ("cudnn", "cpu") else kernel != "math"
         out = (
             q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2) if within else q.new_empty(b, h, n, v.shape[-1])
         )
