@@ -12,7 +12,7 @@ from regard.costs.memory.runs import TABLES
 from regard.costs.memory.step import TrainingStep
 from regard.engine.backends import choose
 from regard.engine.cpu import backend, kernels
-from regard.position import alibi, relative_table
+from regard.position import alibi, relative_table, rope
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
 near, far = rg.causal() & rg.window(8), rg.causal() & (rg.window(64) | rg.every(32))
@@ -102,3 +102,32 @@ def test_a_trace_leaves_real_calls_as_they_were():
     for grad in (False, True):
         assert torch.allclose(rg.attention(q.requires_grad_(grad), k, v, near), want, atol=1e-5)
     declaration._memory.cache_clear()
+
+
+@unchecked
+@pytest.mark.parametrize(
+    "device, low, pattern",
+    [
+        ("cuda", "bfloat16", near),
+        ("cuda", None, near),
+        ("cuda", "bfloat16", rg.causal()),
+        ("cpu", "bfloat16", rg.causal()),
+    ],
+    ids=["own", "own, float32", "cuDNN", "CPU"],
+)
+def test_an_output_is_laid_out_as_its_queries_and_copied_only_where_they_were(device, low, pattern):
+    def copies(position):
+        spec = rg.Attention(64, heads=2, pattern=pattern, position=position)
+        main = cost(spec, n=300, batch=2, train=TrainingStep(autocast=low), device=device).memory.main
+        return [r.phase for r in main.trace.meter.records if r.operation == "clone"]
+
+    assert not copies(None)  # heads stay within positions, from the projection to the output and back
+    assert copies(rope()).count("forward") == 1  # rotated queries have positions within heads, and so has the output
+
+
+def test_the_softmax_of_a_gpu_multiplies_beside_its_gradient():
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Softmax(-1))
+    for device, size in (("cuda", 5 * 16 * 4), ("cpu", 0)):
+        main = cost(module, torch.zeros(5, 8), train=True, device=device).memory.main
+        backward = [r.bytes for r in main.trace.meter.records if r.operation == "_softmax_backward_data"]
+        assert backward == [5 * 16 * 4, size][: 1 + bool(size)]
