@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from cost_models import built, cases, described, emptied, predicted, stepping
+from origin import origin
 
 from regard.costs.memory.runs import prompt
 
@@ -96,8 +97,8 @@ def main() -> None:
     print(f"inference, prompt and next token, {len(sizes)} peaks: median {statistics.median(sizes):.3%}, "
           f"worst {sizes[-1]:.3%}, {sum(e > 0.03 for e in sizes)} beyond 3 %")  # fmt: skip
     if options.json:
-        versions = {"torch": str(torch.__version__), "seed": options.seed, "threads": torch.get_num_threads()}
-        options.json.write_text(json.dumps({**versions, "rows": rows}, indent=1), encoding="utf-8")
+        head = {**origin(), "seed": options.seed, "threads": torch.get_num_threads()}
+        options.json.write_text(json.dumps({**head, "rows": rows}, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":
