@@ -20,6 +20,8 @@ from regard.costs.trace.tracer import Work
 
 unchecked = pytest.mark.compiled  # without the shape checker, which takes longer than the tested code
 tiny = dataclasses.replace(rg.preset("tiny-gpt"), layers=1)
+block = rg.Block(rg.Attention(64, heads=2, pattern=rg.causal()), rg.FeedForward(1024))
+unrotated = rg.Decoder(block, 1, embedding=rg.Embedding(100, 64), head=rg.LanguageHead())
 
 
 @unchecked
@@ -38,13 +40,11 @@ def test_a_plan_fits_and_one_more_row_does_not(monkeypatch):
 
 @unchecked
 def test_between_traced_runs_every_storage_has_the_size_of_a_traced_run_on_that_card():
-    block = rg.Block(rg.Attention(64, heads=2, pattern=rg.causal()), rg.FeedForward(1024))
-    declared = rg.Decoder(block, 1, embedding=rg.Embedding(100, 64), head=rg.LanguageHead())
     h100, l4 = (CARDS[name].gpu for name in ("h100", "l4"))
 
     def traced(x, gpu=h100):
         size, training = Size(160, 160, 16 * x), TrainingStep(autocast="bfloat16")
-        return run(Subject(declared).setting(size, training, device="cuda", gpu=gpu))
+        return run(Subject(unrotated).setting(size, training, device="cuda", gpu=gpu))
 
     runs = Runs(traced, 1)
     for x in (1, 4, 8):
@@ -61,14 +61,17 @@ def test_between_traced_runs_every_storage_has_the_size_of_a_traced_run_on_that_
 def test_cards_share_runs_and_progress_is_reported(monkeypatch):
     low = TrainingStep(autocast="bfloat16")
     monkeypatch.setattr("regard.costs.planner._options", lambda *_: iter([Option("bfloat16", low)]))
+    monkeypatch.setattr("regard.costs.planner._Search.longest", lambda *_: None)
     traced, reported = [], []
     monkeypatch.setattr("regard.costs.planner.run", lambda setting: traced.append(1) or run(setting))
-    alone = planned(tiny, Wanted(gpu="h100", n=64))
+    alone = planned(unrotated, Wanted(gpu="h100", n=160))
     alone_traced = len(traced)
-    several = planned(tiny, Wanted(gpu="l4,h100,4090", n=64), lambda *given: reported.append(given))
+    several = planned(unrotated, Wanted(gpu="l4,h100,4090", n=160), lambda *given: reported.append(given))
     assert reported == [(f"{g}: bfloat16", i, 3) for i, g in enumerate(("h100", "l4", "4090"))]
     assert len(traced) == 2 * alone_traced  # the smaller cards need no run of their own
     assert alone.choices[0] in several.choices
+    rotated = run(Subject.of(tiny).setting(Size(160, 160), low, device="cuda"))
+    assert rotated.trace.by_card  # cuDNN's output is laid out as its queries, flash attention's is not
 
 
 def test_a_trained_mask_with_dropout_runs_the_memory_efficient_kernel():  # as T5 measured on an H200

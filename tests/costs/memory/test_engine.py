@@ -122,7 +122,9 @@ def test_an_output_is_laid_out_as_its_queries_and_copied_only_where_they_were(de
         return [r.phase for r in main.trace.meter.records if r.operation == "clone"]
 
     assert not copies(None)  # heads stay within positions, from the projection to the output and back
-    assert copies(rope()).count("forward") == 1  # rotated queries have positions within heads, and so has the output
+    assert (
+        copies(rope()).count("forward") == 1
+    )  # rotated queries have positions within heads, and so has the output
 
 
 def test_the_softmax_of_a_gpu_multiplies_beside_its_gradient():
