@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch
 
 import regard as rg
 from regard.lens import figures
-from regard.lens.figures import style
+from regard.lens.figures import memory, style
 from regard.lens.figures.architecture import _middle, columns_of
 from regard.schedule import constant, inverse_sqrt, warmup_cosine
 
@@ -317,6 +317,10 @@ def test_memory_is_drawn_by_kind_and_module_with_areas_in_proportion():
         max(path.vertices[:, 1].max() for path in area.get_paths()) for area in timeline.axes[0].collections
     )
     assert highest == pytest.approx(peak.bytes / 2**30, rel=0.01)
+
+
+def test_every_kind_of_memory_has_a_color_of_its_own():
+    assert len({memory._color(kind) for kind in memory.KINDS}) == len(memory.KINDS)
 
 
 @pytest.mark.compiled

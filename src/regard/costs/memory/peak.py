@@ -11,7 +11,7 @@ from .runs import TABLES, Run
 # In the order of the pictures: what stays for long is at the bottom.
 KINDS = (
     "weights", "master weights", "optimizer state", "gradients", "key/value cache", "saved for backward", "inputs",
-    TABLES, "temporary", "workspace",
+    "temporary", "workspace", TABLES,
 )  # fmt: skip
 ADVICE = {
     "saved for backward": "A smaller batch lowers it in proportion.",

@@ -14,7 +14,7 @@ def _peak(cost: Any) -> Peak:
 
 
 def _color(kind: str) -> str:
-    return (*style.COLORS, "#5B5B5B", "#8C6BB1", "#A6761D")[KINDS.index(kind)]
+    return (*style.COLORS, "#5B5B5B", "#8C6BB1", "#A6761D", "#B3C7D6")[KINDS.index(kind)]
 
 
 def memory_treemap(cost: Any, *, dark: bool = False) -> Any:
