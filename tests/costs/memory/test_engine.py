@@ -35,7 +35,9 @@ def measured(module, n, step):
 
 
 @unchecked
-@pytest.mark.parametrize("variant", CASES)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=pytest.mark.long) if n > 500 else v for v, (_, n, _) in CASES.items()]
+)
 def test_a_training_step_takes_the_memory_of_the_variant_that_runs(variant, monkeypatch):
     pattern, n, more = CASES[variant]
     spec = rg.Attention(32, heads=4, kv_heads=2, pattern=pattern, **more)

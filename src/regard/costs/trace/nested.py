@@ -1,24 +1,26 @@
 """Arguments and results as nested tuples, lists and dictionaries of tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in the tree that is not a tuple, a list or a dictionary."""
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    if isinstance(tree, tuple | list):
-        for branch in tree:
-            yield from leaves(branch)
-    else:
-        yield tree
+PLAIN = {int, float, bool, str, type(None)}
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors in nested tuples, lists and dictionaries, in order."""
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return [tree] if isinstance(tree, Tensor) else []
+    found: list[Tensor] = []
+    for x in tree:
+        if type(x) is Tensor:
+            found.append(x)
+        elif x.__class__ not in PLAIN:
+            found += tensors_in(x)
+    return found
 
 
 def map_leaves(f: Callable[[Any], Any], tree: Any) -> Any:

@@ -139,34 +139,33 @@ class Trace(DispatchMode):
         self.amounts[key] = self.amounts.get(key, Amounts()) + amounts
 
     def _count(self, op: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        flops = None if op.is_view else product_flops(op, args, kwargs, out)
         if op.is_view:
             self.note_work(0, 0, "", "view")
-        elif any(x.is_meta for x in tensors_in((args, out))):
-            lists = (
-                sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in op.__name__ else 0
-            )
-            if self.meter.phase != "optimizer" or op.__name__.split(".")[0] not in STATE:
-                own = "own" if op.namespace == "regard" else "operation"
-                kind = "attention" if own == "operation" and "attention" in op.__name__ else own
-                self.note_work(flops or 0, _bytes(args, out), str(_dtype(args, out)), kind, lists)
+            return
+        name, tensors = op.__name__.split(".")[0], tensors_in((args, out))
+        flops, moved = (
+            product_flops(op, args, kwargs, out),
+            sum(x.numel() * x.element_size() for x in tensors),
+        )
+        made = self.meter.phase == "optimizer" and name in STATE
+        if not made and any(x.is_meta for x in tensors):
+            dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
+            own = "own" if op.namespace == "regard" else "operation"
+            kind = "attention" if own == "operation" and "attention" in name else own
+            lists = sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in name else 0
+            self.note_work(flops or 0, moved, str(dtype), kind, lists)
         if not self.counts or self.meter.phase not in ("forward", "backward"):
             return
-        name = op.__name__.split(".")[0]
         if flops is None:
             if not has_no_product(op):
                 self.unknown[f"{op.namespace}.{name} in {self.path or 'the top-level call'}"] += 1
-            elif not self.in_backward and not op.is_view:
+            elif not self.in_backward:
                 self._count_elementwise(out)
-            return
-        if self.in_backward:
-            if self._skipped():
-                return
-            self.add(
-                name, Amounts(backward_flops=flops, executed_backward_flops=flops), self.path or "backward"
-            )
-        else:
-            self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=_bytes(args, out)))
+        elif not self.in_backward:
+            self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=moved))
+        elif not self._skipped():
+            counted = Amounts(backward_flops=flops, executed_backward_flops=flops)
+            self.add(name, counted, self.path or "backward")
 
     def note_work(
         self, flops: int | float, moved: int | float, dtype: str, kind: str = "operation", tensors: int = 0
@@ -423,11 +422,6 @@ def merged(path: str) -> str:
     return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
 
 
-def _dtype(args: tuple, out: Any) -> torch.dtype:
-    """Of the first floating-point tensor."""
-    return next((x.dtype for x in tensors_in((args, out)) if x.is_floating_point()), torch.float32)
-
-
 def _flat(out: Any) -> tuple | list:
     if isinstance(out, tuple | list):
         return [y for x in out for y in (x if isinstance(x, tuple | list) else (x,))]
@@ -436,10 +430,6 @@ def _flat(out: Any) -> tuple | list:
 
 def _excludes(mask: Tensor) -> bool:
     return bool((mask <= LOWEST).any())
-
-
-def _bytes(args: tuple, out: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors_in((args, out)))
 
 
 @contextmanager
