@@ -130,6 +130,36 @@ def test_bias_and_table_of_each_head_follow_their_heads():
     assert_close(by_distance, formula(q, k, v, allowed, bias=-slopes[:, None, None] * distance)[0])
 
 
+@pytest.mark.parametrize("hidden", [torch.finfo(torch.float32).min, -1e9, -1e6])
+@pytest.mark.parametrize("how", ["called", "mapped", pytest.param("compiled", marks=pytest.mark.compiled)])
+def test_a_bias_that_hides_a_whole_row_has_the_gradients_of_the_formula(hidden, how):
+    """The fused CPU operation loses the number of keys in the log-sum-exp of such a row."""
+    q, k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in inputs(dtype=torch.float32))
+    v, do = v[..., :D], randn(B, H, N, D, seed=8, dtype=torch.float32)  # others are never fused by PyTorch
+    bias = randn(N, M, seed=7, dtype=torch.float32)
+    bias[2], bias[4, 3:], bias[5] = hidden, hidden, -inf
+
+    def loss(q, k, v):
+        return (attention(q, k, v, bias=bias) * do).sum()
+
+    def by_formula(q, k, v):
+        weights = torch.softmax((q @ k.mT * D**-0.5 + bias).masked_fill(bias == -inf, -inf), -1)
+        return (weights.nan_to_num(0.0) @ v * do).sum()
+
+    def gradients(function):
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(function(*given), given)
+
+    if how == "mapped":
+        mapped = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))
+        found = tuple(x[0] for x in mapped(q[None], k[None], v[None]))
+    else:
+        found = gradients(
+            loss if how == "called" else torch.compile(loss, fullgraph=True, backend="aot_eager")
+        )
+    assert_close(found, gradients(by_formula), rtol=1e-5, atol=1e-5)
+
+
 def test_equal_patterns_are_one_launch():
     text = str(rg.explain(rg.per_head(HEADS), n=64, heads=6, kv_heads=3))
     assert (

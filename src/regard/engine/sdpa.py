@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import compat
 from ..pattern import causal, full
@@ -38,6 +39,8 @@ GPU_CALL, GPU_CALL_GRAD = 25e-6, 40e-6
 GPU_GATHER, GPU_GATHER_CALL = 8.0 * GPU_PAIR, 130e-6
 # Where every score is stored: 6 accesses of 4 bytes each forward, 15 with backward, at 4.8 TB/s.
 GPU_STORED, GPU_STORED_GRAD = 10.0 * GPU_PAIR, 25.0 * GPU_PAIR
+# How far off a weight may be by the rounding of a log-sum-exp; beyond that, gradients are the formula's.
+MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
 _sdpa = compat.sdpa
@@ -164,8 +167,12 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
     """A mask is added, or bool with True = may attend. No row may be empty."""
     q, k, v = call.q, call.k, call.v
     formula = call.dropout_p > 0 or (mask is not None and mask.requires_grad)  # PyTorch takes the formula
-    if formula or not (q.is_cpu and needs_grad(q, k, v) and eager(q, k, v) and q.numel() and k.numel()):
+    fused = q.is_cpu and needs_grad(q, k, v) and q.numel() and k.numel() and not formula
+    if not (fused and eager(q, k, v)):
         more: dict[str, Any] = {"is_causal": is_causal, "scale": call.factor, "enable_gqa": call.grouped}
+        if fused and isinstance(call.bias, Tensor):  # its numbers cannot be read here: see _Fused.backward
+            with sdpa_kernel(SDPBackend.MATH):
+                return _sdpa(q, k, v, mask, 0.0, **more)
         return _sdpa(q, k, v, mask, call.dropout_p, **more)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
@@ -183,6 +190,12 @@ def _double_backward(
     q, k, v, mask, is_causal, scale = saved
     results = reference_backend.gradients((given[0], None), _as_call(q, k, v, mask, is_causal, scale))
     return tuple(None if old is None else new for old, new in zip(grads, results))
+
+
+def _rounded(lse: Float[Tensor, "b h n"]) -> bool:
+    """Whether exp(score − lse) is no weight: beside a bias of −1e9 in all of a row, ln Σ exp loses the logarithm of
+    their number, and each of m weights is 1, not 1/m."""
+    return bool(lse.abs().amax() * torch.finfo(lse.dtype).eps > MAX_ROUNDING)
 
 
 def _as_call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Call:
@@ -206,9 +219,12 @@ class _Fused(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, mask, o, lse = ctx.saved_tensors
         is_causal, scale = ctx.options
-        if torch.is_grad_enabled():  # create_graph=True: these gradients will be differentiated again
-            call = _as_call(q, k, v, mask, is_causal, scale)
-            return *reference_backend.gradients((grad, None), call)[:3], None, None, None
+        again = torch.is_grad_enabled()  # create_graph=True: these gradients will be differentiated again
+        if again or (mask is not None and _rounded(lse)):
+            with torch.enable_grad():
+                call = _as_call(q, k, v, mask, is_causal, scale)
+                grads = reference_backend.gradients((grad, None), call)[:3]
+            return *(g if g is None or again else g.detach() for g in grads), None, None, None
         d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
         dq, dk, dv = _flash_backward(
             padded_to(grad, d), padded_to(q, d), padded_to(k, d), padded_to(v, d), o, lse, 0.0, is_causal,
