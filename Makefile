@@ -29,7 +29,7 @@ QUICK_FIRST := tests/engine tests/pattern tests/reference tests/project/test_hou
 QUICK_SECOND := tests/cli tests/costs tests/generation tests/laws tests/lens tests/nn tests/position tests/schedule tests/spec
 NOT_QUICK := $(addprefix --ignore=tests/,engine/cuda engine/gpu engine/test_fused_qkv.py engine/test_threads.py \
 	engine/test_cold_call.py costs/flops/test_flop_counter.py costs/memory costs/test_planner.py cli/test_law_cli.py \
-	laws/diagnosis laws/test_found_out.py laws/test_html_report.py laws/test_judgment.py lens/test_ablation.py \
+	laws/diagnosis laws/test_detection.py laws/test_html_report.py laws/test_judgment.py lens/test_ablation.py \
 	lens/test_figures.py lens/test_html_report.py nn/test_branch_end.py nn/test_models.py)
 
 .PHONY: demo test test-first test-second quick quick-first quick-second check docs long laws ledger mutants clean

@@ -111,7 +111,7 @@ def test_a_network_and_its_gradients_are_those_of_the_formula(activation, bias):
 
 
 def test_a_first_call_inside_a_checkpoint_is_recomputed_as_it_was():
-    """What PyTorch can do is found out at the first call; the checkpoint must not count the tensors of that."""
+    """What PyTorch can do is determined at the first call; the checkpoint must not count the tensors of that."""
     compat.can_read_flash_node.cache_clear()
     backends.PREPARED.clear()
     module = rg.Attention(8, heads=2).build()

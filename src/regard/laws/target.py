@@ -131,7 +131,7 @@ class _Claims:
     source: str | None = None  # a Python expression that builds this target, for snippets
     imports: str = ""  # the import lines it needs
     seconds: float | None = None  # the time limit per law, for a slow target
-    notes: tuple[str, ...] = ()  # what an adapter found out about the target, shown with the verdict
+    notes: tuple[str, ...] = ()  # what an adapter detected about the target, shown with the verdict
 
     def __post_init__(self):
         for field_name in ("claims", "lacks"):

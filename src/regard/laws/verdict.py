@@ -90,7 +90,7 @@ class Verdict:
         return min(messages) if messages and starts and not others else None
 
     def notes(self) -> list[str]:
-        """What the adapter found out about the target."""
+        """What the adapter detected about the target."""
         return [f"  {note}" for note in self.target.notes]
 
     def explanation(self) -> list[str]:

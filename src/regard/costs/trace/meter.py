@@ -81,10 +81,3 @@ class Meter:
     def stop(self) -> None:
         """Later releases are not noted: what is alive now stays so to the end."""
         self._references.clear()
-
-    def alive_at(self, count: int) -> set[int]:
-        """Keys of the storages that are alive after so many events."""
-        alive: set[int] = set()
-        for key, change in self.events[:count]:
-            alive.add(key) if change > 0 else alive.discard(key)
-        return alive

@@ -43,7 +43,7 @@ def adapt(
 ) -> Target:
     """The target for `thing`. `claims` and `lacks` are added to those of its adapter.
 
-    more: what cannot be found out. kind: what it is (layer-norm, schedule, …). layout: the axes of q, k and
+    more: what probing cannot determine. kind: what it is (layer-norm, schedule, …). layout: the axes of q, k and
     v ("b n h d"). mask: what True means in its mask, "keep" or "hide". device. facts: numbers of a part (lr_max, …).
     If `thing` is a class or a factory, the others are the arguments it is built with (heads=4, d_model=16, …).
     """

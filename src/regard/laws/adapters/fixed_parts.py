@@ -73,7 +73,7 @@ def only_past(reading: Reading, name: str, text: str) -> bool:
 
 
 def probed_alignment(reading: Reading) -> str:
-    """Where the causal mask lies with 3 queries and 5 keys; at the first key if that cannot be told."""
+    """Where the causal mask lies with 3 queries and 5 keys; at the first key if that cannot be determined."""
     g = torch.Generator().manual_seed(2)
     rows = 1 if reading.layout in layouts.LOOPED else 2
     q, k = torch.randn(rows, rows, 3, 6, generator=g), torch.randn(rows, rows, 5, 6, generator=g)

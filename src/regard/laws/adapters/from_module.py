@@ -47,7 +47,7 @@ POSITION_WORDS = re.compile(
 
 
 class _Reader:
-    """One module while its arguments are being found out."""
+    """One module while its arguments are being determined."""
 
     def __init__(self, module: nn.Module, hints: Hints):
         self.module, self.hints = module, hints

@@ -50,7 +50,7 @@ def _argument_cache(reader: Any) -> tuple[Callable[..., Any] | None, Callable[..
         break
     if empty is None:
         reader.notes.append(
-            f"{name}: how to start an empty cache could not be found out; cache laws are not run"
+            f"{name}: how to start an empty cache could not be determined; cache laws are not run"
         )
         return None, None
 

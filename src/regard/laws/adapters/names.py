@@ -86,8 +86,8 @@ QUERIES, KEYS, VALUES = (
     ("v", "value", "values", "xv"),
 )
 
-# A mask parameter of this name says which polarity it has; of any other it is what scaled_dot_product_attention has.
-KEEPS = ("allowed", "attention_mask", "keep", "visible", "mask", "pattern", "attn_mask")
+# A mask parameter of this name is True where a key is hidden; of any other, as in scaled_dot_product_attention, where
+# it may be attended to.
 HIDES = (*PADDING, "masked", "blocked", "hide", "hidden")
 
 _TRUE = r"(?:true|1s?|ones|non-?zero|set)\b[^.;,\n]{0,45}?"

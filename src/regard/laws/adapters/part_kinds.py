@@ -153,7 +153,7 @@ def _read_schedule(name: str, rate: Callable[[int], float]) -> dict[str, Any]:
     last = max((i for i, r in enumerate(rates) if r > 0), default=0)
     if last >= 2000 or peak <= 0:
         raise SpecError(
-            f"{name}: where this schedule ends could not be found out; give its facts: --with lr_max=0.001 "
+            f"{name}: where this schedule ends could not be determined; give its facts: --with lr_max=0.001 "
             "--with warmup=40 --with total=200"
         )
     return {"lr_max": peak, "warmup": rates.index(peak), "total": last + 1}

@@ -1,4 +1,4 @@
-"""A function of q, k and v while its parameters are being found out: how a call in the laws' terms is made."""
+"""A function of q, k and v while its parameters are being determined: how a call in the laws' terms is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -41,7 +41,7 @@ def _unidentified(harness: Harness) -> str | None:
 
     found = identified(harness)
     if found.arrangement is None and found.cause is None:
-        return "its W_q, W_k, W_v and W_o could not be found out, or it computes more than attention"
+        return "its W_q, W_k, W_v and W_o could not be determined, or it computes more than attention"
     return None
 
 

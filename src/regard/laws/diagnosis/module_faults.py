@@ -110,13 +110,6 @@ def _rotated_only(which: str) -> Projected:
     return project
 
 
-def _rotated_against(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = replace(a, rotary="").project(x, source)
-    if not a.rotary:
-        return q, k, v
-    return rotated(q, a.rotary), rotated(k.flip(-2), a.rotary).flip(-2), v
-
-
 def _over_heads(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Heads and positions exchanged: each position attends over its own heads."""
     q, k, v = (t.transpose(1, 2) for t in a.project(x, source))

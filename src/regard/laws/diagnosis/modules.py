@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from ..adapters.names import text_of
@@ -22,7 +21,6 @@ from .formula import Call, Formula, Variant
 from .module_faults import MODULE_FAULTS, ModuleFault
 from .projections import (
     Arrangement,
-    Matrix,
     arrangements,
     has_learned_slopes,
     mentions,
@@ -384,23 +382,3 @@ def _same(a: Arrangement, formula: Formula, s: ModuleSample, fault: ModuleFault 
 
 def _equal_at_real(a: Arrangement, s: ModuleSample, always: bool) -> bool:
     return _same(a, RIGHT, s, None, always)
-
-
-def as_projections(a: Arrangement) -> Any:
-    """The matrices per head, as the laws of modules take them; None where the reading has positions or a residual."""
-    from ..target import Projections
-
-    if a.rotary or a.residual or a.order != "(h d)" or a.o is None:
-        return None
-
-    def per_head(matrix: Matrix, heads: int) -> Tensor:
-        return rearrange(matrix.w, "e (h d) -> h e d", h=heads)
-
-    def biases(matrix: Matrix, heads: int) -> Tensor | None:
-        return None if matrix.b is None else rearrange(matrix.b, "(h d) -> h d", h=heads)
-
-    return Projections(
-        per_head(a.q, a.heads), per_head(a.k, a.kv_heads), per_head(a.v, a.kv_heads),
-        rearrange(a.o.w, "(h d) e -> h d e", h=a.heads),
-        biases(a.q, a.heads), biases(a.k, a.kv_heads), biases(a.v, a.kv_heads), a.o.b,
-    )  # fmt: skip

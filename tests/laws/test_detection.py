@@ -153,7 +153,7 @@ def test_a_schedule_is_checked_as_one():
     verdict = check(schedule, ["L41"], FEW)
     assert verdict["L41"].status == "holds", str(verdict)
     with pytest.raises(
-        SpecError, match="where this schedule ends could not be found out; give its facts: --with"
+        SpecError, match="where this schedule ends could not be determined; give its facts: --with"
     ):
         adapt(lambda step: 1.0, kind="schedule")
     given = adapt(lambda step: 1.0, kind="schedule", facts={"lr_max": 1.0, "warmup": 4, "total": 20})
