@@ -1,7 +1,7 @@
 """Batch rows shared out to threads on a CPU: each thread decodes its rows, with one thread of PyTorch.
 
-A decoding step is about a hundred small operations. Two threads inside each of them wait for each other a hundred times
-a step, and whenever another process uses one of the cores. Two threads with their own rows wait once, at the end.
+A decoding step is about a hundred small operations. Two threads inside each of them wait for each other a hundred
+times a step, and whenever another process uses a core. Two threads with their own rows wait once, at the end.
 """
 
 import os
@@ -61,7 +61,7 @@ def cut(lengths: Sequence[int], beams: int) -> int:
 
 
 def run(work: Callable[[Tensor, Event], T], parts: Sequence[Tensor]) -> list[T]:
-    """work(part, stop) of two parts, side by side. stop: is set where the caller was interrupted, or a part failed."""
+    """work(part, stop) of two parts, side by side. stop is set where the caller was interrupted, or a part failed."""
     stop = Event()
     futures = [_pool().submit(copy_context().run, work, part, stop) for part in parts]
     try:
