@@ -254,7 +254,7 @@ def test_a_compiled_graph_masks_what_no_progressions_describe():
 
 def test_past_one_launch_a_prepared_call_is_not_masked():
     """SDPA's mask of so many pairs is made anew in each call: 560 to 680 µs with backward on an H200, triton's 130 to
-    210 (bench/results/gpu_rows-2026-11-17.json, group short)."""
+    210 (bench/results/gpu_experiments-2026-11-17.json)."""
     sparse = {
         "device": "cuda",
         "heads": 4,
