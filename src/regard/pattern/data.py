@@ -239,13 +239,15 @@ def spans(ids: Ints) -> list[tuple[int, int]] | None:
     return list(zip(first.tolist(), [*first[1:].tolist(), len(ids)]))
 
 
-def chains(parents: list[int]) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Runs of positions, each the parent of the next: the first, the first past them, and what they attend to besides
-    themselves, as runs of keys."""
+def chains(parents: list[int], queries: range, most: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    """Runs of positions, each the parent of the next, where queries are among them: the first, the first past them,
+    and what they attend to besides themselves, as runs of keys. Of these, `most` + 1 are listed at most."""
     first = [i for i, parent in enumerate(parents) if i == 0 or parent != i - 1]
     for chain, end in zip(first, [*first[1:], len(parents)]):
+        if end <= queries.start or chain >= queries.stop:
+            continue
         above, key = [], chain
-        while (parent := parents[key]) >= 0:
+        while (parent := parents[key]) >= 0 and len(above) <= most:
             key = first[bisect_right(first, parent) - 1]
             above.append((key, parent + 1))
         yield chain, end, above

@@ -11,7 +11,7 @@ from regard.engine.attention import attention
 from regard.engine.cpu import documents as packed
 from regard.engine.explain import explain
 from regard.errors import BackendError
-from regard.pattern import causal, dilated, documents, every, full, strided, tree, where, window
+from regard.pattern import causal, data, dilated, documents, every, full, strided, tree, where, window
 
 B, H, H_KV, D_K, D_V = 2, 4, 2, 5, 3
 f64 = torch.float64
@@ -145,6 +145,19 @@ def test_a_prompt_is_read_once_by_all_its_answers():
         [-1] + [(i - 1) // 2 * 2 for i in range(1, 1024)]
     )  # a side branch at every second node
     assert packed.layouts(tree(comb), 1024, 1024) is None
+
+
+def test_only_chains_with_queries_are_followed_and_not_past_the_limit(monkeypatch):
+    """Followed to the root, every chain of a comb took a time quadratic in its keys, for eight queries."""
+    followed = []
+    search = data.bisect_right
+    monkeypatch.setattr(data, "bisect_right", lambda *x: followed.append(x) or search(*x))
+    comb = torch.tensor([-1] + [(i - 1) // 2 * 2 for i in range(1, 2048)])
+    assert packed.layouts(tree(comb), 8, 2048) is None
+    assert len(followed) <= packed.MAX_RECTANGLES + 1
+    followed.clear()
+    assert packed.layouts(tree(comb), 8, 2048, at=0) is not None  # a few chains, near the root
+    assert len(followed) <= 8 * 8
 
 
 REFUSED = [

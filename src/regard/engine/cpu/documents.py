@@ -142,7 +142,7 @@ def _shared_tile(short: list[Document], by_ids: documents, rest: Pattern, start:
 def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | None:
     """Triangles, and rectangles over the keys above; None where these are too many."""
     own, above = [], []
-    for first, end, runs in chains(parents):
+    for first, end, runs in chains(parents, range(start, start + n), MAX_RECTANGLES):
         for one in _documents([(first, end)], n, start):
             own.append(one)
             above += [one._replace(key=key, keys=stop - key) for key, stop in runs]
