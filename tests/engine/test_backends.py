@@ -279,4 +279,12 @@ def test_auto_leaves_out_a_kernel_that_rounds_gradients():
     found = chosen(grad=True)
     assert found.backend == "triton"
     assert "sdpa's kernel for masks rounds gradients in float32 more than the formula does" in found.reason
-    assert chosen(grad=True, bias="tensor").backend == "sdpa"  # nothing else adds it
+    only = chosen(grad=True, bias="tensor")
+    assert only.backend == "sdpa"  # nothing else adds it
+    assert "more than the formula does: backend='reference' is more exact, and slower" in only.reason
+    assert (
+        "sdpa's" not in chosen(grad=True, return_lse=True).reason
+    )  # it cannot run that, so it was not left out
+    assert "rounds" not in chosen().reason  # nor without gradients
+    dense = choose(CallFacts(rg.causal(), 520, 520, device="cuda", grad=True), "auto")
+    assert "rounds" not in dense.reason  # without a mask another kernel runs

@@ -91,8 +91,12 @@ def _fastest(f: CallFacts) -> tuple[Backend, str]:
     times = sorted((pair for pair in times if not isinf(pair[0])), key=lambda pair: pair[0])
     # SDPA's CUDA kernel for masks computes a float32 product by three in TF32; dq was off by 1.2 × the tolerance.
     if device == "cuda" and f.grad and f.dtype == torch.float32 and not f.unmasked:
-        refusals.append("sdpa's kernel for masks rounds gradients in float32 more than the formula does")
-        times = [pair for pair in times if pair[1].name != "sdpa"] or times
+        rounds = "sdpa's kernel for masks rounds gradients in float32 more than the formula does"
+        if others := [pair for pair in times if pair[1].name != "sdpa"]:
+            refusals += [rounds] if len(others) < len(times) else []
+            times = others
+        elif times:
+            refusals.append(f"{rounds}: backend='reference' is more exact, and slower")
     if not times:
         return TABLE["reference"], "; ".join(refusals) or "no other backend is for this device"
     best, chosen = times[0]
