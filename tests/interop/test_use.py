@@ -15,7 +15,9 @@ from transformers import (
     BloomConfig,
     BloomModel,
     CompileConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MistralConfig,
 )
 
 import regard as rg
@@ -118,25 +120,86 @@ def test_training_through_a_pattern_has_the_gradients_of_its_table(llama):
         torch.testing.assert_close(again[name], g, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [(0, 0), (0, 2), (3, 0)], ids=["whole", "right", "left"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_pattern_counts_from_the_start_of_each_packed_document(llama, batch, padded):
-    """With sinks, a document of a packed row is what it is alone: also with padding, also where maps are computed."""
-    cuts = ([0, 5, 11, 17], [0, 8, 17])[:batch]
+@pytest.mark.parametrize("pattern", [PATTERN, rg.causal() & (rg.every(3) | rg.blocks(2))], ids=str)
+def test_a_pattern_counts_from_the_start_of_each_packed_document(llama, batch, padded, pattern):
+    """A document of a packed row is what it is alone: also with padding, also where maps are computed."""
+    (left, right), cuts = padded, ([0, 5, 11, 17], [0, 8, 17])[:batch]
     positions = torch.stack([torch.cat([torch.arange(b - a) for a, b in pairwise(c)]) for c in cuts])
+    for row, (_, end, *_) in enumerate(cuts):
+        positions[row, :end] = (positions[row, :end] - left).clamp(min=0)
     given = {"position_ids": positions, "use_cache": False}
-    if padded:
+    if left or right:
         given["attention_mask"] = torch.ones(batch, 17, dtype=torch.long)
-        given["attention_mask"][:, -2:] = 0
-    with rg.use(llama, PATTERN), torch.no_grad():
+        given["attention_mask"][:, :left] = 0
+        given["attention_mask"][:, 17 - right :] = 0
+    with rg.use(llama, pattern), torch.no_grad():
         packed = llama(IDS[:batch], **given).logits
         mapped = llama(IDS[:batch], output_attentions=True, **given).logits
         for row, cut in enumerate(cuts):
             for a, b in pairwise(cut):
-                b = min(b, 15) if padded else b
+                a, b = max(a, left), min(b, 17 - right)
                 alone = llama(IDS[row : row + 1, a:b]).logits[0]
                 torch.testing.assert_close(packed[row, a:b], alone, rtol=1e-5, atol=1e-6)
                 torch.testing.assert_close(mapped[row, a:b], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_the_chunks_of_a_model_count_from_the_row_also_with_packed_documents():
+    """Llama 4's chunks do not begin anew with a document; a pattern of the user's does."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_chunk_size=4, num_local_experts=2,
+        num_experts_per_tok=1, interleave_moe_layer_step=2, max_position_embeddings=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, no_rope_layers=[1, 1], attn_temperature_tuning=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    given = {"position_ids": torch.cat([torch.arange(7), torch.arange(10)])[None], "use_cache": False}
+    with rg.use(model, PATTERN), torch.no_grad():
+        mapped = model(IDS[:1], output_attentions=True, **given)
+        torch.testing.assert_close(model(IDS[:1], **given).logits, mapped.logits, rtol=1e-5, atol=1e-6)
+    blocks, document = torch.arange(17) // 4, (torch.arange(17) >= 7).long()
+    expected = (
+        PATTERN.allows(given["position_ids"].mT, given["position_ids"]) & torch.ones(17, 17).tril().bool()
+    )
+    expected &= (blocks[:, None] == blocks) & (document[:, None] == document)
+    assert torch.equal(mapped.attentions[0][0, 0] > 0, expected)
+
+
+def compiled_steps():
+    """Steps of `generate` as a graph, also on a CPU."""
+    settings = CompileConfig(mode=None, backend="eager")
+    settings._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": settings}
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        dict,
+        lambda: {"cache_implementation": "static"},
+        pytest.param(compiled_steps, marks=[pytest.mark.long, pytest.mark.compiled]),
+    ],
+    ids=["dynamic", "static", "compiled"],
+)
+def test_positions_count_from_the_first_real_token_after_it_has_left_a_sliding_cache(cache):
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=6, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    torch._dynamo.reset()
+    with rg.use(model, rg.causal() & (rg.every(2) | rg.window(0))), torch.no_grad():
+        expected = torch.stack(model.generate(IDS, use_cache=False, **options).logits)
+        found = torch.stack(model.generate(IDS, **cache(), **options).logits)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_an_encoder_takes_a_window():
@@ -284,6 +347,18 @@ class Wrapper(nn.Module):
         return self.first(ids).logits, states, self.top(states, states, states, need_weights=False)[0]
 
 
+def test_a_part_that_keeps_its_own_attention_is_named(llama):
+    bloom = BloomModel(BloomConfig(vocab_size=11, hidden_size=8, n_layer=1, n_head=2))
+    model = nn.ModuleDict({"first": llama, "first2": bloom})
+    assert list(hugging_face_parts(model)) == ["first", "first2"]
+    with pytest.warns(
+        UserWarning, match=r"first2 \(BloomModel\) keeps its own attention, without the pattern"
+    ):
+        applied = rg.use(model, PATTERN)
+    with applied:
+        assert [name.rsplit(".", 2)[0] for name in applied.patterns] == ["first.model.layers"] * 2
+
+
 def test_models_inside_another_module_take_patterns_by_their_names_in_it(llama):
     torch.manual_seed(0)
     config = BertConfig(
@@ -331,13 +406,39 @@ def test_in_a_graph_a_pattern_counts_from_the_first_real_token_too(llama):
     mask = torch.ones_like(IDS)
     mask[0, :5] = 0
     packed = torch.cat([torch.arange(7), torch.arange(10)]).expand(2, -1)
+    holes = mask.clone()
+    holes[1, 9] = 0
+    ones = torch.ones_like(IDS)
     with rg.use(llama, PATTERN), torch.no_grad():
-        for given in ({"attention_mask": mask}, {"position_ids": packed}):
+        for given in (
+            {"attention_mask": mask},
+            {"attention_mask": holes},
+            {"position_ids": packed},
+            {"position_ids": packed, "attention_mask": ones},
+        ):
             torch._dynamo.reset()
             expected = llama(IDS, use_cache=False, **given).logits
-            found = torch.compile(llama, backend="eager")(IDS, use_cache=False, **given).logits
-            real = given.get("attention_mask", torch.ones_like(IDS)).bool()
+            compiled = torch.compile(llama, backend="eager", fullgraph=True)
+            found = compiled(IDS, use_cache=False, **given).logits
+            real = given.get("attention_mask", ones).bool()
             torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+@pytest.mark.compiled
+@pytest.mark.parametrize("pattern", [None, PATTERN], ids=["causal", "pattern"])
+def test_packed_documents_that_a_graph_cannot_separate_are_an_error(llama, pattern):
+    torch._dynamo.reset()
+    packed = torch.cat([torch.arange(7), torch.arange(10)]).expand(2, -1)
+    with rg.use(llama, pattern), torch.no_grad():
+        compiled = torch.compile(llama, backend="eager", fullgraph=True)
+        expected = llama(IDS, position_ids=torch.arange(17)[None]).logits
+        found = compiled(IDS, position_ids=torch.arange(17)[None]).logits
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(
+            RuntimeError, match=r"position_ids start anew .*; call the model with use_cache=False"
+        ):
+            compiled(IDS, position_ids=packed)
 
 
 @pytest.mark.long
@@ -345,8 +446,6 @@ def test_in_a_graph_a_pattern_counts_from_the_first_real_token_too(llama):
 @pytest.mark.parametrize("pattern", [None, PATTERN], ids=["causal", "pattern"])
 @pytest.mark.parametrize("left", [0, 5])
 def test_a_compiled_step_over_a_static_cache_is_one_graph(llama, pattern, left):
-    settings = CompileConfig(mode=None, backend="eager")
-    settings._compile_all_devices = True  # else `generate` compiles on a GPU only
     mask = torch.ones_like(IDS)
     mask[0, :left] = 0
     options = {"attention_mask": mask, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -354,6 +453,6 @@ def test_a_compiled_step_over_a_static_cache_is_one_graph(llama, pattern, left):
     counters.clear()
     with rg.use(llama, pattern), torch.no_grad():
         expected = llama.generate(IDS, use_cache=False, **options)
-        found = llama.generate(IDS, cache_implementation="static", compile_config=settings, **options)
+        found = llama.generate(IDS, **compiled_steps(), **options)
     assert torch.equal(found, expected)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

@@ -3,6 +3,7 @@
 import fnmatch
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
@@ -110,6 +111,13 @@ def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: A
             names = [f"{part}.{name}" for part, one in zip(parts, applied) for name in one.patterns]
             chosen = dict(zip(names, (given for one in applied for given in one.patterns.values())))
         else:
+            for part, inner in parts.items():
+                if not isinstance(pattern, Mapping) and not attention_modules(inner):
+                    warnings.warn(
+                        f"{part} ({type(inner).__name__}) keeps its own attention, without the pattern: it does not "
+                        f"go through transformers' registry",
+                        stacklevel=3,
+                    )
             chosen = assign(pattern, {**registered, **own})
             for part, inner in parts.items():
                 here = {name[len(part) + 1 :]: p for name, p in chosen.items() if within(name) == part}

@@ -33,8 +33,7 @@ def mask_and_bias(
         if mask.batch != batch:
             mask = _of_batch(mask, batch, given)
     elif isinstance(given, TracedMask):
-        counted = _counted_in_graph(given, n, m, kwargs.get("position_ids"))
-        mask = Mask(given.pattern, given.at, batch, n, m, dense=given.table, counted=counted)
+        mask = _in_graph(given, batch, n, m, kwargs.get("position_ids"))
     elif given is None:
         mask = _unmasked(module, batch, n, m, kwargs)
     elif not isinstance(given, Tensor):
@@ -52,14 +51,25 @@ def mask_and_bias(
     return mask, bias
 
 
-def _counted_in_graph(given: TracedMask, n: int, m: int, positions: Any) -> tuple[Tensor, Tensor] | None:
-    """Positions as a user's pattern counts them: in packed documents from each one's start, by tensors alone."""
-    if given.counted is None or n != m or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return given.counted
-    starts = (positions[:, 1:] <= positions[:, :-1]).long()
-    found, _ = positions_in_documents(nn.functional.pad(starts.cumsum(-1), (1, 0)), None)
-    i, j = given.counted
-    return torch.minimum(i, found), torch.minimum(j, found)
+def _in_graph(given: TracedMask, batch: int, n: int, m: int, positions: Any) -> Mask:
+    """The mask of a compiled graph, in which packed documents are told apart by tensors alone."""
+    table, counted = given.table, given.counted
+    if n == m and n > 1 and isinstance(positions, Tensor) and positions.dim() == 2:
+        starts = (positions[:, 1:] <= positions[:, :-1]).long()
+        ids = nn.functional.pad(starts.cumsum(-1), (1, 0))
+        if (
+            table is None
+        ):  # a table would cost every model n × n; the compiler keeps an assertion of this form
+            assert (starts == 0).all(), (
+                "position_ids start anew within a row: a compiled graph cannot separate such packed documents where "
+                "there is a cache and no mask; call the model with use_cache=False"
+            )
+        else:
+            table = table & (ids[:, None, :, None] == ids[:, None, None, :])
+        if counted is not None:
+            found = positions_in_documents(ids, None)
+            counted = torch.minimum(counted[0], found), torch.minimum(counted[1], found)
+    return Mask(given.pattern, given.at, batch, n, m, dense=table, counted=counted)
 
 
 def _from_tensor(given: Tensor, batch: int, n: int, m: int) -> tuple[Mask, Tensor | None]:
@@ -119,7 +129,8 @@ def _with_documents(mask: Mask, kwargs: dict) -> Mask:
     if ids is None:
         return mask
     pattern = Both(mask.pattern, documents(ids))
-    counted = positions_in_documents(ids, mask.keys)
+    found = positions_in_documents(ids, mask.keys)
+    counted = found, found
     return Mask(pattern, 0, mask.batch, mask.n, mask.m, keys=mask.keys, origin=mask.origin, counted=counted)
 
 

@@ -43,7 +43,8 @@ class Mask:
     build: Callable[[], Tensor] | None = field(default=None, repr=False)  # the table that transformers means
     dense: Tensor | None = None  # that table, where it is all that is known
     note: str = ""
-    # The positions of the queries, (b, n), and of the keys, (b, m), as a user's pattern counts them; None: as above.
+    # The positions of the queries, (b, n), and of the keys, (b, m), as a user's pattern counts them. None: those of
+    # the sequence, counted from the first key of each row that takes part.
     counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     memo: dict[Any, Any] = field(
         default_factory=dict, repr=False
@@ -76,19 +77,23 @@ class Mask:
         return self.build()
 
 
-def positions_in_documents(ids: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+def positions_in_documents(ids: Tensor, keys: Tensor | None) -> Tensor:
     """Positions of packed tokens, (b, m), counted from the first real token of each document."""
     begins = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
     if keys is not None:
         begins = begins | nn.functional.pad(keys[:, 1:] & ~keys[:, :-1], (1, 0))
     order = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    found = order - torch.where(begins, order, 0).cummax(-1).values
-    return found, found
+    return order - torch.where(begins, order, 0).cummax(-1).values
 
 
-def positions_in_rows(n: int, m: int, at: Any, padding: Tensor | None, device: torch.device) -> Any:
-    """Positions of queries and keys counted from the first real token of each row, by tensors alone, for a graph."""
-    i, j = (torch.arange(n, device=device) + at)[None], torch.arange(m, device=device)[None]
+def positions_in_rows(
+    n: int, m: int, at: Any, origin: Any, padding: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Positions of queries and keys counted from the first real token of each row, by tensors alone, for a graph.
+
+    at: the position of the first query, origin: that of the first key; padding: (b, all positions), 0 = not real.
+    """
+    i, j = (torch.arange(n, device=device) + at)[None], (torch.arange(m, device=device) + origin)[None]
     if padding is None:
         return i, j
     real = padding.to(device=device, dtype=torch.long)

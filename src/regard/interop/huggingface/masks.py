@@ -218,7 +218,7 @@ def mask(
     found = read(function, frame)
     if found is not None:
         found = _without_single_documents(found)
-        made = _mask_of(found, frame, build)
+        made = _mask_of(found, frame, build, attention_mask)
         if not _agrees(made, function, frame, use_vmap, device):
             found, reason = None, f"it was read as {made.pattern!r}, which differs from it on sampled rows"
     else:
@@ -232,12 +232,13 @@ def mask(
         return None
     lazy = LazyMask.of(made, device, dtype)
     if static is not None:  # the next step of a static cache, which `generate` may run as a graph
-        at = static.to(device) - kv_offset
-        lazy.for_graph = (build(), *positions_in_rows(1, kv_length, at, attention_mask, device))
+        places = positions_in_rows(1, kv_length, static.to(device), kv_offset, attention_mask, device)
+        lazy.for_graph = (build(), *places)
     return lazy
 
 
-def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor]) -> Mask:
+def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor], padding: Tensor | None) -> Mask:
+    """padding: of the whole sequence, (b, all positions), also of keys that a sliding cache no longer has."""
     keys = None
     for table in found.padding:
         here = table[:, frame.origin : frame.origin + frame.m].bool()
@@ -248,7 +249,11 @@ def _mask_of(found: Read, frame: Frame, build: Callable[[], Tensor]) -> Mask:
             keys = None
     counted = None
     if found.packed is not None and frame.n == frame.m:
-        counted = positions_in_documents(found.packed.expand(frame.batch, -1), keys)
+        places = positions_in_documents(found.packed.expand(frame.batch, -1), keys)
+        counted = places, places
+    elif frame.origin and padding is not None and padding.dim() == 2 and not bool(padding[:, 0].all()):
+        at = frame.at + frame.origin
+        counted = positions_in_rows(frame.n, frame.m, at, frame.origin, padding, padding.device)
     return Mask(
         found.pattern, frame.at, frame.batch, frame.n, frame.m, keys=keys, origin=frame.origin, build=build,
         counted=counted,
@@ -400,5 +405,5 @@ def _traced_mask(given: tuple, how: dict[str, Any], dtype: torch.dtype, patterns
     assert table is not None  # nothing in `how` allows that
     if not patterns:
         return added_to_scores(table, dtype)
-    at = q_offset - kv_offset
-    return TracedMask(full(), at, table, positions_in_rows(n, m, at, attention_mask, how["device"]))
+    counted = positions_in_rows(n, m, q_offset, kv_offset, attention_mask, how["device"])
+    return TracedMask(full(), q_offset - kv_offset, table, counted)

@@ -35,8 +35,9 @@ def problems_of(mask: Mask, user: Pattern | None, device: torch.device) -> list[
     if mask.held is not None or one:
         return [_row_problem(mask, user, device)]
     if mask.counted is not None and user is not None and user.shift_period != 1:
-        if mask.keys is None and not mask.origin:
-            return _document_problems(mask, user)
+        own = _within_documents(mask.pattern)  # of the model, which counts from the first key of the row
+        if mask.keys is None and not mask.origin and not own.has_data and own.shift_period == 1:
+            return _document_problems(mask, together(own, user))
         return [Problem(allowed(mask, user, device))]
     pattern = together(mask.pattern, user)
     if mask.origin and not _shiftable(user, mask.origin):
@@ -87,10 +88,9 @@ def _row_problems(mask: Mask, pattern: Pattern, starts: list[int], stops: list[i
     return problems
 
 
-def _document_problems(mask: Mask, user: Pattern) -> list[Problem]:
+def _document_problems(mask: Mask, pattern: Pattern) -> list[Problem]:
     """Packed documents and a pattern that names positions (sinks, every, blocks): each document by itself."""
     assert mask.counted is not None
-    pattern = together(_within_documents(mask.pattern), user)
     problems = []
     for row, positions in enumerate(mask.counted[1]):
         starts = (positions == 0).nonzero()[:, 0].tolist()
