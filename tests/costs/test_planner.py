@@ -74,12 +74,15 @@ def test_cards_share_runs_and_progress_is_reported(monkeypatch):
     assert rotated.trace.by_card  # cuDNN's output is laid out as its queries, flash attention's is not
 
 
-def test_a_trained_mask_with_dropout_runs_the_memory_efficient_kernel():  # as T5 measured on an H200
-    q, mask = (
-        torch.empty(2, 3, 8, 16, device="meta"),
-        torch.empty(2, 3, 8, 8, device="meta", requires_grad=True),
-    )
-    assert kernel_of(Call(q, q, q, mask, 0.1, False, CallPairs(1, 1, "")), "cuda", Gpu()) == "efficient"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_trained_mask_with_dropout_runs_the_memory_efficient_kernel(dtype):  # as T5 measured on an H200
+    q = torch.empty(2, 3, 8, 16, device="meta", dtype=dtype)
+    mask = torch.empty(2, 3, 8, 8, device="meta", dtype=dtype)
+    kernels = [
+        kernel_of(Call(q, q, q, m, 0.1, False, CallPairs(1, 1, "")), "cuda", Gpu(capability=(9, 0)))
+        for m in (mask.clone().requires_grad_(), mask)
+    ]
+    assert kernels == ["efficient", "cudnn" if dtype == torch.bfloat16 else "efficient"]
 
 
 def test_the_printed_code_names_the_same_step():
