@@ -607,3 +607,9 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(monkeypatch):
         updates([{"x": torch.ones(3)}], 1.0)
     graph = updates._capture([{"x": torch.ones(3)}])
     assert graph is not None and collects == [True, True, False] and gc.isenabled()
+    gc.disable()
+    try:
+        updates._capture([{"x": torch.ones(3)}])
+        assert not gc.isenabled()  # who turned it off finds it so
+    finally:
+        gc.enable()

@@ -191,6 +191,11 @@ def test_a_long_context_model_reads_its_neighborhood_and_every_16th_token(tmp_pa
         changed[0, position] = 3
         return model(changed)[0, -1]
 
+    attention = model.blocks[0].attention
+    far, turned = (torch.ones(1, 1, 1, 16), attention.position.along(torch.ones(1, 1, 1, 16), 5000, 1))
+    assert (far != turned)[0, 0, 0].tolist() == [True] * 8 + [
+        False
+    ] * 8  # contents are compared at any distance
     usual = model(ids)[0, -1]
     moved = [p for p in (0, 1, 60, 112, 126, 127, 128, 400, 639) if not torch.equal(last(p), usual)]
     assert moved == [0, 112, 127, 128, 400, 639]  # 639 - 512 = 127 is in the window, 126 is not
