@@ -246,7 +246,8 @@ def chains(parents: list[int], queries: range, most: int) -> Iterator[tuple[int,
     for chain, end in zip(first, [*first[1:], len(parents)]):
         if end <= queries.start or chain >= queries.stop:
             continue
-        above, key = [], chain
+        above: list[tuple[int, int]] = []
+        key = chain
         while (parent := parents[key]) >= 0 and len(above) <= most:
             key = first[bisect_right(first, parent) - 1]
             above.append((key, parent + 1))
