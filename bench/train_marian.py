@@ -172,6 +172,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--their-rows", type=int, help="rows of their batches, where known; otherwise searched"
     )
+    parser.add_argument("--only-grouped", action="store_true", help="Marian only with batches by its sampler")
     parser.add_argument("--side", choices=("regard", "Marian"), help="only this one")
     parser.add_argument("--after", help="files to wait for before each round")
     parser.add_argument("--merge", type=Path, nargs=2, help="results of the two sides")
@@ -211,7 +212,8 @@ def main() -> None:
     if given.side != "regard":
         theirs = Theirs(chosen.data.vocab, size, device)
         sides["Marian, group_by_length"] = Grouped(theirs, data.train, padded, given.their_rows)
-        sides["Marian, our batches"] = SameBatches(theirs, trainer)
+        if not given.only_grouped:
+            sides["Marian, our batches"] = SameBatches(theirs, trainer)
         counts["Marian"] = sum(p.numel() for p in theirs.model.parameters())
     print(json.dumps({"padded tokens per batch": round(padded), "parameters": counts}), flush=True)
     warm(sides, given, device)
@@ -246,7 +248,7 @@ def warm(sides: dict, given: argparse.Namespace, device: str) -> None:
     """Updates that are not timed: ours captures graphs, theirs compiles."""
     began = time.perf_counter()
     for name, side in sides.items():
-        for _ in range(given.warm if name == "regard" else min(given.warm, 40)):
+        for _ in range(given.warm if name == "regard" else min(given.warm, 25)):
             side.step()
         wait(device)
         print(f"{name}: warm after {time.perf_counter() - began:.0f} s", flush=True)
