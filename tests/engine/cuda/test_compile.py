@@ -19,6 +19,7 @@ from regard.pattern import causal, dilated, every, neighborhood, window
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 SPARSE = causal() & (window(128) | every(64))
+CHAINED = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
 CASES = [
     ("hopper_forward", SPARSE, 64),
     ("hopper_forward", window(40) - dilated(3, 5), 64),  # not two bounds: every pair is tested
@@ -26,8 +27,8 @@ CASES = [
     ("hopper_dkv", SPARSE, 64),  # the keys that every query may attend to, in parts
     ("hopper_dkv", SPARSE, 64, 1),  # the other keys, and then the parts are added up
     ("hopper_forward", causal() & window(64), 40),  # a stride that is a multiple of 8 and not of 16
+    ("hopper_forward", CHAINED, 64, 1),  # a pass that goes on from an earlier one, and a later one from it
 ]
-CHAINED = causal() & (window(64) | dilated(64, 8) | dilated(64, 64))
 OTHER_CASES = [  # in `make long`
     ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
     ("hopper_dkv", SPARSE, 128, 1),
@@ -117,6 +118,8 @@ def main():
             "products": ptx.count("wgmma.mma_async"),
             "order": order(ptx),
             "waits": "ld.acquire.gpu" in ptx,
+            "writes_when_awaited": ptx.count("griddepcontrol.wait") >= 2  # within the loop, and after it
+            and ptx.find("griddepcontrol.wait") < ptx.find("st.global"),
         }
         found["counts"] = counts_after_a_barrier(ptx)
         print(json.dumps(found))
@@ -207,7 +210,8 @@ def test_passes_in_one_launch_wait_for_what_others_have_written_before_they_read
 
 
 def test_a_kernel_that_starts_early_waits_before_it_reads_what_the_previous_kernel_computes(results):
-    assert [x["early"] for x in results[:5]] == [False, False, True, True, True]
+    assert [x["early"] for x in results[:7]] == [False, False, True, True, True, False, True]
+    assert results[6]["order"][0] == "let" and results[6]["writes_when_awaited"]
     assert all({"wait", "let"}.isdisjoint(x["order"]) for x in results[:2])
     dq, parts, rest = (x["order"] for x in results[2:5])
     assert dq[:2] == ["wait", "let"]  # the previous kernel may have computed any of its tensors
@@ -271,7 +275,7 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
 
 
 @pytest.mark.parametrize(("order", "copies"), [("b n h d", 0), ("b h n d", 1)])
-def test_o_lies_in_memory_as_q_does_so_a_model_with_heads_within_positions_copies_nothing(order, copies):
+def test_o_has_the_strides_of_q_so_a_model_with_heads_within_positions_copies_nothing(order, copies):
     from einops import rearrange
     from triton.runtime.jit import JITFunction
 

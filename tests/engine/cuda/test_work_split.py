@@ -101,7 +101,7 @@ def test_a_window_is_cut_from_its_first_key_on_and_no_block_mixes_progressions(p
     (step,) = device_passes((pattern, 0, 1), (704, 704), Config(16, 8, 1, 1), False, CPU).steps
     assert step.work.segments == 1
     blocks = step.work.blocks.numpy()
-    tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighbouring keys, those a bound cuts
+    tests = blocks[(blocks[:, 1] == 1) & (blocks[:, 9] & 7 > 0)]  # of neighboring keys, those a bound cuts
     assert all((tests[:, 10] == first).sum() == masked for first in range(80, 640, 16))
 
 
@@ -413,8 +413,6 @@ def test_passes_are_chained_only_where_words_can_say_what_is_allowed():
     assert chained(LONGNET, 2048, False, layouts=(behind,) * 3) is None  # heads behind positions
     fewer = contiguous(1, 1, 2048, 128)
     assert chained(LONGNET, 2048, False, layouts=(contiguous(1, 2, 2048, 128), fewer, fewer)) is None
-    for width in (64, 96):  # never compared on a GPU: there, chained forward passes gave NaN
-        assert chained(LONGNET, 2048, False, layouts=(contiguous(1, 2, 2048, width),) * 3) is None
 
 
 def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_keys():
@@ -452,7 +450,6 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
     begin = cut.chunks.numpy()[:, 0]
     assert (np.diff(blocks[begin[:24], 0]) >= -640).all()  # programs begin in the order of rows
     assert mix(route, layouts, 2, 24, 0.1) is None  # heads cannot be flattened
-    assert mix(route, (contiguous(1, heads, n, 64),) * 3, 1, 24, 0.1) is None  # never compared on a GPU
     one = device_passes(
         (causal() & window(64), 0, 1), (n, n), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
     )

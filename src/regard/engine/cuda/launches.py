@@ -51,15 +51,17 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
     return route, Program(inputs, _in_order(route, of_step), workspace, call.device)
 
 
-def _merge(call: CallLayout, step: DevicePass, joins: Tensor) -> tuple[Launch, Arguments]:
-    """Joins the parts of split tiles."""
+def _merge(
+    call: CallLayout, step: DevicePass, joins: Tensor, early: bool = False
+) -> tuple[Launch, Arguments]:
+    """Joins the parts of split tiles. early: it may start before the kernel that makes them has ended."""
     task, (b, h, _, n, _, _, d_v), config = call.task, call.sizes, call.task.configs.forward
     o = call.output
     launch = Launch(
         merge_kernel, len(joins) * b * h * (config.tile // MERGED), config,
-        *o.strides, h, b * h, n, task.start, task.step,
+        *o.strides, h, b * h, n, task.start, task.step, early=early,
         keep=_kept(step), R=config.tile, SLICE=MERGED, d_v=d_v, DV=padded(d_v), ACCUMULATES=step.accumulates,
-        WIDE=exceeds_int32(*call.tensors, o), EARLY=False,
+        WIDE=exceeds_int32(*call.tensors, o), EARLY=early,
     )  # fmt: skip
     return launch, ("o", "lse", *PARTS, joins)
 

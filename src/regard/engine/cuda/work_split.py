@@ -22,7 +22,6 @@ from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
-COMPARED_WIDTH = 128  # of heads: at this one, passes in one launch were compared with separate ones on a GPU
 PIECE = 8  # blocks of one piece of a split tile
 MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
@@ -208,7 +207,7 @@ def chain(
     """
     b, h, n, d = layouts[0].shape
     long = as_one_head(layouts)
-    if long is None or d != COMPARED_WIDTH or not route.joins:
+    if long is None or not route.joins:
         return None
     tables = [_by_lines(step, place, n, by_keys) for step in route.steps]
     table = np.concatenate(tables)
@@ -295,7 +294,7 @@ def mix(
 
     Word 7 of a block is the slot of its piece, of all heads; −1: its tile is not split.
     """
-    if not route.apart or len(route.steps) > 2 or layouts[0].shape[-1] != COMPARED_WIDTH:
+    if not route.apart or len(route.steps) > 2:
         return None
     pieces, others = sorted(route.steps, key=lambda x: not x.work.slots)
     flat, long = flatten_heads(others, step, layouts)

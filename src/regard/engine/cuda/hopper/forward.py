@@ -9,12 +9,14 @@ Shared memory holds one block of keys and two of values.
 """
 
 from .static import (
+    awaited,
     barrier,
     gl,
     gluon,
     hide_past_line,
     hide_past_lines,
     hopper,
+    let_next,
     rescale_ptx,
     weights_ptx,
 )
@@ -242,6 +244,8 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, s
     """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now."""
     PART_O, PART_LSE, SLOTS, bh, all_heads = parts
     count = (marks >> 8) & 255
+    if S.ACCUMULATES:
+        first = awaited(first)
     ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     total = gl.convert_layout(gl.sum(total, 1), ROWS, assert_trivial=True)
     top = gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
@@ -386,13 +390,16 @@ def hopper_forward(
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
-    """Program p has chunk p // all_heads of one head."""
+    """Program p has chunk p // all_heads of one head. A pass that goes on from an earlier one starts before that has
+    ended, and waits for it where it reads its results."""
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n
     K, V = K + b * k_b + (h // group) * k_h, V + b * v_b + (h // group) * v_h
     CHUNKS += 16 * (gl.program_id(0) // all_heads)
     lo, last = gl.load(CHUNKS), gl.load(CHUNKS + 1) - 1
+    if S.LETS:
+        lo = let_next(lo)
     parts = PART_O, PART_LSE, SLOTS, bh, all_heads
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     KIND: gl.constexpr = Q.dtype.element_ty
@@ -400,10 +407,8 @@ def hopper_forward(
     ks = gl.allocate_shared_memory(KIND, [S.R, S.D], S.SHARED)
     vs = gl.allocate_shared_memory(KIND, [2, S.R, S.D], S.SHARED)
     noted = gl.allocate_shared_memory(gl.int32, [2, S.R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    zero, acc = (
-        gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES),
-        gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
-    )
+    zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
+    acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, begun, mark, following, coming = _first_copies(
         qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S
     )

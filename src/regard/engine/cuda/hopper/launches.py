@@ -50,13 +50,14 @@ def forward(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[De
         launch = Launch(
             hopper_forward, len(cut.chunks) * b * h, config,
             *q.strides, *k.strides, *v.strides, *(call.output if flat is step else contiguous(b, h, n, d)).strides,
-            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale),
+            h, b * h, h // h_kv, n, task.start, task.step, base2(task.scale), early=step.accumulates,
             S=hopper_static(flat, config, call)._replace(
-                below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0
+                below=flat.work.free[0], above=flat.work.free[1], SPLIT=cut.slots > 0,
+                LETS=cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
             ),
         )  # fmt: skip
         names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot
-        of_step[step] = [(launch, names), _merge(call, step, cut.joins)]
+        of_step[step] = [(launch, names), _merge(call, step, cut.joins, early=True)]
         slots = max(slots, cut.slots)
     return of_step, slots
 

@@ -45,6 +45,7 @@ class Static(NamedTuple):
     COVERED: bool  # dq: an earlier pass has computed lse (base 2) and delta of all its rows
     below: Free = NO_KEY_FREE  # forward: places that no lower bound hides
     above: Free = NO_KEY_FREE
+    LETS: bool = False  # forward: the next launch starts early
     HAS_DLSE: bool = False  # dq: the log-sum-exp has a gradient
     GROUP: int = 1  # dk and dv: query heads per key head
     SPLIT: bool = False  # tiles are shared by programs, which store parts; of dk and dv, some tiles are
