@@ -104,8 +104,6 @@ def _run(r: Request) -> tuple[Tensor, Tensor | None]:
     assert not isinstance(r.user, tuple)
     if r.need_weights:
         return dense_attention(r)
-    if r.bias is not None and r.q.is_cpu and r.q.requires_grad and hides_a_row(r.bias):
-        return dense_attention(r)
     problems = problems_of(r.mask, r.user, r.q.device)
     parts = [_solve(p, r) for p in problems]
     for place in range(len(parts) - 1, 0, -1):  # queries after the end of a row follow those before it
@@ -117,16 +115,6 @@ def _run(r: Request) -> tuple[Tensor, Tensor | None]:
     order = [row for p in problems for row in p.rows or []]
     back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=r.q.device)
     return torch.cat(parts).index_select(0, back), None
-
-
-def hides_a_row(bias: Tensor) -> bool:
-    """Whether a float mask hides every key of some query by a number so low that the sum of its row is lost in it.
-
-    The fused operation of PyTorch on the CPU divides by that sum in its backward pass: its gradients are wrong there.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    return bool((bias.detach().amax(-1) <= torch.finfo(bias.dtype).min / 2).any())
 
 
 def _solve(p: Problem, r: Request) -> Tensor:
