@@ -1,5 +1,6 @@
 """The scale 1/√d_k and the number of heads, at increasing width."""
 
+from math import log
 from typing import Any
 
 import torch
@@ -60,6 +61,13 @@ def score_scaling(
                 "above",
                 0.0,
                 because="the softmax is saturated",
+            ),
+            check(
+                f"one head, width {last}: loss scaled",
+                reached["one head, scaled"][last],
+                "below",
+                log(VOCAB),
+                because="a model that has learned nothing guesses one of the tokens",
             ),
         ),
         {"loss by width": reached, "mean largest weight at the start": largest},
