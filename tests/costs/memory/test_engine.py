@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import regard as rg
 from memory_witness import counted, emptied
+from regard import compat
 from regard.costs import declaration
 from regard.costs.entry import cost
 from regard.costs.memory.runs import TABLES
@@ -92,6 +93,18 @@ def test_pairs_of_a_traced_module_are_those_of_its_pattern():
     declared = cost(spec, n=141, batch=3)
     assert traced.flops == declared.flops and not traced.uncounted
     assert [(p.needed, p.computed) for p in traced.pairs] == [(p.needed, p.computed) for p in declared.pairs]
+
+
+def test_the_first_cost_of_a_process_is_that_of_later_ones():
+    """A probe of PyTorch runs once in a process, and is no memory of the model."""
+
+    def peak():
+        for x in vars(declaration).values():
+            getattr(x, "cache_clear", lambda: None)()
+        return cost(rg.Attention(32, heads=2, pattern=rg.causal()), n=8, train=True).memory.training_peak
+
+    compat.can_read_flash_node.cache_clear()
+    assert peak() == peak()
 
 
 def test_a_trace_leaves_real_calls_as_they_were():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import DispatchMode, without_dispatch_modes, without_function_modes
+from ...compat import DispatchMode, can_read_flash_node, without_dispatch_modes, without_function_modes
 from ...engine import attention as entry
 from ...engine import call as engine_call
 from ...engine import fused_qkv, sdpa
@@ -34,6 +34,8 @@ NAME = "sparse_attention"
 @contextmanager
 def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
     """fused: in place of PyTorch's attention."""
+    with without_function_modes(), without_dispatch_modes():
+        can_read_flash_node()  # asked once in a process: what that allocates is not of this model
     with ExitStack() as stack:
 
         def put(module: Any, name: str, replacement: Any) -> None:
