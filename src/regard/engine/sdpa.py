@@ -178,7 +178,7 @@ def _attend(call: Call, mask: Tensor | None, is_causal: bool) -> Float[Tensor, "
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -inf)
     if mask is not None:
         mask = mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape).expand(-1, -1, call.n, call.m)
-    return _Fused.apply(q, k, v, mask, is_causal, call.factor)
+    return _Fused.apply(q, k, v, mask, is_causal, call.factor, isinstance(call.bias, Tensor))
 
 
 def _double_backward(
@@ -206,25 +206,25 @@ class _Fused(torch.autograd.Function):
     """The fused CPU operation; its gradients can be differentiated again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, mask, is_causal, scale):
+    def forward(ctx, q, k, v, mask, is_causal, scale, biased=False):
         d = max(q.shape[-1], v.shape[-1])
         o, lse = _flash_forward(
             padded_to(q, d), padded_to(k, d), padded_to(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
         )
         ctx.save_for_backward(q, k, v, mask, o, lse)
-        ctx.options = is_causal, scale
+        ctx.options = is_causal, scale, biased
         return o if o.shape[-1] == v.shape[-1] else o[..., : v.shape[-1]]
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, mask, o, lse = ctx.saved_tensors
-        is_causal, scale = ctx.options
+        is_causal, scale, biased = ctx.options
         again = torch.is_grad_enabled()  # create_graph=True: these gradients will be differentiated again
-        if again or (mask is not None and _rounded(lse)):
+        if again or (biased and _rounded(lse)):
             with torch.enable_grad():
                 call = _as_call(q, k, v, mask, is_causal, scale)
                 grads = reference_backend.gradients((grad, None), call)[:3]
-            return *(g if g is None or again else g.detach() for g in grads), None, None, None
+            return *(g if g is None or again else g.detach() for g in grads), None, None, None, None
         d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
         dq, dk, dv = _flash_backward(
             padded_to(grad, d), padded_to(q, d), padded_to(k, d), padded_to(v, d), o, lse, 0.0, is_causal,
@@ -232,4 +232,4 @@ class _Fused(torch.autograd.Function):
         )  # fmt: skip
         if d_k != d_v:
             dq, dk, dv = dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
