@@ -807,6 +807,16 @@ REFUSED = [
         {"pattern": "causal"},
         "'causal' is not a pattern; use rg.causal(), rg.window(2), … or a bool tensor",
     ),
+    (
+        ShapeError,
+        {"at": torch.tensor([1.5] * B)},
+        "at is torch.float32; offsets are whole numbers: give at.long()",
+    ),
+    (
+        ShapeError,
+        {"at": torch.ones(B, dtype=torch.bool)},
+        "at is torch.bool; offsets are whole numbers: give at.long()",
+    ),
     (SpecError, {"scale": -inf}, "scale=-inf has no meaning; scale=inf is hard attention"),
     (SpecError, {"scale": nan}, "scale=nan is not a number; use None for 1/√d_k"),
     (

@@ -44,6 +44,19 @@ def test_a_position_attends_to_itself_and_its_ancestors(seed):
     assert not mask(0, i, torch.arange(60))[:3].any() and not mask(0, i, torch.arange(60))[63:].any()
 
 
+def test_a_tree_without_nodes_has_no_pairs():
+    none = rg.tree(torch.zeros(2, 0, dtype=torch.long))
+    assert none.allowed(0, 0).numel() == 0
+    assert rg.attention(*torch.zeros(3, 2, 1, 0, 4).unbind(), none).shape == (2, 1, 0, 4)
+
+
+def test_no_queries_need_no_listed_blocks_wherever_they_begin():
+    listed = rg.selected(torch.zeros(2, 1, 1, dtype=torch.long), 4)
+    q, k = torch.zeros(2, 1, 0, 4), torch.zeros(2, 1, 8, 4)
+    for at in (100, torch.tensor([100, 90])):
+        assert rg.attention(q, k, k, listed, at=at).shape == (2, 1, 0, 4)
+
+
 def test_a_chain_is_causal():
     chain = rg.tree(torch.arange(-1, 39))
     assert torch.equal(chain.allowed(40), rg.causal().allowed(40))

@@ -346,10 +346,15 @@ def _shortest_form(lengths: Tensor, b: int, m: int) -> Tensor | None:
 
 def _common_offset(at: At | Tensor, b: int) -> At | Tensor:
     """The offset of all batch rows, where a tensor holds one and the same."""
-    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or at.is_floating_point():
+    if not isinstance(at, Tensor) or at.shape != (b,) or not b or not readable(at) or not _whole(at):
         return at
     first, *others = at.tolist()
     return at if any(other != first for other in others) else first
+
+
+def _whole(x: Tensor) -> bool:
+    """Whether the numbers of a tensor are whole by their dtype."""
+    return not x.is_floating_point() and x.dtype != torch.bool
 
 
 def _allows_all(table: Tensor) -> bool:
@@ -438,6 +443,8 @@ def _check_extras(call: Call) -> None:
         raise SpecError(f"softcap={call.softcap!r} is not a number; use None for scores without a cap")
     if call.softcap is not None and not call.softcap > 0:
         raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
+    if isinstance(call.at, Tensor) and not _whole(call.at):
+        raise ShapeError(f"at is {call.at.dtype}; offsets are whole numbers: give at.long()")
     if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
         raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
     if not isinstance(call.at, Tensor):

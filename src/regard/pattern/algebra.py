@@ -71,7 +71,7 @@ class Pattern:
         if n and not isinstance(at, Tensor):
             start, step = query_offset(self, n, m, at)
             last = start + step * (n - 1)
-        elif isinstance(at, Tensor) and at.is_cpu and at.numel() and not torch.compiler.is_compiling():
+        elif n and isinstance(at, Tensor) and at.is_cpu and at.numel() and not torch.compiler.is_compiling():
             last = int(at.max()) + n - 1
         for leaf in self.leaves():
             leaf.fits(m, last)

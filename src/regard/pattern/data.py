@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, dataclass_transform
 
 import numpy as np
@@ -139,11 +140,12 @@ class tree(Data):
     @cached_property
     def preorder(self) -> tuple[Int[Tensor, "*b m"], Int[Tensor, "*b m"]]:
         """first and end: the descendants of a node, itself included, are those numbered first … end − 1."""
-        rows = self.parents.detach().cpu().reshape(-1, self.parents.shape[-1]).tolist()
+        *batch, m = self.parents.shape
+        rows = self.parents.detach().cpu().reshape(prod(batch), m).tolist()
         numbered = torch.tensor(
             [_preorder(row) for row in rows], dtype=torch.long, device=self.parents.device
         )
-        first, end = numbered.view(len(rows), 2, -1).unbind(1)
+        first, end = numbered.view(len(rows), 2, m).unbind(1)
         return first.reshape(self.parents.shape), end.reshape(self.parents.shape)
 
     @property

@@ -109,7 +109,9 @@ def _no_documents(f: CallFacts) -> str | None:
     if f.dropout_p:
         return "it has no dropout with documents"
     split = documents.parts(f.pattern)
-    if split is None or (f.observed and isinstance(split[0], tree)):
+    if split is not None and f.observed and isinstance(split[0], tree):
+        return "a compiler or a transform observes the call, and the parents of a tree must be read"
+    if split is None:
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
