@@ -107,7 +107,7 @@ def _fixed(n: int, pattern, slopes: ByDistance, learns: bool, rounds: int) -> di
         f"{pattern!r:22} n={n:5} {passes:16}  ours {ms['ours']:7.2f} ms  gathered {ms['gathered']:7.2f} ms"
         f" = {ms['gathered'] / ms['ours']:5.2f} ×  ready {ms['ready']:7.2f} ms = {ms['ready'] / ms['ours']:5.2f} ×"
     )
-    return {"pattern": repr(pattern), "n": n, "way": passes, "ms": times}
+    return {"pattern": repr(pattern), "n": n, "passes": passes, "ms": times}
 
 
 def memory_group(rounds: int) -> list[dict]:
@@ -130,7 +130,7 @@ def memory(method: str, n: int) -> None:
     before = resident()
     del spare
     case.grads(getattr(case, method))
-    print(json.dumps({"way": method, "n": n, "extra MiB": resident() - before}))
+    print(json.dumps({"method": method, "n": n, "extra MiB": resident() - before}))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,8 @@ def peak_of(run: Run, usage: Usage) -> Peak:
     meter, workspaces = run.trace.meter, sum(run.workspaces)
     records, events = meter.records, meter.events
     kinds = [run.kinds.get(k, "workspace" if r.workspace else "temporary") for k, r in enumerate(records)]
-    stays = run.keys("optimizer state") | run.keys(
-        TABLES
-    )  # there from the first moment on, unless replaced since
+    # There from the first moment on, unless they were replaced since.
+    stays = run.keys("optimizer state") | run.keys(TABLES)
     alive: set[int] = stays - {key for key, change in events if change < 0}
     for key, change in events[: run.begin]:
         alive.add(key) if change > 0 else alive.discard(key)

@@ -123,9 +123,8 @@ def _low_product(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
 
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
-    "_softmax_backward_data": lambda args, kwargs, outs: (
-        args[0].numel() * args[0].element_size()
-    ),  # grad · output
+    # The product of the gradient and the output.
+    "_softmax_backward_data": lambda args, kwargs, outs: args[0].numel() * args[0].element_size(),
     "sum": _sum,
     "embedding_dense_backward": _embedding_gradient,
     "sparse_attention_backward": _sparse_backward,

@@ -43,13 +43,13 @@ class Meter:
         self._references[at] = weakref.ref(storage, lambda _, at=at: self._freed(at))
 
     def same(self, x: Tensor, as_: Tensor) -> None:
-        """The storage of x is not one more: it stands for that of another tensor, which is noted."""
+        """The storage of x is not a new one: it represents that of another tensor, which is already noted."""
         at = storage_id(x)
         self.alive[at] = self.alive[storage_id(as_)]
         self._references[at] = weakref.ref(x.untyped_storage(), lambda _: self.alive.pop(at))
 
     def workspace(self, size: int, path: str, operation: str, need: Any = None) -> None:
-        """Bytes that an operation allocates and frees while it runs; need: their formula, if they are no line."""
+        """Bytes that an operation allocates and frees while it runs; need: their formula, if not a line."""
         if size > 0 or need is not None:
             key = self._new(Record(size, self.phase, path, operation, workspace=True))
             self.events.append((key, -1))
