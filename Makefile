@@ -13,8 +13,8 @@ HOOK := --jaxtyping-packages=regard,beartype.beartype
 # Tests start many processes: each would compile regard anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# `make test` is two processes at a time, which take as long: the folders of FIRST, and all others. Each imports and
-# collects what it runs and no more, so that is quicker than workers that collect every test.
+# `make test` runs two processes at the same time, which take about equally long: the folders of FIRST, and all others.
+# Each process imports and collects only what it runs, which is quicker than workers that collect every test.
 FIRST := tests/costs tests/engine tests/laws tests/lens tests/pattern tests/project
 comma := ,
 SHAPED := $(shell grep -rl jaxtyping src/regard --include=*.py | sed 's|^src/||; s|/__init__.py$$||; s|\.py$$||; s|/|.|g')
@@ -83,11 +83,11 @@ docs: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,docs]"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-# For each row of the ledger (the results to reproduce): its test, and whether a wrong product is noticed.
+# For each row of the ledger (the results to reproduce): its test, and whether the tests notice an inserted fault.
 ledger: $(VENV)/.ready
 	$(PY) tests/helpers/ledger_rows.py
 
-# Wrong changes of the source against the tests that claim what they break: about 40 minutes on one core.
+# Faults inserted into the source, against the tests of what they break: about 40 minutes on one core.
 mutants: $(VENV)/.ready
 	$(PY) bench/mutants.py
 

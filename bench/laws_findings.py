@@ -19,9 +19,9 @@ Models of transformers and x-transformers compute softmax or norms in float32 fo
 checked with the tolerances of float32. Their configurations are reduced to two layers of width 32, since the code is
 checked, not the weights. "finfo.min" is SDPA with masked pairs set to the smallest finite number, as in much model
 code. "FA4 reference" is the function in plain PyTorch that the tests of flash-attn-4 compare its kernels with; the
-kernels need a GPU. Its padding masks are not tested: its causal mask is aligned at the last real query and key, which
-is another convention. timm and diffusers are read without an adapter, by their signatures and by probing. Promises
-that a library excludes (SDPA: a mask together with `is_causal`) are not tested.
+kernels need a GPU. Its padding masks are not tested: its causal mask is aligned with the last real query and key,
+which is another convention. timm and diffusers are checked without an adapter: their arguments are detected from
+signatures and by probing. Promises that a library excludes (SDPA: a mask together with `is_causal`) are not tested.
 """
 
 FINDINGS = (
