@@ -49,7 +49,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
-    """Refuse arguments that are not tensors, lengths and offsets that are not whole numbers, and a wrong scale.
+    """Refuse arguments that are not dense tensors, lengths and offsets that are not whole numbers, and a wrong scale.
 
     None is refused for q, k and v only; a bias may also be a value of this library.
     """
@@ -58,7 +58,15 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for name, x in given.items():
-        if isinstance(x, torch.Tensor) or (x is None and name not in "qkv"):
+        if isinstance(x, torch.Tensor):
+            if x.is_nested or x.layout != torch.strided:
+                kind = "nested" if x.is_nested else "sparse"
+                raise ShapeError(
+                    f"{name} is a {kind} tensor; give a dense one: a padded batch with lengths=, or rows one after "
+                    "the other with pattern=rg.documents(ids)"
+                )
+            continue
+        if x is None and name not in "qkv":
             continue
         if name == "bias" and not isinstance(x, list | tuple | int | float) and not hasattr(x, "__array__"):
             continue
@@ -72,6 +80,21 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
         raise SpecError(f"at={at}: a query offset is a whole number")
     if not isinstance(scale, Real | None):
         raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
+
+
+_INSTEAD = {  # of arguments of other libraries
+    "is_causal": "declare it: rg.attention(q, k, v, pattern=rg.causal())",
+    "attn_mask": "give a bool tensor (True = may attend) or rg.causal(), … as pattern= and a float tensor that is "
+    "added to the scores as bias=",
+    "enable_gqa": "heads are grouped wherever k and v have fewer of them than q",
+}
+
+
+def not_an_argument(foreign: dict[str, Any]) -> Exception:
+    """The error for an unknown argument; for one of another library it says what to write instead."""
+    for name in _INSTEAD.keys() & foreign:
+        return SpecError(f"{name} is not an argument here; {_INSTEAD[name]}")
+    return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
 
 
 def require_one_kind(q: Any, k: Any, v: Any) -> None:

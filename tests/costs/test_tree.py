@@ -283,6 +283,11 @@ def test_the_bottleneck_of_a_traced_module_is_a_kind_of_module():
     assert found.why == "more than any other module"
 
 
+def test_the_bottleneck_of_a_sequence_of_modules_has_the_number_of_the_module():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 64))
+    assert cost(model, torch.zeros(2, 4)).bottleneck.part == "2"
+
+
 def test_a_traced_cost_has_no_formula():
     traced = Cost("Linear", {}, Part("model", Amounts(parameters=6)))
     with pytest.raises(SpecError) as e:

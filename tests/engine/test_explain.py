@@ -167,5 +167,9 @@ def test_arguments_of_other_libraries_name_what_to_write():
         rg.SpecError, match=r"^attn_mask is not an argument here; give a bool tensor .* as pattern= "
     ):
         rg.attention(q, q, q, attn_mask=None)
+    with pytest.raises(
+        rg.SpecError, match=r"^enable_gqa is not an argument here; heads are grouped wherever"
+    ):
+        rg.attention(q, q, q, enable_gqa=True)
     with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'mask'$"):
         rg.attention(q, q, q, mask=None)

@@ -25,11 +25,22 @@ X = torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(0))
         ((X.bool(),) * 3, r"torch\.bool; attention needs"),
         ((X.to(torch.complex64),) * 3, r"torch\.complex64; attention needs"),
         ((X.to(torch.float8_e4m3fn),) * 3, r"float8_e4m3fn; at least 16 bits are needed: x\.bfloat16\(\)"),
+        ((X.to_sparse(), X, X), r"^q is a sparse tensor; give a dense one: a padded batch with lengths="),
         ((X, X.double(), X), r"^q is torch\.float32, k torch\.float64"),
     ],
 )
 def test_queries_keys_and_values_that_do_not_fit_are_refused_in_words(arguments, message):
     with pytest.raises(rg.ShapeError, match=message):
+        rg.attention(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("place", [0, 2])
+def test_nested_tensors_are_refused_in_words(layout, place):
+    arguments = [X, X, X]
+    arguments[place] = torch.nested.nested_tensor([X[0, 0], X[0, 0]], layout=layout)
+    with pytest.raises(rg.ShapeError, match=rf"^{'qkv'[place]} is a nested tensor; give a dense one"):
         rg.attention(*arguments)
 
 

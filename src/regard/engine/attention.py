@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .. import compat, reference
-from ..errors import ShapeError, SpecError, require_one_kind, require_tensors
+from ..errors import ShapeError, SpecError, not_an_argument, require_one_kind, require_tensors
 from ..pattern import At, Pattern, full, per_head, query_offset
 from ..position import ByDistance
 from ..reference import Ties
@@ -63,7 +63,7 @@ def attention(
     With return_lse, also ln Σ exp(scores), differentiable.
     """
     if foreign:
-        raise _not_an_argument(foreign)
+        raise not_an_argument(foreign)
     rows = _row_extras(q, lengths, at)
     if rows is None or type(pattern) is Tensor:
         pattern, lengths, at = simplified(q, k, pattern, lengths, at)
@@ -135,7 +135,7 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns = None, **options
     pattern, lengths, at = simplified(q, k, pattern, options.pop("lengths", None), options.pop("at", None))
     foreign = {name: x for name, x in options.items() if name not in Call.__dataclass_fields__}
     if foreign:
-        raise _not_an_argument(foreign)
+        raise not_an_argument(foreign)
     return _checked(q, k, v, pattern, lengths=lengths, at=at, **options)[0]
 
 
@@ -207,22 +207,12 @@ def _key(
             text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             type(k), type(v), backend, *rows,
         )  # fmt: skip
-    except (AttributeError, TypeError):  # not tensors, or scale not a number: `require_tensors` says so
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # not dense tensors, or scale not a number: `require_tensors` says so
         return None
-
-
-def _not_an_argument(foreign: dict[str, Any]) -> Exception:
-    """The error for an unknown argument; for one of another library it says what to write instead."""
-    if "is_causal" in foreign:
-        return SpecError(
-            "is_causal is not an argument here; declare it: rg.attention(q, k, v, pattern=rg.causal())"
-        )
-    if "attn_mask" in foreign:
-        return SpecError(
-            "attn_mask is not an argument here; give a bool tensor (True = may attend) or rg.causal(), … as pattern= "
-            "and a float tensor that is added to the scores as bias="
-        )
-    return TypeError(f"attention() got an unexpected keyword argument {next(iter(foreign))!r}")
 
 
 def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:

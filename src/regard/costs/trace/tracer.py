@@ -418,8 +418,10 @@ class DataDependent(ShapeError):
 
 @lru_cache(maxsize=1 << 14)
 def merged(path: str) -> str:
-    """The path with layer numbers merged: layers.3.linear → layers.*.linear."""
-    return re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
+    """The path with layer numbers merged: layers.3.linear → layers.*.linear. A path of numbers alone, as in an
+    `nn.Sequential`, keeps them: it would have no name left."""
+    short = re.sub(r"(?<![^/.])\d+(?![^/.])", "*", path)
+    return path if set(short) <= set("*/.") else short
 
 
 def _flat(out: Any) -> tuple | list:
