@@ -227,8 +227,8 @@ def written(results: dict, versions: dict[str, str], day: str, machine: str, cas
         "",
         "## Reports",
         "",
-        "Each finding as a report that could be sent to the library, without regard: versions, expected, observed, and",
-        "a snippet that passes as long as the fault exists. The tests run these blocks.",
+        "Each finding as a report that could be sent to the library, without regard: versions, expected, observed,",
+        "and a snippet that passes as long as the fault exists. The tests run these blocks.",
         "",
         *findings(versions),
     ]
