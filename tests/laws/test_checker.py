@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from regard.errors import SpecError
-from regard.laws import LAWS, Budget, Case, Function, Model, check, law, replay, search, try_law
+from regard.laws import LAWS, Budget, Case, Function, Model, call_times, check, law, replay, search, try_law
+from regard.laws.checker import as_target
 from regard.laws.controls import CLAIMS, reference_function, with_changed_call
 from regard.laws.law import Trial
 from regard.laws.measurement import compare
@@ -92,6 +93,56 @@ def test_a_target_that_never_returns_is_reported():
         verdict = check(Function("stuck", lambda q, k, v: time.sleep(600)), ["L05"], FEW)
     assert verdict.exit_code == 2
     assert "no answer within" in verdict["L05"].message
+
+
+class Clock:
+    """Processor time that only the target uses."""
+
+    def __init__(self, patch):
+        self.now = 0.0
+        patch.setattr(call_times.time, "process_time", lambda: self.now)
+
+    def target(self, seconds_per_pair):
+        def call(q, k, v):
+            self.now += seconds_per_pair * q.shape[:-1].numel() * k.shape[-2]
+            return plain(q, k, v)
+
+        return call
+
+
+def test_large_calls_of_a_slow_target_are_left_out_and_said(monkeypatch):
+    clock = Clock(monkeypatch)
+    slow = clock.target(1e-5)  # 0.9 s for 300 positions, 12 s for 1,100
+    outcome = check(Function("slow", slow, claims={"float64"}), ["L65"])["L65"]
+    assert outcome.status == "holds" and clock.now < 8
+    assert (
+        "calls equal the formula; 1 call was left out, n = 1100, m = 1100, d_k = 2 first" in outcome.message
+    )
+    quick = check(Function("quick", clock.target(1e-6), claims={"float64"}), ["L65"])["L65"]
+    assert quick.status == "holds" and "left out" not in quick.message
+
+
+def test_a_window_is_not_searched_for_in_calls_that_take_long(monkeypatch):
+    clock = Clock(monkeypatch)
+    call = clock.target(1e-5)  # 0.9 s for 300 positions, 12 s for 1,100
+
+    def local_attention(q, k, v):
+        return call(q, k, v)
+
+    notes = as_target(local_attention).notes
+    assert "no call with 1,100 positions was made to find a fixed window: it would take about 12 s" in notes
+    assert clock.now < 2
+
+
+def test_time_in_which_others_had_the_core_does_not_count(monkeypatch):
+    began = time.monotonic()
+    # as if half of the time another process had run
+    monkeypatch.setattr(search._waiting, "now", lambda: (time.monotonic() - began) / 2)
+    monkeypatch.setattr(search._waiting, "recent", search._waiting.now)
+    with search.call_limit(0.3):
+        time.sleep(0.45)
+    with pytest.raises(search.CallTooSlow, match=r"no answer within 0\.3 s"), search.call_limit(0.3):
+        time.sleep(5)
 
 
 def test_a_target_of_another_device_is_not_applicable_here():

@@ -19,6 +19,7 @@ from .target import KIND_NAMES, Model, Target
 
 MAX_INEXPRESSIBLE = 300  # cases that the target's arguments cannot express before sampling stops
 MIN_SECONDS = 0.2  # for the cases of a law whose predecessors have used up the time of the check
+HEAVY_SHARE = 0.4  # of the time limit of a call, for one with many samples
 SHRINK_SECONDS = 4.0  # the time limit for the search of a smaller counterexample
 NEUTRAL_FILES = (
     "torch",
@@ -161,7 +162,8 @@ class _Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with search.time_limit(limit * 3):
+                call_limit = search.CALL_SECONDS * (HEAVY_SHARE if self.trial.heavy else 1)
+                with search.time_limit(limit * 3), search.call_seconds(call_limit):
                     self._sample(wanted, until)
             except search.TooSlow:
                 message = f"no answer within {limit * 3:.0f} s"

@@ -2,15 +2,18 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ...position import rotate
+from ..call_times import CallTimes
 from . import layouts
 from .reading import Reading, effect_of
 
+WINDOW_SECONDS = 2.0  # processor time for the calls that look for a fixed window
 WITH_ITSELF = (  # words for a window that counts the query's own key
     r"itself and the `?w\w*`?\s*[-−]\s*1 (keys|positions|tokens)? ?before"
     r"|last `?w\w*`? (keys|positions|tokens)[^.;]{0,20}(up to|including|with) (and including )?itself"
@@ -140,10 +143,18 @@ def find_fixed_window(reading: Reading, name: str, text: str) -> tuple[int, int]
     words = f"{name}\n{text}\n{_code_names(reading.function)}".lower()
     if "window" in reading.names or not re.search(r"window|local|sliding|banded", words):
         return None
-    for n in (24, 300, 1100):  # a window that is wider than the call is no window
+    times = CallTimes(WINDOW_SECONDS)
+    # A window that is wider than the call is no window. All heads in the first call, then one: the larger are slow.
+    for n, heads in ((24, None), (64, 1), (300, 1), (1100, 1)):
         i, j = torch.arange(n)[:, None], torch.arange(n)
+        if (seconds := times.estimate(n * n)) > times.left:
+            reading.notes.append(
+                f"no call with {n:,} positions was made to find a fixed window: it would take about {seconds:.0f} s"
+            )
+            return None
+        call = partial(effect_of, reading, {}, n, heads)
         try:
-            effect = effect_of(reading, {}, n)
+            effect = call() if heads is None else times.run(call, n * n)
         except Exception:  # foreign code; the laws report what raises
             return None
         pairs = effect.flatten(0, -3)

@@ -164,14 +164,17 @@ def encode_window(form: str, value: tuple[int, int]) -> Any:
     raise Inexpressible(f"a window of {value} cannot be given as {form}")
 
 
-def effect_of(reading: Reading, options: dict[str, Any], n: int = 5) -> Tensor:
-    """Which pairs have a weight, (b, h, n, n): with values e_1 … e_n the output is the table of weights."""
+def effect_of(reading: Reading, options: dict[str, Any], n: int = 5, heads: int | None = None) -> Tensor:
+    """Which pairs have a weight, (b, h, n, n): with values e_1 … e_n the output is the table of weights.
+
+    heads: so many, of one batch row; None takes a few heads of two rows.
+    """
     g = torch.Generator().manual_seed(1)
-    h, m = (4, n + n % 2) if reading.even else (3, n)
-    q, k = torch.randn(2, h, n, m, generator=g), torch.randn(2, h, m, m, generator=g)
+    m = n + n % 2 if reading.even else n
     if reading.layout in layouts.LOOPED:
-        q, k = q[:1, :1], k[:1, :1]
-    k = k[:, :, :n]
+        heads = 1
+    b, h = (2, 4 if reading.even else 3) if heads is None else (1, heads)
+    q, k = torch.randn(b, h, n, m, generator=g), torch.randn(b, h, n, m, generator=g)
     v = torch.eye(n, m).expand_as(k).contiguous()
     with torch.no_grad():
         out = reading.call(q, k, v, **options)

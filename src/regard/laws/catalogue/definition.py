@@ -24,7 +24,8 @@ def equals_definition(harness: Harness, c: Case) -> Measurement:
         return Measurement(math.inf, fault)
     if weights := wrong_weights(harness, next(iter(samples(harness)))):
         return Measurement(math.inf, weights.evidence)
-    return Measurement(0.0, f"{len(seen.right)} calls equal the formula")
+    rest = f"; {seen.unseen}" if seen.unseen else ""
+    return Measurement(0.0, f"{len(seen.right)} calls equal the formula{rest}")
 
 
 def module_equals_definition(harness: Harness, c: Case) -> Measurement:

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call_times import CallTimes
 from ..harness import DTYPES, Harness, Inexpressible, WrongOutput
 from ..measurement import compare
 from ..probe import describe
@@ -28,9 +30,9 @@ UNDEFINED = (
     ValueError,
     ArithmeticError,
 )  # a variant is not defined for these sizes
-PAIR_SECONDS = 4.0  # and for comparing pairs of them
-OBSERVE_SECONDS = 5.0  # processor time after which large calls of a target are left out
-SMALL_PAIRS = 5000  # queries times keys of a call that is never left out
+PAIR_SECONDS = 3.0  # and for comparing pairs of them
+OBSERVE_SECONDS = 5.0  # processor time of a target's calls; a large call that would take longer is left out
+SMALL_PAIRS = 10_000  # queries times keys, over rows and heads, of a call that is never left out
 FEW_KEYS = 16  # over which a sum in 16 bits loses little
 MAX_PAIRS = 3  # partial matches that are combined with every other variant
 MAX_SIZE = 4_000_000  # multiplications of a sample on which the variants are compared
@@ -46,15 +48,15 @@ class Observations:
         self.right: list[tuple[Sample, list[Tensor]]] = []
         self.errors: list[tuple[Sample, str]] = []
         self.note = ""  # where the time was over before all variants were compared
-        until = time.process_time() + OBSERVE_SECONDS
+        self.left_out: list[Sample] = []  # large calls for which the target is too slow
+        times = CallTimes(OBSERVE_SECONDS)
         for sample in samples(harness):
-            if (
-                sample.call.q.shape[-2] * sample.call.k.shape[-2] > SMALL_PAIRS
-                and time.process_time() > until
-            ):
-                continue  # a slow target, such as a kernel in Python: its small calls are enough
+            pairs, kind = _pairs(sample), "gradients" if sample.grad else ""
+            if pairs > SMALL_PAIRS and times.estimate(pairs, kind) > times.left:
+                self.left_out.append(sample)
+                continue
             try:
-                got = observe(harness, sample)
+                got = times.run(partial(observe, harness, sample), pairs, kind)
             except Inexpressible:
                 continue
             except Exception as e:  # the target is foreign code, which may raise anything
@@ -71,6 +73,14 @@ class Observations:
                 self.wrong.append((sample, got, want))
             if len(self.wrong) >= 40:  # enough to tell variants apart
                 break
+
+    @property
+    def unseen(self) -> str:
+        """The calls that were left out, in words; "" where none was."""
+        if not self.left_out:
+            return ""
+        count = "1 call was" if len(self.left_out) == 1 else f"{len(self.left_out)} calls were"
+        return f"{count} left out, {self.left_out[0].name} first: the target is too slow for it"
 
     def fault(self) -> str | None:
         """A call that raises or returns a wrong shape or dtype although its signature claims what it uses."""
@@ -90,6 +100,12 @@ def observations(harness: Harness) -> Observations:
     if "observations" not in harness.cache:
         harness.cache["observations"] = Observations(harness)
     return harness.cache["observations"]
+
+
+def _pairs(sample: Sample) -> int:
+    """Queries times keys, of all rows and heads."""
+    q, k = sample.call.q, sample.call.k
+    return q.shape[:-1].numel() * k.shape[-2]
 
 
 def dtype_of(sample: Sample) -> torch.dtype:
