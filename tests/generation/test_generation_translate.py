@@ -45,6 +45,7 @@ def test_a_sentence_a_file_and_stdin_say_the_same(run, tmp_path):
     from_stdin = regard("--model", run, given="\r\n".join(TEXTS)).stdout
     assert from_file == from_stdin == "\n".join(said) + "\n"
     assert regard(TEXTS[0], "--model", run).stdout == said[0] + "\n"
+    assert regard(TEXTS[1], TEXTS[0], "--model", run).stdout == f"{said[1]}\n{said[0]}\n"
     as_json = regard("--model", run, "--json", given="\n".join(TEXTS)).stdout.splitlines()
     assert [json.loads(line) for line in as_json] == [
         {"source": a, "target": b} for a, b in zip(TEXTS, said, strict=True)
@@ -80,7 +81,7 @@ def test_no_text_is_longer_than_a_learned_table():
 
 
 REFUSED = {
-    "give a sentence or a file, not both": ("hello", "--file", "x.txt"),
+    "give sentences or a file, not both": ("hello", "--file", "x.txt"),
     "there is no file none.txt": ("--file", "none.txt"),
 }
 

@@ -12,7 +12,9 @@ from ..errors import FormatError, SpecError
 
 
 def translate(
-    sentence: Annotated[str | None, typer.Argument(help="A sentence; without one, stdin is read.")] = None,
+    sentences: Annotated[
+        list[str] | None, typer.Argument(metavar="SENTENCE", help="Sentences; without one, stdin is read.")
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="The folder of a run; by default the translator of regard.")
     ] = None,
@@ -32,8 +34,8 @@ def translate(
 
     Example: regard translate "Where is the library?"
     """
-    if sentence is not None and file is not None:
-        raise SpecError("give a sentence or a file, not both")
+    if sentences and file is not None:
+        raise SpecError("give sentences or a file, not both")
     from ..generation import beam, greedy
     from ..training.progress import waiting
     from ..training.recipes.translation import max_source_tokens
@@ -45,8 +47,8 @@ def translate(
         strategy = greedy() if width == 1 else beam(width)
     limit, number = max_source_tokens(net), 0
     # In a terminal each line is answered at once; a pipe is read in parts, in which similar lengths share batches.
-    part = 1 if sentence is None and file is None and sys.stdin.isatty() else 1024
-    for lines in _parts(_lines(sentence, file), part):
+    part = 1 if not sentences and file is None and sys.stdin.isatty() else 1024
+    for lines in _parts(_lines(sentences, file), part):
         for line, ids in zip(lines, tokens.encode(lines), strict=True):
             number += 1
             if len(ids) > limit:
@@ -62,9 +64,9 @@ def translate(
             typer.echo(text)
 
 
-def _lines(sentence: str | None, file: Path | None) -> Iterator[str]:
-    if sentence is not None:
-        yield sentence
+def _lines(sentences: list[str] | None, file: Path | None) -> Iterator[str]:
+    if sentences:
+        yield from sentences
     elif file is not None:
         from ..training.data import text
 
