@@ -1,6 +1,6 @@
 """Families of transformers with unusual attention are shown whole, or what is not shown is named.
 
-docs/look_families.md has all families; these are the ones that were once shown in part without a word.
+docs/look_families.md has all families; these are the ones that were once shown incompletely without a report.
 """
 
 import pytest
@@ -54,7 +54,7 @@ class SplitAttention(nn.Module):
 
 def test_columns_that_are_used_elsewhere_are_no_sinks():
     view = rg.look(SplitAttention().eval(), torch.randn(1, 6, 8))
-    assert "1 of its softmaxes were not read; its maps show a part" in view.missed[0]
+    assert "1 of its softmaxes was not read; its maps show part" in view.missed[0]
 
 
 def test_longformer_with_global_tokens_is_named():

@@ -254,7 +254,7 @@ def test_sharpness_goes_from_uniform_to_the_shared_maximum():
     bare = figures.sharpness([2.0, 2.0, 1.0])
     assert len(bare.axes) == 1 and [list(line.get_ydata()) for line in bare.axes[0].lines] == lines
     with pytest.raises(
-        rg.ShapeError, match=r"^given are q, v only; the effect of a changed key needs q, k and v"
+        rg.ShapeError, match=r"^got only q and v; the effect of a changed key needs q, k and v"
     ):
         figures.sharpness([2.0, 1.0], q, v=v)
 

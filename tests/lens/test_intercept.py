@@ -503,14 +503,14 @@ def test_attention_that_is_computed_in_parts_is_named():
     view = look(PartAttention().eval(), torch.randn(1, 6, 8))
     assert len(view.calls) == 2
     assert view.missed == (
-        "PartAttention (PartAttention): its attention is computed in 2 parts; each is shown as a layer of its own",
+        "PartAttention (PartAttention): its attention is computed in 2 parts; each is shown as a separate layer",
     )
     assert look(PartAttention(1).eval(), torch.randn(1, 6, 8)).missed == ()
 
 
 def test_a_softmax_that_was_not_read_is_named():
     view = look(PartAttention(1, unread=True).eval(), torch.randn(1, 6, 8))
-    assert len(view.calls) == 1 and "1 of its softmaxes were not read; its maps show a part" in view.missed[0]
+    assert len(view.calls) == 1 and "1 of its softmaxes was not read; its maps show part" in view.missed[0]
 
 
 def test_signed_weights_are_shown_with_their_sign():

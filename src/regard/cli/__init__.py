@@ -1,1 +1,4 @@
-"""The command line: one file a verb. Data goes to stdout, talk to stderr; 0 done, 1 a law is broken, 2 refused."""
+"""The command line: one file per command. Data goes to stdout, messages to stderr.
+
+Exit code 0: done; 1: a law is broken or a lesson's claim fails; 2: a bad request; 130: interrupted.
+"""

@@ -22,7 +22,7 @@ def machine(
         typer.Option(help="cpu or cuda; by default a GPU if there is one.", autocompletion=names.devices),
     ] = "",
     path: Annotated[
-        Path | None, typer.Option(help="The file to write; by default in the user's cache.")
+        Path | None, typer.Option(help="The file to write; by default in the user's cache folder.")
     ] = None,
     size: Annotated[int | None, typer.Option(min=64, max=32768, help="Side of the matrices.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,

@@ -20,9 +20,9 @@ COLORS = {"holds": "green", "broken": "bold red", "raised": "bold red", "not pro
 
 KINDS = "attention, function, decoder, layer-norm, rms-norm, batch-norm, feed-forward, rotary, positions or schedule"
 SETTINGS = (
-    'More about the target, name=value, repeatable: layout="b n h d", mask=keep or mask=hide (what True means), '
-    "lacks=grad, call_seconds=10 (the time limit of one call), layers=2 and other sizes of a class, "
-    "warmup=40 and other facts of a part."
+    'Further settings of the target, name=value, repeatable: layout="b n h d", mask=keep or mask=hide (what True '
+    "means), lacks=grad, call_seconds=10 (the time limit of one call), layers=2 and other sizes of a class, "
+    "warmup=40 and other parameters of a part."
 )
 
 
@@ -30,7 +30,7 @@ def check(
     target: Annotated[
         str | None,
         typer.Argument(
-            help=f"{FORMS}; a class or a factory is built with --heads, --d-model.",
+            help=f"{FORMS}; a class or a factory is called with --heads and --d-model.",
             autocompletion=names.models,
         ),
     ] = None,
@@ -38,13 +38,13 @@ def check(
         list[str] | None,
         typer.Option(help="Only this law, by number or name; repeatable.", autocompletion=names.laws),
     ] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads of a class that is built.")] = None,
-    d_model: Annotated[int | None, typer.Option(min=1, help="Width of a class that is built.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads to build a class with.")] = None,
+    d_model: Annotated[int | None, typer.Option(min=1, help="Width to build a class with.")] = None,
     claim: Annotated[
         list[str] | None, typer.Option(help="Check this promise as if the target claimed it; repeatable.")
     ] = None,
     kind: Annotated[
-        str | None, typer.Option("--as", help=f"What the target is, where that is not clear: {KINDS}.")
+        str | None, typer.Option("--as", help=f"What the target is, if that is not detected: {KINDS}.")
     ] = None,
     device: Annotated[
         str | None,
@@ -94,7 +94,7 @@ def check(
 
 
 def _settings(given: list[str]) -> tuple[dict[str, Any], float | int | None]:
-    """name=value pairs: hints about the target, sizes of a class, facts of a part; and the time limit of a call."""
+    """From name=value pairs: hints about the target, sizes of a class, parameters of a part; the limit of a call."""
     more: dict[str, Any] = {"lacks": set(), "facts": {}}
     seconds = None
     for each in given:
@@ -163,7 +163,7 @@ def _list(as_json: bool) -> str:
 
 
 def _show(verdict: "Verdict") -> None:
-    """A table on a terminal, plain lines otherwise. With a known cause, one snippet shows it."""
+    """A table on a terminal, plain lines otherwise. If a cause was found, one snippet is shown."""
     from ..laws.verdict import MARK
 
     shown = verdict.broken if verdict.cause is None else verdict.broken[:1]

@@ -32,8 +32,11 @@ class DefaultToOf(TyperGroup):
     """`regard cost gpt2` means `regard cost of gpt2`."""
 
     def resolve_command(self, ctx, args):
-        first = args[0] if args else ""
-        return super().resolve_command(ctx, args if first in self.commands else ["of", *args])
+        """`of` is left out of the usage line, as it is on the command line."""
+        name, command, rest = super().resolve_command(
+            ctx, args if args and args[0] in self.commands else ["of", *args]
+        )
+        return "" if name == "of" else name, command, rest
 
     def parse_args(self, ctx, args):
         """Options are allowed before the model; --help shows those of a model."""
@@ -65,12 +68,12 @@ class CostRequest:
         int | None, typer.Option(help="Number of keys; of an encoder-decoder, the source length.")
     ] = None
     batch: Annotated[int, typer.Option(help="Batch size.")] = 1
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16, float64.")] = (
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: float32, bfloat16, float16, float64.")] = (
         "float32"
     )
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu"
     backend: Annotated[str, typer.Option(help="The backend of attention.")] = "auto"
-    train: Annotated[bool, typer.Option("--train", help="Include a training step.")] = False
+    train: Annotated[bool, typer.Option("--train", help="Price a training step.")] = False
     depth: Annotated[int | None, typer.Option(min=0, help="Show the tree of parts to this depth.")] = None
     optimizer: Annotated[
         str,
@@ -84,7 +87,7 @@ class CostRequest:
         bool, typer.Option("--checkpointing", help="Activation checkpointing of each block.")
     ] = False
     reentrant: Annotated[
-        bool, typer.Option("--reentrant", help="With --checkpointing: PyTorch's older form of it.")
+        bool, typer.Option("--reentrant", help="With --checkpointing: PyTorch's reentrant variant.")
     ] = False
     master_weights: Annotated[
         bool, typer.Option("--master-weights", help="float32 copies of 16-bit weights.")
@@ -93,17 +96,17 @@ class CostRequest:
     frozen: Annotated[
         str, typer.Option(help="Weights that are not trained: names such as 'embed*,head*'.")
     ] = ""
-    lora: Annotated[int, typer.Option(help="Rank of trained adapters; all else is frozen.")] = 0
+    lora: Annotated[int, typer.Option(help="Train LoRA adapters of this rank; all else is frozen.")] = 0
     ranks: Annotated[
-        int, typer.Option(help="GPUs that share the weights (FSDP2): also the peak of one of them.")
+        int, typer.Option(help="GPUs that share the weights (FSDP2): also print the peak of one of them.")
     ] = 1
     ddp: Annotated[bool, typer.Option("--ddp", help="With --ranks: every GPU holds all weights (DDP).")] = (
         False
     )
     fits: Annotated[
-        str | None, typer.Option(help="The largest batch and n that fit this memory, such as 80GB.")
+        str | None, typer.Option(help="Print the largest batch and n that fit this memory, such as 80GB.")
     ] = None
-    time: Annotated[bool, typer.Option("--time", help="Estimate the time from `regard bench machine`.")] = (
+    time: Annotated[bool, typer.Option("--time", help="Estimate the time, by `regard bench machine`.")] = (
         False
     )
     measure: Annotated[bool, typer.Option("--measure", help="Also run it and measure the time.")] = False
@@ -143,7 +146,7 @@ class CostRequest:
 @app.command()
 @partial(with_options, CostRequest)
 def of(request: CostRequest) -> None:
-    """Say what a model costs: parameters, FLOPs, masks, memory, time.
+    """What a model costs before it runs: parameters, FLOPs, memory, time.
 
     Examples: regard cost transformer-base --n 128 --batch 32 --train --autocast bfloat16 --device cuda
 
@@ -151,7 +154,7 @@ def of(request: CostRequest) -> None:
 
     regard cost my.module:build_model --n 1024
 
-    regard cost compare --help    layer types side by side
+    regard cost compare --help    (layer types side by side)
     """
     from ..costs.entry import cost as price
 
@@ -234,7 +237,7 @@ def _fitting(result: Any, request: CostRequest) -> tuple[dict[str, int], str]:
     text = f"within {readable(budget)} ({budget:,} bytes): batch {sizes['batch']:,}"
     try:
         sizes["n"] = result.fits(budget, "n")
-    except SpecError:  # the image determines it
+    except SpecError:  # the image size determines n
         return sizes, text
     return sizes, f"{text}, or n {sizes['n']:,} at batch {request.batch:,}"
 

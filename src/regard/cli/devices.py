@@ -4,7 +4,7 @@ from ..errors import SpecError
 
 
 def read_device(name: str) -> str:
-    """The device, if PyTorch knows it and this machine has it."""
+    """The device, if PyTorch supports it and this machine has it."""
     import torch
 
     try:

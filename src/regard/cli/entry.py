@@ -1,4 +1,4 @@
-"""The console script. It imports nothing of size, so that Ctrl-C is handled from the first moment on."""
+"""The console script. It imports nothing large, so that Ctrl-C is handled from the start."""
 
 import os
 import signal
@@ -12,9 +12,9 @@ INTERRUPTED = 130  # what shells report for Ctrl-C
 def run() -> None:
     """`regard …`: an error is one sentence on stderr and exit code 2; Ctrl-C is exit code 130.
 
-    Ctrl-C ends the process at once, except where a command handles it: the loop of a training, which saves its
-    state, and the server. A KeyboardInterrupt instead would be lost where it falls into a callback of an extension or
-    into code that catches every exception, as the imports of large libraries do.
+    Ctrl-C ends the process at once, except where a command handles it: the training loop, which saves a checkpoint,
+    and the server. A KeyboardInterrupt could be lost in a callback of an extension, or in code that catches every
+    exception, as the imports of large libraries do.
     """
     signal.signal(signal.SIGINT, _leave)
     try:
@@ -25,12 +25,12 @@ def run() -> None:
 
     try:
         run_command()
-    except KeyboardInterrupt:  # a second Ctrl-C in the loop of a training
+    except KeyboardInterrupt:  # a second Ctrl-C in the training loop
         _leave()
     except SystemExit as ended:
         if ended.code == INTERRUPTED:
-            # Python remembers an interrupt that fell into code of an extension, and at its end would kill itself by
-            # the signal, although the interrupt was handled.
+            # If the interrupt came during code of an extension, Python would still kill itself with the signal at
+            # exit, although the interrupt was handled.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(INTERRUPTED)
@@ -38,7 +38,7 @@ def run() -> None:
 
 
 def _leave(*_: Any) -> None:
-    """Leave at once; files are written under another name and renamed, so none is half written."""
+    """Exit at once. Files are written under a temporary name and renamed, so none is left half written."""
     with suppress(Exception):  # the signal may have come while stdout was written
         sys.stdout.flush()
     sys.stderr.write("interrupted\n")

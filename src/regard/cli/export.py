@@ -13,7 +13,7 @@ def export(
     to: Annotated[str, typer.Option(help="The format: ctranslate2.")] = "ctranslate2",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a trained translator in the format of another program; its translations are equal.
+    """Export a trained translator to the format of another program, with equal translations.
 
     Example: regard export runs/translate --out runs/translate-ct2
     """

@@ -18,22 +18,22 @@ from .forms import FORMS
 # command is used. It has a function of the command's name, or an `app` of several subcommands.
 COMMANDS = {
     "cost": "What a model costs before it runs: parameters, FLOPs, memory, time.",
-    "plan": "What fits a card, how fast it would train, and code to run it.",
+    "plan": "What fits on a GPU, how fast it would train, and code to run it.",
     "check": "Run the laws of attention on a function, a module or a model of any library.",
     "look": "Show what each attention head of a model attends to, while it runs its usual kernels.",
     "train": "Train a recipe; run the same command again to resume it.",
     "report": "Write report.html in the folder of a run: curves, examples, attention maps, cost, laws.",
-    "translate": "Translate English to Spanish, or with a model that `regard train translate` trained.",
-    "export": "Write a trained translator in the format of another program; its translations are equal.",
+    "translate": "Translate English to Spanish, or use a model trained by `regard train translate`.",
+    "export": "Export a trained translator to the format of another program, with equal translations.",
     "bench": "Measure this machine.",
     "serve": "Serve a web page: patterns drawn and explained, costs, the heads of a model.",
 }
 
 
 class Commands(TyperGroup):
-    """The subcommands; their modules are imported when they are used, and not to list them.
+    """The subcommands. Their modules are imported when a command is used, not to list it.
 
-    The types of click are not named here: newer releases of typer have a copy of their own.
+    There are no annotations with click's types, because newer releases of typer contain their own copy of click.
     """
 
     listing = False
@@ -47,10 +47,10 @@ class Commands(TyperGroup):
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if self.listing else load_command(cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
-        """Ctrl-C is exit code 130, whatever the release of typer makes of it."""
+        """Ctrl-C gives exit code 130 in every release of typer."""
         try:
             return super().invoke(ctx)
-        except OverflowError as e:  # a size of thirty digits, in whichever formula
+        except OverflowError as e:  # a size with thirty digits, in any formula
             raise regard.SpecError(f"a number is too large: {e}") from e
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)

@@ -135,7 +135,7 @@ def token_names(tokenizer: Any, ids: list[int]) -> list[str]:
 
 
 def read_input(given: str, loaded: LoadedModel) -> Tensor:
-    """Ids (1, n), or an image or array (1, …)."""
+    """The input as token ids (1, n), or as an image or array (1, …)."""
     path = Path(given)
     if given.startswith("random:"):
         return _random(given, loaded)
@@ -155,7 +155,7 @@ def read_input(given: str, loaded: LoadedModel) -> Tensor:
 
 
 def encoded(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a text, by any of the three kinds of tokenizers."""
+    """The ids of a text, from any of the three kinds of tokenizers."""
     if isinstance(tokenizer, Tokens):
         return tokenizer.encode([text])[0]
     ids = tokenizer.encode(text)
@@ -228,7 +228,7 @@ def has_decoder_input(loaded: LoadedModel) -> bool:
 
 
 def own_output(loaded: LoadedModel, ids: Tensor) -> Tensor:
-    """What an encoder-decoder generates for a source, greedily, from its start token on (1, n)."""
+    """What an encoder-decoder generates greedily for a source, including its start token (1, n)."""
     length = 2 * ids.shape[1] + 10
     if isinstance(loaded.model, stack.EncoderDecoder):
         result = generate(

@@ -1,4 +1,4 @@
-"""`regard plan`: what fits a card, and how fast it would train."""
+"""`regard plan`: what fits on a GPU, and how fast it would train."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -20,16 +20,16 @@ class PlanRequest:
     """The argument and options of `regard plan`, one field each."""
 
     source: Annotated[str, typer.Argument(help=FORMS)]
-    memory: Annotated[str | None, typer.Option(help="Memory of a card, such as 80GB.")] = None
+    memory: Annotated[str | None, typer.Option(help="Memory of a GPU, such as 80GB.")] = None
     gpu: Annotated[
         str | None,
-        typer.Option(help="Cards to compare: b200, h200, h100, a100-80, a100-40, l40s, l4, 4090, 3090."),
+        typer.Option(help="GPUs to compare: b200, h200, h100, a100-80, a100-40, l40s, l4, 4090, 3090."),
     ] = None
     n: Annotated[int | None, typer.Option(help="Length of a sequence.")] = None
     train: Annotated[
         bool, typer.Option("--train/--inference", help="A training step, or a forward pass.")
     ] = True
-    ranks: Annotated[int, typer.Option(help="Cards that share the work (FSDP2).")] = 1
+    ranks: Annotated[int, typer.Option(help="GPUs that share the work (FSDP2).")] = 1
     pattern: Annotated[
         str | None, typer.Option(help="Another attention pattern, such as 'causal() & window(256)'.")
     ] = None
@@ -42,7 +42,7 @@ class PlanRequest:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """(what is searched for, done, of) → a bar on stderr; one line where that is no terminal or rich is missing."""
+    """A callback (description, done, total) that shows a bar on stderr; one line if that is no terminal."""
     try:
         from rich.console import Console
         from rich.progress import Progress
@@ -59,9 +59,9 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
 @partial(with_options, PlanRequest)
 def plan(request: PlanRequest) -> None:
-    """What fits a card, how fast it would train, and code to run it.
+    """What fits on a GPU, how fast it would train, and code to run it.
 
-    For each kind of step the largest batch that fits, sorted by tokens per second.
+    Lists the largest batch that fits for each kind of step, sorted by tokens per second.
 
     Example: regard plan gpt2 --gpu h100,a100-40,4090,l4 --n 1024
 
@@ -86,7 +86,7 @@ def plan(request: PlanRequest) -> None:
     if request.code is not None:
         if request.code > len(result.choices) or not result.choices[request.code - 1].batch:
             fitting = sum(bool(c.batch) for c in result.choices)
-            raise SpecError(f"--code {request.code}: {fitting} of the {len(result.choices)} choices fit")
+            raise SpecError(f"--code {request.code}: only {fitting} of the {len(result.choices)} choices fit")
         typer.echo(result.choices[request.code - 1].code)
         return
     typer.echo(result.json() if request.as_json else str(result))

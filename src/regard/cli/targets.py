@@ -40,7 +40,7 @@ def read(source: str) -> Any:
 
 
 def python_object(source: str) -> Any:
-    """`package.module:name.of.it`, looked for on PYTHONPATH and in the current folder."""
+    """The object named by `package.module:name`, searched on PYTHONPATH and in the current folder."""
     module_name, _, name = source.rpartition(":")
     if not module_name or not name:
         raise SpecError(f"{source!r} is not of the form package.module:name or file.py:name")
@@ -67,7 +67,7 @@ def _attribute(target: Any, module_name: str, name: str) -> Any:
 
 
 def _file(path: Path) -> Any:
-    """The module in a Python file; what lies beside the file can be imported by it."""
+    """The module in a Python file; it can import other modules of its folder."""
     if not path.is_file():
         raise SpecError(f"file not found: {path}")
     folder = str(path.resolve().parent)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..training.entry import TrainingResult
     from ..training.recipes import Recipe
 
-FILES = {  # the parameter of each recipe that takes a file of one's own
+FILES = {  # the parameters of each recipe that take the user's own files
     "translate": ("train", "valid", "test"),
     "translate-h200": ("train", "valid", "test"),
     "language-model": ("file",),
@@ -49,7 +49,7 @@ class TrainRequest:
     ] = None
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder of the run, by default runs/NAME; the run of a recipe is resumed."),
+        typer.Option(help="The folder of the run, by default runs/NAME; an existing run is resumed."),
     ] = None
     set_: Annotated[
         list[str] | None,
@@ -73,11 +73,11 @@ class TrainRequest:
         int | None, typer.Option(min=1, help="Store statistics of each attention head every N updates.")
     ] = None
     tensorboard: Annotated[
-        bool | None, typer.Option(help="Write TensorBoard files; by default if it is installed.")
+        bool | None, typer.Option(help="Write TensorBoard files; by default if TensorBoard is installed.")
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(min=1, help="CPU threads; by default the quickest number, measured before training."),
+        typer.Option(min=1, help="CPU threads; by default the fastest number, measured before training."),
     ] = None
     list_: Annotated[
         bool, typer.Option("--list", help="List the recipes, the lessons and their parameters.")
@@ -86,7 +86,7 @@ class TrainRequest:
 
     @property
     def files(self) -> dict[str, str]:
-        """The files of one's own, by the option that names them."""
+        """The user's own files, by option."""
         given = {"data": self.data, "valid": self.valid, "test": self.test}
         return {option: file for option, file in given.items() if file is not None}
 
@@ -95,7 +95,7 @@ class TrainRequest:
 def train(request: TrainRequest) -> None:
     """Train a recipe; run the same command again to resume it.
 
-    A lesson, T1 to T13, trains its models, prints its numbers beside what was expected, and writes a page.
+    A lesson, T1 to T13, trains its models, prints its numbers beside the expected ones, and writes a page.
 
     Example: regard train translate --out runs/es --set minutes=6
 
@@ -110,7 +110,7 @@ def train(request: TrainRequest) -> None:
         typer.echo(_list())
         return
     if request.name is None:
-        raise SpecError("which recipe or lesson? regard train --list shows them")
+        raise SpecError("no recipe or lesson given; `regard train --list` lists them")
     if request.device is not None:
         read_device(request.device)
     lesson = read_lesson(request.name, **_parameters(request.name, request.set_))
@@ -123,7 +123,7 @@ def train(request: TrainRequest) -> None:
 def _train_lesson(lesson: Any, request: TrainRequest) -> None:
     from ..training.entry import train as train_recipe
 
-    run: Any = train_recipe  # its overloads know a literal dry_run only
+    run: Any = train_recipe  # its overloads accept only a literal dry_run
     if request.files:
         raise SpecError(
             f"--{next(iter(request.files))}: lesson {lesson.number} makes its own data; leave it out"
@@ -187,7 +187,7 @@ def _read(name: str, given: list[str] | None, files: dict[str, str]) -> "Recipe"
 
 
 def _files(name: str, files: dict[str, str]) -> dict[str, Any]:
-    """The parameters of a recipe that say --data, --valid and --test."""
+    """The parameters of a recipe for --data, --valid and --test."""
     if not files or name not in names.RECIPES:
         return {}
     if name not in FILES:

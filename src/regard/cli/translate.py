@@ -16,7 +16,7 @@ def translate(
         list[str] | None, typer.Argument(metavar="SENTENCE", help="Sentences; without one, stdin is read.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="The folder of a run; by default the translator of regard.")
+        Path | None, typer.Option(help="The folder of a run; by default the included translator.")
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Translate this file, line by line.")] = None,
     width: Annotated[
@@ -25,12 +25,12 @@ def translate(
             "--beam",
             min=1,
             max=10_000,
-            help="Beam width; 1 is greedy. By default what the model's card says.",
+            help="Beam width; 1 is greedy. By default as in the model's card.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print source and target as JSON lines.")] = False,
 ) -> None:
-    """Translate English to Spanish, or with a model that `regard train translate` trained.
+    """Translate English to Spanish, or use a model trained by `regard train translate`.
 
     Example: regard translate "Where is the library?"
     """

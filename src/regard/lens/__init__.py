@@ -1,1 +1,1 @@
-"""Looking inside anyone's attention: capture, statistics, head kinds, causes, figures, the report."""
+"""`rg.look`: attention calls of any model are recorded; statistics, head kinds, ablation, figures, an HTML report."""

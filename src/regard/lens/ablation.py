@@ -1,6 +1,6 @@
 """Ablation: how the output changes when a head or a key is removed.
 
-A large weight is no proof of influence: the value may be small, or a later layer may undo the effect.
+A large weight does not prove influence: the value may be small, or a later layer may undo the effect.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ ROWS = 256  # queries whose weights are in memory at a time
 
 
 def remove_head(model: Any, inputs: Any, layer: int, head: int, loss: Loss | None = None) -> float:
-    """‖o′ − o‖ / ‖o‖ of the model's output when one head gives zeros; with a loss, by how much it rises."""
+    """‖o′ − o‖ / ‖o‖ of the model's output when one head outputs zeros; with a loss, the increase of the loss."""
     return _effect(model, inputs, loss, _without_head_of(layer, head))
 
 
@@ -50,7 +50,7 @@ def remove_key(
     head: int | None = None,
     loss: Loss | None = None,
 ) -> float:
-    """The same when no query may attend to a key: in one layer or all, in one head or all."""
+    """The same if no query may attend to `key`, in one layer or all, in one head or all."""
 
     def change(at: int, out: Tensor, source: Source) -> Tensor:
         return _without_key(out, source, key, head) if layer is None or at == layer else out
@@ -63,7 +63,10 @@ def _effect(model: Any, inputs: Any, loss: Loss | None, change: ChangeOutput) ->
 
 
 def _run(model: Any, inputs: Any, change: ChangeOutput | None) -> Any:
-    """The output, with `change` applied to that of each attention. PyTorch's fast path has none and is off."""
+    """The model's output with `change` applied to the output of each attention.
+
+    PyTorch's fast path is off: it has no separate attention output that could be changed.
+    """
     calls: list[InterceptedCall] = []
     with torch.no_grad(), WITHOUT_FAST_PATH, intercept(model, calls.append, change):
         return run(model, inputs)

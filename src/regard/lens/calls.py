@@ -1,7 +1,7 @@
 """One intercepted attention call, and its weights, computed only for the requested heads and rows.
 
 A call is stored as the input of its softmax: q, k, the scale and what modifies the scores. That is O(n · d)
-memory, whatever kernel ran. Of an eager call, which computes its weights as a tensor, the weights are stored.
+memory, whatever kernel ran. For an eager call, which computes its weights as a tensor, the weights are stored.
 """
 
 from dataclasses import dataclass
@@ -165,11 +165,11 @@ class AttentionCall:
     def scores(
         self, heads: list[int] | None = None, rows: list[int] | None = None, batch: int = 0
     ) -> Float[Tensor, "h r m"]:
-        """scale · q kᵀ + bias, −∞ at pairs that are not allowed. Of an eager call: ln weights."""
+        """scale · q kᵀ + bias, −∞ at pairs that are not allowed. For an eager call: ln weights."""
         return self._require_source().scores(self.region(heads, rows, batch))
 
     def allowed(self, rows: list[int] | None = None, batch: int = 0) -> Bool[Tensor, "h r m"]:
-        """Which pairs are allowed; of an eager call, which weights are above 0."""
+        """Which pairs are allowed; for an eager call, which weights are above 0."""
         threshold = torch.finfo(torch.float32).min / 2  # many models mask with their dtype's lowest number
         return self.scores(None, rows, batch) > threshold
 
@@ -209,7 +209,7 @@ class AttentionCall:
 
 
 def is_causal_call(source: Source, role: Role) -> bool:
-    """Whether no query gives weight to a later key, by whatever mask; the first and the middle query are tested."""
+    """Whether no query gives weight to a later key, by whatever mask; tested on the first and the middle query."""
     _, h, n, m = source.shape
     if role == "cross" or m < 2 or n > m:
         return False

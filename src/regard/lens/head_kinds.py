@@ -10,7 +10,7 @@ from .statistics import HeadStatistics
 
 @dataclass(frozen=True)
 class HeadKind:
-    """A name, a confidence (½ at the threshold, 1 for a head that does nothing else), and the evidence in numbers."""
+    """A name, a confidence (½ at the threshold, 1 for a head that does nothing else), and the evidence as text."""
 
     name: str
     confidence: float
@@ -100,7 +100,7 @@ Measure = Callable[[HeadStatistics, int], Measured]
 
 
 def _above_chance(value: float, chance: float) -> float:
-    """0 for what a uniform head has, 1 for all of the weight."""
+    """The value relative to chance: 0 for that of a uniform head, 1 for all of the weight."""
     return (value - chance) / max(1 - chance, 1e-9)
 
 

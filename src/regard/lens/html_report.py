@@ -48,7 +48,7 @@ def page(view: View, *, title: str | None = None) -> str:
 
 
 def part(name: str) -> str:
-    """A file of the page; the studio of `regard serve` is made of the same ones."""
+    """A file of the page; the studio of `regard serve` uses the same files."""
     return (PARTS / name).read_text(encoding="utf-8")
 
 
@@ -58,7 +58,7 @@ def fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def inline(view: View, height: int = 720) -> str:
-    """The page in a sandboxed frame, for notebooks: its script has no access to theirs."""
+    """The page in a sandboxed frame, for notebooks: its script has no access to the notebook's."""
     document = html.escape(page(view), quote=True)
     style = f"width:100%;height:{height}px;border:0"
     return f'<iframe srcdoc="{document}" sandbox="allow-scripts" style="{style}"></iframe>'
@@ -115,7 +115,7 @@ COMMON = ("mixed", "uniform", "first", "sink", "self")  # kinds that nearly ever
 
 
 def _most_distinctive(rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """The head that a page opens with: the surest of the kinds that are not common, and the sharpest of equals."""
+    """The head that a page opens with: of an uncommon kind, with the highest confidence, then the lowest entropy."""
     best = max(
         rows, key=lambda r: (r["kind"] not in COMMON, r["confidence"], -(r.get("entropy_share") or 1.0))
     )

@@ -1,14 +1,14 @@
 """Intercepting every attention call of a running model, whichever kernel makes it, without changing the model.
 
-Three things see the calls:
+The interception has three parts:
 - F.scaled_dot_product_attention and rg.attention are replaced by functions that report the call and then make it;
-- a dispatch mode sees the operators themselves: PyTorch's fused layers, which call no Python function (the fast path
-  of nn.MultiheadAttention and nn.TransformerEncoder), flex_attention, and a softmax whose result weights values;
-- hooks on all modules, none on a single one, keep the path of the running module. (A hook on a module itself, or a
-  TorchFunctionMode, would make PyTorch leave its fast path.)
+- a dispatch mode intercepts the operators: PyTorch's fused layers, which call no Python function (the fast path of
+  nn.MultiheadAttention and nn.TransformerEncoder), flex_attention, and a softmax whose result weights values;
+- global module hooks record the path of the running module. (A hook on a single module, or a TorchFunctionMode,
+  would turn off PyTorch's fast path.)
 
 The dispatch mode belongs to one thread. The functions and the hooks are shared by all threads (process_wide.py) and
-ask for the interceptor of the calling thread: what other threads run is passed on and not recorded.
+look up the interceptor of the calling thread: what other threads run is passed on and not recorded.
 """
 
 import re
@@ -51,13 +51,13 @@ ChangeOutput = Callable[[int, Tensor, Any], Tensor]  # (call number, output (b, 
 
 
 class Interceptor(DispatchMode):
-    """Calls `on_call` for each attention of the model; `missed` names what could not be read."""
+    """Calls `on_call` for each attention of the model; `missed` lists what could not be recorded."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled meanwhile; the guard would cost 1.5 s once and 40 µs per operator
+        return False  # nothing is compiled while it is active; the check would cost 1.5 s once, 40 µs per operator
 
     def __init__(self, model: Any, on_call: OnCall, change_output: ChangeOutput | None = None):
         super().__init__()
@@ -130,9 +130,9 @@ class Interceptor(DispatchMode):
         return source
 
     def _used(self, weights: Tensor, table: Tensor) -> Tensor:
-        """The weights that meet the values: those of the softmax, or what a module makes of them in evaluation.
+        """The weights that multiply the values: those of the softmax, or what the module computes from them.
 
-        Signed or rescaled weights are shown as they are; what dropout makes of them in training is not.
+        Signed or rescaled weights are shown as they are used. In training the softmax is shown, without dropout.
         """
         if self._running and self._running[-1][0].training:
             return table
@@ -157,7 +157,7 @@ class Interceptor(DispatchMode):
             self._on_call(InterceptedCall(name or self.path(), role or "self", implementation, source))
 
     def run(self, source: Source | None, attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Make a call that is already reported, and change its output where that is asked for."""
+        """Make a call that is already reported, and apply `change_output` to its output, if given."""
         with self._pause():
             out = attend(*args, **kwargs)
             if self._change_output is not None and source is not None:
@@ -200,11 +200,11 @@ class Interceptor(DispatchMode):
             return
         path = self.path()
         _, before, contains_named = self._running.pop()
-        # A part without parameters belongs to the module around it, which is judged with what ran in the part.
+        # A part without parameters belongs to the module around it, which is checked with what ran in the part.
         named = bool(ATTENTION_NAME.search(type(module).__name__)) and any(True for _ in module.parameters())
         if named and not contains_named:
             calls, unread = (now - then for now, then in zip(self._seen, before, strict=True))
-            self._judge(f"{path} ({type(module).__name__})", calls, unread)
+            self._report_unread(f"{path} ({type(module).__name__})", calls, unread)
         if self._running and (named or contains_named):
             outer, then, _ = self._running[-1]
             self._running[-1] = (outer, then, True)
@@ -215,17 +215,18 @@ class Interceptor(DispatchMode):
         unread = self._provenance.softmaxes - self._read_softmaxes + self._provenance.read_in_part
         return self._calls, unread
 
-    def _judge(self, name: str, calls: int, unread: int) -> None:
-        """Name an attention module of which not all was read."""
+    def _report_unread(self, name: str, calls: int, unread: int) -> None:
+        """Report an attention module that was not recorded completely, or not as one call."""
         if calls == 0:
             self.miss(f"{name}: it ran, but no attention call was found in it")
         elif unread > 0:
+            were = "was" if unread == 1 else "were"
             self.miss(
-                f"{name}: {unread} of its softmaxes were not read; its maps show a part of its attention"
+                f"{name}: {unread} of its softmaxes {were} not read; its maps show part of its attention"
             )
         elif calls > 1:
             self.miss(
-                f"{name}: its attention is computed in {calls} parts; each is shown as a layer of its own"
+                f"{name}: its attention is computed in {calls} parts; each is shown as a separate layer"
             )
 
     def path(self) -> str:

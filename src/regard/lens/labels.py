@@ -1,4 +1,4 @@
-"""Labels from the inputs of a model: the names of tokens, which are padding, the patches of an image."""
+"""Labels from the inputs of a model: the names of tokens, which tokens are padding, the patches of an image."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ SOURCE_MASKS, TARGET_MASKS = ("attention_mask",), ("decoder_attention_mask",)
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One input sequence of a model: a name for each token, and which are not padding."""
+    """One input sequence of a model: a name for each token, and which tokens are not padding."""
 
     names: TokenNames
     valid: Bool[Tensor, "b n"] | None = None

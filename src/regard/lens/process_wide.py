@@ -1,11 +1,11 @@
-"""What looking at a model changes for the whole process, made by the first thread that looks and undone by the last.
+"""Process-wide changes during `rg.look`: the first thread that calls it makes them, the last one undoes them.
 
-Most of the interception is local to a thread (a TorchDispatchMode). Some of it cannot be: PyTorch leaves the fast
-paths of nn.MultiheadAttention and nn.TransformerEncoder as soon as a TorchFunctionMode is active, and a compiled
-function shows no calls. So F.scaled_dot_product_attention and rg.attention are replaced by functions that ask which
-interceptor, if any, is active in the calling thread; compiled functions run eagerly; and hooks on all modules follow
-the path of the running one. One lock guards all of it, and a count makes the changes independent of the order in
-which threads finish.
+Most of the interception is local to a thread (a TorchDispatchMode). Some of it cannot be: PyTorch turns off the fast
+paths of nn.MultiheadAttention and nn.TransformerEncoder as soon as a TorchFunctionMode is active, and the calls
+inside a compiled function cannot be intercepted. So F.scaled_dot_product_attention and rg.attention are replaced by
+functions that look up which interceptor, if any, is active in the calling thread; compiled functions run eagerly; and
+global module hooks record the path of the running module. One lock guards all of it, and a count makes the changes
+independent of the order in which threads finish.
 """
 
 import sys
@@ -42,14 +42,14 @@ class SharedChange:
 
 @contextmanager
 def replaced_functions(replacements: dict[Any, Any]) -> Iterator[None]:
-    """Each value in place of its key, under every name by which a loaded module knows it.
+    """Each key is replaced by its value, under every name that it has in a loaded module.
 
-    A module that is imported in the meantime may take over a replacement; it gets the original back at the end.
+    A module that is imported meanwhile may import a replacement; it gets the original back at the end.
     """
     known = set(sys.modules)
     _exchange(list(sys.modules.values()), replacements)
     touched = [m for m in list(sys.modules.values()) if _names_of(m, set(map(id, replacements.values())))]
-    touched.append(sys.modules["regard"])  # it takes its public names on first use, also in the meantime
+    touched.append(sys.modules["regard"])  # its public names are imported on first use, perhaps meanwhile
     try:
         yield
     finally:
@@ -73,7 +73,7 @@ def _names_of(module: Any, ids: Any) -> list[tuple[str, Any]]:
 
 @contextmanager
 def eager_compiled_functions() -> Iterator[None]:
-    """Functions compiled by torch.compile run eagerly, and the warnings that this brings are silent."""
+    """Functions compiled by torch.compile run eagerly; the warnings that this causes are suppressed."""
     with ExitStack() as undo:
         if "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules:
             undo.enter_context(torch.compiler.set_stance("force_eager"))

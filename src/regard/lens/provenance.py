@@ -1,7 +1,8 @@
 """Whether queries and keys come from one sequence (self-attention) or from two (cross-attention).
 
-For each tensor the tensors are recorded that it was computed from token by token. The output of an attention has no
-such ancestors, since attention mixes tokens. So q and k share an ancestor if both are projections of one sequence.
+For each tensor we record its ancestors: the tensors from which it was computed token by token. The output of an
+attention has none, since attention mixes tokens. So q and k share an ancestor if both are projections of one
+sequence.
 """
 
 from collections.abc import Iterable
@@ -28,7 +29,9 @@ MAX_ANCESTORS = 6  # of one tensor; the newest ones decide
 MAX_PENDING_SOFTMAXES = 2  # softmax results that were not yet multiplied with values
 
 Ancestors = frozenset[int]
-Columns = tuple[int, int]  # the first and the number of them; (-1, …) where a part is not made of columns
+Columns = tuple[
+    int, int
+]  # the first column and the number of columns; (-1, …) if a part does not consist of columns
 NONE: Ancestors = frozenset()
 
 
@@ -44,7 +47,7 @@ class Layout(NamedTuple):
         return cls(x.shape, x.stride(), int(x.storage_offset()))
 
     def columns(self, view: "Layout") -> Columns:
-        """The columns that a view has of it, in each row; batch and heads may be one axis there."""
+        """Which columns of this tensor a view contains; in the view, batch and heads may be one axis."""
         count = view.shape[-1] if view.shape else 1
         start = view.offset - self.offset
         rows = self.shape[:-1]
@@ -113,9 +116,9 @@ class Provenance:
         self._set(out)
 
     def take_weights(self, x: Tensor) -> tuple[Tensor, tuple[Ancestors, Ancestors] | None] | None:
-        """The softmax that x is, or was computed from elementwise, and the origins of its q·k; each is given once.
+        """The softmax that x is, or was computed from elementwise, and the origins of its q·k; each is returned once.
 
-        Of a softmax with a sink, whose column meets no value, they are the columns of the keys.
+        For a softmax with a sink, whose column multiplies no value, only the columns of the keys are returned.
         """
         origin = self.of(x)
         if (number := origin.softmax) is None or number not in self._softmaxes:
@@ -131,7 +134,7 @@ class Provenance:
         return table, origin.pair
 
     def use(self, x: Tensor) -> None:
-        """Record that an operator, which is not a view, gets x: a part of a softmax's result, perhaps."""
+        """Record that an operator other than a view uses x, which may be a part of a softmax's result."""
         if x.is_nested or not x.numel():
             return
         origin = self.of(x)
@@ -141,7 +144,7 @@ class Provenance:
 
     @property
     def read_in_part(self) -> int:
-        """How many softmaxes were given without some columns that are used elsewhere."""
+        """How many softmaxes were returned without columns that are used elsewhere."""
         return sum(len(self._parts[number]) > 1 for number in self._taken_in_part)
 
     def _softmax(self, packet: Any, args: tuple[Any, ...], given: list[Tensor], out: Any) -> int | None:

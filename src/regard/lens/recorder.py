@@ -1,4 +1,4 @@
-"""What is worth keeping while a model trains, for the pictures of training. The training itself is elsewhere."""
+"""A record of losses, gradient norms and head statistics during training, for the figures of `lens.figures`."""
 
 import json
 from collections.abc import Callable, Iterator

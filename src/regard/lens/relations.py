@@ -1,4 +1,4 @@
-"""Marked pairs of tokens, such as a verb and its subject: the weight from the one on the other."""
+"""Marked pairs of tokens, such as a verb and its subject: the weight from the first on the second."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,8 +39,8 @@ def related_weights(
 ) -> dict[str, Float[Tensor, " h"]]:
     """For each relation and head: the weight on the related keys, averaged over the queries that have one.
 
-    Relations are between tokens of one sequence: a cross-attention has none. A word represents each of its
-    occurrences, in the rows of the batch that contain both words.
+    Relations are between tokens of one sequence, so cross-attention has none. A word stands for all of its
+    occurrences, in the batch rows that contain both words.
     """
     if call.role != "self":
         return {}

@@ -62,7 +62,7 @@ class CausalMask:
 
 @dataclass(frozen=True, eq=False)
 class MaskOrBias:
-    """A tensor that broadcasts to (b, h, n, m): bool says which pairs are allowed, float is added to the scores."""
+    """A tensor that broadcasts to (b, h, n, m): a bool tensor is True for allowed pairs, a float tensor is added."""
 
     table: Tensor
 
@@ -98,7 +98,7 @@ class RegardArguments:
 
 @dataclass(frozen=True, eq=False)
 class FlexFunctions:
-    """flex_attention's functions of one pair: score_mod modifies a score, mask_mod says whether it is allowed."""
+    """flex_attention's functions of one pair: score_mod modifies its score, mask_mod is True if it is allowed."""
 
     score_mod: Callable[..., Tensor] | None
     mask_mod: Callable[..., Tensor] | None

@@ -1,4 +1,4 @@
-"""A table of rows that prints itself, used where pandas is not installed."""
+"""A plain-text table of rows, used where pandas is not installed."""
 
 from dataclasses import dataclass
 from html import escape

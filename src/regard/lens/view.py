@@ -37,14 +37,14 @@ def look(
     separators: tuple[str, ...] = SEPARATORS,
     keep: Keep = True,
 ) -> "View":
-    """Run the model once on these inputs, with the kernels it always runs, and record each attention call.
+    """Run the model once on these inputs, with its usual kernels, and record each attention call.
 
     inputs: a mapping (by name), a tuple (in order), or a single argument. tokens: names for the ids: a list per batch
     row, {"source": …, "target": …}, or a tokenizer. grid: (rows, columns[, tokens before them]) of an image's
-    patches; inferred if an input is an image. keep=False computes statistics while the model runs and
-    stores no queries and keys: no maps, for very long inputs. keep="copy" copies them, for a model that overwrites
-    its tensors. The model runs in its current mode, eval() or train(), without gradients. Several threads may look at
-    once; what other threads run is not recorded.
+    patches; inferred if an input is an image. keep: with False, statistics are computed while the model runs and no
+    queries and keys are stored, so that there are no maps (for very long inputs); "copy" copies them (for a model
+    that overwrites its tensors). The model runs in its current mode, eval() or train(), without gradients. Several
+    threads may call `look` at the same time; what other threads run is not recorded.
     """
     if keep not in (True, False, "copy"):
         raise RegardError(f"keep={keep!r}; use True, False or 'copy'")
@@ -59,7 +59,9 @@ def look(
 
 def _no_calls(model: Any, module_calls: int, missed: list[str]) -> str:
     text = f"no attention call was found while {type(model).__name__} ran ({module_calls} module calls)"
-    return f"{text}; {'; '.join(missed)}" if missed else f"{text}: it has none, or it runs outside PyTorch"
+    return (
+        f"{text}; {'; '.join(missed)}" if missed else f"{text}: it has none, or computes it outside PyTorch"
+    )
 
 
 class _CallCollector:
@@ -190,7 +192,7 @@ class View:
         return tuple(self.compute(c.layer) for c in self.calls)
 
     def compute(self, layer: int) -> HeadStatistics:
-        """The statistics of one layer, computed once: for long inputs, layer by layer with a message in between."""
+        """The statistics of one layer, computed once. For long inputs, call it per layer to report progress."""
         done = self._collector.statistics
         if layer not in done:
             done[layer] = self._collector.statistics_of(self.calls[layer])
@@ -266,7 +268,7 @@ class View:
     # ablation
 
     def remove_heads(self, loss: ablation.Loss | None = None) -> "View":
-        """Fill `effects` with the change that removing each head makes: one more run of the model per head."""
+        """Fill `effects` with the effect of removing each head: one more run of the model per head."""
         self.effects = ablation.remove_heads(self._model, self._inputs, self.calls, loss)
         return self
 
@@ -277,14 +279,14 @@ class View:
         head: int | None = None,
         loss: ablation.Loss | None = None,
     ) -> float:
-        """The relative change of the output (or the rise of the loss) when no query may attend to a key."""
+        """The relative change of the output (or the increase of the loss) if no query may attend to a key."""
         at = None if layer is None else self.call(layer).layer
         return ablation.remove_key(self._model, self._inputs, key, at, head, loss)
 
     # files
 
     def to_plain(self, maps: bool = False, batch: int = 0) -> dict[str, Any]:
-        """Ready for JSON: the tokens of a batch row, the statistics; maps: also the weights, to six decimals."""
+        """Plain data for JSON: the tokens of a batch row and the statistics; with maps, also the weights, rounded."""
         layers: list[dict[str, Any]] = [
             {
                 "layer": c.layer,

@@ -12,7 +12,7 @@ from torch import Tensor
 from .calls import AttentionCall, QueryKeyScores, Source, StoredWeights, tensors_of
 from .score_mods import CausalMask, MaskOrBias, Region
 
-LOWEST = -1e4  # exp of it is 0, and 0 · it is 0, which 0 · −∞ is not
+LOWEST = -1e4  # replaces −∞: exp(LOWEST) is 0, and 0 · LOWEST is 0, whereas 0 · −∞ is NaN
 SAFE = 40.0  # scores within ±40 need no shift before exp: e⁴⁰ and e⁻⁴⁰ are normal numbers in float32
 
 
@@ -80,7 +80,7 @@ def pairs(i: Int[Tensor, " p"], j: Int[Tensor, " p"], r: int, keys: int) -> Pair
 
 
 def blocks(call: AttentionCall, batch: int, size: int) -> Iterator[WeightBlock]:
-    """The blocks of one batch row, about `size` weights each; for each run of queries, every head."""
+    """The blocks of one batch row, about `size` weights each: for each range of queries, one block per head."""
     source = call._require_source()
     if isinstance(source, QueryKeyScores) and not source.k.is_contiguous():
         source = replace(source, k=source.k.contiguous())  # it is read once per block
@@ -92,7 +92,7 @@ def blocks(call: AttentionCall, batch: int, size: int) -> Iterator[WeightBlock]:
         rows = slice(start, min(start + rows_per_block, call.n))
         keys = min(call.m, rows.stop) if source.top_left_causal else call.m
         r = rows.stop - rows.start
-        buffer.zero_()  # the gaps between rows must be 0, and this run of queries may have them elsewhere
+        buffer.zero_()  # the gaps between rows must be 0, and their positions depend on the number of rows
         table, skewed = _views(buffer, r, keys)
         valid = torch.ones(r, dtype=torch.bool, device=device)
         if call.valid is not None:
@@ -125,7 +125,7 @@ def _fill(
     scores = source.scores(region)[0]
     masks = [mod for mod in source.score_mods if not isinstance(mod, CausalMask)]
     if source.score_mods:
-        scores = scores.clamp_(min=LOWEST)  # −∞ · 0 has no value
+        scores = scores.clamp_(min=LOWEST)  # −∞ · 0 is NaN
     if masks:
         allowed = (scores > LOWEST / 2).sum(-1).to(scores.dtype)
     else:

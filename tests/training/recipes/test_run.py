@@ -191,7 +191,7 @@ def test_train_lists_shows_costs_and_refuses():
     assert all(f"{name}: " in listed for name in RECIPES) and "minutes=6" in listed
     shown = regard("train", "translate", "--set", "minutes=2", "--show")
     assert Recipe.from_json(shown) == recipe("translate", minutes=2)
-    with pytest.raises(rg.SpecError, match=r"^which recipe or lesson\? regard train --list shows them$"):
+    with pytest.raises(rg.SpecError, match=r"^no recipe or lesson given; `regard train --list` lists them$"):
         regard("train")
     with pytest.raises(
         rg.SpecError, match=r"^--set minuts=2: no parameter 'minuts'; did you mean minutes\?$"

@@ -1,4 +1,4 @@
-"""A model as boxes, drawn from its declaration: exactly the parts that it has."""
+"""A diagram of a model, one box per part, drawn from its declaration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -208,7 +208,7 @@ def _draw(ax: Any, column: Column, x: float, theme: style.Theme) -> None:
 
 
 def _residuals(ax: Any, column: Column, x: float, theme: style.Theme) -> None:
-    """From below a branch's first box, around its left side, into the sum."""
+    """The residual connections: from below a branch's first box, around its left side, into the sum."""
     begins = None
     for number, box in enumerate(column.boxes):
         if box.around:

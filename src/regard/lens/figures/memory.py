@@ -18,7 +18,7 @@ def _color(kind: str) -> str:
 
 
 def memory_treemap(cost: Any, *, dark: bool = False) -> Any:
-    """What is alive at the peak: a column for each kind, a rectangle for each module; areas are bytes."""
+    """What is allocated at the peak: a column for each kind, a rectangle for each module; areas are bytes."""
     peak = _peak(cost)
     total, figure = max(sum(a.bytes for a in peak.alive), 1), style.canvas(8.0, 4.6, dark)
     ax = style.axes(figure, dark=dark, title=f"{readable(peak.bytes)} at the peak, {peak.moment}")
@@ -91,7 +91,7 @@ def memory_timeline(cost: Any, *, dark: bool = False) -> Any:
 
 
 def roofline(estimate: Estimate, machine: Roofline, *, dark: bool = False) -> Any:
-    """The modules of a run under the roofline: FLOP/s that their kernels are estimated to reach, by FLOP/byte."""
+    """The modules of a run under the roofline: the estimated FLOP/s of their kernels against FLOP/byte."""
     figure = style.canvas(7.0, 4.4, dark)
     ax = style.axes(figure, dark=dark, title=machine.machine, x="FLOP/byte", y="FLOP/s")
     parts = [p for p in estimate.parts if p.flops and p.bytes]

@@ -87,7 +87,7 @@ def _cells(ax: Any, allowed: Bool[Tensor, "n m"], dark: bool) -> None:
 
 
 def _connects(allowed: Bool[Tensor, "n n"]) -> str:
-    """The number of layers after which the set of inputs of every position stays the same."""
+    """The number of layers after which the set of inputs that reach each position no longer grows."""
     step = (allowed | torch.eye(len(allowed), dtype=torch.bool)).float()
     reached, layers = step, 1
     while True:

@@ -21,8 +21,8 @@ def positional_encoding(
 ) -> Any:
     """The encoding as a heat map, its wavelengths, and the product of two positions against their distance.
 
-    table: a learned table in place of sinusoids; it has no wavelengths, and its products may depend on more than the
-    distance: their range is shown.
+    table: a learned table instead of sinusoids. It has no wavelengths, and its products may depend on more than the
+    distance, so their range is shown.
     """
     p = sinusoid(torch.arange(n), d, base, dtype=torch.float64) if table is None else table.detach().double()
     n, d = p.shape

@@ -28,7 +28,7 @@ def sharpness(
     s = torch.as_tensor(scores, dtype=torch.float64)
     given = [name for name, x in (("q", q), ("k", k), ("v", v)) if x is not None]
     if given and (q is None or k is None or v is None):
-        raise ShapeError(f"given are {', '.join(given)} only; the effect of a changed key needs q, k and v")
+        raise ShapeError(f"got only {' and '.join(given)}; the effect of a changed key needs q, k and v")
     figure = style.canvas(11.5 if given else 4.6, 3.7, dark)
     cells = style.grid(figure, 1, 3 if given else 1)
     left = style.axes(figure, cells[0], dark=dark, title="softmax(b · scores)", x="b", y="weight")

@@ -233,7 +233,7 @@ function lines() {
 function pick(at, side) { if (state[side] === at && state.side === side) return; state[side] = at; state.side = side; mark(); }
 
 // This head beside another head, or beside itself on a second text; how similar the maps are.
-const NOWHERE = { side: "" };  // no token is marked
+const NO_TOKEN = { side: "" };  // no token is marked
 const TEXT = "text";  // the choice of the second text
 function compare() {
   const text = byId("other").value === TEXT && state.second, from = text ? state.second.data : data;
@@ -241,7 +241,7 @@ function compare() {
   const rows = text ? state.second.rows : rowOf, row = rows.get(layer + "/" + head);
   for (const [id, source, l, h] of [["first-map", data, state.layer, state.head], ["other-map", from, layer, head]]) {
     const { queries, keys } = source.layers[l];
-    drawMap(byId(id), source, l, h, { i: 0, j: 0, n: queries.length, m: keys.length }, 420, NOWHERE);
+    drawMap(byId(id), source, l, h, { i: 0, j: 0, n: queries.length, m: keys.length }, 420, NO_TOKEN);
   }
   byId("first-name").textContent = (text ? "first text: " : "this head: ") + rowOf.get(state.layer + "/" + state.head).kind;
   byId("other-name").textContent = text ? "second text: " + row.kind : "layer " + layer + ", head " + head + ": " + row.kind;
@@ -284,7 +284,7 @@ function showSecond(given) {
 function others() {
   const heads = data.rows.map((r) => element("option", "layer " + r.layer + ", head " + r.head + ": " + r.kind, { value: r.layer + "/" + r.head }));
   byId("other").replaceChildren(...(state.second ? [element("option", "the same head on the second text", { value: TEXT })] : []), ...heads);
-  if (heads.length > 1 && !state.second) byId("other").selectedIndex = 1;  // a head beside itself says nothing
+  if (heads.length > 1 && !state.second) byId("other").selectedIndex = 1;  // not the head beside itself
 }
 
 function shade(id, tokens, value, chosen) {
