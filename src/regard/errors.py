@@ -78,7 +78,7 @@ def require_tensors(at: Any = None, scale: Any = None, **given: Any) -> None:
         raise ShapeError(f"lengths is {lengths.dtype}; whole numbers are needed: lengths.long()")
     if isinstance(at, float):
         raise SpecError(f"at={at}: a query offset is a whole number")
-    if not isinstance(scale, Real | None):
+    if not isinstance(scale, Real | None) or isinstance(scale, bool):
         raise SpecError(f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k")
 
 

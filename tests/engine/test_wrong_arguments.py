@@ -97,8 +97,9 @@ def test_a_query_offset_is_a_whole_number():
         rg.attention(X, X, X, rg.causal(), at=1.5)
 
 
-@pytest.mark.parametrize("scale", ["0.5", [0.5], {}, torch.tensor([0.5, 0.5])], ids=str)
+@pytest.mark.parametrize("scale", ["0.5", [0.5], {}, torch.tensor([0.5, 0.5]), True], ids=str)
 def test_a_scale_is_a_number(scale):
+    rg.attention(X, X, X, scale=1)  # True is not read as the 1 of a call before
     with pytest.raises(rg.SpecError) as error:
         rg.attention(X, X, X, scale=scale)
     assert str(error.value) == f"scale={scale!r}: the factor of q·k is a number, or None for 1/√d_k"

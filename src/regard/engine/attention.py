@@ -196,6 +196,8 @@ def _key(
     compiler, a transform or a dispatch mode must see PyTorch's operations."""
     if _compiling() or type(q) is not Tensor or _transforms() or _modes() or _autocast():
         return None
+    if scale is True or scale is False:  # equal to 1 and 0, and refused
+        return None
     if pattern is None:
         text: str | None = ""
     elif not isinstance(pattern, Pattern) or (text := pattern.text) is None:

@@ -262,3 +262,12 @@ def test_a_function_is_no_document():
     assert packed.parts(where(torch.ge) & documents(ids_of(3))) is None
     assert packed.parts(documents(ids_of(3)) | causal()) is None
     assert packed.parts(causal() & documents(ids_of(3)) & window(2)) is not None
+
+
+def test_a_tree_beside_more_than_causal_is_not_run_chain_by_chain():
+    """Chains have every pair of an ancestor, so a window beside them would be lost."""
+    parents = tree(torch.arange(-1, 39))
+    inputs = qkv(40, 40)
+    mine = outputs_and_gradients("auto", inputs, parents & window(3))
+    assert_same(mine, outputs_and_gradients("reference", inputs, parents & window(3)))
+    assert_same(mine, outputs_and_gradients("tiles", inputs, causal() & window(3)))

@@ -158,6 +158,22 @@ def test_one_query_is_the_formula(pattern, softcap, dtype):
     check(run_tiles(pattern=pattern, softcap=softcap), pattern.allowed(1, 101), inputs, softcap=softcap)
 
 
+@pytest.mark.parametrize("learns", ["none", "q", "k", "v"])
+@pytest.mark.parametrize("softcap", [None, 1.3])
+def test_one_query_is_the_formula_whatever_learns(softcap, learns):
+    """The fused op has neither a softcap nor gradients, so it runs where there is nothing of both."""
+    inputs = [x.detach() for x in tensors(b=2, h=6, n=1, m=101)]
+    q, k, v = (x.requires_grad_(name == learns) for name, x in zip("qkv", inputs))
+    lengths = torch.tensor([101, 60])
+    options = {"lengths": lengths, "scale": 0.4, "softcap": softcap}
+    mine, right = (rg.attention(q, k, v, SPARSE, backend=x, **options) for x in ("tiles", "reference"))
+    torch.testing.assert_close(mine, right)
+    if learns != "none":
+        (x,) = (x for x in (q, k, v) if x.requires_grad)
+        gradients = (torch.autograd.grad(o.square().sum(), x)[0] for o in (mine, right))
+        torch.testing.assert_close(*gradients)
+
+
 def test_one_query_with_a_bias_and_with_dropout():
     torch.manual_seed(0)
     q, k, v = tensors(h=4, n=1, m=101)
