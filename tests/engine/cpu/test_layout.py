@@ -172,6 +172,17 @@ def test_what_is_written_first_is_run_first(pattern, n):
     assert len(run) == len(laid.steps)
 
 
+def test_zeros_are_written_where_some_row_is_not_written_first_by_products():
+    def of(*row_numbers):
+        groups = (TileGroup(1, row, 0, 1, 4, 3 * k, 0, 1, 3, None, 0, 1) for k, row in enumerate(row_numbers))
+        return layouts.Layout(8, 12, 0, 1, tuple(groups))
+
+    assert of(0, 4).overwrites and of(0, 4, 0).overwrites
+    assert not of(0).overwrites and not of(0, 0).overwrites  # as many rows as there are, but not each of them
+    fused = TileGroup(1, 0, 0, 1, 4096, 0, 0, 1, 4096, causal(), 0, 1)
+    assert fused.fused and not layouts.Layout(4096, 4096, 0, 1, (fused,)).overwrites
+
+
 def test_every_piece_of_every_head_runs_once(monkeypatch):
     monkeypatch.setattr(layouts, "MAX_SCORES", 200)
     laid = fresh(window(8) | every(16), 101)

@@ -162,7 +162,7 @@ def _blocks(pattern: Pattern, n: int) -> Int[Tensor, " n"]:
 class GatheredLayout:
     """The pieces of a call, some heads each: which rows of (heads · n, d) and of (heads · m, d) they copy."""
 
-    concatenated = True
+    concatenated = overwrites = True
     fused: tuple = ()
 
     def __init__(self, tiles: Gathering, q: Tensor, k: Tensor, v: Tensor):

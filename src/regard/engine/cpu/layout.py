@@ -455,6 +455,12 @@ class Layout:
         return all(alone for _, _, alone in self.steps)
 
     @cached_property
+    def overwrites(self) -> bool:
+        """Whether products are the first to write to each row: it needs no zeros before."""
+        first = (group for group, fresh, _ in self.steps if fresh and not group.fused)
+        return sum(group.tiles * group.rows for group in first) == self.n
+
+    @cached_property
     def fused(self) -> tuple[TileGroup, ...]:
         return tuple(group for group, _, _ in self.steps if group.fused)
 

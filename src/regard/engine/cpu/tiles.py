@@ -261,7 +261,6 @@ class TileAttention:
         saved = SavedWeights(q, first.max_saved(q, k, v) if self.learns and self.one_softmax else 0)
         rows: Named = {"q": q, "o": huge_pages(q.new_empty(*q.shape[:3], v.shape[-1]))}
         if not self.one_softmax:
-            rows["o"].zero_()
             rows["lse"] = q.new_full(q.shape[:3], -inf)
         if e is not None:
             rows["e"] = for_each_batch_row(e, len(q))
@@ -270,6 +269,8 @@ class TileAttention:
             bias = of_rows.pop("e", None)
             layout = layout.unfused if self.by_products else layout
             all_fused = bias is not None and not self.by_products
+            if all_fused or not layout.overwrites:
+                of_rows["o"].zero_()
             for group in layout.with_bias if all_fused else layout.fused:
                 run.fused(group, of_rows, of_keys, bias)
             for piece in () if all_fused else layout.pieces(of_rows["q"].shape[0]):
@@ -322,7 +323,6 @@ class TileAttention:
         gathered = isinstance(self.layouts[0], GatheredLayout)
         rows: Named = {"do": do, "q": q, "dq": huge_pages(torch.empty_like(q))}
         if not self.one_softmax:
-            rows["dq"].zero_()
             rows |= self._merged_rows(do, saved)
         if saved.e is not None:
             rows["e"] = for_each_batch_row(saved.e, len(q))
@@ -335,6 +335,8 @@ class TileAttention:
         for layout, of_rows, of_keys in self._heads(rows, keys):
             e, de = of_rows.pop("e", None), of_rows.pop("de", None)
             layout = layout.unfused if e is not None or self.by_products else layout
+            if not layout.overwrites:
+                of_rows["dq"].zero_()
             for group in layout.fused:
                 run.fused_backward(group, of_rows, of_keys)
             for piece in layout.pieces(of_rows["q"].shape[0]):
