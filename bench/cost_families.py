@@ -99,11 +99,13 @@ def family(folder: str) -> dict[str, Any]:
         row |= {"traced": result.flops, "executed": result.total.executed_flops}
         row |= {"uncounted": list(result.uncounted), "notes": list(result.notes)}
         row["inference_peak"] = result.memory.inference_peak
+        str(result)  # the whole report, with the cache of keys and values
     except BaseException as e:
         return {**row, "result": "error", "reason": short(e)}
     row["result"] = "equal" if row["traced"] == row["counted"] else "differs"
     try:
         trained = rg.cost(model, copy.deepcopy(inputs), train=True).memory
+        trained.explain_peak()
         row |= {"training_peak": trained.training_peak, "peak_phase": trained.peak_part}
     except BaseException as e:
         refuses = refusal(model, inputs)

@@ -276,6 +276,15 @@ def test_assumptions_about_values_are_stated():
     assert any("checks of values" in n for n in notes) and any("hide something" in n for n in notes)
 
 
+@pytest.mark.parametrize("layer", [nn.Conv1d(4, 4, 3), nn.ConvTranspose1d(4, 4, 3), nn.LSTM(8, 4)])
+def test_the_unknown_workspace_of_convolutions_and_lstms_is_stated(layer):
+    notes = cost(layer, torch.zeros(2, 4, 8)).notes
+    assert notes == (
+        "what oneDNN or cuDNN allocate while a convolution or an LSTM runs is chosen at run time and not counted",
+    )
+    assert cost(nn.Linear(8, 4), torch.zeros(2, 4, 8)).notes == ()
+
+
 def test_a_tensor_beside_the_buffers_is_copied_with_the_module():
     class Keeps(nn.Module):
         def __init__(self):

@@ -28,6 +28,9 @@ MODELS = {
     "declared": lambda: declared().build(),
     "grouped heads and a bias": lambda: declared(kv_heads=2, position=rg.alibi()).build(),
     "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "Falcon, whose one key/value head is broadcast": lambda: transformers.FalconForCausalLM(
+        transformers.FalconConfig(**SMALL)
+    ),
     "T5": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(
             num_layers=2, d_model=32, d_kv=8, num_heads=4, d_ff=48, vocab_size=61, decoder_start_token_id=0
@@ -70,6 +73,20 @@ def test_a_model_without_a_cache_says_so():
     linear = cost(torch.nn.Linear(3, 4), torch.zeros(2, 3))
     assert "key/value cache  none: this model does not decode with a cache" in str(linear)
     assert json_of(linear)["decode_peak"] is None
+
+
+@pytest.mark.parametrize(
+    "family, words",
+    [("Mamba", "key/value cache none"), ("Albert", "training peak, in")],
+    ids=["no keys and values", "no checkpointing"],
+)
+def test_what_a_model_does_not_have_is_left_out_of_its_report(family, words):
+    names = {"Mamba": "MambaForCausalLM", "Albert": "AlbertForMaskedLM"}
+    more = {"state_size": 4} if family == "Mamba" else {"embedding_size": 16}
+    config = getattr(transformers, f"{family}Config")(**SMALL, **more)
+    ids = torch.randint(3, 61, (2, 8) if family == "Mamba" else (16, 40))
+    found = cost(getattr(transformers, names[family])(config), {"input_ids": ids, "labels": ids}, train=True)
+    assert words in " ".join(str(found).split())
 
 
 def json_of(result):

@@ -243,6 +243,8 @@ def generates(module: Any) -> bool:
         inner: Any = stack.spec
         sees_later = inner.block.attention.pattern - causal()
         return isinstance(stack.head, LanguageHead) and not sees_later.count(8)
+    if getattr(module, "_is_stateful", False):  # a state of Mamba and its like: no keys and values
+        return False
     config = getattr(module, "config", None)
     return bool(hasattr(module, "can_generate") and module.can_generate() and getattr(config, "use_cache", 1))
 

@@ -115,6 +115,10 @@ def checkpoint(module: Any, wanted: bool | str | None) -> None:
         return
     for stack in stacks:
         stack.spec = replace(stack.spec, checkpoint=bool(wanted))
+    if wanted and not getattr(
+        module, "supports_gradient_checkpointing", True
+    ):  # as Hugging Face's models say
+        raise SpecError(f"{type(module).__name__} does not support gradient checkpointing; leave it out")
     if wanted and hasattr(module, "gradient_checkpointing_enable"):
         reentrant = {"use_reentrant": wanted == "reentrant"}
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=reentrant)

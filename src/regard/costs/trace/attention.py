@@ -58,6 +58,7 @@ class Call(NamedTuple):
     dropout_p: float
     is_causal: bool
     pairs: CallPairs
+    broadcast: bool = False  # heads or batch rows of keys are broadcast, which no fused kernel does
 
     @property
     def grouped(self) -> bool:
@@ -110,7 +111,7 @@ def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, c
 
 def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     """The kernel that scaled_dot_product_attention runs: cpu, cudnn, flash, efficient or math."""
-    if call.q.dim() != 4 or not call.q.numel() or not call.k.numel():
+    if call.q.dim() != 4 or not call.q.numel() or not call.k.numel() or call.broadcast:
         return "math"
     if device == "cpu":
         refused = call.mask is not None and (call.mask.requires_grad or call.mask.dim() not in (2, 4))
@@ -276,7 +277,7 @@ def _math(call: Call, device: str) -> Tensor:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    if q.dim() == 4 and call.grouped:
+    if q.dim() == 4 and call.grouped and not call.broadcast:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     attn = q @ (k.mT * factor)
     if mask is not None:
@@ -294,14 +295,17 @@ def sdpa(trace: Any) -> Any:
     """The replacement for F.scaled_dot_product_attention."""
 
     def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **_
-    ):  # scale and enable_gqa do not change the cost
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, **_
+    ):  # scale does not change the cost
         real = None if attn_mask is None else trace.value_of(attn_mask)
         with without_function_modes():
             tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
         query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
         pairs = call_pairs(query, key, attn_mask, real, is_causal)
-        return count_attention(trace, Call(query, key, value, attn_mask, dropout_p, is_causal, pairs))
+        same = slice(1) if enable_gqa else slice(-2)  # grouped heads are no broadcast
+        broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
+        call = Call(query, key, value, attn_mask, dropout_p, is_causal, pairs, broadcast)
+        return count_attention(trace, call)
 
     return scaled_dot_product_attention
 

@@ -19,6 +19,11 @@ CREATORS = """
     kaiser_window range
 """
 CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
+CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
+UNKNOWN_WORKSPACE = [torch.lstm, *(getattr(torch, name) for name in CONVOLUTIONS.split())]
+WORKSPACE = (
+    "what oneDNN or cuDNN allocate while a convolution or an LSTM runs is chosen at run time and not counted"
+)
 
 
 # Of the simulated device: no machine has so many, so what a cache keeps for it is never taken for a real one's.
@@ -60,6 +65,7 @@ class OnDevice(TorchFunctionMode):
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
             **{constructor: self._created(constructor) for constructor in CONSTRUCTORS},
+            **{function: self._with_note(function) for function in UNKNOWN_WORKSPACE},
             **replaced,
         }
         if self.device.type == "cuda":
@@ -92,6 +98,13 @@ class OnDevice(TorchFunctionMode):
             return constructor(*args, **{**kwargs, "device": self._where(kwargs.get("device"))})
 
         return create
+
+    def _with_note(self, function: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.trace.notes[WORKSPACE] = None
+            return function(*args, **kwargs)
+
+        return call
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
