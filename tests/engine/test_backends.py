@@ -69,6 +69,23 @@ def test_a_variant_is_named():
     assert variant(rg.documents(ids)) == "packed documents" and variant(SPARSE, scale=inf) == "formula"
 
 
+def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered_keys(monkeypatch):
+    from regard.engine.cpu import backend
+
+    of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
+
+    def variant(listed, packed, no_documents=None):
+        found = None if listed is None else backend.Variant(backend.LISTED, listed, None)
+        monkeypatch.setattr(backend, "_listed", lambda f: found)
+        monkeypatch.setattr(backend, "_merged", lambda f, name: backend.Variant(name, packed, None))
+        monkeypatch.setattr(backend, "_no_documents", lambda f: no_documents)
+        return TABLE["tiles"].variant(of_documents).name
+
+    assert variant(listed=1.0, packed=2.0) == backend.LISTED and variant(2.0, 1.0) == backend.PACKED
+    assert variant(1.0, 0.9) == backend.LISTED  # the estimate of packed documents has a margin
+    assert variant(None, 1.0) == backend.PACKED and variant(2.0, 1.0, "no") == backend.LISTED
+
+
 def test_too_many_progressions_are_masked_and_it_says_so():
     combs = rg.every(64, 0)
     for o in (3, 7, 12, 18, 25, 33, 42, 52, 63):

@@ -116,6 +116,16 @@ def test_auto_takes_it_where_it_is_faster(installed):
     assert on_gpu(rg.causal(), 16385, dtype=torch.float32).backend == "sdpa"
 
 
+def test_the_estimate_of_two_calls_counts_both_and_what_joins_them(installed):
+    def estimate(*given):
+        return TABLE["flash4"].estimate(facts(*given))
+
+    short, short_of_two = estimate(rg.causal(), 256), estimate(rg.causal() | rg.prefix(64), 256)
+    assert short == flash4.CALL and short_of_two == 2 * flash4.CALL  # the CPU takes longer than the GPU
+    joined = estimate(rg.causal() | rg.prefix(128)) / estimate(rg.causal())  # as many pairs
+    assert flash4.PARTS - 0.01 < joined < flash4.PARTS + 0.01
+
+
 def test_looking_for_it_imports_nothing(installed):
     choose(facts(rg.causal(), 16386))
     assert "flash_attn" not in sys.modules

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, neighborhood, window
+from regard.pattern import causal, dilated, every, neighborhood, rows, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -272,6 +272,29 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
         numbers = dict(zip(made[1].kernel.arg_names[12:], made[1].numbers))
         assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
         assert made[1].sizes["S"].adds is None
+
+
+@pytest.mark.parametrize("on_hopper", [True, False])
+@pytest.mark.parametrize(
+    ("pattern", "zeros"),
+    [
+        (SPARSE, {}),
+        (CHAINED, {True}),  # tiles of several passes count in it
+        (rows(64), {True, False}),  # most rows have no tile
+    ],
+    ids=repr,
+)
+def test_counters_and_what_no_tile_writes_begin_with_zeros(monkeypatch, pattern, zeros, on_hopper):
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
+
+    monkeypatch.setattr(launches, "is_hopper", lambda device: on_hopper)
+    monkeypatch.setattr(hopper, "programs_at_a_time", lambda config, device: 8)
+    task = Task(pattern, 0, 1, 0.125, 0.0, None, default(64, 64, torch.bfloat16))
+    like = contiguous(1, 2, 8192, 64)
+    _, program = launches.backward(CallLayout(task, (like,) * 5, torch.bfloat16, torch.device("cpu")))
+    assert program.make is (torch.zeros if on_hopper in zeros else torch.empty)
 
 
 @pytest.mark.parametrize(("order", "copies"), [("b n h d", 0), ("b h n d", 1)])

@@ -396,6 +396,21 @@ def test_chained_passes_visit_every_pair_once_and_no_tile_waits_for_ever(pattern
     assert not seen[:n, n:].any() and not seen[n:, :n].any()
 
 
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(("pattern", "n"), CHAINED, ids=repr)
+def test_a_chained_tile_waits_for_all_tiles_of_earlier_passes_of_its_stretch(pattern, n, by_keys):
+    step, _, counters = chained(pattern, n, by_keys)
+    first = step.work.blocks.numpy()[np.append(0, step.work.ends[:-1])]
+    waits = 0
+    for counter in range(counters):
+        of_stretch = first[first[:, 4] == counter]
+        for awaited in np.unique(of_stretch[:, 5]):
+            earlier = of_stretch[of_stretch[:, 5] < awaited]
+            assert len(earlier) == awaited and earlier[:, 6].all()  # each of them is counted
+            waits += awaited > 0
+    assert waits >= counters - 2  # the last stretch of a head may be a short one
+
+
 def test_passes_are_chained_only_where_words_can_say_what_is_allowed():
     from regard.engine.cuda.call import Layout, contiguous
 
