@@ -27,14 +27,14 @@ WIDTHS = (1, 4)
 LENGTH_PENALTY = 0.6
 
 
-def sentences(count: int) -> list[list[int]]:
+def sentences(count: int, seed: int) -> list[list[int]]:
     import torch
 
     from regard.training.data import corpora, text
     from regard.training.translator import open_translator
 
     pairs = text.pairs(corpora.folder("en-es") / "test.tsv")
-    chosen = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))[:count].tolist()
+    chosen = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed))[:count].tolist()
     return open_translator()[1].encode([pairs[i][0] for i in chosen])
 
 
@@ -62,7 +62,7 @@ def ours(rows: list[list[int]], width: int, most: int):
     return translate
 
 
-def prepare(folder: Path, count: int) -> None:
+def prepare(folder: Path, count: int, seed: int) -> None:
     """Write the converted model, the sentences and the limit of tokens: their processes do not import torch."""
     from regard.interop.ctranslate2 import to_ctranslate2
     from regard.training.data.tokens import END, SPECIAL, START, UNKNOWN
@@ -73,7 +73,7 @@ def prepare(folder: Path, count: int) -> None:
     words = [tokens.tokenizer.id_to_token(i) for i in range(len(tokens))]
     special = {"start": SPECIAL[START], "end": SPECIAL[END], "unknown": SPECIAL[UNKNOWN]}
     to_ctranslate2(model, words, folder / "ct2", **special)
-    rows = sentences(count)
+    rows = sentences(count, seed)
     given = {"rows": rows, "words": words, "most": max_target_tokens(max(map(len, rows)))}
     (folder / "given.json").write_text(json.dumps(given))
 
@@ -147,6 +147,7 @@ def measured(width: int, given: argparse.Namespace, folder: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of test sentences")
     parser.add_argument("--rounds", type=int, default=5, help="in each process")
     parser.add_argument("--turns", type=int, default=2, help="processes of each side")
     parser.add_argument("--threads", type=int, default=2)
@@ -164,7 +165,7 @@ def main() -> None:
     folder = given.folder or Path(tempfile.mkdtemp())
     if not (folder / "given.json").is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder, given.rows)
+        prepare(folder, given.rows, given.seed)
     if given.prepare:
         return
     import torch
@@ -175,6 +176,7 @@ def main() -> None:
         "date": str(date.today()),
         "machine": machine(torch.device("cpu")),
         "threads": given.threads,
+        "seed": given.seed,
         "clock": "processor time" if given.processor_time else "wall",
         "cases": [measured(width, given, folder) for width in ([given.width] if given.width else WIDTHS)],
     }

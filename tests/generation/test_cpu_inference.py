@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import regard as rg
-from regard import compat
 from regard.generation import beam, cpu_inference, generate, greedy, sample
 from regard.generation.steps import CpuSteps, StackSteps, steps
 from regard.nn.cache import KeyValues
@@ -182,21 +181,6 @@ def test_without_log_p_the_tokens_are_the_same_and_it_is_none():
         assert with_it.rows() == without.rows() and without.log_probs is None
 
 
-def test_products_with_constant_weights_are_those_of_matmul_with_and_without_the_private_operators(
-    monkeypatch,
-):
-    random = torch.Generator().manual_seed(0)
-    weight = torch.randn(37, 19, generator=random)
-    for rows in (1, 7, 64):
-        x = torch.randn(rows, 19, generator=random)
-        exact = x.double() @ weight.double().t()
-        bound = 2 * float((x @ weight.t() - exact).abs().max()) + 4e-7 * float(exact.abs().max())
-        assert float((compat.constant_product(weight)(x) - exact).abs().max()) <= bound
-        monkeypatch.setattr(compat, "_can_pack", lambda: False)
-        assert float((compat.constant_product(weight)(x) - exact).abs().max()) <= bound
-        monkeypatch.undo()
-
-
 @pytest.mark.parametrize("slots", [3, 1000], ids=["removed at each step", "never removed"])
 @pytest.mark.parametrize("heads", [{"heads": 4}, {"heads": 4, "kv_heads": 2}], ids=str)
 def test_beams_that_share_their_past_find_what_the_modules_find(heads, slots, monkeypatch):
@@ -243,18 +227,38 @@ def test_many_rows_of_different_lengths_give_what_each_gives_alone(strategy):
         assert float(together.log_probs[row]) == pytest.approx(float(alone.log_probs[0]), abs=1e-6)
 
 
-def test_parts_and_groups_hold_every_row_once_with_little_padding():
-    decoder = cpu_inference.token_decoder(translator().decoder)
+def test_the_parts_of_a_context_hold_every_row_once_with_little_padding():
+    model = translator()
+    decoder, caches = cpu_inference.token_decoder(model.decoder), model.decoder.cache().layers
     lengths = torch.arange(40, 0, -1)
-    parts = decoder.context_parts(lengths)
-    assert [(p.first, p.last, p.keys) for p in parts] == [
-        (0, 10, 40),
-        (10, 20, 30),
-        (20, 30, 20),
-        (30, 40, 10),
-    ]
-    assert all((p.bias.isfinite().sum(-1)[::3, 0] == lengths[p.first : p.last]).all() for p in parts)
-    assert decoder.context_parts(torch.tensor([5, 5]))[0].bias is None
-    groups = cpu_inference._groups(lengths.flip(0).tolist())
-    assert sum(g.b for g in groups) == 40 and sum(g.count for g in groups) == int(lengths.sum())
-    assert min(g.b for g in groups) >= cpu_inference.MIN_GROUP
+    decoder.read(torch.randn(40, 40, 12).double(), lengths, caches)
+    layers = decoder.context_parts(lengths, caches)
+    for parts, cache in zip(layers, caches, strict=True):
+        assert [(p.rows, p.of, p.k.shape[2]) for p in parts] == [(10, 40, keys) for keys in (40, 30, 20, 10)]
+        real = torch.cat([p.bias.isfinite().sum(-1)[::3, 0] for p in parts])
+        assert torch.equal(real, lengths)
+        assert all(p.k.data_ptr() == cache.cross.k[i * 10].data_ptr() for i, p in enumerate(parts))
+        assert all(p.v.data_ptr() == cache.cross.v[i * 10].data_ptr() for i, p in enumerate(parts))
+    assert all(p.bias is None for parts in decoder.context_parts(torch.full((40,), 7), caches) for p in parts)
+    assert [len(parts) for parts in decoder.context_parts(None, caches)] == [1, 1]
+
+
+@torch.no_grad()
+def test_the_context_is_dropped_once_its_keys_and_values_are_in_the_cache():
+    """Otherwise every row that ends copies the states of all others."""
+    model, (source, lengths) = translator(), sources()
+    decoder, _ = steps(model, source, lengths)
+    decoder.next(torch.ones(6, 1, dtype=torch.long))
+    assert decoder.context is None and decoder.cache.layers[0].cross.rows == 6
+
+
+def test_rows_of_equal_length_are_encoded_without_padding(monkeypatch):
+    model, (source, lengths) = translator(), sources()
+    shapes, real = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda q, *given, **options: shapes.append(tuple(q.shape[:3])) or real(q, *given, **options),
+    )
+    cpu_inference.encode(model.encoder, source, lengths)
+    assert shapes == 2 * [(1, 3, 1), (1, 3, 2), (1, 3, 3), (1, 3, 5), (2, 3, 7)]

@@ -70,10 +70,8 @@ class CpuSteps(StackSteps):
     ):
         super().__init__(stack, context, context_lengths)
         self.decoder = cpu_inference.token_decoder(stack)
-        for layer in self.cache.layers:
-            layer.own.transposed_keys = True
-        # Of a context with padding; computed when needed, and again after the rows changed.
-        self.parts: list[cpu_inference.ContextPart] | None = None
+        # Of the context, for each layer; computed when needed, and again after the rows changed.
+        self.parts: list[list[cpu_inference.ContextPart]] | None = None
         self.beams: cpu_inference.Beams | None = None
 
     def next(
@@ -83,8 +81,9 @@ class CpuSteps(StackSteps):
             return super().next(tokens, lengths)
         if self.context is not None and not self.cache.filled:
             self.decoder.read(self.context, self.context_lengths, self.cache.layers)
-        if self.context is not None and self.context_lengths is not None and self.parts is None:
-            self.parts = self.decoder.context_parts(self.context_lengths)
+        self.context = None  # from now on its keys and values are read from the cache
+        if self.parts is None:
+            self.parts = self.decoder.context_parts(self.context_lengths, self.cache.layers)
         return self.decoder.next(tokens[:, 0], self.cache.layers, self.parts, self.beams)
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
@@ -96,6 +95,8 @@ class CpuSteps(StackSteps):
         own = self.cache.layers[0].own
         if own.lengths is None:
             self.beams = cpu_inference.Beams(own.rows, width, own.filled)
+            for layer in self.cache.layers:
+                layer.own.transpose_keys()  # as the products with several queries read them fastest
         else:
             self.cache.select(_repeated(own.rows, width, self.device), same_context=True)
 
@@ -115,8 +116,6 @@ class CpuSteps(StackSteps):
                 layer.own.select(rows)
             layer.cross.select(rows)
         self.parts = None
-        if self.context is not None:
-            self.context = self.context[rows]
         if self.context_lengths is not None:
             self.context_lengths = self.context_lengths[rows]
 

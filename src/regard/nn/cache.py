@@ -15,9 +15,7 @@ class KeyValues:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity  # initial slots, where the first call has one position
-        self.transposed_keys = (
-            False  # in memory: what a product of few queries with them reads fastest on a CPU
-        )
+        self.transposed_keys = False  # in memory
         self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
         self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
         self.filled = (
@@ -85,6 +83,14 @@ class KeyValues:
                 )
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
+
+    def transpose_keys(self) -> None:
+        """From now on the keys are transposed in memory: the last axis is that of the slots."""
+        if self.k is not None and not self.transposed_keys:
+            old = self.k
+            self.k = old.new_empty(*old.shape[:2], old.shape[3], old.shape[2]).transpose(2, 3)
+            self.k.narrow(2, 0, self.filled).copy_(old.narrow(2, 0, self.filled))
+        self.transposed_keys = True
 
     def keep_slots(self, slots: Int[Tensor, "b count"]) -> None:
         """Keep these slots of each row, in this order. All rows are equally long."""
