@@ -12,8 +12,10 @@ from torch import nn
 
 import regard as rg
 from branch_cases import CASES, ROTATIONS
-from regard.nn import branch_end
+from regard.nn import branch_end, position
 from regard.nn.block import Residual
+from regard.nn.position import Rotary
+from regard.position.angles import cos_sin
 from regard.training.loop.trainer import fuse_branch_ends
 from triton_interpreter import needs_interpreter
 
@@ -79,3 +81,39 @@ def test_a_stack_that_may_fuse_gives_the_same_on_a_cpu(residual):
     usual = stack(ids)
     fuse_branch_ends(stack, True)
     assert torch.equal(stack(ids), usual)
+
+
+def test_fused_ends_are_turned_off_again():
+    stack = rg.Encoder(rg.Block(rg.Attention(8, heads=2, position=rg.rope()), rg.FeedForward(16)), 1).build()
+    parts = (
+        (stack.blocks[0], "fuses_ends"),
+        (stack.blocks[0].feed_forward, "fuses_dropout"),
+        (stack.blocks[0].attention.position, "fuses"),
+    )
+    for fuses in (True, False):
+        fuse_branch_ends(stack, fuses)
+        assert [getattr(part, name) for part, name in parts] == [fuses] * 3
+
+
+def test_angles_of_many_lengths_take_a_bounded_part_of_the_memory():
+    rotation_kernel = pytest.importorskip("regard.nn.rotation_kernel")
+    table, device = rotation_kernel.angle_table, torch.device("cpu")
+    rotation_kernel._cached_angles.cache_clear()
+    exact = cos_sin(5 + 3 * torch.arange(1100), 6, 100.0).float()
+    for n in range(1, 1100, 7):
+        found = table(5, 3, n, 6, 100.0, device, True)
+        assert torch.equal(found, exact[:, :n]) and found[0].is_contiguous() and found[1].is_contiguous()
+    assert rotation_kernel._cached_angles.cache_info().currsize <= rotation_kernel.MAX_TABLES
+    assert rotation_kernel._cached_angles.cache_info().misses <= 12  # 2⁰ to 2¹¹ rows
+    before = rotation_kernel._cached_angles.cache_info()
+    length = rotation_kernel.MAX_CACHED_ANGLES // 3 + 1
+    assert table(0, 1, length, 6, 100.0, device, True).shape == (2, length, 3)
+    assert table(0, 1, 9, 6, 100.0, device, False).shape == (2, 9, 3)
+    assert rotation_kernel._cached_angles.cache_info() == before
+
+
+def test_a_grid_is_rotated_by_its_cells_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(position, "_rotates_on_gpu", lambda x: True)
+    x, cells = torch.randn(1, 2, 6, 8), Rotary(rg.rope(grid=(2, 3)), 8)
+    cells.fuses = True
+    assert torch.equal(cells.along(x, 0, 1), cells(x, torch.arange(6)))

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..position.angles import cos_sin
 
 ENTRIES = 2048  # of a tile: rows × columns
-MAX_CACHED_ANGLES = 1 << 22  # per table: 32 MiB for cosines and sines
+MAX_CACHED_ANGLES = 1 << 21  # per table: 16 MiB for cosines and sines
+MAX_TABLES = 8  # cached at a time
 
 
 @triton.jit
@@ -49,25 +50,31 @@ def rotate(
     x: Float[Tensor, "b h n d"], width: int, start: int, step: int, base: int | float, pairing: str
 ) -> Float[Tensor, "b h n d"]:
     """x with pair i of the first `width` columns rotated by (start + step · r) · base^(−2i/width) in row r."""
-    n = x.shape[2]
-    # A table that is made while a graph is captured lives in the graph's memory, so it is not kept.
-    kept = n * width <= 2 * MAX_CACHED_ANGLES and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-    angles = (_cached_angles if kept else _angles)(start, step, n, width, float(base), x.device)
+    # A table that is made while a graph is captured lives in the graph's memory, so it is not cached.
+    caches = not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    angles = angle_table(start, step, x.shape[2], width, float(base), x.device, caches)
     return _Rotation.apply(x, angles, pairing == "interleaved", 1.0)
+
+
+def angle_table(
+    start: int, step: int, n: int, width: int, base: float, device: torch.device, caches: bool
+) -> Float[Tensor, "2 n r"]:
+    """Cosines and sines of n rows. A cached table has 2^k rows, so that batches of many lengths share few tables."""
+    rows = triton.next_power_of_2(n)
+    if not caches or rows * width > 2 * MAX_CACHED_ANGLES:
+        return _angles(start, step, n, width, base, device)
+    return _cached_angles(start, step, rows, width, base, device)[:, :n]
 
 
 def _angles(
     start: int, step: int, n: int, width: int, base: float, device: torch.device
 ) -> Float[Tensor, "2 n r"]:
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # a cached inference tensor could not be used in training
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be used in training
         positions = start + step * torch.arange(n, device=device)
         return cos_sin(positions, width, base).to(torch.float32).contiguous()
 
 
-_cached_angles = lru_cache(maxsize=16)(_angles)
+_cached_angles = lru_cache(maxsize=MAX_TABLES)(_angles)
 
 
 class _Rotation(torch.autograd.Function):

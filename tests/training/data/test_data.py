@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import regard as rg
-from regard.training.data import corpora, text, tokens
+from regard.training.data import corpora, datasets, text, tokens
 from regard.training.data.batches import Stream, by_tokens
 from regard.training.data.datasets import ContinuousText
 from regard.training.data.ragged import Ragged
@@ -42,6 +42,12 @@ def test_pieces_of_a_text_have_its_tokens(whole, size):
     parts = text.pieces(whole, size)
     assert "".join(parts) == whole and all(len(part) >= size for part in parts[:-1])
     assert [i for ids in known.encode(parts) for i in ids] == known.encode([whole])[0]
+
+
+@pytest.mark.parametrize("characters, every", [(10**6, 1), (30, 10), (290, 1), (100, 3)])
+def test_subwords_are_learned_from_pieces_all_over_a_long_text(characters, every):
+    pieces = [f"{i:03}" for i in range(100)]
+    assert datasets._sample(pieces, characters) == pieces[::every]
 
 
 BROKEN = {

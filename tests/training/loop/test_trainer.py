@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -586,6 +587,13 @@ def test_a_device_that_is_not_there_is_named():
     if not torch.cuda.is_available():
         with pytest.raises(BackendError, match=r"^device='cuda': .*; use device='cpu'$"):
             ALONE.device("cuda")
+
+
+def test_ends_are_not_fused_on_a_cpu(tmp_path):
+    asked = []
+    with mock.patch("regard.training.loop.trainer.fuse_branch_ends", lambda task, fuses: asked.append(fuses)):
+        trainer(tmp_path, steps=1)
+    assert asked == [False]
 
 
 def test_no_garbage_is_collected_while_a_graph_is_captured(monkeypatch):

@@ -179,6 +179,14 @@ def test_recipes_are_listed_with_their_dials():
     assert "vocab" in listed and "fold=0" in listed
 
 
+@pytest.mark.parametrize("vocab, size", [(300, 300), (None, 4 + 15)], ids=["subwords", "characters"])
+def test_a_long_context_model_has_a_row_for_every_token(tmp_path, vocab, size):
+    """15 characters, those of the text with the newline, and 4 special tokens."""
+    (tmp_path / "text").write_text("a quick brown fox\n" * 400)
+    chosen = recipe("long-context", file=str(tmp_path / "text"), context=64, vocab=vocab)
+    assert chosen.model.embedding.vocab == size >= len(chosen.data.load(tmp_path).tokens)
+
+
 def test_a_long_context_model_reads_its_neighborhood_and_every_16th_token(tmp_path):
     (tmp_path / "text").write_text("a quick brown fox\n" * 400)
     size = {"context": 640, "vocab": None, "d_model": 16, "layers": 1, "rows": 1}
