@@ -306,6 +306,15 @@ def _on_gpu() -> Iterator[Case]:
     for (name, pattern), (d, n) in product(chained.items(), ((64, 3100), (128, 3072), (96, 3100))):
         shape = {"n": n, "m": n, "d_k": d, "d_v": d, "b": 2, "h": 4, "h_kv": 4}
         yield Case(f"{name}, in one launch, d = {d}", pattern, dtype="bfloat16", **shape)
+    # Tiles that are boxes of a grid, blocks that are lists; grouped heads are not flattened.
+    grids = {
+        "image": neighborhood((32, 48), (7, 5)),
+        "image with steps": neighborhood((48, 32), 5, step=2, border="shifted"),
+        "video": neighborhood((8, 16, 16), (3, 5, 5), causal=(True, False, False)),
+    }
+    for (name, pattern), (d, h_kv) in product(grids.items(), ((64, 2), (128, 4), (96, 4))):
+        shape = {"n": pattern.size, "m": pattern.size, "d_k": d, "d_v": d, "b": 2, "h": 4, "h_kv": h_kv}
+        yield Case(f"{name} in boxes, d = {d}", pattern, dtype="bfloat16", **shape)
     for d, dtype in ((64, "bfloat16"), (64, "float16"), (128, "bfloat16")):
         case = _large("causal window | every", d, dtype)
         yield replace(case, name=f"{case.name}, steep", steep=8.0)

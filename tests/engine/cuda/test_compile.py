@@ -32,10 +32,12 @@ CASES = [
 OTHER_CASES = [  # in `make long`
     ("hopper_forward", window(128) | every(64), 128),  # blocks of two progressions
     ("hopper_dkv", SPARSE, 128, 1),
-    ("hopper_forward", neighborhood((128, 64), 7), 128),  # coordinates are compared
-    ("hopper_dkv", neighborhood((8, 32, 32), (3, 5, 5), border="shifted"), 64),
+    ("hopper_forward", neighborhood((128, 64), 33, step=2), 128),  # coordinates are compared
+    ("hopper_dkv", neighborhood((8, 32, 32), (3, 5, 5), border="shifted"), 64),  # tiles that are boxes
     ("hopper_dq", CHAINED, 128),  # passes in one launch
     ("hopper_dkv", CHAINED, 128),
+    ("hopper_forward", neighborhood((128, 64), 7), 128),  # tiles that are boxes
+    ("hopper_dq", neighborhood((128, 64), 7), 128),
 ]
 SHARED = 227 * 1024  # bytes of a multiprocessor
 
@@ -62,9 +64,9 @@ def launches_of(which, pattern, d, n=8192):
 
 
 POINTERS = {  # of 16-bit numbers (h), float32 (f) and int32 (i)
-    "hopper_forward": "hhhhfffiii",  # q k v o lse part_o part_lse, chunks blocks slots
-    "hopper_dq": "hhhhhffffhfiii",  # q k v o do lse dlse lse2 delta dq part, chunks blocks slots
-    "hopper_dkv": "hhhhffhhfiii",  # q k v do lse2 delta dk dv part, chunks blocks slots
+    "hopper_forward": "hhhhfffiiii",  # q k v o lse part_o part_lse, chunks blocks slots lists
+    "hopper_dq": "hhhhhffffhfiiii",  # q k v o do lse dlse lse2 delta dq part, chunks blocks slots lists
+    "hopper_dkv": "hhhhffhhfiiii",  # q k v do lse2 delta dk dv part, chunks blocks slots lists
 }
 
 
@@ -202,6 +204,13 @@ def test_so_it_does_for_wide_heads_and_blocks_of_two_progressions(other_results)
 
 
 @pytest.mark.long
+def test_so_it_does_for_grids_in_lines_and_in_boxes(other_results):
+    assert_compiled(other_results[2], "hopper_forward", every_pair=True)
+    for at, name in ((3, "hopper_dkv"), (6, "hopper_forward"), (7, "hopper_dq")):
+        assert_compiled(other_results[at], name, segments=2)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("at", "name"), [(4, "hopper_dq"), (5, "hopper_dkv")])
 def test_passes_in_one_launch_wait_for_what_others_have_written_before_they_read_it(other_results, at, name):
     assert_compiled(other_results[at], name)
@@ -269,7 +278,7 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
     if (
         "adds" in launches
     ):  # for each of two heads of 8192 keys, 128 in two tiles that every query may attend to
-        numbers = dict(zip(made[1].kernel.arg_names[12:], made[1].numbers))
+        numbers = dict(zip(made[1].kernel.arg_names[13:], made[1].numbers))
         assert [numbers[x] for x in ("joins", "of_heads", "m", "all_heads", "n")] == [2, 2, 8192, 1, 16384]
         assert made[1].sizes["S"].adds is None
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from regard.pattern import causal, dilated, every, full, rows, sinks, strided, window
+from regard.pattern import causal, dilated, every, full, neighborhood, rows, sinks, strided, window
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -469,3 +469,87 @@ def test_global_rows_run_in_pieces_beside_the_other_tiles_in_the_order_of_their_
         (causal() & window(64), 0, 1), (n, n), default(128, 128, torch.bfloat16).hopper_forward, False, CPU
     )
     assert mix(one, layouts, 1, 24, 0.1) is None
+
+
+GRIDS = [
+    neighborhood((16, 24), (7, 5)),
+    neighborhood((32, 32), 5, step=2, border="shifted"),
+    neighborhood((4, 8, 8), 3, border="shifted", causal=(True, False, False)),
+]
+
+
+def passes_of_grid(pattern, by_keys=False):
+    from regard.engine.cuda.call import default
+    from regard.engine.cuda.schedule import device_passes
+    from regard.engine.cuda.tile_lists import in_boxes
+
+    n, configs = getattr(pattern, "size", 4096), default(64, 64, torch.bfloat16)
+    config = configs.hopper_dkv if by_keys else configs.hopper_forward
+    return in_boxes(pattern, device_passes((pattern, 0, 1), (n, n), config, by_keys, CPU), by_keys, CPU)
+
+
+def allowed_by_list(work, row):
+    """The pairs of a listed block that get a weight, as the threads of a product read their bits: rows, places."""
+    from regard.engine.cuda.tile_lists import LIST
+
+    words = work.lists.words.numpy()[row[1]]
+    bits, place = words[64:].reshape(64, 4), np.arange(64)
+    assert len(words) == LIST
+    return bits[:, place >> 1 & 3] >> ((place & ~7) // 4 + place % 2) & 1, row[0] + words[:64]
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("grid", GRIDS, ids=repr)
+def test_tiles_that_are_boxes_visit_every_pair_of_each_head_once(grid, by_keys):
+    from regard.engine.cuda.call import contiguous
+    from regard.engine.cuda.work_split import flatten_heads, split_work
+
+    n, heads = grid.size, 2
+    (step,) = passes_of_grid(grid, by_keys).steps
+    flat, long = flatten_heads(step, 1, (contiguous(1, heads, n, 64),))
+    assert long[0].shape[2] == heads * n and not flat.work.empty
+    cut, a = split_work(flat.work, 1, 5, multiple=2), np.arange(64)
+    seen, members = np.zeros((heads * n, heads * n), dtype=int), eval(flat.work.lists.spread, {"a": a})
+    assert torch.equal(cut.lists, flat.work.lists.words)
+    for row in cut.blocks.numpy():
+        allowed, places = allowed_by_list(flat.work, row)
+        assert not allowed[:, row[8] :].any() and row[9] >> 8 & 255 == 64
+        seen[np.ix_(row[10] + members, places[: row[8]])] += allowed[:, : row[8]]
+    pairs = grid.allowed(n).numpy()
+    assert (seen == np.kron(np.eye(heads, dtype=int), pairs.T if by_keys else pairs)).all()
+
+
+def test_boxes_have_the_fewest_blocks_and_share_their_lists():
+    (step,) = passes_of_grid(neighborhood((64, 64), 7)).steps
+    assert len(step.work.blocks) == 220  # 436 for lines of 64, which meet 7 lines
+    assert len(step.work.lists.words) == 29  # in the corners, at the edges, inside; and the empty one
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(
+    ("pattern", "boxes"),
+    [
+        (neighborhood((64, 64), 7), True),
+        (neighborhood((60, 64), 7), True),
+        (neighborhood((60, 60), 7), False),  # no box of 64 divides it
+        (neighborhood((64, 64), 33, step=2), False),  # they would have more blocks than lines
+        (window(64), False),
+    ],
+    ids=repr,
+)
+def test_a_grid_runs_in_boxes_where_they_have_fewer_blocks_than_lines(pattern, boxes, by_keys):
+    (step,) = passes_of_grid(pattern, by_keys).steps
+    assert (step.work.lists is not None) == boxes
+
+
+def test_the_pairs_of_boxes_are_those_that_are_explained(monkeypatch):
+    from regard.engine.backends import TABLE
+    from regard.engine.call import CallFacts
+    from regard.engine.cuda import backend
+
+    grid, half = neighborhood((64, 64), 7), {"dtype": torch.bfloat16, "d_k": 64, "d_v": 64}
+    facts = CallFacts(grid, 4096, 4096, device="cuda", **half)
+    lines = TABLE["triton"].prepare(facts).computed
+    monkeypatch.setattr(backend, "_hopper_passes", lambda f: passes_of_grid(grid).steps)
+    # 16 × 4 boxes of 4 × 16 queries: at an edge they meet 7 lines and 19 columns, elsewhere 10 and 22
+    assert TABLE["triton"].prepare(facts).computed == 64 * (2 * 7 + 14 * 10) * (2 * 19 + 2 * 22) < lines / 2

@@ -64,12 +64,18 @@ class Triton:
         without_rows = replace(f, lengths=False, left_padding=False, row_offsets=False)
         direct = f.only_pattern or (without_rows.only_pattern and not f.grad)
         build = (lambda: _prepared_launches(f)) if direct and not f.observed else None
-        made = variant(f), lambda: _computed(f), lambda call: _run(call, f), build
+        made = variant(f), lambda: _visited(f), lambda call: _run(call, f), build
         return Prepared(self.name, *made, joins_sink=not f.observed)
 
 
 def _computed(f: CallFacts) -> int:
     return keys_visited(f.pattern, f.offset[0], f.m) if _decodes(f) else plan(*f.place).computed
+
+
+def _visited(f: CallFacts) -> int:
+    """As `_computed`, but of a grid whose tiles are boxes, their pairs: that depends on the GPU."""
+    lists = [step.work.lists for step in _hopper_passes(f) if step.work.lists is not None]
+    return sum(x.pairs for x in lists) or _computed(f)
 
 
 def _without_positions(f: CallFacts) -> CallFacts:
@@ -96,7 +102,7 @@ def variant(f: CallFacts) -> str:
         return "general kernels"
     if _decodes(f):
         return "one query" + (", one-launch backward" if f.grad and _backward_in_one_launch(f) else "")
-    names = ["Hopper" if _on_hopper(f) else "general kernels"]
+    names = ["Hopper" if _hopper_passes(f) else "general kernels"]
     if f.grad and _backward_in_one_launch(f):
         names.append("one-launch backward")
     return ", ".join(names)
@@ -116,17 +122,17 @@ def one_launch(n: int, m: int, heads: int, width: int) -> bool:
     return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
 
 
-def _on_hopper(f: CallFacts) -> bool:
-    """Whether the forward pass is one of the kernels for Hopper."""
+def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
+    """The passes of the forward kernel for Hopper, if it runs."""
     if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
-        return False
+        return ()
     from .call import CallLayout, contiguous
     from .launches import routes
 
     layouts = tuple(contiguous(*x.shape) for x in f.like())
     call = CallLayout(_plain_task(f), layouts, f.dtype, torch.device(f.device))
     configs = call.task.configs
-    return bool(routes(call, configs.forward, configs.hopper_forward, False)[1].steps)
+    return routes(call, configs.forward, configs.hopper_forward, False)[1].steps
 
 
 def _plain_task(f: CallFacts) -> Any:

@@ -14,7 +14,7 @@ from .call import CallLayout, Config, Layout, base2, contiguous, exceeds_int32, 
 from .mask import compiled, runs
 from .prepared import Arguments, Backward, Launch, Program
 from .schedule import DevicePass, DevicePasses, device_passes
-from .tile_lists import tables
+from .tile_lists import in_boxes, tables
 from .triton.backward import FOR_KEYS, FOR_QUERIES, bias_kernel, gradients_kernel, sum_kernel
 from .triton.forward import SLOPES, TABLE, Static, decode_kernel, forward_kernel, merge_kernel, static
 
@@ -328,6 +328,8 @@ def routes(
     By queries, no tile may be without a key; none may be split in a pass that goes on from an earlier one.
     """
     route = passes(call, config if hopper is None else hopper, by_keys)
+    if hopper is not None:
+        route = in_boxes(call.task.pattern, route, by_keys, call.device)
     fast = [step for step in route.steps if not (step.work.empty or (step.work.slots and step.accumulates))]
     others = [step for step in route.steps if step not in fast]
     mixes = not others or (hopper is not None and (hopper.tile, hopper.block) == (config.tile, config.block))

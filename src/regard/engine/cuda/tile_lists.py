@@ -1,23 +1,29 @@
-"""Tiles and blocks as lists of members: both sides of the gradients of a short call, for one launch.
+"""Tiles and blocks as lists of members: of short calls, and of grids.
 
-A plan of few pairs may have several passes, each a launch. Where the GPU waits for the CPU, the number of launches
-counts, not the work: so members with the same partners share a tile, whatever their positions are, found in the table
-of allowed pairs. No atomics: each gradient is written once, by the program that adds it up.
+Both sides of the gradients of a short call, for one launch. A plan of few pairs may have several passes, each a
+launch. Where the GPU waits for the CPU, the number of launches counts, not the work: so members with the same
+partners share a tile, whatever their positions are, found in the table of allowed pairs. No atomics: each gradient is
+written once, by the program that adds it up.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...pattern import Pattern
+from ...pattern import Pattern, full, neighborhood
+from ...pattern.grid import Axis
 from ...progression import Ints
 from ..parts import row_steps
-from .schedule import ITEM
+from .mask import NO_KEY_FREE
+from .schedule import BEGINS, ITEM, WIDTH, DevicePass, DevicePasses, Schedule
 
 EMPTY_PLACE = -1  # marks an empty place in a tile or a block
 HEAVY = 1.5  # members with so many times the median number of partners get tiles of their own
@@ -103,3 +109,133 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
     full = np.full(shape, EMPTY_PLACE, dtype=np.int64)
     full[:at] = np.concatenate(blocks).reshape(-1, block)
     return TileLists(np.array(items), tiles[order], full)
+
+
+# Tiles of grids that are boxes, for the kernels for Hopper. With a kernel of 7 × 7, 64 pixels in a line meet 7 × 64
+# keys, a box of 4 × 16 meets 10 × 22. These are no few progressions, and a bound cuts each block. So both are listed,
+# once for all tiles that are as far from the edges: of a block of keys, where each is, from the first query of the
+# tile on; and of each pair, whether it is allowed, as a bit.
+
+MEMBERS = 64  # of a tile and of a block
+MAX_LISTS = 1 << 14  # of all kinds of tiles: 20 MiB
+LIST = MEMBERS + 4 * MEMBERS  # words of a listed block: its keys; four words of sixteen bits for each query
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What the blocks of a schedule are found by: word 1 of a block is the number of its list."""
+
+    words: Tensor  # (x, LIST)
+    spread: str  # source: how far query a of a tile is from its first
+    pairs: int  # computed
+
+
+Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` gives, of one axis
+
+
+def in_boxes(pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch.device) -> DevicePasses:
+    """The pass of a grid in boxes, where that has fewer blocks than its pass in lines; else the passes given."""
+    if not isinstance(pattern, neighborhood):
+        return lines
+    made = _boxes(pattern, by_keys, len(lines.steps[0].work.blocks), device)
+    return lines if made is None else DevicePasses((DevicePass(made, None, False, False),), True)
+
+
+@lru_cache(maxsize=64)
+def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> Schedule | None:
+    """Queries, or keys, in the boxes with the fewest blocks; None where these are not below `below`, or where no box
+    of 64 whose sides are powers of two divides the grid."""
+    powers = [[s for s in (1, 2, 4, 8, 16, 32, 64) if length % s == 0] for length in grid.grid]
+    sides = [box for box in product(*powers) if prod(box) == MEMBERS]
+    cuts = [[_kinds(axis, side, by_keys) for axis, side in zip(grid.axes, box)] for box in sides]
+    counts = [_count(along) for along in cuts]
+    best = min(range(len(cuts)), key=counts.__getitem__, default=None)
+    if best is None or counts[best] >= below or _count(cuts[best], once=True) > MAX_LISTS:
+        return None
+    return _schedule(grid, sides[best], cuts[best], device)
+
+
+def _count(along: list[Along], once: bool = False) -> int:
+    """The blocks of all tiles; once: of each kind of tile."""
+    keys = np.ones((), dtype=np.int64)
+    for kind, found in along:
+        sizes = np.array([len(x) for x, _ in found])
+        keys = np.multiply.outer(keys, sizes if once else sizes[kind])
+    return int((-(-keys // MEMBERS)).sum())
+
+
+def _kinds(axis: Axis, side: int, by_keys: bool) -> Along:
+    """Of each stretch of `side` queries along an axis, its kind; of each kind, the keys from its first query on, and
+    which query may attend to which. by_keys: stretches of keys, and their queries."""
+    x = np.arange(axis.length)
+    meet = axis.allows(x[:, None], x)
+    allowed = meet.T if by_keys else meet
+    kinds: dict[tuple[bytes, bytes], int] = {}
+    found: list[tuple[Ints, NDArray[np.bool_]]] = []
+    of: list[int] = []
+    for first in range(0, axis.length, side):
+        rows = allowed[first : first + side]
+        keys = np.flatnonzero(rows.any(0))
+        rows = rows[:, keys]
+        name = (keys - first).tobytes(), rows.tobytes()
+        if name not in kinds:
+            kinds[name] = len(found)
+            found.append((keys - first, rows))
+        of.append(kinds[name])
+    return np.array(of), found
+
+
+def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> list[tuple[Ints, int]]:
+    """The blocks of one kind of tile: the words of each, and how many keys it has."""
+    keys, allowed = np.zeros(1, dtype=np.int64), np.ones((1, 1), dtype=bool)
+    for (steps, rows), stride in zip(along, strides):
+        keys = np.add.outer(keys, steps * stride).ravel()
+        allowed = np.kron(allowed, rows)
+    made = []
+    for at in range(0, len(keys), MEMBERS):
+        here, pairs = keys[at : at + MEMBERS], np.zeros((MEMBERS, MEMBERS), dtype=np.int64)
+        pairs[:, : len(here)] = allowed[:, at : at + MEMBERS]
+        # A thread of a Hopper product has the places 8 · x + 2 · y and the next of a row, for one y of four.
+        bits = pairs.reshape(MEMBERS, 8, 4, 2).transpose(0, 2, 1, 3).reshape(-1, 16) @ (1 << np.arange(16))
+        made.append((np.concatenate([np.resize(here, MEMBERS), bits]), len(here)))
+    return made
+
+
+def _schedule(
+    grid: neighborhood, box: tuple[int, ...], along: list[Along], device: torch.device
+) -> Schedule:  # fmt: skip
+    strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
+    words = [np.zeros(LIST, dtype=np.int64)]  # EMPTY_LIST
+    known: dict[
+        tuple[int, ...], list[tuple[int, int]]
+    ] = {}  # of a tile: its lists, and how many keys each has
+    rows: list[
+        tuple[int, int, int, int]
+    ] = []  # of a block: its tile's first query, list, keys, whether it begins one
+    for place in product(*(range(len(kind)) for kind, _ in along)):
+        kinds = tuple(int(kind[x]) for (kind, _), x in zip(along, place))
+        if kinds not in known:
+            made = _lists([found[x] for (_, found), x in zip(along, kinds)], strides)
+            known[kinds] = [(len(words) + at, count) for at, (_, count) in enumerate(made)]
+            words += [x for x, _ in made]
+        first = sum(x * side * stride for x, side, stride in zip(place, box, strides))
+        rows += [(first, nth, count, at == 0) for at, (nth, count) in enumerate(known[kinds])]
+    first_query, nth, count, begins = np.array(rows).T
+    blocks = np.zeros((len(rows), WIDTH), dtype=np.int64)
+    blocks[:, [0, 1, 8, 10]], blocks[:, 11] = np.column_stack([first_query, nth, count, first_query]), 1
+    blocks[:, 9] = BEGINS * begins + 256 * MEMBERS
+    shifts = np.cumsum([0, *(side.bit_length() - 1 for side in reversed(box))])
+    spread = [
+        f"((a >> {x}) & {side - 1}) * {stride}" for x, side, stride in zip(shifts, box[::-1], strides[::-1])
+    ]
+
+    def to_device(rows: Any) -> Tensor:
+        return torch.from_numpy(np.array(rows, dtype=np.int32)).to(device)
+
+    none = torch.zeros((0, ITEM), dtype=torch.int32, device=device)
+    return Schedule(
+        pattern=full(), items=none, blocks=to_device(blocks), joins=none, marks=0,
+        free=(NO_KEY_FREE, NO_KEY_FREE), segments=2, ragged=True, slots=0,
+        ends=np.append(np.flatnonzero(begins)[1:], len(rows)),
+        lists=Lists(to_device(words), " + ".join(spread), MEMBERS * int(count.sum())),
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from ...pattern import Pattern, Run, full
 from ...progression import FAR, Ints
 from .call import Layout, exceeds_int32
 from .mask import LOWER, UPPER, band
-from .schedule import BEGINS, ITEM, DevicePass, DevicePasses, Schedule, repeated
+from .schedule import BEGINS, EMPTY_LIST, ITEM, DevicePass, DevicePasses, Schedule, repeated
 
 MAX_BLOCKS = 1 << 18  # of one table: 12 MiB
 MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
@@ -39,6 +39,7 @@ class WorkSplit:
     slot: Tensor  # (x,): where the results of a block's tile go; −1: the tile is not split
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
+    lists: Tensor  # of blocks that are listed (see tile_lists.py); else `slot`, which is not read as such
 
 
 def split_work(
@@ -100,10 +101,12 @@ def split_work(
     repeats[ends - 1] += more  # the last block of a run, repeated without members
     blocks, each, ends = np.repeat(blocks, repeats, axis=0), np.repeat(each, repeats), ends + np.cumsum(more)
     empty = np.concatenate([np.arange(e - x, e) for e, x in zip(ends, more)])
-    blocks[empty, 8], blocks[empty, 9] = 0, blocks[empty, 9] & ~255 | 1
+    blocks[empty, 1], blocks[empty, 8], blocks[empty, 9] = EMPTY_LIST, 0, blocks[empty, 9] & ~255 | 1
     begins = np.append(0, ends[:-1])
     runs = np.column_stack([begins, ends, begins, ends, blocks[begins]])
-    return WorkSplit(move(blocks), move(runs), move(each), move(joins), int(parted.sum()))
+    slots = move(each)
+    lists = slots if work.lists is None else work.lists.words
+    return WorkSplit(move(blocks), move(runs), slots, move(joins), int(parted.sum()), lists)
 
 
 def _whole_tiles(size: Ints, program_of: Ints, backwards: bool) -> Ints:

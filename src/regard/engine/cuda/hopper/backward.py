@@ -26,13 +26,18 @@ from .forward import (
 from .static import (
     awaited,
     barrier,
+    bits_of,
     chain_of,
     count_last_tile,
     count_tile,
     gl,
     gluon,
+    hide_listed,
     hide_past_lines,
     let_next,
+    list_of,
+    listed_rows,
+    member,
     wait_for,
 )
 
@@ -48,10 +53,10 @@ def _tile(BLOCKS, t):
 
 
 @gluon.jit
-def _of_tile(BLOCKS, t, R: gl.constexpr, LAYOUT: gl.constexpr):
+def _of_tile(BLOCKS, t, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of the tile of block t; past its end, the last row again."""
     first, hop, count = _tile(BLOCKS, t)
-    return first + hop * gl.minimum(gl.arange(0, R, layout=LAYOUT), count - 1)
+    return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
 @gluon.jit
@@ -73,8 +78,8 @@ def _two(KIND: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t, q_n, do_n, o_n, S: gl.constexpr):
     """Start to copy q, do, o and lse of the tile of block t; for o and lse, what an earlier pass made of them."""
     qs, dos, os, lses, deltas = tile
-    x = _of_tile(BLOCKS, t, S.R, gl.SliceLayout(1, S.LOAD))
-    flat = _of_tile(BLOCKS, t, S.R, S.FLAT)
+    x = _of_tile(BLOCKS, t, gl.SliceLayout(1, S.LOAD), S)
+    flat = _of_tile(BLOCKS, t, S.FLAT, S)
     _copy(qs, Q, x, q_n, S)
     _copy(dos, DO, x, do_n, S)
     if S.COVERED:
@@ -106,12 +111,23 @@ def _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S: gl.constexpr):
 
 
 @gluon.jit
-def _lines(row, S: gl.constexpr):
-    """Where passes are chained, what the pairs of a block are hidden by."""
+def _lines(row, LISTS, S: gl.constexpr):
+    """What the pairs of a block are hidden by where passes are chained; of a listed block, where its list is."""
     if S.CHAINED:
-        return _spot(row, 0, S)
+        return _spot(row, 0, LISTS, S)
+    elif S.spread is not None:
+        return list_of(row, LISTS)
     else:
         return 0
+
+
+@gluon.jit
+def _rows_of(row, flat, LISTS, S: gl.constexpr):
+    """The rows at places `flat` of a block, −1 at its empty places."""
+    if S.spread is not None:
+        return listed_rows(row, flat, LISTS)
+    else:
+        return _keys(row, flat, -1, S.SEGMENTS)
 
 
 @gluon.jit
@@ -126,7 +142,7 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     later, after = _row(BLOCKS, gl.minimum(t + 2, last), S)
-    PART, SLOTS, bh, all_heads = parts
+    PART, SLOTS, LISTS, bh, all_heads = parts
     counter, joins, counts = chain_of(BLOCKS, t, S)
     async_copy.wait_group(0)
     barrier()
@@ -135,15 +151,16 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
         first, hop, lse2, delta = _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S)
     product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
     product_v = warpgroup_mma(dos, vs.permute((1, 0)), zero, use_acc=False, is_async=True)
+    bits = bits_of(lines, zero, S)
     if t < last:
-        spot = _spot(ahead, c, S)
+        spot = _spot(ahead, c, LISTS, S)
         _copy_block(ks_next, K, spot, k_m, c, S)
         _copy_block(vs_next, V, spot, v_m, c, S)
         _note(noted_next, ahead, coming, flat, S)
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(1, deps=[product_k])
-    scores = _hide(scores, noted, mark, lines if S.CHAINED else None, first, hop, start, step, S)
+    scores = _hide(scores, noted, mark, lines if S.CHAINED else None, bits, first, hop, start, step, S)
     weights = gl.exp2(scores * scale2 - lse2[:, None])
     dweights = warpgroup_mma_wait(0, deps=[product_v])
     if ends & (t < last):
@@ -169,12 +186,12 @@ def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
             _put(DQ, ks, dq * scale, x, mine, dq_n, joins, S)
         pending = gl.where(counts > 0, counter, -1) if S.CHAINED else 0
         dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
-    return dq, lse2, delta, first, hop, coming, later, after, _lines(ahead, S), pending
+    return dq, lse2, delta, first, hop, coming, later, after, _lines(ahead, LISTS, S), pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_dq(
-    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS,
+    Q, K, V, O, DO, LSE, DLSE, LSE2, DELTA, DQ, PART, CHUNKS, BLOCKS, SLOTS, LISTS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     heads, all_heads, group, n, start, step, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
@@ -202,7 +219,7 @@ def hopper_dq(
     tile = qs, dos, os, lses, deltas
     dq = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, mark = _row(CHUNKS + 4, 0, S)
-    j = _keys(row, c, -1, S.SEGMENTS)
+    j = _rows_of(row, c, LISTS, S)
     _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, CHUNKS + 4, 0, q_n, do_n, o_n, S)
     _copy(kr.index(lo % 2), K, j, k_m, S)
     _copy(vr.index(lo % 2), V, j, v_m, S)
@@ -210,9 +227,9 @@ def hopper_dq(
     async_copy.commit_group()
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     lse2 = gl.zeros([S.R], gl.float32, layout=gl.SliceLayout(1, S.SCORES))
-    state = dq, lse2, lse2, lo, lo, mark, ahead, coming, _lines(row, S), lo * 0 - 1 if S.CHAINED else 0
+    state = dq, lse2, lse2, lo, lo, mark, ahead, coming, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
     strides = q_n, do_n, o_n, k_m, v_m, dq_n
-    parts = PART, SLOTS, bh, all_heads
+    parts = PART, SLOTS, LISTS, bh, all_heads
     given = Q, DO, O, LSE, DLSE, LSE2, DELTA, DQ, K, V, BLOCKS, strides, start, step, scale, scale2, parts
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
@@ -267,11 +284,13 @@ def _add_parts(
 
 
 @gluon.jit
-def _hide_rows(scores, noted, marks, lines, first, hop, S: gl.constexpr):
+def _hide_rows(scores, noted, marks, lines, bits, first, hop, S: gl.constexpr):
     """−∞ for pairs that are not allowed; scores are (keys, rows). Empty places hold zeros and add nothing."""
     MMA: gl.constexpr = scores.type.layout
     if S.CHAINED:
         return hide_past_lines(scores, marks, lines)
+    if S.spread is not None:
+        return hide_listed(scores, bits)
     if marks & 7:
         j = first + hop * gl.arange(0, S.R, layout=gl.SliceLayout(1, MMA))
         i = noted.load(gl.SliceLayout(0, MMA))
@@ -292,19 +311,19 @@ def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.con
     WAITS: for the kernel before, which makes lse and delta.
     """
     qs, dos, lses, deltas, noted = place
-    Q, DO, LSE2, DELTA, q_h, q_n, do_h, do_n, n, start, step = given
+    Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step = given
     if S.GROUP > 1:
         g = (word >> 16).to(gl.int64)
         Q, DO, LSE2, DELTA = Q + g * q_h, DO + g * do_h, LSE2 + g * n, DELTA + g * n
-    spot = _spot(row, c, S)
+    spot = _spot(row, c, LISTS, S)
     _copy_block(qs, Q, spot, q_n, c, S)
     _copy_block(dos, DO, spot, do_n, c, S)
     if WAITS:
         flat = awaited(flat)
-    f = _keys(row, flat, -1, S.SEGMENTS)
+    f = _rows_of(row, flat, LISTS, S)
     fetch(lses, LSE2 + f, mask=f >= 0)
     fetch(deltas, DELTA + f, mask=f >= 0)
-    if not S.CHAINED and (word & 7) != 0:
+    if not S.CHAINED and S.spread is None and (word & 7) != 0:
         noted.store(start + step * f)
 
 
@@ -334,7 +353,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     """Block t, whose rows lie `here`, joins dk and dv; the next is copied to the other half of the ring."""
     dk, dv, first, hop, mark, ahead, coming, lines, pending = state
     qs, dos, lses, deltas, noted = here
-    K, V, DK, DV, PART, SLOTS, BLOCKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
+    K, V, DK, DV, PART, SLOTS, BLOCKS, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given
     COLUMNS: gl.constexpr = gl.SliceLayout(0, S.SCORES)
     c, flat = gl.arange(0, S.R, layout=gl.SliceLayout(1, S.LOAD)), gl.arange(0, S.R, layout=S.FLAT)
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
@@ -344,12 +363,13 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     barrier()
     pending = count_tile(PART, pending, S)
     product_q = warpgroup_mma(ks, qs.permute((1, 0)), zero, use_acc=False, is_async=True)
+    bits = bits_of(lines, zero, S)
     if t < last:
         _fetch_rows(other, ahead, coming, c, flat, rows, S)
     async_copy.commit_group()
     ends = (t == last) | ((coming & BEGINS) != 0)
     scores = warpgroup_mma_wait(0, deps=[product_q])
-    scores = _hide_rows(scores, noted, mark, lines, first, hop, S)
+    scores = _hide_rows(scores, noted, mark, lines, bits, first, hop, S)
     weights = gl.exp2(scores * scale2 - lses.load(COLUMNS)[None, :])
     left = gl.convert_layout(weights.to(qs.dtype), gl.DotOperandLayout(0, S.OUT, 2))
     product_do = warpgroup_mma(vs, dos.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -360,7 +380,7 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
     product_k = warpgroup_mma(right, qs, dk, is_async=True)
     if ends & (t < last):
         barrier()
-        x = _of_tile(BLOCKS, t + 1, S.R, gl.SliceLayout(1, S.LOAD))
+        x = _of_tile(BLOCKS, t + 1, gl.SliceLayout(1, S.LOAD), S)
         _copy(ks, K, x, k_m, S)
         _copy(vs, V, x, v_m, S)
     async_copy.commit_group()
@@ -376,12 +396,12 @@ def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexp
             gl.zeros([S.R, S.D], gl.float32, layout=S.OUT),
         )
         first, hop, _ = _tile(BLOCKS, gl.minimum(t + 1, last))
-    return dk, dv, first, hop, coming, later, after, _lines(ahead, S), pending
+    return dk, dv, first, hop, coming, later, after, _lines(ahead, LISTS, S), pending
 
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "joins", "of_heads", "m", "start"])
 def hopper_dkv(
-    Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS,
+    Q, K, V, DO, LSE2, DELTA, DK, DV, PART, CHUNKS, BLOCKS, SLOTS, LISTS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m,
     heads, all_heads, n, joins, of_heads, m, start, step, scale, scale2, S: gl.constexpr,
 ):  # fmt: skip
@@ -409,18 +429,18 @@ def hopper_dkv(
     i0, i1 = _two(gl.int32, [S.R], LINE)
     dk, dv = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT), gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, mark = _row(CHUNKS + 4, 0, S)
-    x = _of_tile(CHUNKS + 4, 0, S.R, gl.SliceLayout(1, S.LOAD))
+    x = _of_tile(CHUNKS + 4, 0, gl.SliceLayout(1, S.LOAD), S)
     _copy(ks, K, x, k_m, S)
     _copy(vs, V, x, v_m, S)
-    rows = Q, DO, LSE2, DELTA, q_h, q_n, do_h, do_n, n, start, step
+    rows = Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step
     place = qr.index(lo % 2), dor.index(lo % 2), l0, s0, i0
     _fetch_rows(place, row, mark, c, flat, rows, S, S.WAITS)
     async_copy.commit_group()
     flat = let_next(flat)
     ahead, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     first, hop, _ = _tile(CHUNKS + 4, 0)
-    state = dk, dv, first, hop, mark, ahead, coming, _lines(row, S), lo * 0 - 1 if S.CHAINED else 0
-    given = K, V, DK, DV, PART, SLOTS, BLOCKS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
+    state = dk, dv, first, hop, mark, ahead, coming, _lines(row, LISTS, S), lo * 0 - 1 if S.CHAINED else 0
+    given = K, V, DK, DV, PART, SLOTS, BLOCKS, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2
     for t in range(lo, last, 2):  # a chunk has an even number of blocks
         at = t % 2  # known only at run time: addresses known at compile time would be kept in registers
         here, other = (

@@ -11,12 +11,18 @@ Shared memory holds one block of keys and two of values.
 from .static import (
     awaited,
     barrier,
+    bits_of,
+    each,
     gl,
     gluon,
+    hide_listed,
     hide_past_line,
     hide_past_lines,
     hopper,
     let_next,
+    list_of,
+    listed_rows,
+    member,
     rescale_ptx,
     weights_ptx,
 )
@@ -59,10 +65,10 @@ def _tile(row, marks):
 
 
 @gluon.jit
-def _of_tile(row, marks, R: gl.constexpr, LAYOUT: gl.constexpr):
+def _of_tile(row, marks, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of a block's tile; past its end, the last row again."""
     first, hop, count = _tile(row, marks)
-    return first + hop * gl.minimum(gl.arange(0, R, layout=LAYOUT), count - 1)
+    return member(first, hop, gl.minimum(gl.arange(0, S.R, layout=LAYOUT), count - 1), S)
 
 
 @gluon.jit
@@ -96,14 +102,16 @@ def _note(noted, row, marks, flat, S: gl.constexpr):
 
 
 @gluon.jit
-def _hide(scores, noted, marks, spot, first, hop, start, step, S: gl.constexpr):
+def _hide(scores, noted, marks, spot, bits, first, hop, start, step, S: gl.constexpr):
     """Hide pairs that are not allowed: past a line, or else by what was noted when the block was fetched.
 
-    spot: what `_spot` gives; None where no block is cut by a line.
+    spot: what `_spot` gives; None where no block is cut by a line. bits: of listed blocks.
     """
     MMA: gl.constexpr = scores.type.layout
     if S.CHAINED:
         return hide_past_lines(scores, marks, spot)
+    if S.spread is not None:
+        return hide_listed(scores, bits)
     if S.allowed is None and spot is not None:
         scores = hide_past_line(scores, marks, spot[0], spot[2], start + step * first, S)
     if (S.MARKS & 7) != 0 and (marks & 7) != 0:
@@ -145,21 +153,10 @@ def _one(x):
 
 
 @gluon.jit
-def _each(x, like):
-    """What a thread holds for a row, for each number it holds of it: (rows, 4) → the shape of `like`."""
-    R: gl.constexpr = like.shape[0]
-    B: gl.constexpr = like.shape[1]
-    y = like.reshape([R, B // 8, 4, 2])
-    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout)), assert_trivial=True)
-    x, _ = gl.broadcast(x[:, None, :, None], y)
-    return gl.convert_layout(x.reshape([R, B]), like.type.layout, assert_trivial=True)
-
-
-@gluon.jit
 def _faded(acc, fade):
     """acc · fade, by row; a warp whose rows keep their base does nothing."""
     D: gl.constexpr = acc.shape[1]
-    by = _each(fade, acc)
+    by = each(fade, acc)
     if D == 64:
         return gl.inline_asm_elementwise(FADE_64, OF_64, [acc, by], gl.float32, True, 32)
     else:
@@ -172,7 +169,7 @@ def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
     gl.static_assert(scores.shape[0] == 64 and scores.shape[1] == 64)  # 32 scores a thread
     flag = gl.full(scores.shape, 0, gl.int32, layout=scores.type.layout) + begins.to(gl.int32)
     scale = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + scale2
-    given = [scores, _each(top, scores), _each(total, scores), flag, scale]
+    given = [scores, each(top, scores), each(total, scores), flag, scale]
     if gl.bfloat16 == KIND:
         weights, top, fade, total = gl.inline_asm_elementwise(
             WEIGH_BF16, FROM_BF16, given, (gl.bfloat16, gl.float32, gl.float32, gl.float32), True, 32
@@ -210,7 +207,7 @@ def _unpaired(x, KIND: gl.constexpr, LAYOUT: gl.constexpr):
 def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr):
     """The rows of a tile, and which of them are to be written."""
     a = gl.arange(0, S.R, layout=LAYOUT)
-    x = first + hop * a
+    x = member(first, hop, a, S)
     mine = a < count
     if S.keep is not None:
         mine = mine & S.keep(start + step * x, start + step * x)
@@ -334,11 +331,13 @@ def _copy(place, X, x, stride, S: gl.constexpr):
 
 
 @gluon.jit
-def _spot(row, c, S: gl.constexpr):
+def _spot(row, c, LISTS, S: gl.constexpr):
     """What a block's rows are found by: first, step and number if it is one segment, else the row of each place.
-    Where passes are chained, also what its pairs are hidden by."""
+    Where passes are chained, also what its pairs are hidden by; of a listed block, where its list is."""
     if S.CHAINED:
         return row[0], row[1], row[8], row[2], row[3]
+    elif S.spread is not None:
+        return row[0], listed_rows(row, c, LISTS), row[8], list_of(row, LISTS)
     elif S.SEGMENTS == 1:
         return row[0], row[1], row[8]
     else:
@@ -359,7 +358,7 @@ def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
 def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
     """If this block begins a tile, start to copy its queries."""
     if (marks & BEGINS) != 0:
-        x = _of_tile(row, marks, S.R, gl.SliceLayout(1, S.LOAD))
+        x = _of_tile(row, marks, gl.SliceLayout(1, S.LOAD), S)
         if S.d == S.D:
             fetch(qs, _addresses(Q, x * q_n, S.D))
         else:
@@ -368,13 +367,13 @@ def _fetch_queries(qs, Q, row, marks, q_n, S: gl.constexpr):
 
 @gluon.jit
 def _first_copies(
-    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
+    qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S: gl.constexpr
 ):  # fmt: skip
     """Queries, keys and values of block `lo`; the words of the next, whose tests are noted."""
     row, marks = _row(CHUNKS + 4, 0, S)
     following, coming = _row(BLOCKS, gl.minimum(lo + 1, last), S)
     _fetch_queries(qs, Q, row, marks, q_n, S)
-    spot = _spot(row, c, S)
+    spot = _spot(row, c, LISTS, S)
     _note(noted.index(lo % 2), row, marks, flat, S)
     _copy_block(ks, K, spot, k_m, c, S)
     async_copy.commit_group()
@@ -386,7 +385,7 @@ def _first_copies(
 
 @gluon.jit(do_not_specialize=["heads", "all_heads", "n", "start"])
 def hopper_forward(
-    Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS,
+    Q, K, V, O, LSE, PART_O, PART_LSE, CHUNKS, BLOCKS, SLOTS, LISTS,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
@@ -410,12 +409,12 @@ def hopper_forward(
     zero = gl.zeros([S.R, S.R], gl.float32, layout=S.SCORES)
     acc = gl.zeros([S.R, S.D], gl.float32, layout=S.OUT)
     row, begun, mark, following, coming = _first_copies(
-        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, lo, last, q_n, k_m, v_m, c, flat, S
+        qs, ks, vs, noted, Q, K, V, CHUNKS, BLOCKS, LISTS, lo, last, q_n, k_m, v_m, c, flat, S
     )
     first, hop, _ = _tile(row, mark)
     next_first, next_hop, _ = _tile(following, coming)
     row, after = _row(BLOCKS, gl.minimum(lo + 2, last), S)
-    spot = _spot(following, c, S)
+    spot, bits = _spot(following, c, LISTS, S), bits_of(begun[-1], zero, S)
     async_copy.wait_group(1)
     barrier()
     scores = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False)
@@ -424,7 +423,7 @@ def hopper_forward(
     if lo < last:  # a first tile of one block
         _fetch_queries(qs, Q, following, coming, q_n, S)
     async_copy.commit_group()
-    scores = _hide(scores, noted.index(lo % 2), mark, begun, first, hop, start, step, S)
+    scores = _hide(scores, noted.index(lo % 2), mark, begun, bits, first, hop, start, step, S)
     yes = lo == lo  # the first block begins a tile
     weights, fade, top, total = _weigh(scores, _one(zero), _one(zero), yes, scale2, KIND)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, S.OUT, 2)
@@ -435,7 +434,7 @@ def hopper_forward(
         barrier()
         product_k = warpgroup_mma(qs, ks.permute((1, 0)), zero, use_acc=False, is_async=True)
         product_v = warpgroup_mma(_unpaired(left, KIND, LEFT), vs.index(at), acc, is_async=True)
-        ahead = _spot(row, c, S)
+        ahead, bits = _spot(row, c, LISTS, S), bits_of(spot[-1], zero, S)
         _note(noted.index(t % 2), row, after, flat, S)
         later_row, later = _row(BLOCKS, gl.minimum(t + 3, last), S)
         scores = warpgroup_mma_wait(1, deps=[product_k])
@@ -446,7 +445,9 @@ def hopper_forward(
             _fetch_queries(qs, Q, row, after, q_n, S)
         async_copy.commit_group()
         begins = (coming & BEGINS) != 0
-        scores = _hide(scores, noted.index((t + 1) % 2), coming, spot, next_first, next_hop, start, step, S)
+        scores = _hide(
+            scores, noted.index((t + 1) % 2), coming, spot, bits, next_first, next_hop, start, step, S
+        )
         acc = warpgroup_mma_wait(0, deps=[product_v])
         weights, fade, higher, summed = _weigh(scores, top, total, begins, scale2, KIND)
         if begins:

@@ -56,7 +56,7 @@ def forward(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[De
                 LETS=cut.slots > 0 or any(later.accumulates for later, *_ in flattened[nth + 1 :]),
             ),
         )  # fmt: skip
-        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot
+        names = "q", "k", "v", "o", "lse", *PARTS, cut.chunks, cut.blocks, cut.slot, cut.lists
         of_step[step] = [(launch, names), _merge(call, step, cut.joins, early=True)]
         slots = max(slots, cut.slots)
     return of_step, slots
@@ -103,7 +103,7 @@ def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DeviceP
             ),
         )  # fmt: skip
         made = "lse2", "delta", "dq", "counters" if counters else "part"
-        tables = cut.chunks, cut.blocks, cut.slot
+        tables = cut.chunks, cut.blocks, cut.slot, cut.lists
         names = "q", "k", "v", "o", "do", "lse", dlse, *made, *tables
         out, width = contiguous(*call.tensors[0].shape), padded(d)
         total = _sum(out, (0, width), step, cut.joins, config, (task.start, task.step), exceeds_int32(out))
@@ -127,7 +127,7 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
     place, at_a_time = (call.task.start, call.task.step), programs_at_a_time(config, call.device)
     if (chained := chain(route, call.tensors, place, True, at_a_time)) is not None:
         cut, launch = _by_keys(call, chained[0], None, 0)
-        made, tables = ("dk", "dv", "counters_of_keys"), (cut.chunks, cut.blocks, cut.slot)
+        made, tables = ("dk", "dv", "counters_of_keys"), (cut.chunks, cut.blocks, cut.slot, cut.lists)
         return [(launch, ("q", "k", "v", "do", "lse2", "delta", *made, *tables))], {
             "counters_of_keys": chained[2]
         }
@@ -139,7 +139,8 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
             part = f"part{nth}"
             workspace[part] = cut.slots * 2 * b * h_kv * config.tile * padded(d)
         slots = cut.slot if adds is None else adds[1]
-        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, cut.chunks, cut.blocks, slots
+        tables = cut.chunks, cut.blocks, slots, cut.lists
+        names = "q", "k", "v", "do", "lse2", "delta", "dk", "dv", part, *tables
         launches.append((launch, names))
         if cut.slots and not _adds(steps, nth + 1):
             total = Launch(

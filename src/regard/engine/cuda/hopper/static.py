@@ -54,6 +54,9 @@ class Static(NamedTuple):
     adds: Any = None  # … of the keys that this selects
     LATE: bool = False  # dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: blocks say what is hidden, and what a tile waits for
+    spread: Any = (
+        None  # forward: a → how far row a of a tile is from its first, where tiles are boxes, blocks lists
+    )
 
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
@@ -69,7 +72,9 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
     )
     sizes = [work.marks, config.tile, width, d, work.segments]
     made = Static(*[*tests(work.pattern), keep(step.keep), *sizes, *layouts, step.accumulates, step.covered])
-    return made._replace(CHAINED=work.chained)
+    lists = work.lists
+    spread = None if lists is None else function("spread", "a", lists.spread, gluon.jit, {"gl": gl})
+    return made._replace(CHAINED=work.chained, spread=spread)
 
 
 @lru_cache(maxsize=1024)
@@ -157,6 +162,66 @@ def hide_past_lines(scores, marks, spot):
     if (marks & 1) != 0:
         scores += HIDDEN * _past(scores, 0, 1, end - 1)
     return scores
+
+
+# Blocks of tiles that are boxes (see tile_lists.py): 64 keys, then for each row four words of sixteen bits.
+LIST = gl.constexpr(64 + 4 * 64)
+
+
+@gluon.jit
+def member(first, hop, a, S: gl.constexpr):
+    """Member a of a tile."""
+    if S.spread is not None:
+        return first + S.spread(a)
+    else:
+        return first + hop * a
+
+
+@gluon.jit
+def list_of(row, LISTS):
+    """Where the list of a block is."""
+    return LISTS + row[1] * LIST
+
+
+@gluon.jit
+def listed_rows(row, c, LISTS):
+    """As `_keys`, of a listed block: −1 at its empty places."""
+    return gl.where(c < row[8], row[0] + gl.load(list_of(row, LISTS) + c), -1)
+
+
+@gluon.jit
+def bits_of(at, like, S: gl.constexpr):
+    """Which pairs of the block listed there are allowed, a bit for each of the sixteen that a thread holds of a row;
+    read long before they are used. 0 where blocks are not listed."""
+    if S.spread is not None:
+        y = like.reshape([S.R, S.R // 8, 4, 2])
+        EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
+        r, quarter = (
+            gl.arange(0, S.R, layout=gl.SliceLayout(1, EACH)),
+            gl.arange(0, 4, layout=gl.SliceLayout(0, EACH)),
+        )
+        return gl.load(at + S.R + 4 * r[:, None] + quarter[None, :])
+    else:
+        return 0
+
+
+@gluon.jit
+def hide_listed(scores, bits):
+    """−∞ for the pairs whose bit is not set."""
+    c = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))[None, :]
+    nth = ((c & ~7) >> 2) + (c & 1)  # of the sixteen; the compiler knows it
+    return gl.where((each(bits, scores) & (1 << nth)) != 0, scores, -float("inf"))
+
+
+@gluon.jit
+def each(x, like):
+    """What a thread holds for a row, for each number it holds of it: (rows, 4) → the shape of `like`."""
+    R: gl.constexpr = like.shape[0]
+    B: gl.constexpr = like.shape[1]
+    y = like.reshape([R, B // 8, 4, 2])
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout)), assert_trivial=True)
+    x, _ = gl.broadcast(x[:, None, :, None], y)
+    return gl.convert_layout(x.reshape([R, B]), like.type.layout, assert_trivial=True)
 
 
 # Launches that overlap

@@ -281,7 +281,9 @@ def sum_kernel(
     keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     PART_WIDTH: tl.constexpr, ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """SLICE members of a split tile: their partial gradients, added in order."""
+    """SLICE members of a split tile: their partial gradients, added in order; the loads of AHEAD of them do not wait
+    for one another."""
+    AHEAD: tl.constexpr = 8
     bh, b, h, work = head_of(tl.program_id(0), heads, all_heads)
     first, hop, count, slot, pieces, _, _ = item_of(SPLITS, work // (R // SLICE))
     a = work % (R // SLICE) * SLICE + tl.arange(0, SLICE)
@@ -293,10 +295,11 @@ def sum_kernel(
     total = tl.zeros((SLICE, D), tl.float32)
     if ACCUMULATES:
         total = rows_of(OUT, x, out_n, stored, d, D, True, WIDE).to(tl.float32)
-    for u in range(pieces):
-        t = slot + u
-        at = ((t.to(tl.int64) * all_heads + bh) * R + a) * PART_WIDTH + part_at
-        total += tl.load(PART + at[:, None] + tl.arange(0, D)[None, :])
+    for u in range(0, pieces, AHEAD):
+        for ahead in tl.static_range(AHEAD):
+            at = (((slot + u + ahead).to(tl.int64) * all_heads + bh) * R + a) * PART_WIDTH + part_at
+            there = a < tl.where(u + ahead < pieces, R, 0)
+            total += tl.load(PART + at[:, None] + tl.arange(0, D)[None, :], mask=there[:, None], other=0.0)
     store_rows(OUT, x, out_n, total, stored, d, D, WIDE)
 
 
