@@ -70,8 +70,8 @@ def wall(fn, times: int = 20) -> float:
     return median(a.elapsed_time(b) for a, b in pairs[3:])
 
 
-def busy(fn) -> float | None:
-    """The same of a CUDA graph of the call."""
+def captured(fn):
+    """A CUDA graph of the call; None where it cannot be captured."""
     try:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -85,7 +85,21 @@ def busy(fn) -> float | None:
     except Exception as error:
         print("  no graph:", repr(error)[:120], flush=True)
         return None
-    return wall(graph.replay)
+    return graph
+
+
+def busy(fn) -> float | None:
+    """The same as `wall` of a CUDA graph of the call."""
+    graph = captured(fn)
+    return None if graph is None else wall(graph.replay)
+
+
+def in_turn(fn) -> tuple[float, float | None]:
+    """`wall` and `busy`, measured by turns, so that both see the same clocks of the GPU."""
+    graph = captured(fn)
+    rounds = [(wall(fn, 7), 0.0 if graph is None else wall(graph.replay, 7)) for _ in range(3)]
+    walls, busies = zip(*rounds)
+    return median(walls), None if graph is None else median(busies)
 
 
 def cpu(fn, calls: int = 100) -> float:
@@ -155,14 +169,14 @@ def patterns(out: list, rate: float, flex: bool) -> None:
         with torch.no_grad():
             forward = lambda q=q, k=k, v=v, ours=ours: ours(q, k, v)  # noqa: E731
             forward()
-            f_wall, f_busy = wall(forward), busy(forward)
+            f_wall, f_busy = in_turn(forward)
             last = slice(n - 256, n)  # the last queries against the formula
             exact = rg.attention(q[:1, :2, last].float(), k[:1, :2].float(), v[:1, :2].float(), pattern,
                                  backend="reference")  # fmt: skip
             error = off(forward()[:1, :2, last], exact)
         assert error < 2e-2, error
         step()
-        b_wall, b_busy = wall(step), busy(step)
+        b_wall, b_busy = in_turn(step)
         with torch.no_grad():
             full_forward = wall(partial(F.scaled_dot_product_attention, q, k, v), 5)
         full_both = wall(both(F.scaled_dot_product_attention, q, k, v, do), 5)
