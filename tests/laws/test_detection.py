@@ -153,7 +153,7 @@ def test_a_schedule_is_checked_as_one():
     verdict = check(schedule, ["L41"], FEW)
     assert verdict["L41"].status == "holds", str(verdict)
     with pytest.raises(
-        SpecError, match="where this schedule ends could not be determined; give its facts: --with"
+        SpecError, match="the end of this schedule could not be determined; give its parameters: --with"
     ):
         adapt(lambda step: 1.0, kind="schedule")
     given = adapt(lambda step: 1.0, kind="schedule", facts={"lr_max": 1.0, "warmup": 4, "total": 20})
@@ -295,7 +295,9 @@ def test_a_factory_is_called_first():
 
 
 def test_an_unclear_target_gets_an_error_that_asks():
-    with pytest.raises(SpecError, match=r"expected attention\(q, k, v\).*say which: --as layer-norm, rotary"):
+    with pytest.raises(
+        SpecError, match=r"expected attention\(q, k, v\).*specify which: --as layer-norm, rotary"
+    ):
         adapt(lambda x, y: x)
     with pytest.raises(SpecError, match="--as 'layernorm'; did you mean layer-norm"):
         adapt(nn.LayerNorm(3), kind="layernorm")

@@ -1,4 +1,4 @@
-"""Laws that every attention must obey, and `check`, which tests them on any attention."""
+"""Laws that every correct attention obeys, and `check`, which tests them on any attention."""
 
 from .catalogue import LAWS, law
 from .checker import check, replay

@@ -19,7 +19,7 @@ from .run_law import Budget, about, find_subject, kind_name, measure, try_law
 from .target import Target
 from .verdict import Verdict
 
-MAX_TIMEOUTS = 3  # calls without an answer after which the other laws are not tried
+MAX_TIMEOUTS = 3  # calls that do not return, after which the other laws are not tried
 
 
 def check(
@@ -47,7 +47,7 @@ def check(
 
 
 def _outcomes(chosen: Iterable[Law], target: Target, budget: Budget, probed: Probe) -> Iterator[Outcome]:
-    """The laws one after another; after some calls that never returned, the rest is not tried."""
+    """The laws one after another; after MAX_TIMEOUTS calls that did not return, the rest is not tried."""
     timeouts, began = 0, time.process_time()
     for law in chosen:
         if timeouts >= MAX_TIMEOUTS:
@@ -59,7 +59,7 @@ def _outcomes(chosen: Iterable[Law], target: Target, budget: Budget, probed: Pro
 
 
 def _cause(target: Target, probed: Probe, outcomes: tuple[Outcome, ...]) -> Cause | None:
-    """The likely cause, where an ordinary call works at all and something failed or L65 was not among the laws."""
+    """The likely cause if a law failed; None if only time limits failed, or if no ordinary call works."""
     if not any(o.failed for o in outcomes):
         return None
     if all(search.TIMEOUT_WORDS in o.message for o in outcomes if o.failed):
@@ -80,7 +80,7 @@ def select(laws: Iterable[str | Law] | str | Law) -> tuple[Law, ...]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Cases are small: on a busy machine two synchronizing threads take ten times as long as one."""
+    """Use one thread: cases are small, and on a busy machine two synchronizing threads take ten times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,10 +90,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def as_target(thing: Any) -> Target:
-    """The thing itself if it is a target, else the target that an adapter makes of it."""
+    """The thing itself if it is a target, else the target that an adapter builds from it."""
     if isinstance(thing, Target):
         return thing
-    from .adapters import adapt  # imports adapters of many libraries, which a ready target does not need
+    from .adapters import adapt  # a slow import, which a finished target does not need
 
     return adapt(thing)
 

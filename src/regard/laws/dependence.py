@@ -87,7 +87,7 @@ def _options(kind: str, b: int) -> dict[str, Any]:
 
 
 def _of_function(harness: Harness, options: dict[str, Any]) -> Float[Tensor, "i j"]:
-    """With respect to key and value j together; where there are no gradients, by changing both."""
+    """The dependence on key and value j together; without gradients, measured by changing both."""
     q, k, v = (harness.randn(1, 2, LENGTH, 8) for _ in range(3))
     if not harness.supports("grad"):
         before, rows = harness.attend(q, k, v, **options), []

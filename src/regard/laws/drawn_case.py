@@ -1,4 +1,4 @@
-"""A counterexample as tables to draw: its smallest call that differs from the formula, got beside expected."""
+"""A counterexample as tables to draw: its smallest call that differs from the formula, with both results."""
 
 import warnings
 from dataclasses import replace
@@ -16,13 +16,13 @@ from .probe import Probe
 from .run_law import find_subject, measure
 from .target import Function, Target
 
-MAX_SIDE = 12  # rows and columns of a table; what lies beyond is cut off
+MAX_SIDE = 12  # rows and columns of a table; the rest is cut off
 SECONDS = 4.0
 VISIBLE = 1e-4  # a difference that a table shows
 
 
 class Table(NamedTuple):
-    """One quantity of one head: what the target gave, what the formula gives, and where they differ."""
+    """One quantity of one head: the target's result, the formula's result, and where they differ."""
 
     name: str
     got: list[list[float]]
@@ -54,9 +54,9 @@ class DrawnCase(NamedTuple):
 def draw_case(outcome: Outcome, target: Target, probed: Probe) -> DrawnCase | None:
     """The counterexample of a broken law, run once more.
 
-    Of a function: its smallest call that differs from the formula, with the weights. Of a module, or where no call
-    differs (a law about a gradient, say): the two tensors that the law compares and that differ most.
-    None where there is no case, or where nothing that differs is compared.
+    For a function: its smallest call that differs from the formula, with the weights. For a module, or if no call
+    differs (for example in a law about a gradient): of the tensors that the law compares, the pair that differs most.
+    None if there is no counterexample, or if no two compared tensors differ.
     """
     case, subject = outcome.counterexample, find_subject(outcome.law, target)
     if case is None or subject is None or outcome.status == "holds":
@@ -79,7 +79,10 @@ def draw_case(outcome: Outcome, target: Target, probed: Probe) -> DrawnCase | No
             with warnings.catch_warnings(), search.time_limit(SECONDS):
                 warnings.simplefilter("ignore")
                 measure(outcome.law.trials[subject.kind], recording, case)
-        except (search.TooSlow, Exception):  # foreign code may raise anything; what ran until then is drawn
+        except (
+            search.TooSlow,
+            Exception,
+        ):  # foreign code may raise anything; the calls before that are drawn
             pass
     wrong = [n for n, (call, o) in enumerate(calls) if _largest_error(harness, call, o) > VISIBLE]
     if not wrong:
@@ -89,7 +92,7 @@ def draw_case(outcome: Outcome, target: Target, probed: Probe) -> DrawnCase | No
 
 
 def _draw_comparison(comparisons: list[Comparison]) -> DrawnCase | None:
-    """The two tensors of a law that differ most, where they do: their last two axes, at the largest difference."""
+    """The pair of compared tensors that differs most: its last two axes, at the largest difference."""
     far = [
         torch.nan_to_num((got - want).abs(), nan=torch.inf) if got.shape == want.shape else None
         for _, got, want in comparisons
@@ -119,7 +122,7 @@ def _expected(harness: Harness, call: Call) -> Any:
 
 
 def _largest_error(harness: Harness, call: Call, o: Tensor) -> float:
-    """Infinite where the output is not finite although the formula's is."""
+    """The largest difference from the formula; infinite if the output is not finite although the formula's is."""
     if call.options.get("dropout_p") or call.options.get("shift"):
         return 0.0  # the formula has neither
     far = (o.double() - _expected(harness, call).o.to(o.device)).abs()
@@ -140,14 +143,14 @@ def _draw(harness: Harness, call: Call, o: Tensor, number: int, of: int) -> Draw
     weights = _weights_of(harness, call)
     if weights is not None:
         tables.append(_table("weights", weights[b, h], right.weights[b, h]))
-    if weights is None or not torch.equal(weights, o):  # a law that reads the weights passes unit values
+    if weights is None or not torch.equal(weights, o):  # equal if a law passes unit values to get the weights
         tables.append(_table("output", o[b, h], right.o[b, h]))
     pairs = None if allowed is None else allowed[b, h][:MAX_SIDE, :MAX_SIDE].tolist()
     return DrawnCase(title, pairs, tuple(tables))
 
 
 def _weights_of(harness: Harness, call: Call) -> Tensor | None:
-    """The target's weights, from its outputs for unit values; None where it does not take them."""
+    """The target's weights, from its outputs for unit values; None if it does not accept them."""
     options = {name: value for name, value in call.options.items() if name not in ("lse", "weights")}
     try:
         with warnings.catch_warnings(), search.time_limit(SECONDS):

@@ -36,7 +36,7 @@ FIRST_CALL = 3  # how many times the limit of a call the first one may take
 
 
 class WrongOutput(Exception):
-    """A target returned something else than a tensor of the expected shape and dtype."""
+    """A target did not return a tensor of the expected shape and dtype."""
 
 
 class Inexpressible(Exception):
@@ -70,7 +70,7 @@ class Harness:
         self._modules: dict[torch.dtype, nn.Module] = {}
 
     def supports(self, capability: str) -> bool:
-        """Whether the target claims it or, if it declares nothing, whether probing showed it."""
+        """Whether the target claims it or, if it neither claims nor lacks it, whether probing showed it."""
         declared = self.target.declares(capability)
         return bool(self.probed.get(capability, False) if declared is None else declared)
 
@@ -79,7 +79,7 @@ class Harness:
         return isinstance(self.target, Function) and self.target.per_head_masks
 
     def _timed(self, call: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        """One call of the target, under the time limit of a call."""
+        """One call of the target, within the time limit of a call."""
         self.calls += 1
         first = not self.cache.setdefault("called", False)  # a first call may import or compile
         with search.call_limit(search.CALL_SECONDS * (FIRST_CALL if first else 1)):
@@ -89,7 +89,7 @@ class Harness:
 
     @property
     def slack(self) -> float:
-        """How many times the tolerance of an output a gradient may err: 1e-10 for 1e-12, 1e-4 for 1e-5."""
+        """The tolerance of a gradient relative to that of an output: 1e-10 for 1e-12, 1e-4 for 1e-5."""
         return 100.0 if self.dtype == torch.float64 else 10.0
 
     def seed(self, case: Case) -> None:
@@ -284,7 +284,7 @@ class Harness:
         return copy.deepcopy(self.module())
 
     def sequence(self, b: int, n: int) -> Tensor:
-        """An input of n positions: token ids or vectors. n is ignored for images and where one length is accepted."""
+        """An input of n positions, token ids or vectors; n is ignored for images and modules of a fixed length."""
         if self.model.image is not None:
             return self.randn(b, *self.model.image)
         return self._sample(b, self.model.length or n, self.model.vocab, self.model.d_model)

@@ -100,7 +100,7 @@ def _capabilities(verdict: Verdict) -> str:
 
 
 def _counterexamples(verdict: Verdict, folded: bool = False) -> str:
-    """Each broken law with its case, drawn; under a known cause only the first is unfolded."""
+    """Each broken law with a drawing of its case; if the cause is known, only the first is unfolded."""
     if not verdict.broken:
         return ""
     parts = ["<h2>Broken</h2>"]
@@ -124,7 +124,7 @@ def _counterexamples(verdict: Verdict, folded: bool = False) -> str:
 
 
 def _case(drawn: DrawnCase) -> str:
-    """The pairs that may attend, then each quantity as it was and as it should be; wrong numbers are outlined."""
+    """The allowed pairs, then each quantity as computed and as expected; wrong numbers are outlined."""
     figures = []
     if drawn.allowed is not None:
         rows = [[("", "on" if pair else "") for pair in row] for row in drawn.allowed]
@@ -147,7 +147,7 @@ def _grid(name: str, rows: list[list[tuple[str, str]]]) -> str:
 
 
 def _by_subject(outcomes: list[Outcome]) -> list[str]:
-    """A table for each subject of the catalogue, those with a broken law first; where all hold it is folded."""
+    """A table for each subject of the catalogue, those with a broken law first; if all hold, it is folded."""
     groups: dict[str, list[Outcome]] = {}
     for o in outcomes:
         groups.setdefault(subject_of(o.law), []).append(o)

@@ -1,4 +1,4 @@
-"""`judge`: a score for an attention that a program wrote, with the reasons."""
+"""`judge`: a score for generated attention code, with the reasons."""
 
 import hashlib
 import random
@@ -20,7 +20,7 @@ from .law import Case
 from .probe import probe
 from .target import Target
 
-GROUPS = {  # what the score is made of: the weight of each group of calls
+GROUPS = {  # the weight of each group of calls in the score
     "plain calls": 3.0,
     "options": 3.0,
     "options together": 1.5,
@@ -29,12 +29,12 @@ GROUPS = {  # what the score is made of: the weight of each group of calls
     "gradients": 2.0,
     "fresh inputs": 3.0,
 }
-ROUNDS = 3  # fresh inputs of the same shape, so that an answer cannot be remembered
+ROUNDS = 3  # fresh inputs of the same shape, so that memorized results are wrong
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """score: 0.0 (nothing is right) to 1.0 (everything is). reasons: what cost points, the largest loss first."""
+    """score: from 0.0 (nothing is right) to 1.0 (everything is). reasons: what lowered it, the largest loss first."""
 
     score: float
     reasons: tuple[str, ...]
@@ -53,9 +53,9 @@ def judge(attention: Any, *, seed: int | None = None, seconds: float | int = 20.
     """A score between 0 and 1 for an attention, and the reasons: a reward for generated code.
 
     Every call is compared with the definition, on inputs that depend on a fresh seed: constants, zeros, echoed
-    inputs, remembered answers and answers keyed on shapes or seeds are not rewarded. A share of right calls counts
-    only if the output follows its inputs: otherwise the score is 0.
-    seed: None takes a new one each time; give one to repeat a judgment. hints: as in `regard.laws.adapters.adapt`.
+    inputs, memorized results and results keyed on shapes or seeds are not rewarded. If the output does not depend on
+    its inputs as it should, the score is 0, whatever share of the calls is right.
+    seed: None uses a new one each time; give one to repeat a judgment. hints: as in `regard.laws.adapters.adapt`.
     """
     from .adapters import adapt
 
@@ -70,7 +70,7 @@ def judge(attention: Any, *, seed: int | None = None, seconds: float | int = 20.
     try:
         with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.simplefilter("ignore")
-            torch.manual_seed((fresh * 2654435761 + 97) % (2**31))  # unlike the seed of the inputs
+            torch.manual_seed((fresh * 2654435761 + 97) % (2**31))  # not the seed of the inputs
             result = _judged(target, fresh, began + seconds)
     finally:
         torch.set_num_threads(threads)
@@ -84,13 +84,13 @@ def _judged(target: Target, seed: int, until: float | int) -> Judgment:
     harness = Harness(target, probed.supported, cache=probed.cache)
     if not any(harness.supports(name) for name in DTYPES):
         return Judgment(0.0, (f"an ordinary call failed: {probed.errors.get('float32', 'no dtype works')}",))
-    if cheat := _cheats(harness, seed):
+    if cheat := _cheating_reason(harness, seed):
         return Judgment(0.0, (cheat,))
     right: dict[str, list[float]] = {name: [] for name in GROUPS}
     reasons: dict[str, str] = {}
     for i, sample in enumerate(samples(harness)):
         if time.monotonic() > until:
-            reasons["time"] = "not every call was tried: the time was up"
+            reasons["time"] = "not every call was tried: the time ran out"
             break
         group = _group(sample)
         sample = _fresh(harness, sample, seed + i)
@@ -146,7 +146,7 @@ def _fresh(harness: Harness, sample: Sample, seed: int) -> Sample:
 
 
 def _share(harness: Harness, sample: Sample) -> tuple[float | None, str]:
-    """1 if a call is right; less for a small error; 0 if it is wrong or raises. None: it cannot be expressed."""
+    """1 if a call is right, 0 if it is wrong or raises, None if the target cannot express it; and the reason."""
     from .diagnosis.functions import evidence
 
     try:
@@ -171,8 +171,8 @@ def _share(harness: Harness, sample: Sample) -> tuple[float | None, str]:
     return (1.0, "") if worst <= tolerance else (0.0, evidence(sample, got, want))
 
 
-def _cheats(harness: Harness, seed: int) -> str | None:
-    """Why an output that happens to be right somewhere earns nothing: it does not follow its inputs."""
+def _cheating_reason(harness: Harness, seed: int) -> str | None:
+    """Why the score is 0 even if some outputs are right: the output does not depend on its inputs as it should."""
     c = Case(b=2, h=2, n=6, d_k=8, seed=seed % (2**31))
     harness.seed(c)
     q, k, v = harness.qkv(c)
@@ -191,7 +191,7 @@ def _cheats(harness: Harness, seed: int) -> str | None:
         for name, x in zip("qkv", (q, k, v)):
             if o.shape == x.shape and torch.equal(o, x):
                 return f"it returns {name} unchanged"
-        if _blind(call, o, q, k, v):
+        if _ignores_inputs(call, o, q, k, v):
             return "the output does not depend on the values of q, k and v, only on their shapes"
         again = call(q, k, v)
         if float((again - o).abs().max()) > 1e-6:
@@ -209,8 +209,8 @@ def _cheats(harness: Harness, seed: int) -> str | None:
     return None
 
 
-def _blind(call: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether other values of the same shapes give the same output, also where only a single element differs."""
+def _ignores_inputs(call: Any, o: Tensor, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether other values of the same shapes give the same output, even if only a single element differs."""
     moved_v, moved_q = v.clone(), q.clone()
     moved_v[..., -1, -1] += 3.0
     moved_q[..., -1, :] += 3.0

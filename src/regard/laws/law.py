@@ -61,8 +61,8 @@ class Trial:
     unless: "Callable[[Harness], str | None]" = lambda harness: None  # a further reason why it does not apply
     per_seed: bool = False  # run `Budget.seeds` cases, not `Budget.cases`: for sampled or expensive laws
     seconds: float = 0.0  # a lower bound on the time limit, for laws whose single case is slow
-    heavy: bool = False  # many samples in one call: a call without an answer is too slow, not wrong
-    always_report: bool = False  # show the message of the measurement even where the law holds
+    heavy: bool = False  # many samples in one call: a call that does not return is too slow, not wrong
+    always_report: bool = False  # show the message of the measurement even if the law holds
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-import numpy as np  # torch.unravel_index checks its arguments for as long as a small attention takes
+import numpy as np  # torch.unravel_index takes as long as a small attention, to check its arguments
 import torch
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def combine(*measurements: Measurement) -> Measurement:
 def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) -> Measurement:
     """max|got − expected| / max(1, max|expected|) / slack.
 
-    slack: by how much this quantity may exceed the law's tolerance; a gradient may err more than an output.
+    slack: the factor by which this quantity may exceed the law's tolerance; gradients err more than outputs.
     """
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()
     if (comparisons := _COMPARISONS.get()) is not None:
@@ -62,13 +62,13 @@ def compare(quantity: str, got: Tensor, expected: Tensor, slack: float = 1.0) ->
     return Measurement(error.amax().item() / max(1.0, size) / slack, message)
 
 
-Comparison = tuple[str, Tensor, Tensor]  # a quantity, what it was and what it should be
+Comparison = tuple[str, Tensor, Tensor]  # a quantity, the result and what was expected
 _COMPARISONS: ContextVar[list[Comparison] | None] = ContextVar("comparisons", default=None)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Comparison]]:
-    """What `compare` gets inside this block, for a drawing of it."""
+    """Records the arguments of `compare` inside this block, to draw them."""
     comparisons: list[Comparison] = []
     token = _COMPARISONS.set(comparisons)
     try:
@@ -78,13 +78,13 @@ def recorded() -> Iterator[list[Comparison]]:
 
 
 def excess(message: str, amount: Tensor | float, slack: float = 1.0) -> Measurement:
-    """An inequality: by how much it is violated, 0 where it holds."""
+    """An inequality: by how much it is violated, 0 if it holds."""
     largest = float(torch.as_tensor(amount, dtype=torch.float64).max())
     return Measurement(largest if math.isnan(largest) else max(0.0, largest) / slack, message)
 
 
 def require(violation: str, ok: bool | Tensor) -> Measurement:
-    """A statement that is true or false, without a tolerance; the message says what is wrong where it is false."""
+    """A statement that is true or false, without a tolerance; `violation` describes what is wrong if it is false."""
     return Measurement(0.0 if bool(torch.as_tensor(ok).all()) else math.inf, violation)
 
 
@@ -97,7 +97,7 @@ def gradients(o: Tensor, inputs: tuple[Tensor, ...], grad_output: Tensor) -> tup
 
 
 def _got_expected(got: float, expected: float) -> str:
-    """Both numbers with six digits, or with as many as it takes to tell them apart."""
+    """Both numbers with six digits, or with as many as are needed to distinguish them."""
     digits = next((d for d in (6, 12) if f"{got:.{d}g}" != f"{expected:.{d}g}"), 6 if got == expected else 17)
     return f"got {got:.{digits}g}, expected {expected:.{digits}g}"
 

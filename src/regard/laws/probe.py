@@ -1,4 +1,4 @@
-"""Finds out by small calls what a target supports beyond what it declares."""
+"""Determines by small calls which capabilities a target supports, beyond those it declares."""
 
 import warnings
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def _probe(target: Target) -> Probe:
         try:
             attempt(Harness(target, supported, torch.float32))
             supported[capability] = True
-        except WrongOutput as e:  # it ran and returned something wrong: a fault that the laws report
+        except WrongOutput as e:  # the call ran and returned something wrong: a fault that the laws report
             works = supported.get("float32", target.declares("float32") is True)
             supported[capability] = works and capability not in ("float32", "float64")
             errors[capability] = describe(e)
@@ -104,7 +104,7 @@ def _call(harness: Harness, dtype: torch.dtype | None = None, **sizes: int) -> T
 
 
 def _half(harness: Harness, dtype: torch.dtype) -> None:
-    """A call in a 16-bit dtype, alone and with each mask: −1e9, for one, does not fit into float16."""
+    """A call in a 16-bit dtype, alone and with each mask: a mask value of −1e9, for example, overflows float16."""
     _call(harness, dtype)
     c = probe_case(harness.function, b=2, h=2, n=7, d_k=5)
     for name in ("mask", "causal", "lengths"):
@@ -116,7 +116,7 @@ def _half(harness: Harness, dtype: torch.dtype) -> None:
 
 
 def _float64(harness: Harness) -> None:
-    """A function that computes in float32 inside runs in float64, and its errors are those of float32."""
+    """Raises Unsupported for a function that accepts float64 but computes in float32 inside."""
     c = probe_case(harness.function, b=2, h=2, n=7, d_k=5)
     harness.seed(c)
     q, k, v = (x.double() for x in harness.qkv(c))
@@ -124,12 +124,12 @@ def _float64(harness: Harness) -> None:
     with torch.no_grad():
         one, two = harness.attend(q, k, v), harness.attend(q + nudge, k, v)
         far = harness.attend(q + 1e7 * nudge, k, v)
-    if not torch.equal(one, far):  # an output that does not depend on q at all says nothing about precision
+    if not torch.equal(one, far):  # an output that does not depend on q at all shows nothing about precision
         _smooth(one, two)
 
 
 def _smooth(one: Tensor, two: Tensor) -> None:
-    """Whether a change of 1e-10 of an input changes the output by about as much, as it does in float64."""
+    """Raises Unsupported unless a change of an input by 1e-10 changes the output by about as much, as in float64."""
     change = (two - one).abs()
     if not bool(torch.isfinite(change).all()):
         return

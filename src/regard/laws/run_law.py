@@ -18,7 +18,7 @@ from .snippet import snippet
 from .target import KIND_NAMES, Model, Target
 
 MAX_INEXPRESSIBLE = 300  # cases that the target's arguments cannot express before sampling stops
-MIN_SECONDS = 0.2  # for the cases of a law whose predecessors have used up the time of the check
+MIN_SECONDS = 0.2  # for the cases of a law if the laws before it have used up the time of the check
 HEAVY_SHARE = 0.4  # of the time limit of a call, for one with many samples
 SHRINK_SECONDS = 4.0  # the time limit for the search of a smaller counterexample
 NEUTRAL_FILES = (
@@ -30,7 +30,7 @@ NEUTRAL_FILES = (
 )  # frames that belong to neither law nor target
 
 
-ALWAYS_CAUSAL = (  # laws of functions that hold where every call is causal or has a window, with none over all keys
+ALWAYS_CAUSAL = (  # laws that apply to a function of which every call is causal or has a window
     *("L29", "L48", "L50", "L51", "L56", "L57", "L60", "L61", "L62", "L65", "P04", "P05", "P08", "P09"),
 )
 
@@ -39,7 +39,7 @@ ALWAYS_CAUSAL = (  # laws of functions that hold where every call is causal or h
 class Budget:
     """How much to test: cases per law, seconds per law, and processor seconds for all laws of a check.
 
-    Sampled laws run `seeds` cases instead. A slow target uses up `total`; the laws that follow get fewer cases.
+    Sampled laws run `seeds` cases instead. If a slow target uses up `total`, the remaining laws get fewer cases.
     """
 
     cases: int = 40
@@ -52,7 +52,7 @@ class Budget:
             raise SpecError(f"{self!r}: cases and seeds need to be at least 1, seconds and total above 0")
 
     def share(self, used: float) -> float:
-        """Seconds for the cases of the next law, where those before it have used some of the total."""
+        """Seconds for the cases of the next law, given the seconds of the total that earlier laws have used."""
         return min(self.seconds, max(MIN_SECONDS, (self.total - used) / 4))
 
 
@@ -67,7 +67,7 @@ def try_law(
 ) -> Outcome:
     """The outcome of one law on one target. probed: what probing the target showed; None probes it first.
 
-    used: the processor seconds that the laws before it have taken of the budget.
+    used: the processor seconds of the budget that earlier laws have used.
     """
     budget = budget or Budget()
     if refusal := missing_device(target):
@@ -142,7 +142,7 @@ def measure(trial: Trial, harness: Harness, case: Case) -> Measurement:
 
 
 class _Run:
-    """The cases of one law on one target, and how many ran, so that an exception can be reported with its case."""
+    """Runs the cases of one law on one target; it stores the current case, to report it with an exception."""
 
     def __init__(self, law: Law, trial: Trial, harness: Harness, seed: int):
         self.law, self.trial, self.harness, self.seed = law, trial, harness, seed
@@ -181,7 +181,7 @@ class _Run:
         if not self.trial.per_seed:
             case, measurement = self._shrink(case, measurement)
         message = measurement.message
-        if math.isfinite(measurement.error):  # a violated statement or a NaN has no size
+        if math.isfinite(measurement.error):  # a violated statement or a NaN has no finite error
             message += f" (error {measurement.error:.2g}, tolerance {self.tolerance:g})"
         return self._result("broken", message, measurement.error, case)
 
@@ -232,9 +232,9 @@ class _Run:
     def _raised(self, e: Exception) -> Outcome:
         if isinstance(e, search.CallTooSlow) and self.trial.heavy:
             return Outcome(
-                self.law, "too slow", "one call has too many samples for it", self.cases, seed=self.seed
+                self.law, "too slow", "one call of this law has many samples", self.cases, seed=self.seed
             )
-        if _is_our_mistake(e):
+        if _is_law_bug(e):
             warnings.warn(
                 f"{self.law.number} {self.law.name} has a bug, on case {self.case}: {describe(e)}",
                 stacklevel=5,
@@ -263,8 +263,8 @@ class _Run:
         )
 
 
-def _is_our_mistake(e: Exception) -> bool:
-    """Whether a law itself raised: neither the target nor autograd was running."""
+def _is_law_bug(e: Exception) -> bool:
+    """Whether the law itself raised, while neither the target nor autograd was running."""
     if isinstance(e, WrongOutput | search.CallTooSlow):
         return False
     here = str(Path(__file__).parent)

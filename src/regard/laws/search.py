@@ -1,4 +1,4 @@
-"""Cases sampled so that every value of every field occurs, and the search for the smallest case that breaks a law."""
+"""Sampling cases so that every value of every field occurs, and searching for the smallest case that breaks a law."""
 
 import signal
 import threading
@@ -19,7 +19,7 @@ TIMEOUT_WORDS = "the call was stopped"
 
 @contextmanager
 def call_seconds(seconds: float | int | None) -> Iterator[None]:
-    """Another time limit for each call of a target inside the block; None: the usual one."""
+    """Sets the time limit for each call of a target inside the block; None: the default."""
     global CALL_SECONDS
     before = CALL_SECONDS
     CALL_SECONDS = before if seconds is None else seconds
@@ -29,7 +29,7 @@ def call_seconds(seconds: float | int | None) -> Iterator[None]:
         CALL_SECONDS = before
 
 
-class TooSlow(BaseException):  # not an Exception, so that no `except Exception` of a target can catch it
+class TooSlow(BaseException):  # not an Exception, so that an `except Exception` of a target cannot catch it
     """The time limit of a law expired inside a call."""
 
 
@@ -146,9 +146,9 @@ _deadlines: list[_Deadline] = []  # the limits that are running, the outermost f
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooSlow inside the block when the time is up.
+    """Raise TooSlow inside the block when the time has run out.
 
-    It needs signals and the main thread; elsewhere the limit is only checked between cases. Limits may be nested.
+    It needs signals and the main thread; otherwise the limit is only checked between cases. Limits may be nested.
     """
     with _limit(seconds, TooSlow):
         yield

@@ -7,7 +7,7 @@ from .target import Function, Target
 
 
 def snippet(law: Law, target: Target, case: Case) -> str:
-    """Code that runs this case again and prints the violation."""
+    """Code that runs this case again and prints what it measured."""
     lines = ["import regard as rg", "from regard.laws import replay"]
     if target.imports:
         lines.append(target.imports)

@@ -24,10 +24,10 @@ from ..errors import SpecError, nearest
 # Options of a call: the capability in `claims` → the keyword that the adapter's call takes, and what it means.
 OPTIONS: dict[str, tuple[str, str]] = {
     "mask": ("allowed", "bool, broadcasts to (b, h, n, m), for a model (b, n, m); True = may attend"),
-    "causal": ("causal", "True: no query attends to its future; if n ≠ m, as the target's alignment says"),
+    "causal": ("causal", "True: no query attends to its future; if n ≠ m, aligned as the target declares"),
     "scale": ("scale", "float, replaces 1/√d_k"),
     "softcap": ("softcap", "float c: the scores become c · tanh(scores / c), before bias and mask"),
-    "sink logits": ("sink_logits", "float (h,): one more score in the softmax of each head, without a value"),
+    "sink logits": ("sink_logits", "float (h,): an additional score in each head's softmax, without a value"),
     "bias": ("bias", "float, broadcasts to (b, h, n, m), added to the scores; may be −inf"),
     "lengths": ("lengths", "int (b,): keys at or after this index are masked (a model: positions of x)"),
     "context lengths": ("context_lengths", "int (b,): the same for the context of a model"),
@@ -172,8 +172,8 @@ class Function(_Claims):
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     per_head_masks: bool = True  # whether a mask may differ between heads
     window: tuple[int, int] | None = None  # (before, after), if every call has this window
-    # A call with a dropout probability outside training, for a function that takes both; nothing may be dropped.
-    resting_dropout: Callable[..., Any] | None = None
+    # The call with training=False, for a function that takes a dropout probability and a training flag.
+    dropout_in_eval: Callable[..., Any] | None = None
     positions: str = ""  # "alibi", "rotary halves" or "rotary interleaved", if every call has them
 
     kind = "function"
@@ -197,7 +197,7 @@ class Model(_Claims):
     # Width of the context vectors; None: the context is like x, tokens or vectors.
     d_context: int | None = None
     max_length: int = 64  # the longest sequence it accepts
-    length: int | None = None  # the only one, as for attention within windows of a fixed size
+    length: int | None = None  # the only length it accepts, as for attention within windows of a fixed size
     layers: int | None = None
     window: tuple[int, int] | None = None  # (before, after), if every layer has this window
     heads: int | None = None

@@ -74,7 +74,7 @@ class Verdict:
         first = self.broken[0].law.number if self.broken else ""
         for o in self.outcomes:
             lines.append(f"{MARK[o.status]} {o.law.number} {o.law.name:{width}}  {_describe(o)}")
-            # Under a known cause the other broken laws are one line each: the same fault broke them.
+            # If the cause is known, the other broken laws are one line each: the same fault broke them.
             shown = self.cause is None or o.law.number == first
             if o.counterexample is not None and o.failed and shown:
                 lines.append(f"{'':6}{o.law.formula}")
@@ -83,7 +83,7 @@ class Verdict:
 
     @property
     def failure(self) -> str | None:
-        """Why no law could run, where an ordinary call already fails: one reason instead of one per law."""
+        """Why no law could run, if an ordinary call already fails: one reason instead of one per law."""
         messages = {o.message for o in self.outcomes if o.status == "raised" and not o.cases}
         others = [o for o in self.outcomes if o.status not in ("raised", "not applicable", "too slow")]
         starts = all(m.startswith("an ordinary call failed") for m in messages)
@@ -94,9 +94,9 @@ class Verdict:
         return [f"  {note}" for note in self.target.notes]
 
     def explanation(self) -> list[str]:
-        """The likely cause in a few lines; the laws that it breaks are folded under it."""
+        """The likely cause in a few lines, with the numbers of the laws that it breaks."""
         if self.failure is not None:
-            hint = "  say what it is with --as, --with layout=… or an adapter (docs/check.md)"
+            hint = "  specify what it is with --as, --with layout=… or an adapter (docs/check.md)"
             return [f"✗ {self.failure}", hint]
         cause = self.cause
         if cause is None:

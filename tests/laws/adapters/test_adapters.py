@@ -310,7 +310,7 @@ def needing(q, k, v, table):
         (abs, {"heads": 2}, r"abs is already built; heads can only be given for a class"),
         (lambda q: q, {}, r"<lambda>\(q\): expected attention\(q, k, v\), an nn\.Module, or an adapter"),
         (needing, {}, r"needing requires table, which the laws do not pass; write an adapter"),
-        (Odd(), {}, r"Odd: cannot tell the input of forward\(a\); write an adapter"),
+        (Odd(), {}, r"Odd: cannot determine the input of forward\(a\); write an adapter"),
         (
             Mine,
             {"layers": 2},

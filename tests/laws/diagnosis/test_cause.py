@@ -270,7 +270,7 @@ def zero_is_none(q, k, v, scale=None):
         (cosine_without_scale, "cosine scores", "cosine similarity instead of q·k; and the scores"),
         (masked_in_head_0, "mask of one head", "the mask is ignored, for some of the heads (here head 1)"),
         (summed_over_the_batch, "batch rows mixed", "an output depends on another row of the batch"),
-        (zero_is_none, "scale ignored", "a given scale of 0 is taken for none"),
+        (zero_is_none, "scale ignored", "a given scale of 0 is treated as if none were given"),
     ],
 )
 def test_numbers_pairs_and_parts_of_outputs_are_found(faulty, family, words):

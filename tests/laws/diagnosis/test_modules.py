@@ -172,7 +172,7 @@ def test_right_modules_have_no_cause(module):
         (Falcon("k as v"), "wrong projection", "v is projected with the matrix of k"),
         (Falcon("squared"), "position bias", "the bias is the squared distance"),
         (StatesNoResidual("input added"), "residual inside", "the input is added to the output"),
-        (Relative(0.5), "scale against its words", "although they are said to be unscaled"),
+        (Relative(0.5), "scale against its words", "although the docstring says unscaled"),
         (AddedMask("cast to bool"), "bias as a mask", "pairs where it is not 0 are masked"),
         (AddedMask("only negative ones"), "bias as a mask", "pairs where it is negative are masked"),
         pytest.param(AddedMask("subtracted"), "bias sign", "is subtracted", marks=pytest.mark.long),
@@ -207,4 +207,4 @@ def test_positions_of_a_class_that_is_inherited_from_are_found():
 
 def test_a_module_of_one_length_is_called_with_it():
     target = adapt(Window())
-    assert target.length == 4 and "sequences of 4 positions only" in target.notes[0]
+    assert target.length == 4 and "only sequences of 4 positions" in target.notes[0]

@@ -25,7 +25,7 @@ from .torch_attention import multihead_attention
 from .torch_transformer import transformer, transformer_decoder, transformer_encoder
 from .x_transformers import x_transformers
 
-HOW = (
+ADAPTER_HINT = (
     "write an adapter: regard.laws.Function(name, call, claims={…}) for attention(q, k, v), "
     "regard.laws.Model(name, module, call, d_model=…) for a module; docs/check.md shows both"
 )
@@ -43,9 +43,10 @@ def adapt(
 ) -> Target:
     """The target for `thing`. `claims` and `lacks` are added to those of its adapter.
 
-    more: what probing cannot determine. kind: what it is (layer-norm, schedule, …). layout: the axes of q, k and
-    v ("b n h d"). mask: what True means in its mask, "keep" or "hide". device. facts: numbers of a part (lr_max, …).
-    If `thing` is a class or a factory, the others are the arguments it is built with (heads=4, d_model=16, …).
+    more: what probing cannot determine. kind: what it is (layer-norm, schedule, …). layout: the axes of q, k and v
+    ("b n h d"). mask: what True means in its mask, "keep" or "hide". device. facts: parameters of a part (lr_max, …).
+    If `thing` is a class or a factory, the remaining ones are the arguments it is called with (heads=4, d_model=16,
+    …).
     """
     hints = Hints(**{name: more.pop(name) for name in HINTS if name in more})
     if hints.kind is not None:
@@ -83,11 +84,11 @@ def _target(thing: Any, sizes: dict[str, Any], hints: Hints) -> Target:
         return flex()
     if callable(thing):
         return function_from_signature(thing, hints)
-    raise SpecError(f"{_name(thing)}: expected attention(q, k, v), an nn.Module or a spec; or {HOW}")
+    raise SpecError(f"{_name(thing)}: expected attention(q, k, v), an nn.Module or a spec; or {ADAPTER_HINT}")
 
 
 def _is_factory(thing: Any, sizes: dict[str, Any]) -> bool:
-    """Whether it is a function that returns a module or an attention: without required parameters, or with sizes."""
+    """Whether it is a function that returns a module or an attention: its required parameters are sizes, if any."""
     if not inspect.isfunction(thing):
         return False
     parameters = inspect.signature(thing).parameters.values()
@@ -108,7 +109,7 @@ def _class(kind: type, sizes: dict[str, Any], hints: Hints) -> Target:
         return _target(seeded(lambda: _build(kind, sizes)), {}, hints)
     if _is_from("transformers", "PretrainedConfig", kind):
         return hugging_face(kind(**sizes))
-    raise SpecError(f"{kind.__name__} is a class, but neither an nn.Module nor a spec; {HOW}")
+    raise SpecError(f"{kind.__name__} is a class, but neither an nn.Module nor a spec; {ADAPTER_HINT}")
 
 
 DEFAULT_SIZES = {"heads": 4, "d_model": 16, "layers": 2, "vocab": 31}

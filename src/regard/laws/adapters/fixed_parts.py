@@ -1,4 +1,4 @@
-"""What a function does in every call: a causal mask, a window, positions; from what it says and by probing."""
+"""What a function does in every call: a causal mask, a window, positions; from its name, docstring and by probing."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...position import rotate
 from ..call_times import CallTimes
 from . import layouts
-from .reading import Reading, effect_of
+from .function_reader import FunctionReader, effect_of
 
 WINDOW_SECONDS = 2.0  # processor time for the calls that look for a fixed window
 WITH_ITSELF = (  # words for a window that counts the query's own key
@@ -20,9 +20,9 @@ WITH_ITSELF = (  # words for a window that counts the query's own key
 )
 
 
-def read_window(reading: Reading, text: str) -> None:
+def read_window(reader: FunctionReader, text: str) -> None:
     """Whether a window is a pair or a number of keys, and which keys a number includes."""
-    if "window" not in reading.names:
+    if "window" not in reader.names:
         return
     i, j = torch.arange(9)[:, None], torch.arange(9)
     forms = {
@@ -35,10 +35,10 @@ def read_window(reading: Reading, text: str) -> None:
     stated = _stated_window(text)
     ran = None
     for form, (value, table) in forms.items():
-        reading.window = form
-        causal = {"causal": True} if form.endswith("causal") and "causal" in reading.names else {}
+        reader.window = form
+        causal = {"causal": True} if form.endswith("causal") and "causal" in reader.names else {}
         try:
-            effect = effect_of(reading, {"window": value, **causal}, 9)
+            effect = effect_of(reader, {"window": value, **causal}, 9)
         except Exception:
             continue
         if stated is not None and form != "(before, after)" and form != stated:
@@ -47,9 +47,9 @@ def read_window(reading: Reading, text: str) -> None:
         if bool((effect == table).all()):
             break
     else:
-        reading.window = stated or ran or "(before, after)"
-    if reading.window != "(before, after)":
-        reading.notes.append(f"{reading.names['window']}: {reading.window}")
+        reader.window = stated or ran or "(before, after)"
+    if reader.window != "(before, after)":
+        reader.notes.append(f"{reader.names['window']}: {reader.window}")
 
 
 def _stated_window(text: str) -> str | None:
@@ -67,23 +67,23 @@ def _stated_window(text: str) -> str | None:
     return "w keys each side" if both else "w keys before, causal"
 
 
-def only_past(reading: Reading, name: str, text: str) -> bool:
-    """Whether its name or docstring says that it is always causal."""
+def is_stated_causal(name: str, text: str) -> bool:
+    """Whether the name or docstring of a function says that it is always causal."""
     words = f"{name}\n{text}".lower()
     return bool(re.search(r"causal|autoregressive|decoder self", words)) and not re.search(
         r"(not|non|no|without|never)[- ]?(causal|autoregressive)|causal\s*(=|if|when)|bidirectional", words
     )
 
 
-def probed_alignment(reading: Reading) -> str:
-    """Where the causal mask lies with 3 queries and 5 keys; at the first key if that cannot be determined."""
+def probed_alignment(reader: FunctionReader) -> str:
+    """How the causal mask is aligned with 3 queries and 5 keys; top-left if that cannot be determined."""
     g = torch.Generator().manual_seed(2)
-    rows = 1 if reading.layout in layouts.LOOPED else 2
+    rows = 1 if reader.layout in layouts.LOOPED else 2
     q, k = torch.randn(rows, rows, 3, 6, generator=g), torch.randn(rows, rows, 5, 6, generator=g)
     v = torch.eye(5, 6).expand_as(k).contiguous()
     try:
         with torch.no_grad():
-            out = reading.call(q, k, v)
+            out = reader.call(q, k, v)
     except Exception:  # foreign code; it may take n = m only
         return "top-left"
     o = out[0] if isinstance(out, tuple) else out
@@ -92,11 +92,11 @@ def probed_alignment(reading: Reading) -> str:
     return "bottom-right" if last else "top-left"
 
 
-def read_positions(reading: Reading, name: str, text: str) -> str:
+def read_positions(reader: FunctionReader, name: str, text: str) -> str:
     """Positions that a name or docstring states: "alibi", "rotary halves", "rotary interleaved" or ""."""
     words = f"{name}\n{text}".lower()
     if re.search(r"alibi", words):
-        reading.notes.append("ALiBi in every call, by its name or docstring")
+        reader.notes.append("ALiBi in every call, according to its name or docstring")
         return "alibi"
     if not re.search(r"rotary|\brope\b|(?<![a-z])rope_", words):
         return ""
@@ -104,18 +104,21 @@ def read_positions(reading: Reading, name: str, text: str) -> str:
     halves = re.search(r"i\s*\+\s*d\s*/\s*2|rotate_half|halves|half-split|\[.*:.*//\s*2", words)
     pairing = "interleaved" if pairs and not halves else "halves"
     if not pairs and not halves:
-        pairing = _probed_pairing(reading)
-    reading.notes.append(f"rotary positions in every call, by its name or docstring, columns in {pairing}")
+        pairing = _probed_pairing(reader)
+    columns = "in two halves" if pairing == "halves" else "interleaved"
+    reader.notes.append(
+        f"rotary positions in every call, according to its name or docstring; columns paired {columns}"
+    )
     return f"rotary {pairing}"
 
 
-def _probed_pairing(reading: Reading) -> str:
-    """The pairing of columns under which a call with one pair turned by the other position is right."""
+def _probed_pairing(reader: FunctionReader) -> str:
+    """The pairing of columns under which a call with rotated q and k is correct; "halves" if neither is."""
     g = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 4, 5, 8, generator=g) for _ in range(3))
     try:
         with torch.no_grad():
-            out = reading.call(q, k, v)
+            out = reader.call(q, k, v)
     except Exception:  # foreign code; the laws report what raises
         return "halves"
     o = out[0] if isinstance(out, tuple) else out
@@ -128,31 +131,31 @@ def _probed_pairing(reading: Reading) -> str:
     return "halves"
 
 
-def sizes_of(reading: Reading, positions: str) -> dict[str, tuple[int, ...]]:
-    """Sizes that positions restrict: pairs of columns, and a power of two of heads, whose slopes are undisputed."""
+def sizes_of(reader: FunctionReader, positions: str) -> dict[str, tuple[int, ...]]:
+    """Sizes that positions restrict: even widths for rotary; for ALiBi numbers of heads whose slopes are standard."""
     if positions == "alibi":
         return {"h": (1, 2, 4, 8)}
-    if positions or reading.even:
+    if positions or reader.even:
         widths = (2, 4, 6, 8, 16, 66, 80, 130, 136, 144, 260)
         return {"d_k": widths, "d_v": widths}
     return {}
 
 
-def find_fixed_window(reading: Reading, name: str, text: str) -> tuple[int, int] | None:
-    """(before, after) of a function that names itself local and takes no window: what it does in a plain call."""
-    words = f"{name}\n{text}\n{_code_names(reading.function)}".lower()
-    if "window" in reading.names or not re.search(r"window|local|sliding|banded", words):
+def find_fixed_window(reader: FunctionReader, name: str, text: str) -> tuple[int, int] | None:
+    """(before, after) of a function that is called local and takes no window, from a plain call."""
+    words = f"{name}\n{text}\n{_code_names(reader.function)}".lower()
+    if "window" in reader.names or not re.search(r"window|local|sliding|banded", words):
         return None
     times = CallTimes(WINDOW_SECONDS)
     # A window that is wider than the call is no window. All heads in the first call, then one: the larger are slow.
     for n, heads in ((24, None), (64, 1), (300, 1), (1100, 1)):
         i, j = torch.arange(n)[:, None], torch.arange(n)
         if (seconds := times.estimate(n * n)) > times.left:
-            reading.notes.append(
+            reader.notes.append(
                 f"no call with {n:,} positions was made to find a fixed window: it would take about {seconds:.0f} s"
             )
             return None
-        call = partial(effect_of, reading, {}, n, heads)
+        call = partial(effect_of, reader, {}, n, heads)
         try:
             effect = call() if heads is None else times.run(call, n * n)
         except Exception:  # foreign code; the laws report what raises
@@ -164,7 +167,7 @@ def find_fixed_window(reading: Reading, name: str, text: str) -> tuple[int, int]
             return None
         if before < n - 1 and after < n - 1:
             keys = f"i − {before} … i" + (f" + {after}" if after else "")
-            reading.notes.append(f"a query i attends to the keys {keys} in every call (found by probing)")
+            reader.notes.append(f"query i attends to the keys {keys} in every call (found by probing)")
             return before, after
     return None
 

@@ -1,4 +1,4 @@
-"""A target from a module of images that has no adapter: a vision Transformer of any library."""
+"""A target from a module that takes images and has no adapter: a vision Transformer of any library."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from .module_cache import tensor_of
 from .names import HEAD_COUNTS, size_of
 
 SIDES = ("img_size", "image_size", "input_size")
-PATCHES = (2, 4)  # a side in patches, where the module names none
+PATCHES = (2, 4)  # the side of an image in patches, if the module has no attribute for it
 
 
 def images_from_signature(module: nn.Module, hints: Hints) -> Model | None:
@@ -43,7 +43,7 @@ def images_from_signature(module: nn.Module, hints: Hints) -> Model | None:
 
 
 def _sides(module: nn.Module, patches: nn.Conv2d) -> list[int]:
-    """Sides that the module or one of its parts names, then small ones."""
+    """Sides from attributes of the module or its parts, then small ones."""
     named = [getattr(m, name, None) for m in module.modules() for name in SIDES]
     sizes = [x[0] if isinstance(x, tuple | list) and x else x for x in named]
     found = [x for x in sizes if isinstance(x, int) and x > 0]

@@ -1,4 +1,4 @@
-"""A target from a module that has no adapter: input, masks, cache and positions from its signature and by probing."""
+"""A target from a module without an adapter: input, masks, cache and positions from its signature and by probing."""
 
 import copy
 import itertools
@@ -38,7 +38,7 @@ from .names import (
     text_of,
 )
 
-MAX_FIXED_LENGTH = 400  # positions of a module that takes one length only
+MAX_FIXED_LENGTH = 400  # positions of a module that accepts only one length
 KEYS_AND_VALUES = [{k, v} for k in KEYS for v in VALUES]  # in either order
 POSITION_WORDS = re.compile(
     r"(?<![a-z])pos(?![a-z])|position|pos_?emb|(?<![a-z])rope|rotary|alibi|inv_freq|freqs|relative|sinus|slopes",
@@ -46,7 +46,7 @@ POSITION_WORDS = re.compile(
 )
 
 
-class _Reader:
+class ModuleReader:
     """One module while its arguments are being determined."""
 
     def __init__(self, module: nn.Module, hints: Hints):
@@ -71,7 +71,7 @@ class _Reader:
         self.notes: list[str] = []
         self.context_mask: str | None = None  # a parameter `mask` that is about the context
         self.context_width: int | None = None  # None: as wide as the input
-        self.length: int | None = None  # the only number of positions that it takes
+        self.length: int | None = None  # the only number of positions that it accepts
         self.tokens, self.vocab, self.width = self._input(order[0] if order else "")
 
     def _input(self, first: str) -> tuple[bool, int | None, int | None]:
@@ -86,9 +86,9 @@ class _Reader:
         tokens = first in TOKENS or (table is not None and not self._runs_on_vectors(width))
         if not first or (tokens and table is None) or (not tokens and width is None):
             raise SpecError(
-                f"{type(self.module).__name__}: cannot tell the input of forward({', '.join(self.parameters)}); "
+                f"{type(self.module).__name__}: cannot determine the input of forward({', '.join(self.parameters)}); "
                 "write an adapter: regard.laws.Model(name, module, call, d_model=… or vocab=…), docs/check.md; "
-                "or say what it is: --as layer-norm, rms-norm, batch-norm, feed-forward or attention"
+                "or specify what it is: --as layer-norm, rms-norm, batch-norm, feed-forward or attention"
             )
         if not tokens and width is not None:
             width = self._checked_width(width)
@@ -115,7 +115,7 @@ class _Reader:
         for each, n in itertools.product(dict.fromkeys(sizes), sorted(lengths)):
             if self._runs(torch.randn(2, n, each)):
                 self.length = n
-                self.notes.append(f"it takes sequences of {n} positions only")
+                self.notes.append(f"it accepts only sequences of {n} positions")
                 return each
         return width
 
@@ -130,7 +130,7 @@ class _Reader:
 
     @property
     def rows(self) -> int:
-        """A batch size unlike the number of heads, so that a mask cannot broadcast over the wrong axis."""
+        """A batch size other than the number of heads, so that a mask cannot broadcast over the wrong axis."""
         return 3 if size_of(self.module, HEAD_COUNTS) != 3 else 4
 
     def keys_and_values(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ class _Reader:
                 more[name] = None
         return more
 
-    # What the module does
+    # Probing the module
 
     def output(self, x: Tensor, other: Tensor | None = None, **options: Any) -> Tensor:
         module = copy.deepcopy(self.module).eval()
@@ -273,7 +273,7 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
         return _parameter_free(module, hints)
     if (vision := images_from_signature(module, hints)) is not None:
         return vision
-    reader = _Reader(module, hints)
+    reader = ModuleReader(module, hints)
     claims = read_masks(reader)
     claims |= _read_order(reader)
     if reader.context:
@@ -282,7 +282,7 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
     if says_no_gradient(reader.text):
         lacks |= {"grad"}
     if reader.sequence_first:
-        reader.notes.append("axes (n, b, d), as it says")
+        reader.notes.append("axes (n, b, d), according to its docstring or batch_first")
     make_cache, decode = read_cache(reader)
     if make_cache is not None:
         claims |= {"cache"}
@@ -319,7 +319,7 @@ def _parameter_free(module: nn.Module, hints: Hints) -> Function:
     return target
 
 
-def _is_pooled(reader: _Reader) -> bool:
+def _is_pooled(reader: ModuleReader) -> bool:
     try:
         out = reader.output(
             reader.sample(3, 5), reader.context_sample(3, 4) if reader.required_context else None
@@ -329,14 +329,14 @@ def _is_pooled(reader: _Reader) -> bool:
     return out.dim() == 2 and out.shape[0] == 3
 
 
-def _architecture(reader: _Reader, claims: set[str]) -> str:
+def _architecture(reader: ModuleReader, claims: set[str]) -> str:
     if reader.tokens:
         return "decoder" if "always causal" in claims else "encoder"
     return "decoder" if reader.required_context else "attention"
 
 
-def _read_order(reader: _Reader) -> set[str]:
-    """Whether it is always causal and whether it has positions, from what it says about itself."""
+def _read_order(reader: ModuleReader) -> set[str]:
+    """Whether it is always causal and whether it has positions, from its name, docstring, code and attributes."""
     claims: set[str] = set()
     module = reader.module
     words = f"{type(module).__name__}\n{reader.text}".lower()
@@ -363,8 +363,8 @@ def _has_causal_buffer(module: nn.Module) -> bool:
     return False
 
 
-def _has_positions(reader: _Reader) -> bool:
-    """Whether names of its parts or its text mention positions; without them it must not see the order."""
+def _has_positions(reader: ModuleReader) -> bool:
+    """Whether the names of its parts or its code mention positions; without positions, order must not matter."""
     optional = [x for name, x in vars(reader.module).items() if POSITION_WORDS.search(name)]
     if optional and not any(x is not None and x is not False and x != "" for x in optional):
         return False  # its positions are an option that is off: timm's pos_embed = None
@@ -380,5 +380,5 @@ def _has_positions(reader: _Reader) -> bool:
     return any(POSITION_WORDS.search(word) for word in words)
 
 
-def _without(claims: set[str], reader: _Reader) -> set[str]:
+def _without(claims: set[str], reader: ModuleReader) -> set[str]:
     return set() if "positions" in claims or reader.tokens else {"positions"}

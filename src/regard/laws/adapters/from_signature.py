@@ -1,4 +1,4 @@
-"""A target from a function that has no adapter: its options from its signature, layout and masks by probing."""
+"""A target from a function without an adapter: its options from the signature, its layout and masks by probing."""
 
 import itertools
 import sys
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from ...errors import SpecError
 from ..target import Function
 from . import layouts
-from .fixed_parts import find_fixed_window, only_past, probed_alignment, read_positions, read_window, sizes_of
+from .fixed_parts import (
+    find_fixed_window,
+    is_stated_causal,
+    probed_alignment,
+    read_positions,
+    read_window,
+    sizes_of,
+)
+from .function_reader import FunctionReader, effect_of, probe_table
 from .mask_encoding import KEY_SHAPES, KINDS, PAIR_SHAPES, MaskEncoding, find_encoding, stated_shapes
 from .names import (
     GROUPED,
@@ -33,16 +41,15 @@ from .names import (
     stated_mask,
     text_of,
 )
-from .reading import Reading, effect_of, probe_table
 from .varlen import CU_KEYS, CU_QUERIES, MAX_LENGTHS, packed_call
 
 DENSE, CAUSAL = "every key", "causal"
-HOW = "write an adapter: regard.laws.Function(name, call, claims={…}), docs/check.md"
+ADAPTER_HINT = "write an adapter: regard.laws.Function(name, call, claims={…}), docs/check.md"
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What the user says about a target where probing cannot tell: `--as`, `--with layout=…`, `--with mask=…`."""
+    """What the user specifies where probing cannot determine it: `--as`, `--with layout=…`, `--with mask=…`."""
 
     kind: str | None = None
     layout: str | None = None
@@ -58,7 +65,7 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     if parameters is not None and len(parameters) < 3:
         raise SpecError(
             f"{name}({', '.join(parameters)}): expected attention(q, k, v), an nn.Module, "
-            "or an adapter (docs/check.md); if it is a part of a model, say which: --as layer-norm, rotary, "
+            "or an adapter (docs/check.md); if it is a part of a model, specify which: --as layer-norm, rotary, "
             "positions, schedule, clip or feed-forward"
         )
     others = {} if parameters is None else dict(list(parameters.items())[3:])
@@ -68,84 +75,86 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     padding = next((n for n in PADDING if n in others), None)
     _refuse_unknown(name, others, names, padding)
     usual, notes = in_usual_order(function, parameters or {})
-    reading = Reading(usual, others, names, padding, notes=notes)
+    reader = FunctionReader(usual, others, names, padding, notes=notes)
     text = text_of(function)
-    _read_layout(reading, hints, text)
+    _read_layout(reader, hints, text)
     claims, lacks = set(names), set()
-    claims |= _read_masks(reading, hints, text)
-    if "mask" in names and reading.mask is not None and not reading.mask.by_pairs:
+    claims |= _read_masks(reader, hints, text)
+    if "mask" in names and reader.mask is not None and not reader.mask.by_pairs:
         claims -= {"mask"}
         claims |= {"lengths"}
-    if reading.layout in layouts.LOOPED or reading.layout in layouts.FOLDED:
+    if reader.layout in layouts.LOOPED or reader.layout in layouts.FOLDED:
         lacks |= {"grouped", "lse", "weights", "bias", "documents", "sink logits"} & ({"grouped"} | claims)
         claims -= lacks
-    read_window(reading, text)
+    read_window(reader, text)
     alignment = "bottom-right" if any(n in START for n in others) and "causal" in names else None
     if {"causal", "window"} & set(names):
         alignment = alignment or stated_alignment(text)
-    if "causal" not in names and only_past(reading, name, text):
+    if "causal" not in names and is_stated_causal(name, text):
         claims |= {"always causal"}
-        alignment = alignment or stated_alignment(text) or probed_alignment(reading)
-        reading.notes.append(f"always causal, by its name or docstring; where n ≠ m, {alignment}")
+        alignment = alignment or stated_alignment(text) or probed_alignment(reader)
+        reader.notes.append(
+            f"always causal, according to its name or docstring; aligned {alignment} if n ≠ m"
+        )
     needed = others.get(names.get("window", ""))
-    if needed is not None and needed.default is needed.empty and reading.window.endswith("causal"):
-        claims |= {"always causal"}  # it takes no call without a window
+    if needed is not None and needed.default is needed.empty and reader.window.endswith("causal"):
+        claims |= {"always causal"}  # it cannot be called without a window
         alignment = alignment or stated_alignment(text) or "top-left"
-    claims |= promised(text) | _second_output(reading)
+    claims |= promised(text) | _second_output(reader)
     if says_square(text):
         lacks |= {"n≠m"}
     if says_no_gradient(text):
         lacks |= {"grad"}
-    positions = read_positions(reading, name, text)
+    positions = read_positions(reader, name, text)
     if positions.startswith("rotary"):
         lacks |= {"float64"}  # angles are usually computed in float32, also for float64 inputs
-    fixed = find_fixed_window(reading, name, text)
+    fixed = find_fixed_window(reader, name, text)
     if fixed is not None:
         claims |= {"always causal"} if fixed[1] == 0 else set()
-        lacks |= {"n≠m"}  # where its window lies with n ≠ m, and which queries have no key, is not known
+        lacks |= {"n≠m"}  # how its window is aligned with n ≠ m, and which queries have no key, is unknown
         alignment = alignment or "top-left"
     source, imports = _source(function)
     return Function(
         name,
-        reading.call,
+        reader.call,
         claims=claims,
         lacks=lacks,
         alignment=alignment,
         source=source,
         imports=imports,
-        per_head_masks=reading.mask is None or reading.mask.per_head,
+        per_head_masks=reader.mask is None or reader.mask.per_head,
         window=fixed,
         positions=positions,
-        resting_dropout=_resting(reading),
-        sizes=sizes_of(reading, positions),
-        notes=tuple(reading.notes),
+        dropout_in_eval=_dropout_in_eval(reader),
+        sizes=sizes_of(reader, positions),
+        notes=tuple(reader.notes),
         device=hints.device or "cpu",
     )
 
 
-def _second_output(reading: Reading) -> set[str]:
-    """What a function that always returns a pair returns beside the output, by its shape: lse or weights."""
-    if reading.layout != "b h n d" or {"lse", "weights"} & set(reading.names):
+def _second_output(reader: FunctionReader) -> set[str]:
+    """What a function that always returns a pair returns after the output, judging by its shape: lse or weights."""
+    if reader.layout != "b h n d" or {"lse", "weights"} & set(reader.names):
         return set()
     g = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(2, 4, n, 8, generator=g) for n in (5, 5, 5))
     try:
         with torch.no_grad():
-            out = reading.call(q, k, v)
+            out = reader.call(q, k, v)
     except Exception:  # foreign code; the laws report what raises
         return set()
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], Tensor):
         return set()
     name = {(2, 4, 5): "lse", (2, 4, 5, 5): "weights"}.get(tuple(out[1].shape))
     if name is not None:
-        reading.notes.append(f"returns a pair; the second is taken for the {name}")
+        reader.notes.append(f"it returns a pair; the second element is taken to be the {name}")
     return set() if name is None else {name}
 
 
-def _resting(reading: Reading) -> Callable[..., Any] | None:
-    if "dropout" not in reading.names or not any(n in TRAINING for n in reading.others):
+def _dropout_in_eval(reader: FunctionReader) -> Callable[..., Any] | None:
+    if "dropout" not in reader.names or not any(n in TRAINING for n in reader.others):
         return None
-    return replace(reading, resting=True).call
+    return replace(reader, eval_mode=True).call
 
 
 def _refuse_unknown(name: str, others: dict[str, Any], names: dict[str, str], padding: str | None) -> None:
@@ -156,24 +165,26 @@ def _refuse_unknown(name: str, others: dict[str, Any], names: dict[str, str], pa
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n not in known
     }
     if unknown:
-        raise SpecError(f"{name} requires {', '.join(sorted(unknown))}, which the laws do not pass; {HOW}")
+        raise SpecError(
+            f"{name} requires {', '.join(sorted(unknown))}, which the laws do not pass; {ADAPTER_HINT}"
+        )
 
 
-def _read_layout(reading: Reading, hints: Hints, text: str) -> None:
-    """The layout that the user or the docstring states, else the first in which the axes behave as they should."""
+def _read_layout(reader: FunctionReader, hints: Hints, text: str) -> None:
+    """The layout that the user or the docstring states, else the first in which every axis behaves correctly."""
     if hints.layout is not None:
-        reading.layout = layouts.checked(hints.layout)
+        reader.layout = layouts.checked(hints.layout)
         return
 
     def attend(layout: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        reading.layout = layout
-        out = reading.call(q, k, v)
+        reader.layout = layout
+        out = reader.call(q, k, v)
         return out[0] if isinstance(out, tuple) else out
 
-    if "window" in reading.names:
-        reading.window = "a number"
+    if "window" in reader.names:
+        reader.window = "a number"
     stated = layouts.declared_layout(text)
-    needs_heads = any(n in HEAD_COUNTS for n in reading.others)
+    needs_heads = any(n in HEAD_COUNTS for n in reader.others)
     wanted = tuple(x for x in layouts.LAYOUTS if x != "b n (h d)")
     wanted = ("b n (h d)", *wanted) if needs_heads else wanted
     wanted = (stated,) if stated else wanted
@@ -182,71 +193,71 @@ def _read_layout(reading: Reading, hints: Hints, text: str) -> None:
     for choices, even, form in itertools.product(
         (wanted, every) if stated else (wanted,),
         (False, True),
-        ("a number", "(before, after)") if "window" in reading.names else ("(before, after)",),
+        ("a number", "(before, after)") if "window" in reader.names else ("(before, after)",),
     ):
-        reading.window, reading.even = form, even
+        reader.window, reader.even = form, even
         found, first = layouts.find_layout(attend, choices, even)
         error = error or first
         if found is not None:
             break
-    reading.even = reading.even and found is not None
-    reading.layout = found or "b h n d"
+    reader.even = reader.even and found is not None
+    reader.layout = found or "b h n d"
     if found is None:
-        reading.notes.append(f"no call succeeded in any layout; the first error: {error}")
+        reader.notes.append(f"no call succeeded in any layout; first error: {error}")
     elif found != "b h n d":
-        reading.notes.append(
+        reader.notes.append(
             f"layout ({', '.join(found.split())}), {'stated' if stated == found else 'found by probing'}"
         )
 
 
-def _read_masks(reading: Reading, hints: Hints, text: str) -> set[str]:
-    """Find the encodings of the mask and of the padding mask; the claims that follow."""
+def _read_masks(reader: FunctionReader, hints: Hints, text: str) -> set[str]:
+    """Find the encodings of the mask and of the padding mask; returns the claims that follow from them."""
     claims: set[str] = set()
-    if "mask" in reading.names:
-        side = hints.mask or polarity(reading.names["mask"], text)
+    if "mask" in reader.names:
+        side = hints.mask or polarity(reader.names["mask"], text)
 
         def seen(encoding: MaskEncoding, table: Tensor) -> Tensor:
-            reading.mask = encoding
+            reader.mask = encoding
             if encoding.shape == "any that broadcasts":
-                effect_of(reading, {"allowed": table[0, 0]})
-                effect_of(reading, {"allowed": table[:, :, :1]})
-            return effect_of(reading, {"allowed": table})
+                effect_of(reader, {"allowed": table[0, 0]})
+                effect_of(reader, {"allowed": table[:, :, :1]})
+            return effect_of(reader, {"allowed": table})
 
-        stated = stated_mask(reading.names["mask"], text)
+        stated = stated_mask(reader.names["mask"], text)
         shapes = stated_shapes(stated) or ("any that broadcasts", *PAIR_SHAPES)
         only_bool = "bool" in stated
-        pairs = find_encoding(seen, [side], probe_table(reading, True), shapes, only_bool)
-        if pairs is None and shapes[0] in PAIR_SHAPES:  # the stated shape is refused: the laws report it
+        pairs = find_encoding(seen, [side], probe_table(reader, True), shapes, only_bool)
+        if pairs is None and shapes[0] in PAIR_SHAPES:  # the stated shape is rejected: the laws report it
             pairs = MaskEncoding(shapes[0], KINDS[side][0])
         if pairs is None:
-            pairs = find_encoding(seen, [side], probe_table(reading, False), KEY_SHAPES)
+            pairs = find_encoding(seen, [side], probe_table(reader, False), KEY_SHAPES)
         if pairs is None:
             pairs = MaskEncoding(
                 "any that broadcasts", f"bool, True = {'may attend' if side == 'keep' else 'masked'}"
             )
-        if pairs.shape == "(n, m)" and reading.layout not in layouts.LOOPED:
-            reading.notes.append("the mask is the same for all batch rows: shape (n, m)")
-        reading.mask = pairs
-        if "bias" not in reading.names and says_added(reading.names["mask"], text):
-            reading.adds_mask = True
+        if pairs.shape == "(n, m)" and reader.layout not in layouts.LOOPED:
+            reader.notes.append("the mask is the same for all batch rows: shape (n, m)")
+        reader.mask = pairs
+        if "bias" not in reader.names and says_added(reader.names["mask"], text):
+            reader.adds_mask = True
             claims |= {"bias"}
         if str(pairs) != "bool, True = may attend, shape any that broadcasts":
-            reading.notes.append(f"{reading.names['mask']}: {pairs}")
-    if reading.padding is not None:
-        side = hints.mask or polarity(reading.padding, text)
+            reader.notes.append(f"{reader.names['mask']}: {pairs}")
+    if reader.padding is not None:
+        side = hints.mask or polarity(reader.padding, text)
 
         def padded(encoding: MaskEncoding, table: Tensor) -> Tensor:
-            reading.padding_mask = encoding
+            reader.padding_mask = encoding
             lengths = table.expand(-1, 1, 1, 5).sum((1, 2, 3))
-            return effect_of(reading, {"lengths": lengths})
+            return effect_of(reader, {"lengths": lengths})
 
         found = find_encoding(
-            padded, [side], probe_table(reading, False), ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
+            padded, [side], probe_table(reader, False), ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
         )
-        reading.padding_mask = found or MaskEncoding(
+        reader.padding_mask = found or MaskEncoding(
             "(b, m)", f"bool, True = {'may attend' if side == 'keep' else 'masked'}"
         )
-        reading.notes.append(f"{reading.padding}: {reading.padding_mask}")
+        reader.notes.append(f"{reader.padding}: {reader.padding_mask}")
         claims |= {"lengths"}
     return claims
 
@@ -256,7 +267,10 @@ def _varlen(function: Callable[..., Any], others: dict[str, Any]) -> Function:
     known = {*names.values(), *CU_QUERIES, *CU_KEYS, *MAX_LENGTHS, *TRAINING, GROUPED}
     unknown = [n for n, p in others.items() if p.default is p.empty and n not in known]
     if unknown:
-        raise SpecError(f"{_name(function)} requires {', '.join(unknown)}, which the laws do not pass; {HOW}")
+        names_of_unknown = ", ".join(unknown)
+        raise SpecError(
+            f"{_name(function)} requires {names_of_unknown}, which the laws do not pass; {ADAPTER_HINT}"
+        )
     call, two = packed_call(function, others, names)
     claims = {"documents"} | ({"lengths"} if two else set())
     claims |= {x for x in ("causal", "scale", "window") if x in names}

@@ -1,4 +1,4 @@
-"""The axes of q, k and v that a function expects, and how a call in (b, h, n, d) is translated to them."""
+"""The axes of q, k and v that a function expects, and the translation of a call in (b, h, n, d) to them."""
 
 import itertools
 import re
@@ -21,8 +21,8 @@ FOLDED = ("b n d", "n b d", "b d n")  # heads are folded into the batch
 Apply = Callable[..., Any]  # (q, k, v, options) → the output
 
 
-def through(layout: str, call: Apply, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
-    """call(q, k, v, options) in its own layout, with inputs and output in (b, h, n, d)."""
+def call_in_layout(layout: str, call: Apply, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
+    """call(q, k, v, options) with inputs and output in (b, h, n, d), translated to and from the function's layout."""
     b, h = q.shape[:2]
     if layout == "b h n d":
         return call(q, k, v, options)
@@ -114,10 +114,10 @@ def _axis(word: str) -> str | None:
 def find_layout(
     attend: Callable[[str, Tensor, Tensor, Tensor], Tensor], wanted: tuple[str, ...], even: bool = False
 ) -> tuple[str | None, str]:
-    """The first layout in which each output depends on its own query, head and batch row; and the first error.
+    """The first layout in which each output depends only on its own query, head and batch row; and the first error.
 
-    even: with four heads and an even width, for functions that need them.
-    A layout in which the call runs and returns the right shape is the second choice. None: no call ran.
+    even: with four heads and an even width, for functions that need them. The second choice is a layout in which the
+    call runs and returns the right shape. None: no call ran.
     """
     error = ""
     for group in itertools.groupby(wanted, key=lambda layout: len(layout.split())):
@@ -131,7 +131,7 @@ def find_layout(
 def _find(
     attend: Callable[[str, Tensor, Tensor, Tensor], Tensor], wanted: tuple[str, ...], even: bool
 ) -> tuple[str | None, str]:
-    """The layout among those of one number of axes: a function that takes four axes is not read as one of two."""
+    """The layout among those with the same number of axes."""
     second, error = None, ""
     for layout in wanted:
         try:
@@ -154,18 +154,18 @@ def _axes_are_right(attend: Callable[..., Tensor], even: bool) -> tuple[bool, bo
         o = attend(q, k, v)
         if not isinstance(o, Tensor) or o.shape != q.shape:
             return False, False
-        moved = attend(q, k, v + _only(v, 1, 2, 3)) - o
-        asked = attend(q + _only(q, 1, 2, 3), k, v) - o
+        value_change = attend(q, k, v + _only(v, 1, 2, 3)) - o
+        query_change = attend(q + _only(q, 1, 2, 3), k, v) - o
     if not bool(torch.isfinite(o).all()):
         return True, False
     own = torch.zeros(2, h, 5, dtype=torch.bool)
     own[1, 2] = True
     row = torch.zeros(2, h, 5, dtype=torch.bool)
     row[1, 2, 3] = True
-    by_value, by_query = moved.abs().amax(-1) > 1e-6, asked.abs().amax(-1) > 1e-6
+    by_value, by_query = value_change.abs().amax(-1) > 1e-6, query_change.abs().amax(-1) > 1e-6
     inside = bool((by_value <= own).all()) and bool((by_query <= row).all())
-    whole = moved.abs().amax(-1)[1, 2].gt(1e-6).sum() > 1 and bool((moved[1, 2].abs() > 0).any(0).all())
-    return True, inside and bool(whole)
+    every_column = bool((value_change[1, 2].abs() > 0).any(0).all())
+    return True, inside and bool(by_value[1, 2].sum() > 1) and every_column
 
 
 def _only(x: Tensor, *index: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a target expects its mask: shape, type and polarity, found by which keys keep a weight."""
+"""How a target expects its mask: shape, type and polarity, determined from the keys that have a weight."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -39,12 +39,12 @@ class MaskEncoding(NamedTuple):
         return typed(self.kind, shaped(self.shape, allowed, size), dtype)
 
     def added(self, bias: Tensor, allowed: Tensor | None, size: tuple[int, int, int, int]) -> Tensor:
-        """A bias in the place of the mask, of a target that adds it to the scores."""
+        """A bias passed as the mask, for a target that adds its mask to the scores."""
         return shaped(self.shape, bias if allowed is None else bias.masked_fill(~allowed, -inf), size)
 
 
 def shaped(shape: str, allowed: Tensor, size: tuple[int, int, int, int]) -> Tensor:
-    """The table in another shape; Inexpressible if that shape cannot hold it."""
+    """The table in another shape; raises Inexpressible if that shape cannot represent it."""
     if shape == "any that broadcasts":
         return allowed
     full = allowed.expand(size)
@@ -81,7 +81,7 @@ def typed(kind: str, allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stated_shapes(text: str) -> tuple[str, ...]:
-    """The shape of pairs that a docstring gives for a mask; empty if it gives none, or says that it broadcasts."""
+    """The shape that a docstring gives for a mask of pairs; empty if it gives none, or says that it broadcasts."""
     if "broadcast" in text:
         return ()
     axes = {"b": ("b", "batch", "bsz"), "h": ("h", "heads"), "n": ("n", "l", "t", "q"), "m": ("m", "s", "k")}
@@ -95,9 +95,9 @@ def stated_shapes(text: str) -> tuple[str, ...]:
 
 
 def is_inverted(effect: Tensor, table: Tensor) -> bool:
-    """Whether exactly the masked pairs have an effect, beside those of a position with itself.
+    """Whether exactly the masked pairs have an effect, apart from those of a position with itself.
 
-    Queries for which that would leave no key are not compared: what they get is open.
+    Queries for which that would leave no key are not compared: their output is not defined.
     """
     other = ~torch.eye(*table.shape[-2:], dtype=torch.bool)
     masked = (~table & other).expand_as(effect)
@@ -105,11 +105,13 @@ def is_inverted(effect: Tensor, table: Tensor) -> bool:
     return bool(rows.any()) and torch.equal((effect & other)[rows], masked[rows])
 
 
-Seen = Callable[[MaskEncoding, Tensor], Tensor]  # encoding, table (b, 1, n, m) → which pairs have an effect
+MaskEffect = Callable[
+    [MaskEncoding, Tensor], Tensor
+]  # encoding, table (b, 1, n, m) → which pairs have an effect
 
 
 def find_encoding(
-    seen: Seen,
+    effect_of: MaskEffect,
     polarities: Iterable[str],
     table: Tensor,
     shapes: tuple[str, ...],
@@ -118,8 +120,8 @@ def find_encoding(
 ) -> MaskEncoding | None:
     """The first encoding under which exactly the allowed pairs have an effect.
 
-    Where a shape is accepted and no encoding has the right effect, that shape is kept with the first polarity, so
-    that the laws report the fault. only_bool: it is stated that the mask is bool; stated: what True means is stated.
+    If a shape is accepted but no encoding has the right effect, that shape is used with the first polarity, so that
+    the laws report the fault. only_bool: the mask is stated to be bool. stated: the meaning of True is stated.
     None: every call raised.
     """
     polarities = tuple(polarities)
@@ -128,19 +130,17 @@ def find_encoding(
         accepted = False
         for kind in kinds:
             if kind.startswith("additive") and (only_bool or shape == "(b, m)"):
-                continue  # a mask per position marks tokens with 0 and 1; added to scores as it is, it is a fault
+                continue  # a mask per position marks tokens with 0 and 1; adding it to the scores is a fault
             encoding = MaskEncoding(shape, kind)
             try:
-                effect = seen(encoding, table)
+                effect = effect_of(encoding, table)
             except Exception:  # the target does not take a mask of this shape or type
                 continue
             accepted = accepted or kind.startswith(("bool", "1"))
             if torch.equal(effect, table.expand_as(effect)):
                 return encoding
             if stated and kind.startswith("bool") and is_inverted(effect, table):
-                return (
-                    encoding  # the other polarity than stated: the laws report it, whatever else is accepted
-                )
+                return encoding  # not the stated polarity: the laws report it, whatever else is accepted
         if accepted:
             return MaskEncoding(shape, kinds[0])
     return None

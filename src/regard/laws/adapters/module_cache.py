@@ -1,4 +1,4 @@
-"""Decoding step by step with a module's cache: one that is passed in its arguments, or one in its own buffers."""
+"""Decoding step by step with a module's cache, which is passed as an argument or kept in the module's buffers."""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def read_cache(reader: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-    """make_cache and decode for a module with a cache in its arguments, or with its own buffers and a start."""
+    """make_cache and decode for a module with a cache argument, or with its own buffers and a start position."""
     if reader.cache is not None:
         return _argument_cache(reader)
     if reader.start is not None and reader.context is None:
@@ -50,7 +50,7 @@ def _argument_cache(reader: Any) -> tuple[Callable[..., Any] | None, Callable[..
         break
     if empty is None:
         reader.notes.append(
-            f"{name}: how to start an empty cache could not be determined; cache laws are not run"
+            f"{name}: how to create an empty cache could not be determined; cache laws are not run"
         )
         return None, None
 
@@ -67,7 +67,7 @@ def _argument_cache(reader: Any) -> tuple[Callable[..., Any] | None, Callable[..
 
 
 def _next_cache(out: Any, given: Any) -> Any:
-    """The cache after a call: a later element of the output, or the object that was given and changed."""
+    """The cache after a call: a later element of the output, or the object that was passed and changed in place."""
     if isinstance(out, tuple):
         for each in out[1:]:
             if isinstance(each, tuple | list | dict) and each:

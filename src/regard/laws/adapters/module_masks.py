@@ -1,4 +1,4 @@
-"""How a module takes its masks: of pairs, of keys, of the context; found by which inputs have an effect."""
+"""The masks of a module (of pairs, of keys, of the context), determined from the inputs that have an effect."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def _table(by_pairs: bool, b: int) -> Tensor:
 
 
 def read_masks(reader: Any) -> set[str]:
-    """Find the encodings of the mask, of the padding mask and of the context's; the claims that follow."""
+    """Find the encodings of the mask, the padding mask and the context's mask; returns the claims that follow."""
     claims = {name for name in reader.names if name != "mask"}
     if reader.length is not None:  # masks are probed with several lengths
         return claims - {"lengths", "documents"}
@@ -54,11 +54,11 @@ def _only_context(reader: Any) -> bool:
 
 
 def _plain_effect(reader: Any) -> Tensor | None:
-    """Which inputs have an effect where nothing is masked; None, and a note, where such a call raises."""
+    """Which inputs have an effect if nothing is masked; None, with a note, if such a call raises."""
     try:
         return reader.effect()
     except Exception as e:  # foreign code, which may raise anything
-        note = f"masks are not read: a call without one raised {describe(e)}"
+        note = f"masks are not checked: a call without a mask raised {describe(e)}"
         reader.notes += [] if note in reader.notes else [note]
         return None
 
@@ -68,7 +68,7 @@ def _bool(side: str) -> str:
 
 
 def _read_mask(reader: Any, name: str) -> set[str]:
-    """A mask of pairs, of keys, or of both; `attn_mask` of a module has either polarity in common libraries."""
+    """A mask of pairs, of keys, or of both; the polarity of a module's `attn_mask` depends on the library."""
     stated = polarity(name, reader.text, default="")
     side = reader.hints.mask or stated or "keep"
     sides = [side] if reader.hints.mask or stated or name != "attn_mask" else ["hide", "keep"]

@@ -1,4 +1,4 @@
-"""Parameter names by which libraries call the options of attention, and what docstrings say about masks and axes."""
+"""Parameter names that libraries use for the options of attention, and what docstrings say about masks and axes."""
 
 import inspect
 import itertools
@@ -86,8 +86,8 @@ QUERIES, KEYS, VALUES = (
     ("v", "value", "values", "xv"),
 )
 
-# A mask parameter of this name is True where a key is hidden; of any other, as in scaled_dot_product_attention, where
-# it may be attended to.
+# A mask parameter with one of these names is True where a key is hidden; with any other name, as in
+# scaled_dot_product_attention, True means that the key may be attended to.
 HIDES = (*PADDING, "masked", "blocked", "hide", "hidden")
 
 _TRUE = r"(?:true|1s?|ones|non-?zero|set)\b[^.;,\n]{0,45}?"
@@ -98,7 +98,7 @@ _SAYS_HIDE = re.compile(_TRUE + rf"({_HIDING})", re.I)
 
 
 def parameters_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """By name, without *args and **kwargs; None if there is no signature (a builtin)."""
+    """The parameters by name, without *args and **kwargs; None if there is no signature (a builtin)."""
     try:
         parameters = inspect.signature(call).parameters
     except (TypeError, ValueError):
@@ -109,9 +109,9 @@ def parameters_of(call: Callable[..., Any]) -> dict[str, inspect.Parameter] | No
 def in_usual_order(
     call: Callable[..., Any], parameters: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], list[str]]:
-    """The function called with q, k and v, where its first three parameters are these in another order; and a note.
+    """The function with its first three parameters in the order q, k, v, and a note if they were in another order.
 
-    Keras has (query, value, key). The names decide; where they say nothing, the order is q, k, v.
+    Keras has (query, value, key). The names decide; if they are not known, the order is q, k, v.
     """
     first = [name.lower() for name in list(parameters)[:3]]
     order = [next((i for i, n in enumerate(first) if n in names), -1) for names in (QUERIES, KEYS, VALUES)]
@@ -122,7 +122,7 @@ def in_usual_order(
         given = dict(zip(order, (q, k, v)))
         return call(*(given[i] for i in range(3)), **options)
 
-    return reordered, [f"its arguments are ({', '.join(list(parameters)[:3])}), by their names"]
+    return reordered, [f"its arguments are ({', '.join(list(parameters)[:3])}), according to their names"]
 
 
 def recognized(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -140,7 +140,7 @@ def _is_number(default: Any) -> bool:
 
 
 def text_of(thing: Any) -> str:
-    """The docstring and the comments of a function or class: what its author says about it."""
+    """The docstring and the comments of a function or class."""
     owner = type(thing) if isinstance(thing, nn.Module) else thing
     calls = [owner, getattr(owner, "forward", None)] if isinstance(owner, type) else [owner]
     words = []
@@ -159,7 +159,7 @@ def source_of(module: nn.Module) -> str:
     own = itertools.takewhile(lambda c: c is not nn.Module, type(module).__mro__)
     sources = []
     for each in own:
-        with suppress(OSError, TypeError):  # written in an interpreter, or built in
+        with suppress(OSError, TypeError):  # defined in an interactive session, or a builtin
             sources.append(inspect.getsource(each))
     return "\n".join(sources)
 
@@ -168,7 +168,7 @@ def polarity(name: str, text: str, default: str = "keep") -> str:
     """What True means in a mask: "keep" or "hide", from the text about it, then from its name."""
     lines = re.split(r"\n|(?<=[.;])\s", text)
     named = [line for line in lines if re.search(rf"\b{re.escape(name)}\b", line)]
-    # "the mask" may be this one, unless the line names another parameter
+    # "the mask" may mean this one, unless the line names another parameter
     others = re.compile(r"\b\w*(?:mask|pad)\w*_\w+|\w+_\w*(?:mask|pad)\w*")
     general = [line for line in lines if re.search("mask|pad", line) and not others.search(line)]
     for line in (*named, *general):
@@ -191,7 +191,7 @@ def says_zeros_for_empty_rows(text: str) -> bool:
     return bool(re.search(rf"({none})[^.;\n]{{0,40}}(zero|0)", text, re.I))
 
 
-PROMISES = {  # claim → words of a docstring that make it
+PROMISES = {  # claim → words of a docstring that state it
     "float64": r"float64 (is )?(kept|preserved)|keeps float64|in float64",
     "float32 sums": r"accumulat\w*( \w+){0,3} in (float32|fp32)|(float32|fp32) (accumulat|sums)",
     "float16 range": r"float16[^.;\n]{0,30}without overflow|float16[^.;\n]{0,30}(no|not) overflow",
@@ -199,18 +199,18 @@ PROMISES = {  # claim → words of a docstring that make it
 
 
 def promised(text: str) -> set[str]:
-    """Claims that a docstring makes in words."""
+    """Claims that a docstring states."""
     found = {claim for claim, words in PROMISES.items() if re.search(words, text, re.I)}
     return found | ({"empty rows"} if says_zeros_for_empty_rows(text) else set())
 
 
 def stated_mask(name: str, text: str) -> str:
-    """What a docstring says about a mask parameter, up to the end of each sentence; "" if nothing."""
+    """What a docstring says about a mask parameter, each time up to the end of the sentence; "" if nothing."""
     return "\n".join(re.findall(rf"\b{re.escape(name)}\b(?!\s*=)[^.;\n]*", text))
 
 
 def says_added(name: str, text: str) -> bool:
-    """Whether a docstring says that a mask of floats is added to the scores: then it may have any finite value."""
+    """Whether a docstring says that a float mask is added to the scores: then it may have any finite values."""
     return bool(re.search(r"\badded\b", stated_mask(name, text)))
 
 
@@ -227,7 +227,7 @@ def says_no_gradient(text: str) -> bool:
 
 
 def stated_alignment(text: str) -> str | None:
-    """Where a docstring says that the causal mask lies if there are more keys than queries."""
+    """The alignment that a docstring states for the causal mask if there are more keys than queries."""
     last = r"\bm\s*[-−]\s*n\b|last n positions|(bottom|lower)[- ]right|aligned (at|to|with) the (end|last)|last key\b"
     first = r"top[- ]left|upper[- ]left|aligned (at|to|with) the (start|first|beginning)"
     if re.search(first, text, re.I):

@@ -1,4 +1,4 @@
-"""Parts of models that are given as a module or a function: norms, feed-forward networks, schedules and the like."""
+"""Parts of models, as modules or functions: norms, feed-forward networks, positions, schedules, clipping."""
 
 import copy
 import inspect
@@ -15,7 +15,7 @@ from ..target import Part
 from .from_signature import Hints
 from .names import parameters_of
 
-KINDS = {  # what the user may say after --as → the kind of part
+KINDS = {  # what the user may pass to --as → the kind of part
     "layer-norm": "norm",
     "rms-norm": "norm",
     "batch-norm": "batch norm",
@@ -25,7 +25,7 @@ KINDS = {  # what the user may say after --as → the kind of part
     "schedule": "schedule",
     "clip": "clip",
 }
-WHOLES = ("function", "attention", "encoder", "decoder")
+NOT_PARTS = ("function", "attention", "encoder", "decoder")
 GAINS, SHIFTS = (
     ("weight", "gamma", "gain", "a_2", "scale", "g"),
     ("bias", "beta", "shift", "b_2", "offset", "b"),
@@ -34,15 +34,15 @@ GAINS, SHIFTS = (
 
 def checked_kind(kind: str) -> str:
     """A kind that the user gave."""
-    if kind not in KINDS and kind not in WHOLES:
-        raise SpecError(f"--as {kind!r}; {nearest(kind, (*KINDS, *WHOLES))}")
+    if kind not in KINDS and kind not in NOT_PARTS:
+        raise SpecError(f"--as {kind!r}; {nearest(kind, (*KINDS, *NOT_PARTS))}")
     return kind
 
 
 def part_of(thing: Any, hints: Hints) -> Part | None:
-    """The part that a thing is, from what the user says, from its class or its name; None: not a part."""
+    """The part that a thing is, from the user's --as, its class or its name; None: not a part."""
     kind = hints.kind
-    if kind in WHOLES:
+    if kind in NOT_PARTS:
         return None
     name = getattr(thing, "__name__", None) or type(thing).__name__
     if kind is None and isinstance(thing, nn.Module):
@@ -136,7 +136,7 @@ def _feed_forward(name: str, module: Any) -> Part:
         return Part(name, "feed-forward", module)
     first = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
     if first is None:
-        raise SpecError(f"{name}: a feed-forward network has a Linear layer; say what it is: --as …")
+        raise SpecError(f"{name}: a feed-forward network has a Linear layer; specify what it is: --as …")
     return Part(name, "feed-forward", copy.deepcopy(module).double().eval(), {"width": first.in_features})
 
 
@@ -147,13 +147,13 @@ def _read_schedule(name: str, rate: Callable[[int], float]) -> dict[str, Any]:
     except Exception as e:
         raise SpecError(
             f"{name}: a schedule is called with a step and returns a rate; it raised {type(e).__name__}: {e}; "
-            "say what it is: --as …"
+            "specify what it is: --as …"
         ) from e
     peak = max(rates)
     last = max((i for i, r in enumerate(rates) if r > 0), default=0)
     if last >= 2000 or peak <= 0:
         raise SpecError(
-            f"{name}: where this schedule ends could not be determined; give its facts: --with lr_max=0.001 "
+            f"{name}: the end of this schedule could not be determined; give its parameters: --with lr_max=0.001 "
             "--with warmup=40 --with total=200"
         )
     return {"lr_max": peak, "warmup": rates.index(peak), "total": last + 1}

@@ -41,7 +41,7 @@ PROMISES = {
 
 
 def regard_function(backend: str = "auto") -> Function:
-    """rg.attention with the backend it chooses, or with the one named. It promises all but NaN under a mask."""
+    """rg.attention with the backend it chooses, or with a named one. It makes every promise but NaN under a mask."""
 
     def call(q, k, v, *, lse=False, weights=False, dropout_p=0.0, **options) -> Any:
         n, m = q.shape[-2], k.shape[-2]

@@ -51,7 +51,7 @@ def multihead_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class Masks:
-    """The masks of a call in the laws' terms, and the same in those of torch.nn, where True = masked."""
+    """The masks of a call as the laws pass them, converted to those of torch.nn, where True = masked."""
 
     allowed: Bool[Tensor, "..."] | None = None
     causal: bool = False

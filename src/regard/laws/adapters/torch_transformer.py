@@ -202,9 +202,7 @@ def _in_order(batch_first: bool, run, *sequences: Tensor) -> Tensor:
 
 def _quietly(build):
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # a warning that nested tensors are off because of norm_first
+        warnings.simplefilter("ignore", UserWarning)  # norm_first turns nested tensors off, with a warning
         return build()
 
 

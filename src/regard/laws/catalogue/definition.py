@@ -46,7 +46,7 @@ def _unidentified(harness: Harness) -> str | None:
     return None
 
 
-def _short_of_keys(q, k, v, options):
+def _first_512_keys(q, k, v, options):
     """A kernel that reads at most 512 keys."""
     if k.shape[-2] > 512 and not options:
         k, v = k[..., :512, :], v[..., :512, :]
@@ -54,7 +54,7 @@ def _short_of_keys(q, k, v, options):
 
 
 def _control() -> Function:
-    return with_changed_call("only the first 512 keys are read", _short_of_keys, *CLAIMS)
+    return with_changed_call("only the first 512 keys are read", _first_512_keys, *CLAIMS)
 
 
 LAWS = (

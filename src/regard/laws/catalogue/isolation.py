@@ -37,7 +37,7 @@ def documents_isolated(harness: Harness, c: Case) -> Measurement:
 
 
 def model_documents(harness: Harness, c: Case) -> Measurement:
-    """Two packed documents: the second does not depend on the first, and both equal what they are by themselves."""
+    """Two packed documents: the second does not depend on the first, and each gives the same output as alone."""
     x, cut = harness.sequence(c.b, c.n), int(harness.randint(c.n, low=1))
     ids = (torch.arange(c.n, device=harness.device) >= cut).long().expand(c.b, c.n).contiguous()
     other = x.clone()
@@ -279,7 +279,7 @@ def _free(harness: Harness) -> str | None:
 
 
 def _forward_only(harness: Harness) -> str | None:
-    """A missing gradient is a fault, unless the target says that it has none."""
+    """A missing gradient is a fault, unless the target declares "grad" as lacking."""
     if harness.target.declares("grad") is False:
         return "needs 'grad', which the target declares as lacking"
     return None

@@ -1,5 +1,7 @@
 """Masks, causality and padding: L29, L31, L32, L34, L45, L58."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool
 from torch import Tensor

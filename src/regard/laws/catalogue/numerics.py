@@ -60,9 +60,9 @@ def same_in_every_mode(harness: Harness, c: Case) -> Measurement:
         measurements.append(
             compare("outputs with dropout_p=0", harness.attend(q, k, v, dropout_p=0.0, **masking.options), o)
         )
-    if (resting := harness.function.resting_dropout) is not None:
-        idle = resting(q, k, v, dropout_p=0.5, **masking.options)
-        measurements.append(compare("outputs with dropout_p=0.5 outside training", idle, o))
+    if (call_in_eval := harness.function.dropout_in_eval) is not None:
+        undropped = call_in_eval(q, k, v, dropout_p=0.5, **masking.options)
+        measurements.append(compare("outputs with dropout_p=0.5 outside training", undropped, o))
     return worst(*measurements)
 
 

@@ -22,7 +22,7 @@ REFUSALS = (NotImplementedError, ValueError, RegardError)
 REFUSING_WORDS = re.compile(
     r"not support|should not|must not|cannot be|not implemented|only one of|mutually", re.I
 )
-REFUSED = -1.0  # the error of a pair that was refused; it is never compared with a tolerance
+REFUSED = -1.0  # the error of a rejected pair; it is never compared with a tolerance
 MASKS = ("causal", "mask", "lengths", "documents", "window")
 EXCLUSIVE = (
     {"mask", "causal"},
@@ -79,11 +79,11 @@ def _compared(
             if harness.supports("lse")
             else (harness.attend(*qkv, **call_options), None)
         )
-    except REFUSALS as e:  # said in words, and reported: a pair that is refused is neither right nor wrong
+    except REFUSALS as e:  # a pair that is rejected with a message is reported, and neither right nor wrong
         return [Measurement(REFUSED, f"{names} refused: {describe(e)}")]
     except (Inexpressible, CallTooSlow):
         raise
-    except RuntimeError as e:  # PyTorch refuses in words as well, but with RuntimeError
+    except RuntimeError as e:  # PyTorch rejects a pair with a message in a RuntimeError
         if REFUSING_WORDS.search(str(e)):
             return [Measurement(REFUSED, f"{names} refused: {describe(e)}")]
         return [Measurement(inf, f"{names} combined raised {describe(e)}")]
@@ -124,7 +124,7 @@ LAWS = (
         "L64",
         "options combined",
         "two options in one call both take effect: softmax(scale · q kᵀ + bias) v over the pairs that both allow",
-        "a function with two options; a pair that is refused in words is reported as refused",
+        "a function with two options; a pair that is rejected with a message is reported as refused",
         {"function": Trial(combined, _space, unless=_two, always_report=True)},
         control,
     ),

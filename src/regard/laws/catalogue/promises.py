@@ -126,7 +126,7 @@ def _other_rows(
 
 
 def model_empty_row(harness: Harness, c: Case) -> Measurement:
-    """One batch row is all padding: it must be finite and leave the other rows and all gradients as they are."""
+    """One batch row is all padding: it must be finite and not affect the other rows or any gradient."""
     module, x = harness.module_copy(), harness.sequence(c.b, c.n)
     context = harness.context(c.b, c.n)
     l = harness.randint(c.n + 1, c.b, low=1)
@@ -188,7 +188,7 @@ def double_backward(harness: Harness, c: Case) -> Measurement:
 
     try:
         got, want = second(harness.attend(*leaves)), second(harness.reference(*leaves).o)
-    except RuntimeError as e:  # autograd raises it where there is no second derivative
+    except RuntimeError as e:  # raised by autograd if there is no second derivative
         return Measurement(math.inf, f"the gradient is not differentiable: {describe(e)}")
     return worst(
         *(

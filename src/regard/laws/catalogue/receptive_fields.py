@@ -26,7 +26,7 @@ def receptive_field(harness: Harness, c: Case) -> Measurement:
     )
     reach = torch.linalg.matrix_power(allowed.double(), c.layers) > 0
     hidden, lost = (got != 0) & ~reach, (got == 0) & reach
-    # in float32 a product of small weights may vanish, so that only a hidden input that has an effect is a fault
+    # In float32 a product of small weights may vanish, so that only a masked input that has an effect is a fault.
     wrong = (hidden | lost if harness.dtype == torch.float64 else hidden).nonzero()
     i, j = wrong[0].tolist() if len(wrong) else (0, 0)
     keys = int(allowed.sum(-1).max())

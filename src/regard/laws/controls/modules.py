@@ -13,7 +13,7 @@ from ..target import Model, Projections
 
 
 class SmallAttention(nn.Module):
-    """Two heads of width 3 on d_model = 6. `split` says how columns become heads; `fault` names an error to make."""
+    """Two heads of width 3 on d_model = 6. split: how columns become heads; fault: an error to make."""
 
     def __init__(self, split: str = "n (h d) -> h n d", positions: bool = False, fault: str = ""):
         super().__init__()
@@ -87,7 +87,7 @@ def small_attention(name: str, seed: int = 0, **faults: Any) -> Model:
 
 
 class SmallDecoder(nn.Module):
-    """A language model of one causal layer with a small vocabulary and a cache; `fault` names an error to make."""
+    """A language model of one causal layer with a small vocabulary and a cache. fault: an error to make."""
 
     def __init__(self, vocab: int = 5, fault: str = "", pre_norm: bool = True):
         super().__init__()

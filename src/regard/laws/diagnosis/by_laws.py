@@ -16,7 +16,7 @@ AXES = "move axes with transpose, not with view or reshape"
 LSE = "return ln Σ exp(scores) over the allowed keys"
 BEFORE = "mask padded keys before softmax"
 
-# Laws of functions that any wrong output breaks, whatever is wrong.
+# Laws of functions that any wrong output breaks, whatever the fault is.
 OF_EVERY_OUTPUT = {"L19", "L20", "L48", "L56", "L57", "L60", "L62"}
 VALUES = {"L01", "L05", "L06", "L34", "L61"}  # wrong outputs: wrong gradients follow from them
 
@@ -97,7 +97,7 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
         return None
     follows = "L50" in broken and "reached" not in broken["L50"].message and VALUES & set(broken)
     order = [n for n in BY_LAW if n in broken and not (n == "L50" and follows)]
-    # A call that raised shows nothing about the rest.
+    # A call that raised says nothing about the other laws.
     order = [n for n in order if not broken[n].message.startswith("raised")] or order
     values = sorted(VALUES & set(broken)) if isinstance(harness.target, Function) else []
     if values:
@@ -128,7 +128,7 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
 
 
 def _kept_state(harness: Harness, plain: tuple[str, str, str]) -> tuple[str, str, str]:
-    """Whether outputs differ because of earlier calls: fresh copies agree for every seed, a used one does not."""
+    """The cause "state between calls" if fresh copies of the module agree for every seed and a used copy differs."""
     harness.seed(Case(seed=0))
     x, context = harness.sequence(2, 5), harness.context(2, 5)
     other = harness.changed(x) if x.is_floating_point() else x.flip(0)
@@ -168,7 +168,7 @@ def _future(harness: Harness, name: str, family: str) -> tuple[str, str]:
     """How far into the future an output depends."""
     try:
         effect = _effect(harness, **({} if harness.supports("always causal") else {"causal": True}))
-    except Exception:  # foreign code; the plain words are right as well
+    except Exception:  # foreign code; the general description is correct as well
         return name, family
     i, j = torch.arange(6)[:, None], torch.arange(6)
     if torch.equal(effect & (j > i), (j == i + 1)):
@@ -182,7 +182,7 @@ def _future(harness: Harness, name: str, family: str) -> tuple[str, str]:
 
 
 def _padding(harness: Harness, name: str, family: str) -> tuple[str, str]:
-    """Whether outputs depend on padding in addition to real positions, or instead of them."""
+    """Which fault of the padding mask the outputs show: inverted, off by one or ignored."""
     try:
         effect = _effect(harness, lengths=torch.tensor([4, 4], device=harness.device))
     except Exception:

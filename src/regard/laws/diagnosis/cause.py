@@ -7,7 +7,7 @@ MATCH_SECONDS = 6.0  # processor time for comparing a target with faulty variant
 
 
 def unfinished(done: int, of: int) -> str:
-    """What is added to the evidence where the time was over before all variants were compared."""
+    """What is added to the evidence if the time ran out before all variants were compared."""
     return "" if done == of else f" (compared with {done} of {of} faulty variants in {MATCH_SECONDS:g} s)"
 
 
@@ -15,7 +15,7 @@ def unfinished(done: int, of: int) -> str:
 class Cause:
     """One fault that explains what was observed.
 
-    name: the fault in a sentence. family: the fault in a word or two. where: the calls it is limited to, "" for all.
+    name: the fault in a sentence. family: the fault in a few words. where: the calls it is limited to, "" for all.
     evidence: got …, expected …, on which call. explained: how many of the wrong calls it reproduces exactly.
     """
 

@@ -16,7 +16,7 @@ SECONDS = 60.0  # the time limit for finding a cause
 
 
 def diagnose(target: Target, harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
-    """The likely cause of the broken laws; None where none is broken and no call shows a fault."""
+    """The likely cause of the broken laws; None if none is broken and no call shows a fault."""
     failed = [o for o in outcomes if o.failed]
     cause = None
     with warnings.catch_warnings():
@@ -42,7 +42,7 @@ def _from_outputs(target: Target, harness: Harness) -> Cause | None:
 
 
 def _better(seen: Cause | None, by_law: Cause | None) -> Cause | None:
-    """A symptom seen in outputs is more precise than a law, unless it only says that outputs are wrong."""
+    """The more informative cause: a symptom in the outputs, unless it only says that the outputs are wrong."""
     if seen is None or by_law is None:
         return seen or by_law
     vague = seen.name in ("outputs are wrong", "outputs are NaN or infinite") and not seen.where

@@ -1,4 +1,4 @@
-"""Faulty variants with one unknown number, such as an epsilon or a soft cap: the number that fits is searched for."""
+"""Faulty variants with one unknown number, such as an epsilon or a softcap, which is fitted to the outputs."""
 
 from collections.abc import Callable, Iterator
 from math import exp, inf, log
@@ -15,12 +15,12 @@ from .variants.positions import with_slopes
 
 GRID = 28  # points over the range of a number, evenly on a logarithmic scale
 SLOPE_STEPS = 12
-STEPS = 60  # of the search between two points, each reduces the interval to 0.618 of it
+STEPS = 60  # steps of the golden-section search; each reduces the interval to 0.618 of it
 SHRINK = (5**0.5 - 1) / 2
 
 
 class Fitted(NamedTuple):
-    """name has {value} in it; changes: the steps of the formula for a value of the number."""
+    """A variant with one number. name contains {value}; changes: the changed steps of the formula for a number."""
 
     name: str
     family: str
@@ -144,7 +144,7 @@ def nearest_slopes(error: Callable[[Tensor], Tensor], heads: int) -> Tensor:
 
 
 def fitting(sample: Sample, got: list[Tensor], dtype: torch.dtype) -> Iterator[Variant]:
-    """The variants that return what a call returned, each with the number that it takes."""
+    """The variants that reproduce the output of a call, each with its fitted number."""
     options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
     for each in FITTED:
         if not each.option or options & set(each.option.split("|")):

@@ -12,7 +12,7 @@ from ...position import alibi_slopes, rotate
 
 
 class Call(NamedTuple):
-    """The arguments of one call in the laws' terms. offset: the position of query 0 among the keys."""
+    """The arguments of one call, with the laws' option names. offset: the position of query 0 among the keys."""
 
     q: Tensor  # (b, h, n, d_k)
     k: Tensor  # (b, h_kv, m, d_k)
@@ -38,7 +38,7 @@ def alibi(call: Call, slopes: Any = alibi_slopes, bias: Any = lambda distance: -
 
 
 def turned(x: Tensor, pairing: str, offset: int = 0, base: float = 10000.0, sign: int = 1) -> Tensor:
-    """Rotary positions offset, offset + 1, …; a width that is odd is left as it is."""
+    """x rotated to the positions offset, offset + 1, …; if the width is odd, x is returned unchanged."""
     if x.shape[-1] % 2:
         return x
     positions = sign * torch.arange(offset, offset + x.shape[-2], device=x.device)
@@ -51,7 +51,7 @@ def with_bias(call: Call, bias: Tensor) -> Call:
 
 
 def _positions(call: Call) -> Call:
-    """What the positions of a target do before the scores: rotate q and k, or add a bias by distance."""
+    """The call after a target's positions are applied: q and k rotated, or a bias by distance added."""
     if call.options.get("alibi"):
         return with_bias(call, alibi(call))
     if pairing := call.options.get("rotary"):
@@ -114,7 +114,7 @@ def _fill(scores: Tensor, allowed: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, allowed: Tensor | None) -> Tensor:
-    return scores.softmax(-1)  # NaN without an allowed key: `close` takes NaN as "anything"
+    return scores.softmax(-1)  # NaN without an allowed key: `close` accepts anything where NaN is expected
 
 
 def _same_weights(a: Tensor, allowed: Tensor | None) -> Tensor:
@@ -191,7 +191,7 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One faulty variant of the formula. family: the fault in a word, for tables; fix: what to change."""
+    """One faulty variant of the formula. family: the fault in a few words, for tables; fix: what to change."""
 
     name: str
     family: str

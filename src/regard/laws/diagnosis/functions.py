@@ -30,24 +30,24 @@ UNDEFINED = (
     ValueError,
     ArithmeticError,
 )  # a variant is not defined for these sizes
-PAIR_SECONDS = 3.0  # and for comparing pairs of them
-OBSERVE_SECONDS = 5.0  # processor time of a target's calls; a large call that would take longer is left out
-SMALL_PAIRS = 10_000  # queries times keys, over rows and heads, of a call that is never left out
-FEW_KEYS = 16  # over which a sum in 16 bits loses little
+PAIR_SECONDS = 3.0  # processor time for comparing pairs of variants
+OBSERVE_SECONDS = 5.0  # processor time of a target's calls; a large call that would exceed it is skipped
+SMALL_PAIRS = 10_000  # queries times keys, over rows and heads, of a call that is never skipped
+FEW_KEYS = 16  # a 16-bit sum over so few keys loses little precision
 MAX_PAIRS = 3  # partial matches that are combined with every other variant
 MAX_SIZE = 4_000_000  # multiplications of a sample on which the variants are compared
 MAX_COMPARED = 24  # wrong and right samples on which a variant is compared
 
 
 class Observations:
-    """What a target returned on every sample, with the right results."""
+    """What a target returned on every sample, sorted into wrong results, right results and errors."""
 
     def __init__(self, harness: Harness):
         self.harness = harness
         self.wrong: list[tuple[Sample, list[Tensor], list[Tensor]]] = []
         self.right: list[tuple[Sample, list[Tensor]]] = []
         self.errors: list[tuple[Sample, str]] = []
-        self.note = ""  # where the time was over before all variants were compared
+        self.note = ""  # set if the time ran out before all variants were compared
         self.left_out: list[Sample] = []  # large calls for which the target is too slow
         times = CallTimes(OBSERVE_SECONDS)
         for sample in samples(harness):
@@ -71,7 +71,7 @@ class Observations:
                 self.right.append((sample, got))
             else:
                 self.wrong.append((sample, got, want))
-            if len(self.wrong) >= 40:  # enough to tell variants apart
+            if len(self.wrong) >= 40:  # enough to distinguish the variants
                 break
 
     @property
@@ -83,7 +83,7 @@ class Observations:
         return f"{count} left out, {self.left_out[0].name} first: the target is too slow for it"
 
     def fault(self) -> str | None:
-        """A call that raises or returns a wrong shape or dtype although its signature claims what it uses."""
+        """A call that raises or returns a wrong shape or dtype, although the signature has all of its options."""
         for sample, error in self.errors:
             if not refused(sample, error):
                 return f"{error}, in {sample.name} ({sample.describe()})"
@@ -91,7 +91,7 @@ class Observations:
 
 
 def refused(sample: Sample, error: str) -> bool:
-    """Options that are refused together, where each works alone, are a refusal and not a fault."""
+    """Whether a call with several options was rejected; each works alone, so that is not a fault."""
     return error.startswith("raised") and len(sample.facets["options"]) > 1
 
 
@@ -126,7 +126,9 @@ def find_cause(harness: Harness) -> Cause | None:
         if (cause := _parts(seen)) is not None:
             return cause
         finite = [c for c in compared if all(bool(torch.isfinite(g).all()) for g in c[1])]
-        if best is None or 2 * len(best[1]) < len(finite):  # a variant that explains most says more
+        if best is None or 2 * len(best[1]) < len(
+            finite
+        ):  # a variant that explains most calls is more precise
             cause = _dependence(seen)
         if cause is not None:
             return cause
@@ -169,7 +171,7 @@ def _matches(variant: Variant | Formula, sample: Sample, got: list[Tensor]) -> b
 
 
 def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
-    """The variants that explain a wrong sample; first what explains most and contradicts fewest right ones."""
+    """The variants that explain a wrong sample; first those that explain most and contradict fewest right ones."""
     wrong = _spread(seen.wrong, MAX_COMPARED)
     right = _spread(seen.right, MAX_COMPARED)
     first = _spread(seen.wrong, 6)
@@ -184,7 +186,7 @@ def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
             continue
         matched = {s.name for s, got, *_ in wrong if _matches(variant, s, got)}
         contradicted = [s for s, got in right if relevant(variant, s) and not _matches(variant, s, got)]
-        alone = "combine" not in variant.changes  # of one mask, rather than of how two are combined
+        alone = "combine" not in variant.changes  # a fault of one mask rather than of combining two
         scored.append((len(matched), -len(contradicted), alone, -order, variant, matched, contradicted))
     scored.sort(key=lambda row: row[:4], reverse=True)
     return [row[4:] for row in scored]
@@ -193,7 +195,7 @@ def _ranked(seen: Observations) -> list[tuple[Variant, set[str], list[Sample]]]:
 def _candidates(seen: Observations) -> Iterator[Variant]:
     """The faulty variants, then those with a number that fits the simplest wrong call."""
     yield from VARIANTS
-    exact = (torch.float64, torch.float32)  # any number fits the rounding of 16 bits
+    exact = (torch.float64, torch.float32)  # 16-bit outputs are too coarse to fit a number
     plain = [
         w for w in seen.wrong if w[0].facets["size"] == 1.0 and not w[0].grad and dtype_of(w[0]) in exact
     ]
@@ -205,7 +207,7 @@ SLICES = ("batch row", "head", "query")
 
 
 def _parts(seen: Observations) -> Cause | None:
-    """A fault of some batch rows, heads or queries only, whose other outputs are right."""
+    """A fault in only some batch rows, heads or queries, while the other outputs are right."""
     for axis, word in enumerate(SLICES):
         cut = [
             (s, got, want, _wrong_slices(got, want, axis, s))
@@ -251,7 +253,7 @@ def _slices_match(variant: Variant, sample: Sample, got: list[Tensor], bad: Tens
 
 
 def _dependence(seen: Observations) -> Cause | None:
-    """Outputs that depend on other batch rows, heads or queries, on the simplest wrong call that shows it."""
+    """A dependence of outputs on other batch rows, heads or queries, on the simplest wrong call that shows it."""
     for sample, *_ in _spread(seen.wrong, 4):
         if not sample.grad and (cause := mixed(seen.harness, sample)):
             return cause
@@ -270,7 +272,7 @@ MASKING = {"mask", "causal", "window", "lengths", "documents"}
 
 
 def relevant(variant: Variant, sample: Sample) -> bool:
-    """Whether a variant can differ from the formula on this sample: a fault of the window needs a window."""
+    """Whether a variant can differ from the formula on this sample: a fault of a window, for example, needs one."""
     options = {*sample.facets["options"], *(name for name, _ in sample.implied)}
     for step in variant.changes:
         if step == "positions":
@@ -297,7 +299,7 @@ def relevant(variant: Variant, sample: Sample) -> bool:
 
 
 def _spread(results: list, count: int) -> list:
-    """Some of the samples: the smallest of each kind first, so that the variants are compared cheaply."""
+    """`count` of the samples: the smallest of each kind first, so that comparing the variants is cheap."""
 
     def size(result: Any) -> int:
         q, k = result[0].call.q, result[0].call.k
@@ -342,9 +344,8 @@ def _pair(variants: list[Variant], wrong: list, right: list) -> tuple[Variant, s
             if not _matches(both, *left[0]) or not all(_matches(both, s, got) for s, got, *_ in wrong):
                 continue
             contradicted = [s for s, got in right if not _matches(both, s, got)]
-            first, second = (
-                (two, one) if set(one.changes) <= {"factor"} else (one, two)
-            )  # a scale is the lesser
+            scale_only = set(one.changes) <= {"factor"}
+            first, second = (two, one) if scale_only else (one, two)  # the more serious fault first
             joined = Variant(
                 f"{first.name}; and {second.name}",
                 first.family,
@@ -374,18 +375,18 @@ def _unexplained(seen: Observations) -> Cause:
 
 
 def _only_overflows(seen: Observations) -> bool:
-    """Whether every wrong output has numbers that are not finite, and some call without a mask has."""
+    """Whether every wrong output contains infinities or NaN, in at least one call without options."""
     finite = [bool(torch.isfinite(got[0]).all()) for _, got, _ in seen.wrong]
     return not any(finite) and any(not s.facets["options"] for s, *_ in seen.wrong)
 
 
 def _only_rounded(seen: Observations) -> bool:
-    """Whether outputs are off by rounding: by little, and in steps, where a wrong formula is off smoothly."""
+    """Whether the errors are rounding errors: small, and in steps, whereas those of a wrong formula are smooth."""
     dtypes = {dtype_of(s) for s, *_ in seen.wrong}
     plain = [w for w in seen.wrong if w[0].facets["size"] == 1.0 and not w[0].facets["options"]]
     lost = max((relative_error(got[0], want[0]) for _, got, want in plain), default=inf)
     if dtypes <= {torch.bfloat16, torch.float16}:
-        # Beside the rounding of the output itself a step between inputs is not seen; sums over many keys lose much.
+        # The rounding of the output itself hides steps in the inputs; sums over many keys lose much precision.
         few = [relative_error(got[0], want[0]) for s, got, want in plain if s.facets["m"] <= FEW_KEYS]
         return any(dtype_of(s) not in dtypes for s, _ in seen.right) and max(few, default=0.0) < 0.25
     smooth = [s for s, *_ in plain if not s.grad] or [s for s, *_ in seen.wrong if not s.grad]
@@ -393,7 +394,7 @@ def _only_rounded(seen: Observations) -> bool:
         return False
     if all(close(got, want, torch.float32) for _, got, want in seen.wrong):
         return dtypes == {torch.float64} and _in_steps(seen.harness, smooth[0], THIRTY_TWO_BITS)
-    # What 16-bit products lose: at most 2 % of plain scores, and more of larger ones.
+    # 16-bit products lose at most 2 % on plain scores, and more on larger ones.
     return lost < 0.02 and _in_steps(seen.harness, smooth[0], SIXTEEN_BITS)
 
 
@@ -416,7 +417,7 @@ def _in_steps(harness: Harness, sample: Sample, size: float) -> bool:
 
 
 def _from_error(seen: Observations) -> Cause | None:
-    """A call that raises or returns a wrong shape or dtype although what it uses is claimed by the signature."""
+    """A cause for a call that raises or returns a wrong shape or dtype, although the signature has its options."""
     for sample, error in seen.errors:
         facets = sample.facets
         if refused(sample, error):

@@ -20,7 +20,7 @@ AXES = (
 
 
 def mixed(harness: Harness, plain: Sample) -> Cause | None:
-    """A cause where changing one row, head or query changes the output of another one."""
+    """A cause if changing one row, head or query changes the output of another one."""
     call = plain.call
     for axis, names, name, family, fix in AXES:
         if call.q.shape[axis] < 2 or (axis == 1 and call.k.shape[1] != call.q.shape[1]):

@@ -1,4 +1,4 @@
-"""Faults of a module outside the attention formula: in projecting, splitting or merging heads, in positions."""
+"""Faults of a module outside the attention formula: in projections, in splitting or merging heads, in positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ Projected = Callable[[Arrangement, Tensor, Tensor], tuple[Tensor, Tensor, Tensor
 
 @dataclass(frozen=True)
 class ModuleFault:
-    """A fault outside the attention formula: in projecting, splitting or merging heads."""
+    """A fault outside the attention formula: in projections, in splitting or merging heads."""
 
     name: str
     family: str
@@ -42,12 +42,12 @@ def _wrong_matrix(**roles: str) -> Projected:
     return project
 
 
-def _own_order(a: Arrangement) -> Arrangement:
+def _other_order(a: Arrangement) -> Arrangement:
     return replace(a, order="(d h)" if a.order == "(h d)" else "(h d)")
 
 
-def _merged_otherwise(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
-    return _own_order(a).merge(o, x)
+def _merged_in_other_order(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
+    return _other_order(a).merge(o, x)
 
 
 def _merged_by_view(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ def _merged_by_view(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
 
 
 def _in_other_order(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _own_order(a).project(x, source)
+    return _other_order(a).project(x, source)
 
 
-def _alone(which: str, otherwise: Projected) -> Projected:
-    """Some of q, k and v split into heads otherwise than the others."""
+def _only_some(which: str, faulty: Projected) -> Projected:
+    """The faulty projection for only some of q, k and v."""
 
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        usual, other = a.project(x, source), otherwise(a, x, source)
+        usual, other = a.project(x, source), faulty(a, x, source)
         q, k, v = (o if name in which else u for name, u, o in zip("qkv", usual, other))
         return q, k, v
 
@@ -86,7 +86,7 @@ def _twice(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
 
 
 def _from_x(which: str) -> Projected:
-    """Keys or values of the input where the context belongs."""
+    """Keys or values projected from the input instead of the context."""
 
     def project(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = a.project(x, source)
@@ -121,7 +121,7 @@ def _back_from_heads(a: Arrangement, o: Tensor, x: Tensor) -> Tensor:
 
 
 def _rotated_apart(a: Arrangement, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q with its columns paired in another way than those of k."""
+    """q rotated with another pairing of its columns than k."""
     q, k, v = replace(a, rotary="").project(x, source)
     other = {"half": "pairs", "pairs": "half"}.get(a.rotary, "")
     return (rotated(q, other), rotated(k, a.rotary), v) if a.rotary else (q, k, v)
@@ -165,16 +165,19 @@ MODULE_FAULTS = (
         "heads are merged in another order than they were split",
         "head split order",
         "merge as (h d) what was split as (h d)",
-        merge=_merged_otherwise,
+        merge=_merged_in_other_order,
     ),
     *(
         ModuleFault(
-            f"{' and '.join(which)} {words}", "head split order", fix, project=_alone(which, otherwise)
+            f"{' and '.join(which)} {'is' if len(which) == 1 else 'are'} split into heads {words}",
+            "head split order",
+            fix,
+            project=_only_some(which, faulty),
         )
-        for words, fix, otherwise in (
-            ("are split into heads in another order", "split q, k and v alike", _in_other_order),
+        for words, fix, faulty in (
+            ("in another order than the others", "split q, k and v alike", _in_other_order),
             (
-                "split with view instead of transpose",
+                "with view instead of transpose",
                 "split as (b, n, h, d), then move the head axis",
                 _viewed,
             ),
@@ -245,26 +248,26 @@ MODULE_FAULTS = (
         for which in ("qkv", "q", "k", "v", "qk")
     ),
     ModuleFault(
-        "the scale is applied before the bias of q is added, which it leaves out",
+        "the scale is applied before the bias of q is added, so that the bias is not scaled",
         "scale before the bias",
         "scale q after its projection",
         project=_biases(q="√d"),
     ),
     ModuleFault(
-        "the values are made of the argument key; the argument value has no effect",
+        "the values are computed from the argument key; the argument value has no effect",
         "wrong operand",
         "project the argument value",
         values_of_key=True,
     ),
     ModuleFault(
-        "rotary positions pair the columns of q in another way than those of k",
+        "rotary positions pair the columns of q differently from those of k",
         "rotary positions",
         "pair the columns of q and k alike",
         project=_rotated_apart,
     ),
     *(
         ModuleFault(
-            "each position attends over its heads instead of over the positions",
+            "each position attends to its own heads instead of to the positions",
             "head split order",
             "bring q, k and v to (b, h, n, d) before attention",
             project=_over_heads,

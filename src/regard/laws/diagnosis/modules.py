@@ -33,12 +33,12 @@ from .variants import GRADIENTS, PRECISION, VARIANTS
 from .variants.positions import with_slopes
 
 MAX_ARRANGEMENTS = 64
-MAX_COMPARED = 6  # wrong calls with which a fault is compared, the smallest
-QUICK_LENGTH = 140  # positions of a call with which every fault is compared
-MAX_FAULTY = 12  # of them, the most usual ones, with which every fault is compared
-MAX_ROUNDED = 0.02  # what 16-bit products lose of plain scores
-MAX_FITTED = 4  # and for which a number is searched for
-ADJUSTED = r"temperature|logit_scale|\btau\b|soft_?cap"  # scores that are changed on purpose
+MAX_COMPARED = 6  # wrong calls (the smallest ones) with which a matching fault is compared
+QUICK_LENGTH = 140  # the longest call with which every fault is compared
+MAX_FAULTY = 12  # arrangements (the most usual ones) that are combined with every fault
+MAX_ROUNDED = 0.02  # the relative error of 16-bit products on plain scores
+MAX_FITTED = 4  # arrangements for which an unknown number is fitted
+ADJUSTED = r"temperature|logit_scale|\btau\b|soft_?cap"  # scores that are modified on purpose
 SAYS_UNSCALED = r"(?i)\bunscaled|not scaled|no scal|without scal"
 UNSCALED = r"\bt5|unscaled|not scaled|no scal|without scal"
 RIGHT = Formula()
@@ -165,16 +165,16 @@ class Identified(NamedTuple):
 
 
 def identified(harness: Harness) -> Identified:
-    """`identify`, made once for all laws and for the cause."""
+    """`identify`, computed once for all laws and for the cause."""
     if "identified" not in harness.cache:
         harness.cache["identified"] = identify(harness)
     return harness.cache["identified"]
 
 
 def identify(harness: Harness) -> Identified:
-    """The projections of a module and, if no reading of them gives the formula, the fault that does.
+    """The projections of a module and, if no arrangement of them gives the formula, the fault that explains it.
 
-    Tables of positions are set to 0 where nothing else explains the outputs: then it is attention without them.
+    If nothing else explains the outputs, tables of positions are set to 0: then it is attention without positions.
     """
     model = harness.model
     if model.d_model is None or model.vocab is not None or model.image is not None:
@@ -188,7 +188,7 @@ def identify(harness: Harness) -> Identified:
             return Identified(None, None)
         if arrangement is not None and cause is None and re.search(SAYS_UNSCALED, text_of(model.module)):
             cause = Cause(
-                "the scores are divided by √d_k, although they are said to be unscaled", "scale against its words",
+                "the scores are divided by √d_k, although the docstring says unscaled", "scale against its words",
                 "use q·k as it is", "with tables of positions at 0 the outputs are softmax(q kᵀ/√d_k) v", "", 1, 1,
             )  # fmt: skip
         return Identified(None, cause)
@@ -238,7 +238,7 @@ def _identify(harness: Harness, module: nn.Module) -> Identified:
                 if all(fits(a, variant.formula(), s) for s in plain[:2]):
                     return Identified(None, _described(a, seen, variant, variant.formula(), always))
     for a in usual[:MAX_FAULTY]:
-        with suppress(RuntimeError, ValueError, IndexError):  # another shape than that of this reading
+        with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
             if _rounds(harness, module, a, first, always):
                 return Identified(None, precision_lost(_evidence(a, first, always)))
     return Identified(None, None)
@@ -263,7 +263,7 @@ def _rounds(harness: Harness, module: nn.Module, a: Arrangement, sample: ModuleS
 
 
 def _fitted(a: Arrangement, sample: ModuleSample, always: bool) -> Iterator[Variant]:
-    """Variants with one unknown number, each with the one that comes nearest; a module has one width."""
+    """Variants with one unknown number, fitted to an output; not the constant scale, as a module has one width."""
     for each in FITTED[1:]:
         if each.option:
             continue
@@ -272,17 +272,17 @@ def _fitted(a: Arrangement, sample: ModuleSample, always: bool) -> Iterator[Vari
             want = evaluate(a, each.variant(value).formula(), sample, None, always)
             return float((sample.got.double() - want).nan_to_num(0.0).abs().max())
 
-        with suppress(RuntimeError, ValueError, IndexError):  # another shape than that of this reading
+        with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
             yield each.variant(smallest(error, each.low, each.high))
 
 
 def _slopes(a: Arrangement, sample: ModuleSample, always: bool) -> Variant | None:
-    """ALiBi with the slopes that come nearest to an output."""
+    """ALiBi with slopes fitted to an output."""
 
     def error(slopes: Tensor) -> Tensor:
         return evaluate(a, with_slopes(slopes).formula(), sample, None, always) - sample.got.double()
 
-    with suppress(RuntimeError, ValueError, IndexError):  # another shape than that of this reading
+    with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
         return with_slopes(nearest_slopes(error, a.heads))
     return None
 
@@ -340,12 +340,12 @@ def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) ->
 
 
 def _tolerance(a: Arrangement, dtype: torch.dtype) -> float:
-    """For outputs of a module; angles are usually computed in float32, also for float64 inputs."""
+    """The tolerance for outputs of a module; rotary angles are usually computed in float32, whatever the dtype."""
     return 2e-4 if dtype != torch.float64 else 1e-5 if a.rotary else 1e-9
 
 
 def near(got: Tensor, want: Tensor, tolerance: float) -> bool:
-    """Equal up to rounding; where NaN is expected, at a query without an allowed key, anything may be."""
+    """Equal up to rounding; where NaN is expected (a query without an allowed key), any value is accepted."""
     got, want = got.double(), want.double()
     if got.shape != want.shape:
         return False
@@ -360,7 +360,7 @@ def near(got: Tensor, want: Tensor, tolerance: float) -> bool:
 
 
 def _real(s: ModuleSample) -> Tensor:
-    """Outputs at real positions; the others may be anything."""
+    """The outputs at real positions; outputs at padding are not compared."""
     return _at_real(s, s.got)[0]
 
 

@@ -69,7 +69,7 @@ class Arrangement:
     order: str = "(h d)"
     rotary: str = ""  # "", "half" or "pairs"
     residual: bool = False
-    packing: str = ""  # how q, k and v lie in one matrix, if not as blocks in this order
+    packing: str = ""  # how q, k and v are packed in one matrix, if not as blocks in this order
     alibi: bool = False
 
     def split(self, y: Tensor, heads: int) -> Tensor:
@@ -105,7 +105,7 @@ def rotated(x: Tensor, form: str, base: float = 10000.0) -> Tensor:
 
 
 def arrangements(module: nn.Module) -> Iterator[Arrangement]:
-    """All plausible readings of a module's parameters in float64, the most usual first."""
+    """All plausible arrangements of a module's parameters in float64, the most usual first."""
     found = _matrices(module)
     heads_known = size_of(module, HEAD_COUNTS)
     kv_known = size_of(module, KV_HEAD_COUNTS)
@@ -123,7 +123,7 @@ def arrangements(module: nn.Module) -> Iterator[Arrangement]:
 
 
 def mentions(module: nn.Module, words: str) -> bool:
-    """Whether the text or the code of a module has a match of this pattern."""
+    """Whether the docstring, comments or code of a module match this regular expression."""
     return bool(re.search(words, f"{text_of(module)}\n{source_of(module)}", re.I))
 
 
@@ -150,7 +150,7 @@ def _head_counts(q: Matrix, k: Matrix, heads: int | None, kv: int | None) -> Ite
 
 
 def _role(name: str) -> str:
-    """q, k, v, o, qkv or kv, from the last words of a parameter's name; "" if they say nothing."""
+    """q, k, v, o, qkv or kv, from the last words of a parameter's name; "" if it has no known word."""
     words = [w for w in name.lower().split(".") if w and not w.isdigit()]
     for word in reversed(words[-2:]):
         kept = [t for t in word.split("_") if t and t not in FILLERS]
@@ -254,7 +254,7 @@ def _readings(
 def _packed(
     packed: Matrix, heads: int | None, kv: int | None
 ) -> Iterator[tuple[str, Matrix, Matrix, Matrix]]:
-    """q, k and v inside one matrix: blocks, or interleaved by head; before them the order, if it is another."""
+    """(packing, q, k, v) for q, k and v inside one matrix: as blocks or interleaved, in every order."""
     width = packed.w.shape[1]
     index = torch.arange(width)
     if heads and kv and kv != heads:
@@ -262,7 +262,7 @@ def _packed(
         a, b = heads * d, (heads + kv) * d
         yield "", packed.part(index[:a]), packed.part(index[a:b]), packed.part(index[b:])
         return
-    for fewer in range(1, heads or 1):  # fewer heads of k and v, whose number no attribute tells
+    for fewer in range(1, heads or 1):  # fewer heads of k and v, if no attribute has their number
         d = packed.w.shape[0] // (heads or 1)
         if heads and heads % fewer == 0 and width == (heads + 2 * fewer) * d:
             a, b = heads * d, (heads + fewer) * d
@@ -274,9 +274,9 @@ def _packed(
         forms.append(("per head", rearrange(index, "(h t d) -> t (h d)", t=3, h=heads)))
         forms.append(("per column", rearrange(index, "(h d t) -> t (h d)", t=3, h=heads)))
     for name, form in forms:
-        for order in itertools.permutations(range(3)):  # the place of q, of k and of v
+        for order in itertools.permutations(range(3)):  # the positions of q, k and v
             q, k, v = (packed.part(form[i]) for i in order)
-            letters = "".join("qkv"[order.index(place)] for place in range(3))
+            letters = "".join("qkv"[order.index(position)] for position in range(3))
             yield " ".join(w for w in (name, "" if letters == "qkv" else letters) if w), q, k, v
 
 
@@ -285,7 +285,7 @@ def has_learned_slopes(module: nn.Module) -> bool:
 
 
 def _is_bare_attention(module: nn.Module) -> bool:
-    """Whether it says that it has no residual; or calls itself attention, has no norm and says nothing of one."""
+    """Whether the docstring excludes a residual; or it is called attention, has no norm and mentions no residual."""
     if re.search(r"\b(no|without|not|never)\b[^.;\n]{0,25}\b(residual|skip)", text_of(module), re.I):
         return True
     words = f"{type(module).__name__} {text_of(module)}"
@@ -295,23 +295,23 @@ def _is_bare_attention(module: nn.Module) -> bool:
 
 
 def misread(a: Arrangement, module: nn.Module) -> Cause | None:
-    """A fused projection that is read in another order than its name or its docstring says."""
+    """A cause if a fused projection is used in another order than stated, or if the input is added to the output."""
     text = text_of(module)
     named = any(re.search("qkv|in_proj", name.lower()) for name, _ in module.named_parameters())
     order = next((w for w in a.packing.split() if w not in ("per", "head", "column")), "")
     if order and (named or re.search(r"\bqkv\b|\bq, k,? (and )?v\b", text)):
-        words = f"the fused projection is read in the order {', '.join(order)} instead of q, k, v"
+        words = f"the fused projection is split in the order {', '.join(order)} instead of q, k, v"
     elif a.packing.startswith("per head") and re.search(
         r"\(3, (heads|h|n_heads|num_heads)\b|all of q\b|\bq, then k", text
     ):
-        words = "the fused projection is read as (heads, 3, d), and stated as (3, heads, d)"
+        words = "the fused projection is split as (heads, 3, d), but documented as (3, heads, d)"
     elif a.residual and _is_bare_attention(module):
         return Cause(
             "the input is added to the output", "residual inside",
-            "return the attention alone; the block around it adds the input", "the outputs minus the input equal "
+            "return only the attention; the block around it adds the input", "the outputs minus the input equal "
             "attention with the module's projections", "", 1, 1,
         )  # fmt: skip
     else:
         return None
-    fix = "read the projection in the order of its weights"
+    fix = "split the projection in the order of its weights"
     return Cause(words, "wrong projection", fix, "the outputs equal attention with these matrices", "", 1, 1)

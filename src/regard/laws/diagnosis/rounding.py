@@ -1,4 +1,4 @@
-"""Rounding, as against a small error of a formula: a rounded function is constant between its steps."""
+"""Distinguishes rounding from a small error of the formula: a rounded function is constant between its steps."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,10 @@ from torch import Tensor
 
 from .cause import Cause
 
-SIXTEEN_BITS = 1e-5  # of an input: far below the spacing of 16-bit dtypes, far above that of float32
+SIXTEEN_BITS = 1e-5  # a change of an input far below the spacing of 16-bit dtypes, far above that of float32
 THIRTY_TWO_BITS = 1e-9
-STEP_SHARE = (
-    0.15  # of a change that is lost: rounded scores lose 0.3 to 1, an error of 2 % about as much as it is
-)
+# The share of a small change that is lost or wrong: 0.3 to 1 with rounded scores; about 0.02 with an error of 2 %.
+STEP_SHARE = 0.15
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -21,7 +20,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 def in_steps(
     got_of: Callable[[Tensor], Tensor], want_of: Callable[[Tensor], Tensor], x: Tensor, size: float
 ) -> bool:
-    """Whether a change of x by less than the spacing of a dtype changes the output by nothing or by too much."""
+    """Whether a change of x below the spacing of a dtype changes the output not at all, or by too much."""
     g = torch.Generator().manual_seed(0)
     moved = x + size * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.device, x.dtype)
     change = got_of(moved).double() - got_of(x).double()

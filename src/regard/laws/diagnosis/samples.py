@@ -15,7 +15,7 @@ from ..probe import probe_case
 from ..target import OPTIONS
 from .formula import Call, Formula
 
-LARGE = (  # sizes past common limits of kernels: keys past 2,048, widths past 128, lengths that fill no tile
+LARGE = (  # sizes beyond common limits of kernels: more than 2,048 keys, widths above 128, incomplete tiles
     {"n": 3, "m": 70, "d_k": 6},
     {"n": 67, "m": 67, "d_k": 5},
     {"n": 5, "m": 131, "d_k": 66},
@@ -39,14 +39,14 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 4e-2, tor
 
 
 class Sample(NamedTuple):
-    """One call with what distinguishes it from others."""
+    """One call, with the facets that distinguish it from others."""
 
     name: str
     call: Call
     facets: dict[str, Any]
     grad: bool = False
     upstream: Tensor | None = None  # the gradient of the output
-    implied: tuple[tuple[str, Any], ...] = ()  # options that the target applies without being asked
+    implied: tuple[tuple[str, Any], ...] = ()  # options that the target applies in every call
 
     def describe(self) -> str:
         """The sizes and options, as they appear in messages."""
@@ -143,7 +143,7 @@ def _with_options(harness: Harness, base: dict[str, int], supported: list[str]) 
 
 
 def _queries_without_keys(harness: Harness, sizes: dict[str, int]) -> bool:
-    """Whether the first queries of a call have no key: causal from the last key, with more queries than keys."""
+    """Whether the first queries have no key: causal, aligned bottom-right, with more queries than keys."""
     always = harness.supports("always causal") and harness.target.alignment == "bottom-right"
     return always and sizes["n"] > sizes["m"]
 
@@ -167,7 +167,7 @@ def option_names(harness: Harness) -> list[str]:
 
 
 def excluded(harness: Harness, names: tuple[str, ...]) -> bool:
-    """Pairs that share one argument, or that the target declares as lacking."""
+    """Whether these options share one argument, and the target declares the combination as lacking."""
     if {"mask", "causal"} <= set(names) or {"bias", "causal"} <= set(names):
         return harness.target.declares("mask and causal") is False
     return False
@@ -229,13 +229,13 @@ def _sample(
 
 
 def rows(sample: Sample) -> Tensor | None:
-    """(b, h, n, 1): queries that have an allowed key. What the others get is a promise, not the formula."""
+    """(b, h, n, 1): queries that have an allowed key. The output of the others is a matter of promises (P03)."""
     allowed = Formula().allowed(sample.call._replace(options=sample.call.options | dict(sample.implied)))
     return None if allowed is None else allowed.any(-1, keepdim=True)
 
 
 def observe(harness: Harness, sample: Sample) -> list[Tensor]:
-    """What the target returns: the output, and the gradients where the sample asks for them."""
+    """What the target returns: the output and, if the sample includes them, the gradients."""
     call = sample.call
     if not sample.grad:
         with torch.no_grad():
@@ -269,7 +269,7 @@ def expected(formula: Formula, sample: Sample) -> list[Tensor]:
 
 
 def close(got: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> bool:
-    """Equal up to rounding. Where NaN is expected anything may be: a query without an allowed key."""
+    """Equal up to rounding. Where NaN is expected (a query without an allowed key), any value is accepted."""
     for g, w in zip(got, want, strict=True):
         g, w = g.double(), w.double()
         if g.shape != w.shape:
@@ -287,9 +287,9 @@ def close(got: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> bool:
 
 
 def rounds_like_running_sums(sample: Sample, got: list[Tensor], want: list[Tensor]) -> bool:
-    """Whether a 16-bit output is at most twice as far off as plain sums over the keys in that dtype, key after key.
+    """Whether a 16-bit output has at most twice the error of a running sum over the keys in that dtype.
 
-    Such sums lose several percent over hundreds of keys: a matter of precision, which a target may promise.
+    Such sums lose several percent over hundreds of keys. That is a fault only if the target promises `float32 sums`.
     """
     call, dtype = sample.call, sample.call.q.dtype
     if (

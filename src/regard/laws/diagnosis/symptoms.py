@@ -1,4 +1,4 @@
-"""Faults that no formula has: random outputs, answers of earlier calls, inputs that are modified."""
+"""Faults that no formula describes: random outputs, results of earlier calls, inputs that are modified."""
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ def _state(harness: Harness, sample: Sample) -> Cause | None:
     )
     first = observe(harness, sample)[0]
     saved = first.clone()
-    if not bool(torch.isfinite(saved).all()):  # NaN is not equal to itself; the formula says what is wrong
+    if not bool(torch.isfinite(saved).all()):  # NaN is not equal to itself; the formula finds that fault
         return None
     second = observe(harness, sample._replace(call=other))[0]
     want, want_other = expected(Formula(), sample)[0], expected(Formula(), sample._replace(call=other))[0]
@@ -91,7 +91,7 @@ def _state(harness: Harness, sample: Sample) -> Cause | None:
     stale = _near(second, saved, harness) and not _near(want_other, want.to(want_other), harness)
     if stale:
         return Cause(
-            "a call returns the answer of an earlier call of the same shape", "cached answer",
+            "a call returns the result of an earlier call of the same shape", "cached answer",
             "do not cache results by shape", evidence_of("the second output", second, want_other, sample),
         )  # fmt: skip
     repeated = observe(harness, sample)[0]
@@ -126,7 +126,7 @@ def _stale_part(harness: Harness, sample: Sample, other: Call, second: Tensor) -
 
 
 def _modes(harness: Harness, sample: Sample) -> Cause | None:
-    """A call under no_grad against one that records gradients."""
+    """A cause if a call under no_grad and one that records gradients differ."""
     call = sample.call
     plain = observe(harness, sample)[0]
     leaves = [x.clone().requires_grad_() for x in (call.q, call.k, call.v)]
@@ -143,7 +143,7 @@ def _modes(harness: Harness, sample: Sample) -> Cause | None:
 
 
 def wrong_weights(harness: Harness, sample: Sample) -> Cause | None:
-    """Weights that a function returns beside its output, and that are not those of the formula."""
+    """A cause if the weights that a function returns with its output are not those of the formula."""
     call = sample.call
     if not harness.supports("weights"):
         return None

@@ -2,8 +2,8 @@
 
 from ..formula import Variant
 from .backward import GRADIENTS
+from .causal_window import CAUSAL, WINDOW
 from .masks import MASK, MASK_VALUES
-from .order import CAUSAL, WINDOW
 from .outputs import GROUPED, OUTPUT
 from .padding import BIAS, DOCUMENTS, LENGTHS
 from .positions import ALIBI, ROTARY
@@ -33,7 +33,7 @@ VARIANTS: tuple[Variant, ...] = (
     *GRADIENTS,
 )
 
-# Faults that are combined where none of them matches alone.
+# Faults that are combined in pairs if none of them matches alone.
 CORE: tuple[Variant, ...] = (*SCALE, *SCORES, *SOFTMAX[:21], *OUTPUT)
 
 __all__ = ["CORE", "GRADIENTS", "PRECISION", "VARIANTS"]

@@ -51,7 +51,7 @@ MASK = (
         mask=_allowed(lambda t: t.roll(1, -1)),
     ),
     _v(
-        "the mask is shifted by one key the other way",
+        "the mask is shifted by one key in the other direction",
         "mask shifted",
         "mask[i, j] is query i, key j",
         mask=_allowed(lambda t: t.roll(-1, -1)),
@@ -131,7 +131,7 @@ MASK = (
         fill=lambda s, ok: s - (~ok).to(s.dtype),
     ),
     _v(
-        "two masks are combined with or: a pair that one of them allows takes part",
+        "two masks are combined with or: a pair that either of them allows takes part",
         "masks combined with or",
         "combine masks with and",
         combine=lambda tables: torch.stack([t.contiguous() for t in tables]).any(0),

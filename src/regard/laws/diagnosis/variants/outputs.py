@@ -58,7 +58,7 @@ OUTPUT = (
     _v(
         "the output is divided by m, the number of keys",
         "output scaled",
-        "the weights sum to one already",
+        "do not divide: the weights already sum to one",
         output=lambda a, v, c: (a @ v) / a.shape[-1],
     ),
     _v(
@@ -88,13 +88,13 @@ OUTPUT = (
     _v(
         "k and v are exchanged",
         "wrong operand",
-        "keys make the scores, values the output",
+        "use the keys in the scores and the values in the output",
         inputs=lambda q, k, v: (q, v, k) if k.shape == v.shape else (q, k, v),
     ),
     _v(
         "q and k are exchanged",
         "wrong operand",
-        "queries make the rows of the scores",
+        "compute q kᵀ, with the queries in the rows",
         inputs=lambda q, k, v: (k, q, v) if q.shape == k.shape else (q, k, v),
     ),
     _v(
@@ -214,7 +214,7 @@ OUTPUT = (
         inputs=lambda q, k, v: (q, k, v.roll(1, -2)),
     ),
     _v(
-        "the values are shifted by one key the other way",
+        "the values are shifted by one key in the other direction",
         "values shifted",
         "pair value j with key j",
         inputs=lambda q, k, v: (q, k, v.roll(-1, -2)),

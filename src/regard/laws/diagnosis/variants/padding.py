@@ -38,7 +38,7 @@ LENGTHS = (
         lengths=_lengths(lambda i, j, l, c: j < (l - 1).clamp(min=1)),
     ),
     _v(
-        "the last real key is masked, also where it is the only one",
+        "the last real key is masked, even if it is the only one",
         "padding off by one",
         "keep keys j < length",
         lengths=_lengths(lambda i, j, l, c: j < l - 1),

@@ -18,7 +18,7 @@ def _rotated(turn: Callable[[Call, str], Call]) -> Callable[[Call], Call]:
 
 
 def _interleaved(x: Tensor, pairing: str, offset: int = 0) -> Tensor:
-    """Angles in the order of one pairing, pairs in that of the other."""
+    """Angles in the order of one pairing, columns paired in the other."""
     d = x.shape[-1]
     rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64, device=x.device) / d)
     angle = torch.arange(offset, offset + x.shape[-2], device=x.device)[:, None] * rates
@@ -83,7 +83,7 @@ ROTARY = (
         lambda c, p: c._replace(q=turned(c.q, p, c.offset), k=turned(c.k, _other(p))),
     ),
     _rotary(
-        "the columns are paired otherwise than stated",
+        "the columns are paired differently from what is stated",
         lambda c, p: c._replace(q=turned(c.q, _other(p), c.offset), k=turned(c.k, _other(p))),
     ),
     *(

@@ -20,7 +20,7 @@ def _scale(value: Any, keep_given: bool = True) -> Any:
 
 
 def _given(value: Any) -> Any:
-    """What becomes of an explicit scale; the default stays 1/√d_k."""
+    """A factor that changes an explicit scale; the default stays 1/√d_k."""
 
     def factor(call: Call) -> Any:
         given = call.options.get("scale")
@@ -167,15 +167,15 @@ SCALE = (
         factor=_scale(lambda c: 1.0 / isqrt(_d(c))),
     ),
     _v(
-        "a given scale of 0 is taken for none",
+        "a given scale of 0 is treated as if none were given",
         "scale ignored",
-        "use the argument where it is not None, not where it is true",
+        "test the argument with `is not None`, not for truth",
         factor=_given(lambda s, c: s or _d(c) ** -0.5),
     ),
     _v(
         "a given scale is ignored",
         "scale ignored",
-        "use the argument where it is not None",
+        "use the argument if it is not None",
         factor=_given(lambda s, c: _d(c) ** -0.5),
     ),
     _v(

@@ -1,4 +1,4 @@
-"""Faults of softmax, of tiles that are merged, and of precision."""
+"""Faults of softmax and of merging tiles."""
 
 from math import inf
 from typing import Any

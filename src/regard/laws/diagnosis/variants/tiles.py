@@ -1,4 +1,4 @@
-"""Faults of tiles: padding that takes part, a dropped tail, limits of a kernel."""
+"""Faults of tiles: padding that is not masked, a dropped tail, limits of a kernel."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def _padded(size: int) -> Any:
     return normalize
 
 
-def _tail(size: int, keep_short: bool) -> Any:
-    """Keys past the last full tile are dropped; with keep_short, calls of less than one tile are right."""
+def _without_tail(size: int) -> Any:
+    """Keys past the last full tile are dropped; calls of less than one tile are right."""
 
     def inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         m = k.shape[-2] // size * size
@@ -56,7 +56,7 @@ TILES = (
             f"the keys past the last full tile of {size} are dropped",
             "tail dropped",
             "process the last, partial tile",
-            inputs=_tail(size, True),
+            inputs=_without_tail(size),
             mask=_cut_mask,
         )
         for size in (2, 3, 4, 8, 16, 32, 64, 128)

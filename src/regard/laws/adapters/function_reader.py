@@ -1,4 +1,4 @@
-"""A function of q, k and v while its parameters are being determined: how a call in the laws' terms is made."""
+"""Calls a function of q, k and v with the options of the laws, as its signature, docstring and probing require."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from .names import GROUPED, HEAD_COUNTS, KV_HEAD_COUNTS, START, TRAINING
 
 
 @dataclass
-class Reading:
-    """A function and how its parameters are used."""
+class FunctionReader:
+    """A function, its parameters for each option, and what was determined about its layout and masks."""
 
     function: Callable[..., Any]
     others: dict[str, Any]
@@ -26,8 +26,8 @@ class Reading:
     mask: MaskEncoding | None = None
     padding_mask: MaskEncoding | None = None
     window: str = "(before, after)"
-    resting: bool = False  # a call with a dropout probability, and without training
-    adds_mask: bool = False  # its mask may be a bias, as it says
+    eval_mode: bool = False  # call with training=False, even if there is a dropout probability
+    adds_mask: bool = False  # its mask may be a bias, according to its docstring
     even: bool = False  # only even widths work, as for rotary positions
     notes: list[str] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Reading:
             elif name in KV_HEAD_COUNTS and required:
                 more[name] = k.shape[1]
             elif name in TRAINING:
-                more[name] = bool(given.get(self.names.get("dropout", ""))) and not self.resting
+                more[name] = bool(given.get(self.names.get("dropout", ""))) and not self.eval_mode
             elif name == self.names.get("causal") and p.default is not False:
                 more[name] = False
             elif name == self.names.get("dropout") and p.default:
@@ -104,7 +104,7 @@ class Reading:
         def apply(q_: Tensor, k_: Tensor, v_: Tensor, chosen: dict[str, Any]) -> Any:
             return self.function(q_, k_, v_, **chosen)
 
-        return layouts.through(self.layout, apply, q, k, v, self.arguments(q, k, v, options))
+        return layouts.call_in_layout(self.layout, apply, q, k, v, self.arguments(q, k, v, options))
 
     def _without_heads(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Any:
         """One call for each head, or heads folded into the batch; options are encoded for that smaller call."""
@@ -117,7 +117,7 @@ class Reading:
                     q_, k_, v_, **self.arguments(view[0], view[1], view[2], _with_head_axis(chosen))
                 )
 
-            return layouts.through(self.layout, apply, q, k, v, options)
+            return layouts.call_in_layout(self.layout, apply, q, k, v, options)
 
         def one(q_: Tensor, k_: Tensor, v_: Tensor, chosen: dict[str, Any]) -> Any:
             view = [(x if self.layout == "n d" else x.mT)[None, None] for x in (q_, k_, v_)]
@@ -125,7 +125,7 @@ class Reading:
                 q_, k_, v_, **self.arguments(view[0], view[1], view[2], _with_head_axis(chosen))
             )
 
-        return layouts.through(self.layout, one, q, k, v, options)
+        return layouts.call_in_layout(self.layout, one, q, k, v, options)
 
     def _as_heads(self, x: Tensor) -> Tensor:
         x = {"b n d": x, "n b d": x.transpose(0, 1), "b d n": x.mT}.get(self.layout, x)
@@ -164,20 +164,22 @@ def encode_window(form: str, value: tuple[int, int]) -> Any:
     raise Inexpressible(f"a window of {value} cannot be given as {form}")
 
 
-def effect_of(reading: Reading, options: dict[str, Any], n: int = 5, heads: int | None = None) -> Tensor:
+def effect_of(
+    reader: FunctionReader, options: dict[str, Any], n: int = 5, heads: int | None = None
+) -> Tensor:
     """Which pairs have a weight, (b, h, n, n): with values e_1 … e_n the output is the table of weights.
 
     heads: so many, of one batch row; None takes a few heads of two rows.
     """
     g = torch.Generator().manual_seed(1)
-    m = n + n % 2 if reading.even else n
-    if reading.layout in layouts.LOOPED:
+    m = n + n % 2 if reader.even else n
+    if reader.layout in layouts.LOOPED:
         heads = 1
-    b, h = (2, 4 if reading.even else 3) if heads is None else (1, heads)
+    b, h = (2, 4 if reader.even else 3) if heads is None else (1, heads)
     q, k = torch.randn(b, h, n, m, generator=g), torch.randn(b, h, n, m, generator=g)
     v = torch.eye(n, m).expand_as(k).contiguous()
     with torch.no_grad():
-        out = reading.call(q, k, v, **options)
+        out = reader.call(q, k, v, **options)
     o = out[0] if isinstance(out, tuple) else out
     if o.shape == q.shape and m != n:
         o, q = o[..., :n], q[..., :n]
@@ -186,10 +188,10 @@ def effect_of(reading: Reading, options: dict[str, Any], n: int = 5, heads: int 
     return o.abs() > 1e-7
 
 
-def probe_table(reading: Reading, by_pairs: bool) -> Tensor:
+def probe_table(reader: FunctionReader, by_pairs: bool) -> Tensor:
     """A mask without symmetry; the batch rows differ where there is a batch."""
     g = torch.Generator().manual_seed(3)
-    rows = 1 if reading.layout in layouts.LOOPED else 2
+    rows = 1 if reader.layout in layouts.LOOPED else 2
     if not by_pairs:
         return (torch.arange(5) < torch.tensor([3, 4])[:rows, None])[:, None, None]
     table = torch.rand(rows, 1, 5, 5, generator=g) < 0.5
