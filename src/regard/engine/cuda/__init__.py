@@ -3,12 +3,12 @@
 backend.py      the backend `triton`: what it refuses, estimates and prepares
 host.py         from tensors to launches; repeated calls
 call.py         what a call computes, the layout of its tensors, tile sizes
-launches.py     which kernels run a call, and what each is given
+launches.py     which kernels run a call, and their arguments
 prepared.py     launches, programs of launches, and the one cache that holds them
-schedule.py     the passes of a plan as tables that kernels read; work_split.py deals them to programs
+schedule.py     the passes of a plan as tables that kernels read; work_split.py assigns them to programs
 tile_lists.py   tiles and blocks of short calls as lists of members
 mask.py         a pattern as a Triton function, and which test a block of pairs needs
 triton/         the general kernels; hopper/ those for Hopper GPUs, and their launches
 
-Triton is imported by these modules and no others, when a call first runs: backend.py imports them late.
+Only these modules import Triton. backend.py imports them when a call first runs.
 """

@@ -1,4 +1,4 @@
-"""The backend `triton`: on CUDA, only the keys of the pattern, by our Triton kernels, with bias and dropout.
+"""The backend `triton`: our Triton kernels on CUDA, which visit only the keys of the pattern, with bias and dropout.
 
 Nothing here imports Triton before a call runs: the choice of a backend is the same on a machine without a GPU.
 """
@@ -79,8 +79,8 @@ def _visited(f: CallFacts) -> int:
 
 
 def _without_positions(f: CallFacts) -> CallFacts:
-    """The same call without the per-row positions of its queries, if these kernels take them: of one query, without
-    gradients, where no compiler sees the call."""
+    """The same call without per-row query positions, if the kernels support those: one query per batch row, without
+    gradients, and not under a compiler."""
     taken = f.row_offsets and _decodes(f) and not f.grad and not f.observed
     return replace(f, row_offsets=False) if taken else f
 
@@ -92,7 +92,7 @@ def _decodes(f: CallFacts) -> bool:
 
 
 def decodes(pattern: Pattern, n: int, group: int) -> bool:
-    """Whether the kernel for one query per batch row takes a call without bias and dropout."""
+    """Whether the kernel for one query per batch row supports a call without bias and dropout."""
     return n == 1 and group <= MAX_GROUP and run_formulas(pattern) is not None
 
 
@@ -113,12 +113,12 @@ def _backward_in_one_launch(f: CallFacts) -> bool:
 
 
 def _terms(f: CallFacts) -> bool:
-    """What only the general kernels have."""
+    """Whether the call has terms that only the general kernels support."""
     return f.hides_keys or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
 
 
 def one_launch(n: int, m: int, heads: int, width: int) -> bool:
-    """Whether the backward pass is one launch: where the GPU would wait for the CPU."""
+    """Whether the backward pass is one launch, as for calls so short that the GPU would wait for the CPU."""
     return n * m <= MAX_PAIRS and heads * n * m <= MAX_ALL_PAIRS and width <= MAX_WIDTH
 
 
@@ -174,7 +174,8 @@ def _join_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Ten
 class _Attend(torch.autograd.Function):
     """(q, k, v, table, slopes, lengths, sink) → (o, lse).
 
-    A sink has no value, so that the gradients of the others are as without it, by an lse and an o that have it in.
+    A sink has no value, so the gradients of the others have the same formula as without it, with the lse and o that
+    include it.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""One call as the kernels see it: what it computes, shapes and strides of its tensors, the tile sizes of its kernels.
+"""One call of the kernels: what it computes, the shapes and strides of its tensors, the tile sizes of its kernels.
 
-    bias(i, j) = table[clip(j − i, ±reach)] − slope · |j − i|       held in base 2 here, as scores are
+    bias(i, j) = table[clip(j − i, ±reach)] − slope · |j − i|       stored in base 2, as scores are
 
 Dropout is decided by Philox, a function of seed, head, query and key: forward and backward agree in any launch.
 """
@@ -49,7 +49,7 @@ class Configs:
     hopper_dkv: Config | None = None
 
     def without_caps(self) -> "Configs":
-        """For calls with a bias, a softcap or dropout, whose kernels hold more: a cap would make them spill."""
+        """For calls with a bias, a softcap or dropout: their kernels would spill registers under a cap."""
         forward, dq, dkv = (replace(x, registers=None) for x in (self.forward, self.dq, self.dkv))
         return Configs(forward, dq, dkv, self.hopper_forward)
 
@@ -91,7 +91,7 @@ def default(d_k: int, d_v: int, dtype: torch.dtype) -> Configs:
 
 
 class Extras(NamedTuple):
-    """The inputs of a call beside q, k and v; None: no such input. The seed is that of dropout."""
+    """The inputs of a call other than q, k and v; None: no such input. The seed is that of dropout."""
 
     table: Float[Tensor, "h r"] | None = None
     slopes: Float[Tensor, " h"] | None = None
@@ -109,7 +109,7 @@ class Extras(NamedTuple):
         return 0 if self.lengths is None else self.lengths.dim()
 
     def on(self, device: torch.device) -> "Extras":
-        """As the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
+        """The inputs as the kernels read them: contiguous, on this device, the bias in float32 and base 2."""
         if self.table is self.slopes is self.lengths is self.at is None:  # `==` of a tensor takes 20 µs
             return self
         table, slopes = (None if x is None else x.detach().float().mul(LOG2E).contiguous() for x in self[:2])
@@ -117,7 +117,7 @@ class Extras(NamedTuple):
 
 
 def _integers(x: Tensor | None, device: torch.device) -> Tensor | None:
-    """Of 32 or 64 bits: a conversion would be a launch of its own."""
+    """32- or 64-bit integers as they are: a conversion would be another launch."""
     if x is None or (x.device == device and x.dtype in (torch.int32, torch.int64) and x.is_contiguous()):
         return x
     return x.to(device, torch.int32).contiguous()
@@ -133,7 +133,7 @@ def base2(scale: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What one call computes, apart from its tensors. Compared by identity: equal calls share one object."""
+    """What one call computes, without its tensors. Compared by identity: equal calls share one object."""
 
     pattern: Pattern
     start: int  # query r is at position start + step · r
@@ -213,7 +213,7 @@ def exceeds_int32(*layouts: Layout) -> bool:
 
 
 class CallLayout(NamedTuple):
-    """All that is known of a call before its tensors: what launches are prepared for, and cached by."""
+    """Everything that is known about a call without its tensors; prepared launches are cached by it."""
 
     task: Task
     tensors: tuple[Layout, ...]  # q, k, v; backward also o and the gradient of o
@@ -233,8 +233,8 @@ class CallLayout(NamedTuple):
 
     @property
     def output(self) -> Layout:
-        """The layout of o: as in q, heads lie within positions or positions within heads. A model that has the heads
-        of a position together, and reads o so, then needs no copy of it."""
+        """The layout of o, with the axes in the same order in memory as in q. A model that stores the heads of a
+        position together, and reads o in that order, then needs no copy of it."""
         (b, h, n, _), d_v = self.tensors[0].shape, self.tensors[2].shape[-1]
         if self.tensors[0].stride[1] < self.tensors[0].stride[2] and n > 1 and h > 1:
             return Layout((b, h, n, d_v), (n * h * d_v, d_v, h * d_v, 1), True)
@@ -242,7 +242,7 @@ class CallLayout(NamedTuple):
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """Which of the inputs that not every call has are there, in the order of `Extras`, after dlse."""
+        """Which optional inputs this call has, in the order of `Extras`, after dlse."""
         there = {
             "dlse": self.has_dlse,
             "table": self.task.reach is not None,
@@ -254,9 +254,9 @@ class CallLayout(NamedTuple):
 
 
 def one_launch_config(call: CallLayout) -> Config | None:
-    """The configuration of the one launch; None where the call is too long or too wide, or has extras.
+    """The configuration of the one-launch backward; None if the call is too long or too wide, or has extras.
 
-    Also None where the task has a configuration of its own: it is for the general kernels.
+    Also None if the task has its own configuration, which is for the general kernels.
     """
     b, h, _, n, m, d_k, d_v = call.sizes
     width = max(64, padded(d_k), padded(d_v))

@@ -1,4 +1,4 @@
-"""From tensors to launches: forward, backward, and calls that are repeated with the same shapes and strides."""
+"""From tensors to launches: forward, backward, and repeated calls with the same shapes and strides."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +32,7 @@ def prepared_forward(call: CallLayout) -> ForwardCall:
 
 
 def prepared_backward(call: CallLayout) -> BackwardCall:
-    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; of table and slopes if the bias learns."""
+    """((q, k, v, o, do, lse), dlse, extras) → dq, dk, dv; also of table and slopes if the bias is learned."""
     found = _find(("backward", call))
     return PREPARED.put(("backward", call), _backward_call(call)) if found is None else found
 
@@ -45,7 +45,7 @@ def _forward_call(call: CallLayout) -> ForwardCall:
     covers, strides, o_is_like_q = passes.covers, call.output.stride, call.tensors[0] == call.output
     rows = torch.empty(shape[:3], device=device)
     rows.untyped_storage().resize_(0)  # a shape without memory: 6 µs by `empty_like`, 9 by `empty`
-    # A kernel that goes on from an earlier pass reads lse, so a spare tensor would not do.
+    # A kernel that continues from an earlier pass reads lse, so the spare tensor cannot be used.
     accumulates = passes.joins
 
     def forward(q, k, v, extras, spare_lse=None):
@@ -98,8 +98,8 @@ def forward(
 ) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
     """o and ln Σ exp(scores); zeros and −∞ for a query that has no allowed key.
 
-    Keys at and past lengths[b] are hidden, whatever they hold; of two lengths also those before the first. Dropout
-    applies to the weights after the softmax.
+    Keys at and past lengths[b] are hidden, whatever they contain; with two lengths also those before the first.
+    Dropout applies to the weights after the softmax.
     """
     if not q.numel() or not k.numel():
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
@@ -161,7 +161,7 @@ def _like_parameter(gradient: Tensor | None, parameter: Tensor | None) -> Tensor
 
 
 def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
-    """x, or a copy, whose rows are adjacent numbers that begin and end at multiples of 16 bytes."""
+    """x, or a copy of it, with contiguous rows that begin and end at multiples of 16 bytes."""
     whole = 16 // x.element_size()
     if short := max(-x.shape[-1] % whole, min_width - x.shape[-1]):
         return F.pad(x, (0, short))
@@ -171,7 +171,7 @@ def aligned_rows(x: Tensor, min_width: int = 1) -> Tensor:
 
 
 def _min_value_width(q: Tensor) -> int:
-    """How wide values must be beside these queries.
+    """The smallest width of the values for queries of this width.
 
     Triton 3.6 reads past shared memory in the product of 128 rows of weights with values 16 wide, where keys are
     wider (found by compute-sanitizer on an H200).
@@ -186,8 +186,8 @@ def _device_of(q: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(q.device)
 
 
-# Repeated calls without bias, dropout and log-sum-exp: on a short call the GPU waits for Python, and here nothing is
-# left to decide but the strides, which is one lookup, forward and backward.
+# Repeated calls without bias, dropout and log-sum-exp. In a short call the GPU waits for Python; here everything but
+# the strides is decided in advance, and the strides are one lookup, forward and backward.
 
 MAX_SPARE = 1 << 18  # numbers of an lse that is reused between calls: 1 MiB
 
@@ -196,15 +196,15 @@ _grad_enabled, _is_capturing = torch.is_grad_enabled, compat.stream_is_capturing
 
 
 class PreparedAttention:
-    """(q, k, v) → o for one task and one shape of each; differentiable if `learns`.
+    """(q, k, v) → o for one task and one shape of each tensor; differentiable if `learns`.
 
-    Without gradients also (q, k, v, lengths, at) → o, of one shape and dtype: whole numbers by batch row.
+    Without gradients also (q, k, v, lengths, at) → o, where lengths and at are integers per batch row.
     """
 
     def __init__(self, task: Task, learns: bool):
         self.task, self.learns, self.token = task, learns, object()
-        # Receives the lse of calls without gradient, which is never read. Only on the stream it was made on, and not
-        # in a CUDA graph: a kernel might still write to it when its memory has been given to other tensors.
+        # Receives the lse of calls without gradients, which is never read. It is used only on the stream it was
+        # created on, and not in a CUDA graph: a kernel could still write to it after its memory was reused.
         self.spare: Tensor | None = None
         self.stream = -1
 
@@ -215,7 +215,7 @@ class PreparedAttention:
         return self.forward(q, k, v, extras)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = PLAIN) -> tuple[Tensor, Tensor, Any]:
-        """o, lse, and what the backward pass finds its launches by."""
+        """o, lse, and the key under which the backward pass finds its launches."""
         key: tuple[Any, ...] = self.token, q.stride(), k.stride(), v.stride()
         if extras is not PLAIN:
             key = *key, extras.limits, extras.integers
@@ -265,7 +265,7 @@ def _on_current_device(x: Tensor) -> bool:
 
 
 def _readable(*tensors: Tensor) -> bool:
-    """Whether the kernels can read all of them without a copy: on the current device, rows aligned to 16 bytes."""
+    """Whether the kernels can read all tensors without a copy: on the current device, rows aligned to 16 bytes."""
     width = tensors[0].shape[-1]
     fit = all(x.shape[-1] == width and not x.data_ptr() & 15 and aligned_rows(x) is x for x in tensors)
     return fit and _on_current_device(tensors[0])

@@ -1,4 +1,4 @@
-"""Which kernels run a call, and what each is given: those for Hopper where they can, else the general ones."""
+"""Which kernels run a call, and their arguments: the kernels for Hopper if they can run it, else the general ones."""
 
 import math
 from dataclasses import replace
@@ -54,7 +54,7 @@ def forward(call: CallLayout) -> tuple[DevicePasses, Program]:
 def _merge(
     call: CallLayout, step: DevicePass, joins: Tensor, early: bool = False
 ) -> tuple[Launch, Arguments]:
-    """Joins the parts of split tiles. early: it may start before the kernel that makes them has ended."""
+    """Merges the parts of split tiles. early: it may start before the kernel that writes them has ended."""
     task, (b, h, _, n, _, _, d_v), config = call.task, call.sizes, call.task.configs.forward
     o = call.output
     launch = Launch(
@@ -67,12 +67,12 @@ def _merge(
 
 
 def _in_order(route: DevicePasses, of_step: dict[DevicePass, Launches]) -> Launches:
-    """The launches of each pass, in the order of the passes: a pass may go on from the results of an earlier one."""
+    """The launches of each pass, in the order of the passes: a pass may continue from an earlier one's results."""
     return [launch for step in route.steps for launch in of_step[step]]
 
 
 def decode(call: CallLayout) -> Program | None:
-    """Fills o and lse of one query per batch row; None where the general kernels run the call."""
+    """Fills o and lse of one query per batch row; None if the general kernels run the call."""
     task, (b, h, h_kv, n, m, d_k, d_v), (q, k, v) = call.task, call.sizes, call.tensors[:3]
     has_bias = task.reach is not None or task.has_slopes
     if has_bias or task.dropout_p or not decodes(task.pattern, n, h // h_kv):
@@ -160,8 +160,8 @@ def gradients(
 ) -> tuple[dict[DevicePass, Launches], int]:
     """Fills dq and, for the kernels after it, stats: lse in base 2 and delta of each row; or else dk and dv.
 
-    The launches of each pass; also the numbers in the parts of split tiles of one: passes run one after the other and
-    share the room.
+    Returns the launches of each pass, and the size of the buffer for parts of split tiles: passes run one after the
+    other and share it.
     apart: instead of stats, fill lse2 and delta, which the kernels for Hopper read.
     """
     (b, h, h_kv, n, m, d_k, d_v), task = call.sizes, call.task
@@ -179,8 +179,8 @@ def gradients(
         programs = len(step.work.items) * heads
         of_step[step] = [_gradients(call, programs, config, made, (q, k, v), buffers, tables)]
         for name, out, at in outs:
-            place = (0, 1) if by_keys else (task.start, task.step)
-            total = _sum(out, (at, width), step, step.work.joins, config, place, wide)
+            query_offset = (0, 1) if by_keys else (task.start, task.step)
+            total = _sum(out, (at, width), step, step.work.joins, config, query_offset, wide)
             of_step[step].append((total, (name, "part", step.work.joins)))
     slots = max((step.work.slots for step in route.steps), default=0)
     return of_step, slots * heads * config.tile * width
@@ -190,7 +190,7 @@ def _gradients(
     call: CallLayout, programs: int, config: Config, static: Static, outs: tuple[Layout, ...],
     buffers: tuple[str, str, str], tables: tuple[Tensor, ...], for_keys: int = 0,
 ) -> tuple[Launch, Arguments]:  # fmt: skip
-    """One launch of the kernel that has both sides. buffers: for stats, for parts of split tiles, for sums of ds."""
+    """One launch of the kernel for both sides. buffers: for stats, for parts of split tiles, for sums of ds."""
     (b, h, h_kv, n, _, _, _), task = call.sizes, call.task
     launch = Launch(
         gradients_kernel, programs, config, *(x for like in (*call.tensors, *outs) for x in like.strides),
@@ -203,13 +203,13 @@ def _gradients(
 
 
 def one_launch_backward(call: CallLayout) -> Backward | None:
-    """Fills dq, dk and dv by one launch, where the call is short enough."""
+    """Fills dq, dk and dv in one launch, if the call is short enough."""
     config = one_launch_config(call)
     if config is None:
         return None
     (b, h, h_kv, n, m, _, _), task, outs = call.sizes, call.task, tuple(x.like() for x in call.tensors[:3])
-    place, tile = (task.start, task.step), (config.tile, config.block)
-    lists, for_keys = tables(task.pattern, (n, m), place, tile, call.device)
+    query_offset, tile = (task.start, task.step), (config.tile, config.block)
+    lists, for_keys = tables(task.pattern, (n, m), query_offset, tile, call.device)
     programs = for_keys * b * h_kv + (len(lists[0]) - for_keys) * b * h
     made = static(task.pattern, config, call)._replace(SIDES=FOR_QUERIES + FOR_KEYS, LISTED=True)
     launch = _gradients(call, programs, config, made, outs, ("lse",) * 3, lists, for_keys)
@@ -218,7 +218,7 @@ def one_launch_backward(call: CallLayout) -> Backward | None:
 
 
 def _like_inputs(x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Three calls: faster than one and its parts, and none of the results keeps the others in memory."""
+    """Three allocations: faster than one that is split, and no result keeps the others in memory."""
     return torch.empty_like(x[0]), torch.empty_like(x[1]), torch.empty_like(x[2])
 
 
@@ -240,9 +240,9 @@ def table_gradient(call: CallLayout, route: DevicePasses, programs: int) -> Laun
 
 
 def bias_gradients(call: CallLayout, sums: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
-    """Of the table, (h, 2·reach + 1), and of the slopes, (h,), in float32.
+    """The gradients of the table, (h, 2·reach + 1), and of the slopes, (h,), in float32.
 
-    sums: Σ ds of each pass far from the diagonal, then near to it. Past the reach, ds belongs to the table's ends.
+    sums: Σ ds of each pass far from the diagonal, then near it. Beyond the reach, ds belongs to the table's ends.
     """
     learns_table = call.task.reach is not None
     near = sums[-1].sum((0, 1)) if learns_table else None
@@ -297,8 +297,8 @@ def _kept(step: DevicePass) -> Any:
 
 
 def _numbers(call: CallLayout) -> tuple[Any, ...]:
-    """Scale and softcap in base 2, reach of the table, random 32-bit number below which a weight is dropped, factor
-    of the weights kept."""
+    """Scale and softcap in base 2, the reach of the table, the 32-bit threshold of a random number below which a
+    weight is dropped, and the factor of the remaining weights."""
     task = call.task
     below = min(round(task.dropout_p * 2**32), 2**32 - 1)
     cap = 1.0 if task.softcap is None else base2(task.softcap)
@@ -306,7 +306,7 @@ def _numbers(call: CallLayout) -> tuple[Any, ...]:
 
 
 def _extras(call: CallLayout) -> tuple[str, ...]:
-    """Lengths, table, slopes and seed; lse takes the place of what is not there, and is not read."""
+    """Lengths, table, slopes and seed; lse is passed for those that are absent, and is not read."""
     there = call.optional_inputs
     return *(name if name in there else "lse" for name in ("lengths", "table", "slopes")), "seed"
 
@@ -323,9 +323,9 @@ def is_hopper(device: torch.device) -> bool:
 def routes(
     call: CallLayout, config: Config, hopper: Config | None, by_keys: bool
 ) -> tuple[DevicePasses, DevicePasses, DevicePasses]:
-    """The passes of the plan, all of them; those that the kernels for Hopper run, if any; and the others.
+    """All passes of the plan; those that the kernels for Hopper run, if any; and the others.
 
-    By queries, no tile may be without a key; none may be split in a pass that goes on from an earlier one.
+    In passes by queries, every tile needs a key; in a pass that continues from an earlier one, no tile may be split.
     """
     route = passes(call, config if hopper is None else hopper, by_keys)
     if hopper is not None:
@@ -340,7 +340,7 @@ def routes(
 
 
 def takes_hopper(call: CallLayout) -> bool:
-    """Whether the kernels for Hopper take such a call.
+    """Whether the kernels for Hopper support such a call.
 
     They need 16-bit types, one head width for all, no bias, softcap, dropout or lengths. The scale may not be
     negative, because the largest score is scaled last.
@@ -360,7 +360,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _of_hopper(which: str, call: CallLayout, route: DevicePasses, *whole: bool) -> Any:
-    """What hopper/launches.py has for these passes; it imports Gluon, so it is imported only where there are any."""
+    """The launches of hopper/launches.py for these passes; it imports Gluon, so it is imported only if needed."""
     if not route.steps:
         return {}, 0, 0
     from .hopper import launches
@@ -369,7 +369,7 @@ def _of_hopper(which: str, call: CallLayout, route: DevicePasses, *whole: bool) 
 
 
 def hopper_backward(call: CallLayout) -> Backward | None:
-    """Fills dq, dk and dv; None where these kernels cannot run the call."""
+    """Fills dq, dk and dv; None if these kernels cannot run the call."""
     configs, dtype, device = call.task.configs, call.dtype, call.device
     q, k = (x.shape for x in call.tensors[:2])
     by_queries, fast, others = routes(call, configs.dq, configs.hopper_dq, False)
@@ -393,7 +393,7 @@ def hopper_backward(call: CallLayout) -> Backward | None:
         return Backward(_like_inputs, program)
 
     def outputs(_: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """dk and dv are halves of one tensor, so that one launch adds up the parts of both."""
+        """dk and dv as halves of one tensor, so that one launch adds up the parts of both."""
         if q == k:
             return make((3, *q), dtype=dtype, device=device).unbind(0)
         return make(q, dtype=dtype, device=device), *make((2, *k), dtype=dtype, device=device).unbind(0)

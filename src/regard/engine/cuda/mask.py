@@ -27,7 +27,7 @@ from ...pattern.classification import of_relation
 from ...progression import FAR, Ints
 from ..plan import run_formulas
 
-# Marks of blocks: places past the last key, past the upper, before the lower bound; some places are exempt.
+# Marks of blocks: they have columns past the last key, past the upper bound, before the lower bound, exempt columns.
 END, UPPER, LOWER, FREES = 16, 32, 64, 128
 NO_KEY_FREE = (1, 1)  # no place leaves 1 when divided by 1
 
@@ -107,7 +107,7 @@ def function(word: str, arguments: str, body: str, jit: Any, space: dict[str, An
 
 @dataclass(frozen=True)
 class Band:
-    """None: no such bound, no such exception."""
+    """The bounds and exceptions of a pattern; None: no such bound, no such exception."""
 
     before: int | None = None
     after: int | None = None
@@ -117,7 +117,7 @@ class Band:
 
 
 def band(pattern: Pattern) -> Band | None:
-    """The pattern as bounds, or None where it is not of that kind."""
+    """The pattern as bounds, or None if it cannot be expressed by them."""
     if reads_keys_only(pattern):
         return Band() if pattern == full() else Band(only=pattern)
     match pattern:
@@ -157,7 +157,7 @@ def _both(a: Band | None, b: Band | None) -> Band | None:
 def _tighter(
     a: int | None, free: Pattern | None, b: int | None, freed: Pattern | None
 ) -> tuple[int | None, Pattern | None]:
-    """Two bounds as one; the wider adds nothing unless the tighter has exceptions."""
+    """Two bounds as one; the wider one has no effect unless the tighter one has exceptions."""
     if a is None or b is None:
         return (b, freed) if a is None else (a, free)
     if b < a:
@@ -197,9 +197,9 @@ def conjuncts(pattern: Pattern) -> list[Pattern]:
 
 
 def narrowed(pattern: Pattern) -> Pattern:
-    """The same pattern with tighter bounds in place of words that only cut off an end of them.
+    """The same pattern, with words that only cut off an end of the bounds replaced by tighter bounds.
 
-    A pass that leaves out what an earlier one has computed is such a pattern: `causal() & window(512)` without
+    A pass that excludes what an earlier one has computed is such a pattern: `causal() & window(512)` without
     `window(64)` is the distances from 65 to 512.
 
     >>> from regard.pattern import causal, window
@@ -261,16 +261,16 @@ def _joined(left: Pattern, right: Pattern, how: type) -> Pattern:
     return left if right == neutral else how(left, right)
 
 
-# Blocks that a straight line cuts. In a run of consecutive keys, a bound hides a pair where place − limit(row) has
-# the wrong sign, whatever the key is. That difference, saturated to 0 … 1, is one addition; Hopper has twice as many
-# units for additions as for comparisons and selections (NVIDIA's throughput tables).
+# Blocks that a straight line cuts. For consecutive keys, a bound hides a pair if column − limit(row) has the wrong
+# sign, whatever the key is. That difference, saturated to 0 … 1, is one addition; Hopper has twice as many units for
+# additions as for comparisons and selections (NVIDIA's throughput tables).
 
 
 def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> tuple[Ints, tuple[Free, Free]]:
     """The marks of blocks of keys j, where i are the queries of their tiles and `cut` is the result of `marks`.
 
-    Also the places of keys that are free of the lower and of the upper bound, in the blocks marked so. Every query
-    may attend to a key of a block that a bound cuts, so its largest score is that of an allowed pair.
+    Also the columns of keys that are exempt from the lower and from the upper bound, in the blocks marked so. Every
+    query may attend to some key of a block that a bound cuts, so its largest score belongs to an allowed pair.
     """
     run = alone & (i.step == 1) & (j.step == 1) & ~short
     lower, upper = run & (cut == 1), run & (cut == 2)
@@ -285,7 +285,7 @@ def lines(found: Band, cut: Ints, i: Run, j: Run, alone: Some, short: Some) -> t
 
 
 def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j: Run) -> tuple[Ints, Free]:
-    """Mark some blocks; also those with keys free of the bound, if these have the same places in all of them."""
+    """Mark some blocks; also those with keys exempt from the bound, if they have the same columns in all blocks."""
     if word is None:
         return np.where(some, mark, marks), NO_KEY_FREE
     asks = word.relation if isinstance(word, Word) else Relation()

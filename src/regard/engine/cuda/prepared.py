@@ -1,4 +1,4 @@
-"""Prepared launches: what shapes, strides and pattern decide is decided once; a repeated call only launches.
+"""Prepared launches: what depends on shapes, strides and pattern is computed once; a repeated call only launches.
 
 One bounded cache, shared by all threads, holds every prepared call.
 """
@@ -36,10 +36,10 @@ def constants(static: Any) -> Any:
 
 
 class Launch:
-    """A kernel and its arguments after the first, which are tensors and the seed of dropout.
+    """A kernel and its constant arguments; the arguments of a call are tensors and the seed of dropout.
 
     early: its programs may start before the previous kernel has ended, and wait for it themselves (Hopper).
-    cooperative: its programs wait for one another, so all of them must run at a time.
+    cooperative: its programs wait for one another, so all of them must run at the same time.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ Arguments = tuple[Any, ...]
 class Program:
     """The launches of one call, in order, and the workspace that they share.
 
-    inputs: names of the tensors that `run` is given; "seed" names its number. workspace: float32 numbers of each
-    piece; in place of one without any, which no launch reads, lse is given. Once compiled, launches are given
-    addresses, each looked up once: for a tensor, Triton would ask the driver for its address, and tensors for pieces
-    would take longer.
+    inputs: names of the tensors that are passed to `run`; "seed" is the name of its number. workspace: the number of
+    float32 values of each buffer; for an empty buffer, which no launch reads, lse is passed. Once compiled, launches
+    are called with addresses, each looked up once: for a tensor, Triton would ask the driver for its address, and
+    creating tensors for the buffers would take longer.
     """
 
     def __init__(

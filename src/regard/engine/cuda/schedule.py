@@ -1,7 +1,7 @@
-"""A pass of a plan, cut into blocks of exactly B keys: what a kernel reads.
+"""A pass of a plan, cut into blocks of exactly B keys, as a kernel reads it.
 
 The progressions of a tile are cut every B keys; the remainders are concatenated and cut again, so that a block may
-hold keys of up to three progressions and only the last block of a tile can have empty places. Full blocks (B keys
+hold keys of up to three progressions and only the last block of a tile can have empty columns. Full blocks (B keys
 that every query of the tile may attend to) come first and need no mask; all others are masked. A tile with very many
 blocks is cut into items that write partial results, which are added in order afterwards: no atomics, the same bits
 every time.
@@ -38,7 +38,7 @@ TARGET_ITEMS = 64  # items per head that keep a GPU busy: a tile with more block
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Device arrays of one pass. Place c of a block holds a + b·c, by the last segment that has begun at c."""
+    """Device arrays of one pass. Column c of a block holds a + b·c of the last segment that begins at or before c."""
 
     pattern: Pattern  # what is to be tested in a masked block
     items: Tensor  # (w, 8): first, step, count of the tile; first block, first masked block, end; partial slot or −1
@@ -61,7 +61,7 @@ class Schedule:
 
 
 class _Sides(NamedTuple):
-    """Where queries are, and whether tiles are of keys."""
+    """The positions of the queries, and whether tiles are of keys."""
 
     start: int
     step: int
@@ -77,7 +77,8 @@ class _Sides(NamedTuple):
 def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> Schedule:
     """Cut the parts of each tile into blocks and order the items by length, longest first.
 
-    config.lines: by queries, blocks that a straight line cuts have marks of their own, for kernels that know them.
+    config.lines: in passes by queries, blocks that a straight line cuts have separate marks, for kernels with that
+    test.
     """
     block, lined = config.block, config.lines
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
@@ -115,7 +116,8 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
 
 
 def repeated(work: Schedule, times: int, apart: int) -> Schedule:
-    """The schedule of `times` sequences, each `apart` from the next, as one long sequence; items are unchanged."""
+    """The schedule of `times` sequences, each `apart` positions after the previous one, as one long sequence; items
+    are unchanged."""
     shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
     blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
     blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)
@@ -139,7 +141,7 @@ def _kinds(one: Pass, segs: Ints, block: int, sides: _Sides) -> Ints:
 def _marks(
     one: Pass, pattern: Pattern, segs: Ints, block: int, sides: _Sides, lined: bool
 ) -> tuple[Ints, tuple[Free, Free]]:
-    """What is to be tested in each block, 0 in full ones; and the places that are free of a bound."""
+    """What has to be tested in each block, 0 in full ones; and the columns that are exempt from a bound."""
     nowhere = NO_KEY_FREE, NO_KEY_FREE
     if not len(segs):
         return np.zeros(0, dtype=np.int64), nowhere
@@ -148,14 +150,14 @@ def _marks(
     cut = np.bitwise_or.reduceat(np.where(segs[:, 1] == FULL, 0, marks(found, i, j)), first)
     short = np.add.reduceat(segs[:, 6], first) < block
     if sides.by_keys or not lined or found is None or found.only is not None:
-        return np.where(short & (cut == 0), 1, cut), nowhere  # empty places are hidden by either test
+        return np.where(short & (cut == 0), 1, cut), nowhere  # empty columns are hidden by either test
     alone = np.diff(first, append=len(segs)) == 1
     i, j = (Run(x.first[first], x.step[first], x.count[first]) for x in (i, j))
     return lines(found, cut, i, j, alone, short)
 
 
 def _all_marks(marks: Ints, alone: bool) -> int:
-    """Every mark that occurs; 8: of one block, both bounds. Runs of dq are filled up with empty blocks, marked 1."""
+    """Every mark that occurs; 8: both bounds in one block. Runs of dq are filled up with empty blocks, marked 1."""
     each = int(np.bitwise_or.reduce(marks, initial=0))
     return each | (8 if (marks & 3 == 3).any() else 0) | (0 if alone else 1)
 
@@ -178,7 +180,7 @@ def _joined(tile: Ints, parts: Ints) -> tuple[Ints, Ints]:
 
 
 def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
-    """Segments (tile, block of the tile, place, first, step, count) of concatenated parts, tile by tile."""
+    """Segments (tile, block of the tile, first column, first, step, count) of concatenated parts, tile by tile."""
     if not len(parts):
         return np.zeros((0, 6), dtype=np.int64)
     counts = parts[:, 2]
@@ -198,7 +200,7 @@ def _cut(tile: Ints, parts: Ints, block: int) -> Ints:
     final = np.append(at[1:] != at[:-1], True)
     at, part = at[final], part[final]
     end = begin + counts
-    inside = at < end[part]  # not in the empty places after the last part of a tile
+    inside = at < end[part]  # not in the empty columns after the last part of a tile
     at, part = at[inside], part[inside]
     count = np.minimum(end[part], (at // block + 1) * block) - at
     first = parts[part, 0] + parts[part, 1] * (at - begin[part])
@@ -222,7 +224,7 @@ def _at_most_three(segs: Ints, block: int) -> Ints:
 
 
 def _cut_whole(tile: Ints, parts: Ints, block: int) -> tuple[Ints, Ints]:
-    """Segments of the blocks that one part fills, and what is left (tile, first, step, count), by tile and key.
+    """Segments of the blocks that one part fills, and the remainders (tile, first, step, count), by tile and key.
 
     A window is cut from its first key on, so that a bound cuts two of its blocks and all others are full.
     """
@@ -298,7 +300,7 @@ class DevicePasses:
 
     @property
     def apart(self) -> bool:
-        """Whether there are several that may run at the same time: each writes other rows, and one at most parts."""
+        """Whether several passes may run at the same time: each writes different rows, at most one writes parts."""
         return len(self.steps) > 1 and not self.joins and sum(step.work.slots > 0 for step in self.steps) <= 1
 
 
@@ -332,7 +334,7 @@ def device_passes(
 def _kept_passes(
     where: tuple[Pattern, int, int], size: tuple[int, int], tile: int, by_keys: bool
 ) -> Iterator[tuple[Pass, Pattern | None]]:
-    """The passes of a plan without conditions on the tile's own members, and those conditions.
+    """The passes of a plan without the conditions on a tile's own members, and those conditions.
 
     `window(128) - every(64)` by tiles of keys is a window of which every 64th key is computed and discarded:
     otherwise each block would need a mask for a key or two, which costs more than computing those keys.

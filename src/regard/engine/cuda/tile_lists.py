@@ -1,9 +1,9 @@
 """Tiles and blocks as lists of members: of short calls, and of grids.
 
 Both sides of the gradients of a short call, for one launch. A plan of few pairs may have several passes, each a
-launch. Where the GPU waits for the CPU, the number of launches counts, not the work: so members with the same
-partners share a tile, whatever their positions are, found in the table of allowed pairs. No atomics: each gradient is
-written once, by the program that adds it up.
+launch. If the GPU waits for the CPU, the number of launches matters, not the work. So members with the same partners,
+found in the table of allowed pairs, share a tile, whatever their positions are. No atomics: each gradient is written
+once, by the program that sums it.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from ..parts import row_steps
 from .mask import NO_KEY_FREE
 from .schedule import BEGINS, ITEM, WIDTH, DevicePass, DevicePasses, Schedule
 
-EMPTY_PLACE = -1  # marks an empty place in a tile or a block
+EMPTY_PLACE = -1  # marks an empty entry of a tile or a block
 HEAVY = 1.5  # members with so many times the median number of partners get tiles of their own
 
 Table = NDArray[np.bool_]
@@ -33,14 +33,14 @@ Table = NDArray[np.bool_]
 
 @lru_cache(maxsize=256)
 def tables(
-    pattern: Pattern, size: tuple[int, int], place: tuple[int, int], tile: tuple[int, int], device: torch.device
+    pattern: Pattern, size: tuple[int, int], offset: tuple[int, int], tile: tuple[int, int], device: torch.device
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:  # fmt: skip
-    """Items, members and blocks of the tiles of keys, then of those of queries; and how many are of keys.
+    """Items, members and blocks of the tiles of keys, then of the tiles of queries; and the number of tiles of keys.
 
-    size: n, m. place: start, step of the queries. tile: members of a tile, of a block.
+    size: n, m. offset: start, step of the queries. tile: members of a tile, of a block.
     """
-    (n, m), (_, step) = size, place
-    allowed = pattern.allowed(n, m, place, torch.device("cpu")).numpy()
+    (n, m), (_, step) = size, offset
+    allowed = pattern.allowed(n, m, offset, torch.device("cpu")).numpy()
     keys = tile_lists(np.ascontiguousarray(allowed.T), row_steps(pattern, step, True), *tile)
     queries = tile_lists(allowed, row_steps(pattern, step, False), *tile)
     queries.items[:, 3:6] += len(keys.blocks)
@@ -51,7 +51,7 @@ def tables(
 
 
 class TileLists(NamedTuple):
-    """Tiles, the longest first. Of the blocks of a tile, those allowed for every member come first."""
+    """Tiles, the longest first. In a tile, blocks that are allowed for every member come first."""
 
     items: Ints  # (t, 8), as in Schedule; the members of a tile are listed, and no tile is split
     members: Ints  # (t, R)

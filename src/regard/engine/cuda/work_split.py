@@ -1,7 +1,7 @@
 """The blocks of a schedule, assigned to the programs of the Hopper kernels.
 
-Whole tiles, where that balances the load. By keys, a tile that very many queries may attend to is cut into pieces, at
-the same rows as other tiles; the results of its pieces are added in order afterwards.
+Tiles are assigned whole where that balances the load. In a pass by keys, a tile that very many queries may attend to
+is cut into pieces, at the same rows as other tiles; the results of its pieces are added in order afterwards.
 """
 
 import heapq
@@ -25,7 +25,7 @@ MAX_CHAINED = 1 << 20  # the same of chained passes: 48 MiB
 PIECE = 8  # blocks of one piece of a split tile
 MEMBERS = 64  # of a full block of the kernels for Hopper
 CACHE = 40 << 20  # bytes of the GPU's second-level cache (50 MiB on an H200) that chained passes may use
-MAX_POSITION = 1 << 28  # the kernels take larger positions for "no bound"
+MAX_POSITION = 1 << 28  # the kernels treat larger positions as "no bound"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ def split_work(
     dynamic_share: float = 0.0,
     backwards: bool = False,
 ) -> WorkSplit:
-    """Assign the blocks to the programs of a head; `programs` of all heads run at a time.
+    """Assign the blocks to the programs of a head; `programs` programs of all heads together run at the same time.
 
     A tile, or a piece of it where tiles are split, is one run of blocks, repeated for each query head of a group.
     multiple: empty blocks are added until the length of each program's run is a multiple of it.
@@ -121,10 +121,10 @@ def _whole_tiles(size: Ints, program_of: Ints, backwards: bool) -> Ints:
 
 
 def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles_each: int) -> Ints:
-    """The program of each tile: in this order, each goes to the program with the least work; finishing a tile counts
-    as a block. The last are the dynamic share.
+    """The program of each tile: in this order, each tile is assigned to the program with the least work so far, where
+    finishing a tile counts as one block. The last tiles are the dynamic share.
 
-    With the longest first, of equal ones program p of k takes p, p + k, ….
+    If tiles are sorted by length and equally long, program p of k gets tiles p, p + k, ….
     """
     load = [(0, p) for p in range(programs)]
     assigned = np.searchsorted(np.cumsum(size[order] + 1), (1 - dynamic_share) * (size + 1).sum())
@@ -140,8 +140,8 @@ def _in_turn(order: Ints, size: Ints, programs: int, dynamic_share: float, tiles
 def _in_rounds(size: Ints, programs: int, dynamic_share: float, tiles_each: int, backwards: bool) -> Ints:
     """The same for tiles of residue classes: those of one class share all their keys, so they run at the same time.
 
-    Of each round of as many tiles as programs, the longest goes to the program with the least work. The last are the
-    dynamic share.
+    A round has as many tiles as there are programs; its longest tile is assigned to the program with the least work.
+    The last tiles are the dynamic share.
     """
     order = np.arange(len(size))[:: -1 if backwards else 1]
     program_of, load = np.zeros(len(size), dtype=np.int64), np.zeros(programs, dtype=np.int64)
@@ -193,26 +193,31 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
     return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
 
 
-# Passes of gradients that go on from earlier ones, in one launch: the tiles of all passes of a stretch of rows run at
-# nearly the same time, so that its rows are read from memory once and then from the cache. Before a tile adds to what
-# earlier passes have written, it waits until all their tiles of its stretch are. There is no deadlock: all programs
-# run at a time, each visits its tiles in the one order that all tiles have, and a tile waits for earlier ones only.
+# Chained passes: gradient passes that continue from earlier ones, in one launch. The rows are divided into sections
+# ("stretches"). The tiles of all passes over one section run at nearly the same time, so that its rows are read from
+# memory once and then from the cache. Before a tile adds to what earlier passes have written, it waits until all
+# their tiles of its section have been written. There is no deadlock: all programs run at the same time, each visits
+# its tiles in one common order, and a tile waits only for earlier ones.
 
 
 def chain(
-    route: DevicePasses, layouts: tuple[Layout, ...], place: tuple[int, int], by_keys: bool, programs: int
+    route: DevicePasses,
+    layouts: tuple[Layout, ...],
+    query_offset: tuple[int, int],
+    by_keys: bool,
+    programs: int,
 ) -> tuple[DevicePass, tuple[Layout, ...], int] | None:
-    """All passes of all heads as one, the layouts of flattened heads, and the number of stretches; None where one
-    launch cannot hold them, or the cache does not. place: start, step of the queries.
+    """All passes of all heads as one, the layouts of flattened heads, and the number of sections; None if one launch
+    cannot contain them, or if a section does not fit into the cache. query_offset: start, step.
 
-    Words 2 to 6 of a block: the most that a row may be past its place for the pair to be allowed, that a place may be
-    past its row; the counter of its tile, what that must have reached, whether a later tile waits for this one.
+    Words 2 to 6 of a block: by how much a row may at most exceed its column for the pair to be allowed, and a column
+    its row; the counter of its tile, the value that this must have reached, and whether a later tile waits for it.
     """
     b, h, n, d = layouts[0].shape
     long = as_one_head(layouts)
     if long is None or not route.joins:
         return None
-    tables = [_by_lines(step, place, n, by_keys) for step in route.steps]
+    tables = [_by_lines(step, query_offset, n, by_keys) for step in route.steps]
     table = np.concatenate(tables)
     if not all(map(len, tables)) or b * h * len(table) > MAX_CHAINED:
         return None
@@ -249,11 +254,11 @@ def chain(
     return DevicePass(work, None, True, False), long, times * count
 
 
-def _by_lines(step: DevicePass, place: tuple[int, int], n: int, by_keys: bool) -> Ints:
-    """The blocks of a pass, with the words that say which pairs are allowed; none where such words cannot say it.
+def _by_lines(step: DevicePass, query_offset: tuple[int, int], n: int, by_keys: bool) -> Ints:
+    """The blocks of a pass, with the words that define the allowed pairs; none if such words cannot define them.
 
-    A short block ends its progression. It is filled up where there are rows: the words hide them, so that its end
-    needs no test.
+    A short block ends its progression. If there are more rows, it is filled up with them: the words hide those rows,
+    so that the end of the block needs no test.
     """
     work, found, table = step.work, band(step.work.pattern), step.work.blocks.cpu().numpy().astype(np.int64)
     if found is None or not (found.low is found.high is found.only is step.keep is None):
@@ -264,7 +269,7 @@ def _by_lines(step: DevicePass, place: tuple[int, int], n: int, by_keys: bool) -
     block = Run(table[:, 0], table[:, 1], table[:, 8])
     tile = Run(table[:, 10], table[:, 11], table[:, 9] >> 8 & 255)
     i, j = (block, tile) if by_keys else (tile, block)
-    distance, hop = place[0] + place[1] * i.first - j.first, place[1] * i.step
+    distance, hop = query_offset[0] + query_offset[1] * i.first - j.first, query_offset[1] * i.step
     if ((hop != j.step) & (table[:, 9] & 247 != 0)).any():
         return table[:0]
     far = ((FAR if found.before is None else found.before) - distance) // hop
@@ -277,7 +282,7 @@ def _by_lines(step: DevicePass, place: tuple[int, int], n: int, by_keys: bool) -
 
 
 def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
-    """The stretch of each row, and how many there are: no tile has rows of two."""
+    """The section ("stretch") of each row, and the number of sections: no tile has rows of two of them."""
     first = tiles[:, 10]
     last = first + tiles[:, 11] * ((tiles[:, 9] >> 8 & 255) - 1)
     begin, end = (np.bincount(x + 1, minlength=n + 1) for x in (first, last))
@@ -285,17 +290,19 @@ def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
     return cuts - 1, int(cuts[-1])
 
 
-# Global rows, whose few tiles have every key, beside tiles with few keys: in one launch, in the order of their keys,
-# both read a key from memory once. (Longformer: alone, global rows wait for memory, and the others for arithmetic.)
+# Global rows, whose few tiles have every key, together with tiles that have few keys: in one launch, in the order of
+# their keys, both read a key from memory once. (In Longformer's pattern, separate launches would be limited by memory
+# for the global rows and by arithmetic for the others.)
 
 
 def mix(
     route: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
 ) -> tuple[DevicePass, DevicePass, tuple[Layout, ...], WorkSplit] | None:
-    """Two passes that write other rows, the first in pieces that need no test: that one, the other with flattened
-    heads, which a kernel for both is compiled for, its layouts, and the blocks of both. None where they are not such.
+    """Two passes that write different rows, in one launch; the first is split into pieces that need no test.
 
-    Word 7 of a block is the slot of its piece, of all heads; −1: its tile is not split.
+    Returns the first pass, the second with flattened heads (the kernel for both is compiled for it), its layouts, and
+    the blocks of both; None if the passes are not of this kind. Word 7 of a block is the slot of its piece, over all
+    heads; −1: its tile is not split.
     """
     if not route.apart or len(route.steps) > 2:
         return None
@@ -336,7 +343,7 @@ def mix(
 
 
 def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
-    """All heads as one long sequence, where memory allows it."""
+    """All heads as one long sequence, if the memory layout allows it."""
     b, h, n, d = layouts[0].shape
     long = tuple(x._replace(shape=(1, 1, b * h * n, d)) for x in layouts)
     contiguous_heads = all(x.shape == layouts[0].shape and _heads_are_contiguous(x) for x in layouts)
@@ -346,7 +353,7 @@ def as_one_head(layouts: tuple[Layout, ...]) -> tuple[Layout, ...] | None:
 def flatten_heads(
     one: DevicePass, step: int, layouts: tuple[Layout, ...]
 ) -> tuple[DevicePass, tuple[Layout, ...]]:
-    """All heads as one long sequence, where mask and memory allow it; else the pass and layouts as they are.
+    """All heads as one long sequence, if mask and memory layout allow it; otherwise the pass and layouts unchanged.
 
     With 16 heads and 396 programs a head has 24 programs, and 12 are idle. Flattened, every program has work and the
     long tiles of all heads start first. Row r of head h becomes row h·n + r, and so does its position in the mask.

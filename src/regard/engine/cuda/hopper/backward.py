@@ -2,8 +2,9 @@
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
-A program runs through the blocks of many tiles. While a block is multiplied and weighed, the next one is copied to
-the other half of a ring; the rows of the next tile are copied as soon as the last scores of this one are made.
+A program processes the blocks of many tiles. While the products and weights of a block are computed, the next block
+is copied to the other half of a ring buffer; the rows of the next tile are copied as soon as the last scores of this
+tile are computed.
 """
 
 from .forward import (
@@ -76,7 +77,7 @@ def _two(KIND: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _fetch_queries(tile, Q, DO, O, LSE, LSE2, DELTA, BLOCKS, t, q_n, do_n, o_n, S: gl.constexpr):
-    """Start to copy q, do, o and lse of the tile of block t; for o and lse, what an earlier pass made of them."""
+    """Start to copy q, do, o and lse of the tile of block t; instead of o and lse, what an earlier pass derived."""
     qs, dos, os, lses, deltas = tile
     x = _of_tile(BLOCKS, t, gl.SliceLayout(1, S.LOAD), S)
     flat = _of_tile(BLOCKS, t, S.FLAT, S)
@@ -112,7 +113,7 @@ def _open(tile, DLSE, LSE2, DELTA, BLOCKS, t, start, step, S: gl.constexpr):
 
 @gluon.jit
 def _lines(row, LISTS, S: gl.constexpr):
-    """What the pairs of a block are hidden by where passes are chained; of a listed block, where its list is."""
+    """If passes are chained, the bounds that hide pairs of a block; for a listed block, the address of its list."""
     if S.CHAINED:
         return _spot(row, 0, LISTS, S)
     elif S.spread is not None:
@@ -132,7 +133,7 @@ def _rows_of(row, flat, LISTS, S: gl.constexpr):
 
 @gluon.jit
 def _visit_keys(state, t, last, tile, here, other, given, S: gl.constexpr):
-    """Block t, whose keys and values lie `here`, joins dq; the next is copied to the other half of the ring."""
+    """Add block t, whose keys and values are in `here`, to dq; the next is copied to the other half of the ring."""
     dq, lse2, delta, first, hop, mark, ahead, coming, lines, pending = state
     qs, dos = tile[0], tile[1]
     ks, vs, noted = here
@@ -241,8 +242,8 @@ def hopper_dq(
         awaited(lo)
 
 
-# dk and dv: tiles of keys, blocks of queries. Where programs share a tile, each stores its part, and the parts are
-# added in order: no atomics, the same bits every time. The next launch adds them, if there is one; else sum_kernel.
+# dk and dv: tiles of keys, blocks of queries. If programs share a tile, each stores its part, and the parts are added
+# in order: no atomics, the same bits every time. The next launch adds them, if there is one; otherwise sum_kernel.
 
 
 @gluon.jit(noinline=True)
@@ -285,7 +286,7 @@ def _add_parts(
 
 @gluon.jit
 def _hide_rows(scores, noted, marks, lines, bits, first, hop, S: gl.constexpr):
-    """−∞ for pairs that are not allowed; scores are (keys, rows). Empty places hold zeros and add nothing."""
+    """−∞ for pairs that are not allowed; scores are (keys, rows). Empty columns hold zeros and add nothing."""
     MMA: gl.constexpr = scores.type.layout
     if S.CHAINED:
         return hide_past_lines(scores, marks, lines)
@@ -306,9 +307,9 @@ def _hide_rows(scores, noted, marks, lines, bits, first, hop, S: gl.constexpr):
 
 @gluon.jit
 def _fetch_rows(place, row, word, c, flat, given, S: gl.constexpr, WAITS: gl.constexpr = False):
-    """Start to copy q, do, lse and delta of a block of queries, zeros at its empty places; store their positions.
+    """Start to copy q, do, lse and delta of a block of queries, zeros for its empty columns; store their positions.
 
-    WAITS: for the kernel before, which makes lse and delta.
+    WAITS: wait for the previous kernel, which computes lse and delta.
     """
     qs, dos, lses, deltas, noted = place
     Q, DO, LSE2, DELTA, LISTS, q_h, q_n, do_h, do_n, n, start, step = given
@@ -350,7 +351,7 @@ def _close_keys(
 
 @gluon.jit
 def _visit_rows(state, t, last, ks, vs, here, other, rows, given, S: gl.constexpr):
-    """Block t, whose rows lie `here`, joins dk and dv; the next is copied to the other half of the ring."""
+    """Add block t, whose rows are in `here`, to dk and dv; the next is copied to the other half of the ring."""
     dk, dv, first, hop, mark, ahead, coming, lines, pending = state
     qs, dos, lses, deltas, noted = here
     K, V, DK, DV, PART, SLOTS, BLOCKS, LISTS, k_m, v_m, dk_m, bh, all_heads, scale, scale2 = given

@@ -32,16 +32,16 @@ warpgroup_mma_wait = hopper.warpgroup_mma_wait
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.9, 3.6
 
 # Marks of a block: 1, 2 its lower, upper bound is to be tested, 4 every pair, 8 begins a tile; the others: see lines.
-# Where passes are chained, 1 is: it has empty places.
+# If passes are chained, mark 1 means that the block has empty columns.
 BEGINS, FAR = gl.constexpr(8), gl.constexpr(1 << 30)
 
 
 @gluon.jit
 def _row(BLOCKS, t, S: gl.constexpr):
-    """The words of block t: up to three segments, their end, first row and step of its tile; and its marks. Where
-    passes are chained, in place of a second segment: the largest differences of row and place and of place and row.
+    """The words of block t: up to three segments, their end, first row and step of its tile; and its marks. If passes
+    are chained, instead of a second segment: the largest differences row − column and column − row.
 
-    Read two blocks ahead: a load waits behind the copies in flight.
+    Read two blocks ahead, because a load waits behind the copies in flight.
     """
     at = BLOCKS + t * 12
     a = gl.load(at)
@@ -73,7 +73,7 @@ def _of_tile(row, marks, LAYOUT: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def _keys(row, c, past, SEGMENTS: gl.constexpr):
-    """The keys at places c of a block, and `past` at its empty places."""
+    """The keys in columns c of a block, and `past` in its empty columns."""
     a, b, c1, a1, b1, c2, a2, b2, end, _, _ = row
     j = a + b * c
     if SEGMENTS > 1:
@@ -85,8 +85,8 @@ def _keys(row, c, past, SEGMENTS: gl.constexpr):
 
 @gluon.jit
 def _note(noted, row, marks, flat, S: gl.constexpr):
-    """Store what the keys of a block are tested by, one number per key: its bound; the key itself, −1 at empty
-    places, if both bounds or every pair are tested."""
+    """Store what the keys of a block are compared with, one number per key: its bound; or the key itself, −1 in empty
+    columns, if both bounds or every pair are tested."""
     if not S.CHAINED and (S.MARKS & 7) != 0 and (marks & 7) != 0:
         j = _keys(row, flat, -1, S.SEGMENTS)
         if S.allowed is not None:
@@ -165,7 +165,7 @@ def _faded(acc, fade):
 
 @gluon.jit
 def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
-    """The weights of a block, how far earlier ones fade, and the running base (of exponents of 2) and sums."""
+    """The weights of a block, the factor for earlier ones, and the running base (of exponents of 2) and sums."""
     gl.static_assert(scores.shape[0] == 64 and scores.shape[1] == 64)  # 32 scores a thread
     flag = gl.full(scores.shape, 0, gl.int32, layout=scores.type.layout) + begins.to(gl.int32)
     scale = gl.full(scores.shape, 0.0, gl.float32, layout=scores.type.layout) + scale2
@@ -183,8 +183,8 @@ def _weigh(scores, top, total, begins, scale2, KIND: gl.constexpr):
 
 @gluon.jit
 def _pairs(weights):
-    """Weights two by two, as registers hold them: (rows, keys) → (rows, keys / 2). Carried through a loop one by one,
-    they would be taken apart and put together again for each block."""
+    """Weights in pairs, as registers hold them: (rows, keys) → (rows, keys / 2). As single loop variables they would
+    be unpacked and packed again for each block."""
     x = gl.inline_asm_elementwise(
         "{ mov.b32 $0, $2; mov.b32 $1, $2; }", "=r,=r,r", [weights], gl.int32, True, 2
     )
@@ -216,13 +216,13 @@ def _mine(first, hop, count, start, step, LAYOUT: gl.constexpr, S: gl.constexpr)
 
 @gluon.jit
 def _log2(x):
-    """log₂ x by the unit that makes exp2, in one step instead of twenty; off by 2⁻²² (PTX), of it or of 1."""
+    """log₂ x in one instruction instead of twenty; its error is at most 2⁻²², relative or absolute (PTX)."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
 def _reciprocal(x):
-    """1 / x; PTX grants one unit in the last place."""
+    """1 / x, with an error of at most one unit in the last place (PTX)."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
 
 
@@ -238,7 +238,7 @@ def _put_part(PART, at, value, R: gl.constexpr):
 
 @gluon.jit
 def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, step, o_n, S: gl.constexpr):
-    """Write o and lse of the tile of block t, or a part of them, through shared memory that nothing else uses now."""
+    """Write o and lse of the tile of block t, or a part of them, through shared memory that is not in use now."""
     PART_O, PART_LSE, SLOTS, bh, all_heads = parts
     count = (marks >> 8) & 255
     if S.ACCUMULATES:
@@ -274,9 +274,9 @@ def _close(O, LSE, parts, t, place, first, hop, marks, acc, top, total, start, s
 
 @gluon.jit
 def _store(X, place, x, mine, stride, fade, joins, S: gl.constexpr):
-    """Rows x of X ← what lies in shared memory; where this pass goes on from earlier ones, + fade · what they hold.
+    """Rows x of X ← the rows in shared memory; if this pass continues from earlier ones, + fade · their results.
 
-    fade: None is 1. joins: 0 where this tile goes on from none. What earlier passes left has the dtype of X.
+    fade: None is 1. joins: 0 if this tile continues from none. The results of earlier passes have the dtype of X.
     """
     at = X + (x * stride)[:, None] + gl.arange(0, S.D, layout=gl.SliceLayout(0, S.LOAD))[None, :]
     value = place.load(S.LOAD)
@@ -290,10 +290,11 @@ def _store(X, place, x, mine, stride, fade, joins, S: gl.constexpr):
 
 @gluon.jit
 def _addresses(X, x, D: gl.constexpr):
-    """Of rows of D numbers that begin x numbers after X.
+    """Addresses of rows of D numbers that begin x numbers after X.
 
-    Of a row of 128 a thread reads two pieces, 64 apart: that is part of the copy's own instruction, if the address of
-    the first is not taken to pieces. The compiler would; so that is PTX. (Of a row of 64 a thread reads one.)
+    Of a row of 128 numbers a thread reads two pieces, 64 apart. That offset can be part of the copy instruction if
+    the address of the first piece is one value; the compiler would split it, so it is computed in PTX. (Of a row of
+    64 a thread reads one piece.)
     """
     LOAD: gl.constexpr = x.type.layout.parent
     if D == 64:
@@ -317,7 +318,7 @@ def _addresses(X, x, D: gl.constexpr):
 
 @gluon.jit
 def _within(rows, S: gl.constexpr):
-    """Which numbers of these rows to copy: of those that are True, as many as heads are wide."""
+    """Which numbers to copy: of the rows that are True, as many as heads are wide."""
     if S.d == S.D:
         return rows[:, None]
     else:
@@ -326,14 +327,14 @@ def _within(rows, S: gl.constexpr):
 
 @gluon.jit
 def _copy(place, X, x, stride, S: gl.constexpr):
-    """Start to copy rows x of X; zeros, and nothing is read, where x < 0 and past the width of a head."""
+    """Start to copy rows x of X; zeros, without reading, where x < 0 and beyond the width of a head."""
     fetch(place, _addresses(X, x * stride, S.D), mask=_within(x >= 0, S))
 
 
 @gluon.jit
 def _spot(row, c, LISTS, S: gl.constexpr):
-    """What a block's rows are found by: first, step and number if it is one segment, else the row of each place.
-    Where passes are chained, also what its pairs are hidden by; of a listed block, where its list is."""
+    """Where a block's rows are: first, step and number if it is one segment, else the row of each column. If passes
+    are chained, also the bounds that hide its pairs; for a listed block, also the address of its list."""
     if S.CHAINED:
         return row[0], row[1], row[8], row[2], row[3]
     elif S.spread is not None:
@@ -346,7 +347,7 @@ def _spot(row, c, LISTS, S: gl.constexpr):
 
 @gluon.jit
 def _copy_block(place, X, spot, stride, c, S: gl.constexpr):
-    """Start to copy the rows of a block, zeros at its empty places. Of one segment, a row is one multiplication."""
+    """Start to copy the rows of a block, zeros for its empty columns. For one segment, an address is one product."""
     if S.SEGMENTS == 1:
         rows = _addresses(X, spot[0] * stride + spot[1] * stride * c, S.D)
         fetch(place, rows, mask=_within(c < spot[2], S))
@@ -389,8 +390,8 @@ def hopper_forward(
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, o_b, o_h, o_n,
     heads, all_heads, group, n, start, step, scale2, S: gl.constexpr,
 ):  # fmt: skip
-    """Program p has chunk p // all_heads of one head. A pass that goes on from an earlier one starts before that has
-    ended, and waits for it where it reads its results."""
+    """Program p has chunk p // all_heads of one head. A pass that continues from an earlier one starts before that
+    has ended, and waits for it before reading its results."""
     bh = gl.program_id(0) % all_heads
     b, h = (bh // heads).to(gl.int64), (bh % heads).to(gl.int64)
     Q, O, LSE = Q + b * q_b + h * q_h, O + b * o_b + h * o_h, LSE + bh.to(gl.int64) * n

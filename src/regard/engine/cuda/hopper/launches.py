@@ -1,4 +1,4 @@
-"""The launches of the kernels for Hopper; with them Gluon is imported, in which they are written."""
+"""The launches of the kernels for Hopper; this module imports Gluon, the language of these kernels."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ from .backward import hopper_dkv, hopper_dq
 from .forward import hopper_forward
 from .static import hopper_static, keep
 
-# Of the work, kept for programs that finish early: those that share a multiprocessor differ in speed.
+# The share of the work that is kept for programs that finish early: programs on one multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
 
 
 def programs_per_multiprocessor(config: Config) -> int:
-    """By their registers."""
+    """How many programs fit on a multiprocessor, by their registers."""
     return 65536 // (32 * config.warps * (config.registers or 255))
 
 
@@ -29,7 +29,7 @@ def programs_at_a_time(config: Config, device: torch.device) -> int:
 
 
 def forward(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int]:
-    """Fills o and lse; the launches of each pass, and the largest number of parts of split tiles.
+    """Fills o and lse. Returns the launches of each pass, and the largest number of parts of split tiles.
 
     whole: these are all passes of the call.
     """
@@ -66,10 +66,10 @@ Flattened = list[tuple[DevicePass, DevicePass, tuple[Layout, ...]]]
 
 
 def _flattened(call: CallLayout, route: DevicePasses) -> Flattened:
-    """Each pass, the same with flattened heads where they can be, and the layouts of its tensors.
+    """Each pass, the same pass with flattened heads if possible, and the layouts of its tensors.
 
-    Where programs share tiles, heads are not flattened into one, so that programs of a head read the same rows at
-    the same time.
+    If programs share tiles, heads are not flattened, so that the programs of a head read the same rows at the same
+    time.
     """
     made: Flattened = []
     for step in route.steps:
@@ -81,7 +81,7 @@ def _flattened(call: CallLayout, route: DevicePasses) -> Flattened:
 def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DevicePass, Launches], int, int]:
     """Fills dq and, for dk and dv, lse2 (lse in base 2) and delta (Σ do ∘ o − dlse).
 
-    The launches of each pass, the numbers in the parts of split tiles of one, and how many counters there are.
+    Returns the launches of each pass, the size of the buffer for parts of split tiles, and the number of counters.
     """
     task, parts = call.task, 0
     config: Any = task.configs.hopper_dq
@@ -113,10 +113,10 @@ def dq(call: CallLayout, route: DevicePasses, whole: bool) -> tuple[dict[DeviceP
 
 
 def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]]:
-    """Fills dk and dv; also the workspace for the parts of split tiles.
+    """Fills dk and dv; also returns the workspace for the parts of split tiles.
 
-    Split tiles come first, unless a pass goes on from an earlier one: the next launch adds up their parts if it can,
-    else one of its own does.
+    Split tiles come first, unless a pass continues from an earlier one: the next launch adds up their parts if it
+    can, otherwise a separate launch does.
     """
     b, h_kv, m, d = call.tensors[1].shape
     config: Any = call.task.configs.hopper_dkv
@@ -154,8 +154,8 @@ def dkv(call: CallLayout, route: DevicePasses) -> tuple[Launches, dict[str, int]
 
 
 def _adds(steps: list[DevicePass], at: int) -> bool:
-    """Whether step `at` adds up what the one before has left in parts: it has programs, no parts of its own, and
-    writes other keys."""
+    """Whether step `at` adds up the parts that the previous one has left: it has programs, no parts of its own, and
+    writes different keys."""
     if not 0 < at < len(steps):
         return False
     before, work = steps[at - 1].work, steps[at].work

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are compiled for: sizes, layouts, the tests of a pattern, and steps in PTX."""
+"""The compile-time constants of the Hopper kernels (sizes, layouts, the tests of a pattern), and steps in PTX."""
 
 import struct
 from functools import lru_cache
@@ -14,15 +14,15 @@ from ..schedule import DevicePass
 
 gluon, gl, hopper = compat.gluon()
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.9, 3.6
-# Threads that copy one row, 16 bytes each at a time: with fewer, a thread computes fewer addresses.
+# The number of threads that copy one row, 16 bytes each at a time: with fewer, a thread computes fewer addresses.
 PER_ROW = 8
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for, S in the kernels: tiles and blocks of R members, heads of width d ≤ D.
+    """Compile-time constants, S in the kernels: tiles and blocks of R members, heads of width d ≤ D.
 
-    Layouts say which thread holds what: rows being copied, one number per key, scores, outputs; and rows in shared
-    memory.
+    Layouts define which thread holds which numbers: rows being copied, one number per key, scores, outputs; and the
+    layout of rows in shared memory.
     """
 
     lowest: Any  # i → the lower bound of its keys, if a block is tested by two bounds
@@ -41,7 +41,7 @@ class Static(NamedTuple):
     SCORES: Any
     OUT: Any
     SHARED: Any
-    ACCUMULATES: bool  # this pass goes on from the results of an earlier one
+    ACCUMULATES: bool  # this pass continues from the results of an earlier one
     COVERED: bool  # dq: an earlier pass has computed lse (base 2) and delta of all its rows
     below: Free = NO_KEY_FREE  # forward: places that no lower bound hides
     above: Free = NO_KEY_FREE
@@ -79,7 +79,7 @@ def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
 
 @lru_cache(maxsize=1024)
 def tests(pattern: Pattern) -> tuple[Any, ...]:
-    """What the kernel tests in a block that needs it, as in `Static`: two bounds, or else every pair."""
+    """What the kernel tests in a block that needs a test, as in `Static`: two bounds, or else every pair."""
     found = band(pattern)
     if found is None:
         return None, None, None, None, function("allowed", "i, j", expression(pattern), gluon.jit, {"gl": gl})
@@ -100,7 +100,7 @@ def tests(pattern: Pattern) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1024)
 def keep(pattern: Pattern | None) -> Any:
-    """Whether results of a query at i count: a pattern that reads i alone; None: all do."""
+    """Whether the results of a query at i are used: a pattern that depends on i alone; None: all are."""
     return None if pattern is None else function("keep", "i, j", expression(pattern), gluon.jit, {"gl": gl})
 
 
@@ -241,14 +241,15 @@ def let_next(x):
     return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
 
 
-# Several passes in one launch. A counter per stretch of rows holds the tiles of it that are written; a tile is
-# counted one block after it was written, when that is over. Where passes are not chained, these do nothing.
+# Several passes in one launch. A counter per section of rows holds the number of its tiles that are written; a tile
+# is counted one block after it was written, when the stores are complete. If passes are not chained, these do
+# nothing.
 
 
 @gluon.jit
 def chain_of(BLOCKS, t, S: gl.constexpr):
-    """Of the tile of block t: its counter, what that must have reached before results are read, 0 if there are none,
-    and whether other tiles wait for this one."""
+    """For the tile of block t: its counter, the value that this must have reached before earlier results are read (0
+    if there are none), and whether other tiles wait for this one."""
     if S.CHAINED:
         at = BLOCKS + t * 12
         return gl.load(at + 4), gl.load(at + 5), gl.load(at + 6)
@@ -263,7 +264,7 @@ def _counter(COUNTERS, at):
 
 @gluon.jit
 def wait_for(x, COUNTERS, at, count, S: gl.constexpr):
-    """x, once the counter has reached `count`: what its tiles have written is visible then."""
+    """x, after the counter has reached `count`: from then on, what its tiles have written is visible."""
     text: gl.constexpr = """{ .reg .pred p; .reg .b32 n;
         AGAIN: ld.acquire.gpu.global.b32 n, [$2]; setp.lt.s32 p, n, $3; @p bra AGAIN; mov.b32 $0, $1; }"""
     if S.CHAINED:  # noqa: SIM102 (decided when compiling, then when running)
@@ -292,8 +293,8 @@ def count_last_tile(COUNTERS, pending, S: gl.constexpr):
         count_tile(COUNTERS, pending, S)
 
 
-# Steps that single warps skip: in Gluon, all warps branch or none. A thread holds numbers of two rows: 0 and 1 of the
-# first, 2 and 3 of the second, 4 and 5 of the first again …
+# Steps that single warps can skip, in PTX, because in Gluon either all warps branch or none. A thread holds numbers
+# of two rows: 0 and 1 of the first, 2 and 3 of the second, 4 and 5 of the first again, and so on.
 
 # What a thread's weights of one row and block may sum up to before the base of the row moves.
 MAX_SUM = 4096.0
@@ -331,9 +332,9 @@ def weights_ptx(kind: str) -> tuple[str, str]:
 
         weights = 2 ** (scale · scores − base), rounded to `kind`;  sum ← fading · sum + Σ weights
 
-    The base of a row is the largest score it had when it last moved. It moves where a tile begins and where the sum
-    that a thread has of a block passes MAX_SUM (or is not a number). A warp without such a row looks for no largest
-    score, and nothing fades; the other rows of a warp keep their base: what a row gives depends on no other.
+    The base of a row is the largest score at its last update. It is updated where a tile begins, and where the sum
+    that a thread has over a block exceeds MAX_SUM (or is NaN). A warp without such a row skips the search for the
+    largest score and the rescaling; the other rows of a warp keep their base, so that no row depends on another.
     """
     half = SCORES // 2
     given = {x: half + (3 + at) * SCORES for at, x in enumerate(("score", "base", "sum", "begins", "scale"))}

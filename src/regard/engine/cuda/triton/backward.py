@@ -1,4 +1,4 @@
-"""The gradients, by the saved log-sum-exp: weights = exp(scores − lse), without a second softmax.
+"""The gradients, from the saved log-sum-exp: weights = exp(scores − lse), without a second softmax.
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
@@ -48,7 +48,7 @@ def dscores_of_keys(
     q, do, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, lse2, delta, bias, begins, latest, dropout,
     S: tl.constexpr,
 ):  # fmt: skip
-    """ds of the rows of a tile and the keys of block t, and that of the scaled products; those keys and rows of K."""
+    """ds of the rows of a tile and the keys of block t, ds of the scaled products, those keys, their rows of K."""
     j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
     products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
     v = rows_of(V, j, v_m, valid, S.d_v, S.DV, S.RAGGED or S.LENGTHS > 0, S.WIDE)
@@ -142,7 +142,7 @@ def _for_queries(pid, tensors, strides, tables, extras, sizes, S: tl.constexpr):
 
 @triton.jit
 def _visit_rows(k, v, dk, dv, u, rows, blocks, keys, extras, sizes, S: tl.constexpr):
-    """Block u of the rows of all heads of a group joins dk and dv.
+    """Add block u of the rows of all heads of a group to dk and dv.
 
     Scores are stored as (keys, rows), so that weights and ds are left factors without a transpose.
     """
@@ -253,7 +253,7 @@ def gradients_kernel(
     dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
     heads, all_heads, for_keys, n, start, step, scale, scale2, cap2, reach, below, boost, S: tl.constexpr,
 ):  # fmt: skip
-    """dq of tiles of queries, dk and dv of tiles of keys; of both sides, the first `for_keys` items are of keys."""
+    """dq of tiles of queries, dk and dv of tiles of keys; if of both, the first `for_keys` items are of keys."""
     pid = tl.program_id(0)
     first = for_keys * (all_heads // S.GROUP)
     tensors = Q, K, V, O, DO, LSE, DLSE, STATS, DQ, DK_OUT, DV_OUT, PART, FAR
@@ -305,13 +305,13 @@ def sum_kernel(
 
 # The gradient of a bias by distance: dtable[x] = Σ ds over the pairs with j − i = x, without float atomics.
 #
-# Each program handles many tiles and adds to a row of sums of its own; the rows are summed in order afterwards.
-# Distances at and past ±reach belong to the two ends of the table: they are sums over whole blocks, which the dq
+# Each program processes many tiles and adds to its own row of sums; the rows are summed in order afterwards.
+# Distances at and beyond ±reach belong to the two ends of the table: they are sums over whole blocks, which the dq
 # kernel has already computed, so blocks without a nearer pair are skipped here.
 #
-# Within a block the distance is x₀ + b·c − a·r for place c and row r. If a = b it is constant along diagonals: row r
-# is rotated by r places, and a diagonal becomes a column. Otherwise b/gcd(a, b) rows, or a/gcd(a, b) places, contain
-# no distance twice, so they can be added at once.
+# Within a block the distance is x₀ + b·c − a·r for column c and row r. If a = b it is constant along diagonals: row r
+# is rotated by r columns, and a diagonal becomes a column. Otherwise b/gcd(a, b) rows, or a/gcd(a, b) columns,
+# contain no distance twice, so they can be added at once.
 
 
 @triton.jit
@@ -323,7 +323,7 @@ def _gcd(a, b):
 
 @triton.jit
 def _add(SUMS, x, value, also, reach):
-    """SUMS[x] += value, for distances short of ±reach, none of which may come twice."""
+    """SUMS[x] += value, for distances within ±reach, none of which may occur twice."""
     in_tile = also & (x > -reach) & (x < reach)
     tl.debug_barrier()  # another thread may have written what this one reads
     tl.store(SUMS + x, tl.load(SUMS + x, mask=in_tile, other=0.0) + value, mask=in_tile)
@@ -331,7 +331,7 @@ def _add(SUMS, x, value, also, reach):
 
 @triton.jit
 def _diagonals(SUMS, ds, first, b, reach, R: tl.constexpr, B: tl.constexpr):
-    """Adds the sums along diagonals, which are b apart; `first` is the distance of row 0 and place 0."""
+    """Adds the sums along diagonals, which are b apart; `first` is the distance of row 0 and column 0."""
     a = tl.arange(0, R)[:, None]
     c = tl.arange(0, B)[None, :]
     turned = tl.gather(ds, (a + c) % B + a * 0, 1)
@@ -343,7 +343,7 @@ def _diagonals(SUMS, ds, first, b, reach, R: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _scatter(SUMS, ds, first, row_step, b, here, reach, R: tl.constexpr, B: tl.constexpr):
-    """Adds each ds at its distance, as many at once as have no distance twice."""
+    """Adds each ds at its distance, as many at once as have distinct distances."""
     a = tl.arange(0, R)[:, None]
     c = tl.arange(0, B)[None, :]
     x = first + b * c - row_step * a

@@ -1,6 +1,6 @@
 """o = softmax(scale · q kᵀ + bias) v over the blocks of a schedule: one program per tile of queries and head.
 
-The first half is what the Triton kernels share: items and blocks of a schedule, rows of tensors, bias, dropout.
+The first half is shared by the Triton kernels: items and blocks of a schedule, rows of tensors, bias, dropout.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ VARYING = ["heads", "all_heads", "n", "start", "reach", "seed", "below"]
 
 
 class Static(NamedTuple):
-    """What a kernel is compiled for, S in the kernels: tiles of R members, blocks of B, padded widths DK and DV."""
+    """Compile-time constants, S in the kernels: tiles of R members, blocks of B, padded widths DK and DV."""
 
     allowed: Any  # (i, j) → whether the pair is allowed
     R: int
@@ -36,7 +36,7 @@ class Static(NamedTuple):
     SEGMENTS: int = 1  # the largest number in any block
     RAGGED: bool = True  # some block needs a mask
     SPLIT: bool = False  # some tile is split into items, which write parts
-    ACCUMULATES: bool = False  # this pass goes on from the results of an earlier one
+    ACCUMULATES: bool = False  # this pass continues from the results of an earlier one
     LENGTHS: int = 0  # 1: where the keys of a batch row end is given; 2: where they begin and end
     CAPPED: bool = False  # the scores have a softcap
     BIAS: int = 0
@@ -55,7 +55,7 @@ class Static(NamedTuple):
 
 
 def static(pattern: Pattern, config: Config, call: CallLayout) -> Static:
-    """For a call of this layout. Products of float32 are IEEE's, unless PyTorch's own setting allows TF32."""
+    """The constants for a call of this layout. float32 products are IEEE's, unless PyTorch's setting allows TF32."""
     *_, d_k, d_v = call.sizes
     ieee = call.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
     sizes = config.tile, config.block, d_k, d_v, padded(d_k), padded(d_v)
@@ -79,7 +79,7 @@ def item_of(ITEMS, w):
 
 @triton.jit
 def tile_of(ITEMS, MEMBERS, w, start, step, S: tl.constexpr):
-    """The members of item w, which of them are there, their positions, those of the first and the last.
+    """The members of item w, which of them are valid, their positions, the first and the last position.
 
     Also the item's blocks (first, first masked, end) and slot.
     """
@@ -95,7 +95,7 @@ def tile_of(ITEMS, MEMBERS, w, start, step, S: tl.constexpr):
 
 @triton.jit
 def members(BLOCKS, t, S: tl.constexpr):
-    """The keys (or rows) at the places of block t, and which places are not empty."""
+    """The keys (or rows) in the columns of block t, and which columns are not empty."""
     c = tl.arange(0, S.B)
     if S.LISTED:
         x = tl.load(BLOCKS + t * S.B + c)
@@ -126,7 +126,7 @@ def ends(BLOCKS, t, S: tl.constexpr):
 
 @triton.jit
 def addresses(X, x, stride, D: tl.constexpr, WIDE: tl.constexpr):
-    """Pointers to rows x of X, (len(x), D); the product in 64 bits where 32 would overflow."""
+    """Pointers to rows x of X, (len(x), D); the product has 64 bits if 32 would overflow."""
     if WIDE:
         return X + (x.to(tl.int64) * stride)[:, None] + tl.arange(0, D)[None, :]
     else:
@@ -163,7 +163,7 @@ def store_rows(X, x, stride, value, valid, d: tl.constexpr, D: tl.constexpr, WID
 def _read(at):
     """Entries of the table, each read by the thread that holds the score.
 
-    An ordinary load of this shape would get a layout of its own, and force it on the softmax that follows.
+    An ordinary load of this shape would get another layout, and force it on the softmax that follows.
     """
     if INTERPRETED:
         return tl.load(at)
@@ -225,7 +225,7 @@ def limits_of(LIMITS, b, S: tl.constexpr):
 
 @triton.jit
 def within(valid, j, limits, S: tl.constexpr):
-    """valid, and where there are lengths also that key j is not hidden by them."""
+    """Whether key j is valid and, if there are lengths, not hidden by them."""
     if S.LENGTHS:
         valid = valid & (j < limits[1])
     if S.LENGTHS == 2:
@@ -235,7 +235,7 @@ def within(valid, j, limits, S: tl.constexpr):
 
 @triton.jit
 def keys_of(K, k_m, BLOCKS, t, limits, S: tl.constexpr):
-    """The keys of block t, which places hold one, and their rows of K."""
+    """The keys of block t, which columns hold one, and their rows of K."""
     j, valid = members(BLOCKS, t, S)
     valid = within(valid, j, limits, S)
     return j, valid, rows_of(K, j, k_m, valid, S.d_k, S.DK, S.RAGGED or S.LENGTHS > 0, S.WIDE)
@@ -243,7 +243,7 @@ def keys_of(K, k_m, BLOCKS, t, limits, S: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """By exp2, which leaves an error of 10⁻⁷; near 0 by its series, to have as small an error of x itself."""
+    """tanh from exp2, with an absolute error of 10⁻⁷; near 0 from its series, for a small relative error too."""
     z = x * x
     near = x * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
     return tl.where(z < 0.09, near, 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
@@ -251,10 +251,10 @@ def _tanh(x):
 
 @triton.jit
 def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors, S: tl.constexpr):
-    """Scores of pairs (i, j), −∞ where a pair is not allowed; the factor that is left to get them in base 2; and
-    their derivative by the scaled products, which is not 1 under a softcap.
+    """Scores of pairs (i, j), −∞ where a pair is not allowed; the remaining factor that converts them to base 2; and
+    their derivative with respect to the scaled products, which is not 1 under a softcap.
 
-    All of i, j, live and valid broadcast. live: within the lengths; valid: no empty place; masked: the block has
+    All of i, j, live and valid broadcast. live: within the lengths; valid: no empty column; masked: the block has
     pairs that are not allowed; near, far: the smallest and largest j − i of the block; factors: scale and softcap.
     """
     scale2, cap2 = factors
@@ -277,7 +277,7 @@ def masked_scores(products, i, j, live, valid, masked, near, far, bias, factors,
 
 @triton.jit
 def join(scores, unit, top, total, acc):
-    """The running softmax joined by these scores: the largest (base 2), the sum, the output so far; their weights."""
+    """The running softmax with these scores: the largest (base 2), the sum, the output so far; and their weights."""
     higher = tl.maximum(top, tl.max(scores, 1) * unit)
     base = tl.where(higher == -float("inf"), 0.0, higher)  # no allowed key so far: −∞ − (−∞) would be NaN
     weights = tl.exp2(scores * unit - base[:, None])
@@ -290,7 +290,7 @@ def _visit(
     q, K, V, BLOCKS, t, mid, r, i, limits, k_m, v_m, factors, top, total, acc, bias, begins, latest, dropout,
     S: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys joins the running softmax: top is the largest score so far (base 2), total the sum."""
+    """Update the running softmax with one block of keys; top is the largest score so far (base 2), total the sum."""
     j, valid, k = keys_of(K, k_m, BLOCKS, t, limits, S)
     products = tl.dot(q, tl.trans(k), input_precision=S.PRECISION)
     low, high = ends(BLOCKS, t, S)
@@ -360,9 +360,9 @@ def merge_kernel(
     keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d_v: tl.constexpr, DV: tl.constexpr,
     ACCUMULATES: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """SLICE rows of a split tile: their partial results, joined in order by their log-sum-exp.
+    """SLICE rows of a split tile: their partial results, merged in order by their log-sum-exp.
 
-    The loads of AHEAD of them do not wait for one another: as many as the registers hold.
+    The loads of AHEAD parts are in flight at the same time: as many as the registers hold.
     """
     AHEAD: tl.constexpr = 8
     if EARLY:  # started before the kernel that makes the parts has ended

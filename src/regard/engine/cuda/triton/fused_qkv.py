@@ -1,9 +1,9 @@
 """Short sequences: all scores of a head are one tile, so one program computes the head, forward or backward.
 
-The tensors come as a projection leaves them, the heads side by side, (b, n, h·d): queries at the start of a row
-of X, keys and values somewhere in a row of C, which may be X itself. Nothing is saved for the gradients but these;
-the weights are recomputed. So a training step reads q, k, v twice, writes o and the three gradients once, and the
-fused projection gets one fused gradient.
+The tensors have the layout of a projection's output, heads side by side, (b, n, h·d): queries at the start of a row
+of X, keys and values somewhere in a row of C, which may be X itself. Only these are saved for the gradients; the
+weights are recomputed. So a training step reads q, k, v twice, writes o and the three gradients once, and the fused
+projection gets one fused gradient.
 """
 
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class Static(NamedTuple):
 
 @triton.jit
 def _kept_pairs(SEED, rows, where, below, R: tl.constexpr, C: tl.constexpr):
-    """Which of C weights in each of R rows are kept; a Philox number of 128 bits decides for eight neighbors."""
+    """Which of C weights in each of R rows are kept; each 128-bit Philox number decides for eight neighbors."""
     r = rows[:, None] + tl.zeros((1, C // 8), tl.int32)
     c = tl.arange(0, C // 8)[None, :] + tl.zeros((R, 1), tl.int32)
     x, y, z, w = tl.philox(tl.load(SEED), c, r, c * 0 + where, c * 0, ROUNDS)
@@ -158,10 +158,10 @@ def _launch(
     kernel: Any, programs: int, tensors: tuple[Tensor, ...], own: bool, lengths: Tensor | None, seed: Tensor | None,
     options,
 ) -> None:  # fmt: skip
-    """Run a kernel over tensors, of which the first two are x and the context, or x again (own).
+    """Run a kernel on these tensors; the first two are x and the context, or x again (own).
 
-    Weights with a random 16-bit number below `below` are dropped; the others are multiplied by `boost`. Triton
-    compiles for the dtypes and for addresses that 16 divides, so those are part of the key.
+    Weights whose random 16-bit number is less than `below` are dropped; the others are multiplied by `boost`. Triton
+    specializes on dtypes and on addresses divisible by 16, so both are part of the key.
     """
     x, c = tensors[:2]
     tensors = *tensors, x if lengths is None else lengths, x if seed is None else seed
