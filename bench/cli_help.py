@@ -1,6 +1,6 @@
 """How long `regard --version`, `regard --help` and the help of each command take: the median of 11 processes.
 
-python bench/cli_help.py [RESULT.json]    # 0.4 s are allowed; run it on a quiet machine
+python bench/cli_help.py [RESULT.json]    # the limit is 0.4 s; run it on an idle machine
 """
 
 import json

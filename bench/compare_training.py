@@ -2,8 +2,8 @@
 
     python bench/compare_training.py OLD NEW [--rounds 12] [--threads 1] [--write]
 
-OLD and NEW are repository roots. Each has a worker process of its own that holds the models; the rounds alternate
-between the workers, and the order of the cases is shuffled in each round. Figures are medians of CPU time in
+OLD and NEW are repository roots. Each has its own worker process with the models; the rounds alternate between the
+workers, and the order of the cases is shuffled in each round. Figures are medians of CPU time in
 milliseconds; a ratio above 1 means that NEW is slower. Losses and decoded tokens of the two trees are compared first.
 """
 

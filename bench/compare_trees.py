@@ -1,11 +1,11 @@
-"""Two source trees on the CPU: the same calls in two processes that take turns, and the ratio of their times.
+"""Two source trees on the CPU: the same calls in two alternating processes, and the ratio of their times.
 
     python bench/compare_trees.py OLD NEW [--group main small bias documents] [--threads 2] [--rounds 15] [--write]
 
 OLD and NEW are folders that contain `src/regard`. For each case both workers build the same tensors, their results
-are compared, and then they run in short alternating rounds in random order. A ratio is new / old: of the medians,
-and of the minima, which a busy machine disturbs less. A row that seems more than 3 % slower is measured on, up to
-eight times as long; all its rounds count. With --threads 1 the clock is the CPU time of the process.
+are compared, and then they run in short alternating rounds in random order. A ratio is new / old: of the medians, and
+of the minima, which a busy machine disturbs less. A row that seems more than 3 % slower is measured further, up to
+eight times as long; all its rounds count. With --threads 1, CPU time of the process is measured.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What is lost when trained heads are lowered: digits, 5-fold cross-validation, a CNN and a ViT beside.
+"""What is lost when trained heads are lowered: digits, 5-fold cross-validation, with a CNN and a ViT as baselines.
 
     PYTHONPATH=src python bench/convolution_heads.py --score position dot --write
 
-For each fold: attention layers with quadratic heads started at shifts are trained (examples/digits_heads.py),
+For each fold: attention layers with quadratic heads, initialized at shifts, are trained (examples/digits_heads.py),
 lowered at tolerance 0.05, and tested before and after. With --baselines also a CNN, a vision Transformer, and the CNN
-lifted to attention, which trains on. About a minute a fold and score on an idle core; --folds 1 for one of them.
+lifted to attention and trained further. About a minute per fold and score on an idle core; --folds 1 runs one fold.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python bench/convolution_speed.py [--write]
 
-ratio = time of the attention / time of the lowered layer; forward, medians of interleaved rounds, after parity. The
-lifted form, which attends along rows and then along columns, is timed beside them.
+ratio = time of the attention / time of the lowered layer; forward, medians of interleaved rounds, after a check of
+equality. The lifted form, which attends along rows and then along columns, is timed as well.
 """
 
 import argparse

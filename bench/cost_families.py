@@ -4,8 +4,8 @@ One class of each family is built with the tiny configuration of its tests (`--t
 has; nothing is downloaded), runs on the CPU under torch.utils.flop_counter with attention as plain products, and is
 traced by `rg.cost` with the same inputs: a forward pass, whose FLOPs have to be equal and whose peak is compared with
 the profiler's allocator events, and a training step, for its memory. Mixtures of experts are traced with unknown
-scores: experts count at the routed number. Families run in processes of their own and are stored at once, so that an
-interrupted run goes on where it was.
+scores: experts count at the routed number. Each family runs in its own process and is stored at once, so that an
+interrupted run continues where it stopped.
 
     python bench/cost_families.py --tests ~/transformers --out bench/results/cost_families.jsonl
     python bench/cost_families.py --table > bench/results/cost_families.md
@@ -31,7 +31,7 @@ PREFERRED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaske
 
 
 def families() -> list[str]:
-    """The folders of transformers that have a modeling file, in random order: a part of them is a fair sample."""
+    """The folders of transformers that have a modeling file, in random order: any part of them is a fair sample."""
     import transformers
 
     root = Path(transformers.__file__).parent / "models"

@@ -1,12 +1,12 @@
-"""The constants of regard.costs.time, fitted to measured training steps; rows that were held out are compared apart.
+"""The constants of regard.costs.time, fitted to measured training steps; held-out rows are compared separately.
 
     PYTHONPATH=src:bench python3 bench/cost_fit.py --rows A.json B.json --held C.json [--cache work.json]
 
 The files are those of bench/cost_gpu.py (kinds `time` and `fit`): seconds of a step, of the host alone, and of all
-kernels where the profiler ran. Every model is drawn again by its seed and traced here; nothing of the held-out rows
-enters the fit. Minimized is the relative error of three times of each row: step, host and kernels. Errors beyond
-SCALE_OF_LOSS count linearly, for rows that something disturbed, and a weak prior (a factor of two) holds what few
-rows decide near today's constants. Host times are used only where the kernels do not keep the host waiting.
+kernels where the profiler ran. Every model is generated again from its seed and traced here; held-out rows do not
+enter the fit. The fit minimizes the relative error of three times of each row: step, host and kernels. Errors beyond
+SCALE_OF_LOSS count linearly, for rows that were disturbed, and a weak prior (a factor of two) keeps constants that
+only few rows determine near their present values. Host times are used only if the host does not wait for the kernels.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Are predicted memory and time of models, and plans, what a GPU measures? Generated models, priced where they run.
+"""Predicted memory, time and plans of generated models, compared with measurements on the GPU that runs them.
 
     PYTHONPATH=src:bench python3 bench/cost_gpu.py --seed 31 --out FOLDER [--kinds models,generation,plans,time,fit]
                                                    [--workers 7,2,7]
     PYTHONPATH=src:bench python3 bench/cost_gpu.py --report FOLDER      the tables
 
-Every model is drawn by the seed and priced with the libraries that then run it. Processes work side by side: those of
-`generation` never train, since a backward pass leaves a second workspace of cuBLAS behind; those of `plans` use
-expandable segments, as the printed programs do. Times are measured last, by one process alone; models of FIT_SEED are
-timed with `fit`, to which bench/cost_fit.py fits the constants of regard.costs.time; it also compares times where
-`time` ran without `models`, which traces. A plan holds if its code runs within the
-cap, and one more row per batch needs more than the planned share or does not run.
+Every model is generated from the seed and priced with the library versions that then run it. Processes run in
+parallel: those of `generation` never train, since a backward pass leaves a second cuBLAS workspace behind; those of
+`plans` use expandable segments, as the printed programs do. Times are measured last, by one process alone. The kind
+`fit` times the models of FIT_SEED, to which bench/cost_fit.py fits the constants of regard.costs.time; that script
+also compares times if `time` ran without `models`, which traces. A plan holds if its code runs within the cap, and
+one more row per batch needs more than the planned share or does not run.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 """What do kernels allocate while they run? The workspace of single operations on a GPU, and the choice of SDPA.
 
 `PYTHONPATH=src python3 bench/cost_kernels_gpu.py OUT.json`: for each operation the bytes at its peak beyond its
-results; for attention the kernel that PyTorch chooses, and what it saves. Facts for costs/trace/kernels.py.
+results; for attention also the kernel that PyTorch chooses, and what it saves. The numbers of costs/trace/kernels.py.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Is the predicted memory the memory used? Training steps and generation of generated models on the CPU.
+"""Predicted against measured memory: training steps and generation of generated models on the CPU.
 
 `PYTHONPATH=src:bench python3 bench/cost_memory.py --seed 25 --count 40 [--json OUT]` predicts and measures each; the
-profiler reports every allocation and release of the CPU allocator, also of temporaries inside kernels. Where a model
-decodes with a cache, also the forward pass, the prompt and the next token are compared.
+profiler reports every allocation and release of the CPU allocator, including temporaries inside kernels. For a model
+that decodes with a cache, the forward pass, the prompt and the next token are compared as well.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Models that no rule was tuned for, from a seeded generator, for bench/cost_memory.py and bench/cost_gpu.py.
+"""Random models from a seeded generator, which no rule was tuned on, for bench/cost_memory.py and bench/cost_gpu.py.
 
 Declarations over positions, grouped heads, patterns, norms, activations, dropout, tied or untied heads, and Hugging
 Face models with their own losses; in float32 or with bfloat16 autocast, checkpointed or not, with frozen parts.

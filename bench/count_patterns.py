@@ -1,10 +1,10 @@
-"""How long does an exact count take? All combinations of up to three words at n = 10⁶; the rule is 50 ms.
+"""How long does an exact count take? All combinations of up to three words at n = 10⁶; the limit is 50 ms.
 
     python bench/count_patterns.py [n]
     python bench/count_patterns.py --random 200 --seed 27 --out bench/results/count_random.json
 
-Parity first: each count equals the sum of its row counts. `--random`: compositions of up to 15 words with random
-numbers and periods, once at n = 10⁶; each is counted exactly or refused with the limit named, and at n = 97 its count
+First, each count is compared with the sum of its row counts. `--random`: compositions of up to 15 words with random
+numbers and periods, once at n = 10⁶; each is counted exactly, or an error names the limit, and at n = 97 its count
 equals the sum of its mask.
 """
 
@@ -108,7 +108,7 @@ def composed(rng: random.Random, words: int) -> Pattern:
 
 
 def time_random(count: int, seed: int, n: int) -> list[dict]:
-    """Processor seconds of one count of each pattern, the first time it is asked."""
+    """Processor seconds of the first count of each pattern."""
     rng, results = random.Random(seed), []
     for _ in range(count):
         words = rng.randrange(1, 16)

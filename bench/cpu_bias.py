@@ -1,6 +1,7 @@
-"""A bias by distance on a CPU: tiles with gradients by diagonals, beside SDPA with the bias gathered.
+"""A bias by distance on a CPU: tiles with gradients by diagonals, against SDPA with a gathered bias.
 
-ratio = time of SDPA (its math path, where the bias learns) / our time; medians of interleaved rounds. Parity first.
+ratio = time of SDPA (its math path, if the bias is trained) / our time; medians of interleaved rounds, after a check
+that the results are equal.
 
 PYTHONPATH=src python bench/cpu_bias.py --write
 """
@@ -23,7 +24,7 @@ from regard.position import ByDistance
 
 
 class Case:
-    """A table of 2n − 1 distances a head, and q, k, v, all of which learn."""
+    """A table of 2n − 1 distances per head, and q, k, v; all of them require gradients."""
 
     def __init__(self, n: int, pattern=None):
         torch.manual_seed(0)
@@ -37,7 +38,7 @@ class Case:
         return attention(*self.inputs, self.pattern, bias=ByDistance(self.table), backend="tiles")
 
     def theirs(self) -> Tensor:
-        """As a user would: gather, then let SDPA add. A bias that needs a gradient takes its math path."""
+        """As a user would: gather the bias and pass it to SDPA, whose math path runs if it needs a gradient."""
         bias = self.table[:, self.at]
         if not isinstance(self.pattern, full):
             bias = bias.masked_fill(~self.pattern.allowed(self.n), -torch.inf)
@@ -71,8 +72,8 @@ def time_group(rounds: int) -> list[dict]:
 
 
 def fixed_group(rounds: int) -> list[dict]:
-    """A bias by distance that does not learn (ALiBi slopes): `attention` beside SDPA with the bias gathered for each
-    call, as its distances change with the length, and beside SDPA with a bias that is there already."""
+    """A fixed bias by distance (ALiBi slopes): `attention` against SDPA with the bias gathered in each call, as its
+    distances change with the length, and against SDPA with a precomputed bias."""
     found = []
     slopes = ByDistance(slopes=2.0 ** -torch.arange(1, HEADS + 1))
     for n in (128, 256, 512, 1024, 2048):

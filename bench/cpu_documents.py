@@ -1,8 +1,9 @@
-"""What packing saves on a CPU: documents in one row, each for itself, beside masked and full SDPA over the whole row.
+"""What packing saves on a CPU: documents in one row, each computed separately, against masked and full SDPA.
 
-ratio = time of SDPA / our time, forward + backward; medians of interleaved rounds. Parity comes first.
+ratio = time of SDPA / our time, forward + backward; medians of interleaved rounds, after a check that results are
+equal.
 
-PYTHONPATH=src python bench/cpu_documents.py --write          (--busy on a machine with other work)
+PYTHONPATH=src python bench/cpu_documents.py --write          (--busy on a machine with other jobs)
 """
 
 import torch
@@ -25,7 +26,7 @@ N = 4096
 
 
 def drawn(low: int, high: int) -> list[int]:
-    """Lengths from low to high, evenly drawn, the last one cut to fill the row."""
+    """Lengths drawn uniformly from low to high; the last one is cut to fill the row."""
     found: list[int] = []
     while sum(found) < N:
         found.append(int(torch.randint(low, high + 1, (), generator=DRAWN)))
@@ -36,7 +37,7 @@ SETS |= {"of 16 to 400": drawn(16, 400), "of 1 to 40": drawn(1, 40)}
 
 
 class Packed(Case):
-    """Documents of one row, by `attention`; masked SDPA is given its mask, ours makes its own plan once."""
+    """Documents of one row with `attention`; masked SDPA gets a precomputed mask, ours plans once."""
 
     def __init__(self, pattern: Pattern, n: int):
         torch.manual_seed(0)

@@ -1,6 +1,7 @@
-"""What a sparse pattern saves on a CPU, beside PyTorch's SDPA with the mask and without any.
+"""What a sparse pattern saves on a CPU, against PyTorch's SDPA with the mask and without any.
 
-ratio = time of SDPA / our time, forward + backward unless said; medians of interleaved rounds. Parity comes first.
+ratio = time of SDPA / our time, forward + backward unless stated otherwise; medians of interleaved rounds, after a
+check that the results are equal.
 
 PYTHONPATH=src python bench/cpu_patterns.py --group main memory small growth density --write
 """
@@ -48,10 +49,10 @@ SMALL: tuple[Callable[[int], Pattern], ...] = (
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each function: median and spread over rounds in which all take turns, after one to warm up.
+    """Milliseconds of each function: median and spread over interleaved rounds, after one to warm up.
 
-    Each round has an order of its own: whoever follows a large call finds the caches and the heap as that left them,
-    and takes up to a sixth longer. In a fixed cycle that would always be the same function.
+    Each round has a random order: a function that runs after a large call finds the caches and the heap as that call
+    left them, and takes up to a sixth longer. In a fixed cycle that would always be the same function.
     """
     taken: dict[str, list[float]] = {name: [] for name in functions}
     order, draw = list(functions.items()), random.Random(0)
@@ -93,7 +94,7 @@ class Case:
         return (lambda: torch.autograd.grad(function(), self.inputs, self.out)) if self.grad else function
 
     def check(self) -> float:
-        """The largest difference from masked SDPA, outputs and gradients; past 1e-4 there is no benchmark."""
+        """The largest difference from masked SDPA, in outputs and gradients; above 1e-4 nothing is timed."""
         self.allowed = self.pattern.allowed(self.n)
         o, ref = self.ours(), self.masked()
         worst = float((o - ref).detach().abs().max())
@@ -174,7 +175,7 @@ def line(cases: list[tuple[Pattern, int]], rounds: int) -> list[dict]:
 
 
 def growth_group(rounds: int) -> list[dict]:
-    """The same density at growing n: a straight line in n² at one cost a pair."""
+    """The same density at growing n: linear in n² if every pair costs the same."""
     return line([(window(n // 64) | every(64), n) for n in (1024, 2048, 4096, 8192, 16384)], rounds)
 
 
@@ -215,7 +216,7 @@ def child() -> None:
 
 
 def resident() -> float:
-    """The most memory this process has held, in MiB."""
+    """The peak resident memory of this process, in MiB."""
     status = Path("/proc/self/status").read_text()
     return int(next(x for x in status.splitlines() if x.startswith("VmHWM")).split()[1]) / 1024
 

@@ -74,7 +74,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any
 
 
 def clock() -> float:
-    """Seconds: of one thread those of the processor, which others do not disturb; of more those of a watch."""
+    """Seconds: processor time for one thread, which other processes disturb less; wall time for several threads."""
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
@@ -84,7 +84,7 @@ def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, fl
         run()
     order = list(runs)
     for _ in range(rounds):
-        random.shuffle(order)  # whoever runs after another finds what that one left in the caches
+        random.shuffle(order)  # a function finds in the caches what the previous one has left
         for name in order:
             run = runs[name]
             begin = clock()

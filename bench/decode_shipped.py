@@ -1,11 +1,11 @@
-"""Decoding with the translator of regard on a CPU: regard beside CTranslate2, greedy and with a beam of 4.
+"""Decoding with the translator of regard on a CPU: regard against CTranslate2, greedy and with a beam of 4.
 
     PYTHONPATH=src python bench/decode_shipped.py [--write]
     PYTHONPATH=src python bench/decode_shipped.py --threads 1 --processor-time     # on a busy machine
 
 64 test sentences, token ids in and out, the same weights (those of the shipped model, in float32; CTranslate2 also in
-its int8), the same number of threads. Each side runs in processes of its own, in turns, since two OpenMP runtimes in
-one process disturb each other; those of CTranslate2 do not import torch. A side's time is the median of all its
+its int8), the same number of threads. Each side runs in its own processes, in turns, since two OpenMP runtimes in one
+process disturb each other; those of CTranslate2 do not import torch. A side's time is the median of all its
 rounds; ratio = their time / ours. Greedy translations must be equal token by token; with a beam the number of equal
 ones is given, since the searches may end differently.
 """
@@ -99,7 +99,7 @@ def theirs(given: dict, width: int, kind: str, threads: int, folder: Path):
 
 
 def side(name: str, width: int, rounds: int, threads: int, folder: Path, clock: Callable[[], float]) -> dict:
-    """One process: the times of its rounds after one that does not count, and its translations."""
+    """One process: the times of its rounds, after one that is not counted, and its translations."""
     given = json.loads((folder / "given.json").read_text())
     if name == "regard":
         import torch

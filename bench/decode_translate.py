@@ -1,13 +1,13 @@
-"""Greedy translation of 64 sentences on a CPU: `rg.generate` beside Hugging Face's `generate` and CTranslate2.
+"""Greedy translation of 64 sentences on a CPU: `rg.generate` against Hugging Face's `generate` and CTranslate2.
 
     PYTHONPATH=src python bench/decode_translate.py [--run runs/translate] [--write]
 
-All three have the same weights, 3 + 3 layers of 256, float32, and as many threads, and must write the same tokens
-before they are timed; interleaved rounds, medians. Hugging Face's model is Marian where the blocks are post-norm and
-Pegasus, Marian with pre-norm, where they are pre-norm; neither has gated networks, so beside a gated model it has
-random weights and is made to write as many tokens as our longest row. ratio = their time / ours. With --run the model
-is a trained one and the sentences are those of the test split; without, weights and sentences are random and every
-translation has --tokens tokens, since a row that never ends shows the steps themselves.
+All three have the same weights, 3 + 3 layers of 256, float32 and the same number of threads, and must produce the
+same tokens before they are timed; interleaved rounds, medians. Hugging Face's model is Marian for post-norm blocks
+and Pegasus, which is Marian with pre-norm, for pre-norm blocks. Neither has gated networks; compared with a gated
+model it has random weights and has to produce as many tokens as our longest row. ratio = their time / ours. With
+--run the model is a trained one and the sentences are those of the test split; without, weights and sentences are
+random and every translation has --tokens tokens, so that only the steps are measured.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def compared(name: str, model: EncoderDecoder, rows: list[list[int]], most: int,
             if gated and method == "hugging face":
                 continue
             apart = [i for i, (a, b) in enumerate(zip(said["regard"], result, strict=True)) if a != b]
-            assert not apart, f"{method} writes other tokens than we in rows {apart}"
+            assert not apart, f"{method} produces other tokens than regard in rows {apart}"
         taken: dict[str, list[float]] = {method: [] for method in all_of_them}
         for turn in range(given.rounds + 1):
             for method, run in all_of_them.items():

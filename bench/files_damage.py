@@ -1,22 +1,22 @@
-"""Damage to the folder of a run, one piece at a time: is it named, or does something else come out?
+"""Damage to the folder of a run, one file at a time: is it reported, or does it change a result?
 
     python bench/files_damage.py --cases 1000 --out bench/results/files_damage.json
-    python bench/files_damage.py --cases 0 --disk /mnt/small     # the named damages and a full disk only
+    python bench/files_damage.py --cases 0 --disk /mnt/small     # only the named damages and a full disk
 
 A small translator is trained twice (two seeds). Each case copies its folder, damages one file (a flipped bit, a cut,
 a block of zeros, a file exchanged with another one, a file removed) and then does what reads it: opens the run,
-translates, reads the stored scores and checks, and trains on from the newest checkpoint. A case is
+translates, reads the stored scores and checks, and resumes training from the newest checkpoint. A case is
 
     refused    a RegardError
     harmless   the same translations, scores and weights as from the undamaged folder
-    changed    something else came out: a failure
+    changed    a result differs: a failure
     traceback  any other exception: a failure
 
 Named damages come first: NaN weights, two weights exchanged, a rotated tokenizer, headers that are cut or name a
 wrong length (with the manifest and without), files of the desktop beside checkpoints; with --disk, training in a
 folder of a file system that is too small (mount -t tmpfs -o size=300k tmpfs /mnt/small).
 
-The log is left out of what must not change: it is appended to for hours and only shown; a damaged line is skipped.
+The log may change: it is appended to for hours and only displayed; a damaged line is skipped.
 """
 
 import argparse

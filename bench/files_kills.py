@@ -1,10 +1,10 @@
-"""Training that is killed again and again ends with the weights of a run that was not stopped, bit by bit.
+"""Training that is killed repeatedly ends with exactly the weights of an uninterrupted run.
 
     python bench/files_kills.py --kills 100 --out bench/results/files_kills.json
 
-A process trains a small translator with a checkpoint every few updates; it gets SIGKILL after a random time, a new
-one goes on in the same folder until the training is finished; then another folder, until the kills are spent. Now and
-then a kill comes while a checkpoint is being written. All processes are forked from one that has imported regard.
+A process trains a small translator with a checkpoint every few updates. It gets SIGKILL after a random time, and a
+new process continues in the same folder, until training is finished; then the next folder, until all kills are used
+up. Some kills come while a checkpoint is being written. All processes are forked from one that has imported regard.
 """
 
 import argparse

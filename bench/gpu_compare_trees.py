@@ -2,12 +2,12 @@
 
     python3 bench/gpu_compare_trees.py OLD/src NEW/src [--rounds 5] [--group patterns dense table short growth data]
 
-Each tree runs in a long-lived process of its own, through `rg.attention` alone. A row is set up in both processes,
-then measured in turn: `wall` is the time of one call under CUDA events, `busy` that of the same launches replayed as
-a CUDA graph, so without Python. Both are medians with the cache cleared before each call. A ratio above 1 means that
-the new tree is faster. Outputs and gradients are compared by their bits.
+Each tree runs in its own long-lived process, through `rg.attention` only. A row is set up in both processes, then
+measured in turn: `wall` is the time of one call by CUDA events, `busy` that of the same launches replayed as a CUDA
+graph, that is, without Python. Both are medians with the cache cleared before each call. A ratio above 1 means that
+the new tree is faster. Outputs and gradients are compared bit by bit.
 
-First the rows are compiled by many processes at a time, which fill the caches on disk (skip it by --warm 0).
+First, many processes compile the rows in parallel and fill the caches on disk (--warm 0 skips this).
 """
 
 import argparse

@@ -8,8 +8,8 @@ data    window(256), causal and packed documents against FlexAttention
 short   n = 128 … 2048 against full SDPA and SDPA with the mask, and the CPU time of each
 growth  time with n at a fixed density, and with density at a fixed n
 
-Every comparison is checked against float64 first, where that is small enough to make. Times are medians of
-`triton.testing.do_bench`, warm, the cache cleared before each call; or of rounds of random order, where stated.
+Every comparison is first checked against float64, where that fits in memory. Times are medians of
+`triton.testing.do_bench`, warm, with the cache cleared before each call; or of rounds in random order, where stated.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CLOSE = 2e-2  # of bf16 against float64, for numbers about 1
 
 
 def flex(block_mask=None, score_mod=None, options=None):
-    """Compiled afresh: past 8 recompilations it runs unfused without a word."""
+    """FlexAttention compiled afresh: after 8 recompilations it silently runs unfused."""
     torch._dynamo.reset()
     fn = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: fn(q, k, v, block_mask=block_mask, score_mod=score_mod, kernel_options=options)
@@ -55,7 +55,7 @@ def both(fn, q, k, v, do, *more) -> float:
 
 
 def against(ours, theirs, backward: bool, q, k, v, do) -> tuple[float, float]:
-    """Milliseconds of both, in rounds of random order: one after the other, the clock differs by some per cent."""
+    """Milliseconds of both, in rounds of random order, because the clock rate varies by a few percent over time."""
     calls_by_name = {"ours": ours, "theirs": theirs}
     if backward:
         found = in_rounds({name: forward_backward(fn, q, k, v, do) for name, fn in calls_by_name.items()})
@@ -255,7 +255,7 @@ def main() -> None:
     for group in options.group:
         try:
             GROUPS[group](out)
-        except Exception as error:  # the other groups still have their say
+        except Exception as error:  # the other groups still run
             print(f"{group} FAILED: {error!r}"[:600], flush=True)
             out.append({"group": group, "failed": repr(error)[:600]})
         if folder := os.environ.get("OUT"):

@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python3 bench/gpu_overhead.py
 
-CPU times are of calls made back to back and waited for at the end: where they are longer than the kernels, the GPU
-waits. `to the thread` and `back` are autograd's: it runs the backward of CUDA tensors in a thread of its own.
+CPU times are those of calls issued back to back, with one synchronization at the end: if they are longer than the
+kernels, the GPU waits. `to the thread` and `back` are autograd's: it runs the backward of CUDA tensors in its own
+thread.
 """
 
 import time

@@ -2,7 +2,7 @@
 
     realised = max(time of full SDPA by its best backend × count / (n·m), bytes of q, k, v, o / copy rate) / our time
 
-Forward+backward: SDPA's forward+backward and three times the bytes. 1.0 is the limit. Parity comes first.
+Forward+backward: SDPA's forward+backward and three times the bytes. 1.0 is the limit. Results are compared first.
 
     PYTHONPATH=src python3 bench/gpu_patterns.py --group check forward backward flex
 """
@@ -265,7 +265,7 @@ def sdpa(n: int, d: int, backward: bool, is_causal: bool = False) -> tuple[float
 
 
 def flex(pattern: Pattern, n: int, d: int) -> float:
-    """Compiled afresh for this shape: past 8 recompilations it runs unfused without a word."""
+    """FlexAttention compiled afresh for this shape: after 8 recompilations it silently runs unfused."""
     torch._dynamo.reset()
     fn = torch.compile(flex_attention, dynamic=False)
     mask = create_block_mask(lambda b, h, i, j: pattern.allows(i, j), None, None, n, n, device=DEVICE)
@@ -282,7 +282,7 @@ def copy_rate() -> float:
 
 
 def in_turn(one, other, times: int = 5) -> tuple[float, float]:
-    """Both, measured in turn so that a change of the clock meets both: medians."""
+    """Medians of both, measured in turn, so that a change of the clock rate affects both."""
     found = [(one(), other()) for _ in range(times)]
     return tuple(sorted(x)[times // 2] for x in zip(*found))  # type: ignore[return-value]
 
@@ -290,9 +290,9 @@ def in_turn(one, other, times: int = 5) -> tuple[float, float]:
 def against_full(
     pattern: Pattern, backend: str, q, k, v, do, backward: bool, threads: bool = True
 ) -> tuple[float, float]:
-    """Milliseconds of ours and of SDPA over all pairs, in turn: under load the clock falls, and rises between.
+    """Milliseconds of ours and of SDPA over all pairs, in turn, because the clock rate falls under load.
 
-    Without threads the backward pass runs in this one, and no call waits until another thread wakes up.
+    Without autograd's threads the backward pass runs in this thread, and no call waits for another thread to wake up.
     """
     inputs = q, k, v, do
 
@@ -343,7 +343,7 @@ def table(cases, widths, backward: bool, rate: float, out) -> None:
 
 
 def time_of(fn, q, k, v, times: int = 5) -> float:
-    """Forward, the median of some readings: where the CPU takes as long as the GPU, single ones differ by a third."""
+    """Forward time, the median of several: if the CPU takes as long as the GPU, single ones differ by a third."""
     with torch.no_grad():
         return sorted(bench(partial(fn, q, k, v)) for _ in range(times))[times // 2]
 

@@ -1,14 +1,14 @@
-"""Regard beside FlashAttention-4, cuDNN's Flex Attention and FlexAttention (Triton, FLASH) on one GPU, in one run.
+"""regard against FlashAttention-4, cuDNN's Flex Attention and FlexAttention (Triton, FLASH) on one GPU, in one run.
 
     PYTHONPATH=src:$HOME/wheels:$HOME/wheels/nvidia_cutlass_dsl/dsl_packages python3 bench/gpu_peers.py
 
-Every row is a process: it compiles its kernels beside the other rows, compares the results and gradients of all of
-them, and then waits; the rows are timed one after the other, each alone on the GPU, its contestants in rounds of
-random order. `wall` is the time of one call under CUDA events, the cache cleared before; `busy` that of the same
-launches replayed as a CUDA graph, for calls under 5 ms. Peers get tensors in the layout that they prefer, and masks
-made beforehand.
-FlexAttention's forward runs with gradients enabled, which saves a compilation: it also writes the log-sum-exp.
-`realised` as in gpu_patterns.py. What is not ready at the deadline, or fails, is named and left out.
+Every row is a process: it compiles its kernels in parallel with the other rows, compares all results and gradients,
+and then waits; the rows are timed one after the other, each alone on the GPU, with its contestants in rounds of
+random order. `wall` is the time of one call by CUDA events, with the cache cleared before; `busy` that of the same
+launches replayed as a CUDA graph, for calls under 5 ms. Peers get tensors in the layout that they prefer, and
+precomputed masks. FlexAttention's forward runs with gradients enabled, which saves a compilation: it also writes the
+log-sum-exp. `realised` is defined as in gpu_patterns.py. What is not ready at the deadline, or fails, is listed and
+skipped.
 """
 
 import argparse

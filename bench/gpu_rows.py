@@ -5,14 +5,14 @@
 decode    one query of 32/8 heads of 128 over 32,768 keys, against SDPA on the keys that it needs, sliced beforehand
 patterns  forward and forward+backward; `realised` as in gpu_patterns.py: the time of SDPA over all pairs × the share
           of pairs needed, or that of reading and writing q, k, v and o if it is longer, over our time. `copy` is a
-          copy of as many bytes by PyTorch under the same clock, which begins with a cache full of unwritten zeros
+          copy of as many bytes by PyTorch, timed in the same way, starting with a cache full of unwritten zeros
 terms     softcap and sink logits beside the same call without
 short     microseconds of the backward pass by one launch and by several, of the GPU and of the CPU; forward and
           backward of few heads past one launch, by `triton` and by `sdpa` with its mask
-host      microseconds of the CPU a prepared call, forward and backward, beside an autograd.Function that computes
-          nothing and beside SDPA. `backward_us` is what one more call in a chain adds to one backward pass: autograd
-          hands a pass of any length to a thread of its own once, which `pass_us` has in. Each call of a chain has
-          keys and values of its own, as a layer has: else autograd adds up their gradients, two launches a call
+host      microseconds of CPU time per prepared call, forward and backward, next to an autograd.Function that computes
+          nothing and to SDPA. `backward_us` is what one more call in a chain adds to a backward pass; autograd hands
+          a pass of any length to its own thread once, which `pass_us` includes. Each call of a chain has its own
+          keys and values, as a layer has: otherwise autograd would add up their gradients, two launches per call
 
 `wall` is the time of one call under CUDA events, `busy` that of the same launches replayed as a CUDA graph. Medians,
 the cache cleared before each call. Results are compared with another backend of the same call first.
@@ -330,7 +330,7 @@ def main() -> None:
     for name in options.group:
         try:
             GROUPS[name](out, rate, options.flex)
-        except Exception as error:  # the other groups still have their say
+        except Exception as error:  # the other groups still run
             add(out, group=name, failed=repr(error)[:600])
         if folder := os.environ.get("OUT"):
             result = {"versions": versions, "copy_bytes_per_ms": rate, "rows": out}

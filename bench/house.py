@@ -1,4 +1,4 @@
-"""The size of the house: files and lines of the engine, files of a first sparse call and of a new word, signatures.
+"""Size of the code base: files and lines of the engine, files of a first sparse call and of a new word, signatures.
 
     python bench/house.py
 

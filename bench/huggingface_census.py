@@ -3,8 +3,8 @@
 Families are built with tiny configurations: those of the test folder of the transformers repository (`--tests
 FOLDER`, a checkout that the user has; nothing is downloaded). For each model class: all float outputs, the gradients
 of all parameters, and greedy and beam generation, in float32, relative to the largest number of the tensor. "sdpa" is
-compared in the same manner, for scale. Each family runs in a process of its own and its result is stored at once, so
-that an interrupted run goes on where it was.
+compared in the same way, for scale. Each family runs in its own process and its result is stored at once, so that an
+interrupted run continues where it stopped.
 
     python bench/huggingface_census.py --tests ~/transformers --out bench/results/huggingface_census.jsonl
     python bench/huggingface_census.py --table > docs/huggingface_families.md
@@ -35,7 +35,7 @@ from huggingface_small import SmallCase
 TOLERANCE = 1e-5
 LIMIT_S = 150  # processor time of a family: a machine that pauses the run costs it nothing
 SETTINGS = {"patchtsmixer": {"self_attn": True}}  # what the tiny configurations leave out
-# What was found out by hand about families that are not equal.
+# What manual inspection found about families that are not equal.
 KNOWN = {
     "seamless_m4t_v2": "eager adds the model's bool chunk mask to its scores; regard and sdpa honor it",
     "edgetam": "its backbone's configuration is on a hub, which nothing here reads",
@@ -399,7 +399,7 @@ def run_all(out: Path, tests: str, only: list[str], again: bool, minutes: float)
             continue
         began = time.time()
         if began - started > 60 * minutes:
-            print(f"{minutes:g} minutes are over; the same command goes on from here")
+            print(f"{minutes:g} minutes have passed; the same command continues from here")
             return
         row = forked(folder)
         row |= {"seconds": round(time.time() - began, 1), "commit": commit, "torch": torch_version}

@@ -1,9 +1,9 @@
 """Generation of 100,000 tokens with the bounded cache: constant memory, and tokens per second against sdpa.
 
 A tiny Llama with `causal() & (window(64) | sinks(4))`. "sdpa" generates with a full cache and the same mask as a
-table, which grows with the text, so its speed is measured for the first tokens only; both sides run in turns there,
-and the tokens are compared. Then the bounded cache goes on alone. Memory: the keys that it holds, and the resident
-size of the process. At the end one uncached forward over the whole text is compared at sampled positions.
+table, which grows with the text, so its speed is measured only for the first tokens; there both sides alternate, and
+the tokens are compared. Then the bounded cache continues alone. Memory: the keys that it holds, and the resident size
+of the process. At the end one uncached forward over the whole text is compared at sampled positions.
 
     OMP_NUM_THREADS=1 python bench/huggingface_endless.py --tokens 100000 --out bench/results/huggingface_endless.json
 """

@@ -1,8 +1,8 @@
 """Random draws of (family, mask, padding, cache, dtype), by a seed: does "regard" give what eager gives?
 
-Drawn after the code was done, and not to be tuned on. float32: within 1e-5 of eager, relative to the largest number.
-bfloat16 and float16: at most twice as far from float32 as eager of that dtype is. Packed documents, which eager lets
-see each other, are compared with eager on each document alone. Each draw is stored at once.
+Drawn after the code was finished, and not used for tuning. float32: within 1e-5 of eager, relative to the largest
+number. bfloat16 and float16: at most twice as far from float32 as eager in that dtype. Packed documents, which attend
+to each other in eager, are compared with eager on each document alone. Each draw is stored at once.
 
     OMP_NUM_THREADS=1 python bench/huggingface_fresh.py --seed 2024 --out bench/results/huggingface_fresh.jsonl
 """

@@ -2,9 +2,9 @@
 
 The attention and mask functions of the name "sdpa" are replaced by regard's, and the tests of the transformers
 repository (`--tests FOLDER`, a checkout that the user has; nothing is downloaded) that compare eager with sdpa,
-generate greedily, by sampling and by beams, pad on the left, train, and use a static cache run as they are. A test
-that fails is run again with PyTorch's sdpa, so that failures of the machine or of the checkout are told apart. Each
-family runs in a process of its own and is stored at once.
+generate greedily, by sampling and by beams, pad on the left, train, and use a static cache run unchanged. A test that
+fails is run again with PyTorch's sdpa, to distinguish failures of the machine or of the checkout. Each family runs in
+its own process and is stored at once.
 
     python bench/huggingface_own_tests.py --tests ~/transformers
     python bench/huggingface_own_tests.py --table
@@ -156,7 +156,7 @@ def main() -> None:
         if family in done:
             continue
         if time.time() - started > 60 * args.minutes:
-            print(f"{args.minutes:g} minutes are over; the same command goes on from here")
+            print(f"{args.minutes:g} minutes have passed; the same command continues from here")
             return
         row = family_row(
             args.tests.resolve(), family, f"({SELECTED}) and {QUICK}" if args.quick else SELECTED

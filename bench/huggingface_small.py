@@ -1,4 +1,4 @@
-"""Small configurations for families of transformers whose tests are not at hand: defaults with every size reduced.
+"""Small configurations for families of transformers whose tests are not available: defaults with every size reduced.
 
 Layers are chosen so that each kind of layer occurs (`layer_types`, `mlp_layer_types`, …). Inputs follow from the
 names of the arguments of a model's forward. Used by huggingface_census.py.

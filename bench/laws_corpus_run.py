@@ -1,4 +1,4 @@
-"""How many of the faulty attentions in laws_corpus `check` catches, with which cause, and how often it is wrong.
+"""How many faulty attentions of laws_corpus `check` catches, with which cause, and how often it is wrong.
 
 python bench/laws_corpus_run.py --out bench/results/laws_corpus.json      # everything, two processes
 python bench/laws_corpus_run.py --only varlen --cases 8                   # of these names, or of this file of fresh/

@@ -1,4 +1,4 @@
-"""What does rg.look cost? Memory and time of its statistics against eager attention with weights, and of nothing.
+"""What does rg.look cost? Memory and time of its statistics against eager attention with weights; its cost when idle.
 
 memory: the rise of the peak above q, k and v (Linux), n = 16384, 12 heads of 64, one layer, in a separate process;
 for eager attention the table itself, 12 n² float32 (its true peak is higher). time: a forward pass of BERT (2 layers,

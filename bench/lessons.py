@@ -4,8 +4,8 @@
     python bench/lessons.py T5 T13 --idle-only   # some of them; results are added to bench/results/lessons.json
 
 A time is that of the whole command, `regard train T5`: imports, training, pictures and the page. The neighbor is one
-process that computes on one core all the time. Run it on a quiet machine. It times other processes and asserts that
-each lesson passed. On a machine with other work only the CPU seconds (with OMP_NUM_THREADS=1) mean something.
+process that keeps one core busy. Run it on an idle machine. It times other processes and asserts that each lesson
+passed. On a machine with other jobs only the CPU seconds (with OMP_NUM_THREADS=1) are meaningful.
 """
 
 import argparse

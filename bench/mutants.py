@@ -1,12 +1,12 @@
-"""Which tests notice a wrong product: each mutant of bench/mutants.toml against the tests that claim its ledger rows.
+"""Do the tests notice faults? Each mutant of bench/mutants.toml against the tests that cover its ledger rows.
 
     python bench/mutants.py                     run all, store bench/results/mutants-DATE.json and .md
     python bench/mutants.py --only schedule.py  those whose file or description contains this text
     python bench/mutants.py --check             only compare the texts with the source
 
-The source files stay as they are. torch is imported once; for each mutant a child process is forked, in which the
-import of the one file gives the changed text, and pytest runs the tests that claim the mutant's rows, up to the first
-failure. A mutant is caught if a test fails that passes without it; so are those of its rows that this test claims.
+The source files are not modified. torch is imported once; for each mutant a child process is forked, in which the
+import of the one file gives the changed text, and pytest runs the tests that cover the mutant's rows, up to the first
+failure. A mutant is caught if a test fails that passes without it; so are those of its rows that this test covers.
 """
 
 import argparse
@@ -42,7 +42,7 @@ PYTEST = [
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong change: `old` becomes `new` in a file of src/regard; `add` is put at the end of the file."""
+    """One fault: `old` is replaced by `new` in a file of src/regard; `add` is appended to the file."""
 
     file: str
     what: str
@@ -222,7 +222,7 @@ def _child(tests: list[str], marks: str, changed: tuple[Path, str] | None, answe
 
 
 class Controls:
-    """Tests are run once without any mutant: one that fails there catches nothing."""
+    """Tests are run once without any mutant; a test that already fails there does not count."""
 
     def __init__(self) -> None:
         self.passing: set[str] = set()

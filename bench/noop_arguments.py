@@ -3,8 +3,8 @@
     python bench/noop_arguments.py [--rounds 30] [--positions 64 256 512]
 
 The query offset at its default value, lengths of all keys, the default scale, pattern=full() and a bool tensor of
-ones are removed before a backend is chosen. Bits are compared first; then the CPU time of this thread is taken, as
-the machine may be busy. The aim is a ratio of at most 1.10 in every row.
+ones are removed before a backend is chosen. Bits are compared first; then the CPU time of this thread is measured, as
+the machine may be busy. The limit is a ratio of 1.10 in every row.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Hostile requests to `regard serve`, on this machine only: statuses, times, memory, and the page beside them.
+"""Hostile requests to `regard serve`, on this machine only: statuses, times, memory, and load times of the page.
 
     python bench/serve_hostile.py --seed 1 --clients 24 --minutes 2 --rows rows.jsonl  # a piece; each its own seed
     python bench/serve_hostile.py --rows rows.jsonl --sum bench/results/serve_hostile.json
 
-A seeded generator makes bodies that are nearly right (random values in the place of fields, deep nesting, huge
-numbers, long texts, broken JSON, random bytes) and sends them while another process loads the page every 50 ms. With
---crowd, 200 clients then send 50 right requests each, and every answer is compared with the library's.
+A seeded generator makes bodies that are nearly valid (random values instead of fields, deep nesting, huge numbers,
+long texts, broken JSON, random bytes) and sends them while another process loads the page every 50 ms. With --crowd,
+200 clients then send 50 valid requests each, and every answer is compared with the library's result.
 """
 
 import argparse

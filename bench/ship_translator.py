@@ -3,8 +3,8 @@
     PYTHONPATH=src python bench/ship_translator.py RUN [--out src/regard/training/models/en-es]
 
 RUN is the folder of `regard train translate-h200`. The scores are those of the 8-bit weights that are shipped, on the
-validation and test rows, greedily and with a beam of 4. Traps are test rows with numbers, names, questions, capitals
-or many words: how many translations keep what must be kept.
+validation and test rows, greedily and with a beam of 4. For test rows with numbers, names, questions, capitals or
+many words ("traps"), the share of translations that preserve them is reported.
 """
 
 import argparse

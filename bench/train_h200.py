@@ -1,11 +1,11 @@
-"""Training tokens a second on one GPU: transformer-base by `Trainer`, beside PyTorch's own `nn.Transformer`.
+"""Training tokens per second on one GPU: transformer-base with `Trainer`, against PyTorch's own `nn.Transformer`.
 
     PYTHONPATH=src python3 bench/train_h200.py                 # about two minutes on an H200, most of it compiling
     PYTHONPATH=src python3 bench/train_h200.py --tiny          # the same on a CPU, to see that it runs
 
 Both sides: 6 + 6 layers of 512, 8 heads, feed-forward 2048, all biases, norms first and a last one, one table of
 32000 for source, target and output; positions added to embeddings scaled by √512; dropout 0.1 on embeddings,
-branches, inside the feed-forward and (unless --attention-dropout says else) on attention weights; label smoothing
+branches, inside the feed-forward and (unless changed by --attention-dropout) on attention weights; label smoothing
 0.1; fused AdamW over float32 weights; bf16 autocast; torch.compile with its defaults; 512 pairs of 64 tokens.
 
 Ours is replayed as a CUDA graph, with the ends of branches fused; "ours, not compiled" is that without the compiler.
@@ -13,7 +13,7 @@ A step is a whole update: forward, loss, backward, optimizer. Tokens are those o
 2 · 512 · 64 a step. Theirs has its batch on the GPU already; ours makes each batch from rows on the CPU, as
 `Trainer.run` does. The rounds alternate; a side's figure is its median round.
 
---check      holds the two kernels of ours against float64 first
+--check      first compares our two kernels with float64
 --profile    also writes a table of kernels for each side into this folder
 """
 

@@ -1,13 +1,13 @@
-"""kill -9 during GPU training: every killed run resumes, and ends with the very weights of a run that was not killed.
+"""kill -9 during GPU training: every killed run resumes, and ends with exactly the weights of an uninterrupted run.
 
     PYTHONPATH=src python3 bench/train_kills.py --out FILE            # 30 kills, about 80 seconds on an H200
     PYTHONPATH=src python3 bench/train_kills.py --device cpu --runs 1 --kills 2 --steps 60
 
-Some runs of one small translation recipe, side by side, in eager deterministic mode with dropout and bf16 autocast.
-Each is killed several times, at random moments after a new checkpoint appeared, and started again; at last it trains
-to the end. Its weights are then compared bit by bit with those of a run that was left alone. Every start is a process
-forked from a server that has imported regard and not touched the GPU. The run that is left alone starts first: when
-its first checkpoint appears, the kernels are compiled, and the others find them in the cache.
+Several runs of one small translation recipe, in parallel, in eager deterministic mode with dropout and bf16 autocast.
+Each is killed several times, at random moments after a new checkpoint appeared, and restarted; finally it trains to
+the end. Its weights are then compared bit by bit with those of an uninterrupted run. Every start is a process forked
+from a server that has imported regard but not used the GPU. The uninterrupted run starts first: when its first
+checkpoint appears, the kernels are compiled, and the others find them in the cache.
 """
 
 import argparse

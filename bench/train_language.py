@@ -1,14 +1,14 @@
-"""A character language model on tiny Shakespeare, beside nanoGPT's own script: validation loss and time.
+"""A character language model on tiny Shakespeare, against nanoGPT's own script: validation loss and time.
 
     PYTHONPATH=src python bench/train_language.py --nanogpt PATH [--rounds 3] [--write]
 
-PATH is a checkout of github.com/karpathy/nanoGPT; nothing of it is here. Both have 4 layers, 4 heads, width 128,
-context 64 and 2000 updates of 12 rows, in float32, eager. nanoGPT runs by the line its README gives for a CPU;
-ours is the recipe `language-model`. Runs alternate. Both models are then judged in one way: over all of the last
-tenth of the text, in windows of 64 that do not overlap. About 3 minutes a round on two idle cores.
+PATH is a checkout of github.com/karpathy/nanoGPT; nothing of it is included here. Both have 4 layers, 4 heads, width
+128, context 64 and 2000 updates of 12 rows, in float32, eager. nanoGPT runs with the command that its README gives
+for a CPU; ours is the recipe `language-model`. Runs alternate. Both models are then evaluated in the same way: over
+all of the last tenth of the text, in windows of 64 that do not overlap. About 3 minutes per round on two idle cores.
 
-Time is reported twice: `run`, all that happens between the first update and the last (validation and saving too, as
-each of them does it), and `update`, the median of one.
+Two times are reported: `run`, from the first update to the last (including validation and saving, as each of them
+does it), and `update`, the median of one update.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What training on a CPU gains by nn/cached_rotation.py: forward and backward of layers with rotary positions.
+"""What nn/cached_rotation.py gains in training on a CPU: forward and backward of layers with rotary positions.
 
     PYTHONPATH=src python bench/train_layers.py [--rounds 40] [--write]
 

@@ -1,18 +1,18 @@
-"""The recipe `long-context` on one GPU: sparse attention beside dense causal attention, with the same updates.
+"""The recipe `long-context` on one GPU: sparse attention against dense causal attention, with the same updates.
 
     PYTHONPATH=src python3 bench/train_long_context.py --out FILE       # about two minutes on an H200
     PYTHONPATH=src python3 bench/train_long_context.py --tiny           # the same on a CPU, to see that it runs
 
 The text is the source code of the Python packages installed on the machine that trains, in the order of paths: files
-of one package follow each other and repeat each other's names and passages over thousands of tokens, so that far
-context can help. Of each ten pieces of 400,000 characters one is held out.
+of one package follow each other and repeat each other's names and passages over thousands of tokens, so that distant
+context can help. One of every ten pieces of 400,000 characters is held out.
 
 Both sides have the same weights at the start, the same batches and the same number of updates, in bf16; the dense one
 attends through torch's scaled_dot_product_attention(is_causal=True), which is FlashAttention there. The losses are
 those of the held-out text, in nats per token: of all positions, by position in the window, and of the last 512 tokens
-of each window when the model reads only the last c tokens of it, so that the same targets are predicted with less or
-more context. The gain of more context is given with its standard error over windows. At last both sides are timed in
-turns.
+of each window when the model reads only its last c tokens, so that the same targets are predicted with less or more
+context. The gain from more context is given with its standard error over windows. Finally both sides are timed, in
+turn.
 """
 
 import argparse

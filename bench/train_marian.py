@@ -1,4 +1,4 @@
-"""Translation training on one GPU: real tokens per second of our trainer beside Hugging Face's Marian, compiled.
+"""Translation training on one GPU: real tokens per second of our trainer against Hugging Face's Marian, compiled.
 
     PYTHONPATH=src python3 bench/train_marian.py --out FILE      # about two minutes on an H200, most of it compiling
     PYTHONPATH=src python3 bench/train_marian.py --tiny          # the same on a CPU, to see that it runs
@@ -17,8 +17,8 @@ Ours: `Trainer` as `regard train translate-h200` runs it (buckets of lengths, CU
 average of the weights. A real token is one of a source, or of a target with its end. The rounds alternate; a side's
 figure is all its real tokens over all its time.
 
-With --side the two sides run in processes of their own, so that one compiles while the other captures graphs; a round
-then begins when the file AFTER-i appears, and AFTER-i.done tells its end. --merge joins their results.
+With --side the two sides run in separate processes, so that one compiles while the other captures graphs; a round
+then begins when the file AFTER-i appears, and AFTER-i.done marks its end. --merge combines their results.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Where the GPU time of a training step of transformer-base goes: kernels by time, beside what memory or units allow.
+"""Where the GPU time of a training step of transformer-base goes: kernels by time, next to their hardware limits.
 
     PYTHONPATH=src python3 bench/train_profile.py --out FILE            # about a minute and a half on an H200
     PYTHONPATH=src python3 bench/train_profile.py --sides ours --tune   # also times kernels with other tile sizes
 
-The step is that of train_h200.py. A line per kernel: launches and milliseconds a step. A kernel that this file knows
-has a floor beside it: its bytes over 4.8 TB/s, or its FLOPs over 989 TFLOP/s, both of an H200.
+The step is that of train_h200.py. One line per kernel: launches and milliseconds per step. For kernels that this file
+lists, the lower limit is shown: bytes over 4.8 TB/s, or FLOPs over 989 TFLOP/s, both of an H200.
 """
 
 import argparse

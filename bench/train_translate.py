@@ -1,4 +1,4 @@
-"""How fast translators learn to read: real tokens a second of a training step, ours beside three peers.
+"""Training speed of translators: real tokens per second of a training step, ours against three peers.
 
     python bench/train_translate.py                  # about four minutes on two idle cores
     python bench/train_translate.py --rounds 2       # a quick look
@@ -6,8 +6,8 @@
 Every side: 3 + 3 layers of 256, 4 heads, feed-forward 1024, one table of embeddings for all, dropout 0.1 on
 embeddings and branches, label smoothing 0.1, fused AdamW, clipping at 1, float32, the same tokenizer and rows.
 A real token is one of a source, or of a target with its end; padding does not count. All sides get batches of as
-many padded tokens on average. `group_by_length` is transformers' own sampler (it sorts by the source); "plain" is
-a random order. The rounds alternate; each side's figure is real tokens of all its rounds over their time.
+many padded tokens on average. `group_by_length` is transformers' own sampler (it sorts by the source); "plain" is a
+random order. The rounds alternate; each side's figure is the number of real tokens of all its rounds over their time.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Peer:
         self.index = 0
 
     def step(self) -> int:
-        """One update; how many real tokens it saw."""
+        """One update; returns the number of real tokens."""
         picked = torch.tensor(self.batches[self.index % len(self.batches)])
         self.index += 1
         given, predicted = self.rows.batch(picked)

@@ -1,16 +1,16 @@
-"""BLEU after a budget of training time: ours beside Marian of the same size, tokenizer and rows.
+"""BLEU after a fixed training time: ours against Marian of the same size, tokenizer and rows.
 
     python bench/train_translate_bleu.py --minutes 6                      # one run after another, 50 minutes
     python bench/train_translate_bleu.py --minutes 6 --parallel 8         # 16 cores: two for each run
     python bench/train_translate_bleu.py --one ours --minutes 1           # a single run
 
-A run that is in the folder already is not made again.
+A run that is already in the folder is not repeated.
 
 Both: 3 + 3 layers of 256 and as many parameters, no dropout (no row comes twice), label smoothing 0.1, clipping at
 1, AdamW, two threads, greedy decoding, and sacreBLEU on the test rows. Ours is the recipe as it is. Marian
 (transformers) gets `group_by_length`, batches of as many padded tokens as ours, a warm-up over a tenth of the
 budget, then a cosine to 0, and the best of three learning rates (seed 0, by the test BLEU, which favors it).
-Training time alone is counted. The interval is over resampled test rows, the seeds' mean.
+Only training time is counted. The interval is over resampled test rows, of the mean over seeds.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def bleu(one: dict) -> float:
 
 
 def interval(a: list[dict], b: list[dict], times: int = 1000) -> tuple[float, float]:
-    """95 % of the difference of mean BLEU when the test rows are drawn again, the same rows for all."""
+    """The 95 % interval of the difference of mean BLEU over resampled test rows, the same rows for all."""
     from sacrebleu.metrics import BLEU
 
     metric = BLEU()

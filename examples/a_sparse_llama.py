@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A sparse Llama
 #
-# A pattern of your own in a Hugging Face model: what it computes, what it costs, how it is undone.
+# Your own pattern in a Hugging Face model: what it computes, what it costs, and how to remove it.
 
 # %%
 import torch

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Attention by hand
 #
-# The formula in five lines, the same with a mask, and what checks it.
+# The formula in five lines, the same with a mask, and a check of both.
 
 # %%
 import torch
@@ -12,7 +12,7 @@ torch.manual_seed(0)
 q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()  # (batch, heads, positions, width)
 
 # %% [markdown]
-# Scores compare each query with each key; softmax makes weights of them; the output mixes the values.
+# Scores compare each query with each key; softmax turns them into weights; the output is a weighted sum of values.
 
 # %%
 scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
@@ -22,7 +22,7 @@ assert torch.allclose(o, rg.attention(q, k, v), atol=1e-6)
 weights[0, 0].sum(-1)  # each row sums to one
 
 # %% [markdown]
-# A pattern says which query may attend to which key. It is a value: it can be drawn, counted and combined.
+# A pattern defines which query may attend to which key. It is a value: it can be drawn, counted and combined.
 
 # %%
 p = rg.causal() & (rg.window(2) | rg.every(4))
@@ -35,8 +35,8 @@ assert torch.allclose(masked, rg.attention(q, k, v, p), atol=1e-6)
 rg.explain(p, n=16_384)
 
 # %% [markdown]
-# Is the five-line version right? `rg.check` knows what every attention has to satisfy.
-# Here the scale is forgotten on purpose.
+# Is the five-line version correct? `rg.check` tests the laws that every attention has to satisfy.
+# Here the scale is omitted on purpose.
 
 
 # %%

@@ -91,7 +91,7 @@ def vit() -> nn.Module:
 
 
 def lifted_from(model: nn.Sequential, sharpness: float = 3.0) -> nn.Sequential:
-    """The CNN with each convolution as soft attention of a head a tap, free to move."""
+    """The CNN with each convolution as soft attention, one head per tap, with trainable offsets."""
     return nn.Sequential(
         *(lift(part, sharpness=sharpness) if isinstance(part, nn.Conv2d) else part for part in model)
     )
@@ -184,7 +184,7 @@ class Heads:
 
 
 def kind(wide: float, content: float) -> str:
-    """content: an image moves a tenth of the weight; wide: spread over two pixels or more."""
+    """content: a tenth of the weight depends on the image; wide: a spread of two pixels or more."""
     return "content" if content > 0.1 else "wide" if wide >= 2 else "local"
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/engine.md into docs/pictures/, from plans that the engine really makes."""
+"""Draws the pictures of docs/engine.md into docs/pictures/, from the engine's own plans."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Inside a translator
 #
-# The translator that is part of regard: what it says, where each word looked, which heads matter.
+# The translator that is included in regard: its output, what each word attended to, which heads matter.
 
 # %%
 import torch
@@ -31,7 +31,7 @@ for query, j in zip(queries, mean.argmax(-1).tolist()):
     print(f"{query:>12} -> {keys[j]}")
 
 # %% [markdown]
-# Kinds of heads, and the effect of removing each: a large weight is no proof of influence.
+# Kinds of heads, and the effect of removing each: a large weight does not prove influence.
 
 # %%
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The gallery of lessons, docs/lessons.md: the first picture and the numbers of each lesson's run.
+"""Writes the gallery of lessons, docs/lessons.md: the first picture and the numbers of each lesson's run.
 
 python examples/lessons.py                # runs the lessons that runs/ does not have yet, then writes the gallery
 python examples/lessons.py --runs FOLDER  # takes the runs from another folder

@@ -1,6 +1,6 @@
-"""Makes the three notebooks beside this file of their scripts and runs them: `python examples/notebooks.py`.
+"""Creates the three notebooks of this folder from their scripts and runs them: `python examples/notebooks.py`.
 
-A script is divided into cells by `# %%` and, for text, `# %% [markdown]`, as editors show them.
+A script is divided into cells by `# %%` and, for text, `# %% [markdown]`, as editors display them.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""The translator that is part of regard: translations, what its cross-attention looks at, and one of your own.
+"""The translator that is included in regard: translations, its cross-attention, and a translator of your own.
 
     python examples/translator.py [MINUTES]      # trains for this many minutes, 2 by default
 
-First the model that is installed with regard, at once; then the recipe `translate`, trained here, on the same
-sentences and test rows.
+First the model that is installed with regard; then the recipe `translate`, trained here, on the same sentences and
+test rows.
 """
 
 import sys
@@ -44,7 +44,7 @@ def bleu(model: Path | None) -> float:
 
 
 def show_cross_attention(out: Path) -> None:
-    """The page shows every head; the table here the head of the last layer that is most certain."""
+    """The page shows every head; this table shows the most confident head of the last layer."""
     net, tokens, _ = open_translator()
     source = tokens.encode([SENTENCES[1]])[0]
     target = [START, *tokens.encode([rg.translate(SENTENCES[1])])[0]]
@@ -67,7 +67,7 @@ def main() -> None:
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 2.0
     out = Path("runs")
     out.mkdir(exist_ok=True)
-    translations("The translator that is part of regard (English to Spanish)", None)
+    translations("The translator that is included in regard (English to Spanish)", None)
     stated = card(folder()).scores["test, beam 4"]
     print(
         f"\n  BLEU {stated['BLEU']}, chrF {stated['chrF']} on {stated['rows']:,} test rows; its card: {folder()}"
