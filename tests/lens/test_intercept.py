@@ -219,6 +219,9 @@ PATTERNS = {
     "hard": (rg.causal(), {"scale": torch.inf}),
     "at": (rg.window(1), {"at": torch.tensor([0, 2])}),
     "table": (torch.ones(7, 7).tril().bool(), {}),
+    "softcap": (rg.causal(), {"softcap": 0.5}),
+    "sink logits": (rg.causal(), {"sink_logits": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    "left padding": (rg.causal(), {"lengths": torch.tensor([[2, 7], [0, 5]])}),
 }
 
 
@@ -234,6 +237,7 @@ def test_rg_attention_is_recorded_with_all_its_arguments(kind):
     assert call.implementation == "regard" and call.kv_heads == 2
     for b in range(2):
         assert torch.allclose(call.weights(batch=b) @ call.values(batch=b), o[b], atol=1e-6)
+    assert torch.isfinite(view.statistics[0].entropy).all()
 
 
 def test_every_attention_of_regards_models_is_recorded():

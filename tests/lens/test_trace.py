@@ -95,6 +95,7 @@ def test_the_worked_example_of_the_ledger_step_by_step():
         rg.Attention(12, heads=2, score="additive"),
         rg.Attention(12, heads=2, scale=inf),
         rg.Attention(12, heads=2, scale=0.3),
+        rg.Attention(12, heads=2, softcap=0.1, sink_logits=True, pattern=rg.causal()),
     ],
     ids=repr,
 )
@@ -105,6 +106,7 @@ def test_the_trace_of_any_declaration_ends_in_its_output(declared):
     assert torch.allclose(steps["output"].tensor, layer(x)[0])
     assert ("bias" in named(steps)) == isinstance(declared.position, rg.alibi)
     assert ("Q" in named(steps)) == (declared.score == "dot")
+    assert ("capped" in named(steps)) == (declared.softcap is not None)
 
 
 def test_a_trace_prints_and_draws_all_steps_and_refuses_what_it_cannot_show():

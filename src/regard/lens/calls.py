@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compat import version
 from ..errors import RegardError, ShapeError
-from ..reference import Ties, hardmax, softmax
+from ..reference import Ties, hardmax, softmax, with_sink
 from .score_mods import CausalMask, Heads, Region, Rows, ScoreMod
 
 Implementation = Literal["sdpa", "flex", "fast path", "eager", "regard"]
@@ -32,6 +32,7 @@ class QueryKeyScores:
     scale: float
     score_mods: tuple[ScoreMod, ...] = ()
     ties: Ties = "share"  # used where the scale is ∞
+    sink_logits: Float[Tensor, " h"] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -58,7 +59,11 @@ class QueryKeyScores:
 
     def weights(self, region: Region) -> Float[Tensor, "h r m"]:
         scores = self.scores(region)
-        return hardmax(scores, ties=self.ties) if self.scale == inf else softmax(scores)
+        if self.scale == inf:
+            return hardmax(scores, ties=self.ties)
+        if self.sink_logits is None:
+            return softmax(scores)
+        return softmax(with_sink(scores, None, self.sink_logits[region.heads])[0])[..., :-1]
 
 
 def _products(

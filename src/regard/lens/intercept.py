@@ -312,7 +312,8 @@ def _reporting_regard(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         call = engine.call_of(*args, **kwargs)
         scale = call.factor if call.scale is None else float(call.scale)
-        source = QueryKeyScores(call.q, call.k, call.v, scale, (RegardArguments(call),), call.ties)
+        mods = (RegardArguments(call),)
+        source = QueryKeyScores(call.q, call.k, call.v, scale, mods, call.ties, call.sink_logits)
         interceptor.report("regard", source)
         return interceptor.run(source, original, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..engine.call import Call
 from ..pattern import full, positions
+from ..reference import softcapped
 
 Heads = slice | list[int]
 Rows = slice | list[int]
@@ -73,7 +74,7 @@ class MaskOrBias:
 
 @dataclass(frozen=True, eq=False)
 class RegardArguments:
-    """The pattern, the lengths and the bias of a call of rg.attention."""
+    """The softcap, the bias, the pattern and the lengths of a call of rg.attention."""
 
     call: Call
 
@@ -82,6 +83,7 @@ class RegardArguments:
         keys = torch.arange(region.keys, device=scores.device)
         at = positions(call.pattern, call.n, call.m, call.at, scores.device)
         at = (at[region.batch] if at.dim() > 1 else at)[rows]
+        scores = softcapped(scores, call.softcap)
         if isinstance(call.bias, Tensor):
             scores.add_(region.take(call.bias))
         elif call.bias is not None:
@@ -91,8 +93,8 @@ class RegardArguments:
             scores.masked_fill_(~(region.take_heads(allowed) if allowed.dim() == 4 else allowed), -inf)
         if call.table is not None:
             scores.masked_fill_(~region.take(call.table), -inf)
-        if call.lengths is not None:
-            scores.masked_fill_(keys >= call.lengths[region.batch], -inf)
+        if (visible := call.visible()) is not None:
+            scores.masked_fill_(~visible[region.batch, : region.keys], -inf)
         return scores
 
 

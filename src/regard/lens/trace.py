@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
 from ..nn.attention import MultiHeadAttention
-from ..reference import dot_scores, repeat_heads
+from ..reference import dot_scores, repeat_heads, softcapped
 from .calls import QueryKeyScores
 from .view import look
 
@@ -62,7 +62,7 @@ class Trace:
 def trace(
     layer: nn.Module, x: Float[Tensor, "b n d_model"], context: Float[Tensor, "b m d_context"] | None = None
 ) -> Trace:
-    """X → Q, K, V → products → scaled → (+ bias) → masked → exp → row sums → weights → heads → output.
+    """X → Q, K, V → products → scaled (→ capped, + bias) → masked → exp → row sums → weights → heads → output.
 
     Each tensor is computed from the ones before it as its formula says; only Q, K and V (with rotary positions, where
     declared) and the bias come from the layer.
@@ -100,7 +100,10 @@ def trace(
         ]
     else:
         steps.append(Step("V", f"{of} W_V, per head", v, _flops(price, "v")))
-    bias = (masked - scaled).masked_fill(masked == -inf, 0.0)
+    capped, cap = softcapped(scaled, layer.spec.softcap), layer.spec.softcap
+    if cap is not None:
+        steps.append(Step("capped", f"{cap:g} · tanh(scaled / {cap:g})", capped))
+    bias = (masked - capped).masked_fill(masked == -inf, 0.0)
     if bool(bias.abs().max() > 1e-5):
         name = "bias" if layer.spec.score == "dot" else "scores"
         steps.append(
@@ -111,14 +114,17 @@ def trace(
         weights = call.weights()
         steps.append(Step("weights", "equal shares of the largest score", weights))
     else:
+        sink = "" if source.sink_logits is None else " and the sink"
         top = masked.amax(-1, keepdim=True)
         exp = (masked - top.masked_fill(top == -inf, 0.0)).exp()
         sums = exp.sum(-1, keepdim=True)
+        if source.sink_logits is not None:
+            sums = sums + (source.sink_logits[:, None, None].to(top) - top).exp()
         weights = exp / sums.where(sums > 0, 1.0)
         steps += [
             Step("row max", "max of masked, per query", top[..., 0]),
             Step("exp", "exp(masked − row max)", exp),
-            Step("row sums", "Σ exp over the keys", sums[..., 0]),
+            Step("row sums", "Σ exp over the keys" + sink, sums[..., 0]),
             Step("weights", "exp / row sums", weights, elementwise=_elementwise(price, "softmax")),
         ]
     out = weights.to(v.dtype) @ v

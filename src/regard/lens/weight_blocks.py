@@ -117,7 +117,7 @@ def _fill(
     source: Source, region: Region, table: Float[Tensor, "r keys"], safe: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write exp(scores) into the table; per row, their sum, the entropy, the largest weight and the allowed keys."""
-    if isinstance(source, StoredWeights) or source.scale == inf:
+    if isinstance(source, StoredWeights) or source.scale == inf or source.sink_logits is not None:
         table.copy_(source.weights(region)[0])
         mass = table.sum(-1)
         entropy = torch.special.entr(table).sum(-1)
