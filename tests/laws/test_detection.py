@@ -490,4 +490,6 @@ class RaisesAtFive(nn.Module):
 
 
 def test_what_a_call_raises_while_masks_are_read_is_noted():
-    assert "masks are not read: a call without one raised KeyError: 'five'" in adapt(RaisesAtFive()).notes
+    assert (
+        "masks are not checked: a call without a mask raised KeyError: 'five'" in adapt(RaisesAtFive()).notes
+    )

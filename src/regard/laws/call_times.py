@@ -1,4 +1,4 @@
-"""The processor time of a target's calls: how long a larger call would take, before it is made."""
+"""The CPU time of a target's calls, from which the time of a larger call is estimated before it is made."""
 
 import time
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class CallTimes:
-    """A target in tiles or loops takes time in proportion to queries × keys; a small call measures that.
+    """Measured calls and the remaining time. A call takes time in proportion to its pairs (queries × keys).
 
-    Processor time, so that what is left out does not depend on what else the machine does.
+    CPU time, so that which large calls are skipped does not depend on the load of the machine.
     """
 
     def __init__(self, seconds: float):
@@ -16,7 +16,7 @@ class CallTimes:
         self._measured: dict[str, list[tuple[int, float]]] = {}
 
     def run(self, call: Callable[[], Any], pairs: int, kind: str = "") -> Any:
-        """The result of a call; its time is taken from what is left. kind: calls with gradients take longer."""
+        """The result of a call, whose time is subtracted from `left`. kind: calls of one kind take similar time."""
         began = time.process_time()
         try:
             return call()
@@ -26,6 +26,6 @@ class CallTimes:
             self._measured.setdefault(kind, []).append((pairs, used))
 
     def estimate(self, pairs: int, kind: str = "") -> float:
-        """Seconds for a call with so many pairs, from the largest that was measured; 0 where none was."""
+        """Estimated seconds of a call with this number of pairs, from the largest measured call; 0 without one."""
         size, seconds = max(self._measured.get(kind, []), default=(1, 0.0))
         return seconds * pairs / size

@@ -119,7 +119,7 @@ _waiting = _Waiting()
 
 
 class _Deadline:
-    """A limit in two halves: a process that was suspended for minutes misses one of them, and not the other.
+    """A limit that is reached after two halves: a process that was suspended for minutes exceeds only one of them.
 
     Time in which other processes had the core does not count: the same target passes on a busy machine.
     """

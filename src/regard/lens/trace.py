@@ -114,19 +114,8 @@ def trace(
         weights = call.weights()
         steps.append(Step("weights", "equal shares of the largest score", weights))
     else:
-        sink = "" if source.sink_logits is None else " and the sink"
-        top = masked.amax(-1, keepdim=True)
-        exp = (masked - top.masked_fill(top == -inf, 0.0)).exp()
-        sums = exp.sum(-1, keepdim=True)
-        if source.sink_logits is not None:
-            sums = sums + (source.sink_logits[:, None, None].to(top) - top).exp()
-        weights = exp / sums.where(sums > 0, 1.0)
-        steps += [
-            Step("row max", "max of masked, per query", top[..., 0]),
-            Step("exp", "exp(masked − row max)", exp),
-            Step("row sums", "Σ exp over the keys" + sink, sums[..., 0]),
-            Step("weights", "exp / row sums", weights, elementwise=_elementwise(price, "softmax")),
-        ]
+        steps += _softmax_steps(masked, source.sink_logits, _elementwise(price, "softmax"))
+        weights = steps[-1].tensor
     out = weights.to(v.dtype) @ v
     steps.append(Step("heads", "weights · V", out, _flops(price, "mixing")))
     joined = rearrange(out, "h n d -> n (h d)")
@@ -134,6 +123,21 @@ def trace(
     if layer.w_o is not None:
         steps.append(Step("output", "concat W_O", layer.w_o(joined), _flops(price, "output")))
     return Trace(tuple(steps))
+
+
+def _softmax_steps(masked: Tensor, sink_logits: Tensor | None, elementwise: int) -> list[Step]:
+    top = masked.amax(-1, keepdim=True)
+    exp = (masked - top.masked_fill(top == -inf, 0.0)).exp()
+    sums, sink = exp.sum(-1, keepdim=True), ""
+    if sink_logits is not None:
+        sums, sink = sums + (sink_logits[:, None, None].to(top) - top).exp(), " and the sink"
+    weights = exp / sums.where(sums > 0, 1.0)
+    return [
+        Step("row max", "max of masked, per query", top[..., 0]),
+        Step("exp", "exp(masked − row max)", exp),
+        Step("row sums", "Σ exp over the keys" + sink, sums[..., 0]),
+        Step("weights", "exp / row sums", weights, elementwise=elementwise),
+    ]
 
 
 def _flops(price: Any, name: str) -> int:

@@ -14,7 +14,7 @@ from regard.laws.parts import own_parts
 
 pytestmark = pytest.mark.long
 CASES = int(os.environ.get("REGARD_CASES", "500"))
-BUDGET = Budget(cases=CASES, seconds=3600.0, seeds=20)
+BUDGET = Budget(cases=CASES, seconds=3600.0, seeds=20, total=4 * 3600.0)
 COMPILED = {"L55"}
 TARGETS = {
     "reference": reference_function,

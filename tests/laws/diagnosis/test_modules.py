@@ -164,7 +164,7 @@ def test_right_modules_have_no_cause(module):
         (Attention("value ignored"), "wrong operand", "the argument value has no effect"),
         (Attention("no bias"), "bias of the projection", "q and k and v is not added"),
         (Attention("bias of q not scaled"), "scale before the bias", "before the bias of q is added"),
-        (Attention("over heads"), "head split order", "attends over its heads"),
+        (Attention("over heads"), "head split order", "attends to its own heads"),
         (Attention("scale"), "scale off by a factor", "the scores are 0.8 times those of 1/√d_k"),
         pytest.param(Attention("bfloat16"), "precision lost", "is lost", marks=pytest.mark.long),
         (Attention("input added"), "residual inside", "the input is added to the output"),

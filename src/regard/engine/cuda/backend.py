@@ -174,8 +174,7 @@ def _join_sink(o: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Ten
 class _Attend(torch.autograd.Function):
     """(q, k, v, table, slopes, lengths, sink) → (o, lse).
 
-    A sink has no value, so the gradients of the others have the same formula as without it, with the lse and o that
-    include it.
+    A sink has no value: the other gradients have the formula without it, applied to the lse and o that include it.
     """
 
     @staticmethod

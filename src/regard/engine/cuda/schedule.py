@@ -77,8 +77,7 @@ class _Sides(NamedTuple):
 def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> Schedule:
     """Cut the parts of each tile into blocks and order the items by length, longest first.
 
-    config.lines: in passes by queries, blocks that a straight line cuts have separate marks, for kernels with that
-    test.
+    config.lines: in passes by queries, blocks cut by a straight line have separate marks, for kernels with that test.
     """
     block, lined = config.block, config.lines
     tile = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
@@ -116,8 +115,7 @@ def schedule(one: Pass, config: Config, sides: _Sides, device: torch.device) -> 
 
 
 def repeated(work: Schedule, times: int, apart: int) -> Schedule:
-    """The schedule of `times` sequences, each `apart` positions after the previous one, as one long sequence; items
-    are unchanged."""
+    """The schedule of `times` sequences, `apart` positions from one to the next, as one; items are unchanged."""
     shift = apart * np.repeat(np.arange(times), len(work.blocks))[:, None]
     blocks = np.tile(work.blocks.cpu().numpy(), (times, 1))
     blocks[:, [0, 3, 6, 10]] += shift.astype(np.int32)

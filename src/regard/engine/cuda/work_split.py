@@ -193,22 +193,17 @@ def _cut_at(keys: list[Ints], cuts: Ints, max_length: int) -> tuple[Ints, Ints, 
     return tile, np.concatenate([x[:-1] for x in at]), np.concatenate([x[1:] for x in at])
 
 
-# Chained passes: gradient passes that continue from earlier ones, in one launch. The rows are divided into sections
-# ("stretches"). The tiles of all passes over one section run at nearly the same time, so that its rows are read from
-# memory once and then from the cache. Before a tile adds to what earlier passes have written, it waits until all
-# their tiles of its section have been written. There is no deadlock: all programs run at the same time, each visits
-# its tiles in one common order, and a tile waits only for earlier ones.
+# Chained passes: gradient passes that continue from earlier ones, in one launch. All passes over a section of rows
+# ("stretch") run at nearly the same time, so that its rows are read from memory once and then from the cache. Before
+# a tile adds to earlier results, it waits until all earlier tiles of its section are written. There is no deadlock:
+# all programs run at the same time and visit their tiles in one common order, and a tile waits only for earlier ones.
 
 
 def chain(
-    route: DevicePasses,
-    layouts: tuple[Layout, ...],
-    query_offset: tuple[int, int],
-    by_keys: bool,
-    programs: int,
+    route: DevicePasses, layouts: tuple[Layout, ...], offset: tuple[int, int], by_keys: bool, programs: int
 ) -> tuple[DevicePass, tuple[Layout, ...], int] | None:
     """All passes of all heads as one, the layouts of flattened heads, and the number of sections; None if one launch
-    cannot contain them, or if a section does not fit into the cache. query_offset: start, step.
+    cannot contain them, or if a section does not fit into the cache. offset: start and step of the queries.
 
     Words 2 to 6 of a block: by how much a row may at most exceed its column for the pair to be allowed, and a column
     its row; the counter of its tile, the value that this must have reached, and whether a later tile waits for it.
@@ -217,7 +212,7 @@ def chain(
     long = as_one_head(layouts)
     if long is None or not route.joins:
         return None
-    tables = [_by_lines(step, query_offset, n, by_keys) for step in route.steps]
+    tables = [_by_lines(step, offset, n, by_keys) for step in route.steps]
     table = np.concatenate(tables)
     if not all(map(len, tables)) or b * h * len(table) > MAX_CHAINED:
         return None
@@ -254,7 +249,7 @@ def chain(
     return DevicePass(work, None, True, False), long, times * count
 
 
-def _by_lines(step: DevicePass, query_offset: tuple[int, int], n: int, by_keys: bool) -> Ints:
+def _by_lines(step: DevicePass, offset: tuple[int, int], n: int, by_keys: bool) -> Ints:
     """The blocks of a pass, with the words that define the allowed pairs; none if such words cannot define them.
 
     A short block ends its progression. If there are more rows, it is filled up with them: the words hide those rows,
@@ -269,7 +264,7 @@ def _by_lines(step: DevicePass, query_offset: tuple[int, int], n: int, by_keys: 
     block = Run(table[:, 0], table[:, 1], table[:, 8])
     tile = Run(table[:, 10], table[:, 11], table[:, 9] >> 8 & 255)
     i, j = (block, tile) if by_keys else (tile, block)
-    distance, hop = query_offset[0] + query_offset[1] * i.first - j.first, query_offset[1] * i.step
+    distance, hop = offset[0] + offset[1] * i.first - j.first, offset[1] * i.step
     if ((hop != j.step) & (table[:, 9] & 247 != 0)).any():
         return table[:0]
     far = ((FAR if found.before is None else found.before) - distance) // hop
@@ -290,19 +285,17 @@ def _stretches(tiles: Ints, n: int) -> tuple[Ints, int]:
     return cuts - 1, int(cuts[-1])
 
 
-# Global rows, whose few tiles have every key, together with tiles that have few keys: in one launch, in the order of
-# their keys, both read a key from memory once. (In Longformer's pattern, separate launches would be limited by memory
-# for the global rows and by arithmetic for the others.)
+# Global rows, whose few tiles have every key, and tiles with few keys, in one launch in the order of their keys: both
+# read a key from memory once. (Longformer: separately, global rows would be bound by memory, the others by compute.)
 
 
 def mix(
     route: DevicePasses, layouts: tuple[Layout, ...], step: int, programs: int, dynamic_share: float
 ) -> tuple[DevicePass, DevicePass, tuple[Layout, ...], WorkSplit] | None:
-    """Two passes that write different rows, in one launch; the first is split into pieces that need no test.
+    """Two passes that write different rows, of which the first is split into pieces that need no test: the first, the
+    second with flattened heads (the kernel is compiled for it), its layouts, and the blocks of both; otherwise None.
 
-    Returns the first pass, the second with flattened heads (the kernel for both is compiled for it), its layouts, and
-    the blocks of both; None if the passes are not of this kind. Word 7 of a block is the slot of its piece, over all
-    heads; −1: its tile is not split.
+    Word 7 of a block is the slot of its piece, over all heads; −1: its tile is not split.
     """
     if not route.apart or len(route.steps) > 2:
         return None

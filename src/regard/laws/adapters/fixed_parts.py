@@ -147,7 +147,7 @@ def find_fixed_window(reader: FunctionReader, name: str, text: str) -> tuple[int
     if "window" in reader.names or not re.search(r"window|local|sliding|banded", words):
         return None
     times = CallTimes(WINDOW_SECONDS)
-    # A window that is wider than the call is no window. All heads in the first call, then one: the larger are slow.
+    # A window that is wider than the call hides no key. Larger calls have one head, because they are slow.
     for n, heads in ((24, None), (64, 1), (300, 1), (1100, 1)):
         i, j = torch.arange(n)[:, None], torch.arange(n)
         if (seconds := times.estimate(n * n)) > times.left:

@@ -93,9 +93,7 @@ def function_from_signature(function: Callable[..., Any], hints: Hints | None = 
     if "causal" not in names and is_stated_causal(name, text):
         claims |= {"always causal"}
         alignment = alignment or stated_alignment(text) or probed_alignment(reader)
-        reader.notes.append(
-            f"always causal, according to its name or docstring; aligned {alignment} if n ≠ m"
-        )
+        reader.notes.append(f"always causal, by its name or docstring; aligned {alignment} if n ≠ m")
     needed = others.get(names.get("window", ""))
     if needed is not None and needed.default is needed.empty and reader.window.endswith("causal"):
         claims |= {"always causal"}  # it cannot be called without a window

@@ -76,11 +76,11 @@ class Observations:
 
     @property
     def unseen(self) -> str:
-        """The calls that were left out, in words; "" where none was."""
+        """A sentence about the calls that were skipped; "" if there were none."""
         if not self.left_out:
             return ""
         count = "1 call was" if len(self.left_out) == 1 else f"{len(self.left_out)} calls were"
-        return f"{count} left out, {self.left_out[0].name} first: the target is too slow for it"
+        return f"{count} skipped, first {self.left_out[0].name}: the target is too slow for this size"
 
     def fault(self) -> str | None:
         """A call that raises or returns a wrong shape or dtype, although the signature has all of its options."""

@@ -2,9 +2,8 @@
 
     dv = weightsᵀ do;  ds = weights ∘ (do vᵀ − delta);  dq = scale · ds k;  dk = scale · dsᵀ q
 
-A program processes the blocks of many tiles. While the products and weights of a block are computed, the next block
-is copied to the other half of a ring buffer; the rows of the next tile are copied as soon as the last scores of this
-tile are computed.
+A program processes the blocks of many tiles. While one block is computed, the next is copied to the other half of a
+ring buffer; the rows of the next tile are copied as soon as the last scores of this tile are computed.
 """
 
 from .forward import (

@@ -292,9 +292,8 @@ def _store(X, place, x, mine, stride, fade, joins, S: gl.constexpr):
 def _addresses(X, x, D: gl.constexpr):
     """Addresses of rows of D numbers that begin x numbers after X.
 
-    Of a row of 128 numbers a thread reads two pieces, 64 apart. That offset can be part of the copy instruction if
-    the address of the first piece is one value; the compiler would split it, so it is computed in PTX. (Of a row of
-    64 a thread reads one piece.)
+    Of a row of 128 a thread reads two pieces, 64 apart (of a row of 64, one). That offset can be part of the copy
+    instruction if the address of the first piece is one value; the compiler would split it, hence PTX.
     """
     LOAD: gl.constexpr = x.type.layout.parent
     if D == 64:

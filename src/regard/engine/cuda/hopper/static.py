@@ -241,9 +241,8 @@ def let_next(x):
     return gl.inline_asm_elementwise(text, "=r,r", [x], gl.int32, False, 1)
 
 
-# Several passes in one launch. A counter per section of rows holds the number of its tiles that are written; a tile
-# is counted one block after it was written, when the stores are complete. If passes are not chained, these do
-# nothing.
+# Several passes in one launch. A counter per section of rows holds the number of its written tiles; a tile is counted
+# one block after its stores, when they are complete. If passes are not chained, these functions do nothing.
 
 
 @gluon.jit
