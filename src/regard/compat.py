@@ -176,14 +176,7 @@ _sdpa = torch.nn.functional.scaled_dot_product_attention
 sdpa: Any = _sdpa if isbuiltin(_sdpa) else torch.ops.aten.scaled_dot_product_attention.default
 
 FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
-_FLASH_SAVED = (
-    "_saved_query",
-    "_saved_key",
-    "_saved_value",
-    "_saved_attn_mask",
-    "_saved_is_causal",
-    "_saved_scale",
-)
+_FLASH_SAVED = tuple(f"_saved_{x}" for x in ("query", "key", "value", "attn_mask", "is_causal", "scale"))
 _current_node: Callable[[], Any] | None = _first(lambda: torch._C._current_autograd_node, lambda: None)
 
 
@@ -235,6 +228,13 @@ CAN_DISPATCH = DispatchMode is not _NoDispatchMode
 without_dispatch_modes: Callable[[], Any] = _first(
     _from_python_dispatch("_disable_current_modes"), lambda: nullcontext
 )
+
+
+def clear_compiler_tables() -> None:
+    """Clear the compiler's table of PyTorch's functions, which is built on first use; it is built again if needed."""
+    clear = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
+    if clear is not None:
+        clear()
 
 
 def aten_operators(*names: str) -> set[Any]:

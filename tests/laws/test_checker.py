@@ -115,9 +115,7 @@ def test_large_calls_of_a_slow_target_are_left_out_and_said(monkeypatch):
     slow = clock.target(1e-5)  # 0.9 s for 300 positions, 12 s for 1,100
     outcome = check(Function("slow", slow, claims={"float64"}), ["L65"])["L65"]
     assert outcome.status == "holds" and clock.now < 8
-    assert (
-        "calls equal the formula; 1 call was skipped, first n = 1100, m = 1100, d_k = 2" in outcome.message
-    )
+    assert "calls equal the formula; 1 call was skipped, first n = 1100, m = 1100, d_k = 2" in outcome.message
     quick = check(Function("quick", clock.target(1e-6), claims={"float64"}), ["L65"])["L65"]
     assert quick.status == "holds" and "skipped" not in quick.message
 

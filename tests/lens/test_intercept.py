@@ -293,6 +293,17 @@ def test_a_compiled_model_has_the_maps_of_the_uncompiled_one():
     assert view.title == "Sdpa"
 
 
+@pytest.mark.compiled
+def test_a_model_can_be_compiled_after_a_look_during_which_the_compiler_was_first_used():
+    from torch._dynamo import trace_rules
+
+    trace_rules.clear_lru_cache()  # as in a process that has compiled nothing yet
+    model, x = Sdpa(), torch.randn(2, 7, 12)
+    look(lambda x: (trace_rules.get_torch_obj_rule_map(), model(x))[1], x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
 def test_self_and_cross_are_distinguished_by_the_origin_of_q_and_k():
     """Not by their lengths: both sides have 7 tokens here."""
     model, x, y = Sdpa(), torch.randn(2, 7, 12), torch.randn(2, 7, 12)

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..compat import clear_compiler_tables
+
 _LOCK = threading.RLock()
 
 
@@ -55,6 +57,7 @@ def replaced_functions(replacements: dict[Any, Any]) -> Iterator[None]:
     finally:
         new = [module for name, module in list(sys.modules.items()) if name not in known]
         _exchange([*touched, *new], {new: old for old, new in replacements.items()})
+        clear_compiler_tables()  # one that was built meanwhile has the replacements instead of the originals
 
 
 def _exchange(modules: list[Any], replacements: dict[Any, Any]) -> None:
