@@ -327,16 +327,14 @@ def routes(
 
     In passes by queries, every tile needs a key; in a pass that continues from an earlier one, no tile may be split.
     """
-    route = passes(call, config if hopper is None else hopper, by_keys)
-    if hopper is not None:
-        route = in_boxes(call.task.pattern, route, by_keys, call.device)
-    fast = [step for step in route.steps if not (step.work.empty or (step.work.slots and step.accumulates))]
-    others = [step for step in route.steps if step not in fast]
-    mixes = not others or (hopper is not None and (hopper.tile, hopper.block) == (config.tile, config.block))
-    if hopper is None or not takes_hopper(call) or not mixes:
-        route = passes(call, config, by_keys)
-        return route, replace(route, steps=()), route
-    return route, replace(route, steps=tuple(fast)), replace(route, steps=tuple(others))
+    if hopper is not None and takes_hopper(call):
+        route = in_boxes(call.task.pattern, passes(call, hopper, by_keys), by_keys, call.device)
+        slow = [step for step in route.steps if step.work.empty or (step.work.slots and step.accumulates)]
+        if not slow or (hopper.tile, hopper.block) == (config.tile, config.block):
+            fast = tuple(step for step in route.steps if step not in slow)
+            return route, replace(route, steps=fast), replace(route, steps=tuple(slow))
+    route = passes(call, config, by_keys)
+    return route, replace(route, steps=()), route
 
 
 def takes_hopper(call: CallLayout) -> bool:
