@@ -71,7 +71,7 @@ def wall(fn, times: int = 20) -> float:
 
 
 def captured(fn):
-    """A CUDA graph of the call; None where it cannot be captured."""
+    """A CUDA graph of the call; None if it cannot be captured."""
     try:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -89,13 +89,13 @@ def captured(fn):
 
 
 def busy(fn) -> float | None:
-    """The same as `wall` of a CUDA graph of the call."""
+    """As `wall`, for a CUDA graph of the call."""
     graph = captured(fn)
     return None if graph is None else wall(graph.replay)
 
 
 def in_turn(fn) -> tuple[float, float | None]:
-    """`wall` and `busy`, measured by turns, so that both see the same clocks of the GPU."""
+    """`wall` and `busy`, measured alternately, so that the GPU has the same clock rates for both."""
     graph = captured(fn)
     rounds = [(wall(fn, 7), 0.0 if graph is None else wall(graph.replay, 7)) for _ in range(3)]
     walls, busies = zip(*rounds)

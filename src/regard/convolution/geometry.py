@@ -26,9 +26,8 @@ class Geometry:
     stride: Offset
     border: tuple[tuple[int, int], ...]
     mode: str = "zeros"
-    window: tuple[tuple[int, int], ...] | None = (
-        None  # the range of offsets at which a query needs keys; None: that of `offsets`
-    )
+    # The range of offsets at which a query needs keys; None: that of `offsets`.
+    window: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self):
         if not self.offsets:

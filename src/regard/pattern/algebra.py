@@ -41,9 +41,7 @@ def register(kind: type) -> None:
 class Pattern:
     """A set of pairs (i, j). Combine with `&`, `|`, `~` and `-`; nothing is n × m until `allowed(n, m)`."""
 
-    text: str | None = (
-        None  # its JSON, composed at declaration: what a compiled graph carries; None with data
-    )
+    text: str | None = None  # its JSON, made at declaration, which a compiled graph holds; None with data
     differs_by_head = False  # whether it is one pattern for each head (per_head)
 
     def allows(self, i: Any, j: Any) -> Any:

@@ -73,7 +73,7 @@ def _computed(f: CallFacts) -> int:
 
 
 def _visited(f: CallFacts) -> int:
-    """As `_computed`, but of a grid whose tiles are boxes, their pairs: that depends on the GPU."""
+    """As `_computed`; for a grid whose tiles are boxes, the pairs of these boxes, which depend on the GPU."""
     lists = [step.work.lists for step in _hopper_passes(f) if step.work.lists is not None]
     return sum(x.pairs for x in lists) or _computed(f)
 
@@ -123,7 +123,7 @@ def one_launch(n: int, m: int, heads: int, width: int) -> bool:
 
 
 def _hopper_passes(f: CallFacts) -> tuple[Any, ...]:
-    """The passes of the forward kernel for Hopper, if it runs."""
+    """The passes of the Hopper forward kernel; none if another kernel runs the call."""
     if f.device_type != "cuda" or not torch.cuda.is_available() or _terms(f):
         return ()
     from .call import CallLayout, contiguous

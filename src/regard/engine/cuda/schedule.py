@@ -29,7 +29,7 @@ from .mask import NO_KEY_FREE, Free, band, conjuncts, lines, marks, narrowed, wi
 SEGMENTS = 3  # progressions a block may hold; its row in `blocks` is a, b | c, a, b | c, a, b | end
 WIDTH = 12  # int32 words per block: those, then marks + 256 × count, first and step of its tile
 BEGINS = 8  # the mark of the first block of a tile; others say what is to be tested (see mask.marks and mask.lines)
-EMPTY_LIST = 0  # of blocks that are listed (see tile_lists.py), the list that allows no pair
+EMPTY_LIST = 0  # the number of the list that allows no pair (see tile_lists.py)
 ITEM = 8  # int32 words per item; 7 are used
 FULL, RAGGED, EMPTY = 0, 1, 2  # kinds of blocks
 MIN_SPLIT = 16  # blocks; shorter tiles are never split
@@ -52,7 +52,7 @@ class Schedule:
     ends: Ints  # on the host: where the blocks of each tile end; a tile without a block has none of its own
     ordered: bool = False  # tiles of several passes, which run in this order (see work_split.chain, mix)
     chained: bool = False  # … and wait for one another
-    lists: Any = None  # of tiles that are boxes (see tile_lists.Lists)
+    lists: Any = None  # if tiles are boxes: tile_lists.Lists
 
     @property
     def empty(self) -> bool:

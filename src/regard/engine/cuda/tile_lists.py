@@ -1,4 +1,4 @@
-"""Tiles and blocks as lists of members: of short calls, and of grids.
+"""Tiles and blocks as lists of members, for short calls and for grids.
 
 Both sides of the gradients of a short call, for one launch. A plan of few pairs may have several passes, each a
 launch. If the GPU waits for the CPU, the number of launches matters, not the work. So members with the same partners,
@@ -111,30 +111,32 @@ def _cut(tiles: Ints, by_some: Table, by_all: Table, block: int) -> TileLists:
     return TileLists(np.array(items), tiles[order], full)
 
 
-# Tiles of grids that are boxes, for the kernels for Hopper. With a kernel of 7 × 7, 64 pixels in a line meet 7 × 64
-# keys, a box of 4 × 16 meets 10 × 22. These are no few progressions, and a bound cuts each block. So both are listed,
-# once for all tiles that are as far from the edges: of a block of keys, where each is, from the first query of the
-# tile on; and of each pair, whether it is allowed, as a bit.
+# Tiles of grids as boxes, for the Hopper kernels. With a kernel of 7 × 7, 64 pixels in a line have 7 × 64 keys, a box
+# of 4 × 16 pixels has 10 × 22. Such keys are not a few progressions, and every block would need a mask. So a list
+# holds the keys of a block (as offsets from the first query of the tile) and one bit per pair, which is 1 if the pair
+# is allowed. All tiles at the same distances from the edges share their lists.
 
-MEMBERS = 64  # of a tile and of a block
-MAX_LISTS = 1 << 14  # of all kinds of tiles: 20 MiB
-LIST = MEMBERS + 4 * MEMBERS  # words of a listed block: its keys; four words of sixteen bits for each query
+MEMBERS = 64  # the number of members of a tile, and of a block
+MAX_LISTS = 1 << 14  # for all kinds of tiles together: 20 MiB
+LIST = (
+    MEMBERS + 4 * MEMBERS
+)  # words of a listed block: its keys; then four words of sixteen bits for each query
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What the blocks of a schedule are found by: word 1 of a block is the number of its list."""
+    """The lists of the blocks of a schedule: word 1 of a block is the number of its list."""
 
     words: Tensor  # (x, LIST)
-    spread: str  # source: how far query a of a tile is from its first
-    pairs: int  # computed
+    spread: str  # source code: the distance of query a of a tile from the first one
+    pairs: int  # the number of pairs that are computed
 
 
-Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` gives, of one axis
+Along = tuple[Ints, list[tuple[Ints, NDArray[np.bool_]]]]  # what `_kinds` returns for one axis
 
 
 def in_boxes(pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch.device) -> DevicePasses:
-    """The pass of a grid in boxes, where that has fewer blocks than its pass in lines; else the passes given."""
+    """The pass of a grid in boxes, if that has fewer blocks than its pass in lines; otherwise `lines`."""
     if not isinstance(pattern, neighborhood):
         return lines
     made = _boxes(pattern, by_keys, len(lines.steps[0].work.blocks), device)
@@ -143,8 +145,8 @@ def in_boxes(pattern: Pattern, lines: DevicePasses, by_keys: bool, device: torch
 
 @lru_cache(maxsize=64)
 def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) -> Schedule | None:
-    """Queries, or keys, in the boxes with the fewest blocks; None where these are not below `below`, or where no box
-    of 64 whose sides are powers of two divides the grid."""
+    """Queries, or keys, in the boxes with the fewest blocks; None if these are not fewer than `below`, or if no box
+    of 64 members whose sides are powers of two divides the grid."""
     powers = [[s for s in (1, 2, 4, 8, 16, 32, 64) if length % s == 0] for length in grid.grid]
     sides = [box for box in product(*powers) if prod(box) == MEMBERS]
     cuts = [[_kinds(axis, side, by_keys) for axis, side in zip(grid.axes, box)] for box in sides]
@@ -156,7 +158,7 @@ def _boxes(grid: neighborhood, by_keys: bool, below: int, device: torch.device) 
 
 
 def _count(along: list[Along], once: bool = False) -> int:
-    """The blocks of all tiles; once: of each kind of tile."""
+    """The number of blocks of all tiles; once: of one tile of each kind."""
     keys = np.ones((), dtype=np.int64)
     for kind, found in along:
         sizes = np.array([len(x) for x, _ in found])
@@ -165,8 +167,8 @@ def _count(along: list[Along], once: bool = False) -> int:
 
 
 def _kinds(axis: Axis, side: int, by_keys: bool) -> Along:
-    """Of each stretch of `side` queries along an axis, its kind; of each kind, the keys from its first query on, and
-    which query may attend to which. by_keys: stretches of keys, and their queries."""
+    """For every `side` queries along an axis, their kind; for each kind, the keys as offsets from its first query,
+    and which query may attend to which key. by_keys: the same with queries and keys exchanged."""
     x = np.arange(axis.length)
     meet = axis.allows(x[:, None], x)
     allowed = meet.T if by_keys else meet
@@ -186,7 +188,7 @@ def _kinds(axis: Axis, side: int, by_keys: bool) -> Along:
 
 
 def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> list[tuple[Ints, int]]:
-    """The blocks of one kind of tile: the words of each, and how many keys it has."""
+    """The blocks of one kind of tile: for each, its words and its number of keys."""
     keys, allowed = np.zeros(1, dtype=np.int64), np.ones((1, 1), dtype=bool)
     for (steps, rows), stride in zip(along, strides):
         keys = np.add.outer(keys, steps * stride).ravel()
@@ -195,7 +197,7 @@ def _lists(along: list[tuple[Ints, NDArray[np.bool_]]], strides: list[int]) -> l
     for at in range(0, len(keys), MEMBERS):
         here, pairs = keys[at : at + MEMBERS], np.zeros((MEMBERS, MEMBERS), dtype=np.int64)
         pairs[:, : len(here)] = allowed[:, at : at + MEMBERS]
-        # A thread of a Hopper product has the places 8 · x + 2 · y and the next of a row, for one y of four.
+        # A thread of a Hopper product holds the columns 8 · x + 2 · y and 8 · x + 2 · y + 1 of a row, for one y.
         bits = pairs.reshape(MEMBERS, 8, 4, 2).transpose(0, 2, 1, 3).reshape(-1, 16) @ (1 << np.arange(16))
         made.append((np.concatenate([np.resize(here, MEMBERS), bits]), len(here)))
     return made
@@ -206,12 +208,10 @@ def _schedule(
 ) -> Schedule:  # fmt: skip
     strides = [prod(grid.grid[at + 1 :]) for at in range(len(box))]
     words = [np.zeros(LIST, dtype=np.int64)]  # EMPTY_LIST
-    known: dict[
-        tuple[int, ...], list[tuple[int, int]]
-    ] = {}  # of a tile: its lists, and how many keys each has
-    rows: list[
-        tuple[int, int, int, int]
-    ] = []  # of a block: its tile's first query, list, keys, whether it begins one
+    # For each kind of tile, its lists and the number of keys of each.
+    known: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    # For each block: the first query of its tile, its list, its number of keys, and whether it begins the tile.
+    rows: list[tuple[int, int, int, int]] = []
     for place in product(*(range(len(kind)) for kind, _ in along)):
         kinds = tuple(int(kind[x]) for (kind, _), x in zip(along, place))
         if kinds not in known:

@@ -32,14 +32,12 @@ MAX_POSITION = 1 << 28  # the kernels treat larger positions as "no bound"
 class WorkSplit:
     """The blocks of a pass, assigned to programs. A tile that several programs share has a slot for each."""
 
-    blocks: (
-        Tensor  # (x, 12), as visited; of grouped heads, the number of the query head × 65536 joins the marks
-    )
+    blocks: Tensor  # (x, 12), as visited; with grouped heads, 65536 × the query head is added to the marks
     chunks: Tensor  # (k, 16): first block and end of each program's run; from the fifth word on, that block
     slot: Tensor  # (x,): where the results of a block's tile go; −1: the tile is not split
     joins: Tensor  # (y, 8), as in Schedule
     slots: int
-    lists: Tensor  # of blocks that are listed (see tile_lists.py); else `slot`, which is not read as such
+    lists: Tensor  # the words of tile_lists.Lists; if there are none, `slot`, which is then not read
 
 
 def split_work(

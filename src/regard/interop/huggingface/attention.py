@@ -45,9 +45,7 @@ class Request:
     scale: float | None = None
     dropout: float = 0.0
     softcap: float | None = None
-    sinks: Tensor | None = (
-        None  # one logit per query head that takes part in each row's sum and carries no value
-    )
+    sinks: Tensor | None = None  # one logit per query head, which is in each row's sum and has no value
     need_weights: bool = False
 
 

@@ -30,9 +30,8 @@ class Read:
 
     pattern: Pattern
     padding: tuple[Tensor, ...] = ()
-    packed: Tensor | None = (
-        None  # ids of packed documents, (b, m): a user's pattern counts from each one's start
-    )
+    # Ids of packed documents, (b, m): the positions of a user's pattern start at 0 in each document.
+    packed: Tensor | None = None
 
 
 CAUSAL, EVERYTHING = Read(causal()), Read(full())  # made once: they are read for every token

@@ -123,7 +123,7 @@ def _lines(row, LISTS, S: gl.constexpr):
 
 @gluon.jit
 def _rows_of(row, flat, LISTS, S: gl.constexpr):
-    """The rows at places `flat` of a block, −1 at its empty places."""
+    """The rows in columns `flat` of a block, −1 in its empty columns."""
     if S.spread is not None:
         return listed_rows(row, flat, LISTS)
     else:

@@ -54,9 +54,8 @@ class Static(NamedTuple):
     adds: Any = None  # … of the keys that this selects
     LATE: bool = False  # dq: it starts at once, and may not end before the previous kernel
     CHAINED: bool = False  # of several passes: blocks say what is hidden, and what a tile waits for
-    spread: Any = (
-        None  # forward: a → how far row a of a tile is from its first, where tiles are boxes, blocks lists
-    )
+    # If tiles are boxes and blocks are lists, forward: a → the distance of row a of a tile from its first row.
+    spread: Any = None
 
 
 def hopper_static(step: DevicePass, config: Config, call: CallLayout) -> Static:
@@ -164,7 +163,7 @@ def hide_past_lines(scores, marks, spot):
     return scores
 
 
-# Blocks of tiles that are boxes (see tile_lists.py): 64 keys, then for each row four words of sixteen bits.
+# A list, for a block of a tile that is a box (see tile_lists.py): 64 keys, then four words of 16 bits for each row.
 LIST = gl.constexpr(64 + 4 * 64)
 
 
@@ -179,20 +178,20 @@ def member(first, hop, a, S: gl.constexpr):
 
 @gluon.jit
 def list_of(row, LISTS):
-    """Where the list of a block is."""
+    """The address of a block's list."""
     return LISTS + row[1] * LIST
 
 
 @gluon.jit
 def listed_rows(row, c, LISTS):
-    """As `_keys`, of a listed block: −1 at its empty places."""
+    """As `_keys`, for a listed block: −1 in its empty columns."""
     return gl.where(c < row[8], row[0] + gl.load(list_of(row, LISTS) + c), -1)
 
 
 @gluon.jit
 def bits_of(at, like, S: gl.constexpr):
-    """Which pairs of the block listed there are allowed, a bit for each of the sixteen that a thread holds of a row;
-    read long before they are used. 0 where blocks are not listed."""
+    """Which pairs of the block whose list is at `at` are allowed, one bit for each of the 16 that a thread holds of a
+    row; they are read long before they are used. 0 if blocks are not listed."""
     if S.spread is not None:
         y = like.reshape([S.R, S.R // 8, 4, 2])
         EACH: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, y.type.layout))
@@ -209,13 +208,13 @@ def bits_of(at, like, S: gl.constexpr):
 def hide_listed(scores, bits):
     """−∞ for the pairs whose bit is not set."""
     c = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))[None, :]
-    nth = ((c & ~7) >> 2) + (c & 1)  # of the sixteen; the compiler knows it
+    nth = ((c & ~7) >> 2) + (c & 1)  # the bit of column c, a constant for the compiler
     return gl.where((each(bits, scores) & (1 << nth)) != 0, scores, -float("inf"))
 
 
 @gluon.jit
 def each(x, like):
-    """What a thread holds for a row, for each number it holds of it: (rows, 4) → the shape of `like`."""
+    """x, one number per thread and row, for each number that the thread holds of it: (rows, 4) → shape of `like`."""
     R: gl.constexpr = like.shape[0]
     B: gl.constexpr = like.shape[1]
     y = like.reshape([R, B // 8, 4, 2])

@@ -281,8 +281,7 @@ def sum_kernel(
     keep: tl.constexpr, R: tl.constexpr, SLICE: tl.constexpr, d: tl.constexpr, D: tl.constexpr,
     PART_WIDTH: tl.constexpr, ACCUMULATES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """SLICE members of a split tile: their partial gradients, added in order; the loads of AHEAD of them do not wait
-    for one another."""
+    """SLICE members of a split tile: their partial gradients, added in order; AHEAD of them are loaded at once."""
     AHEAD: tl.constexpr = 8
     bh, b, h, work = head_of(tl.program_id(0), heads, all_heads)
     first, hop, count, slot, pieces, _, _ = item_of(SPLITS, work // (R // SLICE))
