@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .costs.connectivity import dependencies
+from .costs.layer_types import dependencies
 from .errors import ShapeError, SpecError
 from .pattern import Pattern, causal
 

@@ -67,6 +67,12 @@ def test_pairs_without_a_closed_form_become_a_symbol():
     assert result.formula.subs(result.values) == result.flops
 
 
+def test_the_formula_of_a_part_without_products_is_zero():
+    result = cost(rg.Embedding(30, 16), n=4)
+    assert result.formula == result.order == result.flops == 0
+    assert result.symbolic.total.parameters.subs(result.values) == result.parameters == 30 * 16
+
+
 def test_one_name_for_two_sizes_becomes_two_symbols():
     wide, narrow = (rg.Encoder(rg.Block(rg.Attention(64), rg.FeedForward(f)), 2) for f in (256, 100))
     block = rg.Block(rg.Attention(64, pattern=rg.causal()), rg.FeedForward(100), cross=rg.Attention(64))
@@ -80,9 +86,9 @@ def test_the_tree_adds_up_and_layers_multiply():
     added = sum((a for _, a in result.tree.terms()), Amounts())
     assert added == result.total and result["block"].times == 12
     assert result["block/attention/q"].total.flops == 2 * 3 * 64 * 768 * 768
-    depths = {part.name: depth for depth, part, _ in result.tree.nodes()}
-    assert (depths["model"], depths["block"], depths["attention"], depths["q"]) == (0, 1, 2, 3)
-    whole = {part.name: amounts.flops for _, part, amounts in result.tree.nodes()}
+    paths = {part.name: path for path, part, _ in result.tree.nodes()}
+    assert (paths["model"], paths["block"], paths["q"]) == ("", "block", "block/attention/q")
+    whole = {part.name: times * part.total.flops for _, part, times in result.tree.nodes()}
     assert whole["q"] == 12 * 2 * 3 * 64 * 768 * 768
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard as rg
-from regard.costs.declaration import build_tree, has_context
-from regard.costs.sizes import Numbers, Request
+from regard.costs.entry import has_context
+from regard.costs.flops.models import build_tree
+from regard.costs.sizes import Request
 from regard.costs.tree import Part
 from regard.engine import attention as engine
 from regard.engine.backends import TABLE
@@ -32,9 +33,8 @@ def priced(spec, train=False, by=None) -> Part:
     """The tree of the decomposed path, without memory and analysis, which hundreds of examples could not afford."""
     lengths = sizes(spec)
     n = lengths.get("n") or spec.tokens
-    return build_tree(
-        Request(spec, n, lengths.get("m", n), B, train=train, backend="reference"), by or Numbers()
-    )[0]
+    request = Request(spec, n, lengths.get("m", n), B, train=train, backend="reference")
+    return build_tree(request, by)[0]
 
 
 def built(spec):

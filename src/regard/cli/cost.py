@@ -191,7 +191,7 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 
     thing = targets.read(source)
     if ":" in source and inspect.isfunction(thing) and not inspect.signature(thing).parameters:
-        from ..costs.module import built
+        from ..costs.entry import built
 
         thing = built(thing)
     if isinstance(thing, tuple) and not thing:
@@ -201,7 +201,7 @@ def _read(source: str) -> tuple[Any, tuple[Any, ...]]:
 
 def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
     """What fits and the time it takes, each as data and as text."""
-    from ..costs.memory.peak import readable
+    from ..costs.memory.allocator import readable
     from ..costs.time import estimate, load_roofline
 
     extra: dict[str, tuple[Any, str]] = {}
@@ -230,7 +230,7 @@ def _extra(result: Any, request: CostRequest) -> dict[str, tuple[Any, str]]:
 
 
 def _fitting(result: Any, request: CostRequest) -> tuple[dict[str, int], str]:
-    from ..costs.memory.peak import readable
+    from ..costs.memory.allocator import readable
 
     budget = size_of(request.fits or "")
     sizes = {"batch": result.fits(budget, "batch")}

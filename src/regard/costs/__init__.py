@@ -1,38 +1,24 @@
 """The cost of a declaration or a module: parameters, FLOPs, memory, time; as numbers and as formulas."""
 
-from .analysis import relative_orders, score_orders
-from .connectivity import ReceptiveField, dependencies, layers_to_connect, receptive_field, receptive_set
 from .entry import cost
-from .layer_types import Comparison, compare
+from .layer_types import (
+    Comparison,
+    ReceptiveField,
+    compare,
+    dependencies,
+    layers_to_connect,
+    receptive_field,
+    receptive_set,
+)  # fmt: skip
 from .memory import Memory, TrainingStep
 from .planner import Choice, Plan, plan
-from .runnable import call, example, generate_one, join_ranks, shard, stepping
-from .tree import Amounts, Cost, Pairs, Part
+from .result import Cost, relative_orders, score_orders
+from .subject import call, example, generate_one, join_ranks, shard, stepping
+from .tree import Amounts, Pairs, Part
 
 __all__ = [
-    "Amounts",
-    "Choice",
-    "Comparison",
-    "Cost",
-    "Memory",
-    "Pairs",
-    "Part",
-    "Plan",
-    "ReceptiveField",
-    "TrainingStep",
-    "call",
-    "compare",
-    "cost",
-    "dependencies",
-    "example",
-    "generate_one",
-    "join_ranks",
-    "layers_to_connect",
-    "plan",
-    "receptive_field",
-    "receptive_set",
-    "relative_orders",
-    "score_orders",
-    "shard",
-    "stepping",
-]
+    "Amounts", "Choice", "Comparison", "Cost", "Memory", "Pairs", "Part", "Plan", "ReceptiveField",
+    "TrainingStep", "call", "compare", "cost", "dependencies", "example", "generate_one", "join_ranks",
+    "layers_to_connect", "plan", "receptive_field", "receptive_set", "relative_orders", "score_orders",
+    "shard", "stepping",
+]  # fmt: skip

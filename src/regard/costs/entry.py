@@ -1,19 +1,30 @@
 """`regard.cost`: a declaration is priced by arithmetic, any other module by tracing it on meta tensors."""
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from .. import spec as specs
+from ..compat import CAN_DISPATCH
 from ..engine.backends import BACKENDS
-from ..errors import SpecError, nearest
+from ..errors import RegardError, ShapeError, SpecError, nearest
 from ..spec import Spec, preset
 from ..spec.base import require_positive
-from .declaration import check_lengths, price
-from .module import built, cost_of_module
+from .flops.models import build_tree
+from .memory import Memory, TrainingStep
+from .memory.runs import Setting, run
+from .memory.step import training_of
+from .result import Cost
 from .sizes import Request
-from .subject import is_config
-from .tree import Cost
+from .subject import Subject, build, is_config
+from .trace.nested import tensors_in
+from .trace.tracer import Trace
+from .tree import Amounts, Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +34,7 @@ DTYPES = {
 }
 DEVICES = ("cpu", "cuda", "mps")
 DEFAULT_N = 128  # for a model of Hugging Face
+TWO_LENGTHS = (specs.Attention, specs.EncoderDecoder, specs.Recurrent)
 
 
 def cost(
@@ -65,13 +77,13 @@ def cost(
         n = DEFAULT_N if n is None else n
         require_positive("n", n)
         request = Request(model, n, n if m is None else m, batch, dtype, train, backend, device)
-        return cost_of_module(model, example_inputs, request)
+        return _of_module(model, example_inputs, request)
     if example_inputs:
         raise SpecError(
             f"{type(model).__name__} is a declaration: its cost follows from its sizes; "
             f"pass n= instead of example inputs"
         )
-    return price(Request(model, *check_lengths(model, n, m), batch, dtype, train, backend, device))
+    return _of_declaration(Request(model, *_lengths(model, n, m), batch, dtype, train, backend, device))
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -83,3 +95,182 @@ def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     if dtype not in DTYPES.values():
         raise SpecError(f"dtype={dtype} is not supported; use one of {', '.join(DTYPES)}")
     return dtype
+
+
+def _where(request: Request) -> dict[str, Any]:
+    return {"dtype": str(request.dtype).removeprefix("torch."), "device": request.device}
+
+
+def _of_declaration(request: Request) -> Cost:
+    tree, pairs = build_tree(request)
+    lengths = {"n": request.n} | ({"m": request.m} if has_context(request.spec) else {})
+    sizes = lengths | {"batch": request.batch} | _where(request) | {"train": request.train}
+    name, memory, fits = (
+        repr(request.spec),
+        partial(memory_of, request),
+        partial(Subject(request.spec).fits, request),
+    )
+    return Cost(name, sizes, tree, pairs, request=request, remember=memory, fitting=fits)
+
+
+def memory_of(request: Request) -> Memory | None:
+    """The memory of a declared model at these sizes; None for declarations that are no module by themselves."""
+    if isinstance(request.spec, specs.Mixing):
+        return None
+    return _memory(replace(request, train=training_of(request.train)))
+
+
+@lru_cache(maxsize=16)
+def _memory(request: Request) -> Memory:
+    setting = Subject(request.spec).setting(request.size, request.train, request.dtype, request.device)
+    return Memory(setting, request)
+
+
+def _lengths(spec: Spec, n: int | None, m: int | None) -> tuple[int, int]:
+    """(n, m): an image model has its own length, and m is for models that read a second sequence."""
+    if isinstance(spec, specs.Vision):
+        if n not in (None, spec.tokens) or m is not None:
+            raise SpecError(
+                f"n={n}, m={m}: an image of {spec.image} in patches of {spec.patch} is {spec.tokens} tokens; "
+                f"leave n and m out, or declare another image size"
+            )
+        return spec.tokens, spec.tokens
+    if n is None:
+        raise SpecError("n is missing: pass the number of positions, for example n=1000")
+    require_positive("n", n)
+    if m is None:
+        return n, n
+    require_positive("m", m)
+    if not has_context(spec):
+        raise SpecError(f"m={m}: {type(spec).__name__} attends to its own {n} positions only; leave m out")
+    return n, m
+
+
+def has_context(spec: Spec) -> bool:
+    """Whether the model attends to a second sequence, of length m."""
+    inner = getattr(spec, "block", spec)
+    return isinstance(spec, TWO_LENGTHS) or getattr(inner, "cross", None) is not None
+
+
+def _of_module(model: Any, inputs: tuple[Any, ...], request: Request) -> Cost:
+    """The cost of running the model on meta tensors: no weight is allocated, no product is computed."""
+    if not CAN_DISPATCH:
+        raise SpecError(
+            "tracing a module needs TorchDispatchMode, which this PyTorch does not have; declare a spec instead"
+        )
+    if is_config(model):
+        model = build(model)
+    if not callable(model):
+        raise SpecError(
+            f"cannot find the cost of {type(model).__name__}; pass a spec, the name of a preset, an nn.Module or a "
+            f"Hugging Face configuration"
+        )
+    training, fitting = training_of(request.train), None
+    if not inputs and hasattr(model, "config"):
+        subject = Subject(model)
+        fitting = partial(subject.fits, request)
+        setting = subject.setting(request.size, training, request.dtype, request.device)
+        setting = replace(setting, evaluate=False)
+    else:
+        named = len(inputs) == 1 and isinstance(inputs[0], Mapping)
+        given: tuple[tuple, dict] = ((), dict(inputs[0])) if named else (inputs, {})
+        module = model if isinstance(model, nn.Module) else _Function(model)
+        setting = Setting(module, given, None, request.dtype, training, request.device)
+    _check_inputs(model, setting)
+    main = run(setting)
+    shapes = ["×".join(map(str, x.shape)) for x in tensors_in(setting.given)]
+    sizes: dict[str, Any] = {f"input {k}": shape for k, shape in enumerate(shapes)}
+    shown = training if training is not None and training != TrainingStep() else bool(training)
+    return Cost(
+        _name(model),
+        sizes | _where(request) | {"train": shown},
+        _tree(main.trace, main.module, _name(model)),
+        tuple(main.trace.pairs),
+        tuple(f"{op} ({times} ×)" for op, times in main.trace.unknown.items()),
+        tuple(main.trace.notes),
+        remember=lambda: Memory(setting, main=main),
+        fitting=fitting,
+    )
+
+
+def built(build: Callable) -> Any:
+    """What a function without arguments returns, on meta tensors."""
+    needed = _required(build)
+    if needed:
+        raise SpecError(
+            f"{_name(build)} needs {', '.join(needed)}: pass example inputs, rg.cost(f, *inputs), or a function "
+            f"without arguments that returns a model"
+        )
+    try:
+        with torch.device("meta"):
+            return build()
+    except RegardError:
+        raise
+    except Exception as e:
+        raise SpecError(f"{_name(build)}() fails on meta tensors: {type(e).__name__}: {e}") from e
+
+
+class _Function(nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, call: Callable):
+        super().__init__()
+        self.forward, self.__name__ = call, _name(call)
+
+
+def _tree(trace: Trace, module: nn.Module, name: str) -> Part:
+    """The nested modules, each with the operations that it called directly."""
+    terms: dict[str, list[Part]] = {}
+    for (path, term), amounts in trace.amounts.items():
+        terms.setdefault(path, []).append(Part(term, amounts))
+    counted: set[int] = set()
+
+    def part(inner: nn.Module, label: str, path: str) -> Part:
+        own = [p for p in inner.parameters(recurse=False) if id(p) not in counted]
+        counted.update(map(id, own))
+        prefix = f"{path}." if path else ""
+        children = [part(child, key, prefix + key) for key, child in inner.named_children()]
+        parts = (*terms.pop(path, []), *_folded([c for c in children if c.parts or c.own.parameters]))
+        return Part(label, Amounts(sum(p.numel() for p in own)), parts)
+
+    root = part(module, name, "")
+    rest = tuple(Part(path, parts=tuple(parts)) for path, parts in terms.items())
+    return replace(root, parts=(*root.parts, *rest))
+
+
+def _folded(parts: list[Part]) -> list[Part]:
+    """Numbered layers that are equal and follow each other as one part: `0–31` is 32 times the same."""
+    runs: list[list[Part]] = []
+    for part in parts:
+        first = runs[-1][0] if runs else part
+        numbered = runs and part.name.isdigit() and first.name.isdigit()
+        if numbered and replace(part, name=first.name) == first:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [
+        r[0] if len(r) == 1 else replace(r[0], name=f"{r[0].name}–{r[-1].name}", times=len(r)) for r in runs
+    ]
+
+
+def _name(model: Any) -> str:
+    return getattr(model, "__name__", None) or type(model).__name__
+
+
+def _required(call: Callable) -> list[str]:
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+
+
+def _check_inputs(model: Any, setting: Setting) -> None:
+    call, (args, kwargs) = model.forward if isinstance(model, nn.Module) else model, setting.given
+    missing = [name for name in _required(call)[len(args) :] if name not in kwargs]
+    if missing:
+        raise ShapeError(
+            f"{_name(model)} is missing {', '.join(missing)}; "
+            f"pass example inputs: rg.cost(module, {', '.join(_required(call))})"
+        )

@@ -12,8 +12,8 @@ from .trace.attention import Gpu
 
 GB, TB, TFLOPS = 10**9, 10**12, 10**12
 EFFICIENCY = {"products": 0.8, "bandwidth": 0.87}
-KERNEL_S = 2.5e-6  # of the shortest kernel
-HOST_S = 13e-6  # of one operation on the CPU that launches it
+KERNEL_S = 2.5e-6  # time of the shortest kernel
+HOST_S = 13e-6  # time of the CPU to launch one operation
 
 
 class Card(NamedTuple):

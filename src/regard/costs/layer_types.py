@@ -4,26 +4,27 @@ FLOPs are those of the declarations that are timed. The path length is the numbe
 of steps) after which every output depends on every input.
 """
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
+from statistics import linear_regression
 from typing import Any
 
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from ..errors import SpecError, nearest
-from ..pattern import full, window
+from ..pattern import Pattern, causal, full, window
 from ..spec import Attention, Convolutional, Recurrent, Spec
 from ..spec.base import require_positive
-from .analysis import core_of
-from .declaration import build_tree
-from .sizes import Numbers, Request
-from .tables import Table
+from .flops.models import build_tree
+from .result import core_of
+from .sizes import Request
+from .tables import ShownAsTables, Table
 from .time import time_call
-from .tree import Part
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"
 
@@ -39,12 +40,9 @@ class LayerKind:
     path_order: str
     path_length: Callable[[int], int]
 
-    def _tree(self, n: int) -> Part:
-        return build_tree(Request(self.spec, n, n), Numbers())[0]
-
     def flops(self, n: int) -> int:
         """FLOPs of the matrix products of one layer over n positions."""
-        tree = self._tree(n)
+        tree, _ = build_tree(Request(self.spec, n, n))
         match self.spec:
             case Recurrent():
                 return tree["encoder"].total.flops  # the recurrent layer without embedding and head
@@ -54,7 +52,9 @@ class LayerKind:
 
     def core_flops(self, n: int) -> int:
         """FLOPs of scores and mixing; 0 if it is not attention."""
-        return 0 if not isinstance(self.spec, Attention) else core_of(self._tree(n)).flops
+        if not isinstance(self.spec, Attention):
+            return 0
+        return core_of(build_tree(Request(self.spec, n, n))[0]).flops
 
     def values(self, n: int) -> tuple[int, int]:
         """The number of values that training saves, and that generating the next position needs.
@@ -112,7 +112,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(ShownAsTables):
     """Layer types side by side. `print` it; the fields and `json()` are for programs."""
 
     n: int
@@ -129,8 +129,8 @@ class Comparison:
             raise SpecError(f"unknown layer type {name!r}; {nearest(name, by_name)}")
         return by_name[name]
 
-    def json(self, indent: int | None = None) -> str:
-        return json.dumps(asdict(self), indent=indent, ensure_ascii=False)
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
 
     def tables(self) -> list[Table]:
         head = ("layer", "FLOPs", "complexity", "sequential steps", "order", "path length", "order")
@@ -158,52 +158,37 @@ class Comparison:
             tables.append(Table("growth measured on this machine", heading, timed))
         return tables
 
-    def __str__(self) -> str:
-        return "\n\n".join(t.text() for t in self.tables())
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-
-        return Group(*(t.rich() for t in self.tables()))
-
-    def _repr_html_(self) -> str:
-        return "".join(t.html() for t in self.tables())
-
 
 def layer_kinds(d: int, kernel: int = 3, w: int = 2) -> tuple[LayerKind, ...]:
     """The layer types of width d, with this kernel size and w neighbors on each side of the window."""
-    reach, even = max(1, kernel - 1), kernel % 2 == 0
+    even = kernel % 2 == 0  # such a kernel has no center: it is causal
 
-    def steps_of(reached: int, spans: int = 1) -> Callable[[int], int]:
-        return lambda n: _ceil_div(spans * (n - 1), reached)
+    def steps(reach: int, spans: int = 1) -> Callable[[int], int]:
+        return lambda n: -(-spans * (n - 1) // max(1, reach))
 
-    def powers(span: Callable[[int], int]) -> Callable[[int], int]:
-        return lambda n: next((l for l in range(64) if kernel**l >= span(n)), 0) if kernel > 1 else 0
+    def powers(spans: int) -> Callable[[int], int]:
+        """The least number of layers, each dilated `kernel` times as much as the one before, that span all inputs."""
+        return lambda n: next((l for l in range(64) if kernel**l >= spans * (n - 1) + 1), 0)
 
-    near = steps_of(reach, 1 if even else 2)  # an even kernel has no center: it is causal
-    both, past = powers(lambda n: 2 * n - 1), powers(lambda n: n)
-    made = [
+    def convolution(**options: Any) -> Convolutional:
+        return Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
+
+    cells = {cell: Recurrent(1, d, cell=cell, attention="none") for cell in ("rnn", "gru", "lstm")}
+    local, near = Attention(d, heads=1, pattern=window(w)), steps(kernel - 1, 1 if even else 2)
+    dilated, past = convolution(causal=even, dilation=kernel), convolution(causal=True, dilation=kernel)
+    kd = "k·n·d²"
+    return (
         LayerKind(ATTENTION, Attention(d, heads=1), "n²·d + n·d²", "O(1)", "O(1)", lambda n: 1),
-    ]
-    local = Attention(d, heads=1, pattern=window(w))
-    made.append(LayerKind(RESTRICTED, local, "r·n·d + n·d²", "O(1)", "O(n/r)", steps_of(max(1, w))))
-    for cell in ("rnn", "gru", "lstm"):
-        spec = Recurrent(1, d, cell=cell, attention="none")
-        made.append(LayerKind(cell.upper(), spec, "n·d²", "O(n)", "O(n)", lambda n: n - 1))
-    for name, complexity, order, path, options in (
-        ("convolution", "k·n·d²", "O(n/k)", near, {"causal": even}),
-        ("causal convolution", "k·n·d²", "O(n/k)", steps_of(reach), {"causal": True}),
-        ("dilated convolution", "k·n·d²", "O(log_k n)", both, {"causal": even, "dilation": kernel}),
-        ("dilated causal convolution", "k·n·d²", "O(log_k n)", past, {"causal": True, "dilation": kernel}),
-        ("separable convolution", "k·n·d + n·d²", "O(n/k)", near, {"causal": even, "separable": True}),
-    ):
-        layers = Convolutional(d, layers=2, kernel=kernel, **options)  # dilation starts with the second layer
-        made.append(LayerKind(name, layers, complexity, "O(1)", order, path))
-    return tuple(made)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+        LayerKind(RESTRICTED, local, "r·n·d + n·d²", "O(1)", "O(n/r)", steps(w)),
+        *(LayerKind(c.upper(), s, "n·d²", "O(n)", "O(n)", lambda n: n - 1) for c, s in cells.items()),
+        LayerKind("convolution", convolution(causal=even), kd, "O(1)", "O(n/k)", near),
+        LayerKind("causal convolution", convolution(causal=True), kd, "O(1)", "O(n/k)", steps(kernel - 1)),
+        LayerKind("dilated convolution", dilated, kd, "O(1)", "O(log_k n)", powers(2)),
+        LayerKind("dilated causal convolution", past, kd, "O(1)", "O(log_k n)", powers(1)),
+        LayerKind(
+            "separable convolution", convolution(causal=even, separable=True), "k·n·d + n·d²", "O(1)", "O(n/k)", near
+        ),
+    )  # fmt: skip
 
 
 def compare(
@@ -238,32 +223,30 @@ def compare(
 
 def crossovers(d: int, kernel: int = 3) -> tuple[Crossover, ...]:
     """Lengths at which two layers have equal FLOPs: each is a·n² + b·n, so n = (b₂ − b₁)/(a₁ − a₂)."""
-    by = {k.name: k for k in layer_kinds(d, kernel)}
-    costs: dict[str, tuple[Fraction, Fraction]] = {
-        name: _polynomial(k.flops) for name, k in by.items() if name != RESTRICTED
-    }
-    total, core = costs[ATTENTION], _polynomial(by[ATTENTION].core_flops)
-    costs["its projections"] = (total[0] - core[0], total[1] - core[1])
-    pairs = [("attention core", core, "its projections"), ("attention core", core, "RNN")]
-    pairs += [
-        (ATTENTION, total, name) for name in ("RNN", "GRU", "LSTM", "convolution", "separable convolution")
+
+    def polynomial(flops: Callable[[int], int]) -> tuple[Fraction, Fraction]:
+        """(a, b), from the values at n = 1 and n = 2."""
+        a = Fraction(flops(2) - 2 * flops(1), 2)
+        return a, flops(1) - a
+
+    kinds = {k.name: k for k in layer_kinds(d, kernel)}
+    costs = {name: polynomial(k.flops) for name, k in kinds.items() if name != RESTRICTED}
+    total, core = costs[ATTENTION], polynomial(kinds[ATTENTION].core_flops)
+    costs |= {"attention core": core, "its projections": (total[0] - core[0], total[1] - core[1])}
+    others = ("RNN", "GRU", "LSTM", "convolution", "separable convolution")
+    pairs = [
+        ("attention core", "its projections"),
+        ("attention core", "RNN"),
+        *((ATTENTION, o) for o in others),
     ]
     result = []
-    for first, (a, b), second in pairs:
-        a_2, b_2 = costs[second]
+    for first, second in pairs:
+        (a, b), (a_2, b_2) = costs[first], costs[second]
         n = (b_2 - b) / (a - a_2)
-        exact = int(n) if n.denominator == 1 else float(n)
-        widths = n / d
+        exact, widths = int(n) if n.denominator == 1 else float(n), n / d
         multiple = "d" if widths == 1 else f"{widths} d" if widths.denominator < 100 else ""
         result.append(Crossover(first, second, exact if n > 0 else None, multiple if n > 0 else ""))
     return tuple(result)
-
-
-def _polynomial(flops: Callable[[int], int]) -> tuple[Fraction, Fraction]:
-    """(a, b) of a·n² + b·n, from its values at n = 1 and n = 2."""
-    one, two = flops(1), flops(2)
-    a = Fraction(two - 2 * one, 2)
-    return a, one - a
 
 
 def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 10) -> Growth:
@@ -271,10 +254,9 @@ def growth(kind: LayerKind, lengths: Sequence[int], repeats: int = 10) -> Growth
     if len(lengths) < 2:
         raise SpecError(f"measure={tuple(lengths)}: fitting an exponent needs at least two lengths")
     spec: Any = kind.spec
-    model: Any = spec.build().eval()
-    layer = {Recurrent: lambda: model.encoder, Convolutional: lambda: model.layers[-1]}.get(
-        type(spec), lambda: model
-    )()
+    layer: Any = spec.build().eval()
+    if not isinstance(spec, Attention):
+        layer = layer.encoder if isinstance(spec, Recurrent) else layer.layers[-1]
     with torch.no_grad():
         inputs = [torch.randn(1, n, spec.d_model) for n in lengths]
         seconds = [time_call(partial(layer, x), "cpu", repeats, min) for x in inputs]
@@ -288,6 +270,92 @@ def slope(xs: Sequence[int | float], ys: Sequence[int | float]) -> float:
     >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
     2.0
     """
-    x, y = [math.log(v) for v in xs], [math.log(v) for v in ys]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys]).slope
+
+
+# -- how far information travels through a stack of layers: a bound, and the exact set of inputs --------------------
+
+
+@dataclass(frozen=True)
+class ReceptiveField:
+    """The number of inputs an output can depend on if each head attends to one position, with residuals."""
+
+    bound: int  # (heads + 1)^layers
+    clipped: int  # the bound, limited by the number of positions
+    neighbors: int  # if the heads attend 1, 2, …, heads positions back in every layer: heads · layers + 1
+
+
+def receptive_field(heads: int, layers: int, length: int | None = None) -> ReceptiveField:
+    """The bound counts the position itself; shifts of c · (heads + 1)^l, c = 1 … heads, in layer l reach it.
+
+    >>> receptive_field(8, 3, length=512)
+    ReceptiveField(bound=729, clipped=512, neighbors=25)
+    """
+    require_positive("heads", heads)
+    require_positive("layers", layers)
+    bound, near = (heads + 1) ** layers, heads * layers + 1
+    if length is None:
+        return ReceptiveField(bound, bound, near)
+    require_positive("length", length)
+    return ReceptiveField(bound, min(length, bound), min(length, near))
+
+
+def receptive_set(at: int, shifts: Sequence[Iterable[int]], length: int | None = None) -> frozenset[int]:
+    """The exact set of inputs of position `at`, if layer l attends to the position itself and shifts[l] back.
+
+    The last entry of `shifts` is the layer nearest to the output. Positions outside 0 … length − 1 are left out.
+
+    >>> sorted(receptive_set(10, [[1, 2], [3, 6]]))
+    [2, 3, 4, 5, 6, 7, 8, 9, 10]
+    >>> sorted(receptive_set(1, [[1], [1], [1]]))
+    [0, 1]
+    """
+    inputs = {at}
+    for layer in reversed(shifts):
+        inputs |= {i - s for i in inputs for s in tuple(layer)}
+        inputs = {i for i in inputs if i >= 0 and (length is None or i < length)}
+    return frozenset(inputs)
+
+
+def dependencies(pattern: Pattern, n: int, layers: int = 1, residual: bool = True) -> Bool[Tensor, "n n"]:
+    """Entry (i, j): whether output i depends on input j after this many layers. The boolean power of the pattern."""
+    require_positive("n", n)
+    require_positive("layers", layers)
+    power = _one_layer(pattern, n, residual)
+    result = torch.eye(n, dtype=torch.bool)
+    while layers:  # exponentiation by squaring
+        if layers & 1:
+            result = _compose(result, power)
+        power, layers = _compose(power, power), layers >> 1
+    return result
+
+
+def layers_to_connect(pattern: Pattern, n: int, residual: bool = True) -> int:
+    """The number of layers after which every output depends on every input (if causal: on every earlier input).
+
+    >>> from regard.pattern import every, window
+    >>> layers_to_connect(window(2), 16), layers_to_connect(window(2) | every(4), 16)
+    (8, 3)
+    """
+    require_positive("n", n)
+    powers = [_one_layer(pattern, n, residual)]
+    goal = causal().allowed(n) if (pattern - causal()).count(n) == 0 else torch.ones(n, n, dtype=torch.bool)
+    while not torch.equal(powers[-1] | ~goal, goal | ~goal):
+        if 1 << len(powers) > 2 * n:
+            raise SpecError(f"{pattern!r} never connects all {n} positions, whatever the number of layers")
+        powers.append(_compose(powers[-1], powers[-1]))
+    layers, reached = 0, torch.eye(n, dtype=torch.bool)
+    for k in reversed(range(len(powers))):  # the largest number of layers that does not connect, plus one
+        further = _compose(reached, powers[k])
+        if not torch.equal(further & goal, goal):
+            layers, reached = layers + (1 << k), further
+    return layers + 1
+
+
+def _one_layer(pattern: Pattern, n: int, residual: bool) -> Bool[Tensor, "n n"]:
+    allowed = pattern.allowed(n)
+    return allowed | torch.eye(n, dtype=torch.bool) if residual else allowed.clone()
+
+
+def _compose(a: Bool[Tensor, "n k"], b: Bool[Tensor, "k m"]) -> Bool[Tensor, "n m"]:
+    return (a.float() @ b.float()) > 0

@@ -1,7 +1,6 @@
 """What fits? The largest batch of each kind of step within a card's memory, its time, and code to run it."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,16 +12,16 @@ from ..errors import SpecError
 from ..pattern import Pattern
 from ..spec.base import require_positive
 from .gpus import Card, card
-from .memory.peak import readable
+from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
 from .subject import Runs, Subject, largest_of
-from .tables import Table
+from .tables import ShownAsTables, Table
 from .time import Roofline, load_roofline, time_of
 from .trace.attention import A100, H200, Gpu
 
-SHARE = 0.9  # of the memory that a plan uses; the rest is for fragments, the CUDA context and other libraries
+SHARE = 0.9  # a plan uses this much of the memory; the rest is for the CUDA context and other libraries
 DEFAULT_N = 1024
 MAX_N, STEP_N = 1 << 20, 64
 
@@ -38,7 +37,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train or run the model on one card, with its predicted peak and time."""
+    """One kind of step on one card, with its predicted peak and time."""
 
     gpu: str
     memory: int  # of the card, in bytes
@@ -61,8 +60,8 @@ class Choice:
         return fields | dataclasses.asdict(self.option) | {"tokens_per_second": self.tokens_per_second}
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(ShownAsTables):
     """Choices by tokens per second, best first. `print` it for a table; `best.code` runs the first."""
 
     model: str
@@ -78,34 +77,21 @@ class Plan:
     def plain(self) -> dict[str, Any]:
         return {"model": self.model, "choices": [c.plain() for c in self.choices], "notes": list(self.notes)}
 
-    def json(self, indent: int | None = None) -> str:
-        return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
-
     def table(self) -> Table:
         heading = ("GPU", "ranks", "how", "n", "batch", "peak", "of", "step, ms", "tokens/s", "longest n")
         lines = []
         for c in self.choices:
-            row = (
-                c.gpu,
-                f"{c.ranks}",
-                c.option.label,
-                f"{c.n:,}",
-                f"{c.batch:,}",
-                readable(c.peak),
-                readable(c.memory),
-            )
+            sizes = (f"{c.n:,}", f"{c.batch:,}", readable(c.peak), readable(c.memory))
             longest = "" if c.longest_n is None else f"{c.longest_n:,}"
             times = (f"{c.seconds * 1e3:,.1f}", f"{c.tokens_per_second:,.0f}", longest)
-            lines.append((*row, *(times if c.batch else ("", "does not fit", ""))))
-        best = (
-            ("", f"the fastest, batch {self.choices[0].batch}:", self.choices[0].code)
-            if self.choices[0].batch
-            else ()
-        )
+            times = times if c.batch else ("", "does not fit", "")
+            lines.append((c.gpu, f"{c.ranks}", c.option.label, *sizes, *times))
+        first = self.choices[0]
+        best = ("", f"the fastest, batch {first.batch}:", first.code) if first.batch else ()
         return Table(self.model, heading, lines, (*self.notes, *best))
 
-    def __str__(self) -> str:
-        return self.table().text()
+    def tables(self) -> list[Table]:
+        return [self.table()]
 
     def __repr__(self) -> str:
         first = self.choices[0]
@@ -137,7 +123,7 @@ def plan(
 
 
 class Wanted(NamedTuple):
-    """What a plan is asked for, as `plan` has it."""
+    """The request for a plan: the arguments of `plan`."""
 
     memory: int | None = None
     gpu: str | None = None
@@ -165,7 +151,7 @@ def planned(model: Any, wanted: Wanted, progress: Callable[[str, int, int], None
     options = list(_options(subject, train))
     chosen = {label: card(label) for label in map(str.strip, (gpu or "h100").split(","))}
     count = len(chosen) * len(options)
-    # The largest first: what it traces tells what the smaller ones hold.
+    # The card with the most memory first: smaller batches lie between its traced runs.
     for label, own in sorted(chosen.items(), key=lambda pair: -pair[1].memory):
         on = own if memory is None else own._replace(memory=memory)
         title = label if gpu else readable(on.memory)
@@ -195,15 +181,15 @@ def _options(subject: Subject, train: bool) -> Iterator[Option]:
         if generates(subject.module):
             yield Option("generation, bfloat16", cached=True)
         return
-    low = TrainingStep(autocast="bfloat16")
     yield Option("full, float32", TrainingStep())
-    yield Option("full, bfloat16", low)
-    yield Option("full, bfloat16, checkpointing", replace(low, checkpointing=True))
-    yield Option(
-        "full, bfloat16, checkpointing, 8-bit AdamW", replace(low, checkpointing=True, optimizer="adamw8bit")
-    )
-    yield Option("LoRA 16, bfloat16", replace(low, lora=16))
-    yield Option("LoRA 16, bfloat16, checkpointing", replace(low, lora=16, checkpointing=True))
+    for label, more in (
+        ("full, bfloat16", {}),
+        ("full, bfloat16, checkpointing", {"checkpointing": True}),
+        ("full, bfloat16, checkpointing, 8-bit AdamW", {"checkpointing": True, "optimizer": "adamw8bit"}),
+        ("LoRA 16, bfloat16", {"lora": 16}),
+        ("LoRA 16, bfloat16, checkpointing", {"lora": 16, "checkpointing": True}),
+    ):
+        yield Option(label, TrainingStep(autocast="bfloat16", **more))
 
 
 class _Search:
@@ -226,13 +212,12 @@ class _Search:
             runs = self.made.get((vary, option, gpu))
             if runs is not None and (gpu is own or not any(r.trace.by_card for r in runs.known.values())):
                 return runs
-        by_batch = vary == "batch"
-        at = (
-            (lambda x: self.traced(self.n, x, option, own))
-            if by_batch
-            else (lambda x: self.traced(x * STEP_N, 1, option, own))
-        )
-        return self.made.setdefault((vary, option, own), Runs(at, 1 if by_batch else 2))
+
+        def at(x: int) -> Run:
+            n, batch = (self.n, x) if vary == "batch" else (x * STEP_N, 1)
+            return self.traced(n, batch, option, own)
+
+        return self.made.setdefault((vary, option, own), Runs(at, 1 if vary == "batch" else 2))
 
     def choice(self, label: str, on: Card, option: Option) -> Choice:
         budget, runs = int(SHARE * on.memory), self.runs("batch", option, on)
@@ -270,23 +255,22 @@ def _roofline(label: str, on: Card) -> Roofline:
 def code_of(subject: Subject, name: str, n: int, batch: int, option: Option, ranks: int = 1) -> str:
     """A program that runs one step of this choice."""
     t = option.training
-    expandable = 'import os; os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"'
+    head = ['import os; os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"']
     if subject.declared:
-        head = [expandable, "import torch, regard as rg"]
+        source, imported = "declared", "torch, regard as rg"
         declared = f"rg.preset({name!r})" if name else f"rg.spec.from_json({subject.model.json()!r})"
         build = [f"declared = {declared}", "model = declared.build().cuda()"]
     else:
         config: Any = subject.module.config
-        head, kind = [expandable, "import torch, transformers, regard as rg"], type(subject.module).__name__
+        source, imported = "model", "torch, transformers, regard as rg"
         build = [
             f"config = transformers.{type(config).__name__}.from_dict({config.to_diff_dict()!r})",
-            f"model = transformers.{kind}(config).cuda()",
+            f"model = transformers.{type(subject.module).__name__}(config).cuda()",
         ]
+    head.append(f"import {imported}")
     if ranks > 1:
-        head.insert(0, f"# torchrun --nproc-per-node {ranks} plan.py")
-        head.append("rg.costs.join_ranks()")
+        head = [f"# torchrun --nproc-per-node {ranks} plan.py", *head, "rg.costs.join_ranks()"]
         build.append("rg.costs.shard(model)")
-    source = "declared" if subject.declared else "model"
     inputs = f"inputs, targets = rg.costs.example({source}, n={n}, batch={batch})"
     if t is not None:
         step = [f"step = rg.costs.stepping(model, inputs, targets, rg.{t!r})", "step()"]

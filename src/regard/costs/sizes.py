@@ -1,6 +1,6 @@
 """The request for a cost, and the two readings of a size: its number, or a symbol of its name."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from ..errors import SpecError
 from ..pattern import Pattern, causal, full, window
 from ..spec import Attention, Sizes
-from .tree import Amount, Pairs
+from .tree import Amount
 
 
 class Size(NamedTuple):
@@ -31,10 +31,7 @@ class Request:
     train: Any = False
     backend: str = "auto"
     device: str = "cpu"
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
+    dense: bool = False  # whether patterns are ignored
 
     @property
     def size(self) -> Size:
@@ -45,26 +42,6 @@ class Request:
         """The dtype of the matrix products: that of autocast where the training step uses it."""
         low = getattr(self.train, "autocast", None)
         return self.dtype if low is None else getattr(torch, low)
-
-
-class Length(NamedTuple):
-    """A number of positions: its value, and the amount (number or symbol) that formulas contain."""
-
-    value: int
-    amount: Amount
-
-
-class Numbers:
-    """Reads every size as its number."""
-
-    def size(self, name: str, value: int) -> Amount:
-        return value
-
-    def attention(self, spec: Attention) -> Sizes:
-        return spec.sizes
-
-    def pairs(self, name: str, value: int, pattern: Pattern, n: Length, m: Length) -> Amount:
-        return value
 
 
 class Symbols:
@@ -90,32 +67,63 @@ class Symbols:
                 return symbol
         raise AssertionError(f"a hundred sizes called {name}")
 
-    def attention(self, spec: Attention) -> Sizes:
+
+@dataclass(frozen=True)
+class Scope:
+    """The surroundings of a part: how its sizes are read, and its numbers of queries and keys."""
+
+    request: Request
+    symbols: Symbols | None  # None: every size is its number
+    queries: int
+    keys: int
+
+    @property
+    def b(self) -> Amount:
+        return self.size("b", self.request.batch)
+
+    @property
+    def n(self) -> Amount:
+        return self.length(self.queries)
+
+    @property
+    def m(self) -> Amount:
+        return self.length(self.keys)
+
+    @property
+    def itemsize(self) -> int:
+        return self.request.compute_dtype.itemsize
+
+    def length(self, value: int) -> Amount:
+        return self.size("n" if value == self.request.n else "m", value)
+
+    def size(self, name: str, value: int) -> Amount:
+        return value if self.symbols is None else self.symbols.size(name, value)
+
+    def sizes(self, spec: Attention) -> Sizes:
         """A size that was left to its default is written by what it follows from: d_k = d_model / h."""
         s = spec.sizes
+        if self.symbols is None:
+            return s
         d_model, heads = self.size("d_model", s.d_model), self.size("h", s.heads)
-        context = d_model if spec.d_context is None else self.size("d_context", s.d_context)
-        d_k = d_model / heads if spec.d_k is None else self.size("d_k", s.d_k)
-        d_v = d_model / heads if spec.d_v is None else self.size("d_v", s.d_v)
-        return Sizes(
-            heads,
-            heads if spec.kv_heads is None else self.size("h_kv", s.kv_heads),
-            d_model,
-            context,
-            context if spec.score == "bilinear" else d_k,
-            d_v,
-            (d_model if spec.d_out is None else self.size("d_out", s.d_out)) if spec.output else heads * d_v,
-            context if spec.d_values is None else self.size("d_values", s.d_values),
-        )
 
-    def pairs(self, name: str, value: int, pattern: Pattern, n: Length, m: Length) -> Amount:
-        """A closed form, where one is known and evaluates to exactly this number; else a symbol."""
-        closed = _closed_form(pattern, n.amount, m.amount)
-        if closed is not None:
-            closed = self.sympy.sympify(closed)
-            if closed.subs(self.values) == value:
-                return closed
-        return n.amount * m.amount if value == n.value * m.value else self.size(name, value)
+        def given(name: str, otherwise: Amount) -> Amount:
+            symbol = "h_kv" if name == "kv_heads" else name
+            return otherwise if getattr(spec, name) is None else self.size(symbol, getattr(s, name))
+
+        context = given("d_context", d_model)
+        d_k, d_v = given("d_k", d_model / heads), given("d_v", d_model / heads)
+        kv_heads, d_out = given("kv_heads", heads), given("d_out", d_model) if spec.output else heads * d_v
+        d_k = context if spec.score == "bilinear" else d_k
+        return Sizes(heads, kv_heads, d_model, context, d_k, d_v, d_out, given("d_values", context))
+
+    def pairs(self, name: str, value: int, pattern: Pattern) -> Amount:
+        """A number of pairs; as a formula a closed form, where one is known and evaluates to exactly this number."""
+        if self.symbols is None:
+            return value
+        closed = _closed_form(pattern, self.n, self.m)
+        if closed is not None and self.symbols.sympy.sympify(closed).subs(self.symbols.values) == value:
+            return self.symbols.sympy.sympify(closed)
+        return self.n * self.m if value == self.queries * self.keys else self.size(name, value)
 
 
 def _closed_form(pattern: Pattern, n: Amount, m: Amount) -> Amount | None:
@@ -129,47 +137,3 @@ def _closed_form(pattern: Pattern, n: Amount, m: Amount) -> Amount | None:
             b, a = before, before if after is None else after
             return (n * (2 * (b + a + 1)) - b * (b + 1) - a * (a + 1)) / 2
     return None
-
-
-@dataclass(frozen=True)
-class Scope:
-    """The surroundings of a part: how its sizes are read, and its numbers of queries and keys."""
-
-    request: Request
-    reader: Numbers | Symbols
-    queries: Length
-    keys: Length
-    path: str = ""
-    attentions: list[Pairs] = field(
-        default_factory=list
-    )  # pairs of each attention; all inner scopes share it
-    ignore_patterns: bool = False
-
-    @property
-    def b(self) -> Amount:
-        return self.reader.size("b", self.request.batch)
-
-    @property
-    def n(self) -> Amount:
-        return self.queries.amount
-
-    @property
-    def m(self) -> Amount:
-        return self.keys.amount
-
-    @property
-    def itemsize(self) -> int:
-        return self.request.compute_dtype.itemsize
-
-    def size(self, name: str, value: int) -> Amount:
-        return self.reader.size(name, value)
-
-    def inside(self, name: str) -> "Scope":
-        return replace(self, path=f"{self.path}/{name}" if self.path else name)
-
-
-def root_scope(request: Request, reader: Numbers | Symbols, ignore_patterns: bool = False) -> Scope:
-    """The outermost scope: n queries over m keys."""
-    n = Length(request.n, reader.size("n", request.n))
-    m = n if request.m == request.n else Length(request.m, reader.size("m", request.m))
-    return Scope(request, reader, n, m, ignore_patterns=ignore_patterns)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from .. import spec
 from ..errors import SpecError
 from ..spec.base import require_known, require_positive
-from .memory.runs import Run, Setting, run
-from .memory.step import TrainingStep, training_of
+from .memory.runs import Run, Setting, prompt, run
+from .memory.step import Optimizer, TrainingStep, autocast_region, loss_of, prepare, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
-from .trace.tracer import Work
+from .trace.tracer import Trace, Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
@@ -61,19 +61,17 @@ class Subject:
         config: Any = self.module.config
         if getattr(self.module, "main_input_name", "") != "pixel_values" or hasattr(config, "vocab_size"):
             return None
-        side, patch = _side(config), getattr(config, "patch_size", 1)
-        return (side // (patch if isinstance(patch, int) else patch[0])) ** 2
+        return (_side(config.image_size) // _side(getattr(config, "patch_size", 1))) ** 2
 
     @property
     def max_n(self) -> int:
         """The number of positions of a learned table, if there is one."""
         if not self.declared:
             return getattr(self.module.config, "max_position_embeddings", None) or NO_LIMIT
-        stack = self.model.decoder if isinstance(self.model, spec.EncoderDecoder) else self.model
+        stack = getattr(self.model, "decoder", self.model)
         position = getattr(getattr(stack, "embedding", None), "position", None)
-        table = getattr(position, "table", None)
-        limited = isinstance(table, int) and getattr(position, "beyond", "") != "resample"
-        return table if limited else NO_LIMIT  # type: ignore[return-value]
+        table = None if getattr(position, "beyond", "") == "resample" else getattr(position, "table", None)
+        return table if isinstance(table, int) else NO_LIMIT
 
     def setting(
         self,
@@ -138,23 +136,26 @@ class Runs:
         if x in self.known:
             return True
         near = self._near(x)
-        return len(near) > self.degree and min(near) < x < max(near) and not self._begins(near)
+        if len(near) <= self.degree or not min(near) < x < max(near):
+            return False
+        # No polynomial describes a storage that is needed only from some size on.
+        meters = [self.known[k].trace.meter for k in near]
+        columns = enumerate(zip(*([r.bytes > 0 for r in meter.records] for meter in meters)))
+        return all(len(set(column)) == 1 or k in meters[-1].needs for k, column in columns)
 
     def sizes(self, x: int, gpu: Gpu) -> list[int]:
         """Bytes of every storage on this GPU."""
         near = self._near(x)
-        runs = [self.known[k] for k in near]
-        needs = runs[-1].trace.meter.needs
-        if len(near) <= self.degree and x not in self.known:  # in proportion to what is not the model's
-            run, size = runs[-1], near[-1]
-            grow = ("saved for backward", "inputs", "key/value cache")
-            constant = {k for k, kind in run.kinds.items() if kind not in grow}
-            bytes_ = [r.bytes for r in run.trace.meter.records]
-            return [b if k in constant else b * x // size for k, b in enumerate(bytes_)]
-        found = _polynomial(near, [[r.bytes for r in run.trace.meter.records] for run in runs], x)
-        for key, need in needs.items():
-            sizes = _polynomial(near, [[*run.trace.meter.needs[key].sizes] for run in runs], x)
-            found[key] = need._replace(sizes=tuple(sizes)).bytes(gpu)
+        meters = [self.known[k].trace.meter for k in near]
+        sizes = [[r.bytes for r in meter.records] for meter in meters]
+        if len(near) <= self.degree and x not in self.known:  # all grow in proportion but the model's own
+            grow, kinds = ("saved for backward", "inputs", "key/value cache"), self.known[near[-1]].kinds
+            constant = {k for k, kind in kinds.items() if kind not in grow}
+            return [b if k in constant else b * x // near[-1] for k, b in enumerate(sizes[-1])]
+        found = _polynomial(near, sizes, x)
+        for key, need in meters[-1].needs.items():
+            arguments = _polynomial(near, [[*meter.needs[key].sizes] for meter in meters], x)
+            found[key] = need._replace(sizes=tuple(arguments)).bytes(gpu)
         return found
 
     def work(self, x: int) -> list[Work]:
@@ -171,23 +172,15 @@ class Runs:
             return [x]
         above = sorted(k for k in self.known if k > x)[: self.degree]
         first = above[0] if above else max(self.known)
-        alike = [k for k in self.known if self._alike(self.known[k], self.known[first])]
+        alike = [k for k, run in self.known.items() if self._alike(run.trace, self.known[first].trace)]
         nearest = sorted(alike, key=lambda k: abs(k - x))
         chosen = [first, *(k for k in nearest if k != first and (k < x or not above or self.degree > 1))]
         return sorted(chosen[: self.degree + 1])
 
     @staticmethod
-    def _alike(a: Run, b: Run) -> bool:
-        same = a.trace.meter.events == b.trace.meter.events and len(a.trace.work) == len(b.trace.work)
-        return same and a.trace.meter.needs.keys() == b.trace.meter.needs.keys()
-
-    def _begins(self, near: list[int]) -> bool:
-        """Whether something is needed from some size on, which no polynomial tells."""
-        needs = self.known[near[-1]].trace.meter.needs
-        columns = zip(*(self.known[k].trace.meter.records for k in near))
-        return any(
-            len({r.bytes > 0 for r in column}) > 1 for k, column in enumerate(columns) if k not in needs
-        )
+    def _alike(a: Trace, b: Trace) -> bool:
+        same = a.meter.events == b.meter.events and a.meter.needs.keys() == b.meter.needs.keys()
+        return same and len(a.work) == len(b.work)
 
 
 def _polynomial(points: list[int], values: list[list[int]], x: int) -> list[int]:
@@ -220,32 +213,27 @@ def largest_of(
         # A little above what is likely the largest, so that the next estimate lies between two runs.
         beyond = x if len(runs.known) == 1 else x // 8
         runs.at(min(x + beyond, limit) if x > max(runs.known) else x)
-    while x and runs.at(x) and peak(x) > budget:  # exactly, where the run is known
+    while x and runs.at(x) and peak(x) > budget:  # the peak of a known run is exact
         x -= max(1, x // 200)
     return x
 
 
 def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:
     """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
-    low, low_peak, size = 0, 0, 1
-    high, high_peak = limit + 1, 0
-    while high_peak <= budget and low < limit:  # an upper bound, by what the last size leaves free
-        used = peak(size)
-        if used > budget:
-            high, high_peak = size, used
-            break
-        low, low_peak = size, used
-        size = min(limit, low * min(64, max(2, 2 * budget // max(used, 1))))
+    low, low_peak, high, high_peak = 0, 0, limit + 1, 0
     halve = False
-    while high_peak > budget and high - low > 1:  # where the peak is a line, one or two steps suffice
-        share = 0.5 if halve else (budget - low_peak) / (high_peak - low_peak)
-        size = min(max(low + int((high - low) * share), low + 1), high - 1)
-        used, before = peak(size), high - low
+    while high - low > 1:
+        if not high_peak:  # an upper bound, by what the last size leaves free
+            size = min(limit, max(1, low * min(64, max(2, 2 * budget // max(low_peak, 1)))))
+        else:  # where the peak is a line, one or two steps suffice
+            share = 0.5 if halve else (budget - low_peak) / (high_peak - low_peak)
+            size = min(max(low + int((high - low) * share), low + 1), high - 1)
+        used, before, bounded = peak(size), high - low, bool(high_peak)
         if used <= budget:
             low, low_peak = size, used
         else:
             high, high_peak = size, used
-        halve = high - low > before // 4
+        halve = bounded and high - low > before // 4
     return low
 
 
@@ -256,7 +244,7 @@ def declared_inputs(declared: Any, size: Size, dtype: torch.dtype = torch.float3
     """Inputs of the right shapes: ids, vectors or pixels; where a model has a context, that too."""
 
     def sequence(part: Any, length: int, width: int | None = None) -> Tensor:
-        if isinstance(part, spec.Embedding) or getattr(part, "embedding", None) is not None:
+        if getattr(part, "embedding", None) is not None or getattr(part, "vocab", None) is not None:
             return torch.zeros(size.batch, length, dtype=torch.long)
         shape = (size.batch, length, part.d_model if width is None else width)
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -265,7 +253,7 @@ def declared_inputs(declared: Any, size: Size, dtype: torch.dtype = torch.float3
         case spec.EncoderDecoder():
             return sequence(declared.encoder, size.m), sequence(declared.decoder, size.n)
         case spec.Recurrent():
-            return tuple(torch.zeros(size.batch, length, dtype=torch.long) for length in (size.m, size.n))
+            return sequence(declared, size.m), sequence(declared, size.n)
         case spec.Vision():
             return (torch.empty(size.batch, declared.channels, *declared.image, dtype=dtype, device="meta"),)
     given = [sequence(declared, size.n)]
@@ -278,8 +266,7 @@ def declared_inputs(declared: Any, size: Size, dtype: torch.dtype = torch.float3
 
 def declared_targets(declared: Any, size: Size) -> Tensor | None:
     """Class or token ids, if the model has a head that scores them."""
-    declared = declared.decoder if isinstance(declared, spec.EncoderDecoder) else declared
-    match getattr(declared, "head", None):
+    match getattr(getattr(declared, "decoder", declared), "head", None):
         case spec.ClassifierHead():
             return torch.zeros(size.batch, dtype=torch.long)
         case spec.LanguageHead() | spec.MaskedHead():
@@ -321,26 +308,94 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     """
     config: Any = model.config
     main, name, batch = getattr(model, "main_input_name", "input_ids"), type(model).__name__, size.batch
-    if main == "pixel_values" and not hasattr(config, "vocab_size"):
-        given = {main: torch.empty(batch, config.num_channels, _side(config), _side(config), device="meta")}
-        return given | ({"labels": _ids(batch)} if labels and name.endswith(CLASSIFIERS) else {})
     if main == "input_values":
         return {main: torch.empty(batch, size.n, device="meta")}
+    classes = {"labels": _ids(batch)} if labels and name.endswith(CLASSIFIERS) else {}
+    if main == "pixel_values" and not hasattr(config, "vocab_size"):
+        side = _side(config.image_size)
+        return {main: torch.empty(batch, config.num_channels, side, side, device="meta")} | classes
     encodes = bool(getattr(config, "is_encoder_decoder", False))
     given = {"input_ids": _ids(batch, size.m if encodes else size.n)}
-    scored = labels and name.endswith(HEADS)
-    if scored:
-        given["labels"] = _ids(batch, size.n)
-    elif labels and name.endswith(CLASSIFIERS):
-        given["labels"] = _ids(batch)
-    if encodes and not scored and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+    if labels and name.endswith(HEADS):
+        return given | {"labels": _ids(batch, size.n)}
+    if encodes and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = _ids(batch, size.n)
-    return given
+    return given | classes
 
 
-def _side(config: Any) -> int:
-    return config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+def _side(size: Any) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 def _ids(*size: int) -> Tensor:
     return torch.ones(size, dtype=torch.long)
+
+
+# -- the same step on real tensors, which the code that `rg.plan` prints calls -------------------------------------
+
+
+def example(
+    model: Any, n: int, batch: int, device: str = "cuda", m: int | None = None
+) -> tuple[Any, Tensor | None]:
+    """Inputs of a declaration or a Hugging Face model on the device, and targets if it does not take labels."""
+    subject = Subject(model)
+    length = subject.tokens or n
+    setting = subject.setting(Size(length, m or length, batch), TrainingStep())
+    (args, named), targets = setting.given, setting.targets
+
+    def real(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, dtype=x.dtype, device=device) if x.is_floating_point() else x.to(device)
+
+    inputs = {k: real(x) for k, x in named.items()} or tuple(map(real, args))
+    return inputs, None if targets is None else targets.to(device)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The output for positional or named inputs."""
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def generate_one(model: nn.Module, inputs: Any) -> None:
+    """A prompt of all tokens but the last, and the last one with the cache of keys and values."""
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    with torch.no_grad():
+        prompt(model, args, kwargs)()
+
+
+def join_ranks() -> None:
+    """Join the processes that torchrun started, each on a device of its own."""
+    cuda = torch.cuda.is_available()
+    torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    if cuda:
+        torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2: every module of a list of modules by itself, then the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                fully_shard(block)
+    fully_shard(model)
+
+
+def stepping(
+    model: nn.Module, inputs: Any, targets: Tensor | None, training: TrainingStep
+) -> Callable[[], float]:
+    """() → the loss of one training step with these options."""
+    prepare(model, training)
+    device = next(model.parameters()).device.type
+    optimizer = Optimizer(model, training, device)
+
+    def step() -> float:
+        for _ in range(training.accumulate):
+            with autocast_region(training, device):
+                loss = loss_of(call(model, inputs), targets, training)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step

@@ -1,14 +1,19 @@
 """Tables as plain text, for a terminal and for a notebook; the table of a cost; its formulas in LaTeX."""
 
-import html as escape
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
-from .memory.peak import readable
+from .memory.allocator import readable
 from .trace.tracer import merged
-from .tree import CONVENTION, Amounts, Cost, Part
+from .tree import Amounts, Part
 
+CONVENTION = (
+    "a multiply-add is 2 FLOPs; FLOPs are those of matrix products; "
+    "a softmax over m entries is 5m − 2 elementwise FLOPs"
+)
 HEADINGS = {
     "parameters": "parameters",
     "flops": "FLOPs",
@@ -27,23 +32,20 @@ class Table(NamedTuple):
     lines: Sequence[tuple[str, ...]]
     below: tuple[str, ...] = ()
 
-    def _is_left(self, column: int) -> bool:
-        """Whether a column holds words: numbers are aligned to the right."""
-        cells = [line[column] for line in self.lines if line[column]]
-        return not column or not any(c[0].isdigit() or c[0] in "+-−" for c in cells)
+    def _sides(self) -> list[str]:
+        """Columns of words are aligned to the left, of numbers to the right."""
+        columns = zip(*self.lines, strict=True) if self.lines else [()] * len(self.heading)
+        numbers = [any(c[0].isdigit() or c[0] in "+-−" for c in cells if c) for cells in columns]
+        return ["right" if k and number else "left" for k, number in enumerate(numbers)]
 
     def text(self) -> str:
-        every = [self.heading, *self.lines]
-        widths = [max(len(line[k]) for line in every) for k in range(len(self.heading))]
-        rows = [
-            "  ".join(
-                c.ljust(w) if self._is_left(k) else c.rjust(w) for k, (c, w) in enumerate(zip(line, widths))
-            )
-            for line in every
+        every, sides = [self.heading, *self.lines], self._sides()
+        widths = [max(map(len, column)) for column in zip(*every)]
+        cells = [
+            [f"{c:{'<' if s == 'left' else '>'}{w}}" for c, w, s in zip(l, widths, sides)] for l in every
         ]
-        return "\n".join(
-            [self.above, "", *(row.rstrip() for row in rows), *(["", *self.below] if self.below else [])]
-        )
+        rows = ["  ".join(line).rstrip() for line in cells]
+        return "\n".join([self.above, "", *rows, *(["", *self.below] if self.below else [])])
 
     def rich(self) -> Any:
         from rich.console import Group
@@ -51,52 +53,70 @@ class Table(NamedTuple):
         from rich.text import Text
 
         table = RichTable(box=None, header_style="bold", pad_edge=False)
-        for k, title in enumerate(self.heading):
-            table.add_column(title, justify="left" if self._is_left(k) else "right", no_wrap=True)
+        for title, side in zip(self.heading, self._sides()):
+            table.add_column(title, justify="left" if side == "left" else "right", no_wrap=True)
         for line in self.lines:
             table.add_row(*map(Text, line))
         return Group(Text(self.above), "", table, "", *map(Text, self.below))
 
     def html(self) -> str:
+        sides = self._sides()
+
         def row(line: tuple[str, ...], tag: str) -> str:
-            cells = []
-            for k, cell in enumerate(line):
-                indent = len(cell) - len(cell.lstrip())
-                side = "left" if self._is_left(k) else "right"
-                style = f"text-align:{side};padding-left:{0.5 + 0.6 * indent:.1f}em"
-                cells.append(f'<{tag} style="{style}">{escape.escape(cell.strip())}</{tag}>')
+            indents = [0.5 + 0.6 * (len(cell) - len(cell.lstrip())) for cell in line]
+            styles = [f"text-align:{s};padding-left:{i:.1f}em" for s, i in zip(sides, indents)]
+            cells = (f'<{tag} style="{s}">{escape(c.strip())}</{tag}>' for c, s in zip(line, styles))
             return f"<tr>{''.join(cells)}</tr>"
 
-        lines = "".join(row(line, "td") for line in self.lines)
-        above = escape.escape(self.above).replace("\n", "<br>")
-        below = "<br>".join(map(escape.escape, self.below))
-        return f"<p>{above}</p><table>{row(self.heading, 'th')}{lines}</table><p><small>{below}</small></p>"
+        lines = row(self.heading, "th") + "".join(row(line, "td") for line in self.lines)
+        above, below = escape(self.above).replace("\n", "<br>"), "<br>".join(map(escape, self.below))
+        return f"<p>{above}</p><table>{lines}</table><p><small>{below}</small></p>"
 
 
-def columns(cost: Cost) -> list[str]:
-    """The amounts that get a column: those that are not zero and not equal to another column."""
-    total, shown = cost.total, ["parameters", "flops"]
+class ShownAsTables:
+    """A result that is shown as tables; `plain()` has dictionaries, lists, numbers and strings for programs."""
+
+    plain: Callable[[], dict[str, Any]]
+    tables: Callable[[], list[Table]]
+
+    def json(self, indent: int | None = None) -> str:
+        return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        return "\n\n".join(t.text() for t in self.tables())
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        return Group(*(t.rich() for t in self.tables()))
+
+    def _repr_html_(self) -> str:
+        return "".join(t.html() for t in self.tables())
+
+
+def table(cost: Any, depth: int | None = None) -> Table:
+    """The tree, top down, in amounts of the whole model, to this depth; the last number is the share of the FLOPs."""
+    total, traced, lines = cost.total, cost.request is None, []
+    shown = [
+        "parameters",
+        "flops",
+    ]  # other amounts have a column if they are not zero and differ from the rest
     if total.executed_flops != total.flops:
         shown.append("executed_flops")
     if cost.sizes.get("train"):
         shown.append("backward_flops")
         if total.executed_backward_flops != total.backward_flops:
             shown.append("executed_backward_flops")
-    return [*shown, "elementwise_flops"] if total.elementwise_flops else shown
-
-
-def table(cost: Cost, depth: int | None = None) -> Table:
-    """The tree, top down, in amounts of the whole model, to this depth; the last number is the share of the FLOPs."""
-    shown, total, lines = columns(cost), cost.total.flops, []
-    traced = cost.request is None
-    for at, part, amounts in cost.tree.nodes():
+    if total.elementwise_flops:
+        shown.append("elementwise_flops")
+    for path, part, times in cost.tree.nodes():
         # The operations of a traced module are left out, but for attention: they would double the table.
-        operation = (
-            traced and at > 0 and part.is_term and not part.own.parameters and "attention" not in part.name
-        )
+        at, term = path.count("/") + 1 if path else 0, not part.parts and not part.own.parameters
+        operation = traced and path and term and "attention" not in part.name
         if operation or (depth is not None and at > depth):
             continue
-        share = f"{amounts.flops / total:.1%}" if total and amounts.flops else ""
+        amounts = part.total * times
+        share = f"{amounts.flops / total.flops:.1%}" if total.flops and amounts.flops else ""
         name = part.name if part.times == 1 else f"{part.name} × {part.times}"
         note = f"({part.note})" if part.note else ""
         lines.append(("  " * at + name, *(_number(getattr(amounts, c)) for c in shown), share, note))
@@ -120,7 +140,7 @@ def short(amount: Any) -> str:
     return f"{amount}"
 
 
-def above(cost: Cost) -> str:
+def above(cost: Any) -> str:
     """The name, the sizes, and the sums."""
     shown = {k: v for k, v in cost.sizes.items() if v is not False}
     sizes = ", ".join(k if v is True else f"{k} = {v}" for k, v in shown.items())
@@ -128,7 +148,7 @@ def above(cost: Cost) -> str:
     return f"{name}\n{sizes}" + (f"\n{summary(cost)}" if cost.sizes else "")
 
 
-def summary(cost: Cost) -> str:
+def summary(cost: Any) -> str:
     """Parameters, FLOPs and peak memory, in one line."""
     words = [f"{short(cost.parameters)} parameters", f"{short(cost.flops)}FLOP"]
     if cost.sizes.get("train"):
@@ -139,47 +159,28 @@ def summary(cost: Cost) -> str:
     return ", ".join(words)
 
 
-def _has_memory(cost: Cost) -> bool:
+def _has_memory(cost: Any) -> bool:
     """Whether memory was computed or a training step was requested: a trace takes longer than the formulas."""
     wanted = cost.sizes.get("train") or "memory" in vars(cost) or cost.request is None
     return bool(wanted) and cost.memory is not None
 
 
-def remarks(cost: Cost) -> list[str]:
-    """The lines below the table: biases, pairs, savings, bottleneck, memory, convention."""
-    lines = [*_biases(cost), *_pairs(cost), *_scores(cost)]
-    if (bottleneck := cost.bottleneck) is not None:
-        lines.append(str(bottleneck))
-    lines += _memory(cost)
-    lines += [f"not counted: {name}" for name in cost.uncounted]
-    lines += [f"assumed: {note}" for note in cost.notes]
-    return [*lines, CONVENTION]
-
-
-def _memory(cost: Cost) -> list[str]:
-    if not _has_memory(cost):
-        return [] if cost.request is None else ["memory  peaks are computed on request: cost.memory"]
-    rows = cost.memory.rows()
-    width = max(len(name) for name, _ in rows)
-    sizes = [
-        (name, size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}")
-        for name, size in rows
-    ]
-    return [*(f"memory  {name:<{width}}  {size}" for name, size in sizes), cost.explain_peak()]
-
-
-def _biases(cost: Cost) -> list[str]:
-    counts = cost.biases
-    if counts is None or len(set(counts.values())) == 1:
-        return []
-    return [
-        f"parameters: {counts['none']:,} without biases, {counts['output']:,} with output biases only, "
-        f"{counts['all']:,} with all biases"
-    ]
-
-
-def _scores(cost: Cost) -> list[str]:
-    lines = []
+def remarks(cost: Any) -> list[str]:
+    """The lines below the table: biases, pairs, savings, orders of products, bottleneck, memory, convention."""
+    lines, counts = [], cost.biases or {}
+    if len(set(counts.values())) > 1:
+        lines.append(
+            f"parameters: {counts['none']:,} without biases, {counts['output']:,} with output biases only, "
+            f"{counts['all']:,} with all biases"
+        )
+    attentions = Counter(  # equal attentions of several layers are one line
+        f"pairs in {merged(p.path)}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
+        f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
+        for p in cost.pairs
+    )
+    lines += [line if times == 1 else f"{line}, {times} times" for line, times in attentions.items()]
+    if cost.saving is not None and cost.saving.core:
+        lines.append(str(cost.saving))
     if (orders := cost.score_orders) is not None:
         lines.append(
             f"FLOPs of all scores: {orders.projected:,} if each vector is projected once; {orders.merged_qk:,} with "
@@ -190,22 +191,21 @@ def _scores(cost: Cost) -> list[str]:
             f"FLOPs of position scores: {relative.per_pair:,} if computed for each pair; {relative.per_offset:,} for "
             f"each of {relative.offsets:,} distinct offsets"
         )
-    return lines
+    if (bottleneck := cost.bottleneck) is not None:
+        lines.append(str(bottleneck))
+    if _has_memory(cost):
+        width = max(len(name) for name, _ in cost.memory.rows())
+        for name, size in cost.memory.rows():
+            text = size if isinstance(size, str) else f"{size:>18,} bytes  {readable(size):>12}"
+            lines.append(f"memory  {name:<{width}}  {text}")
+        lines.append(cost.explain_peak())
+    elif cost.request is not None:
+        lines.append("memory  peaks are computed on request: cost.memory")
+    lines += [f"not counted: {name}" for name in cost.uncounted]
+    return [*lines, *(f"assumed: {note}" for note in cost.notes), CONVENTION]
 
 
-def _pairs(cost: Cost) -> list[str]:
-    """A line for each attention; equal ones of several layers are one line."""
-    lines = Counter(
-        f"pairs in {merged(p.path)}: {p.pattern} allows {p.needed:,} of {p.full:,}; "
-        f"backend {p.backend} computes {p.computed:,} ({p.waste:.2f} × needed)"
-        for p in cost.pairs
-    )
-    saving = cost.saving
-    saved = [str(saving)] if saving is not None and saving.core else []
-    return [*(line if times == 1 else f"{line}, {times} times" for line, times in lines.items()), *saved]
-
-
-def latex(cost: Cost) -> str:
+def latex(tree: Part) -> str:
     """Formulas term by term, and their sums: parameters, FLOPs, elementwise FLOPs."""
     import sympy
 
@@ -219,7 +219,6 @@ def latex(cost: Cost) -> str:
         cells = " & ".join(map(as_latex, (a.parameters, a.flops, a.elementwise_flops)))
         return rf"\text{{{label}}} & {cells} \\"
 
-    tree: Part = cost.symbolic
     lines = [line(path, amounts) for path, amounts in tree.terms()]
     total = tree.total.map(lambda a: sympy.expand(a))
     head = r"\text{term} & \text{parameters} & \text{FLOPs} & \text{elementwise FLOPs} \\ \hline"

@@ -19,28 +19,21 @@ import torch
 
 from ..errors import FormatError, SpecError
 from .memory.step import training_of
-from .runnable import call as call_model
-from .runnable import example, stepping
+from .result import Cost
 from .sizes import Request
+from .subject import call as call_model
+from .subject import example, stepping
 from .trace.tracer import Work
-from .tree import Cost
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Fitted to 44 training steps on an H200 by bench/cost_fit.py (kernels and host were measured apart). A kernel takes
 # multiples of the best rate; OWN: kernels of this library on a GPU, which multiply float32 without tensor cores.
 PRODUCT, ATTENTION, MOVE, LAUNCH = 1.16, 3.16, 0.995, 1.25
 OWN = {"float32": 11.1, "bfloat16": 6.15, "float16": 6.15}
-# Of the host, in multiples of what one operation in a chain takes: in the forward pass with the Python around it,
-# where a checkpoint repeats it, in the backward pass, for each tensor of a foreach optimizer, and for its step.
-HOST = {
-    "module": 2.9,
-    "view": 0.425,
-    "operation": 3.32,
-    "attention": 5.42,
-    "own": 16.8,
-    "tensor": 0.241,
-    "step": 235,
-}
+# Time of the host, in multiples of one operation in a chain: in the forward pass with its Python code, where
+# a checkpoint repeats it, in the backward pass, for each tensor of a foreach optimizer, and for its step.
+HOST = {"module": 2.9, "view": 0.425, "operation": 3.32, "attention": 5.42, "own": 16.8, "tensor": 0.241}
+HOST |= {"step": 235}
 REPEATED = {**HOST, "module": 11.3, "operation": 4.44}
 BACKWARD = {"view": 0.18, "operation": 1.64, "attention": 4.17, "own": 17.3}
 
@@ -54,7 +47,7 @@ class Roofline:
     bytes_per_s: float
     kernel_s: float
     measured: dict[str, str] = field(default_factory=dict)  # versions, date
-    host_s: float = 0.0  # of one operation on the CPU that launches it; 0 where kernels run on the CPU itself
+    host_s: float = 0.0  # time of the CPU to launch one operation; 0 where kernels run on the CPU itself
 
     def __post_init__(self):
         rates = {"bytes_per_s": self.bytes_per_s, **self.flops_per_s}
@@ -82,9 +75,6 @@ class Roofline:
         return "\n".join(lines)
 
 
-# -- measuring ----------------------------------------------------------------------------------------------------
-
-
 def measure(device: str = "cpu", size: int | None = None) -> Roofline:
     """The roofline of this machine: the best of a few large products and copies, on random data.
 
@@ -100,27 +90,30 @@ def measure(device: str = "cpu", size: int | None = None) -> Roofline:
         for dtype in DTYPES
         if device == "cuda" or dtype != "float16"  # CPUs have no fast float16 products
     }
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
-    threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
+    name, host_s = f"{platform.machine()} CPU, {torch.get_num_threads()} threads", 0.0
+    if device == "cuda":
+        name, host_s = torch.cuda.get_device_name(), _host_time()
     versions = {"torch": str(torch.__version__), "date": time.strftime("%Y-%m-%d")}
-    host_s = _host_time() if device == "cuda" else 0.0
-    return Roofline(
-        name + threads, flops_per_s, _bandwidth(device), _shortest_product(device), versions, host_s
-    )
+    return Roofline(name, flops_per_s, _bandwidth(device), _shortest_product(device), versions, host_s)
 
 
 def _host_time() -> float:
     """Seconds that the CPU needs for one operation that saves something for the backward pass."""
-    x = torch.randn(8, 8, device="cuda", requires_grad=True)
-
-    def chain() -> None:
-        y = x
-        for _ in range(200):
-            y = y.tanh()
-
+    chain = _chain(torch.tanh, torch.randn(8, 8, device="cuda", requires_grad=True), 200)
     chain()
     torch.cuda.synchronize()
     return min(_timed(chain) for _ in range(5)) / 200
+
+
+def _chain(step: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, count: int) -> Callable[[], None]:
+    """Dependent operations, one after the other."""
+
+    def run() -> None:
+        y = x
+        for _ in range(count):
+            y = step(y)
+
+    return run
 
 
 def _product_rate(n: int, dtype: torch.dtype, device: str) -> float:
@@ -132,20 +125,14 @@ def _bandwidth(device: str) -> float:
     entries = 1 << (28 if device == "cuda" else 24)
     x = torch.randn(entries, device=device)
     y = torch.empty_like(x)
-    # Not a copy: a CUDA graph replays copies on another engine, at two thirds of the rate.
+    # A negation, because a CUDA graph replays copies on another engine, at two thirds of the rate.
     return 2 * x.numel() * x.element_size() / time_call(lambda: torch.neg(x, out=y), device, reduce=min)
 
 
 def _shortest_product(device: str) -> float:
     """The time of a 64 × 64 product, from a chain of dependent ones."""
-    x, count = torch.randn(64, 64, device=device), 50
-
-    def chain() -> None:
-        y = x
-        for _ in range(count):
-            y = x @ y
-
-    return time_call(chain, device, reduce=min) / count
+    x = torch.randn(64, 64, device=device)
+    return time_call(_chain(lambda y: x @ y, x, 50), device, reduce=min) / 50
 
 
 def time_call(
@@ -161,8 +148,8 @@ def time_call(
     if device != "cuda":
         return reduce([_timed(call) for _ in range(repeats)])
     torch.cuda.synchronize()
-    if not graph:  # launches included
-        return reduce([_timed(lambda: _finished(call)) for _ in range(repeats)])
+    if not graph:  # the time includes the launches
+        return reduce([_timed(call, torch.cuda.synchronize) for _ in range(repeats)])
     replayed = torch.cuda.CUDAGraph()
     with torch.cuda.graph(replayed):
         call()
@@ -177,28 +164,17 @@ def time_call(
     return reduce(times[2:])
 
 
-def _finished(call: Callable[[], Any]) -> None:
-    call()
-    torch.cuda.synchronize()
-
-
-def _timed(call: Callable[[], Any]) -> float:
+def _timed(call: Callable[[], Any], then: Callable[[], Any] = int) -> float:
     start = time.perf_counter()
     call()
+    then()
     return time.perf_counter() - start
-
-
-# -- storing ------------------------------------------------------------------------------------------------------
 
 
 def roofline_path(path: str | Path | None = None) -> Path:
     """The file of the stored roofline: `path`, else $REGARD_MACHINE, else one in the user's cache folder."""
-    if path is not None:
-        return Path(path)
-    if from_environment := os.environ.get("REGARD_MACHINE"):
-        return Path(from_environment)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "regard" / "machine.json"
+    return Path(path or os.environ.get("REGARD_MACHINE") or Path(cache) / "regard" / "machine.json")
 
 
 def save_roofline(roofline: Roofline, path: str | Path | None = None) -> Path:
@@ -217,9 +193,6 @@ def load_roofline(path: str | Path | None = None) -> Roofline | None:
         return Roofline(**json.loads(file.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, TypeError) as e:
         raise FormatError(f"{file} is not a stored roofline; run `regard bench machine` again ({e})") from e
-
-
-# -- estimating ---------------------------------------------------------------------------------------------------
 
 
 class PartTime(NamedTuple):
@@ -264,11 +237,9 @@ class Estimate:
             busy, host = self.device.get(phase, 0.0), self.host.get(phase, 0.0)
             launch = f", {host * 1e3:.3f} ms to launch them" if host else ""
             lines.append(f"  {phase:<10} {seconds * 1e3:9.3f} ms: {busy * 1e3:.3f} ms of kernels{launch}")
-        width = max((len(p.path) for p in self.parts[:12]), default=0)
-        lines += [
-            f"  {p.path or 'the model':<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}"
-            for p in self.parts[:12]
-        ]
+        shown = self.parts[:12]
+        width = max((len(p.path) for p in shown), default=0)
+        lines += [f"  {p.path or 'the model':<{width}}  {p.seconds * 1e3:9.4f} ms  {p.limit}" for p in shown]
         return "\n".join(lines)
 
 
@@ -327,12 +298,7 @@ def measure_time(request: Request) -> float:
         module = request.spec.build().to(request.dtype)
     inputs, targets = example(request.spec, request.n, request.batch, device, request.m)
     if training is not None:
-        step = stepping(module, inputs, targets, training)
-        return time_call(step, device, graph=False)
+        return time_call(stepping(module, inputs, targets, training), device, graph=False)
     module.eval()
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return call_model(module, inputs)
-
-    return time_call(forward, device)
+    with torch.no_grad():
+        return time_call(lambda: call_model(module, inputs), device)

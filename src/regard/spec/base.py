@@ -11,7 +11,7 @@ from ..pattern import Pattern
 if TYPE_CHECKING:
     from torch import nn
 
-    from ..costs.tree import Cost
+    from ..costs.result import Cost
 
 Number = int | float
 

@@ -344,7 +344,7 @@ def test_tracing_restores_the_module_and_torch():
 
 
 def test_without_dispatch_modes_a_module_is_refused_and_a_declaration_is_not(monkeypatch):
-    monkeypatch.setattr("regard.costs.module.CAN_DISPATCH", False)
+    monkeypatch.setattr("regard.costs.entry.CAN_DISPATCH", False)
     with pytest.raises(rg.SpecError) as error:
         cost(nn.Linear(D, D), x)
     assert str(error.value) == (
@@ -409,3 +409,14 @@ def test_sparse_attention_of_this_library_counts_the_pairs_of_its_pattern():
     pattern, x = rg.causal() & (rg.window(2) | rg.every(4)), torch.zeros(2, 4, 24, 8, requires_grad=True)
     result = cost(lambda x: rg.attention(x, x, x, pattern, backend="tiles"), x)
     assert result.flops == 2 * 2 * 4 * pattern.count(24) * (8 + 8) and not result.uncounted
+
+
+def test_integers_are_counted_on_a_gpu_as_experts_by_a_router():
+    """PyTorch's histc takes integers on CUDA only, where mixtures of experts call it."""
+
+    def routed(ids, x):
+        counts = torch.histc(ids.int(), bins=4, min=0, max=3)
+        return x[: int(counts[1])] @ x.mT
+
+    ids, x = torch.tensor([0, 1, 1, 3, 1]), torch.empty(7, 5, device="meta")
+    assert cost(routed, ids, x, device="cuda").flops == 2 * 3 * 5 * 7

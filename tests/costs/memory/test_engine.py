@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import regard as rg
 from memory_witness import counted, emptied
 from regard import compat
-from regard.costs import declaration
+from regard.costs import entry
 from regard.costs.entry import cost
 from regard.costs.memory.runs import TABLES
 from regard.costs.memory.step import TrainingStep
@@ -99,7 +99,7 @@ def test_the_first_cost_of_a_process_is_that_of_later_ones():
     """A probe of PyTorch runs once in a process, and is no memory of the model."""
 
     def peak():
-        for x in vars(declaration).values():
+        for x in vars(entry).values():
             getattr(x, "cache_clear", lambda: None)()
         return cost(rg.Attention(32, heads=2, pattern=rg.causal()), n=8, train=True).memory.training_peak
 
@@ -116,7 +116,7 @@ def test_a_trace_leaves_real_calls_as_they_were():
     want = F.scaled_dot_product_attention(q, k, v, near.allowed(141))
     for grad in (False, True):
         assert torch.allclose(rg.attention(q.requires_grad_(grad), k, v, near), want, atol=1e-5)
-    declaration._memory.cache_clear()
+    entry._memory.cache_clear()
 
 
 @unchecked

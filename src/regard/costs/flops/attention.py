@@ -1,13 +1,37 @@
-"""Attention, term by term: projections, position encoding, scores, scale, softmax, mixing, output."""
+"""Attention, term by term: projections, position encoding, scores, scale, softmax, mixing, output.
+
+The query-key pairs are those that the pattern allows, and those that the backend evaluates which would run it.
+"""
 
 from dataclasses import replace
+from typing import NamedTuple
 
-from ...position import Position, alibi, learned, quadratic, relative_table, rope, shaw, t5_buckets
+from ...engine.backends import choose
+from ...engine.call import CallFacts
+from ...pattern import Pattern, causal, full
+from ...position import Position, alibi, quadratic, relative_table, rope, shaw, t5_buckets
 from ...spec import Attention, Sizes
 from ..sizes import Scope
-from ..tree import Amount, Amounts, Part
-from .pairs import AttentionPairs, attention_pairs
+from ..tree import Amount, Amounts, Pairs, Part
 from .terms import linear, present, product
+
+# Backends that never store the table of scores; their backward pass recomputes the scores.
+FUSED = ("sdpa", "tiles", "triton", "flex", "flash4")
+
+
+class AttentionPairs(NamedTuple):
+    """The pairs of one attention for one head, and the backend that evaluates them."""
+
+    needed: Amount
+    computed: Amount
+    rows: Amount  # queries with at least one allowed key
+    backend: str
+    variant: str
+    shown: Pairs
+
+    @property
+    def fused(self) -> bool:
+        return self.backend in FUSED
 
 
 def attention(
@@ -18,23 +42,23 @@ def attention(
     cross: bool = False,
 ) -> Part:
     """concat_h softmax(scale · Q_h K_hᵀ + bias) V_h, times W_O. `shared`: a position encoding of the stack."""
-    scope = scope.inside(name)
-    s, b, n, m = scope.reader.attention(spec), scope.b, scope.n, scope.m
-    biased = spec.biases == "all"
-    pairs = attention_pairs(spec, scope, shared, cross)
-    parts: tuple[Part, ...] = present(
+    s, b, n, m = scope.sizes(spec), scope.b, scope.n, scope.m
+    biased, position = spec.biases == "all", shared or spec.position
+    pairs = _pairs(spec, scope, shared, cross)
+    added = spec.score == "additive" or (position is not None and position.acts == "score")
+    every = b * s.heads * pairs.needed
+    parts = present(
         linear("q", scope, b * n, s.d_model, s.heads * s.d_k, biased) if spec.score != "position" else None,
         linear("k", scope, b * m, s.d_context, s.kv_heads * s.d_k, biased)
         if spec.score in ("dot", "additive")
         else None,
         linear("v", scope, b * m, s.d_values, s.kv_heads * s.d_v, biased),
-        *position_parts(spec, scope, s),
+        *_position(spec, scope, s),
         _scores(spec, scope, s, pairs),
-        _bias(spec, scope, s, pairs, shared),
-        Part(
-            "scale",
-            Amounts(elementwise_flops=b * s.heads * pairs.needed, bytes=_score_table(scope, s, pairs, 2)),
-        ),
+        Part("bias", Amounts(elementwise_flops=every, bytes=scope.itemsize * s.heads * n * m))
+        if added
+        else None,
+        Part("scale", Amounts(elementwise_flops=every, bytes=_score_table(scope, s, pairs, 2))),
         _softmax(spec, scope, s, pairs),
         _mixing(spec, scope, s, pairs),
         _extra_key(scope, s) if spec.extra_key else None,
@@ -43,8 +67,60 @@ def attention(
         else None,
     )
     if is_hard(spec):
-        parts = tuple(_without_gradient(p) if p.name in ("q", "k", "position") else p for p in parts)
-    return Part(name, parts=parts)
+        none = {"backward_flops": 0, "executed_backward_flops": 0}
+        parts = tuple(p.with_own(**none) if p.name in ("q", "k", "position") else p for p in parts)
+    return Part(name, parts=parts, pairs=pairs.shown)
+
+
+def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) -> AttentionPairs:
+    n, m = scope.queries, scope.keys
+    pattern = full() if scope.request.dense else spec.pattern
+    facts = call_facts(spec, scope, shared, cross, pattern)
+    choice = choose(facts, scope.request.backend)
+    needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed, n
+    if not isinstance(pattern, full | causal):
+        rows = int((pattern.row_counts(n, m, facts.offset) > 0).sum())
+    amount = scope.pairs("pairs", needed, pattern)
+    return AttentionPairs(
+        amount,
+        amount if computed == needed else scope.pairs("pairs_computed", computed, full()),
+        scope.n if rows == n else scope.size("rows", rows),
+        choice.backend,
+        choice.variant,
+        Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason),
+    )
+
+
+def call_facts(
+    spec: Attention, scope: Scope, shared: Position | None, cross: bool, pattern: Pattern
+) -> CallFacts:
+    """The call that the engine would receive. `shared`: a position encoding that belongs to the stack."""
+    request, sizes, position, bias = scope.request, spec.sizes, shared or spec.position, "none"
+    if spec.score == "additive":
+        bias = "tensor"
+    elif position is not None and position.acts == "score":
+        on_a_line = not isinstance(position, shaw) and getattr(position, "grid", None) is None
+        bias = "distance" if on_a_line else "tensor"
+    return CallFacts(
+        pattern,
+        scope.queries,
+        scope.keys,
+        1 if spec.score == "position" else sizes.d_k,
+        sizes.d_v,
+        request.batch,
+        sizes.heads,
+        sizes.kv_heads,
+        request.compute_dtype,
+        request.device,
+        at=0 if cross and scope.queries > scope.keys else None,
+        bias=bias,
+        bias_grad=bool(request.train) and bias != "none",
+        scale=spec.factor if is_hard(spec) else None,
+        softcap=None if spec.softcap is None else float(spec.softcap),
+        dropout_p=spec.dropout if request.train else 0.0,
+        return_lse=spec.sink_logits,
+        grad=bool(request.train),
+    )
 
 
 def is_hard(spec: Attention) -> bool:
@@ -52,60 +128,35 @@ def is_hard(spec: Attention) -> bool:
     return spec.factor == float("inf")
 
 
-def weights_are_fixed(spec: Attention) -> bool:
-    """Whether no gradient flows through the weights: they are hard, or contain nothing that is learned."""
-    return is_hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
-
-
-def _without_gradient(part: Part) -> Part:
-    return replace(part, own=replace(part.own, backward_flops=0, executed_backward_flops=0))
-
-
 def _scores(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
     """q·k: 2 d_k per pair. An additive score is elementwise: add, tanh, multiply, add for each of d_k values.
 
-    A score that is not a dot product reaches the engine as a bias on zero queries, whose products still run.
+    A score that is not a dot product reaches the engine as a bias on zero queries, whose products still run. A
+    softcap divides, takes tanh and multiplies.
     """
-    width = 1 if spec.score == "position" else s.d_k
-    rows = scope.b * s.heads
+    width, summed = (1, 1) if spec.score == "position" else (s.d_k, spec.sizes.d_k)
+    rows, additive = scope.b * s.heads, spec.score == "additive"
     needed = 2 * rows * pairs.needed * width if spec.score in ("dot", "bilinear") else 0
-    executed_flops = (
-        0
-        if _is_outer_product(pairs, spec.sizes.d_k if width != 1 else 1)
-        else 2 * rows * pairs.computed * width
-    )
-    moved = scope.itemsize * scope.b * width * (s.heads * scope.n + s.kv_heads * scope.m) + _score_table(
-        scope, s, pairs, 1
-    )
+    executed = 0 if _is_outer_product(pairs, summed) else 2 * rows * pairs.computed * width
+    moved = scope.itemsize * scope.b * width * (s.heads * scope.n + s.kv_heads * scope.m)
+    moved += _score_table(scope, s, pairs, 1)
     if pairs.variant == "masked":
         moved += scope.n * scope.m  # the bool mask, one byte per pair
-    if spec.score == "additive":
+    if additive:
         moved += 2 * scope.itemsize * rows * scope.n * scope.m * s.d_k
+    # In the backward pass: products for q, for k, and if fused the scores again; constant zeros need no gradient.
+    products = 0 if is_hard(spec) else {"additive": 1, "position": 0}.get(spec.score, 2)
     own = Amounts(
-        parameters=s.heads * s.d_k if spec.score == "additive" else 0,
+        parameters=s.heads * s.d_k if additive else 0,
         flops=needed,
         backward_flops=0 if is_hard(spec) else 2 * needed,
-        elementwise_flops=rows * pairs.needed * _per_pair(spec, s),
-        executed_flops=executed_flops,
-        executed_backward_flops=_backward_products(spec, pairs) * executed_flops,
+        elementwise_flops=rows * pairs.needed * ((4 * s.d_k - 1 if additive else 0) + 3 * bool(spec.softcap)),
+        executed_flops=executed,
+        executed_backward_flops=(3 if pairs.fused else products) * executed,
         bytes=moved,
     )
     note = "recomputed in the backward pass" if pairs.fused and scope.request.train else ""
     return Part("scores", own, note=note)
-
-
-def _per_pair(spec: Attention, s: Sizes) -> Amount:
-    """Elementwise FLOPs of one score: of an additive one, and of a softcap (divide, tanh, multiply)."""
-    return (4 * s.d_k - 1 if spec.score == "additive" else 0) + (0 if spec.softcap is None else 3)
-
-
-def _backward_products(spec: Attention, pairs: AttentionPairs) -> int:
-    """The number of products of this size in the backward pass: for q, for k, and if fused the scores again."""
-    if pairs.fused:
-        return 3
-    if is_hard(spec):
-        return 0
-    return {"additive": 1, "position": 0}.get(spec.score, 2)  # constant zeros need no gradient
 
 
 def _is_outer_product(pairs: AttentionPairs, summed: int) -> bool:
@@ -121,12 +172,8 @@ def _softmax(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> 
     """
     per_row = 2 if spec.sink_logits else -2
     flops = scope.b * s.heads * ((4 if is_hard(spec) else 5) * pairs.needed + per_row * pairs.rows)
-    own = Amounts(
-        parameters=s.heads if spec.sink_logits else 0,
-        elementwise_flops=flops,
-        bytes=_score_table(scope, s, pairs, 2),
-    )
-    return Part("softmax", own)
+    own = Amounts(s.heads if spec.sink_logits else 0, elementwise_flops=flops)
+    return Part("softmax", replace(own, bytes=_score_table(scope, s, pairs, 2)))
 
 
 def _extra_key(scope: Scope, s: Sizes) -> Part:
@@ -140,25 +187,19 @@ def _extra_key(scope: Scope, s: Sizes) -> Part:
 
 
 def _mixing(spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs) -> Part:
-    """weights · v: 2 d_v per pair. With dropout the reference backend mixes twice, without and with dropout."""
-    needed, executed_flops = (
-        2 * scope.b * s.heads * count * s.d_v for count in (pairs.needed, pairs.computed)
-    )
-    executed_flops = 0 if _is_outer_product(pairs, scope.keys.value) else executed_flops
-    moved = scope.itemsize * scope.b * s.d_v * (s.kv_heads * scope.m + s.heads * scope.n) + _score_table(
-        scope, s, pairs, 1
-    )
-    backward = 1 if weights_are_fixed(spec) else 2
+    """weights · v: 2 d_v per pair. With dropout the reference backend mixes twice, without and with dropout.
+
+    No gradient flows through weights that are hard, or that contain nothing learned.
+    """
+    each = 2 * scope.b * s.heads * s.d_v
+    needed, executed = each * pairs.needed, each * pairs.computed
+    executed = 0 if _is_outer_product(pairs, scope.keys) else executed
+    moved = scope.itemsize * scope.b * s.d_v * (s.kv_heads * scope.m + s.heads * scope.n)
+    fixed = is_hard(spec) or (spec.score == "position" and isinstance(spec.position, alibi))
     twice = pairs.backend == "reference" and scope.request.train and spec.dropout > 0
-    own = Amounts(
-        0,
-        needed,
-        backward * needed,
-        0,
-        (2 if twice else 1) * executed_flops,
-        backward * executed_flops,
-        moved,
-    )
+    own = product(needed, bytes=moved + _score_table(scope, s, pairs, 1), gradients=1 if fixed else 2)
+    backward = (1 if fixed else 2) * executed
+    own = replace(own, executed_flops=(2 if twice else 1) * executed, executed_backward_flops=backward)
     return Part("mixing", own)
 
 
@@ -167,7 +208,7 @@ def _score_table(scope: Scope, s: Sizes, pairs: AttentionPairs, times: int) -> A
     return 0 if pairs.fused else times * scope.itemsize * scope.b * s.heads * pairs.computed
 
 
-def position_parts(spec: Attention, scope: Scope, s: Sizes) -> tuple[Part, ...]:
+def _position(spec: Attention, scope: Scope, s: Sizes) -> tuple[Part, ...]:
     """The parts of a position encoding that belongs to this attention."""
     match spec.position:
         case None:
@@ -175,12 +216,11 @@ def position_parts(spec: Attention, scope: Scope, s: Sizes) -> tuple[Part, ...]:
         case rope() as rotary:
             width = scope.size("d_rotated", rotary.width(spec.sizes.d_k)) if rotary.fraction != 1 else s.d_k
             values = scope.b * (s.heads * scope.n + s.kv_heads * scope.m) * width
-            return (
-                Part("position", Amounts(elementwise_flops=3 * values, bytes=scope.itemsize * 2 * values)),
-            )
+            own = Amounts(elementwise_flops=3 * values, bytes=scope.itemsize * 2 * values)
+            return (Part("position", own),)
         case shaw() as vectors:
             return _shaw(vectors, scope, s, is_hard(spec))
-    return (Part("position", Amounts(parameters=position_parameters(spec.position, scope, s))),)
+    return (Part("position", Amounts(position_parameters(spec.position, scope, s))),)
 
 
 def position_parameters(position: Position, scope: Scope, s: Sizes) -> Amount:
@@ -192,9 +232,7 @@ def position_parameters(position: Position, scope: Scope, s: Sizes) -> Amount:
             return s.heads * scope.size("entries", position.entries)
         case quadratic():
             return s.heads * (position.axes + 1)
-        case alibi() | rope():
-            return 0
-    raise AssertionError(f"{position!r} does not act on scores")
+    return 0
 
 
 def _shaw(position: shaw, scope: Scope, s: Sizes, fixed: bool) -> tuple[Part, ...]:
@@ -205,39 +243,14 @@ def _shaw(position: shaw, scope: Scope, s: Sizes, fixed: bool) -> tuple[Part, ..
     """
     entries, rows = scope.size("entries", 2 * position.reach + 1), scope.b * s.heads * scope.n
     moved = scope.itemsize * rows * (s.d_k + entries + scope.m)
-    keys = product(2 * rows * entries * s.d_k, parameters=entries * s.d_k, bytes=moved)
-    parts = (Part("position", keys),)
+    keys = Part("position", product(2 * rows * entries * s.d_k, entries * s.d_k, moved))
     if not position.values:
-        return parts
+        return (keys,)
     values, weights = 2 * rows * entries * s.d_v, 2 * rows * scope.m * s.d_k
-    own = Amounts(
-        parameters=entries * s.d_v,
-        flops=values,
-        backward_flops=(1 if fixed else 2) * values,
+    own = replace(
+        product(values, entries * s.d_v, scope.itemsize * rows * (3 * scope.m + entries + s.d_v), 2 - fixed),
         elementwise_flops=rows * scope.m,
         executed_flops=values + 2 * weights,
         executed_backward_flops=values if fixed else 2 * values + 2 * weights,
-        bytes=scope.itemsize * rows * (3 * scope.m + entries + s.d_v),
     )
-    return (*parts, Part("position_values", own, note="computes the weights separately"))
-
-
-def _bias(
-    spec: Attention, scope: Scope, s: Sizes, pairs: AttentionPairs, shared: Position | None
-) -> Part | None:
-    """One addition per pair, if a position encoding acts on the scores."""
-    position = shared or spec.position
-    if spec.score != "additive" and (position is None or position.acts != "score"):
-        return None
-    return Part(
-        "bias",
-        Amounts(
-            elementwise_flops=scope.b * s.heads * pairs.needed,
-            bytes=scope.itemsize * s.heads * scope.n * scope.m,
-        ),
-    )
-
-
-def input_position_parameters(position: Position | None, scope: Scope, d: Amount) -> Amount:
-    """Parameters of a position encoding that is added to the input."""
-    return scope.size("positions", position.entries) * d if isinstance(position, learned) else 0
+    return keys, Part("position_values", own, note="computes the weights separately")

@@ -1,28 +1,31 @@
-"""Blocks, stacks and complete models, part by part."""
+"""Blocks, stacks and complete models, part by part; recurrent and convolutional models, and fixed mixing."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from ... import spec as specs
 from ...errors import SpecError
 from ...position import Position, learned
-from ...spec import (
-    Block,
-    ClassifierHead,
-    Decoder,
-    Embedding,
-    Encoder,
-    EncoderDecoder,
-    FeedForward,
-    LanguageHead,
-    MaskedHead,
-    Pooler,
-    Vision,
-)
-from ..sizes import Length, Scope
-from ..tree import Amount, Amounts, Part
-from .attention import attention, input_position_parameters, position_parameters
-from .terms import ACTIVATIONS, elementwise, linear, lookup, norm, present
+from ...spec import Block, ClassifierHead, Decoder, Embedding, Encoder, FeedForward, LanguageHead, MaskedHead
+from ..sizes import Request, Scope, Symbols
+from ..tree import Amount, Amounts, Pairs, Part
+from .attention import attention, position_parameters
+from .terms import ACTIVATIONS, elementwise, linear, lookup, norm, present, product
 
 Stack = Encoder | Decoder
+
+
+def build_tree(request: Request, symbols: Symbols | None = None) -> tuple[Part, tuple[Pairs, ...]]:
+    """The tree, with numbers or with symbols, and the pairs of each attention in it."""
+    kind = type(request.spec)
+    if kind not in BUILDERS:
+        raise SpecError(
+            f"{request.spec!r} has no width of its own; ask for the cost of the block or model that contains it"
+        )
+    tree = BUILDERS[kind](request.spec, Scope(request, symbols, request.n, request.m))
+    pairs = [(path or tree.name, part.pairs) for path, part, _ in tree.nodes() if part.pairs is not None]
+    return tree, tuple(replace(p, path=path) for path, p in pairs)
 
 
 def feed_forward(spec: FeedForward, scope: Scope, d: Amount) -> Part:
@@ -37,202 +40,254 @@ def feed_forward(spec: FeedForward, scope: Scope, d: Amount) -> Part:
     return Part("feed_forward", parts=parts)
 
 
-def block(spec: Block, scope: Scope, name: str = "block", shared: Position | None = None) -> Part:
+def block(spec: Block, scope: Scope, shared: Position | None = None) -> Part:
     """Each branch with its norm and residual addition. Self-attention has its queries as keys."""
-    scope = scope.inside(name)
     d, rows = scope.size("d_model", spec.d_model), scope.b * scope.n
-    self_scope = replace(scope, keys=scope.queries)
-
-    def norm_and_residual(branch: str) -> tuple[Part, ...]:
-        return present(
-            norm(f"{branch}_norm", spec.norm, scope, rows, d, spec.norm_bias),
-            elementwise(f"{branch}_sum", scope, rows * d, 1, 3) if spec.residual else None,
-        )
-
-    parts = [attention(spec.attention, self_scope, shared=shared), *norm_and_residual("attention")]
+    branches = [attention(spec.attention, replace(scope, keys=scope.queries), shared=shared)]
     if spec.cross is not None:
-        parts += [attention(spec.cross, scope, "cross", cross=True), *norm_and_residual("cross")]
+        branches.append(attention(spec.cross, scope, "cross", cross=True))
     if spec.feed_forward is not None:
-        parts += [feed_forward(spec.feed_forward, scope, d), *norm_and_residual("feed_forward")]
-    return Part(name, parts=tuple(parts))
+        branches.append(feed_forward(spec.feed_forward, scope, d))
+    parts: list[Part | None] = []
+    for branch in branches:
+        added = elementwise(f"{branch.name}_sum", scope, rows * d, 1, 3) if spec.residual else None
+        parts += [branch, norm(f"{branch.name}_norm", spec.norm, scope, rows, d, spec.norm_bias), added]
+    return Part("block", parts=present(*parts))
 
 
-def stack(spec: Stack, scope: Scope, name: str, shares_table: bool = False) -> Part:
+def stack(spec: Stack, scope: Scope, name: str = "model", shares_table: bool = False) -> Part:
     """An embedding, identical layers, a norm, a head."""
-    scope = scope.inside(name)
     d, layers = scope.size("d_model", spec.d_model), scope.size("layers", spec.layers)
     position, inner = spec.position, spec.block
-    if (
-        position is not None and position.acts == "query_key"
-    ):  # like the module: each layer rotates its own q and k
+    if position is not None and position.acts == "query_key":  # each layer rotates its own q and k
         inner, position = replace(inner, attention=replace(inner.attention, position=position)), None
+    shared = None
+    if position is not None:
+        table = Amounts(position_parameters(position, scope, scope.sizes(inner.attention)))
+        shared = Part("position", table, note="shared by all layers")
+    rows = scope.b * scope.n
     parts = present(
         None if spec.embedding is None else embedding(spec.embedding, scope, shares_table),
-        None if position is None else _shared_position(position, inner, scope),
-        _layers(spec, inner, position, scope, layers),
-        norm("norm", inner.norm, scope, scope.b * scope.n, d, inner.norm_bias)
-        if spec.has_final_norm
-        else None,
+        shared,
+        replace(_layer(spec, inner, position, scope), times=layers),
+        norm("norm", inner.norm, scope, rows, d, inner.norm_bias) if spec.has_final_norm else None,
         head(spec, scope, d),
     )
     return Part(name, parts=parts)
 
 
-def _layers(spec: Stack, inner: Block, shared: Position | None, scope: Scope, layers: Amount) -> Part:
-    one = block(inner, scope, shared=shared)
+def _layer(spec: Stack, inner: Block, shared: Position | None, scope: Scope) -> Part:
+    one = block(inner, scope, shared)
     requested = getattr(scope.request.train, "checkpointing", None)
     if not (spec.checkpoint if requested is None else requested):
-        return replace(one, times=layers)
-    recomputed = Part(
-        "recomputed",
-        Amounts(executed_backward_flops=one.total.executed_flops - _last_product(inner, one, scope)),
-        note="checkpointed: the backward pass recomputes each block up to the last saved tensor",
-    )
-    return replace(one, parts=(*one.parts, recomputed), times=layers)
-
-
-def _last_product(inner: Block, one: Part, scope: Scope) -> Amount:
-    """The last product of a block, which is not recomputed unless a norm or dropout after it saves a tensor."""
-    normed = inner.norm_at == "post" and inner.norm != "none"
-    if normed or (scope.request.train and inner.dropout > 0):
-        return 0
-    if inner.feed_forward is not None:
-        return one["feed_forward/w_out"].total.executed_flops
-    name, last = ("attention", inner.attention) if inner.cross is None else ("cross", inner.cross)
-    return (
-        one[f"{name}/output"].total.executed_flops
-        if last.output
-        else one[f"{name}/mixing"].total.executed_flops
-    )
-
-
-def _shared_position(position: Position, inner: Block, scope: Scope) -> Part:
-    """The table of a position encoding that all layers share."""
-    return Part(
-        "position",
-        Amounts(parameters=position_parameters(position, scope, scope.reader.attention(inner.attention))),
-        note="shared by all layers",
-    )
+        return one
+    again = one.total.executed_flops
+    saves_the_end = inner.norm_at == "post" and inner.norm != "none"
+    if not saves_the_end and not (scope.request.train and inner.dropout > 0):
+        # The last product is not recomputed: nothing after it saves a tensor.
+        last = [p for p in one.parts if p.name in ("attention", "cross", "feed_forward")][-1]
+        products = [p for p in last.parts if p.name in ("w_out", "output", "mixing")]
+        again -= products[-1].total.executed_flops
+    note = "checkpointed: the backward pass recomputes each block up to the last saved tensor"
+    recomputed = Part("recomputed", Amounts(executed_backward_flops=again), note=note)
+    return replace(one, parts=(*one.parts, recomputed))
 
 
 def embedding(spec: Embedding, scope: Scope, shares_table: bool = False) -> Part:
     """A table lookup for each token, which has no FLOPs, and what is added to it."""
     d, vocab, rows = scope.size("d_model", spec.d_model), scope.size("vocab", spec.vocab), scope.b * scope.n
-    _check_length(spec.position, scope.queries)
+    position, n = spec.position, scope.queries
+    match position:
+        case learned(grid=None, beyond="refuse", entries=most) if n > most:
+            raise SpecError(f"n={n} exceeds the table of {position!r}; use n up to {most}")
     tokens = lookup(scope, rows, vocab, d)
-    if shares_table:
-        tokens = replace(tokens, parameters=0)
+    types = scope.size("types", spec.types) if spec.types else 0
     parts = present(
-        Part("tokens", tokens, note="shared with the encoder" if shares_table else ""),
+        Part("tokens", replace(tokens, parameters=0), note="shared with the encoder")
+        if shares_table
+        else Part("tokens", tokens),
         elementwise("scale", scope, rows * d) if spec.scaled else None,
-        _input_position(spec.position, scope, rows, d) if spec.position is not None else None,
-        _types(spec, scope, rows, d) if spec.types else None,
+        None if position is None else _input_position(position, scope, d),
+        Part("types", Amounts(types * d, elementwise_flops=rows * d, bytes=2 * scope.itemsize * rows * d))
+        if spec.types
+        else None,
         norm("norm", "layer", scope, rows, d) if spec.norm else None,
     )
     return Part("embedding", parts=parts)
 
 
-def _input_position(position: Position, scope: Scope, rows: Amount, d: Amount) -> Part:
-    own = Amounts(
-        input_position_parameters(position, scope, d),
-        elementwise_flops=rows * d,
-        bytes=3 * scope.itemsize * rows * d,
-    )
-    return Part("position", own)
-
-
-def _types(spec: Embedding, scope: Scope, rows: Amount, d: Amount) -> Part:
-    types = scope.size("types", spec.types)
-    return Part("types", Amounts(types * d, elementwise_flops=rows * d, bytes=2 * scope.itemsize * rows * d))
-
-
-def _check_length(position: Position | None, n: Length) -> None:
-    if not isinstance(position, learned) or position.grid is not None or position.beyond != "refuse":
-        return
-    if n.value > position.entries:
-        raise SpecError(f"n={n.value} exceeds the table of {position!r}; use n up to {position.entries}")
+def _input_position(position: Position, scope: Scope, d: Amount) -> Part:
+    """A position encoding that is added to the input."""
+    table = scope.size("positions", position.entries) * d if isinstance(position, learned) else 0
+    return elementwise("position", scope, scope.b * scope.n * d, 1, 3).with_own(parameters=table)
 
 
 def head(spec: Stack, scope: Scope, d: Amount) -> Part | None:
     """The head of a stack; a tied language head has no table of its own."""
     rows = scope.b * scope.n
-    match spec.head, spec.embedding:
-        case LanguageHead() as h, Embedding() as e:
-            return _language_head(h, scope, rows, d, scope.size("vocab", e.vocab))
-        case MaskedHead() as h, Embedding() as e:
-            vocab = scope.size("vocab", e.vocab)
+    vocab = None if spec.embedding is None else scope.size("vocab", spec.embedding.vocab)
+    match spec.head:
+        case LanguageHead(tied=tied, bias=bias, scaled=scaled):
+            logits = linear("logits", scope, rows, d, vocab, bias)
+            logits = _tied(logits, vocab if bias else 0) if tied else logits
+            parts = present(elementwise("scale", scope, rows * d) if scaled else None, logits)
+        case MaskedHead() as h:
             parts = present(
                 linear("transform", scope, rows, d, d, True),
                 elementwise("activation", scope, rows * d, ACTIVATIONS[h.activation]),
                 norm("norm", "layer", scope, rows, d),
                 _tied(linear("logits", scope, rows, d, vocab, True), vocab),
             )
-            return Part("head", parts=parts)
-        case ClassifierHead() as h, _:
+        case ClassifierHead() as h:
             return classifier(h, scope, d)
-        case Pooler(), _:
-            return Part(
-                "head",
-                parts=(linear("pooler", scope, scope.b, d, d, True), elementwise("tanh", scope, scope.b * d)),
-            )
-    return None
-
-
-def _language_head(spec: LanguageHead, scope: Scope, rows: Amount, d: Amount, vocab: Amount) -> Part:
-    logits = linear("logits", scope, rows, d, vocab, spec.bias)
-    if spec.tied:
-        logits = _tied(logits, vocab if spec.bias else 0)
-    return Part("head", parts=present(elementwise("scale", scope, rows * d) if spec.scaled else None, logits))
+        case specs.Pooler():
+            parts = linear("pooler", scope, scope.b, d, d, True), elementwise("tanh", scope, scope.b * d)
+        case _:
+            return None
+    return Part("head", parts=parts)
 
 
 def _tied(logits: Part, bias: Amount) -> Part:
-    return replace(logits, own=replace(logits.own, parameters=bias), note="tied to the embedding")
+    return replace(logits.with_own(parameters=bias), note="tied to the embedding")
 
 
 def classifier(spec: ClassifierHead, scope: Scope, d: Amount) -> Part:
     """One pooled state per batch row, an optional hidden tanh layer, then the classes."""
-    b, classes = scope.b, scope.size("classes", spec.classes)
-    hidden = None if spec.hidden is None else scope.size("d_hidden", spec.hidden)
-    pooled = spec.pool in ("mean", "max")
-    parts = present(
-        elementwise("pool", scope, b * scope.n * d, 1, 1) if pooled else None,
-        None if hidden is None else linear("hidden", scope, b, d, hidden, True),
-        None if hidden is None else elementwise("tanh", scope, b * hidden),
-        linear("classes", scope, b, d if hidden is None else hidden, classes, True),
-    )
-    return Part("head", parts=parts)
+    b, parts = scope.b, list[Part]()
+    if spec.pool in ("mean", "max"):
+        parts.append(elementwise("pool", scope, b * scope.n * d, 1, 1))
+    if spec.hidden is not None:
+        hidden = scope.size("d_hidden", spec.hidden)
+        parts += [linear("hidden", scope, b, d, hidden, True), elementwise("tanh", scope, b * hidden)]
+        d = hidden
+    classes = linear("classes", scope, b, d, scope.size("classes", spec.classes), True)
+    return Part("head", parts=(*parts, classes))
 
 
-def encoder_decoder(spec: EncoderDecoder, scope: Scope) -> Part:
+def encoder_decoder(spec: specs.EncoderDecoder, scope: Scope) -> Part:
     """The encoder reads m tokens; the decoder writes n tokens and attends to them."""
-    source = replace(scope, queries=scope.keys)
-    return Part(
-        "model",
-        parts=(
-            stack(spec.encoder, source, "encoder"),
-            stack(spec.decoder, scope, "decoder", shares_table=spec.share_embedding),
-        ),
-    )
+    encoder = stack(spec.encoder, replace(scope, queries=scope.keys), "encoder")
+    decoder = stack(spec.decoder, scope, "decoder", shares_table=spec.share_embedding)
+    return Part("model", parts=(encoder, decoder))
 
 
-def vision(spec: Vision, scope: Scope) -> Part:
+def vision(spec: specs.Vision, scope: Scope) -> Part:
     """Patches as one product, class token and registers, positions, encoder, classes. Images need no gradient."""
     d, patch = scope.size("d_model", spec.d_model), spec.channels * spec.patch[0] * spec.patch[1]
     patches = linear(
         "patches", scope, scope.b * (scope.n - spec.in_front), scope.size("d_patch", patch), d, True,
         note="no gradient flows to the images",
     )  # fmt: skip
-    flops = patches.own.flops  # of the gradient of the weights
-    patches = replace(patches, own=replace(patches.own, backward_flops=flops, executed_backward_flops=flops))
-    position = _input_position(spec.position or learned(spec.tokens), scope, scope.b * scope.n, d)
+    flops = patches.own.flops  # only the weights have a gradient
+    patches = patches.with_own(backward_flops=flops, executed_backward_flops=flops)
+    position = _input_position(spec.position or learned(spec.tokens), scope, d)
     if spec.position is None:  # one vector per token: the same symbol n
-        position = replace(position, own=replace(position.own, parameters=scope.n * d))
+        position = position.with_own(parameters=scope.n * d)
     parts = present(
         patches,
-        Part("class_token", Amounts(parameters=d)) if spec.class_token else None,
-        Part("registers", Amounts(parameters=spec.registers * d)) if spec.registers else None,
+        Part("class_token", Amounts(d)) if spec.class_token else None,
+        Part("registers", Amounts(spec.registers * d)) if spec.registers else None,
         position,
         stack(spec.encoder, scope, "encoder"),
         None if spec.head is None else classifier(spec.head, scope, d),
     )
     return Part("model", parts=parts)
+
+
+GATES = {"rnn": 1, "gru": 3, "lstm": 4}
+# Elementwise FLOPs per state and step: additions, gate activations, forgetting and input.
+ELEMENTWISE = {"rnn": 2, "gru": 12, "lstm": 13}
+
+
+def recurrent(spec: specs.Recurrent, scope: Scope) -> Part:
+    """An encoder over m source tokens, a decoder over n target tokens, attention between them, logits."""
+    d, b = scope.size("d_model", spec.d_model), scope.b
+    vocab = scope.size("vocab", spec.vocab)
+    target = vocab if spec.target_vocab is None else scope.size("target_vocab", spec.target_vocab)
+    attends = spec.attention != "none"
+    parts = present(
+        Part("embed_source", lookup(scope, b * scope.m, vocab, d)),
+        Part("embed_target", lookup(scope, b * scope.n, target, d)),
+        cells(spec, scope, scope.keys, "encoder"),
+        cells(spec, scope, scope.queries, "decoder"),
+        _luong(spec, scope, d) if attends else None,
+        linear("head", scope, b * scope.n, (2 if attends else 1) * d, target, True),
+    )
+    return Part("model", parts=parts)
+
+
+def cells(spec: specs.Recurrent, scope: Scope, steps: int, name: str) -> Part:
+    """gates · 2 · (d_in + d) · d per step: the input and the state are each multiplied by a matrix."""
+    d, gates = scope.size("d_model", spec.d_model), GATES[spec.cell]
+    directions = 2 if spec.bidirectional and name == "encoder" else 1
+    width = d if directions == 1 else d / 2 if not isinstance(d, int) else d // 2
+    rows = scope.b * scope.length(steps)
+    parts = []
+    for l in range(spec.layers):
+        inputs = linear("inputs", scope, rows, d, gates * width, True)
+        states = linear("states", scope, rows, width, gates * width, True)
+        if name == "encoder":  # its initial state is a constant zero, which needs no gradient
+            backward = states.own.backward_flops - 2 * scope.b * width * gates * width
+            states = states.with_own(backward_flops=backward, executed_backward_flops=backward)
+        inside = elementwise("gates", scope, rows * width, ELEMENTWISE[spec.cell], gates + 2)
+        parts.append(Part(f"layer_{l}", parts=(inputs, states, inside), times=directions))
+    return Part(name, parts=tuple(parts))
+
+
+def _luong(spec: specs.Recurrent, scope: Scope, d: Amount) -> Part:
+    """Luong's attention: every decoder state scores every source state, then mixes them."""
+    b, n, m = scope.b, scope.n, scope.m
+    pairs = product(2 * b * n * m * d, bytes=scope.itemsize * b * (n * d + m * d + n * m))
+    additive = Amounts(
+        d,
+        elementwise_flops=b * n * m * (4 * d - 1),
+        bytes=scope.itemsize * b * (n * d + m * d + 2 * n * m * d + n * m),
+    )
+    is_additive = spec.attention == "additive"
+    softmax = Amounts(elementwise_flops=b * n * (5 * m - 2), bytes=2 * scope.itemsize * b * n * m)
+    parts = present(
+        linear("w_q", scope, b * n, d, d, False),
+        linear("w_k", scope, b * m, d, d, False) if is_additive else None,
+        Part("scores", additive if is_additive else pairs),
+        Part("softmax", softmax),
+        Part("mixing", pairs),
+    )
+    return Part("attention", parts=parts)
+
+
+def convolutional(spec: specs.Convolutional, scope: Scope) -> Part:
+    """Layers with kernel size k: k·n·d² multiply-adds, or k·n·d + n·d² if separable."""
+    d, k, rows = scope.size("d_model", spec.d_model), scope.size("k", spec.kernel), scope.b * scope.n
+    if spec.separable:
+        moved = scope.itemsize * (2 * rows * d + k * d)
+        depthwise = Part("depthwise", product(2 * rows * k * d, parameters=k * d, bytes=moved))
+        mixing: tuple[Part, ...] = (depthwise, linear("pointwise", scope, rows, d, d, True))
+    else:
+        mixing = (linear("convolution", scope, rows, k * d, d, True),)
+    inside = (elementwise("activation", scope, rows * d, 5), elementwise("sum", scope, rows * d, 1, 3))
+    layers = Part("layer", parts=(*mixing, *inside), times=scope.size("layers", spec.layers))
+    if spec.vocab is None:
+        return Part("model", parts=(layers,))
+    vocab = scope.size("vocab", spec.vocab)
+    tokens = Part("embedding", lookup(scope, rows, vocab, d))
+    return Part("model", parts=(tokens, layers, linear("head", scope, rows, d, vocab, True)))
+
+
+def mixing(spec: specs.Mixing, scope: Scope) -> Part:
+    """No parameters and no matrix product. The width of the values is not declared, so this is for one column."""
+    flops = {"identity": 0, "average": scope.b * scope.n, "select": 0}[spec.how]
+    return Part("mixing", Amounts(elementwise_flops=flops), note="per column of the values")
+
+
+BUILDERS: dict[type, Callable[[Any, Scope], Part]] = {
+    specs.Attention: lambda s, scope: attention(s, scope, cross=s.d_context is not None),
+    specs.Block: block,
+    specs.Embedding: embedding,
+    specs.Encoder: stack,
+    specs.Decoder: stack,
+    specs.EncoderDecoder: encoder_decoder,
+    specs.Vision: vision,
+    specs.Recurrent: recurrent,
+    specs.Convolutional: convolutional,
+    specs.Mixing: mixing,
+}

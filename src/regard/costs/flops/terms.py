@@ -22,20 +22,14 @@ def linear(
     name: str, scope: Scope, rows: Amount, d_in: Amount, d_out: Amount, bias: bool, note: str = ""
 ) -> Part:
     """y = x W (+ b): 2 · rows · d_in · d_out forward, twice that backward (gradients of x and of W)."""
-    return Part(
-        name,
-        product(
-            2 * rows * d_in * d_out,
-            parameters=d_in * d_out + (d_out if bias else 0),
-            bytes=scope.itemsize * (rows * d_in + d_in * d_out + rows * d_out),
-        ),
-        note=note,
-    )
+    parameters = d_in * d_out + (d_out if bias else 0)
+    moved = scope.itemsize * (rows * d_in + d_in * d_out + rows * d_out)
+    return Part(name, product(2 * rows * d_in * d_out, parameters, moved), note=note)
 
 
-def product(flops: Amount, parameters: Amount = 0, bytes: Amount = 0) -> Amounts:
-    """A matrix product: executed in full, and its backward pass is two products of the same size."""
-    return Amounts(parameters, flops, 2 * flops, 0, flops, 2 * flops, bytes)
+def product(flops: Amount, parameters: Amount = 0, bytes: Amount = 0, gradients: int = 2) -> Amounts:
+    """A matrix product, executed in full; its backward pass is as many products of the same size as gradients."""
+    return Amounts(parameters, flops, gradients * flops, 0, flops, gradients * flops, bytes)
 
 
 def elementwise(name: str, scope: Scope, values: Amount, each: Amount = 1, moved: Amount = 2) -> Part:
@@ -45,17 +39,13 @@ def elementwise(name: str, scope: Scope, values: Amount, each: Amount = 1, moved
 
 def norm(name: str, kind: str, scope: Scope, rows: Amount, d: Amount, bias: bool = True) -> Part | None:
     """The norm of `rows` vectors of width d; None if the kind is "none"."""
+    if kind == "none":
+        return None
+    shift = 1 if bias and kind != "rms" else 0
+    each = (4 if kind == "rms" else 6) + shift
+    flops = each * rows * d + 2 * d if kind == "batch" else rows * (each * d + 2)
     moved = scope.itemsize * 2 * rows * d
-    match kind:
-        case "layer":
-            parameters, flops = (2 if bias else 1) * d, rows * ((7 if bias else 6) * d + 2)
-        case "rms":
-            parameters, flops = d, rows * (4 * d + 2)
-        case "batch":
-            parameters, flops = (2 if bias else 1) * d, (7 if bias else 6) * rows * d + 2 * d
-        case _:
-            return None
-    return Part(name, Amounts(parameters=parameters, elementwise_flops=flops, bytes=moved))
+    return Part(name, Amounts((1 + shift) * d, elementwise_flops=flops, bytes=moved))
 
 
 def lookup(scope: Scope, rows: Amount, vocab: Amount, d: Amount) -> Amounts:

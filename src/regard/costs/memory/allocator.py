@@ -1,12 +1,13 @@
 """What an allocator makes of a sequence of allocations: its peak, and the memory that it takes from the device.
 
-The CPU's allocator hands out what was asked for: sizes add up. PyTorch's caching allocator for CUDA rounds up to 512
-bytes, takes segments of at least 2 MiB from the device, splits and merges blocks in them, and does not split off a
-remainder of 1 MiB or less of a large block: so allocated memory exceeds what was requested, and depends on the order.
+The CPU's allocator returns exactly the requested size: sizes add up. PyTorch's caching allocator for CUDA rounds up
+to 512 bytes, takes segments of at least 2 MiB from the device, splits and merges blocks in them, and does not split
+off a remainder of 1 MiB or less of a large block: so allocated memory exceeds what was requested, and depends on the
+order.
 """
 
 from bisect import bisect_left, insort
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,93 +31,56 @@ def readable(size: int | float) -> str:
     return f"{size:,} bytes"
 
 
-class OutOfMemory(Exception):
-    """A segment does not fit the given limit, even after the free ones are returned."""
-
-
-class Block:
-    """A piece of a segment."""
-
-    __slots__ = ("at", "free", "next", "previous", "size", "small")
-
-    def __init__(self, at: int, size: int, small: bool):
-        self.at, self.size, self.small = at, size, small
-        self.free = True
-        self.previous: Block | None = None
-        self.next: Block | None = None
-
-
 class Caching:
-    """PyTorch's caching allocator for CUDA, on one stream; `limit`: bytes that it may take from the device."""
+    """PyTorch's caching allocator for CUDA, on one stream. A block is known by its address."""
 
-    def __init__(self, limit: int | None = None):
-        self.limit = limit
-        self.allocated = self.peak = self.taken = self.reserved = 0
-        self._address = 0
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # by size, then address
+    def __init__(self):
+        self.allocated = self.peak = self.reserved = self._top = 0
+        self._used: dict[int, tuple[int, bool]] = {}  # address → size, whether it is a small block
+        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # (size, address), sorted
+        self._starts: dict[int, int] = {}  # address of a free block → its size
+        self._ends: dict[int, int] = {}  # and the address after it → its size
 
-    def malloc(self, size: int) -> Block:
+    def malloc(self, size: int) -> int:
         size = max(ROUND, -(-size // ROUND) * ROUND)
         small = size <= SMALL
-        pool = self._free[small]
-        at = bisect_left(pool, (size, -1))
-        block = pool.pop(at)[2] if at < len(pool) else self._segment(size, small)
-        remainder = block.size - size
-        if remainder >= ROUND if small else remainder > SMALL:
-            rest = Block(block.at + size, remainder, small)
-            rest.previous, rest.next = block, block.next
-            if block.next is not None:
-                block.next.previous = rest
-            block.next, block.size = rest, size
-            self._put(rest)
-        block.free = False
-        self.allocated += block.size
-        self.peak = max(self.peak, self.allocated)
-        return block
-
-    def _segment(self, size: int, small: bool) -> Block:
-        if small:
-            bytes_taken = SMALL_SEGMENT
-        elif size < LARGE:
-            bytes_taken = LARGE_SEGMENT
+        best = bisect_left(self._free[small], (size, -1))
+        if best < len(self._free[small]):
+            found, at = self._free[small][best]
+            self._take(at, small)
+        else:  # a new segment
+            found = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND if size >= LARGE else LARGE_SEGMENT
+            found = SMALL_SEGMENT if small else found
+            self.reserved += found
+            at, self._top = self._top, self._top + found + SEGMENT_ROUND
+        rest = found - size
+        if rest >= ROUND if small else rest > SMALL:
+            self._put(at + size, rest, small)
         else:
-            bytes_taken = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
-        if self.limit is not None and self.taken + bytes_taken > self.limit:
-            self._return_free_segments()
-            if self.taken + bytes_taken > self.limit:
-                raise OutOfMemory
-        self.taken += bytes_taken
-        self.reserved = max(self.reserved, self.taken)
-        at, self._address = self._address, self._address + bytes_taken + SEGMENT_ROUND
-        return Block(at, bytes_taken, small)
+            size = found
+        self._used[at] = size, small
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+        return at
 
-    def _return_free_segments(self) -> None:
-        for small, pool in self._free.items():
-            unused = [e for e in pool if e[2].previous is None and e[2].next is None]
-            self.taken -= sum(e[0] for e in unused)
-            whole = {id(e[2]) for e in unused}
-            self._free[small] = [e for e in pool if id(e[2]) not in whole]
+    def free(self, at: int) -> None:
+        size, small = self._used.pop(at)
+        self.allocated -= size
+        if at + size in self._starts:
+            size += self._take(at + size, small)
+        if at in self._ends:
+            before = self._take(at - self._ends[at], small)
+            at, size = at - before, size + before
+        self._put(at, size, small)
 
-    def _put(self, block: Block) -> None:
-        block.free = True
-        insort(self._free[block.small], (block.size, block.at, block))
+    def _put(self, at: int, size: int, small: bool) -> None:
+        insort(self._free[small], (size, at))
+        self._starts[at] = self._ends[at + size] = size
 
-    def _take(self, block: Block) -> None:
-        pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.at))]
-
-    def free(self, block: Block) -> None:
-        self.allocated -= block.size
-        for other in (block.previous, block.next):
-            if other is not None and other.free:
-                self._take(other)
-                first, second = (other, block) if other is block.previous else (block, other)
-                first.size += second.size
-                first.next = second.next
-                if second.next is not None:
-                    second.next.previous = first
-                block = first
-        self._put(block)
+    def _take(self, at: int, small: bool) -> int:
+        size = self._starts.pop(at)
+        del self._ends[at + size], self._free[small][bisect_left(self._free[small], (size, at))]
+        return size
 
 
 class Usage(NamedTuple):
@@ -142,44 +106,42 @@ class Events(NamedTuple):
 
 def replay(memory: Caching, sizes: list[int], events: Events, repeats: int) -> Usage:
     """The peak of the last of 1 + `repeats` equal steps after the setup."""
-    blocks: dict[int, Any] = {}
+    blocks: dict[int, int] = {}
 
-    def apply(event: tuple[int, int]) -> None:
-        key, change = event
-        if change > 0:
-            if sizes[key]:
-                blocks[key] = memory.malloc(sizes[key])
-        elif key in blocks:
+    def apply(key: int, change: int) -> None:
+        if change > 0 and sizes[key]:
+            blocks[key] = memory.malloc(sizes[key])
+        elif change < 0 and key in blocks:
             memory.free(blocks.pop(key))
 
     for event in events.setup:
-        apply(event)
-    at = highest = 0
-    by_phase: dict[str, int] = {}
+        apply(*event)
+    at, by_phase = 0, dict[str, int]()
     for turn in range(1 + repeats):
         memory.peak, highest = memory.allocated, -1
         by_phase.clear()
-        for index, event in enumerate(events.step):
-            if turn and event[0] in events.persistent:
+        for index, (key, change) in enumerate(events.step):
+            if turn and key in events.persistent:
                 continue
-            apply(event)
+            apply(key, change)
             if memory.allocated > highest:
                 at, highest = index, memory.allocated
-            if event[1] > 0:
-                phase = events.phases[event[0]]
+            if change > 0:
+                phase = events.phases[key]
                 by_phase[phase] = max(by_phase.get(phase, 0), memory.allocated)
         for key in {key for key, _ in events.step} - events.persistent:
-            if key in blocks:  # what is still referred to goes with the next step
-                memory.free(blocks.pop(key))
+            apply(key, -1)  # the next step releases what is still referenced
     return Usage(memory.peak, memory.reserved, at, by_phase)
 
 
 def summed(sizes: Tensor, events: Events, repeats: int) -> Usage:
     """The same without gaps: sizes add up. So does the CPU's allocator, and CUDA's with expandable segments."""
-    key, change = torch.tensor(events.step, dtype=torch.long).reshape(-1, 2).T
-    there = _alive(sizes, events.setup)
+    (first_key, first_change), (key, change) = (
+        torch.tensor(some, dtype=torch.long).reshape(-1, 2).T for some in (events.setup, events.step)
+    )
+    there = int((first_change * sizes[first_key]).sum())
     kept = torch.ones(len(key), dtype=torch.bool)
-    if repeats:  # storages that the first step allocates for good, or frees once and for all
+    if repeats:  # later steps do not repeat what the first allocates or frees for good
         first = {k for k, c in events.step if c < 0} - {k for k, c in events.step if c > 0}
         once = torch.zeros(len(sizes), dtype=torch.bool)
         once[torch.tensor([*events.persistent, *first], dtype=torch.long)] = True
@@ -201,8 +163,3 @@ def summed(sizes: Tensor, events: Events, repeats: int) -> Usage:
 def rounded(sizes: Tensor) -> Tensor:
     """As CUDA's allocator rounds them up."""
     return (sizes + ROUND - 1) // ROUND * ROUND
-
-
-def _alive(sizes: Tensor, events: list[tuple[int, int]]) -> int:
-    key, change = torch.tensor(events, dtype=torch.long).reshape(-1, 2).T
-    return int((change * sizes[key]).sum())

@@ -1,47 +1,152 @@
-"""The memory of a model: weights, gradients, optimizer state, saved activations, peaks of training and inference.
+"""The memory of a model: weights, gradients, optimizer state, saved activations, peaks; where it is, in words.
 
-All of it comes from running the module on meta tensors (runs.py) and replaying what it allocates (allocator.py).
+It comes from running the module on meta tensors (runs.py) and replaying what it allocates (allocator.py).
 """
 
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import SpecError
+from ..sizes import Request, Symbols
 from ..trace.nested import tensors_in
 from ..trace.tracer import merged
-from .allocator import Usage
-from .peak import OUTSIDE, Peak, peak_of, readable
-from .runs import Run, Setting, generates, run
+from . import attention
+from .allocator import Usage, readable
+from .runs import TABLES, Run, Setting, generates, run
 
+# In the order of the pictures: what is alive longest is at the bottom.
+KINDS = (
+    "weights", "master weights", "optimizer state", "gradients", "key/value cache", "saved for backward", "inputs",
+    "temporary", "workspace", TABLES,
+)  # fmt: skip
+ADVICE = {
+    "saved for backward": "A smaller batch lowers it in proportion.",
+    **dict.fromkeys(
+        ("weights", "optimizer state", "gradients", "master weights"),
+        "8-bit states (optimizer='adamw8bit'), frozen weights (lora=16) or more ranks lower weights, gradients and "
+        "optimizer state; a smaller batch hardly does.",
+    ),
+    "key/value cache": "Fewer key/value heads, a window or a smaller batch lowers it.",
+    "temporary": "A smaller batch, or logits and loss in chunks, lowers it.",
+}
+OUTSIDE = "outside modules (loss, optimizer)"
+PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
 NO_CACHE = "none: this model does not decode with a cache of keys and values"
 
 
-@dataclass(frozen=True)
-class AttentionFacts:
-    """What a declared attention determines by formula, in bytes."""
+class Alive(NamedTuple):
+    """Bytes of one kind in one module at the peak; modules that differ by a number only are merged."""
 
-    one_attention: int = 0  # q, k, v, weights and outputs of one attention layer, for one batch row
-    kv_cache: int = 0  # keys and values of all layers, for the whole batch
-    saved_by_method: dict[str, int] = field(
-        default_factory=dict
-    )  # by attention cores, for each kind of kernel
-    formulas: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+    bytes: int
+    kind: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment at which most memory is allocated."""
+
+    bytes: int
+    phase: str  # forward, backward, optimizer, prefill or decode
+    path: str  # the module whose operation runs
+    operation: str
+    alive: tuple[Alive, ...]  # largest first
+    timeline: tuple[tuple[str, dict[str, int]], ...]  # (phase, bytes by kind) at moments of the run, in order
+
+    def by_kind(self) -> dict[str, int]:
+        sums = {kind: sum(a.bytes for a in self.alive if a.kind == kind) for kind in KINDS}
+        return {kind: size for kind, size in sums.items() if size}
+
+    @property
+    def moment(self) -> str:
+        where = f" of {self.path}" if self.path else ""
+        return f"in the {PHASES.get(self.phase, f'{self.phase} pass')}{where} ({self.operation})"
+
+    def explain(self) -> str:
+        """In words: when the peak is, what it consists of, and what would lower it."""
+        total = max(sum(a.bytes for a in self.alive), 1)
+        largest = sorted(self.by_kind().items(), key=lambda kv: -kv[1])
+        parts = ", ".join(f"{size / total:.0%} are {kind}" for kind, size in largest if size / total >= 0.01)
+        top = ", ".join(f"{a.path or OUTSIDE} {a.kind} {readable(a.bytes)}" for a in self.alive[:3])
+        words = f"The peak of {readable(self.bytes)} is {self.moment}; {parts}. Most of it: {top}."
+        return f"{words} {ADVICE.get(largest[0][0], '')}".rstrip()
+
+    def table(self, rows: int = 20) -> str:
+        """Modules and kinds at the peak, largest first, with their share."""
+        total, shown = max(sum(a.bytes for a in self.alive), 1), self.alive[:rows]
+        width = max((len(a.path) for a in shown), default=0)
+
+        def line(size: int, text: str) -> str:
+            return f"{readable(size):>14}  {size / total:>6.1%}  {text}".rstrip()
+
+        lines = [line(a.bytes, f"{a.kind:<18}  {a.path or OUTSIDE:<{width}}") for a in shown]
+        rest = sum(a.bytes for a in self.alive[rows:])
+        return "\n".join(
+            [*lines, *([line(rest, f"in {len(self.alive) - rows} smaller ones")] if rest else [])]
+        )
+
+    def plain(self) -> dict[str, Any]:
+        plain = asdict(replace(self, timeline=())) | {"by_kind": self.by_kind()}
+        del plain["timeline"]
+        return plain | {"alive": [a._asdict() for a in self.alive]}
+
+
+def peak_of(run: Run, usage: Usage) -> Peak:
+    """The peak of a run, and the course of the memory around it."""
+    meter, workspaces = run.trace.meter, sum(run.workspaces)
+    records, events = meter.records, meter.events
+    kinds = [run.kinds.get(k, "workspace" if r.workspace else "temporary") for k, r in enumerate(records)]
+    # These are alive from the first event on, unless they were replaced later.
+    stays = run.keys("optimizer state") | run.keys(TABLES)
+    alive: set[int] = stays - {key for key, change in events if change < 0}
+    for key, change in events[: run.begin]:
+        alive.add(key) if change > 0 else alive.discard(key)
+    current: Counter[str] = Counter({"workspace": workspaces})
+    for key in alive:
+        current[kinds[key]] += records[key].bytes
+    timeline, stride = [], max(1, (len(events) - run.begin) // 400)
+    at_peak: set[int] = set(alive)
+    for index, (key, change) in enumerate(events[run.begin :]):
+        if key not in stays:
+            (alive.add if change > 0 else alive.discard)(key)
+            current[kinds[key]] += change * records[key].bytes
+        if index == usage.at:
+            at_peak = set(alive)
+        if index % stride == 0 or index == usage.at:
+            timeline.append((records[key].phase, dict(current)))
+    sums: Counter[tuple[str, str]] = Counter()
+    for key in at_peak:
+        sums[kinds[key], merged(run.owners.get(key, records[key].path))] += records[key].bytes
+    if workspaces:
+        sums["workspace", "cuBLAS"] += workspaces
+    entries = sorted((Alive(size, *where) for where, size in sums.items() if size), reverse=True)
+    record = records[events[run.begin + usage.at][0]]
+    return Peak(usage.peak, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
+
+
+def _bytes_of(kind: str) -> Any:
+    return property(lambda self: self.main.bytes(kind))
 
 
 class Memory:
     """Memory in bytes. `rows()` lists everything; `explain_peak()` says where the peak is, in words.
 
-    Each run on meta tensors takes place when one of its numbers is first read.
+    Each run on meta tensors takes place when one of its numbers is first read. request: of a declared model, whose
+    attention has formulas.
     """
 
-    def __init__(self, setting: Setting, facts: AttentionFacts | None = None, main: Run | None = None):
-        self.setting, self.facts = setting, facts or AttentionFacts()
+    def __init__(self, setting: Setting, request: Request | None = None, main: Run | None = None):
+        self.setting, self.trains = setting, setting.training is not None
+        self._declared = request if request and attention.attention_of(request.spec) is not None else None
         if main is not None:
             self.main = main
+
+    gradients = _bytes_of("gradients")
+    optimizer_state = _bytes_of("optimizer state")
+    master_weights = _bytes_of("master weights")
 
     @cached_property
     def main(self) -> Run:
@@ -51,12 +156,6 @@ class Memory:
     @cached_property
     def usage(self) -> Usage:
         return self.main.usage()
-
-    @cached_property
-    def _inference(self) -> Usage:
-        if not self.trains:
-            return self.usage
-        return run(self.setting.inference).usage()
 
     @cached_property
     def generation(self) -> Run | None:
@@ -70,18 +169,13 @@ class Memory:
         return {} if self.generation is None else self.generation.usage().by_phase
 
     @property
-    def trains(self) -> bool:
-        return self.setting.training is not None
-
-    @property
     def weights(self) -> int:
-        unique = {id(p): p for p in self.main.module.parameters()}
-        return sum(p.numel() * p.element_size() for p in unique.values())
+        return sum(p.numel() * p.element_size() for p in self.main.module.parameters())
 
-    @property
+    @cached_property
     def inference_peak(self) -> int:
         """Of a forward pass without gradients."""
-        return self._inference.peak
+        return run(self.setting.inference).usage().peak if self.trains else self.usage.peak
 
     @property
     def prefill_peak(self) -> int | None:
@@ -94,39 +188,30 @@ class Memory:
         return self._generated.get("decode")
 
     @property
-    def kv_cache(self) -> int | None:
-        """Keys and values of all layers: by formula of a declaration, else as traced."""
-        if self.facts.kv_cache or self.generation is None:
-            return self.facts.kv_cache or None
-        return self.generation.bytes("key/value cache")
+    def one_attention(self) -> int:
+        """Of a declaration by formula: q, k, v, weights and outputs of one attention layer, for one batch row."""
+        declared = self._declared
+        return 0 if declared is None else attention.one_attention(declared) * declared.dtype.itemsize
 
     @property
-    def one_attention(self) -> int:
-        return self.facts.one_attention
+    def kv_cache(self) -> int | None:
+        """Keys and values of all layers for the whole batch: by formula of a declaration, else as traced."""
+        if self._declared is not None:
+            return attention.kv_cache(self._declared)
+        return None if self.generation is None else self.generation.bytes("key/value cache")
 
     @property
     def saved_by_method(self) -> dict[str, int]:
-        return self.facts.saved_by_method if self.trains else {}
+        """Of a declaration by formula: saved by attention cores in a training step, for each kind of kernel."""
+        return attention.saved_by_cores(self._declared) if self.trains and self._declared else {}
 
-    @property
-    def formulas(self) -> Callable[[], dict[str, Any]] | None:
-        return self.facts.formulas
+    def formulas(self) -> dict[str, Any]:
+        """The same as sympy expressions."""
+        return attention.saved_by_cores(self._declared, Symbols()) if self._declared else {}
 
     @property
     def workspace(self) -> int:
         return sum(self.main.workspaces)
-
-    @property
-    def gradients(self) -> int:
-        return self.main.bytes("gradients")
-
-    @property
-    def optimizer_state(self) -> int:
-        return self.main.bytes("optimizer state")
-
-    @property
-    def master_weights(self) -> int:
-        return self.main.bytes("master weights")
 
     @cached_property
     def saved(self) -> dict[str, int]:
@@ -172,16 +257,13 @@ class Memory:
     def explain_peak(self) -> str:
         """The moment of the peak, what is alive there, and what would lower it, in words."""
         words, training, kinds = self.peak.explain(), self.setting.training, self.peak.by_kind()
-        if (
-            training is None
-            or training.checkpointing
-            or max(kinds, key=lambda k: kinds[k]) != "saved for backward"
-        ):
+        largest = max(kinds, key=lambda k: kinds[k])
+        if training is None or training.checkpointing or largest != "saved for backward":
             return words
         with suppress(SpecError):  # a module that has no checkpointing
             training = replace(training, checkpointing=True)
-            less = Memory(replace(self.setting, training=training)).training_peak
-            if less is not None and less < self.usage.peak:
+            less = run(replace(self.setting, training=training)).usage().peak
+            if less < self.usage.peak:
                 words += f" Checkpointing each block would lower the peak to {readable(less)}, for a second forward."
         return words
 
@@ -196,16 +278,14 @@ class Memory:
             ("decode peak, the next token", self.decode_peak),
         ]
         if self.trains:
+            cores = self.saved_by_method.items()
             rows += [
                 ("gradients", self.gradients),
                 ("optimizer state", self.optimizer_state),
                 ("float32 master weights", self.master_weights),
                 *((f"saved for backward: {part or OUTSIDE}", size) for part, size in self.saved.items()),
                 ("saved for backward, total", self.saved_total),
-                *(
-                    (f"saved by attention cores, {method}", size)
-                    for method, size in self.saved_by_method.items()
-                ),
+                *((f"saved by attention cores, {method}", size) for method, size in cores),
                 (f"training peak, in {self.peak_part}", self.training_peak),
             ]
         rows.append(("taken from the device", self.reserved if self.reserved != self.usage.peak else 0))
@@ -220,9 +300,5 @@ class Memory:
         return {name: getattr(self, name) for name in names} | {"peak": self.peak.plain()}
 
     def __repr__(self) -> str:
-        peak = (
-            f"training_peak={self.training_peak:,}"
-            if self.trains
-            else f"inference_peak={self.inference_peak:,}"
-        )
-        return f"Memory(weights={self.weights:,}, {peak})"
+        name = "training_peak" if self.trains else "inference_peak"
+        return f"Memory(weights={self.weights:,}, {name}={self.usage.peak:,})"

@@ -6,6 +6,7 @@ fsdp  weights, gradients and optimizer state divided; the weights of the block t
 ddp   everything, and gradients a second time in the buckets that are exchanged
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -16,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import run_backward
-from ...errors import RegardError, ShapeError
+from ...errors import RegardError, ShapeError, SpecError
 from ...generation.steps import StackSteps
 from ...nn.embedding import LanguageHead
 from ...nn.stack import EncoderDecoder, Stack
 from ...pattern import causal
 from ...spec.base import require_known, require_positive
 from ..trace.attention import H200, Gpu
+from ..trace.nested import map_leaves
 from ..trace.tracer import DataDependent, Trace, tracing
-from ..trace.twin import inputs_of, twin_of
 from .allocator import Caching, Events, Usage, readable, replay, rounded, summed
 from .step import Optimizer, TrainingStep, autocast_region, loss_of, prepare
 
 STRATEGIES = ("fsdp", "ddp")
-TABLES = "engine tables"  # and buffers, which stay from call to call
+TABLES = "engine tables"  # tables and buffers of the engine, which later calls use again
 WORKSPACE, BIAS_WORKSPACE = 32 << 20, 1 << 20  # cuBLAS and cuBLASLt, per thread that multiplies (H100, H200)
 
 
@@ -48,20 +49,16 @@ class Setting:
     device: str = "cpu"
     gpu: Gpu = H200
     cached: bool = False
-    evaluate: bool = (
-        False  # in the mode for inference; else, without a training step, in the mode of the module
-    )
+    evaluate: bool = False  # whether the module runs in its mode for inference, not in the mode it is in
 
     @property
     def inference(self) -> "Setting":
         """The same model without a training step: labels are left out, or become the input of a decoder."""
-        args, kwargs = self.given
-        kwargs = dict(kwargs)
-        labels = kwargs.pop("labels", None)
-        config = getattr(self.module, "config", None)
-        if labels is not None and getattr(config, "is_encoder_decoder", False):
-            kwargs.setdefault("decoder_input_ids", labels)
-        return replace(self, given=(args, kwargs), targets=None, training=None, evaluate=True)
+        args, named = self.given[0], dict(self.given[1])
+        labels = named.pop("labels", None)
+        if labels is not None and getattr(getattr(self.module, "config", None), "is_encoder_decoder", False):
+            named.setdefault("decoder_input_ids", labels)
+        return replace(self, given=(args, named), targets=None, training=None, evaluate=True)
 
 
 @dataclass
@@ -71,12 +68,9 @@ class Run:
     trace: Trace
     module: nn.Module
     kinds: dict[int, str]  # key of a storage → weights, inputs, gradients, …; what is not listed is temporary
+    trains: bool = False
     begin: int = 0
     owners: dict[int, str] = field(default_factory=dict)  # storages of parameters and gradients → module
-
-    @property
-    def trains(self) -> bool:
-        return "optimizer" in self.trace.meter.marks
 
     @property
     def workspaces(self) -> list[int]:
@@ -96,11 +90,17 @@ class Run:
     def mark(self, keys: Iterable[int | None], kind: str) -> None:
         self.kinds |= {k: kind for k in keys if k is not None and k not in self.kinds}
 
+    def own(self, name: str, x: Tensor | None, kind: str) -> None:
+        """The storage of x is of this kind, and belongs to the module that has the parameter of this name."""
+        key = None if x is None else self.trace.meter.key_of(x)
+        if key is not None:
+            self.owners[key] = name.rpartition(".")[0]
+            self.mark([key], kind)
+
     def usage(
-        self, limit: int | None = None, ranks: int = 1, strategy: str = "fsdp", *, sizes: list[int] | None = None,
-        expandable: bool = False,
-    ) -> Usage:  # fmt: skip
-        """Peak and reserved bytes of one rank. limit: of the device; sizes: of storages; expandable: segments."""
+        self, ranks: int = 1, strategy: str = "fsdp", sizes: list[int] | None = None, expandable: bool = False
+    ) -> Usage:
+        """Peak and reserved bytes of one rank. sizes: of storages; expandable: segments."""
         require_positive("ranks", ranks)
         require_known("strategy", strategy, STRATEGIES)
         meter, buffers = self.trace.meter, list(self.workspaces)
@@ -120,7 +120,7 @@ class Run:
         on_gpu = self.trace.device == "cuda"
         repeats = (2 if on_gpu else 1) if self.trains or self.keys(TABLES) else 0
         if on_gpu and not expandable:
-            return replay(Caching(limit), sizes, events, repeats)
+            return replay(Caching(), sizes, events, repeats)
         numbers = torch.tensor(sizes, dtype=torch.long)
         return summed(rounded(numbers) if on_gpu else numbers, events, repeats)
 
@@ -167,60 +167,86 @@ def _run(setting: Setting) -> Run:
         twin.eval()
     if training is not None:
         prepare(twin, training)
-        for p in twin.parameters():  # adapters are new
+        for p in twin.parameters():  # adapters have new parameters
             meter.track(p, "", "weight")
-    result = Run(trace, twin, {})
-    result.mark(map(meter.key_of, [*twin.parameters(), *twin.buffers()]), "weights")
+    result = Run(trace, twin, {}, training is not None)
+    for name, x in (*twin.named_parameters(), *twin.named_buffers()):
+        result.own(name, x, "weights")
     result.mark(meter.alive.values(), "inputs")
     with tracing(trace), trace.modules_of(twin), torch.set_grad_enabled(training is not None):
+        result.begin = len(meter.events)
         if training is not None:
-            _train(result, (args, kwargs), targets, training)
+            _train(result, args, kwargs, targets, training)
         elif setting.cached:
-            result.begin = len(meter.events)
             _generate(result, args, kwargs)
         else:
-            result.begin = len(meter.events)
             with meter.during("forward"):
-                out = twin(*args, **kwargs)
-            del out
-        meter.stop()  # and so do the tables of the engine
+                twin(*args, **kwargs)
+        meter.stop()  # tables of the engine outlive the run
     result.mark(trace.kept, TABLES)
-    tensors: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
-    for name, x in tensors:
-        if (key := meter.key_of(x)) is not None:
-            result.owners[key] = name.rpartition(".")[0]
     return result
 
 
-def _train(result: Run, given: tuple[tuple, dict], targets: Tensor | None, training: TrainingStep) -> None:
+def twin_of(module: nn.Module, trace: Trace, dtype: torch.dtype) -> nn.Module:
+    """A copy whose parameters and buffers are metered meta tensors, in `dtype` where they are float32."""
+    memo: dict[int, Any] = {}
+    for p in module.parameters():
+        kind = dtype if p.dtype == torch.float32 else p.dtype
+        empty = torch.empty_strided(p.shape, p.stride(), dtype=kind, device="meta")
+        memo[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
+    # Buffers, and tensors that a module keeps beside them, such as a cache.
+    kept = [x for inner in module.modules() for x in vars(inner).values() if isinstance(x, Tensor)]
+    for x in (*module.buffers(), *kept):
+        if id(x) not in memo:
+            memo[id(x)] = x.clone() if x.is_meta else trace.to_meta(x)
+    tensors = list(memo.values())
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as e:
+        raise SpecError(f"{type(module).__name__} cannot be copied, which tracing it needs: {e}") from e
+    for x in tensors:
+        trace.meter.track(x, "", "weight")
+    return twin
+
+
+def inputs_of(trace: Trace, given: Any, dtype: torch.dtype) -> Any:
+    """Inputs as meta tensors in the requested dtype; the values of real ones are known."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        converts = x.is_floating_point() and x.dtype == torch.float32 and dtype != torch.float32
+        twin = trace.to_meta(x.to(dtype) if converts else x)
+        trace.meter.track(twin, "", "input")
+        return twin
+
+    return map_leaves(one, given)
+
+
+def _train(result: Run, args: tuple, kwargs: dict, targets: Tensor | None, training: TrainingStep) -> None:
     """Forward, loss, backward, optimizer. The module's parameters and the inputs are known to the meter."""
     trace, module, meter = result.trace, result.module, result.trace.meter
     if not any(p.requires_grad for p in module.parameters()):
         raise ShapeError("no output requires a gradient: a training step needs trainable weights")
-    optimizer = Optimizer(list(module.parameters()), training, trace.device)
+    optimizer = Optimizer(module, training, trace.device)
     result.mark(map(meter.key_of, optimizer.masters), "master weights")
     result.begin = len(meter.events)
     before, saved = set(meter.alive.values()), set[int]()
-    args, kwargs = given
-    for _ in range(min(training.accumulate, 2)):  # a third batch repeats the second
+    for _ in range(min(training.accumulate, 2)):  # later batches repeat the second
         with meter.during("forward"), autocast_region(training, trace.device):
             loss = [loss_of(module(*args, **kwargs), targets, training)]
         saved = saved or set(meter.alive.values()) - before
         with meter.during("backward"):
             run_backward(loss.pop())
-    for name, p in module.named_parameters():
-        if p.grad is not None and (key := meter.key_of(p.grad)) is not None:
-            result.owners[key] = name.rpartition(".")[0]
-            result.mark([key], "gradients")
+    names = {p: name for name, p in module.named_parameters()}
+    for p, name in names.items():
+        result.own(name, p.grad, "gradients")
     result.mark(trace.kept, TABLES)
     result.mark(saved, "saved for backward")
     with meter.during("optimizer"):
         optimizer.step()
-    names = {id(p): name.rpartition(".")[0] for name, p in module.named_parameters()}
     for p, x in optimizer.tensors():
-        if (key := meter.key_of(x)) is not None:
-            result.owners[key] = names.get(id(p), "")
-            result.mark([key], "optimizer state")
+        result.own(names[p], x, "optimizer state")
     optimizer.zero_grad()
     meter.stop()  # the optimizer's state outlives the step
 
@@ -239,9 +265,8 @@ def _generate(result: Run, args: tuple, kwargs: dict) -> None:
 def generates(module: Any) -> bool:
     """Whether this module decodes with a cache: a causal stack of ours with a language head, or one that says so."""
     if isinstance(module, Stack | EncoderDecoder):
-        stack = module.decoder if isinstance(module, EncoderDecoder) else module
-        inner: Any = stack.spec
-        sees_later = inner.block.attention.pattern - causal()
+        stack: Any = getattr(module, "decoder", module)
+        sees_later = stack.spec.block.attention.pattern - causal()
         return isinstance(stack.head, LanguageHead) and not sees_later.count(8)
     if getattr(module, "_is_stateful", False):  # a state of Mamba and its like: no keys and values
         return False
@@ -252,10 +277,11 @@ def generates(module: Any) -> bool:
 def prompt(module: Any, args: tuple, kwargs: dict) -> Any:
     """Run the prompt; () → the next token."""
     if isinstance(module, Stack | EncoderDecoder):
-        ids = args[-1] if isinstance(module, EncoderDecoder) else args[0]
-        context = module.encode(args[0]) if isinstance(module, EncoderDecoder) else None
+        ids, *context = args
+        if isinstance(module, EncoderDecoder):
+            ids, context = args[-1], [module.encode(args[0])]
         decoder: Any = getattr(module, "decoder", module)
-        steps = StackSteps(decoder, *([context] if context is not None else args[1:]))
+        steps = StackSteps(decoder, *context)
         steps.next(ids[:, :-1])
         return lambda: steps.next(ids[:, -1:])
     named = dict(kwargs) | ({module.main_input_name: args[0]} if args else {})

@@ -56,11 +56,6 @@ class TrainingStep:
         if isinstance(self.checkpointing, str):
             require_known("checkpointing", self.checkpointing, ("reentrant",))
 
-    def implementation_on(self, device: str) -> str:
-        if self.implementation != "auto":
-            return self.implementation
-        return "foreach" if device == "cuda" else "for_loop"
-
 
 def training_of(train: Any) -> TrainingStep | None:
     if train is None or train is False:
@@ -110,18 +105,15 @@ def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 def checkpoint(module: Any, wanted: bool | str | None) -> None:
     """Turn checkpointing on or off in a module that knows how; None leaves it as it is."""
-    stacks = [m for m in module.modules() if isinstance(m, Stack)]
     if wanted is None:
         return
+    stacks = [m for m in module.modules() if isinstance(m, Stack)]
     for stack in stacks:
         stack.spec = replace(stack.spec, checkpoint=bool(wanted))
-    if wanted and not getattr(
-        module, "supports_gradient_checkpointing", True
-    ):  # as Hugging Face's models say
+    if wanted and not getattr(module, "supports_gradient_checkpointing", True):  # of Hugging Face
         raise SpecError(f"{type(module).__name__} does not support gradient checkpointing; leave it out")
     if wanted and hasattr(module, "gradient_checkpointing_enable"):
-        reentrant = {"use_reentrant": wanted == "reentrant"}
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=reentrant)
+        module.gradient_checkpointing_enable({"use_reentrant": wanted == "reentrant"})
     elif hasattr(module, "gradient_checkpointing_disable"):
         module.gradient_checkpointing_disable()
     elif wanted and not stacks and not getattr(module, "spec", None):
@@ -160,14 +152,12 @@ def loss_of(out: Any, targets: Tensor | None, training: TrainingStep) -> Tensor:
 class Optimizer:
     """torch.optim's optimizer of the trainable parameters, or 8-bit states; with float32 copies if requested."""
 
-    def __init__(self, parameters: list[nn.Parameter], training: TrainingStep, device: str):
-        self.parameters, self.training = [p for p in parameters if p.requires_grad], training
-        self.masters: list[Tensor] = []
-        trained: list[Any] = self.parameters
-        if training.master_weights:
-            with torch.no_grad():
-                trained = self.masters = [nn.Parameter(p.float()) for p in self.parameters]
-        self.inner: Any = _optimizer(trained, training, device)
+    def __init__(self, module: nn.Module, training: TrainingStep, device: str):
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        with torch.no_grad():
+            copied = self.parameters if training.master_weights else []
+            self.masters = [nn.Parameter(p.float()) for p in copied]
+        self.inner: Any = _optimizer(self.masters or self.parameters, training, device)
 
     def step(self) -> None:
         for master, p in zip(self.masters, self.parameters):
@@ -184,9 +174,9 @@ class Optimizer:
 
     def tensors(self) -> list[tuple[Any, Tensor]]:
         """The optimizer state with the parameter that it belongs to, without counters that stay on the CPU."""
-        owner = {id(m): p for m, p in zip(self.masters, self.parameters)}
+        owner: dict[Any, Any] = dict(zip(self.masters, self.parameters))
         state = self.inner.state.items()
-        return [(owner.get(id(p), p), x) for p, s in state for x in s.values() if isinstance(x, Tensor)]
+        return [(owner.get(p, p), x) for p, s in state for x in s.values() if isinstance(x, Tensor)]
 
 
 class States8:
@@ -203,32 +193,29 @@ class States8:
         for p in self.parameters:
             if p.grad is None or p in self.state:
                 continue
-            kind, blocks = (
-                torch.uint8 if p.numel() >= LEAST_8BIT else torch.float32,
-                -(-p.numel() // BLOCK_8BIT),
-            )
+            kind = torch.uint8 if p.numel() >= LEAST_8BIT else torch.float32
             self.state[p] = {f"state{i}": torch.empty_like(p, dtype=kind) for i in (1, 2)}
             if kind == torch.uint8:
+                blocks = -(-p.numel() // BLOCK_8BIT)
                 self.state[p] |= {f"absmax{i}": p.new_empty(blocks, dtype=torch.float32) for i in (1, 2)}
 
 
 def _optimizer(parameters: list[Any], training: TrainingStep, device: str) -> Any:
-    implementation = training.implementation_on(device)
     if training.optimizer == "adamw8bit":
         with without_function_modes():
-            traced = all(p.is_meta for p in parameters)
-        return States8(parameters) if traced else _bitsandbytes(parameters)
+            if all(p.is_meta for p in parameters):
+                return States8(parameters)
+        try:
+            return import_module("bitsandbytes.optim").AdamW8bit(parameters)
+        except ModuleNotFoundError as missing:
+            raise SpecError(
+                "optimizer='adamw8bit' runs with bitsandbytes: pip install bitsandbytes"
+            ) from missing
+    by_default = "foreach" if device == "cuda" else "for_loop"
+    implementation = by_default if training.implementation == "auto" else training.implementation
     options: dict[str, Any] = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
     if training.optimizer in ("sgd", "momentum"):
         momentum = 0.9 if training.optimizer == "momentum" else 0.0
         return torch.optim.SGD(parameters, lr=0.1, momentum=momentum, **options)
     kind = torch.optim.AdamW if training.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, **options)
-
-
-def _bitsandbytes(parameters: list[Any]) -> Any:
-    try:
-        optim = import_module("bitsandbytes.optim")
-    except ModuleNotFoundError as missing:
-        raise SpecError("optimizer='adamw8bit' runs with bitsandbytes: pip install bitsandbytes") from missing
-    return optim.AdamW8bit(parameters)

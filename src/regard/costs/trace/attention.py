@@ -17,7 +17,7 @@ FUSED = "scaled_dot_product_attention"
 SAFE_SOFTMAX = compat.aten_operator("_safe_softmax")
 MAX_MASK_PAIRS = 1 << 24  # a mask_mod is evaluated up to this size
 HALF = (torch.float16, torch.bfloat16)
-PADDED = "flash, padded"  # to a width that is a multiple of 8, which cuDNN's kernel does not do
+PADDED = "flash, padded"  # the width is padded to a multiple of 8; cuDNN's kernel does not pad
 
 
 class Gpu(NamedTuple):
@@ -106,9 +106,6 @@ def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, c
     return CallPairs(int(allowed.sum()) * repeats, full, "mask")
 
 
-# -- kernels ------------------------------------------------------------------------------------------------------
-
-
 def kernel_of(call: Call, device: str, gpu: Gpu) -> str:
     """The kernel that scaled_dot_product_attention runs: cpu, cudnn, flash, efficient or math."""
     if call.q.dim() != 4 or not call.q.numel() or not call.k.numel() or call.broadcast:
@@ -142,11 +139,6 @@ def heads_within(q: Tensor) -> bool:
     return q.stride(1) < q.stride(2)
 
 
-def saved_rows(kernel: str, n: int) -> int:
-    """Numbers per head of the saved log-sum-exp: the memory-efficient kernel pads them to 32 queries."""
-    return _up(n, 32) if kernel == "efficient" else n
-
-
 def backward_workspace(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int | Need:
     """Bytes that the backward kernel needs beside the gradients (bench/cost_kernels_gpu.py).
 
@@ -173,13 +165,11 @@ class FusedKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask, trace, kernel):
-        b, h, n = q.shape[0], q.shape[-3], q.shape[-2]
+        (b, h, n), d_v = q.shape[:3], v.shape[-1]
         within = heads_within(q) if kernel in ("cudnn", "cpu") else kernel != "math"
-        out = (
-            q.new_empty(b, n, h, v.shape[-1]).transpose(1, 2) if within else q.new_empty(b, h, n, v.shape[-1])
-        )
-        wide = torch.promote_types(q.dtype, torch.float32)
-        lse = q.new_empty(b, h, saved_rows(kernel, n), dtype=wide)
+        out = q.new_empty(b, n, h, d_v).transpose(1, 2) if within else q.new_empty(b, h, n, d_v)
+        rows = _up(n, 32) if kernel == "efficient" else n  # rows of the log-sum-exp
+        lse = q.new_empty(b, h, rows, dtype=torch.promote_types(q.dtype, torch.float32))
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.trace, ctx.kernel = trace, kernel
         return out
@@ -187,15 +177,14 @@ class FusedKernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, _, _, mask = ctx.saved_tensors
-        grads = [torch.empty_like(x) for x in (q, k, v)]
+        grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
-        products = 2 * 2.5 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * (q.shape[-1] + v.shape[-1])
+        products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
         moved = 4 * sum(x.numel() * x.element_size() for x in (q, k, v))
         ctx.trace.note_work(products, moved, str(q.dtype), "attention")
-        of_mask = None
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
-            of_mask = mask.new_empty(*rows, m + -m % 8)[..., :m]
+            of_mask = mask.new_empty(*rows, _up(m, 8))[..., :m]
         return (*grads, of_mask, None, None)
 
 
@@ -217,7 +206,7 @@ def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
     """One attention call of PyTorch, run by the kernel that the device would take."""
     kernels = {kernel_of(call, trace.device, gpu) for gpu in (H200, A100)}
     if len(kernels) > 1 and not (kernels == {"cudnn", "flash"} and heads_within(call.q)):
-        trace.by_card = True  # else the two differ in workspace alone
+        trace.by_card = True  # otherwise the two differ in their workspace only
     if kernel_of(call, trace.device, trace.gpu) != "math":
         amounts = call.forward()
         trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
@@ -234,13 +223,9 @@ def counted(
     else:
         trace.add(name, amounts)
         trace.pairs.append(call.per_head(trace.path))
-    path, before = trace.path, trace.counts
-    trace.counts = False
-    try:
-        with trace.uncounted_backward():
-            out, lse = run()
-    finally:
-        trace.counts = before
+    path = trace.path
+    with trace.uncounted():
+        out, lse = run()
     if torch.is_grad_enabled() and out.requires_grad:
         out = CountBackward.apply(out, trace, name, call.backward(), path)
     return out, lse
@@ -252,11 +237,10 @@ def _run(trace: Any, call: Call) -> Tensor:
     if kernel == "math":
         with compat.below_autocast():
             return _math(call, trace.device)
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
-    if mask is not None and kernel == "efficient" and mask.shape[-1] % 16:
-        mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    mask = _added(mask, q)
     if mask is not None and kernel == "efficient":
+        if mask.shape[-1] % 16:
+            mask = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
         mask = mask.expand(*q.shape[:-1], k.shape[-2])
     if kernel == "flash" and q.shape[-1] % 8:
         width = q.shape[-1]
@@ -265,18 +249,24 @@ def _run(trace: Any, call: Call) -> Tensor:
     return FusedKernel.apply(q, k, v, mask, trace, kernel)
 
 
+def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """A mask of bools as PyTorch adds it to the scores: 0 or −∞."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+
+
 def _math(call: Call, device: str) -> Tensor:
     """PyTorch's formula as it allocates; on a GPU dropout is one kernel, with a mask of one byte per pair."""
     q, k, v, mask = call[:4]
     dtype, factor = q.dtype, q.shape[-1] ** -0.25
     if dtype in HALF:
         q, k, v = q.float(), k.float(), v.float()
-    first = q, k, v  # which PyTorch does not release before it returns
+    first = q, k, v  # PyTorch does not release these before it returns
     q = q * factor
     if call.is_causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    mask = _added(mask, q)
     if q.dim() == 4 and call.grouped and not call.broadcast:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     attn = q @ (k.mT * factor)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,70 +19,55 @@ from torch import Tensor
 from ... import compat
 from .nested import map_leaves, tensors_in
 
-LOW_NAMES = """
-_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
-cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot
-linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell
-gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention _scaled_dot_product_flash_attention
-_addmm_activation _native_multi_head_attention mkldnn_rnn_layer
-"""
-SUM_NAMES = """
-prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum
-"""
-PROMOTE_NAMES = """
-addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat
-index_copy
-"""
-LOW, SUM, PROMOTE = (set(names.split()) for names in (LOW_NAMES, SUM_NAMES, PROMOTE_NAMES))
+NAMES = {
+    "low": """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution
+    cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot
+    linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell
+    gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention _scaled_dot_product_flash_attention
+    _addmm_activation _native_multi_head_attention mkldnn_rnn_layer
+    """,
+    "sum": "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum",  # on a GPU
+    "promote": """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add stack cat index_copy
+    """,
+}
+POLICIES = {name: how for how, names in NAMES.items() for name in names.split()}
 
-_caches: list[dict[int, tuple[Tensor, Tensor]]] = []  # of the traces that run, innermost last
-_devices: list[str] = []
-
-
-def policy(name: str, device: str) -> str:
-    if name in LOW:
-        return "low"
-    if name in PROMOTE:
-        return "promote"
-    return "sum" if name in SUM and device == "cuda" else "float32"
+# For each trace that runs, innermost last: the device, and the copies of weights in the low dtype.
+_active: list[tuple[str, dict[int, tuple[Tensor, Tensor]]]] = []
 
 
 @contextmanager
 def simulated(device: str) -> Iterator[None]:
     """torch.autocast(device) acts on meta tensors inside."""
     _register()
-    common, available = compat.amp_availability()
-    cache_of_casts: dict[int, tuple[Tensor, Tensor]] = {}
-    clear, unavailable = torch.clear_autocast_cache, getattr(common, available)
-    _caches.append(cache_of_casts)
-    _devices.append(device)
+    copies, clear = dict[int, tuple[Tensor, Tensor]](), torch.clear_autocast_cache
 
     def clear_both() -> None:
-        cache_of_casts.clear()
+        copies.clear()
         clear()
 
-    supported = torch.cuda.is_bf16_supported
-    torch.clear_autocast_cache = clear_both
-    torch.cuda.is_bf16_supported = lambda *_, **__: True
-    setattr(common, available, lambda: False)
+    _active.append((device, copies))
     try:
-        with compat.autocast_simulated():
+        with (
+            patch.object(torch, "clear_autocast_cache", clear_both),
+            patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+            patch.object(*compat.amp_availability(), lambda: False),
+            compat.autocast_simulated(),
+        ):
             yield
     finally:
-        torch.clear_autocast_cache = clear
-        torch.cuda.is_bf16_supported = supported
-        setattr(common, available, unavailable)
-        _caches.pop().clear()
-        _devices.pop()
+        _active.pop()
+        copies.clear()
 
 
 @cache
 def _register() -> Any:
     treated = {d: set(compat.autocast_operators(d.upper())) for d in ("cpu", "cuda")}
     names = sorted(treated["cpu"] | treated["cuda"])
-    return compat.register_autocast(
-        {name: _kernel(name, {d for d, ops in treated.items() if name in ops}) for name in names}
-    )
+    devices = {name: {d for d, operators in treated.items() if name in operators} for name in names}
+    return compat.register_autocast({name: _kernel(name, devices[name]) for name in names})
 
 
 def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
@@ -89,14 +75,16 @@ def _kernel(full_name: str, devices: set[str]) -> Callable[..., Any]:
     operator = getattr(getattr(torch.ops.aten, name), overload or "default")
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        device = _devices[-1]
-        if device not in devices:  # autocast acts on what it consists of
+        device = _active[-1][0]
+        if device not in devices:  # autocast treats the operators that it consists of
             out = operator.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        how = POLICIES.get(name, "float32")
+        how = "float32" if how == "sum" and device != "cuda" else how
         with compat.below_autocast():
             if device in devices and torch.is_autocast_enabled(device):
-                args, kwargs = _converted(operator, policy(name, device), device, args, kwargs)
+                args, kwargs = _converted(operator, how, device, args, kwargs)
             return operator(*args, **kwargs)
 
     return run
@@ -109,18 +97,12 @@ def _converted(operator: Any, how: str, device: str, args: tuple, kwargs: dict) 
     if how == "float32":
         return map_leaves(lambda x: _cast(x, torch.float32), (args, kwargs))
     if how == "sum":
-        if _eligible(args[0]) and kwargs.get("dtype") is None and _dtype_given(operator, args) is None:
-            return args, {**kwargs, "dtype": torch.float32}
-        return args, kwargs
+        names = [name for name, _ in compat.operator_arguments(operator)]
+        dtype = dict(zip(names, args), **kwargs).get("dtype")
+        return args, {**kwargs, "dtype": torch.float32} if _eligible(args[0]) and dtype is None else kwargs
     dtypes = [x.dtype for x in tensors_in((args, kwargs)) if _eligible(x)]
     widest = torch.float32 if torch.float32 in dtypes else torch.get_autocast_dtype(device)
     return map_leaves(lambda x: _cast(x, widest), (args, kwargs))
-
-
-def _dtype_given(operator: Any, args: tuple) -> Any:
-    names = [name for name, _ in compat.operator_arguments(operator)]
-    at = names.index("dtype") if "dtype" in names else len(args)
-    return args[at] if at < len(args) else None
 
 
 def _eligible(x: Any) -> bool:
@@ -134,16 +116,10 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 def _lowered(x: Any, low: torch.dtype) -> Any:
     if not _eligible(x) or x.dtype == low:
         return x
-    cached = (
-        x.dtype == torch.float32
-        and x.requires_grad
-        and x.is_leaf
-        and compat.view_base(x) is None
-        and torch.is_autocast_cache_enabled()
-    )
-    if not cached:
+    weight = x.dtype == torch.float32 and x.requires_grad and x.is_leaf and compat.view_base(x) is None
+    if not weight or not torch.is_autocast_cache_enabled():
         return x.to(low)
-    copies = _caches[-1]
+    copies = _active[-1][1]
     if id(x) not in copies:
         copies[id(x)] = x, x.to(low)
     return copies[id(x)][1]

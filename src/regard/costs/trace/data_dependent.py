@@ -15,9 +15,7 @@ from ...compat import aten_operator, aten_operators
 BALANCED = (
     "a choice by unknown values (top-k, argmax) is taken to be balanced: experts count at the routed number"
 )
-
 FINITE = "values are taken to be finite: a branch for infinities and NaN is not taken"
-
 HIDES = "a mask of unknown values is taken to hide something: no shortcut for full masks is taken"
 DRAWN = "positions drawn at random are drawn once"
 CHECKED = "checks of values are taken to pass"
@@ -25,35 +23,39 @@ CHECKED = "checks of values are taken to pass"
 
 def _by_value(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """The result on known values; the arguments must be known."""
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    for x in tensors:
-        trace.known(x)
+    for x in args:
+        if isinstance(x, Tensor):
+            trace.known(x)
     outs = [_as_meta(trace, x) for x in trace.computed(func, args, kwargs)]
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _as_meta(trace: Any, value: Tensor) -> Tensor:
     twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    trace.set_value(twin, value)
+    trace.values[twin] = value
     return twin
 
 
 def _index(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """x[mask] with a bool mask becomes x[positions]."""
-    x, indices = args[:2]
-    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    x, positions = args[0], list[Tensor | None]()
+    if not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
         return NotImplemented
-    positions: list[Tensor | None] = []
-    for i in indices:
+    for i in args[1]:
         if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8):
             positions += [_as_meta(trace, p) for p in trace.known(i).nonzero(as_tuple=True)]
         else:
             positions.append(i)
     out = func(x, positions, *args[2:], **kwargs)
-    values = [x, *(p for p in positions if p is not None)]
-    if trace.all_known(*values):
-        trace.set_value(out, trace.computed(func, (x, positions), {})[0])
+    if trace.all_known(x, *(p for p in positions if p is not None)):
+        trace.values[out] = trace.computed(func, (x, positions), {})[0]
     return out
+
+
+def _histc(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """A GPU also counts integers; the CPU counts them as float32."""
+    counts = trace.computed(func, (trace.known(args[0]).float(), *args[1:]), kwargs)[0]
+    return _as_meta(trace, counts.to(args[0].dtype))
 
 
 def _equal(trace: Any, func: Any, args: tuple, kwargs: dict) -> bool:
@@ -72,7 +74,7 @@ def _assumed(note: str, value: Callable[[Tensor, tuple], Tensor | None]) -> Call
         last = out[-1] if isinstance(out, tuple) else out
         if (assumed := value(last, args)) is not None:
             trace.notes[note] = None
-            trace.set_value(last, assumed.expand(last.shape))
+            trace.values[last] = assumed.expand(last.shape)
         return out
 
     return run
@@ -103,18 +105,10 @@ def _hides(out: Tensor, args: tuple) -> Tensor | None:
 def _grouped_mm(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """Products of groups of rows, each with its own matrix."""
     a, b = args[:2]
-    dtype = kwargs.get("out_dtype") or a.dtype
+    rows = [*a.shape[:-1]]
     if a.dim() == b.dim() == 2:
-        offsets = args[2] if len(args) > 2 else kwargs["offs"]
-        return torch.empty(offsets.shape[0], a.shape[0], b.shape[1], dtype=dtype, device="meta")
-    if a.dim() == 2:
-        return torch.empty(a.shape[0], b.shape[-1], dtype=dtype, device="meta")
-    return torch.empty(*a.shape[:-1], b.shape[-1], dtype=dtype, device="meta")
-
-
-def _in_place(trace: Any, func: Any, args: tuple, kwargs: dict) -> None:
-    """A fused optimizer writes its tensors in place and allocates nothing."""
-    return
+        rows.insert(0, (args[2] if len(args) > 2 else kwargs["offs"]).shape[0])
+    return torch.empty(*rows, b.shape[-1], dtype=kwargs.get("out_dtype") or a.dtype, device="meta")
 
 
 def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -122,17 +116,16 @@ def _drawn(trace: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     out = func(*args, **kwargs)
     if trace.all_known(args[0]):
         trace.notes[DRAWN] = None
-        trace.set_value(out, trace.computed(func, args, {"generator": torch.Generator().manual_seed(0)})[0])
+        trace.values[out] = trace.computed(func, args, {"generator": torch.Generator().manual_seed(0)})[0]
     return out
 
 
-_DYNAMIC = (
-    "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "bincount", "repeat_interleave",
-    "_unique",
-)  # fmt: skip
+_UNIQUE = ("_unique", "_unique2", "unique_dim", "unique_consecutive")
 HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(aten_operators(*_DYNAMIC), _by_value),
+    **dict.fromkeys(aten_operators("nonzero", "masked_select", "bincount", "repeat_interleave"), _by_value),
+    **dict.fromkeys(aten_operators(*_UNIQUE), _by_value),
     aten_operator("index"): _index,
+    aten_operator("histc"): _histc,
     aten_operator("equal"): _equal,
     aten_operator("topk"): _assumed(BALANCED, _balanced),
     **dict.fromkeys(aten_operators("argmax", "argmin"), _assumed(BALANCED, _balanced_largest)),
@@ -141,5 +134,6 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     aten_operator("all"): _assumed(HIDES, _hides),
     aten_operator("multinomial"): _drawn,
     aten_operator("_grouped_mm"): _grouped_mm,
-    **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), _in_place),
+    # A fused optimizer writes its tensors in place and allocates nothing.
+    **dict.fromkeys(aten_operators("_fused_adamw_", "_fused_adam_", "_fused_sgd_"), lambda *_: None),
 }

@@ -1,6 +1,7 @@
 """Meta tensors that say they are on a device, and calls that run differently there than on meta tensors."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +19,17 @@ CREATORS = """
     scalar_tensor empty_strided empty_permuted hann_window hamming_window blackman_window bartlett_window
     kaiser_window range
 """
-CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
 CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"
 UNKNOWN_WORKSPACE = [torch.lstm, *(getattr(torch, name) for name in CONVOLUTIONS.split())]
 WORKSPACE = (
     "what oneDNN or cuDNN allocate while a convolution or an LSTM runs is chosen at run time and not counted"
 )
-
-
-# Of the simulated device: no machine has so many, so what a cache keeps for it is never taken for a real one's.
+# The index of the simulated device. No machine has so many, so no cache takes it for a real device.
 INDEX = 111
-
-# The functions that read these attributes of a tensor, as a TorchFunctionMode sees them.
-DEVICE, IS_CUDA, IS_CPU, IS_META = (
-    getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")
-)
+CONSTRUCTORS = [getattr(torch, name) for name in CREATORS.split()]
+# The functions that read these attributes of a tensor, as a TorchFunctionMode receives them.
+ATTRIBUTES = ("device", "is_cuda", "is_cpu", "is_meta")
+DEVICE, IS_CUDA, IS_CPU, IS_META = (getattr(Tensor, name).__get__ for name in ATTRIBUTES)
 
 
 class OnDevice(TorchFunctionMode):
@@ -49,12 +46,10 @@ class OnDevice(TorchFunctionMode):
             IS_META: lambda x: False,
             Tensor.get_device: lambda x: INDEX if self.device.type == "cuda" and x.is_meta else -1,
             Tensor.to: self._to,
-            Tensor.cuda: lambda x, *_, **__: self._placed_copy(x),
-            Tensor.cpu: lambda x, *_, **__: (
-                self._placed_copy(x) if self.device.type == "cpu" else self._read(x)
-            ),
-            Tensor.__getitem__: self._item,
-            Tensor.__setitem__: self._set_item,
+            Tensor.cuda: lambda x, *_, **__: self._to(x, self.device),
+            Tensor.cpu: lambda x, *_, **__: self._to(x, "cpu"),
+            Tensor.__getitem__: lambda x, index: x[self._index(index)],
+            Tensor.__setitem__: lambda x, index, value: x.__setitem__(self._index(index), value),
             Tensor.numpy: lambda x, *a, **k: self._read(x).numpy(*a, **k),
             Tensor.tolist: lambda x: self._read(x).tolist(),
             Tensor.__format__: lambda x, wanted: format(self._read(x), wanted),
@@ -64,16 +59,15 @@ class OnDevice(TorchFunctionMode):
             Tensor.isfinite: self._is_finite,
             torch.tensor: self._tensor,
             torch.as_tensor: self._as_tensor,
-            **{constructor: self._created(constructor) for constructor in CONSTRUCTORS},
-            **{function: self._with_note(function) for function in UNKNOWN_WORKSPACE},
+            **{create: partial(self._created, create) for create in CONSTRUCTORS},
+            **{function: partial(self._with_note, function) for function in UNKNOWN_WORKSPACE},
             **replaced,
         }
         if self.device.type == "cuda":
-            self.handlers |= {F.dropout: dropout, torch.dropout: dropout, torch.rms_norm: rms_norm}
-            self.handlers |= {F.rms_norm: rms_norm}
-        self._inside = {
-            DEVICE, IS_CUDA, IS_CPU, IS_META, Tensor.get_device, Tensor.data_ptr, Tensor.__reduce_ex__,
-        }  # fmt: skip
+            self.handlers |= {F.dropout: dropout, torch.dropout: dropout}
+            self.handlers |= {F.rms_norm: rms_norm, torch.rms_norm: rms_norm}
+        self._inside = {DEVICE, IS_CUDA, IS_CPU, IS_META}
+        self._inside |= {Tensor.get_device, Tensor.data_ptr, Tensor.__reduce_ex__}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         handler = self.handlers.get(func)
@@ -88,23 +82,15 @@ class OnDevice(TorchFunctionMode):
 
     def _where(self, device: Any) -> torch.device:
         """The device on which a tensor for `device` is created here: meta, if that is the simulated one."""
-        device = (
-            self.device if device is None and self.device.type == "cpu" else torch.device(device or "cpu")
-        )
+        device = torch.device("cpu" if device is None else device)
         return torch.device("meta") if device.type == self.device.type else device
 
-    def _created(self, constructor: Callable) -> Callable:
-        def create(*args: Any, **kwargs: Any) -> Any:
-            return constructor(*args, **{**kwargs, "device": self._where(kwargs.get("device"))})
+    def _created(self, constructor: Callable, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        return constructor(*args, **kwargs, device=self._where(device))
 
-        return create
-
-    def _with_note(self, function: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.trace.notes[WORKSPACE] = None
-            return function(*args, **kwargs)
-
-        return call
+    def _with_note(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        self.trace.notes[WORKSPACE] = None
+        return function(*args, **kwargs)
 
     def _tensor(self, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, Tensor):
@@ -115,19 +101,11 @@ class OnDevice(TorchFunctionMode):
         counter = self.device.type == "cpu" and not real.dim()  # such as the steps of an optimizer
         return self.trace.placed(real) if self._where(device).type == "meta" and not counter else real
 
-    def _item(self, x: Tensor, index: Any) -> Tensor:
-        return x[self._index(index)]
-
-    def _set_item(self, x: Tensor, index: Any, value: Any) -> None:
-        x[self._index(index)] = value
-
     def _index(self, index: Any) -> Any:
         """Lists of positions as tensors whose values are known: PyTorch would make them where no mode sees it."""
-        if isinstance(index, list):
-            return self._tensor(index)
         if isinstance(index, tuple):
-            return tuple(self._tensor(i) if isinstance(i, list) else i for i in index)
-        return index
+            return tuple(map(self._index, index))
+        return self._tensor(index) if isinstance(index, list) else index
 
     def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
         if not isinstance(data, Tensor):
@@ -136,48 +114,33 @@ class OnDevice(TorchFunctionMode):
 
     def _to(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x.to(device, dtype, …) with the device as it is here."""
-        args = tuple(a.dtype if isinstance(a, Tensor) else a for a in args if a is not None)
-        target = kwargs.pop("device", None)
-        if args and isinstance(args[0], str | torch.device | int) and not isinstance(args[0], bool):
-            target, args = args[0], args[1:]
-        other = kwargs.pop("other", None)
-        if other is not None:
-            kwargs["dtype"] = other.dtype
-        kwargs.pop("non_blocking", None)
+        given = [*args, kwargs.get("device"), kwargs.get("dtype"), kwargs.get("other")]
+        given = [a.dtype if isinstance(a, Tensor) else a for a in given]
+        dtype = next((a for a in given if isinstance(a, torch.dtype)), None)
+        for device in given:
+            if isinstance(device, str | torch.device | int) and not isinstance(device, bool):
+                there = self._where("cuda" if isinstance(device, int) else device).type == "meta"
+                with without_function_modes():
+                    x = self._read(x) if not there else x if x.is_meta else self.trace.placed(x)
+        options = {k: v for k, v in kwargs.items() if k in ("copy", "memory_format")}
         with without_function_modes():
-            meta = x.is_meta
-        if target is not None:
-            there = self._where("cuda" if isinstance(target, int) else target).type == "meta"
-            if there and not meta:
-                x = self.trace.placed(x)
-            elif not there and meta:
-                x = self._read(x)
-        kinds = [a for a in args if isinstance(a, torch.dtype)]
-        dtype = kwargs.pop("dtype", None) or (kinds[0] if kinds else None)
-        copy = kwargs.pop("copy", False)
-        with without_function_modes():
-            return x.to(x.dtype if dtype is None else dtype, copy=copy, **kwargs)
+            return x.to(x.dtype if dtype is None else dtype, **options)
 
     def _is_finite(self, x: Tensor) -> Tensor:
         """Unknown values are taken to be finite."""
         out = torch.isfinite(x)
         with without_function_modes():
-            unknown = out.is_meta and not self.trace.all_known(out)
-        if unknown:
-            self.trace.notes[FINITE] = None
-            self.trace.set_value(out, torch.ones((), dtype=torch.bool, device="cpu").expand(out.shape))
+            if out.is_meta and not self.trace.all_known(out):
+                self.trace.notes[FINITE] = None
+                self.trace.values[out] = torch.ones((), dtype=torch.bool).expand(out.shape)
         return out
-
-    def _placed_copy(self, x: Tensor) -> Tensor:
-        with without_function_modes():
-            return x if x.is_meta else self.trace.placed(x)
 
     def _read(self, x: Tensor) -> Tensor:
         with without_function_modes():
             return self.trace.known(x) if x.is_meta else x
 
 
-def asked(trace: Any, of: Callable) -> Callable:
+def simulated_facts(trace: Any, of: Callable) -> Callable:
     """torch.cuda.get_device_capability or get_device_properties, which answer for the simulated device too."""
 
     def answer(device: Any = None) -> Any:
@@ -193,7 +156,7 @@ def asked(trace: Any, of: Callable) -> Callable:
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> Tensor:
     """On a GPU dropout is one kernel that saves a mask of one byte per entry."""
-    p, training = _.get("p", p), _.get("train", training)
+    training = _.get("train", training)
     return torch.native_dropout(x, p, True)[0] if training and 0 < p < 1 else x
 
 
@@ -220,5 +183,4 @@ class FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, _ = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        return dx, None if weight is None else torch.empty_like(weight), None
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from ...nn import cached_rotation, position
 from . import attention
 from .kernels import by_one_launch
 from .nested import tensors_in
-from .patches import patched
 
 NAME = "sparse_attention"
 
@@ -35,20 +35,20 @@ NAME = "sparse_attention"
 def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
     """fused: in place of PyTorch's attention."""
     with without_function_modes(), without_dispatch_modes():
-        can_read_flash_node()  # asked once in a process: what that allocates is not of this model
+        can_read_flash_node()  # probed once in a process: what the probe allocates is not the model's
     with ExitStack() as stack:
 
-        def put(module: Any, name: str, replacement: Any) -> None:
-            stack.enter_context(patched(module, name, replacement))
+        def put(*replaced: Any) -> None:
+            stack.enter_context(patch.object(*replaced))
 
-        # The engine takes the operations of a plain call, not those for a compiler that watches it.
+        # The engine takes the operations of a plain call, not those for a compiler that traces it.
         for module in (sdpa, fused_qkv):
             put(module, "eager", lambda *_: True)
         put(sdpa, "_sdpa", fused)
         put(sdpa, "readable", trace.readable)
         put(position, "readable", lambda x: x.is_cpu)
         for module, name in ((engine_call, "_dense"), (cached_rotation, "_cached_rotations")):
-            put(module, name, lru_cache(maxsize=64)(getattr(module, name).__wrapped__))  # no other trace's
+            put(module, name, lru_cache(maxsize=64)(getattr(module, name).__wrapped__))  # a cache of its own
         if trace.device == "cpu":
             put(entry, "facts_of", lambda call: _facts(trace, call))
             put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
@@ -65,7 +65,8 @@ def _facts(trace: Any, call: Call) -> CallFacts:
     facts = facts_of(call)
     data = [x for leaf in call.pattern.leaves() for x in vars(leaf).values() if isinstance(x, Tensor)]
     with without_function_modes():
-        known = not any(x.is_meta for x in data) and trace.all_known(*filter(_is_tensor, call.row_extras()))
+        extras = [x for x in call.row_extras() if isinstance(x, Tensor)]
+        known = not any(x.is_meta for x in data) and trace.all_known(*extras)
     return replace(facts, device="cpu", observed=False) if known else facts
 
 
@@ -148,7 +149,3 @@ def _outside(make: Any) -> Any:
             return make(*args)
 
     return made
-
-
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)

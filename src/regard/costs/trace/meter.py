@@ -28,7 +28,6 @@ class Meter:
         self.events: list[tuple[int, int]] = []
         self.alive: dict[int, int] = {}  # id of a storage → key
         self.needs: dict[int, Any] = {}  # key → attention.Need
-        self.marks: dict[str, int] = {}  # end of a phase → number of events
         self.phase = "setup"
         self._references: dict[int, weakref.ref] = {}
 
@@ -76,7 +75,6 @@ class Meter:
             yield
         finally:
             self.phase = before
-            self.marks[phase] = len(self.events)
 
     def stop(self) -> None:
         """Later releases are not noted: what is alive now stays so to the end."""

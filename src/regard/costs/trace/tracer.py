@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache, wraps
 from threading import RLock
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +36,14 @@ from ...errors import ShapeError
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
 from .attention import Gpu, Need, flex, sdpa
-from .device import OnDevice, asked, dropout, rms_norm
+from .device import OnDevice, dropout, rms_norm, simulated_facts
 from .engine import OWN_HANDLERS, traced_engine
+from .kernels import has_no_product, product_flops
 from .meter import Meter
 from .nested import map_leaves, tensors_in
-from .patches import patched
-from .products import has_no_product, product_flops
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
-MAX_CONSTANT_ENTRIES = 1 << 20  # and larger constants neither
+MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
 CONSTANTS = aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
 STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
@@ -63,8 +63,12 @@ class Work(NamedTuple):
     flops: float = 0
     bytes: float = 0
     dtype: str = ""
-    tensors: int = 0  # of the lists that an optimizer's operation updates at once
+    tensors: int = 0  # how many tensors an operation of a foreach optimizer updates at once
     again: bool = False  # part of the forward pass that a checkpoint repeats in the backward pass
+
+
+class DataDependent(ShapeError):
+    """A module reads a value that a run on meta tensors does not have."""
 
 
 class Trace(DispatchMode):
@@ -77,23 +81,19 @@ class Trace(DispatchMode):
         self.pairs: list[Pairs] = []
         self.unknown: Counter[str] = Counter()
         self.notes: dict[str, None] = {}  # assumptions, in order
-        self.work: list[Work] = []  # of the host and the device, in order
+        self.work: list[Work] = []  # what the host and the device do, in order
         self.meter = Meter()
         self.kept: set[int | None] = set()  # storages that the first call allocates and later ones find
         self.by_card = False  # whether another GPU would run other kernels
-        self.prepared: dict[tuple, Any] = {}  # calls of the engine
+        self.prepared: dict[tuple, Any] = {}  # prepared calls of the engine
         self.counts = True  # False inside an attention that is counted as a whole
-        self._paths: list[str] = []  # of the modules being called, innermost last
+        self._paths: list[str] = []  # paths of the modules being called, innermost last
         self._names: dict[int, str] = {}
         self._calls: list[tuple[int, str]] = [(-1, "")]  # first node of the autograd graph → module, in order
-        self._uncounted: list[
-            tuple[int, int]
-        ] = []  # first and last node of calls that are counted as a whole
-        self._values: Any = WeakIdKeyDictionary()  # meta tensor → its real value
+        self._uncounted: list[tuple[int, int]] = []  # first and last node of calls counted as a whole
+        self.values: Any = WeakIdKeyDictionary()  # meta tensor → its real value
         self._masks: Any = WeakIdKeyDictionary()  # meta tensor → a mask that excludes the same pairs
         self._metas: Any = WeakIdKeyDictionary()  # real tensor → its meta twin
-
-    # -- modules --------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> str:
@@ -132,8 +132,6 @@ class Trace(DispatchMode):
             self._paths.pop()
             self._calls.append((compat.node_number(), self._paths[-1] if self._paths else ""))
 
-    # -- counting -------------------------------------------------------------------------------------------------
-
     def add(self, name: str, amounts: Amounts, path: str | None = None) -> None:
         key = (self.path if path is None else path, name)
         self.amounts[key] = self.amounts.get(key, Amounts()) + amounts
@@ -159,8 +157,9 @@ class Trace(DispatchMode):
         if flops is None:
             if not has_no_product(op):
                 self.unknown[f"{op.namespace}.{name} in {self.path or 'the top-level call'}"] += 1
-            elif not self.in_backward:
-                self._count_elementwise(out)
+            elif not self.in_backward and isinstance(out, Tensor) and out.is_floating_point():
+                moved = 2 * out.numel() * out.element_size()
+                self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=moved))
         elif not self.in_backward:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=moved))
         elif not self._skipped():
@@ -174,18 +173,14 @@ class Trace(DispatchMode):
         dtype, again = dtype.removeprefix("torch."), self.in_backward and bool(self._paths)
         self.work.append(Work(self.meter.phase, merged(self.path), kind, flops, moved, dtype, tensors, again))
 
-    def _count_elementwise(self, out: Any) -> None:
-        if isinstance(out, Tensor) and out.is_floating_point():
-            moved = 2 * out.numel() * out.element_size()
-            self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=moved))
-
     @contextmanager
-    def uncounted_backward(self) -> Iterator[None]:
-        """The nodes of the autograd graph that are made inside are not counted in the backward pass."""
-        first = compat.node_number()
+    def uncounted(self) -> Iterator[None]:
+        """Neither operations inside nor, in the backward pass, the nodes that are made inside are counted."""
+        first, before, self.counts = compat.node_number(), self.counts, False
         try:
             yield
         finally:
+            self.counts = before
             self._uncounted.append((first, compat.node_number()))
 
     def _skipped(self) -> bool:
@@ -193,8 +188,6 @@ class Trace(DispatchMode):
             return False
         at = bisect_right(self._uncounted, (node, 1 << 62)) - 1
         return at >= 0 and node < self._uncounted[at][1]
-
-    # -- tensors --------------------------------------------------------------------------------------------------
 
     def to_meta(self, x: Any) -> Any:
         """The meta twin of a tensor, always the same one; the value of a small constant is remembered."""
@@ -206,7 +199,7 @@ class Trace(DispatchMode):
             if x.requires_grad:
                 twin.requires_grad_(x.is_floating_point() or x.is_complex())
             elif x.numel() <= MAX_VALUE_ENTRIES and not isinstance(x, nn.Parameter):
-                self._values[twin] = x.detach()
+                self.values[twin] = x.detach()
             self._metas[x] = nn.Parameter(twin) if isinstance(x, nn.Parameter) else twin
         return self._metas[x]
 
@@ -255,28 +248,24 @@ class Trace(DispatchMode):
 
     def known(self, x: Tensor) -> Tensor:
         """The value of a meta tensor; an error if it is not known."""
-        value = self._values.get(x)
-        if value is None:
+        if x not in self.values:
             raise DataDependent(
                 f"{self.path or 'the top-level call'} reads a value that a meta tensor does not have; pass the "
                 f"inputs that it depends on as real tensors"
             )
-        return value
+        return self.values[x]
 
     def value_of(self, x: Tensor) -> Tensor | None:
         """The value of a tensor if it is known; for a mask it is enough to know which pairs it excludes."""
         with without_function_modes():
-            return self._values.get(x, self._masks.get(x)) if x.is_meta else x
+            return self.values.get(x, self._masks.get(x)) if x.is_meta else x
 
     def readable(self, x: Tensor) -> bool:
         """Whether the engine reads this table of rows without a key; where it is unknown, no row is empty."""
         with without_function_modes():
-            if x.is_meta and x not in self._values:
-                self._values[x] = torch.zeros(x.shape, dtype=x.dtype)
+            if x.is_meta and x not in self.values:
+                self.values[x] = torch.zeros(x.shape, dtype=x.dtype)
         return x.is_cpu
-
-    def set_value(self, x: Tensor, value: Tensor) -> None:
-        self._values[x] = value
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with without_function_modes():
@@ -295,7 +284,7 @@ class Trace(DispatchMode):
         plain = out is NotImplemented
         if plain:
             out = func(*args, **kwargs)
-        outs = [x for x in _flat(out) if isinstance(x, Tensor)]
+        outs = tensors_in(out)
         if outs and outs[0].is_meta:
             if plain:
                 self._compute_values(func, args, kwargs, tensors, outs)
@@ -304,22 +293,16 @@ class Trace(DispatchMode):
         return out
 
     def _meter(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor]) -> None:
-        if func.is_view:
-            for x in outs:
-                if self.meter.key_of(x) is None:
-                    self.meter.track(x, self.path, "view")
-            return
-        path, name = self.path, func.__name__.split(".")[0]
+        name = "view" if func.is_view else func.__name__.split(".")[0]
         for x in outs:
-            self.meter.track(x, path, name)
+            if self.meter.key_of(x) is None:
+                self.meter.track(x, self.path, name)
         self.workspace(kernels.workspace(name, args, kwargs, outs, self.device), name)
 
     def workspace(self, need: int | Need, operation: str) -> None:
         """Bytes that an operation allocates and frees while it runs."""
-        if isinstance(need, Need):
-            self.meter.workspace(need.bytes(self.gpu), self.path, operation, need)
-        else:
-            self.meter.workspace(need, self.path, operation)
+        size, formula = (need.bytes(self.gpu), need) if isinstance(need, Need) else (need, None)
+        self.meter.workspace(size, self.path, operation, formula)
 
     def _compute_values(
         self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], outs: list[Tensor]
@@ -332,42 +315,44 @@ class Trace(DispatchMode):
             return
         if not self.all_known(*tensors):
             if tensors and outs[0] is tensors[0]:  # written in place with unknown values
-                self._values.pop(outs[0], None)
+                self.values.pop(outs[0], None)
             self._propagate_mask(func, args, kwargs, outs[0])
             return
         if torch.Tag.nondeterministic_seeded in func.tags:
-            if outs[0].numel() == 1 and func.__name__.startswith(("rand.", "uniform")):  # no layer is dropped
-                self._values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
+            name = func.__name__
+            if outs[0].numel() == 1 and name.startswith(("rand.", "uniform")):  # so that no layer is dropped
+                self.values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
             elif not outs[0].dim() and func.__name__.startswith("randint"):  # a seed
-                self._values[outs[0]] = torch.ones((), dtype=outs[0].dtype)
+                self.values[outs[0]] = torch.ones((), dtype=outs[0].dtype)
             return
         if func.__name__.startswith(("cos.", "sin.")):  # no mask is made of angles
             return
         if "empty" in func.__name__ and outs[0].is_floating_point():
             return
         for x, value in zip(outs, self.computed(func, args, kwargs)):
-            self._values[x] = value
+            self.values[x] = value
 
     def _set_constant(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """The value of new_ones, zeros_like, …, which depends on no value of the tensor that they are like."""
         if self.in_backward or out.numel() > MAX_CONSTANT_ENTRIES:
             return
-        with torch.no_grad(), without_dispatch_modes():
+        with without_dispatch_modes():
             like = torch.empty((), dtype=args[0].dtype).expand(args[0].shape)
-            options = {k: v for k, v in kwargs.items() if k != "device"}
-            self._values[out] = func(like, *map(self._real, args[1:]), **options)
+        self.values[out] = self._alone(func, (like, *map(self._real, args[1:])), kwargs)
 
     def computed(self, func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
         """The results of a call on known values."""
-        real_args, real_kwargs = map_leaves(self._real, (args, kwargs))
-        if "device" in real_kwargs:
-            real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+        return tensors_in(self._alone(func, *map_leaves(self._real, (args, kwargs))))
+
+    @staticmethod
+    def _alone(func: Any, args: tuple, kwargs: dict) -> Any:
+        """A call on real tensors that is neither counted nor metered."""
+        on_cpu = {"device": torch.device("cpu")} if "device" in kwargs else {}
         with torch.no_grad(), without_dispatch_modes():
-            real = func(*real_args, **real_kwargs)
-        return [x for x in _flat(real) if isinstance(x, Tensor)]
+            return func(*args, **{**kwargs, **on_cpu})
 
     def all_known(self, *tensors: Tensor) -> bool:
-        return all(x in self._values or not x.is_meta for x in tensors)
+        return all(x in self.values or not x.is_meta for x in tensors)
 
     def _propagate_mask(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """A mask with −∞ to which something learned is added still excludes the same pairs, and so do its views."""
@@ -375,45 +360,26 @@ class Trace(DispatchMode):
         if name in ("masked_fill", "masked_fill_", "where"):
             self._record_fill(name, args, out)
         elif func is torch.ops.aten.add.Tensor:
-            known = [self._values[x] for x in args[:2] if isinstance(x, Tensor) and x in self._values]
-            if (
-                len(known) == 1
-                and known[0].is_floating_point()
-                and known[0].dim() >= 2
-                and _excludes(known[0])
-            ):
+            known = [self.values[x] for x in args[:2] if isinstance(x, Tensor) and x in self.values]
+            tables = [v for v in known if v.is_floating_point() and v.dim() >= 2 and (v <= LOWEST).any()]
+            if len(known) == len(tables) == 1:
                 self._masks[out] = known[0].expand(out.shape)
-        elif (
-            (func.is_view or func.overloadpacket in COPIES)
-            and args
-            and isinstance(args[0], Tensor)
-            and args[0] in self._masks
-        ):
-            with torch.no_grad(), without_dispatch_modes():
-                options = {k: v for k, v in kwargs.items() if k != "device"}
-                self._masks[out] = func(self._masks[args[0]].contiguous(), *args[1:], **options)
+        elif func.is_view or func.overloadpacket in COPIES:
+            mask = self._masks.get(args[0]) if args and isinstance(args[0], Tensor) else None
+            if mask is not None:
+                self._masks[out] = self._alone(func, (mask.contiguous(), *args[1:]), kwargs)
 
     def _record_fill(self, name: str, args: tuple, out: Tensor) -> None:
         """An unknown tensor filled with −∞ (or the lowest number) by a known condition excludes those pairs."""
-        condition, value = (args[0], args[2]) if name == "where" else (args[1], args[2])
-        value = self._values.get(value) if isinstance(value, Tensor) else value
-        if (
-            condition not in self._values
-            or value is None
-            or (value.__class__ is Tensor and value.numel() != 1)
-        ):
+        condition, value = self.values.get(args[0 if name == "where" else 1]), args[2]
+        value = self.values.get(value) if isinstance(value, Tensor) else value
+        if condition is None or value is None or (isinstance(value, Tensor) and value.numel() != 1):
             return
-        if float(value) > LOWEST:
-            return
-        allowed = self._values[condition] if name == "where" else ~self._values[condition]
-        self._masks[out] = allowed.expand(out.shape)
+        if float(value) <= LOWEST:
+            self._masks[out] = (condition if name == "where" else ~condition).expand(out.shape)
 
     def _real(self, x: Any) -> Any:
-        return self._values[x] if isinstance(x, Tensor) and x.is_meta else x
-
-
-class DataDependent(ShapeError):
-    """A module reads a value that a run on meta tensors does not have."""
+        return self.values[x] if isinstance(x, Tensor) and x.is_meta else x
 
 
 @lru_cache(maxsize=1 << 14)
@@ -424,40 +390,32 @@ def merged(path: str) -> str:
     return path if set(short) <= set("*/.") else short
 
 
-def _flat(out: Any) -> tuple | list:
-    if isinstance(out, tuple | list):
-        return [y for x in out for y in (x if isinstance(x, tuple | list) else (x,))]
-    return (out,)
-
-
-def _excludes(mask: Tensor) -> bool:
-    return bool((mask <= LOWEST).any())
-
-
 @contextmanager
 def tracing(trace: Trace) -> Iterator[None]:
     """Everything that is called inside runs on meta tensors and is counted."""
     collects = gc.isenabled()
     fused = sdpa(trace)
+    # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
+    replaced: list[tuple[Any, str, Any]] = [
+        (F, "scaled_dot_product_attention", fused),
+        (checkpoint, "get_device_states", lambda *_: ([], [])),
+        *((module, name, flex(trace)) for module, name in _importers_of_flex()),
+    ]
+    if trace.device == "cuda":
+        replaced += [(F, "dropout", dropout), (F, "rms_norm", rms_norm)]
+        for name in ("get_device_capability", "get_device_properties"):
+            replaced.append((torch.cuda, name, simulated_facts(trace, getattr(torch.cuda, name))))
+    if trace.device == "cpu":
+        replaced.append((torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
-        stack.enter_context(patched(F, "scaled_dot_product_attention", fused))
+        for module, name, replacement in replaced:
+            stack.enter_context(patch.object(module, name, replacement))
         stack.enter_context(traced_engine(trace, fused))
-        if trace.device == "cuda":
-            stack.enter_context(patched(F, "dropout", dropout))
-            stack.enter_context(patched(F, "rms_norm", rms_norm))
-            for name in ("get_device_capability", "get_device_properties"):
-                stack.enter_context(patched(torch.cuda, name, asked(trace, getattr(torch.cuda, name))))
-        for module, name in _importers_of_flex():
-            stack.enter_context(patched(module, name, flex(trace)))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention by its single steps
+        torch.backends.mha.set_fastpath_enabled(False)  # nn.MultiheadAttention runs step by step
         stack.enter_context(compat.checkpoints_ignore_devices())
-        # What a checkpoint keeps of the random generators: that of a GPU is not asked for, it takes nothing there.
-        stack.enter_context(patched(checkpoint, "get_device_states", lambda *_: ([], [])))
-        if trace.device == "cpu":
-            stack.enter_context(patched(torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
-        gc.disable()  # a cycle would be collected at another time than in a real run
+        gc.disable()  # reference cycles would be collected at other times than in a real run
         if collects:
             stack.callback(gc.enable)
         stack.enter_context(autocast.simulated(trace.device if trace.device == "cuda" else "cpu"))
@@ -468,13 +426,7 @@ def tracing(trace: Trace) -> Iterator[None]:
 
 def _importers_of_flex() -> list[tuple[Any, str]]:
     """Every module that has imported flex_attention by name."""
-    home = sys.modules.get("torch.nn.attention.flex_attention")
-    if home is None:
-        return []
-    original = home.flex_attention
-    importers = []
-    for module in list(sys.modules.values()):
-        for name in ("flex_attention", "compiled_flex_attention"):
-            if getattr(module, "__dict__", {}).get(name) is original:
-                importers.append((module, name))
-    return importers
+    home: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    modules = [] if home is None else [m for m in list(sys.modules.values()) if hasattr(m, "__dict__")]
+    names = ("flex_attention", "compiled_flex_attention")
+    return [(m, name) for m in modules for name in names if vars(m).get(name) is home.flex_attention]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...costs.memory.peak import KINDS, OUTSIDE, Alive, Peak, readable
+from ...costs.memory.report import KINDS, OUTSIDE, Alive, Peak, readable
 from ...costs.time import Estimate, Roofline
 from . import style
 

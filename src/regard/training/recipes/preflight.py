@@ -14,7 +14,7 @@ from ... import files, spec
 from ...costs import time as machines
 from ...costs.entry import cost
 from ...costs.memory.step import TrainingStep
-from ...costs.tree import Cost
+from ...costs.result import Cost
 from ...errors import FormatError, RegardError, SpecError
 from ...laws import Budget, check
 from ..data.batches import by_tokens

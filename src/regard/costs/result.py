@@ -1,0 +1,357 @@
+"""The cost of a model as a value, and conclusions from it: savings, the bottleneck, orders of products."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+from ..errors import SpecError
+from ..position import quadratic
+from ..spec import Attention, FeedForward, Spec
+from ..spec.attention import BIASES
+from . import tables
+from .flops.models import build_tree
+from .sizes import Symbols
+from .trace.tracer import merged
+from .tree import Amount, Amounts, Pairs, Part
+
+CORE = ("scores", "mixing")
+PROJECTIONS = ("q", "k", "v", "output", "w_q", "w_k")
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The share of FLOPs that the patterns save compared with full attention."""
+
+    core: float  # of scores and mixing, by the pairs that the pattern allows
+    total: float  # of the whole model: a pattern does not change projections
+    core_executed: float  # by the pairs that the backend evaluates: a mask alone saves nothing
+    total_executed: float
+
+    def __str__(self) -> str:
+        return (
+            f"the pattern saves {self.core:.4%} of the FLOPs of scores and mixing, {self.total:.4%} of the total; "
+            f"with this backend {self.core_executed:.4%} and {self.total_executed:.4%}"
+        )
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The kind of work with the most FLOPs, and its arithmetic intensity."""
+
+    part: str  # projections, core, feed-forward, head or rest
+    share: float  # of the FLOPs
+    flops: Amount
+    bytes: Amount
+    why: str
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity in FLOP/byte: if it is below the machine balance, memory bandwidth is the limit."""
+        return self.flops / self.bytes if self.bytes else float("inf")
+
+    def limit(self, balance: float) -> str:
+        """`compute` or `memory`, on a machine with this balance: peak FLOP/s divided by bytes/s."""
+        return "compute" if self.intensity >= balance else "memory"
+
+    def __str__(self) -> str:
+        return (
+            f"bottleneck: {self.part}, {self.share:.1%} of the FLOPs ({self.why}); "
+            f"arithmetic intensity {self.intensity:.1f} FLOP/byte"
+        )
+
+
+@dataclass(frozen=True)
+class ScoreOrders:
+    """FLOPs of all content scores x_i W_q W_kᵀ x_jᵀ of one attention, in three orders of the same products.
+
+    naive      every pair projects its query and its key        n·m·(2·d·d_k + 2·d·d_k + 2·d_k) per head
+    projected  every vector is projected once                   2·n·d·h·d_k + 2·m·d·h·d_k + 2·n·m·h·d_k
+    merged_qk  W_q W_kᵀ first, then x (W_q W_kᵀ) xᵀ             2·d·d_k·d + 2·n·d·d + 2·n·m·d per head
+    """
+
+    naive: Amount
+    projected: Amount
+    merged_qk: Amount
+
+
+def score_orders(
+    n: Amount, m: Amount, d: Amount, heads: Amount = 1, d_k: Amount | None = None
+) -> ScoreOrders:
+    """FLOPs of content scores in three orders; the sizes may be numbers or symbols.
+
+    >>> score_orders(1000, 1000, 512)
+    ScoreOrders(naive=1049600000000, projected=2072576000, merged_qk=1816723456)
+    """
+    d_k = d if d_k is None else d_k
+    return ScoreOrders(
+        naive=heads * n * m * (4 * d * d_k + 2 * d_k),
+        projected=heads * (2 * n * d * d_k + 2 * m * d * d_k + 2 * n * m * d_k),
+        merged_qk=heads * (2 * d * d_k * d + 2 * n * d * d + 2 * n * m * d),
+    )
+
+
+@dataclass(frozen=True)
+class RelativeOrders:
+    """FLOPs of scores r_{j−i} · v of relative positions with d_p features: per pair, or per distinct offset."""
+
+    per_pair: Amount
+    offsets: Amount  # the number of distinct offsets: n + m − 1 on a line
+    per_offset: Amount
+    with_content: Amount  # per pair, plus content scores with each vector projected once
+
+
+def relative_orders(
+    n: Amount, m: Amount, d_p: Amount, d: Amount, heads: Amount = 1, offsets: Amount | None = None
+) -> RelativeOrders:
+    """FLOPs of position scores, and together with content scores of heads of width d / heads.
+
+    offsets: the number of distinct offsets; needed on a grid.
+
+    >>> relative_orders(1000, 1000, 3, 512)
+    RelativeOrders(per_pair=6000000, offsets=1999, per_offset=11994, with_content=2078576000)
+    """
+    offsets = n + m - 1 if offsets is None else offsets
+    per_pair = 2 * heads * n * m * d_p
+    content = score_orders(n, m, d).projected  # for any number of heads: together their width is d
+    return RelativeOrders(per_pair, offsets, 2 * heads * offsets * d_p, content + per_pair)
+
+
+@dataclass(frozen=True, repr=False)
+class Cost(tables.ShownAsTables):
+    """The cost of a model. `print` it for a table; `total`, `tree` and `json()` are for programs."""
+
+    name: str  # what was priced
+    sizes: dict[str, Any]  # n, m, batch, dtype, …: the sizes that the numbers hold for
+    tree: Part
+    pairs: tuple[Pairs, ...] = ()
+    uncounted: tuple[str, ...] = ()  # operations of a traced module that no amount includes
+    notes: tuple[str, ...] = ()  # assumptions of a trace
+    request: Any = field(default=None, compare=False)  # the declaration and its sizes; None if traced
+    remember: Callable[[], Any] | None = field(default=None, compare=False)  # computes `memory`
+    # (budget in bytes, "batch" or "n") → the largest that fits; None if traced at one size.
+    fitting: Callable[[int, str], int] | None = field(default=None, compare=False)
+
+    @property
+    def total(self) -> Amounts:
+        return self.tree.total
+
+    @property
+    def parameters(self) -> Amount:
+        return self.total.parameters
+
+    @property
+    def flops(self) -> Amount:
+        """FLOPs of the matrix products of one forward pass."""
+        return self.total.flops
+
+    def __getitem__(self, path: str) -> Part:
+        return self.tree[path]
+
+    @cached_property
+    def memory(self) -> Any:
+        """regard.costs.Memory, in bytes, computed at the first use; None for a declaration without a width."""
+        return None if self.remember is None else self.remember()
+
+    def explain_peak(self) -> str:
+        """Where the peak is, what is alive there, and what would lower it, in words."""
+        if self.memory is None:
+            raise SpecError(f"the memory of {self.name} is not known")
+        return self.memory.explain_peak()
+
+    def fits(self, budget: int, vary: str = "batch") -> int:
+        """The largest batch (or n, with `vary="n"`) whose peak memory is at most `budget` bytes; 0 if none fits."""
+        if self.fitting is None:
+            raise SpecError(
+                f"{self.name} was traced at one size; declare a spec to find the largest size that fits"
+            )
+        return self.fitting(budget, vary)
+
+    @cached_property
+    def _formulas(self) -> tuple[Part, dict[Any, int]]:
+        if self.request is None:
+            raise SpecError(
+                f"the cost of {self.name} was traced, which gives numbers only; declare a spec to get a formula"
+            )
+        symbols = Symbols()
+        return build_tree(self.request, symbols)[0], symbols.values
+
+    @property
+    def symbolic(self) -> Part:
+        """The same tree, with a formula for each amount. Needs sympy."""
+        return self._formulas[0]
+
+    @property
+    def values(self) -> dict[Any, int]:
+        """The value of each symbol of the formulas: `formula.subs(values)` is the number."""
+        return self._formulas[1]
+
+    @property
+    def formula(self) -> Any:
+        """FLOPs of the forward pass as a sympy expression; `symbolic` has the formulas of all amounts."""
+        flops = self.symbolic.total.flops
+        return flops if isinstance(flops, int) else flops.expand()
+
+    @property
+    def order(self) -> Any:
+        """The leading order of the FLOPs: the monomials that no other monomial dominates, without coefficients."""
+        formula = self.formula  # which names the extra if sympy is missing
+        import sympy
+
+        def powers(term: Any) -> dict[Any, Any]:
+            return {base: power for base, power in term.as_powers_dict().items() if base.free_symbols}
+
+        terms = [powers(t) for t in sympy.Add.make_args(sympy.sympify(formula)) if t != 0]
+
+        def dominated(term: dict[Any, Any]) -> bool:
+            others = (t for t in terms if t != term)
+            return any(all(other.get(base, 0) >= p for base, p in term.items()) for other in others)
+
+        leading = {sympy.Mul(*(base**p for base, p in t.items())) for t in terms if not dominated(t)}
+        return sympy.Add(*leading)
+
+    @property
+    def latex(self) -> str:
+        """A LaTeX array of formulas, term by term: parameters, FLOPs, elementwise FLOPs."""
+        return tables.latex(self.symbolic)
+
+    @cached_property
+    def biases(self) -> dict[str, int] | None:
+        """Parameters with no biases, with the output bias of attention only, and with all; None if traced."""
+        if self.request is None:
+            return None
+        variants = {word: _with_biases(self.request.spec, word) for word in BIASES}
+        trees = {word: build_tree(replace(self.request, spec=spec))[0] for word, spec in variants.items()}
+        return {word: tree.total.parameters for word, tree in trees.items()}
+
+    @cached_property
+    def saving(self) -> Saving | None:
+        """The share of FLOPs that the patterns save, in the attention core and in total; None if traced."""
+        if self.request is None:
+            return None
+        dense, _ = build_tree(replace(self.request, dense=True))
+        core, dense_core, total = core_of(self.tree), core_of(dense), self.total.flops
+
+        def saved(now: Amount, before: Amount) -> float:
+            return 1 - now / before if before else 0.0
+
+        return Saving(
+            saved(core.flops, dense_core.flops),
+            saved(total, dense.total.flops),
+            saved(core.executed_flops, dense_core.flops),
+            saved(core.executed_flops + total - core.flops, dense.total.flops),
+        )
+
+    @property
+    def bottleneck(self) -> Bottleneck | None:
+        """The kind of work with the most FLOPs, and why; None if there are no matrix products."""
+        kinds: dict[str, Amounts] = {}
+        for path, amounts in self.tree.terms():
+            kind = _module_of(path) if self.request is None else _kind_of(path)
+            kinds[kind] = kinds.get(kind, Amounts()) + amounts
+        if not self.total.executed_flops:
+            return None
+        part = max(kinds, key=lambda kind: kinds[kind].executed_flops)
+        flops = kinds[part].executed_flops
+        why = "more than any other module" if self.request is None and part != "core" else _why(part, kinds)
+        return Bottleneck(part, flops / self.total.executed_flops, flops, kinds[part].bytes, why)
+
+    @property
+    def score_orders(self) -> ScoreOrders | None:
+        """FLOPs of the scores of a declared attention in three orders of the same products; else None."""
+        match self.request and self.request.spec:
+            case Attention(score="dot", sizes=s) if s.d_context == s.d_model:
+                return score_orders(self.request.n, self.request.m, s.d_model, s.heads, s.d_k)
+        return None
+
+    @property
+    def position_orders(self) -> RelativeOrders | None:
+        """FLOPs of the scores of a declared quadratic position, per pair and per distinct offset; else None.
+
+        ‖δ‖² and δ: d_p is 2 on a line, 3 on a grid.
+        """
+        match self.request and self.request.spec:
+            case Attention(position=quadratic(grid=grid, axes=axes), sizes=s):
+                offsets = None if grid is None else (2 * grid[0] - 1) * (2 * grid[1] - 1)
+                n, m = self.request.n, self.request.m
+                return relative_orders(n, m, axes + 1, s.heads * s.d_k, s.heads, offsets)
+        return None
+
+    def plain(self) -> dict[str, Any]:
+        """The cost as dictionaries, lists, numbers and strings."""
+        names = ("saving", "score_orders", "position_orders", "bottleneck")
+        conclusions = {name: getattr(self, name) for name in names}
+        return {
+            "name": self.name,
+            "sizes": {k: v if isinstance(v, int | float | str) else str(v) for k, v in self.sizes.items()},
+            "convention": tables.CONVENTION,
+            "total": self.total.plain(),
+            "biases": self.biases,
+            "pairs": [p.plain() for p in self.pairs],
+            **{name: None if c is None else asdict(c) for name, c in conclusions.items()},
+            "memory": None if self.memory is None else self.memory.plain(),
+            "uncounted": list(self.uncounted),
+            "notes": list(self.notes),
+            "tree": self.tree.plain(),
+        }
+
+    def table(self, depth: int | None = None) -> tables.Table:
+        """The table to this depth of the tree: `.text()`, `.rich()`, `.html()`."""
+        return tables.table(self, depth)
+
+    def tables(self) -> list[tables.Table]:
+        return [self.table()]
+
+    def __repr__(self) -> str:
+        return f"<Cost of {self.name[:60]}: {tables.summary(self)}>"
+
+
+def core_of(tree: Part) -> Amounts:
+    """Scores and mixing of all attentions."""
+    return sum((a for path, a in tree.terms() if path.rpartition("/")[2] in CORE), Amounts())
+
+
+def _with_biases(spec: Any, biases: str) -> Any:
+    """The same declaration with biases in no linear map, in the output of attention only, or in all.
+
+    Attention and feed-forward change; norms, patches and heads keep their declaration.
+    """
+    match spec:
+        case Attention():
+            return replace(spec, biases=biases)
+        case FeedForward():
+            return replace(spec, bias=biases == "all")
+    inside = {f.name: getattr(spec, f.name) for f in fields(spec)}
+    return replace(spec, **{k: _with_biases(s, biases) for k, s in inside.items() if isinstance(s, Spec)})
+
+
+def _kind_of(path: str) -> str:
+    """The kind of work of a term of a declaration."""
+    last = path.rpartition("/")[2]
+    if "feed_forward/" in path:
+        return "feed-forward"
+    if "head/" in path or last in ("head", "logits"):
+        return "head"
+    return "core" if last in CORE else "projections" if last in PROJECTIONS else "rest"
+
+
+def _module_of(path: str) -> str:
+    """For a traced module: the attention core, or the module of a term, with layers merged (`layers.*.linear1`)."""
+    inside, _, last = path.rpartition("/")
+    return "core" if "attention" in last else merged(inside) or last
+
+
+def _why(part: str, kinds: dict[str, Amounts]) -> str:
+    core, projections = (kinds.get(k, Amounts()).executed_flops for k in ("core", "projections"))
+    match part:
+        case "core" if projections:
+            return f"pairs grow as n·m, projections as n + m: here {core / projections:.1f} times the projections"
+        case "core":
+            return "more than everything else"
+        case "projections" if core:
+            return f"few pairs for this width: {projections / core:.1f} times the attention core"
+        case "feed-forward":
+            return "its matrices are the widest"
+        case "head":
+            return "the vocabulary is larger than all layers together"
+    return "there is no attention in it"
