@@ -140,7 +140,7 @@ def train(
     dry_run: only estimate cost, memory and time, and check the model. progress: a progress bar on stderr, nothing, or
     a function that is called with each event. heads_every: the number of updates after which the statistics of each
     attention head are stored. tensorboard: write its event files, by default where it is installed. threads: of the
-    CPU, by default the quickest number, measured on a copy before training.
+    CPU, by default the fastest number, measured on a copy before training.
     """
     if (lesson := read_lesson(recipe, **parameters)) is not None:
         for name, value in (("heads_every", heads_every), ("tensorboard", tensorboard or None)):

@@ -1,4 +1,4 @@
-"""The number of threads of a training loop: the quickest is set, a disturbance is noticed, the old number returns."""
+"""The number of threads of a training loop: the fastest is set, a disturbance is noticed, the old number returns."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 
 import regard as rg
 from regard.training.loop import threads as module
-from regard.training.loop.threads import Threads, quickest
+from regard.training.loop.threads import Threads, fastest
 from regard.training.recipes.run import Run
 from training_run_case import small
 
@@ -54,21 +54,21 @@ def taking(clock, seconds: dict[int, float]):
         ({1: 0.02, 2: 0.01, 4: 0.005}, 4, 4),
     ],
 )
-def test_the_quickest_number_is_set(four_threads, clock, seconds, best, last_tried):
+def test_the_fastest_number_is_set(four_threads, clock, seconds, best, last_tried):
     step, tried = taking(clock, seconds)
-    chosen = quickest(step)
+    chosen = fastest(step)
     assert chosen.threads == best == four_threads.count and max(tried) == last_tried
     assert chosen.expected == pytest.approx(seconds[best] / 10)
 
 
 def test_with_one_thread_nothing_is_measured(clock):
     step, tried = taking(clock, {1: 0.0})
-    assert quickest(step, max_threads=1).threads == 1 and not tried
+    assert fastest(step, max_threads=1).threads == 1 and not tried
 
 
 def test_a_number_that_is_far_slower_is_tried_once(four_threads, clock):
     step, tried = taking(clock, {1: 0.002, 2: 0.2, 4: 0.2})
-    quickest(step)
+    fastest(step)
     assert tried.count(2) == 1 and 4 not in tried
 
 

@@ -44,7 +44,7 @@ def cut_by_shape(
     cuts: list[tuple[int, int]] = []
     padded = 0
     while cells:
-        cell = min(cells, key=lambda c: c[::-1])  # by the last side first: it never shrinks when rows move on
+        cell = min(cells, key=lambda c: c[::-1])  # the last side decides: it never shrinks when rows move
         waiting = cells.pop(cell)
         count = bucket_shape(list(cell), max_tokens)[0]
         while len(waiting) >= count or (waiting and (2 * len(waiting) >= count or not cells)):
@@ -58,7 +58,7 @@ def cut_by_shape(
 
 
 def _next(cell: tuple[int, ...], cells: dict[tuple[int, ...], list[int]]) -> tuple[int, ...]:
-    """The cell that rows of this one move to: the first later one, made large enough for them."""
+    """The shape that the remaining rows of this one move to: the next one, enlarged where they need it."""
     following = min(cells, key=lambda c: c[::-1])
     return tuple(max(pair) for pair in zip(cell, following, strict=True))
 

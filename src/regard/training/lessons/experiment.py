@@ -40,7 +40,7 @@ class Experiment:
     """Trains the models of one lesson.
 
     device: where they are trained; they are evaluated on the CPU. threads: the number of CPU threads, by default the
-    quickest, measured before each training. estimate: no training, only a few timed updates of copies.
+    fastest, measured before each training. estimate: no training, only a few timed updates of copies.
     """
 
     seed: int = 0

@@ -71,8 +71,8 @@ def learned_offsets(run: Experiment, *, seed: int = 0, steps: int = 160, marks: 
     names = [f"layer {1 + i // 9}, head {i % 9}" for i in range(len(shifts))]
     return Lesson(
         "T4",
-        "heads whose scores depend on a learned offset classify images, and many come to rest near a "
-        "whole-pixel shift, as a convolution has it",
+        "heads whose scores depend on a learned offset classify images, and many converge to a shift by "
+        "whole pixels, as in a convolution",
         "Two classifiers of handwritten digits (8 × 8 pixels, patches of 2 × 2) with two layers of nine "
         "heads. Each head scores keys by their distance from a learned offset, and by content. One model "
         "attends everywhere, the other to the neighboring patches only. Center and spread of every head are "
@@ -94,7 +94,7 @@ def learned_offsets(run: Experiment, *, seed: int = 0, steps: int = 160, marks: 
         _learned_offsets_pictures(run, by_offset, shifts, names, recorders),
         (),
         (
-            Suggestion("Longer, with more marks.", {"steps": 400, "marks": 8}),
+            Suggestion("Train longer, and record the heads more often.", {"steps": 400, "marks": 8}),
             Suggestion("Other random offsets at the start.", {"seed": 1}),
         ),
     )
@@ -237,7 +237,7 @@ def _vision_transformer_pictures(
     return (
         pictures.bars(
             "Accuracy on test digits",
-            "The same digits for all; the two networks are trained on randomly shifted and turned ones.",
+            "The same digits for all; the two networks are trained on randomly shifted and rotated ones.",
             {**accuracy, "odd or even,\nnew head": fine_tuned},
             y="accuracy",
         ),

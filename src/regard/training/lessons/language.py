@@ -211,7 +211,7 @@ def agreement(run: Experiment, *, seed: int = 0, steps: int = 300) -> Lesson:
         "stands for; only the answer is trained, never the attention. Its first layer passes one number per "
         "position, enough for the kind of the last word, too little for a noun; so the second has to fetch "
         "the noun itself. The sentences about the cat on the mat are held out. The second model chooses "
-        "between is and are in “the cats [MASK] running”, also where another noun stands "
+        "between is and are in “the cats [MASK] running”, also where another noun is "
         "between. Then the attention to the deciding noun is cut.",
         (
             check("… because it was tired: share of “it” on cat", tired["cat"], "above", 0.5),

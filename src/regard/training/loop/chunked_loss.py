@@ -1,4 +1,4 @@
-"""What losses share that are computed in chunks, with their gradients, as one operation for torch.compile.
+"""Shared parts of losses that are computed in chunks, with their gradients, as one operation for torch.compile.
 
 Such an operation takes rows, table, bias, further arguments and, last, which of the first three need gradients. It
 returns the loss, the unsmoothed loss, and a gradient of each of the three, empty where none is needed.

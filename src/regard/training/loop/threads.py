@@ -1,4 +1,4 @@
-"""The number of CPU threads of a training loop: measured, because a small model is quickest with one or two.
+"""The number of CPU threads of a training loop: measured, because a small model is fastest with one or two.
 
 OpenMP's threads wait for one another after every operation. If another process occupies one of the cores, each of
 those waits can take a time slice, and an update becomes up to fifty times slower; with one thread it does not. So the
@@ -38,8 +38,8 @@ class ThreadTimes:
         return self.seconds.get(self.threads)
 
 
-def quickest(step: Step, max_threads: int | None = None) -> ThreadTimes:
-    """Time `step` with 1, 2, 4, … threads, up to the number that is set now, and set the quickest.
+def fastest(step: Step, max_threads: int | None = None) -> ThreadTimes:
+    """Time `step` with 1, 2, 4, … threads, up to the number that is set now, and set the fastest.
 
     It stops at the first number that is not clearly faster than the one before. `step` should train a copy.
     """
@@ -143,5 +143,5 @@ class Threads:
         return True
 
     def _measure(self) -> None:
-        self.chosen = quickest(self.rehearsal(), self.before) if self.before > 1 else ThreadTimes(1)
+        self.chosen = fastest(self.rehearsal(), self.before) if self.before > 1 else ThreadTimes(1)
         self._seconds = self._work = 0.0

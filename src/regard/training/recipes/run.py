@@ -62,7 +62,7 @@ class Run:
 
     @contextlib.contextmanager
     def threads(self, count: int | None = None) -> Iterator[int]:
-        """A context with the number of CPU threads that is quickest for this run, measured on a copy of the model.
+        """A context with the number of CPU threads that is fastest for this run, measured on a copy of the model.
 
         On a GPU and with several ranks the number stays as it is, unless `count` is given.
         """

@@ -46,7 +46,7 @@ def expectations(recipe: Recipe, result: Evaluation | None, laws: Sequence[LawRe
         )
     if tested := [o for o in laws if o.status in ("holds", "broken", "raised")]:
         kept = sum(o.status == "holds" for o in tested)
-        checks.append(check("laws kept by the trained model", kept, "exactly", len(tested)))
+        checks.append(check("laws that hold for the trained model", kept, "exactly", len(tested)))
     return tuple(checks)
 
 

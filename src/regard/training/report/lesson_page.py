@@ -91,7 +91,7 @@ def _method(lesson: Lesson, stored: Mapping[str, Any]) -> str:
 
 
 def _further(measured: Mapping[str, Any]) -> str:
-    """The numbers that decide nothing: nested ones as tables."""
+    """The numbers without an expectation; nested ones as tables."""
     flat = [(name, format_value(v)) for name, v in measured.items() if not isinstance(v, Mapping)]
     parts = [table(("", ""), flat)] if flat else []
     parts += [f"<h3>{_text(name)}</h3>{_nested(v)}" for name, v in measured.items() if isinstance(v, Mapping)]
