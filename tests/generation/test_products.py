@@ -7,7 +7,7 @@ from torch import nn
 import regard as rg
 from regard import compat
 from regard.generation import cpu_inference, products
-from regard.generation.products import MAX_HALF_ROWS, ConstantLinear, integer_rows
+from regard.generation.products import FEW_ROWS, ConstantLinear, integer_rows
 
 torch_random = torch.Generator().manual_seed
 
@@ -43,18 +43,19 @@ def linear(kind, bias):
     return ConstantLinear.of(*layers)
 
 
-@pytest.mark.parametrize("rows", [1, 7, MAX_HALF_ROWS, MAX_HALF_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 7, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("kind", ["integers", "other weights", "no half", "no half, not packed"])
+@pytest.mark.parametrize("kind", ["integers", "other weights", "no half", "no half, not packed", "Intel"])
 @torch.no_grad()
 def test_a_constant_product_is_as_exact_as_matmul(kind, bias, rows, monkeypatch):
     torch.manual_seed(1)
+    monkeypatch.setattr(products, "_mkl_is_fast", lambda: kind == "Intel")
     if kind.startswith("no half"):
         monkeypatch.setattr(products, "_reads_half", lambda: False)
     if kind.endswith("not packed"):
         monkeypatch.setattr(compat, "_can_pack", lambda: False)
-    made = linear("integers" if kind.startswith("no half") else kind, bias)
-    assert (made.integers is None) == (kind != "integers")
+    made = linear("other weights" if kind == "other weights" else "integers", bias)
+    assert (made.integers is None) == (kind not in ("integers", "Intel"))
     x, start, weight = torch.randn(rows, 19), torch.randn(rows, 37), torch.cat(list(made.weights))
     added = start.clone()
     made.add_to(added, x)
@@ -62,8 +63,23 @@ def test_a_constant_product_is_as_exact_as_matmul(kind, bias, rows, monkeypatch)
     exact = x.double() @ weight.double().t() + shift
     bound = 2 * float((x @ weight.t() + shift - exact).abs().max()) + 4e-7 * float(exact.abs().max())
     assert float((made(x) - exact).abs().max()) <= bound
-    assert ("packed" not in vars(made)) == (kind == "integers" and rows <= MAX_HALF_ROWS)
+    few = {"integers": "integers", "Intel": "transposed"}.get(kind, "packed")
+    assert made._layout(rows) == (few if rows <= FEW_ROWS else "packed")
     assert float((added - (start + exact)).abs().max()) <= bound + 4e-7 * float(added.abs().max())
+
+
+def test_on_intel_large_matrices_are_read_as_integers_for_few_rows(monkeypatch):
+    """As measured: MKL is faster for small matrices, the packed product from 32 rows on."""
+    made = linear("integers", False)
+    layouts = {}
+    for intel in (True, False):
+        monkeypatch.setattr(products, "_mkl_is_fast", lambda intel=intel: intel)
+        for size in (made.size, made.size - 1):
+            monkeypatch.setattr(products, "MAX_MKL_WEIGHTS", size)
+            layouts[intel, size == made.size] = [made._layout(rows) for rows in (1, 32, 33, 64, 65)]
+    assert layouts[True, True] == ["transposed"] * 4 + ["packed"]
+    assert layouts[True, False] == ["integers"] * 2 + ["packed"] * 3
+    assert layouts[False, True] == layouts[False, False] == ["integers"] * 4 + ["packed"]
 
 
 def test_operators_that_round_their_input_are_not_used(monkeypatch):

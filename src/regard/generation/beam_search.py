@@ -97,9 +97,13 @@ def _compacted(left: list[int]) -> list[int]:
 def _continuations(
     total: Float[Tensor, "b w"], logits: Float[Tensor, "b w v"]
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"], Int[Tensor, "b k"]]:
-    """The 2·width likeliest continuations: log-probability, which sequence is continued, with which token."""
+    """The 2·width likeliest continuations: log-probability, which sequence is continued, with which token.
+
+    Contiguous logits are overwritten: a new tensor of this size costs more than what is computed in it.
+    """
     width, vocab = logits.shape[1:]
-    scores, k = logits.log_softmax(-1), min(2 * width, width * vocab)
+    k = min(2 * width, width * vocab)
+    scores = torch.log_softmax(logits, -1, out=logits if logits.is_contiguous() else None)
     if scores.device.type != "cpu" or vocab % BLOCK or width * vocab < 4 * k * BLOCK:
         largest, index = (total[..., None] + scores).flatten(1).topk(k, dim=-1)
         return largest, index // vocab, index % vocab

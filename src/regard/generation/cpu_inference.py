@@ -206,6 +206,8 @@ def _norm(module: nn.Module) -> Map:
         case nn.LayerNorm():
             shape, weight, bias, eps = module.normalized_shape, module.weight, module.bias, module.eps
             return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
+        case nn.Identity():
+            return lambda x: x
     return module
 
 
@@ -248,13 +250,21 @@ class ContextPart(NamedTuple):
     bias: Float[Tensor, "rh 1 m"] | None
 
 
-def _context_part(
-    cache: KeyValues, first: int, end: int, keys: int, bias: Float[Tensor, "rh 1 m"] | None
-) -> ContextPart:
-    """Rows `first` to `end` with this number of keys."""
+def _cut(cache: KeyValues, spans: list[tuple[int, int, int, Tensor | None]]) -> list[ContextPart]:
+    """Views of a cache: for each part the first row and the end, its number of keys, and its bias."""
     assert cache.k is not None and cache.v is not None
-    k, v = (t[first:end, :, :keys].flatten(0, 1) for t in (cache.k, cache.v))
-    return ContextPart(end - first, cache.rows, k.transpose(1, 2), v, bias)
+    rows, heads = cache.k.shape[:2]
+    keys, values = cache.k.flatten(0, 1).transpose(1, 2), cache.v.flatten(0, 1)
+    return [
+        ContextPart(
+            end - first,
+            rows,
+            keys.narrow(0, first * heads, (end - first) * heads).narrow(2, 0, m),
+            values.narrow(0, first * heads, (end - first) * heads).narrow(1, 0, m),
+            bias,
+        )
+        for first, end, m, bias in spans
+    ]
 
 
 class TokenDecoder:
@@ -296,7 +306,7 @@ class TokenDecoder:
                 equal = min(part) == max(part)
                 of_part = None if equal else bias[first * heads : end * heads, :, : max(part)]
                 spans.append((first, end, max(part), of_part))
-        return [[_context_part(cache.cross, *span) for span in spans] for cache in caches]
+        return [_cut(cache.cross, spans) for cache in caches]
 
     def next(
         self,
@@ -367,20 +377,18 @@ class CachedEmbedding:
     """An embedding with a cached table of positions, twice as long as was needed so far."""
 
     def __init__(self, embedding: Embedding):
-        self.embedding = embedding
+        self.embedding, self.norm = embedding, _norm(embedding.norm)
+        self.factor = embedding.spec.d_model**0.5 if embedding.spec.scaled else 1.0
         self.table: Float[Tensor, "n d"] | None = None
 
     def __call__(
         self, ids: Int[Tensor, " t"], positions: int | Int[Tensor, " t"], length: int
     ) -> Float[Tensor, "t d"]:
         """The embedding of these ids at these positions, all below `length`."""
-        declared = self.embedding.spec
-        x = F.embedding(ids, self.embedding.table)
-        if declared.scaled:
-            x = x * declared.d_model**0.5
         if self.table is None or len(self.table) < length:
             self.table = self._position_table(length)
-        return self.embedding.norm(x + self.table[positions])
+        x = torch.embedding(self.embedding.table, ids)
+        return self.norm(torch.add(self.table[positions], x, alpha=self.factor))
 
     def _position_table(self, length: int) -> Float[Tensor, "n d"]:
         declared, like = self.embedding.spec, self.embedding.table

@@ -7,6 +7,7 @@ converted to float32 in registers, and every product and sum is that of float32.
 
 from collections.abc import Callable
 from functools import cache, cached_property
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from .. import compat
 
 LARGEST = 127  # of the 8-bit integers
-MAX_HALF_ROWS = 64  # up to which reading half the bytes is faster than the packed float32 product
+FEW_ROWS = 64  # up to this number another layout than the packed one may be faster
+MAX_MKL_WEIGHTS = 1 << 20  # of a matrix; see _layout
 
 
 class ConstantLinear:
@@ -26,6 +28,7 @@ class ConstantLinear:
 
     def __init__(self, weights: list[Tensor], bias: Float[Tensor, " d_out"] | None = None):
         self.weights, self.bias = weights, bias
+        self.size = sum(w.numel() for w in weights)
 
     @classmethod
     def of(cls, *layers: nn.Linear) -> "ConstantLinear":
@@ -33,19 +36,48 @@ class ConstantLinear:
         return cls([layer.weight for layer in layers], bias)
 
     def __call__(self, x: Float[Tensor, "b d_in"]) -> Float[Tensor, "b d_out"]:
-        if len(x) > MAX_HALF_ROWS or self.integers is None:
+        layout = self._layout(len(x))
+        if layout == "packed":
             return self.packed(x)
+        if layout == "transposed":
+            return (
+                torch.mm(x, self.transposed)
+                if self.bias is None
+                else torch.addmm(self.bias, x, self.transposed)
+            )
+        assert self.integers is not None
         product, scale = self.integers
         y = product(x).mul_(scale)
         return y if self.bias is None else y.add_(self.bias)
 
     def add_to(self, x: Float[Tensor, "b d_out"], y: Float[Tensor, "b d_in"]) -> None:
-        """x ← x + this product of y."""
-        if len(x) > MAX_HALF_ROWS or self.integers is None or self.bias is not None:
-            x.add_(self(y))
-        else:
+        """x ← x + this product of y, by as few operations as the layout allows."""
+        layout = "packed" if self.bias is not None else self._layout(len(x))
+        if layout == "transposed":
+            x.addmm_(y, self.transposed)
+        elif layout == "integers" and self.integers is not None:
             product, scale = self.integers
             x.addcmul_(product(y), scale)
+        else:
+            x.add_(self(y))
+
+    def _layout(self, rows: int) -> str:
+        """The fastest layout for this number of rows, as measured on an AMD EPYC and an Intel Xeon with two threads.
+
+        Half the bytes win where reading the weight takes longest: few rows, large matrices. On Intel's processors
+        MKL's product of a small matrix is faster still, since it is called with less overhead.
+        """
+        if rows > FEW_ROWS:
+            return "packed"
+        if _mkl_is_fast() and self.size <= MAX_MKL_WEIGHTS:
+            return "transposed"
+        if self.integers is None or (_mkl_is_fast() and rows > FEW_ROWS // 2):
+            return "packed"
+        return "integers"
+
+    @cached_property
+    def transposed(self) -> Float[Tensor, "d_in d_out"]:
+        return self._weight().t().contiguous()
 
     @cached_property
     def packed(self) -> Callable[[Tensor], Tensor]:
@@ -102,4 +134,13 @@ def _reads_half() -> bool:
             _half_product(weight)(x).double(), (x.double() @ weight.double().t()).float().double()
         )
     except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+@cache
+def _mkl_is_fast() -> bool:
+    """Whether this is a processor of Intel, for which MKL has its best kernels."""
+    try:
+        return torch.backends.mkl.is_available() and "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
         return False

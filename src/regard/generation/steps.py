@@ -5,6 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..errors import ShapeError, SpecError
+from ..nn.cache import Moves
 from ..nn.embedding import LanguageHead
 from ..nn.recurrent import RecurrentModel
 from ..nn.stack import EncoderDecoder, Stack
@@ -111,10 +112,11 @@ class CpuSteps(StackSteps):
             self.beams.remove_unused(self.cache.layers)
 
     def _select_rows(self, rows: Int[Tensor, " left"]) -> None:
+        moves = Moves(rows)
         for layer in self.cache.layers:
             if self.beams is not None:
-                layer.own.select(rows)
-            layer.cross.select(rows)
+                layer.own.select(rows, moves)
+            layer.cross.select(rows, moves)
         self.parts = None
         if self.context_lengths is not None:
             self.context_lengths = self.context_lengths[rows]

@@ -71,16 +71,17 @@ class KeyValues:
             return old.shape[2] if old.shape[2] >= self.filled else max(self.filled, 2 * old.shape[2])
         return max(self.filled, self.capacity if self.filled == 1 else 0)
 
-    def select(self, rows: Int[Tensor, " r"]) -> None:
-        """Keep these rows of the batch, in this order; rows may repeat. Rows that stay in place are not copied."""
+    def select(self, rows: Int[Tensor, " r"], moves: "Moves | None" = None) -> None:
+        """Keep these rows of the batch, in this order; rows may repeat. Rows that stay in place are not copied.
+
+        moves: those of `rows`, where the caller has them from another layer.
+        """
         if self.k is not None and self.v is not None:
             if len(rows) > len(self.k):
                 self.k, self.v = self.k[rows], self.v[rows]
             else:
-                into = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-                self.k, self.v = (
-                    _move(t, into, rows[into], len(rows), self.filled) for t in (self.k, self.v)
-                )
+                moves = Moves(rows) if moves is None else moves
+                self.k, self.v = (moves.apply(t, self.filled) for t in (self.k, self.v))
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 
@@ -117,15 +118,28 @@ def _grow(old: Tensor | None, new: Tensor, slots: int, zeros: bool, transposed: 
     return out
 
 
-def _move(t: Tensor, into: Tensor, origin: Tensor, rows: int, filled: int) -> Tensor:
-    """The first `rows` rows of t after row origin[r] was copied to row into[r], up to slot `filled`."""
-    pairs = list(zip(into.tolist(), origin.tolist(), strict=True)) if t.is_cpu else []
-    if t.is_cpu and not {i for i, _ in pairs} & {j for _, j in pairs}:  # row by row is fastest
-        for i, j in pairs:
-            t[i, :, :filled].copy_(t[j, :, :filled])
-    elif len(into):
-        t[into, :, :filled] = t[origin, :, :filled]  # indexing copies the right side first
-    return t[:rows]
+class Moves:
+    """Which rows have to be copied so that the first ones are `rows`."""
+
+    def __init__(self, rows: Int[Tensor, " r"]):
+        self.count = len(rows)
+        self.into = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+        self.origin = rows[self.into]
+        # On a CPU copying row by row is fastest, where no row is both read and overwritten.
+        self.pairs: list[tuple[int, int]] | None = None
+        if rows.is_cpu:
+            into, origin = self.into.tolist(), self.origin.tolist()
+            if not set(into) & set(origin):
+                self.pairs = list(zip(into, origin, strict=True))
+
+    def apply(self, t: Tensor, filled: int) -> Tensor:
+        """The selected rows of t (b, h, slots, d), copied up to slot `filled`."""
+        if self.pairs is not None:
+            for i, j in self.pairs:
+                t[i].narrow(1, 0, filled).copy_(t[j].narrow(1, 0, filled))
+        elif len(self.into):
+            t[self.into, :, :filled] = t[self.origin, :, :filled]  # indexing copies the right side first
+        return t[: self.count]
 
 
 class LayerCache:
@@ -134,11 +148,11 @@ class LayerCache:
     def __init__(self) -> None:
         self.own, self.cross = KeyValues(capacity=32), KeyValues()
 
-    def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
+    def select(self, rows: Int[Tensor, " r"], moves: Moves, same_context: bool = False) -> None:
         """Keep these rows. same_context: each replaces a row with the same context."""
-        self.own.select(rows)
+        self.own.select(rows, moves)
         if not same_context:
-            self.cross.select(rows)
+            self.cross.select(rows, moves)
 
 
 class Cache:
@@ -157,5 +171,6 @@ class Cache:
 
     def select(self, rows: Int[Tensor, " r"], same_context: bool = False) -> None:
         """Keep these rows of the batch, in this order, in every layer."""
+        moves = Moves(rows)
         for layer in self.layers:
-            layer.select(rows, same_context)
+            layer.select(rows, moves, same_context)
