@@ -25,6 +25,7 @@ from statistics import median
 SIDES = ("regard", "ctranslate2 float32", "ctranslate2 int8")
 WIDTHS = (1, 4)
 LENGTH_PENALTY = 0.6
+DISTURBED = 0.04  # of a round's time, used by other processes on all cores together
 
 
 def sentences(count: int, seed: int) -> list[list[int]]:
@@ -98,7 +99,15 @@ def theirs(given: dict, width: int, kind: str, threads: int, folder: Path):
     return translate
 
 
-def side(name: str, width: int, rounds: int, threads: int, folder: Path, clock: Callable[[], float]) -> dict:
+def side(
+    name: str,
+    width: int,
+    rounds: int,
+    threads: int,
+    folder: Path,
+    clock: Callable[[], float],
+    undisturbed: bool,
+) -> dict:
     """One process: the times of its rounds, after one that is not counted, and its translations."""
     given = json.loads((folder / "given.json").read_text())
     if name == "regard":
@@ -108,12 +117,25 @@ def side(name: str, width: int, rounds: int, threads: int, folder: Path, clock: 
         run = ours(given["rows"], width, given["most"])
     else:
         run = theirs(given, width, name.split()[1], threads, folder)
-    found, taken = run(), []
-    for _ in range(rounds):
-        began = clock()
+    found, taken, disturbed = run(), [], 0
+    deadline = time.monotonic() + 20 * rounds
+    while len(taken) < rounds and time.monotonic() < deadline:
+        others, began = busy_elsewhere(), clock()
         run()
-        taken.append(1e3 * (clock() - began))
-    return {"ms": taken, "tokens": found}
+        ms = 1e3 * (clock() - began)
+        if undisturbed and busy_elsewhere() - others > DISTURBED * ms / 1e3:
+            disturbed += 1
+        else:
+            taken.append(ms)
+    return {"ms": taken, "disturbed": disturbed, "tokens": found}
+
+
+def busy_elsewhere() -> float:
+    """Seconds for which other processes have used a core since the machine was started (Linux)."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    total = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return total - time.process_time()
 
 
 def measured(width: int, given: argparse.Namespace, folder: Path) -> dict:
@@ -122,6 +144,7 @@ def measured(width: int, given: argparse.Namespace, folder: Path) -> dict:
         for name in SIDES:
             options = ["--rounds", given.rounds, "--threads", given.threads, "--folder", folder]
             options += ["--processor-time"] if given.processor_time else []
+            options += ["--undisturbed"] if given.undisturbed else []
             command = [sys.executable, __file__, "--side", name, "--width", width, *options]
             env = {**os.environ, "OMP_NUM_THREADS": str(given.threads)}
             output = subprocess.run(list(map(str, command)), env=env, check=True, capture_output=True)
@@ -135,6 +158,8 @@ def measured(width: int, given: argparse.Namespace, folder: Path) -> dict:
         "sentences": len(others),
         "written tokens": sum(map(len, ours_tokens)),
         "equal to ctranslate2 float32": equal,
+        "rounds": {k: len(v) for k, v in ms.items()},
+        "disturbed rounds, not counted": {k: sum(r["disturbed"] for r in v) for k, v in results.items()},
         "ms": {
             k: {"median": round(median(v)), "min": round(v[0]), "max": round(v[-1])} for k, v in ms.items()
         },
@@ -152,6 +177,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="processes of each side")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--processor-time", action="store_true", help="instead of wall time, for one thread")
+    parser.add_argument(
+        "--undisturbed", action="store_true", help="repeat rounds in which other processes used a core"
+    )
     parser.add_argument("--width", type=int)
     parser.add_argument("--side", choices=SIDES)
     parser.add_argument("--folder", type=Path, help="of the converted model; made by --prepare")
@@ -160,7 +188,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.side:
         clock = time.process_time if given.processor_time else time.perf_counter
-        print(json.dumps(side(given.side, given.width, given.rounds, given.threads, given.folder, clock)))
+        options = (given.rounds, given.threads, given.folder, clock, given.undisturbed)
+        print(json.dumps(side(given.side, given.width, *options)))
         return
     folder = given.folder or Path(tempfile.mkdtemp())
     if not (folder / "given.json").is_file():

@@ -107,10 +107,9 @@ class SingleQueryAttention:
         """Write the context's keys and values into the cache."""
         assert self.context is not None
         k, v = rows.pad(self.context(context)).split(self.widths[1:], -1)
-        # Keys lie transposed in memory, as the product with many queries reads them fastest.
-        keys = rearrange(k, "b m (h d) -> b h d m", h=self.kv_heads).contiguous()
-        cache.k = keys.transpose(2, 3)
-        cache.v = rearrange(v, "b m (h d) -> b h m d", h=self.kv_heads).contiguous()
+        cache.k, cache.v = (
+            rearrange(t, "b m (h d) -> b h m d", h=self.kv_heads).contiguous() for t in (k, v)
+        )
         cache.filled = cache.k.shape[2]
 
     def _attend(

@@ -96,8 +96,6 @@ class CpuSteps(StackSteps):
         own = self.cache.layers[0].own
         if own.lengths is None:
             self.beams = cpu_inference.Beams(own.rows, width, own.filled)
-            for layer in self.cache.layers:
-                layer.own.transpose_keys()  # as the products with several queries read them fastest
         else:
             self.cache.select(_repeated(own.rows, width, self.device), same_context=True)
 

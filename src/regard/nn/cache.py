@@ -15,7 +15,6 @@ class KeyValues:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity  # initial slots, where the first call has one position
-        self.transposed_keys = False  # in memory
         self.k: Float[Tensor, "b h_kv capacity d_k"] | None = None
         self.v: Float[Tensor, "b h_kv capacity d_v"] | None = None
         self.filled = (
@@ -49,7 +48,7 @@ class KeyValues:
         start, self.filled = self.filled, self.filled + n
         # Slots past a row's length are read with weight 0, so they need to be finite.
         zeros = lengths is not None or self.lengths is not None
-        self.k = _grow(self.k, k, self._slots(self.k), zeros, self.transposed_keys)
+        self.k = _grow(self.k, k, self._slots(self.k), zeros)
         self.v = _grow(self.v, v, self._slots(self.v), zeros)
         if lengths is not None and self.lengths is None:
             self.lengths = torch.full((b,), start, device=k.device, dtype=lengths.dtype)
@@ -85,34 +84,23 @@ class KeyValues:
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 
-    def transpose_keys(self) -> None:
-        """From now on the keys are transposed in memory: the last axis is that of the slots."""
-        if self.k is not None and not self.transposed_keys:
-            old = self.k
-            self.k = old.new_empty(*old.shape[:2], old.shape[3], old.shape[2]).transpose(2, 3)
-            self.k.narrow(2, 0, self.filled).copy_(old.narrow(2, 0, self.filled))
-        self.transposed_keys = True
-
     def keep_slots(self, slots: Int[Tensor, "b count"]) -> None:
         """Keep these slots of each row, in this order. All rows are equally long."""
         assert self.k is not None and self.v is not None and self.lengths is None
-        (b, h, capacity, d), count = self.v.shape, slots.shape[1]
-        keys = self.k.transpose(2, 3)  # their layout in memory, where keys are transposed
-        index = slots[:, None, None].expand(b, h, keys.shape[2], count)
-        keys[..., :count].copy_(keys.gather(3, index))
+        (b, h, capacity, _), count = self.v.shape, slots.shape[1]
         first = torch.arange(b * h, device=slots.device).mul_(capacity).view(b, h, 1)
-        values = self.v.view(-1, d).index_select(0, (first + slots[:, None]).flatten())
-        self.v[:, :, :count].copy_(values.view(b, h, count, d))
+        index = (first + slots[:, None]).flatten()  # of the slots of all rows and heads
+        for t in (self.k, self.v):
+            t[:, :, :count].copy_(t.view(-1, t.shape[3]).index_select(0, index).view(b, h, count, -1))
         self.filled = count
 
 
-def _grow(old: Tensor | None, new: Tensor, slots: int, zeros: bool, transposed: bool = False) -> Tensor:
-    """`old` with this number of slots. zeros: those that are new are 0. transposed: the last two axes, in memory."""
+def _grow(old: Tensor | None, new: Tensor, slots: int, zeros: bool) -> Tensor:
+    """`old` with this number of slots. zeros: those that are new are 0."""
     if old is not None and old.shape[2] >= slots:
         return old
     b, h, _, d = new.shape
-    make = new.new_zeros if zeros else new.new_empty
-    out = make(b, h, d, slots).transpose(2, 3) if transposed else make(b, h, slots, d)
+    out = (new.new_zeros if zeros else new.new_empty)(b, h, slots, d)
     if old is not None:
         out[:, :, : old.shape[2]] = old
     return out
