@@ -96,6 +96,15 @@ def test_embeddings_and_heads_are_read_alike(given):
     assert torch.equal(logits[:, :-1].argmax(-1), generated.tokens)
 
 
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "not scaled"])
+@torch.no_grad()
+def test_a_cached_embedding_is_that_of_the_module(scaled):
+    module = translator(embedding={"scaled": scaled, "norm": True}).decoder.embedding
+    ids = torch.randint(VOCAB, (1, 9))
+    found = cpu_inference.CachedEmbedding(module)(ids[0], torch.arange(9), 9)
+    assert torch.allclose(found, module(ids)[0], atol=1e-12)
+
+
 @pytest.mark.parametrize("strategy", [greedy(), sample(seed=3), beam(3)], ids=repr)
 def test_both_implementations_generate_the_same(strategy, monkeypatch):
     model, (source, lengths) = translator(), sources()
