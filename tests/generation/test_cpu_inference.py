@@ -243,12 +243,19 @@ def test_the_parts_of_a_context_hold_every_row_once_with_little_padding():
     decoder.read(torch.randn(40, 40, 12).double(), lengths, caches)
     layers = decoder.context_parts(lengths, caches)
     for parts, cache in zip(layers, caches, strict=True):
-        assert [(p.rows, p.of, p.k.shape[2]) for p in parts] == [(10, 40, keys) for keys in (40, 30, 20, 10)]
+        assert [(p.rows, p.of, p.k.shape[2]) for p in parts] == [(10, 40, keys) for keys in (40, 30, 20, 16)]
         real = torch.cat([p.bias.isfinite().sum(-1)[::3, 0] for p in parts])
         assert torch.equal(real, lengths)
         assert all(p.k.data_ptr() == cache.cross.k[i * 10].data_ptr() for i, p in enumerate(parts))
         assert all(p.v.data_ptr() == cache.cross.v[i * 10].data_ptr() for i, p in enumerate(parts))
-    assert all(p.bias is None for parts in decoder.context_parts(torch.full((40,), 7), caches) for p in parts)
+    assert all(
+        p.bias is None for parts in decoder.context_parts(torch.full((40,), 17), caches) for p in parts
+    )
+    assert all(
+        (p.bias is None) == (n == 16)
+        for n in (7, 16)
+        for p in decoder.context_parts(torch.full((40,), n), caches)[0]
+    )
     assert [len(parts) for parts in decoder.context_parts(None, caches)] == [1, 1]
 
 

@@ -31,6 +31,9 @@ from .products import ConstantLinear
 Map = Callable[[Tensor], Tensor]
 MIN_GROUP = 8  # rows of similar length that attention takes at once, where there are as many
 MAX_PARTS = 4  # of the rows in cross-attention
+MIN_KEYS = (
+    16  # of a part, where there are as many: softmax over fewer is not vectorized and takes up to 8 × as long
+)
 SLOTS_BETWEEN = 24  # slots that beams add to a row before those that no beam attends to are removed
 SUPPORTED = {Stack, Block, MultiHeadAttention, FeedForward, Embedding, LanguageHead, Sinusoidal, Learned}
 SUPPORTED |= {nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.ModuleList}
@@ -302,9 +305,9 @@ class TokenDecoder:
             spans = []
             for first, end in pairwise(ends):
                 part = real[first:end]
-                equal = min(part) == max(part)
-                of_part = None if equal else bias[first * heads : end * heads, :, : max(part)]
-                spans.append((first, end, max(part), of_part))
+                keys = max(max(part), min(MIN_KEYS, most))
+                of_part = None if min(part) == keys else bias[first * heads : end * heads, :, :keys]
+                spans.append((first, end, keys, of_part))
         return [_cut(cache.cross, spans) for cache in caches]
 
     def next(
