@@ -83,6 +83,20 @@ def test_removing_a_key_equals_masking_it():
     assert view.remove_key(2, layer=0, head=1) == pytest.approx(moved(in_one_head, whole), rel=1e-5)
 
 
+def test_a_sink_keeps_its_part_when_a_key_is_removed():
+    sink = torch.tensor([1.0, -0.5])
+
+    class WithSink(nn.Module):
+        def forward(self, x):
+            return rg.attention(x, x, x, sink_logits=sink)
+
+    x = X.unflatten(-1, (2, 6)).transpose(1, 2)
+    others = x[..., :6, :]
+    hidden = rg.attention(x, others, others, sink_logits=sink)
+    effect = look(WithSink(), x).remove_key(6)
+    assert effect == pytest.approx(moved(hidden, WithSink()(x)), rel=1e-5)
+
+
 def test_a_large_weight_is_no_proof_of_influence():
     """Every query looks at key 0 alone, whose value is 0: removing any other key changes nothing."""
     q = torch.ones(1, 1, 5, 4)

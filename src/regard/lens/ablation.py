@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..errors import RegardError, ShapeError
-from .calls import AttentionCall, Source
+from .calls import AttentionCall, QueryKeyScores, Source
 from .intercept import ChangeOutput, InterceptedCall, intercept
 from .process_wide import WITHOUT_FAST_PATH
 from .run_model import first_tensor, run
@@ -94,7 +94,7 @@ def _without_head(o: Float[Tensor, "b h n d_v"], head: int) -> Float[Tensor, "b 
 def _without_key(
     o: Float[Tensor, "b h n d_v"], source: Source, key: int, head: int | None
 ) -> Float[Tensor, "b h n d_v"]:
-    """softmax over the other keys: their weights, scaled to sum to 1; zeros where there is no other key."""
+    """softmax over the other keys and the sink, if there is one; zeros where there is no other key."""
     b, h, n, m = source.shape
     if not 0 <= key < m:
         raise ShapeError(f"key {key}: this attention has {m} keys, 0 to {m - 1}")
@@ -103,6 +103,7 @@ def _without_key(
             "the values of this attention were not recorded, so a key cannot be removed from it"
         )
     heads = list(range(h)) if head is None else [head]
+    has_sink = isinstance(source, QueryKeyScores) and source.sink_logits is not None
     o = o.clone()
     v = source.v.to(torch.float32) if source.v.dtype.itemsize < 4 else source.v
     for batch in range(b):
@@ -110,8 +111,9 @@ def _without_key(
         for start in range(0, n, ROWS):
             rows = slice(start, min(start + ROWS, n))
             weights = source.weights(Region(batch, heads, rows, m)).to(values.dtype)
+            sink = 1 - weights.sum(-1, keepdim=True) if has_sink else 0.0
             weights[..., key] = 0
-            total = weights.sum(-1, keepdim=True)
+            total = weights.sum(-1, keepdim=True) + sink
             mean = torch.where(total > 0, weights / total.clamp(min=1e-30), 0.0) @ values
             o[batch, heads, rows] = mean.to(o.dtype)
     return o
