@@ -45,26 +45,21 @@ def attention(
     s, b, n, m = scope.sizes(spec), scope.b, scope.n, scope.m
     biased, position = spec.biases == "all", shared or spec.position
     pairs = _pairs(spec, scope, shared, cross)
+    keyed = spec.score in ("dot", "additive")
     added = spec.score == "additive" or (position is not None and position.acts == "score")
     every = b * s.heads * pairs.needed
     parts = present(
-        linear("q", scope, b * n, s.d_model, s.heads * s.d_k, biased) if spec.score != "position" else None,
-        linear("k", scope, b * m, s.d_context, s.kv_heads * s.d_k, biased)
-        if spec.score in ("dot", "additive")
-        else None,
+        spec.score != "position" and linear("q", scope, b * n, s.d_model, s.heads * s.d_k, biased),
+        keyed and linear("k", scope, b * m, s.d_context, s.kv_heads * s.d_k, biased),
         linear("v", scope, b * m, s.d_values, s.kv_heads * s.d_v, biased),
         *_position(spec, scope, s),
         _scores(spec, scope, s, pairs),
-        Part("bias", Amounts(elementwise_flops=every, bytes=scope.itemsize * s.heads * n * m))
-        if added
-        else None,
+        added and Part("bias", Amounts(elementwise_flops=every, bytes=scope.itemsize * s.heads * n * m)),
         Part("scale", Amounts(elementwise_flops=every, bytes=_score_table(scope, s, pairs, 2))),
         _softmax(spec, scope, s, pairs),
         _mixing(spec, scope, s, pairs),
-        _extra_key(scope, s) if spec.extra_key else None,
-        linear("output", scope, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none")
-        if spec.output
-        else None,
+        spec.extra_key and _extra_key(scope, s),
+        spec.output and linear("output", scope, b * n, s.heads * s.d_v, s.d_out, spec.biases != "none"),
     )
     if is_hard(spec):
         none = {"backward_flops": 0, "executed_backward_flops": 0}

@@ -33,7 +33,7 @@ def feed_forward(spec: FeedForward, scope: Scope, d: Amount) -> Part:
     rows, d_ff = scope.b * scope.n, scope.size("d_ff", spec.d_ff)
     parts = present(
         linear("w_in", scope, rows, d, d_ff, spec.bias),
-        linear("w_gate", scope, rows, d, d_ff, spec.bias) if spec.gated else None,
+        spec.gated and linear("w_gate", scope, rows, d, d_ff, spec.bias),
         elementwise("activation", scope, rows * d_ff, ACTIVATIONS[spec.activation], 3 if spec.gated else 2),
         linear("w_out", scope, rows, d_ff, d, spec.bias),
     )
@@ -67,10 +67,10 @@ def stack(spec: Stack, scope: Scope, name: str = "model", shares_table: bool = F
         shared = Part("position", table, note="shared by all layers")
     rows = scope.b * scope.n
     parts = present(
-        None if spec.embedding is None else embedding(spec.embedding, scope, shares_table),
+        spec.embedding is not None and embedding(spec.embedding, scope, shares_table),
         shared,
         replace(_layer(spec, inner, position, scope), times=layers),
-        norm("norm", inner.norm, scope, rows, d, inner.norm_bias) if spec.has_final_norm else None,
+        spec.has_final_norm and norm("norm", inner.norm, scope, rows, d, inner.norm_bias),
         head(spec, scope, d),
     )
     return Part(name, parts=parts)
@@ -100,18 +100,16 @@ def embedding(spec: Embedding, scope: Scope, shares_table: bool = False) -> Part
     match position:
         case learned(grid=None, beyond="refuse", entries=most) if n > most:
             raise SpecError(f"n={n} exceeds the table of {position!r}; use n up to {most}")
-    tokens = lookup(scope, rows, vocab, d)
-    types = scope.size("types", spec.types) if spec.types else 0
+    tokens = Part("tokens", lookup(scope, rows, vocab, d))
+    if shares_table:
+        tokens = replace(tokens.with_own(parameters=0), note="shared with the encoder")
+    types = spec.types and scope.size("types", spec.types) * d
     parts = present(
-        Part("tokens", replace(tokens, parameters=0), note="shared with the encoder")
-        if shares_table
-        else Part("tokens", tokens),
-        elementwise("scale", scope, rows * d) if spec.scaled else None,
-        None if position is None else _input_position(position, scope, d),
-        Part("types", Amounts(types * d, elementwise_flops=rows * d, bytes=2 * scope.itemsize * rows * d))
-        if spec.types
-        else None,
-        norm("norm", "layer", scope, rows, d) if spec.norm else None,
+        tokens,
+        spec.scaled and elementwise("scale", scope, rows * d),
+        position is not None and _input_position(position, scope, d),
+        bool(spec.types) and elementwise("types", scope, rows * d).with_own(parameters=types),
+        spec.norm and norm("norm", "layer", scope, rows, d),
     )
     return Part("embedding", parts=parts)
 
@@ -130,7 +128,7 @@ def head(spec: Stack, scope: Scope, d: Amount) -> Part | None:
         case LanguageHead(tied=tied, bias=bias, scaled=scaled):
             logits = linear("logits", scope, rows, d, vocab, bias)
             logits = _tied(logits, vocab if bias else 0) if tied else logits
-            parts = present(elementwise("scale", scope, rows * d) if scaled else None, logits)
+            parts = present(scaled and elementwise("scale", scope, rows * d), logits)
         case MaskedHead() as h:
             parts = present(
                 linear("transform", scope, rows, d, d, True),
@@ -185,11 +183,11 @@ def vision(spec: specs.Vision, scope: Scope) -> Part:
         position = position.with_own(parameters=scope.n * d)
     parts = present(
         patches,
-        Part("class_token", Amounts(d)) if spec.class_token else None,
-        Part("registers", Amounts(spec.registers * d)) if spec.registers else None,
+        spec.class_token and Part("class_token", Amounts(d)),
+        bool(spec.registers) and Part("registers", Amounts(spec.registers * d)),
         position,
         stack(spec.encoder, scope, "encoder"),
-        None if spec.head is None else classifier(spec.head, scope, d),
+        spec.head is not None and classifier(spec.head, scope, d),
     )
     return Part("model", parts=parts)
 
@@ -210,7 +208,7 @@ def recurrent(spec: specs.Recurrent, scope: Scope) -> Part:
         Part("embed_target", lookup(scope, b * scope.n, target, d)),
         cells(spec, scope, scope.keys, "encoder"),
         cells(spec, scope, scope.queries, "decoder"),
-        _luong(spec, scope, d) if attends else None,
+        attends and _luong(spec, scope, d),
         linear("head", scope, b * scope.n, (2 if attends else 1) * d, target, True),
     )
     return Part("model", parts=parts)
@@ -247,7 +245,7 @@ def _luong(spec: specs.Recurrent, scope: Scope, d: Amount) -> Part:
     softmax = Amounts(elementwise_flops=b * n * (5 * m - 2), bytes=2 * scope.itemsize * b * n * m)
     parts = present(
         linear("w_q", scope, b * n, d, d, False),
-        linear("w_k", scope, b * m, d, d, False) if is_additive else None,
+        is_additive and linear("w_k", scope, b * m, d, d, False),
         Part("scores", additive if is_additive else pairs),
         Part("softmax", softmax),
         Part("mixing", pairs),

@@ -53,6 +53,6 @@ def lookup(scope: Scope, rows: Amount, vocab: Amount, d: Amount) -> Amounts:
     return Amounts(vocab * d, bytes=rows * (TOKEN_ID_BYTES + 2 * scope.itemsize * d))
 
 
-def present(*parts: Part | None) -> tuple[Part, ...]:
-    """The parts that are not None."""
-    return tuple(p for p in parts if p is not None)
+def present(*parts: Part | bool | None) -> tuple[Part, ...]:
+    """The parts whose condition holds: `present(condition and part, …)`."""
+    return tuple(p for p in parts if isinstance(p, Part))
