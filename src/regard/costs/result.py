@@ -343,15 +343,15 @@ def _module_of(path: str) -> str:
 
 def _why(part: str, kinds: dict[str, Amounts]) -> str:
     core, projections = (kinds.get(k, Amounts()).executed_flops for k in ("core", "projections"))
-    match part:
-        case "core" if projections:
-            return f"pairs grow as n·m, projections as n + m: here {core / projections:.1f} times the projections"
-        case "core":
-            return "more than everything else"
-        case "projections" if core:
-            return f"few pairs for this width: {projections / core:.1f} times the attention core"
-        case "feed-forward":
-            return "its matrices are the widest"
-        case "head":
-            return "the vocabulary is larger than all layers together"
-    return "there is no attention in it"
+    reasons = {
+        "core": "more than everything else",
+        "feed-forward": "its matrices are the widest",
+        "head": "the vocabulary is larger than all layers together",
+    }
+    if core and projections:
+        ratio = f"here {core / projections:.1f} times the projections"
+        reasons["core"] = f"pairs grow as n·m, projections as n + m: {ratio}"
+        reasons["projections"] = (
+            f"few pairs for this width: {projections / core:.1f} times the attention core"
+        )
+    return reasons.get(part, "there is no attention in it")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ...engine.backends import choose
 from ...engine.call import CallFacts
-from ...pattern import Pattern, causal, full
+from ...pattern import causal, full
 from ...position import Position, alibi, quadratic, relative_table, rope, shaw, t5_buckets
 from ...spec import Attention, Sizes
 from ..sizes import Scope
@@ -27,11 +27,8 @@ class AttentionPairs(NamedTuple):
     rows: Amount  # queries with at least one allowed key
     backend: str
     variant: str
+    fused: bool
     shown: Pairs
-
-    @property
-    def fused(self) -> bool:
-        return self.backend in FUSED
 
 
 def attention(
@@ -68,10 +65,35 @@ def attention(
 
 
 def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) -> AttentionPairs:
-    n, m = scope.queries, scope.keys
-    pattern = full() if scope.request.dense else spec.pattern
-    facts = call_facts(spec, scope, shared, cross, pattern)
-    choice = choose(facts, scope.request.backend)
+    """The pairs of the call that the engine would receive. `shared`: a position encoding of the stack."""
+    request, sizes, position, bias = scope.request, spec.sizes, shared or spec.position, "none"
+    n, m, pattern = scope.queries, scope.keys, full() if request.dense else spec.pattern
+    if spec.score == "additive":
+        bias = "tensor"
+    elif position is not None and position.acts == "score":
+        on_a_line = not isinstance(position, shaw) and getattr(position, "grid", None) is None
+        bias = "distance" if on_a_line else "tensor"
+    facts = CallFacts(
+        pattern,
+        n,
+        m,
+        1 if spec.score == "position" else sizes.d_k,
+        sizes.d_v,
+        request.batch,
+        sizes.heads,
+        sizes.kv_heads,
+        request.compute_dtype,
+        request.device,
+        at=0 if cross and n > m else None,
+        bias=bias,
+        bias_grad=bool(request.train) and bias != "none",
+        scale=spec.factor if is_hard(spec) else None,
+        softcap=None if spec.softcap is None else float(spec.softcap),
+        dropout_p=spec.dropout if request.train else 0.0,
+        return_lse=spec.sink_logits,
+        grad=bool(request.train),
+    )
+    choice = choose(facts, request.backend)
     needed, computed, rows = pattern.count(n, m, facts.offset), choice.computed, n
     if not isinstance(pattern, full | causal):
         rows = int((pattern.row_counts(n, m, facts.offset) > 0).sum())
@@ -82,39 +104,8 @@ def _pairs(spec: Attention, scope: Scope, shared: Position | None, cross: bool) 
         scope.n if rows == n else scope.size("rows", rows),
         choice.backend,
         choice.variant,
+        choice.backend in FUSED,
         Pairs("", repr(pattern), needed, computed, n * m, choice.backend, choice.reason),
-    )
-
-
-def call_facts(
-    spec: Attention, scope: Scope, shared: Position | None, cross: bool, pattern: Pattern
-) -> CallFacts:
-    """The call that the engine would receive. `shared`: a position encoding that belongs to the stack."""
-    request, sizes, position, bias = scope.request, spec.sizes, shared or spec.position, "none"
-    if spec.score == "additive":
-        bias = "tensor"
-    elif position is not None and position.acts == "score":
-        on_a_line = not isinstance(position, shaw) and getattr(position, "grid", None) is None
-        bias = "distance" if on_a_line else "tensor"
-    return CallFacts(
-        pattern,
-        scope.queries,
-        scope.keys,
-        1 if spec.score == "position" else sizes.d_k,
-        sizes.d_v,
-        request.batch,
-        sizes.heads,
-        sizes.kv_heads,
-        request.compute_dtype,
-        request.device,
-        at=0 if cross and scope.queries > scope.keys else None,
-        bias=bias,
-        bias_grad=bool(request.train) and bias != "none",
-        scale=spec.factor if is_hard(spec) else None,
-        softcap=None if spec.softcap is None else float(spec.softcap),
-        dropout_p=spec.dropout if request.train else 0.0,
-        return_lse=spec.sink_logits,
-        grad=bool(request.train),
     )
 
 
