@@ -78,10 +78,10 @@ def family(folder: str) -> dict[str, Any]:
         row["parameters"] = sum(p.numel() for p in model.parameters())
         routed = type(model)._can_set_experts_implementation()
         real = copy.deepcopy(model).requires_grad_(False)  # a model may keep what it computed
-        if routed:  # each expert by its own products, which PyTorch's counter knows
+        if routed:  # each expert by its own products, which PyTorch's counter counts
             real.set_experts_implementation("eager")
             model.set_experts_implementation("grouped_mm")
-        # An LSTM by its products: the counter does not know oneDNN's layer.
+        # An LSTM by its products: the counter has no formula for oneDNN's layer.
         plain, counter = torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), plain, counter:
             real(**copy.deepcopy(inputs))

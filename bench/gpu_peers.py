@@ -68,7 +68,7 @@ LONG = 5.0  # milliseconds from which on the launches hide what the CPU does: no
 PACKAGES = "torch triton flash-attn-4 nvidia-cutlass-dsl nvidia-cudnn-frontend"
 
 
-# The contestants of a row: each gives attend(q, k, v) and says which layout its tensors have.
+# The implementations that a row compares: each returns attend(q, k, v) and the layout of its tensors.
 
 
 def ours(row, **options):

@@ -111,7 +111,10 @@ def theirs(nanogpt: Path, updates: int, folder: Path) -> dict:
 
 
 def prepare(nanogpt: Path) -> None:
-    """Their own preparation, of the text that comes along with regard; it asks for `requests` to fetch it."""
+    """Run nanoGPT's own preparation on the text that is shipped with regard.
+
+    It imports `requests` for a download that is not needed here; an empty module takes its place.
+    """
     home = nanogpt / "data" / "shakespeare_char"
     whole = text.content(corpora.folder("shakespeare") / "tiny.txt.gz")
     if not (home / "train.bin").is_file():

@@ -50,8 +50,8 @@ def _autocast_on_any_device() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-# () → bool: whether a transform of torch.func is active. Where nothing can tell, a call is taken to be observed: it
-# then runs by operations that every transform knows.
+# () → bool: whether a transform of torch.func is active. If that is unknown, a call counts as observed: it then runs
+# by operations that every transform supports.
 transforms_active: Callable[[], bool] = _first(
     lambda: torch._C._are_functorch_transforms_active, _transform_level, lambda: _always
 )

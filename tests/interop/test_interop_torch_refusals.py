@@ -56,7 +56,7 @@ class MineToo(nn.TransformerEncoderLayer):
 )
 def test_an_unknown_activation_is_refused(activation, called):
     assert refusal(layer(activation=activation)) == (
-        f"activation {called} is not one that ours knows; known: {ALL}"
+        f"activation {called} is not supported by regard; supported: {ALL}"
     )
 
 

@@ -221,8 +221,8 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-# torch.func (grad, vjp, vmap) has no rules for custom operations: there each of the two is an autograd function with
-# a context of its own, as torch.func asks for, and a loop as its rule for vmap.
+# torch.func (grad, vjp, vmap) has no rules for custom operators: there each of the two is an autograd function with
+# `setup_context`, which torch.func requires, and a loop as its rule for vmap.
 
 
 @dataclass(frozen=True, eq=False)

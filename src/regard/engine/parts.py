@@ -54,7 +54,7 @@ def relations(pattern: Pattern, by_keys: bool) -> dict[Pattern, Relation]:
 
 
 def residue_period(relation: Relation) -> int:
-    """Rows this far apart agree in every residue that the relation asks of x."""
+    """The distance at which rows agree in every residue of x that the relation depends on."""
     return lcm(relation.query_class[0], relation.divisor)
 
 

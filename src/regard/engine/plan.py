@@ -321,7 +321,7 @@ def _without_row_classes(pattern: Pattern, by_keys: bool) -> Pattern:
 
 
 def _is_row_class(relation: Relation) -> bool:
-    """Whether it asks for a residue of the tile's rows and nothing else."""
+    """Whether the relation is a condition on a residue of the tile's rows and nothing else."""
     k, _ = relation.query_class
     return k > 1 and relation == Relation(query_class=relation.query_class)
 

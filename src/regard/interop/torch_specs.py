@@ -135,7 +135,7 @@ def _read_activation(given: Any) -> str:
         if given is known:
             return name
     called = getattr(given, "__name__", repr(given))
-    raise SpecError(f"activation {called} is not one that ours knows; known: {', '.join(ACTIVATIONS)}")
+    raise SpecError(f"activation {called} is not supported by regard; supported: {', '.join(ACTIVATIONS)}")
 
 
 def _parameters(activation: nn.Module) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def _write_layer(declared: spec.Block, batch_first: bool, field: str = "") -> nn
     )
     for number, eps in enumerate(declared.epsilons, 1):
         getattr(layer, f"norm{number}").eps = eps
-    layer.dropout.p = network.dropout  # PyTorch asks for one rate and holds one for each part
+    layer.dropout.p = network.dropout  # PyTorch has one argument for it and one attribute for each part
     layer.self_attn = _write_attention(declared.attention, batch_first, f"{field}attention.")
     if declared.cross is not None:
         layer.multihead_attn = _write_attention(declared.cross, batch_first, f"{field}cross.")

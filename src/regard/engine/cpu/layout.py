@@ -118,7 +118,7 @@ class TileGroup:
 
     @property
     def triangle(self) -> bool:
-        """Whether row r has keys 0 … r: the fused op knows that mask, and skips the pairs that it hides."""
+        """Whether row r has keys 0 … r: the fused operator has an option for that mask and skips hidden pairs."""
         first = self.start + self.step * self.row
         steps = self.step * self.row_step == self.key_step
         return isinstance(self.masked_by, causal) and steps and first == self.key and self.rows == self.keys

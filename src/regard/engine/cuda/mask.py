@@ -288,11 +288,11 @@ def _marked(marks: Ints, mark: int, some: Some, word: Pattern | None, i: Run, j:
     """Mark some blocks; also those with keys exempt from the bound, if they have the same columns in all blocks."""
     if word is None:
         return np.where(some, mark, marks), NO_KEY_FREE
-    asks = word.relation if isinstance(word, Word) else Relation()
-    k, residue = asks.key_class
-    if k == 1 or asks != Relation(key_class=asks.key_class):
+    relation = word.relation if isinstance(word, Word) else Relation()
+    k, residue = relation.key_class
+    if k == 1 or relation != Relation(key_class=relation.key_class):
         return np.where(some & classify(word, i, j).none, mark, marks), NO_KEY_FREE
-    at = (residue - j.first) % k  # the first place of a free key
+    at = (residue - j.first) % k  # the first column with a free key
     free = some & (at < j.count)
     marks = np.where(some & ~free, mark, marks)
     places = np.unique(at[free])

@@ -52,7 +52,7 @@ def mask_and_bias(
 
 
 def _in_graph(given: TracedMask, batch: int, n: int, m: int, positions: Any) -> Mask:
-    """The mask of a compiled graph, in which packed documents are told apart by tensors alone."""
+    """The mask in a compiled graph, where packed documents have to be found with tensor operations alone."""
     table, counted = given.table, given.counted
     if n == m and n > 1 and isinstance(positions, Tensor) and positions.dim() == 2:
         starts = (positions[:, 1:] <= positions[:, :-1]).long()

@@ -34,7 +34,7 @@ ROWS_OF_SCORES = 1 << 24  # scores of a dense computation held at a time
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """All that one layer asks for: softmax over what the mask and the user's pattern allow."""
+    """The arguments of one attention layer: softmax over the keys that the mask and the user's pattern allow."""
 
     q: Tensor
     k: Tensor

@@ -13,7 +13,7 @@ from .lifetimes import Held
 
 
 class StoredKeys(int):
-    """A key offset of 0 that also says which keys there are: what a mask needs to know of a bounded cache."""
+    """A key offset of 0 with the positions of the stored keys, which the mask of a bounded cache needs."""
 
     held: Held
 
@@ -163,7 +163,7 @@ def added_to_scores(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unchanged(func: Any, x: LazyMask, rest: tuple, kwargs: dict) -> bool:
-    """Whether the result is the mask itself: moves that go nowhere and slices that leave nothing out."""
+    """Whether the result is the mask itself: copies to its own device and dtype, and slices of all its elements."""
     if func in (Tensor.detach, Tensor.contiguous, Tensor.clone) and not rest and not kwargs:
         return True
     if func is Tensor.to:

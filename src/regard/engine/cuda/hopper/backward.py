@@ -249,7 +249,7 @@ def hopper_dq(
 def _add_parts(
     DK, DV, PART, JOINS, joins, heads, m, keep: gl.constexpr, R: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr
 ):  # fmt: skip
-    """dk and dv of tiles of R of the m keys of each head: of dk and of dv, as many parts of each tile as JOINS says.
+    """dk and dv of tiles of R of the m keys of each head: the sums of their parts, whose number per tile is in JOINS.
 
     Not inlined: values that depend on the thread index would occupy registers during the whole kernel.
     """

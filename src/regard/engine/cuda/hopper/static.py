@@ -106,12 +106,12 @@ def keep(pattern: Pattern | None) -> Any:
 # Pairs that are hidden because a straight line cuts their block (see mask.lines).
 
 LINES, UPPER, LOWER, FREES = (gl.constexpr(x) for x in (112, 32, 64, 128))
-HIDDEN = gl.constexpr(-1e38)  # added to a score: no weight is left of it
+HIDDEN = gl.constexpr(-1e38)  # added to a score, so that its weight is 0
 
 
 @gluon.jit
 def _sign(x, c):
-    """x + c, but 0 below 0 and 1 above 1; of whole numbers, x of a thread's own, c such as the compiler knows."""
+    """x + c clamped to [0, 1], for whole numbers: x differs by thread, c is a constant for the compiler."""
     return gl.inline_asm_elementwise("add.sat.f32 $0, $1, $2;", "=f,f,f", [x, c], gl.float32, True, 1)
 
 
@@ -383,7 +383,7 @@ def weights_ptx(kind: str) -> tuple[str, str]:
 
 
 def _moved(r: int, scores: list[int], scale: int) -> list[str]:
-    """The base of row r moves to the largest of its scores, which four threads hold, if one of them asks for it."""
+    """Set the base of row r to its largest score, over the four threads that hold it, if one of them needs it."""
     lines = [f"max.f32 w0, ${scores[0]}, ${scores[1]};"]
     lines += [f"max.f32 w0, w0, ${x};" for x in scores[2:]]
     for lane in (1, 2):
