@@ -152,7 +152,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
-def test_a_mistake_gets_a_sentence(words, bad_files):
+def test_a_mistake_gets_a_one_sentence_message(words, bad_files):
     assert refused(*words) == MISTAKES[words]
 
 
@@ -218,7 +218,7 @@ def test_slow_work_is_announced_on_stderr(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_completion_knows_presets_recipes_laws_and_files(tmp_path, monkeypatch):
+def test_completion_lists_presets_recipes_laws_and_files(tmp_path, monkeypatch):
     from regard.laws.catalogue import LAWS
     from regard.training.lessons import LESSONS
     from regard.training.recipes import RECIPES
@@ -301,7 +301,7 @@ def test_ctrl_c_at_any_time_exits_with_130(words, seconds, tmp_path):
 
 
 @pytest.mark.long
-def test_an_interrupted_run_exits_with_130_and_says_from_where_it_resumes(tmp_path):
+def test_an_interrupted_run_exits_with_130_and_prints_how_to_resume(tmp_path):
     done = interrupted(TRAIN, 20, tmp_path)
     assert done.returncode == 130 and "run the same command again to resume" in done.stderr, done.stderr
     step = int(done.stderr.split("interrupted after update ")[1].split(";")[0].replace(",", ""))
@@ -309,7 +309,7 @@ def test_an_interrupted_run_exits_with_130_and_says_from_where_it_resumes(tmp_pa
     assert f"resuming after update {step:,}, from its checkpoint" in done.stderr
 
 
-def test_the_console_script_makes_a_sentence_of_a_file_that_cannot_be_used(tmp_path):
+def test_the_console_script_prints_a_sentence_about_an_unusable_file(tmp_path):
     (tmp_path / "x.json").mkdir()
     code = "import regard.cli.main as m, sys; m.app = lambda: open(sys.argv[1]); m.run()"
     done = subprocess.run(
@@ -318,14 +318,14 @@ def test_the_console_script_makes_a_sentence_of_a_file_that_cannot_be_used(tmp_p
     assert done.returncode == 2 and done.stderr == f"error: {tmp_path / 'x.json'}: Is a directory\n"
 
 
-def test_without_typer_the_command_says_what_to_install():
+def test_without_typer_the_command_prints_what_to_install():
     code = "import sys; sys.modules['typer'] = None; from regard.cli.entry import run; run()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.endswith("needs an extra: pip install 'regard[cli]'\n")
     assert "Traceback" not in done.stderr
 
 
-def test_without_tokenizers_the_translator_says_what_to_install(monkeypatch):
+def test_without_tokenizers_the_translator_prints_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(
         rg.RegardError, match=r"^tokenizers need the library `tokenizers`: pip install 'regard\[train\]'$"

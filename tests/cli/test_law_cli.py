@@ -60,7 +60,7 @@ def test_json_is_data(folder):
     assert data["laws"][0]["number"] == "P01" and data["laws"][0]["status"] == "broken"
 
 
-def test_where_no_law_could_run_it_ends_with_2(folder):
+def test_if_no_law_could_run_the_exit_code_is_2(folder):
     done = run("my_attentions:raising", "--law", "L41")
     assert done.exit_code == 2
 

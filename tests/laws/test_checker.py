@@ -110,7 +110,7 @@ class Clock:
         return call
 
 
-def test_large_calls_of_a_slow_target_are_left_out_and_said(monkeypatch):
+def test_large_calls_of_a_slow_target_are_skipped_with_a_note(monkeypatch):
     clock = Clock(monkeypatch)
     slow = clock.target(1e-5)  # 0.9 s for 300 positions, 12 s for 1,100
     outcome = check(Function("slow", slow, claims={"float64"}), ["L65"])["L65"]
@@ -132,7 +132,7 @@ def test_a_window_is_not_searched_for_in_calls_that_take_long(monkeypatch):
     assert clock.now < 2
 
 
-def test_time_in_which_others_had_the_core_does_not_count(monkeypatch):
+def test_time_in_which_other_processes_run_does_not_count(monkeypatch):
     began = time.monotonic()
     # as if half of the time another process had run
     monkeypatch.setattr(search._waiting, "now", lambda: (time.monotonic() - began) / 2)
@@ -143,7 +143,7 @@ def test_time_in_which_others_had_the_core_does_not_count(monkeypatch):
         time.sleep(5)
 
 
-def test_a_target_of_another_device_is_not_applicable_here():
+def test_a_target_of_a_missing_device_is_not_applicable():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     verdict = check(Function("on a GPU", plain, device="cuda"), SOME, FEW)
@@ -186,7 +186,7 @@ def test_numbers_that_differ_are_shown_with_enough_digits():
     assert compare("x", expected, expected).message == "x: got 1, expected 1 at index [0]"
 
 
-def test_a_target_that_returns_its_values_is_reported_and_no_law_fails_itself():
+def test_a_target_that_returns_its_values_is_reported_and_no_law_raises():
     target = Function("returns v", lambda q, k, v: v, claims={"float64", "float32"}, lacks={"n≠m"})
     verdict = check(target, budget=FEW)
     assert verdict["L08"].status == "broken" and "unmasked key is not above 0" in verdict["L08"].message

@@ -98,7 +98,7 @@ def test_masks_of_other_types_and_polarities_are_found(kind):
 
 
 @pytest.mark.long
-def test_a_docstring_says_what_true_means():
+def test_a_docstring_defines_what_true_means():
     def attention(q, k, v, mask=None):
         """True in the mask means that the pair is masked out."""
         return textbook(q, k, v, None if mask is None else ~mask)
@@ -130,7 +130,7 @@ def test_the_layout_is_found(layout):
     assert verdict.target.notes == (f"layout ({', '.join(layout.split())}), found by probing",)
 
 
-def test_a_layer_norm_is_checked_as_one():
+def test_a_layer_norm_is_checked_by_the_laws_of_layer_norm():
     class Norm(nn.Module):
         def __init__(self, unbiased):
             super().__init__()
@@ -146,7 +146,7 @@ def test_a_layer_norm_is_checked_as_one():
     assert check(Norm(unbiased=True), ["L37", "L38"], FEW).exit_code == 1
 
 
-def test_a_schedule_is_checked_as_one():
+def test_a_schedule_is_checked_by_the_laws_of_schedules():
     def schedule(step):
         return rg.schedule.warmup_cosine(0.001, 40, 200)(step)
 
@@ -160,7 +160,7 @@ def test_a_schedule_is_checked_as_one():
     assert check(given, ["L41"], FEW).exit_code == 1
 
 
-def test_a_decoder_block_with_a_memory_gets_one():
+def test_a_decoder_block_with_a_memory_argument_is_given_a_memory():
     class Block(nn.Module):
         """Causal self-attention, then attention to the memory."""
 
@@ -261,7 +261,7 @@ def test_float32_inside_gets_the_tolerance_of_float32():
     assert verdict.probed.errors["float64"] == "computes in float32 for float64 inputs"
 
 
-def test_a_pair_of_options_that_is_refused_is_reported_and_not_taken_for_right():
+def test_a_pair_of_options_that_is_refused_is_reported_and_does_not_count_as_correct():
     def attention(q, k, v, mask=None, scale=None, causal=False):
         if mask is not None and scale is not None:
             raise NotImplementedError("a mask with a scale is not supported")
@@ -294,7 +294,7 @@ def test_a_factory_is_called_first():
     assert adapt(build).d_model == 16
 
 
-def test_an_unclear_target_gets_an_error_that_asks():
+def test_an_unclear_target_gets_an_error_that_names_the_options():
     with pytest.raises(
         SpecError, match=r"expected attention\(q, k, v\).*specify which: --as layer-norm, rotary"
     ):
@@ -399,7 +399,7 @@ def test_an_inverted_bool_mask_is_found_although_an_added_one_works(inverted):
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_window_that_is_described_in_words_is_not_taken_from_what_it_does(more):
+def test_a_window_that_the_docstring_describes_is_not_inferred_from_outputs(more):
     def attention(q, k, v, window):
         """Causal; a query sees itself and the window - 1 keys before it."""
         i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])
@@ -418,7 +418,7 @@ def running_sums(q, k, v):
     return o / total
 
 
-def test_sums_in_sixteen_bits_are_a_broken_law_only_of_those_that_promise_others():
+def test_sums_in_sixteen_bits_break_a_law_only_if_the_target_promises_float32_sums():
     from regard.laws.diagnosis.formula import Formula
     from regard.laws.diagnosis.samples import expected, rounds_like_running_sums, samples
     from regard.laws.harness import Harness
@@ -489,7 +489,7 @@ class RaisesAtFive(nn.Module):
         return self.out(((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
-def test_what_a_call_raises_while_masks_are_read_is_noted():
+def test_an_exception_while_masks_are_read_is_a_note():
     assert (
         "masks are not checked: a call without a mask raised KeyError: 'five'" in adapt(RaisesAtFive()).notes
     )

@@ -65,7 +65,7 @@ def test_an_unknown_law_is_refused_when_the_test_is_made():
         laws(leaky, only="causalty")
 
 
-def test_in_a_folder_of_its_own(pytester):
+def test_laws_run_as_tests_in_a_separate_folder(pytester):
     pytester.makepyfile(
         mine="""
         import torch.nn.functional as F

@@ -97,7 +97,7 @@ def test_a_sink_keeps_its_part_when_a_key_is_removed():
     assert effect == pytest.approx(moved(hidden, WithSink()(x)), rel=1e-5)
 
 
-def test_a_large_weight_is_no_proof_of_influence():
+def test_a_large_weight_does_not_prove_influence():
     """Every query looks at key 0 alone, whose value is 0: removing any other key changes nothing."""
     q = torch.ones(1, 1, 5, 4)
     k, v = torch.zeros(2, 1, 1, 5, 4)

@@ -52,7 +52,7 @@ class SplitAttention(nn.Module):
         return weights[..., :-1] @ x + weights[..., -1:] * x
 
 
-def test_columns_that_are_used_elsewhere_are_no_sinks():
+def test_columns_that_are_used_elsewhere_are_not_sinks():
     view = rg.look(SplitAttention().eval(), torch.randn(1, 6, 8))
     assert "1 of its softmaxes was not read; its maps show part" in view.missed[0]
 

@@ -27,7 +27,7 @@ def test_attention_works_without_a_private_api(names):
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_tensor_does_not_show_is_unknown():
+def test_version_and_base_of_a_tensor_may_be_unknown():
     class Bare:
         def is_inference(self):
             return False

@@ -7,7 +7,7 @@ from regard import compat
 
 
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush them")
-def test_denormals_are_afterwards_as_they_were_before():
+def test_the_denormal_mode_is_restored():
     with compat.denormals_preserved():
         torch.set_flush_denormal(True)
         assert compat.denormals_flushed()

@@ -87,7 +87,7 @@ def wrong_imports(source: str, file: Path, root: Path = SRC) -> list[str]:
     ]
 
 
-def test_imports_go_one_way():
+def test_imports_follow_the_order_of_packages():
     unknown = {name_of(f) for f in FILES} - FRONT - set(RANK)
     assert not unknown, f"not in the order of imports: {sorted(unknown)}"
     wrong = [w for f in FILES for w in wrong_imports(f.read_text(encoding="utf-8"), f)]

@@ -193,18 +193,18 @@ def assert_compiled(result, name, every_pair=False, segments=1):
 
 
 @pytest.mark.parametrize("at", range(len(CASES)), ids=["-".join(map(repr, case)) for case in CASES])
-def test_it_compiles_and_as_many_programs_fit_as_the_work_is_split_for(results, at):
+def test_hopper_kernels_compile_and_as_many_programs_fit_as_the_work_is_split_for(results, at):
     assert_compiled(results[at], CASES[at][0], every_pair=at == 1)
 
 
 @pytest.mark.long
-def test_so_it_does_for_wide_heads_and_blocks_of_two_progressions(other_results):
+def test_hopper_kernels_compile_for_wide_heads_and_blocks_of_two_progressions(other_results):
     assert_compiled(other_results[0], "hopper_forward", segments=2)
     assert_compiled(other_results[1], "hopper_dkv")
 
 
 @pytest.mark.long
-def test_so_it_does_for_grids_in_lines_and_in_boxes(other_results):
+def test_hopper_kernels_compile_for_grids_in_lines_and_in_boxes(other_results):
     assert_compiled(other_results[2], "hopper_forward", every_pair=True)
     for at, name in ((3, "hopper_dkv"), (6, "hopper_forward"), (7, "hopper_dq")):
         assert_compiled(other_results[at], name, segments=2)

@@ -34,7 +34,7 @@ def other_results():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [case.name for case in OTHERS])
-def test_so_are_those_of_the_other_cases(other_results, name):
+def test_o_lse_and_gradients_of_the_other_cases_are_as_exact(other_results, name):
     assert not complaints(other_results[name])
 
 

@@ -41,7 +41,7 @@ def patterns(draw):
 
 
 @given(patterns(), st.integers(-3, 40), st.integers(1, 40))
-def test_every_allowed_key_is_in_a_progression_of_keys_that_are_there(pattern, p, m):
+def test_every_allowed_key_is_in_a_progression_of_existing_keys(pattern, p, m):
     if run_formulas(pattern) is None:
         return
     inside = {j for run in progressions(pattern, p, m) for j in run}

@@ -158,7 +158,7 @@ def drawn(steps=5, slope=0.0):
 
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
 @pytest.mark.parametrize("slope", [0.0, 20.0, -20.0, 300.0])
-def test_tile_by_tile_it_is_the_softmax_for_rising_and_falling_scores(slope, kind):
+def test_tile_by_tile_weights_are_the_softmax_for_rising_and_falling_scores(slope, kind):
     blocks, values = drawn(slope=slope)
     blocks[1, 3, 5] = 40.0  # one score of one row
     o, lse, _ = attend(blocks, values, kind)
@@ -176,7 +176,7 @@ def test_the_maximum_is_updated_at_the_start_of_a_tile_and_where_scores_rise_far
     assert attend(blocks, values)[2] == [1, 0, 0, 1, 0]
 
 
-def test_what_a_row_gives_depends_on_no_other_row_of_its_warp():
+def test_the_result_of_a_row_depends_on_no_other_row_of_its_warp():
     blocks, values = drawn()
     o, lse, _ = attend(blocks, values)
     blocks[2, 4, 8], blocks[3, 5], blocks[1:, 6] = 90.0, np.nan, np.inf
@@ -186,7 +186,7 @@ def test_what_a_row_gives_depends_on_no_other_row_of_its_warp():
     assert (other[rest] == o[rest]).all() and (by[rest] == lse[rest]).all() and (other[4] != o[4]).any()
 
 
-def test_rows_that_see_nothing_at_first_or_at_all_give_what_they_see():
+def test_rows_without_keys_in_the_first_block_or_in_any_are_correct():
     blocks, values = drawn()
     blocks[:2, 2], blocks[:, 11] = -np.inf, -np.inf
     o, lse, _ = attend(blocks, values)
@@ -197,7 +197,7 @@ def test_rows_that_see_nothing_at_first_or_at_all_give_what_they_see():
 
 
 @pytest.mark.parametrize("d", [64, 128])
-def test_a_warp_fades_only_what_fades(d):
+def test_a_warp_rescales_only_rows_whose_base_changed(d):
     rng = np.random.default_rng(d)
     acc = rng.standard_normal((16, d)).astype(np.float32)
     text, kinds = rescale_ptx(d // 2)

@@ -398,7 +398,7 @@ def test_chained_passes_visit_every_pair_once_and_no_tile_waits_for_ever(pattern
 
 @pytest.mark.parametrize("by_keys", [False, True])
 @pytest.mark.parametrize(("pattern", "n"), CHAINED, ids=repr)
-def test_a_chained_tile_waits_for_all_tiles_of_earlier_passes_of_its_stretch(pattern, n, by_keys):
+def test_a_chained_tile_waits_for_all_tiles_of_earlier_passes_of_its_section(pattern, n, by_keys):
     step, _, counters = chained(pattern, n, by_keys)
     first = step.work.blocks.numpy()[np.append(0, step.work.ends[:-1])]
     waits = 0
@@ -411,7 +411,7 @@ def test_a_chained_tile_waits_for_all_tiles_of_earlier_passes_of_its_stretch(pat
     assert waits >= counters - 2  # the last stretch of a head may be a short one
 
 
-def test_passes_are_chained_only_where_words_can_say_what_is_allowed():
+def test_passes_are_chained_only_if_block_words_can_define_the_allowed_pairs():
     from regard.engine.cuda.call import Layout, contiguous
 
     assert chained(LONGNET, 2048, False) is not None
@@ -542,7 +542,7 @@ def test_a_grid_runs_in_boxes_where_they_have_fewer_blocks_than_lines(pattern, b
     assert (step.work.lists is not None) == boxes
 
 
-def test_the_pairs_of_boxes_are_those_that_are_explained(monkeypatch):
+def test_explain_counts_the_pairs_of_boxes(monkeypatch):
     from regard.engine.backends import TABLE
     from regard.engine.call import CallFacts
     from regard.engine.cuda import backend

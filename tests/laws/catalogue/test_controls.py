@@ -32,7 +32,7 @@ def test_the_smallest_counterexample_of_every_control_breaks_the_law(law):
     assert "is broken" in replay(law.number, target, **outcome.counterexample)
 
 
-def test_every_law_of_the_ledger_is_there():
+def test_every_law_of_the_ledger_exists():
     numbers = [law.number for law in LAWS]
     assert numbers == sorted(numbers) and len(numbers) == len(set(numbers))
     assert {f"L{i:02}" for i in range(1, 64)} | {f"P{i:02}" for i in range(1, 11)} <= set(numbers)

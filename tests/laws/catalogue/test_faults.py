@@ -33,7 +33,7 @@ def test_the_laws_that_catch_faults_hold_for_correct_sources(source):
 
 @pytest.mark.long
 @pytest.mark.parametrize("source", CORRECT)
-def test_no_law_is_broken_by_what_is_correct(source):
+def test_correct_variants_break_no_law(source):
     target = correct(source)
     outcomes = [try_law(one, target, Budget(cases=100)) for one in LAWS]
     assert [(o.law.number, o.message) for o in outcomes if o.failed] == []

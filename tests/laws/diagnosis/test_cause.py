@@ -45,7 +45,7 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize("fault", ["", "cast to bool"])
-def test_a_mask_that_is_said_to_be_added_may_have_any_value(fault):
+def test_a_mask_that_the_docstring_adds_may_have_any_value(fault):
     def attend(q, k, v, mask=None):
         """mask: bool, True = may attend; a float mask is added to the scores."""
         s = q @ k.mT / math.sqrt(q.shape[-1])
@@ -186,7 +186,7 @@ def test_a_fault_at_some_sizes_dtypes_or_options_is_found_with_its_condition(lim
     assert where in verdict.cause.where, verdict.cause
 
 
-def test_a_remembered_answer_and_a_modified_input_are_causes():
+def test_a_cached_answer_and_a_modified_input_are_causes():
     answers = {}
 
     def remembers(q, k, v):

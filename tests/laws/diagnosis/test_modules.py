@@ -185,7 +185,7 @@ def test_a_fault_of_a_module_is_named(module, family, words):
     assert found is not None and (found.family, words in found.name) == (family, True), found
 
 
-def test_where_the_time_is_over_the_evidence_says_how_many_variants_were_compared(monkeypatch):
+def test_if_time_runs_out_the_evidence_states_how_many_variants_were_compared(monkeypatch):
     monkeypatch.setattr(modules, "MATCH_SECONDS", 0.0)
     found = cause(AddedMask("cast to bool"))
     assert found.name == "outputs are wrong" and found.where == "with bias"
@@ -193,7 +193,7 @@ def test_where_the_time_is_over_the_evidence_says_how_many_variants_were_compare
 
 
 @pytest.mark.long
-def test_a_small_error_that_is_no_rounding_is_not_called_rounding():
+def test_a_small_error_that_is_not_rounding_is_not_reported_as_rounding():
     assert cause(Attention("nearly right")) is None  # it may be a term of its own, which is not known
 
 
@@ -205,6 +205,6 @@ def test_positions_of_a_class_that_is_inherited_from_are_found():
     assert "positions" in adapt(Inherits()).claims
 
 
-def test_a_module_of_one_length_is_called_with_it():
+def test_a_module_for_one_length_is_only_called_with_that_length():
     target = adapt(Window())
     assert target.length == 4 and "only sequences of 4 positions" in target.notes[0]

@@ -59,10 +59,10 @@ def named(kind, **broken):
         ("module", {"L31": "got 1, expected 2", "L19": "got 1, expected 2"}, "head split order"),
     ],
 )
-def test_the_law_that_says_most_is_the_cause(kind, broken, family):
+def test_the_most_informative_law_is_the_cause(kind, broken, family):
     found = named(kind, **broken)
     assert found is not None and found.family == family, found
 
 
-def test_no_broken_law_is_no_cause():
+def test_without_a_broken_law_there_is_no_cause():
     assert named("function") is None
