@@ -50,6 +50,23 @@ def test_results_and_gradients_are_those_of_the_mask(name):
     assert_close(again, wanted)
 
 
+def test_tiles_have_about_the_keys_that_they_need():
+    """Near the border of a grid they are fewer; one block that needs all keys does not give them to the others."""
+    found = rg.explain(rg.neighborhood((16, 16, 16), 5), 4096)
+    assert found.computed == 64 * (8 * 512 + 24 * 384 + 24 * 320 + 8 * 256)
+    assert "64 × 64 queries, each time over the 256 to 512 keys gathered for them" in found.reason
+    lists = torch.full((15, 15), -1)
+    lists[0], lists[1:, 0] = torch.arange(15), torch.arange(14)
+    q, k, v = qkv(N, heads=2, kv_heads=2)
+    pattern = rg.selected(lists, 64)
+    found = rg.explain(q, k, v, pattern)
+    assert (found.variant, found.computed) == ("gathered keys", 64 * (960 + 14 * 128))
+    o, right = (rg.attention(q, k, v, x) for x in (pattern, pattern.allowed(N)))
+    assert_close(o, right)
+    grads = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (o, right))
+    assert_close(*grads)
+
+
 def test_another_list_is_another_result():
     """Patterns with data are not equal because their shapes are."""
     q, k, v = qkv(N, grad=False)

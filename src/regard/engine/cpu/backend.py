@@ -136,10 +136,11 @@ def _gathered(f: CallFacts) -> Variant | None:
         return None
     shape, nanoseconds = best
 
-    def tiles() -> gathered_layout.Gathering:
-        return gathered_layout.gathered(f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu")), shape)
+    def tiles() -> tuple[gathered_layout.Gathering, ...]:
+        allowed = f.pattern.allowed(f.n, f.m, f.offset, torch.device("cpu"))
+        return (gathered_layout.gathered(allowed, shape),)
 
-    return _by_gathering(f, GATHERED, shape, nanoseconds * 1e-9, tiles)
+    return _by_gathering(f, GATHERED, [shape], nanoseconds * 1e-9, tiles)
 
 
 def _listed(f: CallFacts) -> Variant | None:
@@ -158,29 +159,36 @@ def _listed(f: CallFacts) -> Variant | None:
         return None
     f.pattern.check_data(f.m)
     tiles = gathered_layout.gathered_by_rows(*f.place)
-    if tiles is None or 2 * tiles.shape.pairs > f.n * f.m:
+    shapes = [one.shape for one in tiles or ()]
+    pairs = sum(shape.pairs for shape in shapes)
+    if tiles is None or 2 * pairs > f.n * f.m:
         return None
-    width = (f.d_k + f.d_v) // 2
-    nanoseconds = gathered_layout.nanoseconds(tiles.shape, f.n, f.flat_heads, width, f.grad)
-    return _by_gathering(f, LISTED, tiles.shape, nanoseconds * 1e-9, lambda: tiles)
+    count, width = sum(shape.tiles for shape in shapes), (f.d_k + f.d_v) // 2
+    mean = shapes[0]._replace(tiles=count, keys=-(-pairs // (count * shapes[0].rows)))
+    nanoseconds = gathered_layout.nanoseconds(mean, f.n, f.flat_heads, width, f.grad)
+    return _by_gathering(f, LISTED, shapes, nanoseconds * 1e-9, lambda: tiles)
 
 
 def _by_gathering(
     f: CallFacts,
     name: str,
-    shape: gathered_layout.Shape,
+    shapes: list[gathered_layout.Shape],
     seconds: float,
-    tiles: Callable[[], gathered_layout.Gathering],
+    tiles: Callable[[], tuple[gathered_layout.Gathering, ...]],
 ) -> Variant:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         found = tiles()
         layout = gathered_layout.GatheredLayout(found, *f.like())
         some = torch.zeros(f.n, dtype=torch.bool, device="cpu")
-        some[found.rows] = found.table.any(-1).view(-1)
+        for one in found:
+            some[one.rows] = one.table.any(-1).view(-1)
         return zeros_in(_function(f, layout), ~some[:, None])
 
-    note = f"{shape.tiles} × {shape.rows} queries, each time over the {shape.keys} keys gathered for them"
-    return Variant(name, seconds, Prepared("tiles", name, lambda: shape.pairs, None, build, note))
+    count, keys = sum(shape.tiles for shape in shapes), sorted({shape.keys for shape in shapes})
+    many = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]
+    note = f"{count} × {shapes[0].rows} queries, each time over the {many} keys gathered for them"
+    pairs = sum(shape.pairs for shape in shapes)
+    return Variant(name, seconds, Prepared("tiles", name, lambda: pairs, None, build, note))
 
 
 def _concatenated(f: CallFacts) -> Variant | None:

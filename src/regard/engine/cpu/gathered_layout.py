@@ -5,6 +5,7 @@ other they make one batch of small dense products; only the masks differ from ti
 is the fastest layout: PyTorch's fused op works in blocks of 32 or 64 queries there, and visits every key.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -24,6 +25,7 @@ KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are a
 MIN_ROWS = 32  # queries of a tile
 DATA_ROWS = 64  # queries of a tile where data decide
 MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it
+DATA_SIZES = 8  # different numbers of keys that such tiles may have: those of one number are computed at once
 MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
 NEAR = 1 << 18  # numbers of the queries of all heads up to which rows that are apart come from the L2 cache
@@ -87,7 +89,7 @@ def shapes(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Sha
 
 
 class Gathering(NamedTuple):
-    """The queries and keys of each tile."""
+    """The queries and keys of tiles that have as many keys."""
 
     shape: Shape
     rows: Int[Tensor, " rows"]  # of one tile after the other; the last one repeated, to fill the last tile
@@ -95,22 +97,26 @@ class Gathering(NamedTuple):
     table: Bool[Tensor, "t r l"]
     needed: Bool[Tensor, "t l"]  # which keys some row attends to: others fill up
 
+    @classmethod
+    def of(cls, shape: Shape, rows: Int[Tensor, " rows"], tiles: list[tuple[Tensor, Tensor]]) -> "Gathering":
+        """tiles: some keys of each, and its table of allowed pairs with these. Key 0 fills up; the table hides it."""
+        keys = torch.zeros(shape.tiles, shape.keys, dtype=torch.long, device="cpu")
+        pairs = torch.zeros(shape[1:], dtype=torch.bool, device="cpu")
+        for t, (some, table) in enumerate(tiles):
+            keys[t, : len(some)], pairs[t, :, : len(some)] = some, table
+        return cls(shape, rows, keys, pairs, pairs.any(1))
+
 
 def gathered(allowed: Bool[Tensor, "n m"], shape: Shape) -> Gathering:
     """The tiles of this shape."""
     (hop, count, r, l), (n, m) = shape, allowed.shape
     rows = _filled(_order(n, hop), count * r)
-    table = allowed[rows].view(count, r, m)
-    needed = table.any(1)
-    if l == m:
-        keys = torch.arange(m, device="cpu").expand(count, -1)
-    else:  # the needed ones, then others to fill up
-        keys = (~needed).to(torch.int8).sort(dim=1, stable=True).indices[:, :l]
-    pairs = table.gather(2, keys[:, None].expand(-1, r, -1))
-    return Gathering(shape, rows, keys, pairs, needed.gather(1, keys))
+    tables = allowed[rows].view(count, r, m)
+    some = [torch.arange(m, device="cpu") if l == m else table.any(0).nonzero().view(-1) for table in tables]
+    return Gathering.of(shape, rows, [(keys, table[:, keys]) for keys, table in zip(some, tables)])
 
 
-def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> Gathering | None:
+def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) -> tuple[Gathering, ...] | None:
     """Tiles of a pattern with data, whose pairs are enumerated a tile at a time; None where data differ by batch row.
 
     Cached for the tensors as they are: a change in place has another version, unless it is unknown.
@@ -124,26 +130,26 @@ def gathered_by_rows(pattern: Pattern, n: int, m: int, start: int, step: int) ->
 @lru_cache(maxsize=16)
 def _gathered_by_rows(
     pattern: Pattern, n: int, m: int, start: int, step: int, versions: tuple[int | None, ...]
-) -> Gathering | None:
-    count = -(-n // DATA_ROWS)
+) -> tuple[Gathering, ...] | None:
     order = _blocks(pattern, n) if (start, step) == (0, 1) else torch.arange(n, device="cpu")
-    rows = _filled(order, count * DATA_ROWS)
-    j, tables = torch.arange(m, device="cpu"), []
-    for tile in rows.view(count, DATA_ROWS):
+    rows = _filled(order, -(-n // DATA_ROWS) * DATA_ROWS).view(-1, DATA_ROWS)
+    j, tiles = torch.arange(m, device="cpu"), []
+    for tile in rows:
         table = torch.as_tensor(pattern.allows((start + step * tile)[:, None], j))
         if table.dim() > 2:
             return None
         table = table.expand(DATA_ROWS, m)
         some = table.any(0).nonzero().view(-1)
-        tables.append((some, table[:, some]))
-    l = max(-(-max(len(some) for some, _ in tables) // KEY_MULTIPLE), 1) * KEY_MULTIPLE
-    shape = Shape(1, count, DATA_ROWS, min(l, m))
-    keys = torch.zeros(count, shape.keys, dtype=torch.long, device="cpu")
-    found = torch.zeros(count, DATA_ROWS, shape.keys, dtype=torch.bool, device="cpu")
-    needed = torch.zeros(count, shape.keys, dtype=torch.bool, device="cpu")
-    for t, (some, table) in enumerate(tables):  # unneeded columns hold key 0, which the table hides
-        keys[t, : len(some)], found[t, :, : len(some)], needed[t, : len(some)] = some, table, True
-    return Gathering(shape, rows, keys, found, needed)
+        tiles.append((some, table[:, some]))
+    counts = torch.tensor([max(len(some), 1) for some, _ in tiles], device="cpu")
+    apart = -(-int(counts.max()) // (DATA_SIZES * KEY_MULTIPLE)) * KEY_MULTIPLE
+    sizes = (-(-counts // apart) * apart).clamp_max(m)
+    made = []
+    for size in sizes.unique().tolist():
+        these = (sizes == size).nonzero().view(-1)
+        shape = Shape(1, len(these), DATA_ROWS, size)
+        made.append(Gathering.of(shape, rows[these].view(-1), [tiles[t] for t in these.tolist()]))
+    return tuple(made)
 
 
 def _blocks(pattern: Pattern, n: int) -> Int[Tensor, " n"]:
@@ -165,21 +171,17 @@ class GatheredLayout:
     concatenated = overwrites = True
     fused: tuple = ()
 
-    def __init__(self, tiles: Gathering, q: Tensor, k: Tensor, v: Tensor):
-        shape, n, m = tiles.shape, q.shape[2], k.shape[2]
+    def __init__(self, tiles: Sequence[Gathering], q: Tensor, k: Tensor, v: Tensor):
+        n, m, pairs = q.shape[2], k.shape[2], sum(one.shape.pairs for one in tiles)
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
-        chunk = min(max(MAX_SCORES // (shape.pairs * group), 1) * group, heads)
-        self.shape = shape
-        self.weights = heads * shape.pairs
+        chunk = min(max(MAX_SCORES // (pairs * group), 1) * group, heads)
+        self.weights = heads * pairs
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
-        tables = {count: _piece(tiles, n, m, count, group, q.dtype) for count in set(counts)}
-        self._pieces = [tables[count] for count in counts]
+        tables = {count: _pieces(tiles, n, m, count, group, q.dtype) for count in set(counts)}
+        self._pieces = tables[chunk]
         if len(counts) > 1:
-            self._pieces = [piece.of_heads(h * chunk, group) for h, piece in enumerate(self._pieces)]
-
-    @property
-    def computed(self) -> int:
-        return self.shape.pairs
+            of_heads = (((h * chunk, count), tables[count]) for h, count in enumerate(counts))
+            self._pieces = [piece.of_heads(*at, group, n, m) for at, pieces in of_heads for piece in pieces]
 
     def pieces(self, heads: int) -> list["GatheredPiece"]:
         return self._pieces
@@ -191,27 +193,28 @@ class GatheredLayout:
 
 @dataclass(frozen=True, eq=False)
 class GatheredPiece:
-    """The tiles of some heads, whose queries and keys are copied into buffers unless they are in order already."""
+    """The tiles of some heads that have as many keys; queries and keys are copied into buffers unless they are in
+    order already. Tiles with other numbers of keys are in pieces before and after it, of which the last sums up."""
 
-    heads: int
-    n: int
-    m: int
     scores: tuple[int, int, int]  # tiles of all its heads, rows, keys
     masks: Float[Tensor, "t r l"]  # 0 or −∞; a row without pairs has zeros
     index: Int[Tensor, " keys"] | None  # which rows of (key heads · m, d) the tiles hold; None: all, in order
-    copies: Int[Tensor, " copies"]  # of the keys of all tiles, those of key 0, of key 1, …
+    rows: Int[Tensor, " rows"] | None  # rows of (heads · n, d) in the tiles; None: all, in order
+    filled: Int[Tensor, " some"] | None  # which of these fill up the last tile of a head
+    place: Int[Tensor, " n"] | None  # of each query among the rows of all its tiles, whatever their keys
+    copies: Int[Tensor, " copies"]  # of the keys of all these tiles, those of key 0, of key 1, …
     first: Int[Tensor, " m"]  # where in `copies` those of each key begin
-    rows: Int[Tensor, " rows"] | None = None  # rows of (heads · n, d) in the tiles; None: all, in order
-    place: Int[Tensor, " n"] | None = None  # of each query among these rows
+    before: tuple[int, int]  # rows, and keys, of the pieces before it
+    total: tuple[int, int]  # rows, and keys, of all of them
     of_rows: slice | None = None  # its part of (all heads · n, d); None: it has all heads
     of_keys: slice | None = None  # its part of (all key heads · m, d)
 
     fresh = alone = True
     has_empty_row = False  # the mask lets an empty row attend to all keys; the caller clears it
 
-    def of_heads(self, first: int, group: int) -> "GatheredPiece":
-        """The same for the heads from `first` on, of which each `group` share their keys."""
-        end, n, m = first + self.heads, self.n, self.m
+    def of_heads(self, first: int, count: int, group: int, n: int, m: int) -> "GatheredPiece":
+        """The same for `count` heads from `first` on, of which each `group` share their keys."""
+        end = first + count
         of_rows, of_keys = slice(first * n, end * n), slice(first // group * m, end // group * m)
         return replace(self, of_rows=of_rows, of_keys=of_keys)
 
@@ -227,8 +230,8 @@ class GatheredPiece:
     def load_rows(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """The queries of each tile. What only fills the last tile of a head has no gradient."""
         x = _taken(self.rows_of(x), self.rows, (*self.scores[:2], x.shape[-1]), name, buffers)
-        if name == "do" and self.scores[0] * self.scores[1] > self.heads * self.n:
-            x.view(self.heads, -1, x.shape[-1])[:, self.n :] = 0.0
+        if name == "do" and self.filled is not None:
+            x.view(-1, x.shape[-1]).index_fill_(0, self.filled, 0.0)
         return x
 
     def load_keys(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> list[Tensor]:
@@ -238,25 +241,41 @@ class GatheredPiece:
     def output(self, x: Float[Tensor, "... d"], name: str, buffers: Buffers) -> Float[Tensor, "t r d"]:
         """Memory for what `store` brings to x, its rows of a result: x itself where the queries are in order."""
         shape = (*self.scores[:2], x.shape[-1])
-        return x.view(shape) if self.place is None else buffers(name, *shape)
+        return x.view(shape) if self.place is None else self._part(name, 0, shape, buffers)
 
     def store(self, x: Float[Tensor, "... d"], value: Float[Tensor, "t r d"]) -> None:
-        """Each query's row to its place."""
-        if self.place is not None:
-            d = x.shape[-1]
-            torch.index_select(value.view(-1, d), 0, self.place, out=x.view(-1, d))
+        """Each query's row to its place, once those of all pieces are there."""
+        d, rows = x.shape[-1], self.scores[0] * self.scores[1]
+        if self.place is not None and self.before[0] + rows == self.total[0]:
+            value = value.as_strided((self.total[0], d), (d, 1), 0)
+            torch.index_select(value, 0, self.place, out=x.view(-1, d))
 
     def add_to_keys(
-        self, into: list[Tensor], of_pairs: Tensor, of_rows: Tensor, alpha: float, buffers: Buffers
+        self,
+        grads: dict[str, list],
+        name: str,
+        of_pairs: Tensor,
+        of_rows: Tensor,
+        alpha: float,
+        buffers: Buffers,
     ) -> None:
         """Append the gradient of the keys of these heads: the sum over all copies of each key, in one order."""
         t, l, d = self.scores[0], self.scores[2], of_rows.shape[-1]
-        product(of_pairs.mT, of_rows, alpha, buffers("part", t, l, d))
-        part = buffers("part", t * l, d)  # the same memory
+        memory = "part" if t * l == self.total[1] else name
+        product(of_pairs.mT, of_rows, alpha, self._part(memory, 1, (t, l, d), buffers))
+        part = buffers(memory, self.total[1], d)  # the same memory
         if self.index is None:
-            into.append(part.clone())
-        else:  # a sum of rows; the function in torch.nn.functional takes 4 µs more
-            into.append(torch.embedding_bag(part, self.copies, self.first, False, 0)[0])
+            grads[name].append(part.clone())
+        elif self.before[1] + t * l == self.total[1]:  # a sum of rows; torch.nn.functional takes 4 µs more
+            grads[name].append(torch.embedding_bag(part, self.copies, self.first, False, 0)[0])
+
+    def _part(self, name: str, axis: int, shape: tuple[int, ...], buffers: Buffers) -> Tensor:
+        """Its rows (axis 0) or keys (1) of a buffer that has those of all pieces."""
+        count = shape[0] * shape[1]
+        if count == self.total[axis]:
+            return buffers(name, *shape)
+        first = self.before[axis]
+        return buffers(name, self.total[axis], shape[2])[first : first + count].view(shape)
 
 
 def _taken(
@@ -278,25 +297,42 @@ def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _piece(tiles: Gathering, n: int, m: int, heads: int, group: int, dtype: torch.dtype) -> GatheredPiece:
-    """The tables for this many heads; each `group` of them share their keys."""
-    (_, count, r, l), rows, keys, table, needed = tiles
-    table = table | ~table.any(-1, keepdim=True)
-    mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
-    mask = mask if count == 1 else mask.repeat(heads, 1, 1)
-    head = torch.arange(heads, device="cpu")
-    own = (m * (head // group)[:, None] + keys.reshape(-1)).view(-1)
-    real = needed.view(-1).repeat(heads).nonzero().view(-1)
+def _pieces(
+    tiles: Sequence[Gathering], n: int, m: int, heads: int, group: int, dtype: torch.dtype
+) -> list[GatheredPiece]:
+    """The tables for this many heads, of which each `group` share their keys."""
+    head = torch.arange(heads, device="cpu")[:, None]
+    index = [(m * (head // group) + one.keys.view(-1)).view(-1) for one in tiles]
+    rows = [(n * head + one.rows).view(-1) for one in tiles]
+    own, queries = torch.cat(index), torch.cat(rows)
+    real = torch.cat([one.needed.view(-1).repeat(heads) for one in tiles]).nonzero().view(-1)
     counts = torch.bincount(own[real], minlength=heads // group * m)
     copies, first = real[own[real].argsort(stable=True)], counts.cumsum(0) - counts
-    index = None if count == 1 and l == m and group == 1 else own
-    piece = GatheredPiece(heads, n, m, (heads * count, r, l), mask, index, copies, first)
-    if count * r == n and torch.equal(rows, torch.arange(n, device="cpu")):
-        return piece
-    place = torch.empty(n, dtype=torch.long, device="cpu")
-    place[rows[:n]] = torch.arange(n, device="cpu")
-    of, to = ((size * head[:, None] + x).view(-1) for size, x in ((n, rows), (count * r, place)))
-    return replace(piece, rows=of, place=to)
+    by_query = queries.argsort(stable=True)  # the first of those of a query is its own, the others fill up
+    own_row = torch.ones_like(queries, dtype=torch.bool)
+    own_row[by_query[1:]] = queries[by_query].diff() != 0
+    in_order = torch.equal(queries, torch.arange(heads * n, device="cpu"))
+    total, before, pieces = (len(queries), len(own)), (0, 0), []
+    for one, keys, queries in zip(tiles, index, rows):
+        (_, count, r, l), table = one.shape, one.table | ~one.table.any(-1, keepdim=True)
+        mask = torch.zeros(table.shape, dtype=dtype, device="cpu").masked_fill_(~table, -inf)
+        filled = (~own_row[before[0] : before[0] + len(queries)]).nonzero().view(-1)
+        pieces.append(
+            GatheredPiece(
+                (heads * count, r, l),
+                mask if count == 1 else mask.repeat(heads, 1, 1),
+                None if len(tiles) == count == group == 1 and l == m else keys,
+                None if in_order else queries,
+                filled if len(filled) else None,
+                None if in_order else by_query[own_row[by_query]],
+                copies,
+                first,
+                before,
+                total,
+            )
+        )
+        before = before[0] + len(queries), before[1] + len(keys)
+    return pieces
 
 
 def _order(n: int, hop: int) -> Int[Tensor, " n"]:

@@ -346,14 +346,15 @@ class Piece:
 
     def add_to_keys(
         self,
-        grad: Float[Tensor, "heads m d"],
+        grads: dict[str, Tensor],
+        name: str,
         of_pairs: Float[Tensor, "t r keys"],
         of_rows: Float[Tensor, "t r d"],
         alpha: float,
         buffers: Buffers,
     ) -> None:
-        """grad[key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r], always in the same order."""
-        grad, at = grad[self.heads], self.tiles.keys
+        """grads[name][key l of tile t] += alpha · Σ_r of_pairs[t, r, l] · of_rows[t, r], always in the same order."""
+        grad, at = grads[name][self.heads], self.tiles.keys
         self._add_to_own_keys(grad, of_pairs[..., :at].mT, of_rows, alpha, buffers)
         for part in self.tiles.shared:
             into, columns = part.keys_of(grad)[:, 0], of_pairs[..., at : at + part.keys]

@@ -131,8 +131,8 @@ class Executor:
         if self.call.softcap is not None:  # d tanh = 1 − tanh²
             ds.addcmul_(ds, buffers("tanh²", *piece.scores), value=-1.0)
         self._add_dq(piece, piece.rows_of(rows["dq"]), ds, k, outer)
-        piece.add_to_keys(keys["dk"], ds, q, outer, buffers)
-        piece.add_to_keys(keys["dv"], w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
+        piece.add_to_keys(keys, "dk", ds, q, outer, buffers)
+        piece.add_to_keys(keys, "dv", w if dropout is None else w.mul_(dropout), do, 1.0, buffers)
 
     def _row(self, piece: AnyPiece, x: Tensor) -> Float[Tensor, "t r 1"]:
         """One number per row."""
