@@ -270,7 +270,7 @@ def test_eight_threads_with_mixed_shapes_give_the_bits_of_one():
         calls.append(lambda *x, c=merged, b=bias: tiles.attend(*x, c, b)[0])
         calls += [tiles.TileAttention((one,), 0.25) for one in concatenated_layouts(pattern, n, n, 0, 1)]
         shape = gathered_layout.shapes(pattern, n, n, 0, 1)[-1]
-        gathered = gathered_layout.GatheredLayout(gathered_layout.gathered(allowed, shape), q, k, v)
+        gathered = gathered_layout.GatheredLayout([gathered_layout.gathered(allowed, shape)], q, k, v)
         calls.append(tiles.TileAttention((gathered,), 0.25))
         cases += [(call, (q, k, v)) for call in calls]
 
