@@ -288,7 +288,7 @@ def test_past_one_launch_a_prepared_call_is_not_masked():
 def test_auto_leaves_out_a_kernel_that_rounds_gradients():
     def chosen(**more):
         facts = CallFacts(
-            rg.causal(), 520, 520, device="cuda", heads=1, kv_heads=1, left_padding=True, **more
+            rg.causal(), 520, 520, device="cuda", heads=1, kv_heads=1, lengths=True, left_padding=True, **more
         )
         return choose(facts, "auto")
 

@@ -132,7 +132,7 @@ def test_packed_documents_are_read_when_the_graph_runs():
 def test_packed_documents_are_one_opaque_operation():
     q, k, v = (x.requires_grad_() for x in qkv())
     for kept in (None, torch.tensor([4, 11])):
-        for rest in ("", causal().text, causal().text + "\n" + window(2).text):
+        for rest in (full().text, causal().text, (causal() & window(2)).text):
             call = (q, k, v, extras(None, None, kept, None, IDS), rest, [4, 1], [0.3, 0.0, 0.0])
             torch.library.opcheck(torch.ops.regard.sparse_attention.default, call)
 

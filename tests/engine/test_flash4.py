@@ -47,7 +47,10 @@ REFUSED = [
     ({"softcap": 30.0}, "its softcap is computed with an approximate tanh (11 bits)"),
     ({"table": True}, "a bool tensor is not a pattern; declare one"),
     ({"lengths": True}, "keys that are hidden per batch row (lengths) are not supported here"),
-    ({"left_padding": True}, "keys that are hidden per batch row (lengths) are not supported here"),
+    (
+        {"lengths": True, "left_padding": True},
+        "keys that are hidden per batch row (lengths) are not supported here",
+    ),
     ({"row_offsets": True}, "per-row query offsets (`at` as a tensor) are not supported"),
     ({"dropout_p": 0.1}, "it has no dropout"),
     ({"at": (0, 2)}, "queries 2 positions apart are not supported"),

@@ -194,9 +194,14 @@ def _key(
 ) -> tuple | None:
     """The cache key of a call with only these arguments; None if the contents of a tensor decide how it runs, or if a
     compiler, a transform or a dispatch mode must see PyTorch's operations."""
-    if _compiling() or type(q) is not Tensor or _transforms() or _modes() or _autocast():
-        return None
-    if scale is True or scale is False:  # equal to 1 and 0, and refused
+    if (
+        _compiling()
+        or type(q) is not Tensor
+        or _transforms()
+        or _modes()
+        or _autocast()
+        or type(scale) is bool
+    ):
         return None
     if pattern is None:
         text: str | None = ""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from math import inf, isinf
+from operator import and_
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -79,12 +80,7 @@ class Call:
             tables.append(self.table)
         if (visible := self.visible()) is not None:
             tables.append(visible[:, None, None, :])
-        if not tables:
-            return None
-        out = tables[0]
-        for t in tables[1:]:
-            out = out & t
-        return out
+        return reduce(and_, tables) if tables else None
 
     def dense_bias(self) -> Float[Tensor, "..."] | None:
         """The bias as a tensor that broadcasts to (b, h, n, m), in q's dtype."""
@@ -141,8 +137,8 @@ class CallFacts:
     at: At = None
     row_offsets: bool = False  # one query offset per batch row
     table: bool = False  # a bool tensor of allowed pairs
-    lengths: bool = False
-    left_padding: bool = False  # the keys of a batch row begin at a position of its own
+    lengths: bool = False  # keys that are hidden per batch row
+    left_padding: bool = False  # lengths that say where the keys of a row begin, too
     bias: str = "none"  # none, tensor or distance
     bias_grad: bool = False
     scale: int | float | None = None
@@ -197,15 +193,10 @@ class CallFacts:
         return "per-row query offsets (`at` as a tensor) are not supported" if refused else None
 
     @property
-    def hides_keys(self) -> bool:
-        """Whether each batch row has keys of its own that are hidden."""
-        return self.lengths or self.left_padding
-
-    @property
     def unmasked(self) -> bool:
         """Whether PyTorch's attention runs this without a mask: every pair; or every past one, for as many queries as
         keys or one query at the end."""
-        if self.table or self.hides_keys or self.bias != "none" or self.softcap is not None:
+        if self.table or self.lengths or self.bias != "none" or self.softcap is not None:
             return False
         if self.n == 0 or self.m == 0:
             return False
@@ -218,7 +209,7 @@ class CallFacts:
     @property
     def only_pattern(self) -> bool:
         """Whether the call is three tensors and a pattern without tensors, and nothing else."""
-        extras = self.table or self.hides_keys or self.bias != "none" or self.dropout_p or self.return_lse
+        extras = self.table or self.lengths or self.bias != "none" or self.dropout_p or self.return_lse
         offset = self.row_offsets or self.at is not None
         return not (extras or offset or self.hard or self.softcap is not None or self.pattern.text is None)
 
@@ -282,17 +273,14 @@ class Prepared:
 
     backend: str
     variant: str
-    count: Callable[[], int]
+    computed: Callable[
+        [], int
+    ]  # the pairs of one head; where data differ by batch row, of one head of all rows
     run: Callable[[Call], Outputs] | None = None
     build: Callable[[], Callable[..., Tensor]] | None = None
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
     joins_sink: bool = False  # `run` has sink_logits in its results
-
-    @property
-    def computed(self) -> int:
-        """The pairs that are computed for one head; where data differ by batch row, for one head of all rows."""
-        return self.count()
 
     @cached_property
     def direct(self) -> Callable[..., Tensor]:

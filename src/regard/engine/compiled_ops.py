@@ -4,10 +4,9 @@ A compiled graph holds the tensors and the pattern's text; the plan is looked up
 number of lengths share a graph. The ids of packed documents are read then too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
-from operator import and_
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import BackendError
-from ..pattern import Pattern, full, query_offset
+from ..pattern import Pattern, query_offset
 from ..position import ByDistance
 from .call import Call
 from .cpu import documents, tiles
@@ -59,11 +58,13 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     seed = None
     if call.dropout_p:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
-    ids, text = documents.as_text(call.pattern) if call.pattern.has_data else (None, call.pattern.text)
+    ids, pattern = None, call.pattern
+    if pattern.has_data and (split := documents.parts(pattern)) is not None:
+        ids, pattern = split[0].ids, split[1]
     extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
-    assert text is not None and not isinstance(call.at, Tensor)
+    assert pattern.text is not None and not isinstance(call.at, Tensor)
     offset = [*query_offset(call.pattern, call.n, call.m, call.at)]
-    options = text, offset, [call.factor, call.dropout_p, call.softcap or 0.0]
+    options = pattern.text, offset, [call.factor, call.dropout_p, call.softcap or 0.0]
     if not torch.compiler.is_compiling() and compat.transforms_active():
         return _Transformed.apply(Constants(*options), call.q, call.k, call.v, *extras)
     return sparse(call.q, call.k, call.v, extras, *options)
@@ -118,7 +119,8 @@ def sparse(
 
 @sparse.register_fake
 def _(q, k, v, *options):
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=_lse_dtype(q))
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:3], v.shape[-1]), lse
 
 
 @torch.library.custom_op("regard::sparse_attention_backward", mutates_args=())
@@ -188,9 +190,8 @@ def read_options(
     extras: Sequence[Tensor], pattern: str, offset: Sequence[int], factors: Sequence[float]
 ) -> tuple[Extras, Options]:
     tensors = Extras(*(x if x.numel() else None for x in extras))
-    words = list(map(_pattern, pattern.split("\n"))) if pattern else [full()]  # one factor per line
     (start, step), (scale, dropout_p, softcap) = offset, factors
-    return tensors, Options(reduce(and_, words), start, step, scale, dropout_p, softcap or None)
+    return tensors, Options(_pattern(pattern), start, step, scale, dropout_p, softcap or None)
 
 
 @lru_cache(maxsize=512)
@@ -217,10 +218,6 @@ def _layouts(q: Tensor, k: Tensor, extras: Extras, options: Options) -> tuple[La
     return (layout_or_mask(options.pattern, n, m, options.start, options.step),)
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
-
-
 # torch.func (grad, vjp, vmap) has no rules for custom operators: there each of the two is an autograd function with
 # `setup_context`, which torch.func requires, and a loop as its rule for vmap.
 
@@ -232,9 +229,6 @@ class Constants:
     pattern: str
     offset: list[int]
     factors: list[float]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.pattern, self.offset, self.factors))
 
 
 def _looped(
@@ -251,7 +245,7 @@ def _looped(
 class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(options, q, k, v, *extras):
-        return sparse(q, k, v, extras, *options)
+        return sparse(q, k, v, extras, *vars(options).values())
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -273,7 +267,7 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def forward(options, grad, grad_lse, *saved):
         of_bias = bool(saved[5].numel() or saved[6].numel())
-        return sparse_backward([grad, grad_lse], saved, *options, of_bias)
+        return sparse_backward([grad, grad_lse], saved, *vars(options).values(), of_bias)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -108,7 +108,7 @@ def _explain(facts: CallFacts, backend: str) -> Explanation:
         facts.n,
         facts.m,
         facts.pattern.count(facts.n, facts.m, None if facts.row_offsets else facts.offset),
-        prepared.computed,
+        prepared.computed(),
         facts.data_rows,
         prepared.backend,
         prepared.variant,
@@ -125,6 +125,7 @@ def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -
     for name in options:
         if name not in known:
             raise SpecError(f"explain() has no argument {name!r}; {nearest(name, known)}")
+    options["lengths"] = bool(options.get("lengths") or options.get("left_padding"))
     options.setdefault("d_v", options.get("d_k", 64))
     options.setdefault("kv_heads", options.get("heads", 8))
     options.setdefault("bias_grad", bool(options.get("grad")) and options.get("bias", "none") != "none")

@@ -107,7 +107,7 @@ def _terms(f: CallFacts) -> str | None:
         (f.bias != "none", "a bias is added to the scores"),
         (f.softcap is not None, "its softcap is computed with an approximate tanh (11 bits)"),
         (f.table, "a bool tensor is not a pattern; declare one"),
-        (f.hides_keys, "keys that are hidden per batch row (lengths) are not supported here"),
+        (f.lengths, "keys that are hidden per batch row (lengths) are not supported here"),
         (f.row_offsets, "per-row query offsets (`at` as a tensor) are not supported"),
         (f.dropout_p > 0, "it has no dropout"),
     )

@@ -6,7 +6,7 @@ And all heads from those of each pattern, where heads have patterns of their own
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import torch
@@ -76,37 +76,27 @@ def check_heads(pattern: per_head, heads: int) -> None:
 
 
 def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
-    """The results of all heads, in the order of the heads."""
-    order: list[int] = []
-    results: list[Outputs] = []
-    for heads, part in parts(call):
+    """The results of all heads, in the order of the heads. run: for a call of some heads with one pattern."""
+    assert isinstance(call.pattern, per_head)
+    group, order, results = call.q.shape[1] // call.k.shape[1], list[int](), list[Outputs]()
+    for pattern, heads in launches(call.pattern.patterns, group):
+        kv_heads = list(dict.fromkeys(head // group for head in heads))
+        part = replaced(
+            call,
+            q=_heads(call.q, heads, 1),
+            k=_heads(call.k, kv_heads, 1),
+            v=_heads(call.v, kv_heads, 1),
+            pattern=pattern,
+            table=_broadcast_heads(call.table, heads),
+            bias=_bias(call.bias, heads),
+            sink_logits=None if call.sink_logits is None else _heads(call.sink_logits, heads, 0),
+        )
         order += heads
         results.append(run(part))
     back = torch.tensor(order, device=call.q.device).argsort()
     o = torch.cat([o for o, _ in results], 1).index_select(1, back)
     logs = [lse for _, lse in results if lse is not None]
     return o, torch.cat(logs, 1).index_select(1, back) if len(logs) == len(results) else None
-
-
-def parts(call: Call) -> Iterator[tuple[list[int], Call]]:
-    """The query heads of each part, and the call of these heads alone, with one pattern."""
-    assert isinstance(call.pattern, per_head)
-    group = call.q.shape[1] // call.k.shape[1]
-    for pattern, heads in launches(call.pattern.patterns, group):
-        kv_heads = list(dict.fromkeys(head // group for head in heads))
-        yield (
-            heads,
-            replaced(
-                call,
-                q=_heads(call.q, heads, 1),
-                k=_heads(call.k, kv_heads, 1),
-                v=_heads(call.v, kv_heads, 1),
-                pattern=pattern,
-                table=_broadcast_heads(call.table, heads),
-                bias=_bias(call.bias, heads),
-                sink_logits=None if call.sink_logits is None else _heads(call.sink_logits, heads, 0),
-            ),
-        )
 
 
 def launches(patterns: tuple[Pattern, ...], group: int) -> list[tuple[Pattern, list[int]]]:

@@ -86,7 +86,10 @@ class Sdpa:
             is_causal = isinstance(f.pattern, causal) and f.n > 1
             build = (lambda: _function(f, None, is_causal)) if _direct(f) else None
             return Prepared(self.name, "dense", count, _dense, build)
-        build = (lambda: _masked_function(f)) if _direct(f) and _cacheable(f) else None
+        cached = (
+            _direct(f) and f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
+        )
+        build = (lambda: _masked_function(f)) if cached else None
         return Prepared(self.name, "masked", lambda: f.n * f.m * f.data_rows, _masked, build)
 
 
@@ -98,10 +101,6 @@ def stores_scores(f: CallFacts) -> bool:
 
 def _direct(f: CallFacts) -> bool:
     return f.only_pattern and not f.observed and f.device_type in MAX_CACHED_MASK
-
-
-def _cacheable(f: CallFacts) -> bool:
-    return f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
 
 
 def _function(

@@ -29,7 +29,7 @@ from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
 from .kernels import MAX_SAVED_WEIGHTS, fused_forward, join
 from .layout import Layout
-from .strided_layout import fastest_concatenated, layout, layout_or_mask
+from .strided_layout import concatenated_layouts, layout, layout_or_mask
 from .tiles import TileAttention, attend, working
 
 EVERY_PAIR, EVERY_PAIR_GRAD = 1.8e-9, 6.4e-9  # seconds per pair where a call visits all of them
@@ -195,11 +195,12 @@ def _concatenated(f: CallFacts) -> Variant | None:
     if not _plain(f):
         return None
     saved = min(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v), MAX_SAVED_WEIGHTS)
-    best = fastest_concatenated(f.place, f.flat_heads, f.grad, saved)
-    if best is None:
+    times = [(one.nanoseconds(f.flat_heads, f.grad, saved), one) for one in concatenated_layouts(*f.place)]
+    if not times:
         return None
-    groups, nanoseconds = best
-    note = f"tiles of {groups.tile_rows} queries, all keys of a tile in one softmax"
+    nanoseconds, groups = min(times, key=lambda pair: pair[0])
+    rows = max(group.rows for group in groups.groups)
+    note = f"tiles of {rows} queries, all keys of a tile in one softmax"
     prepared = Prepared(
         "tiles", CONCATENATED, lambda: groups.computed, None, lambda: _function(f, groups), note
     )
@@ -271,7 +272,7 @@ def _is_one_query(f: CallFacts) -> bool:
 
 
 def _one_query(f: CallFacts) -> Variant:
-    parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.hides_keys else 1
+    parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
     count, numbers = sum(map(len, parts)), f.batch * f.kv_heads * (f.d_k + f.d_v)
     seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
     if f.grad:  # the gradient of each part is a tensor as long as the cache

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ...pattern import At, Both, Pattern, causal, documents, full, query_offset, tree
 from ...pattern.data import chains, spans
-from ..parts import NoPlan
 from .layout import Layout, TileGroup
-from .strided_layout import layout
+from .strided_layout import layout_or_mask
 
 MAX_SHARED = 128  # keys of documents that share a tile: they are computed faster than one call for each takes
 MAX_CACHED = 8  # layouts, each with its masks: those of a batch of ids, one for each pattern beside them
@@ -43,13 +42,6 @@ def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
     if isinstance(words[0], tree):  # whose pairs are all causal
         return (words[0], full()) if all(isinstance(f, causal | full) for f in rest) else None
     return words[0], reduce(and_, rest) if rest else full()
-
-
-def as_text(pattern: Pattern) -> tuple[Tensor, str]:
-    """The ids of `documents(ids) & rest`, and the factors of rest as text, one per line."""
-    factors = list(_factors(pattern))
-    ids = [f.ids for f in factors if isinstance(f, documents)]
-    return ids[0], "\n".join([f.text for f in factors if f.text is not None])
 
 
 def _factors(pattern: Pattern) -> Iterator[Pattern]:
@@ -166,11 +158,7 @@ def _own_tiles(one: Document, tiles: int, rest: Pattern, start: int) -> Iterator
     if isinstance(rest, full) or one.rows * one.keys <= MAX_TILE**2:
         yield _tiles(one, tiles, None if isinstance(rest, full) else rest, start)
         return
-    try:
-        alone = layout(rest, one.rows, one.keys, start + one.row - one.key, 1)
-    except NoPlan:
-        yield _tiles(one, tiles, rest, start)
-        return
+    alone = layout_or_mask(rest, one.rows, one.keys, start + one.row - one.key, 1)
     for t in range(tiles):
         for group in alone.groups:
             row, key = one.row + t * one.rows, one.key + t * one.keys

@@ -403,11 +403,6 @@ class Layout:
         """Whether all keys of a tile are in one softmax, and every row is in exactly one group."""
         return bool(self.groups) and self.groups[0].concatenated
 
-    @property
-    def tile_rows(self) -> int:
-        """The rows of its usual tile."""
-        return max((group.rows for group in self.groups), default=0)
-
     def within(self, low: int, high: int) -> "Layout":
         """The same with none but the keys low … high − 1 visible."""
         if low <= 0 and high >= self.m:
@@ -450,10 +445,6 @@ class Layout:
     @cached_property
     def _as_run(self) -> list[TileGroup]:
         return [group.as_one() if group.mergeable else group for group in self.groups]
-
-    @cached_property
-    def all_alone(self) -> bool:
-        return all(alone for _, _, alone in self.steps)
 
     @cached_property
     def overwrites(self) -> bool:

@@ -7,6 +7,7 @@ groups are merged by log-sum-exp, and `concatenated_layouts`, where the keys of 
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -31,15 +32,10 @@ def layout(
     pattern: Pattern, n: int, m: int, start: int, step: int, narrow: int = NARROW, wide: int = WIDE
 ) -> Layout:
     """The fastest of the merged layouts of a pattern without data."""
-    layouts, reasons = [], []
-    for tile in (narrow, wide):
-        try:
-            layouts += [one for _, one in merged_layouts(pattern, n, m, start, step, tile, wide)]
-        except NoPlan as why:
-            reasons.append(why)
-    if not layouts:
-        raise reasons[0]
-    return min(layouts, key=lambda one: one.nanoseconds())
+    layouts = list(merged_layouts(pattern, n, m, start, step, wide, wide))
+    with suppress(NoPlan):  # there are more narrow tiles, perhaps too many
+        layouts = [*merged_layouts(pattern, n, m, start, step, narrow, wide), *layouts]
+    return min((one for _, one in layouts), key=lambda one: one.nanoseconds())
 
 
 def layout_or_mask(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
@@ -244,14 +240,6 @@ def concatenated_layouts(
         return ()
     candidates = [(one, _concatenated(one, moving, rows)) for moving, one in merged]
     return tuple(replace(one, groups=groups) for one, groups in candidates if groups)
-
-
-def fastest_concatenated(
-    place: tuple[Pattern, int, int, int, int], heads: int, grad: bool, saved: int
-) -> tuple[Layout, float] | None:
-    """The fastest of these and its nanoseconds. place: pattern, n, m, start, step; saved: weights saved at most."""
-    times = [(one, one.nanoseconds(heads, grad, saved)) for one in concatenated_layouts(*place)]
-    return min(times, key=lambda pair: pair[1], default=None)
 
 
 def _concatenated(merged: Layout, moving: Plan, rows: int) -> tuple[TileGroup, ...] | None:

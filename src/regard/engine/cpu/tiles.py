@@ -354,8 +354,8 @@ class TileAttention:
         # With lse = +∞, exp(score − lse) is 0 in an empty row, not NaN.
         rows = {"lse": saved.lse.masked_fill(saved.lse == -inf, inf), "o": saved.o.contiguous()}
         layouts = [one for one in self.layouts if isinstance(one, Layout)]
-        alone = [(one.unfused if self.by_products else one).all_alone for one in layouts]
-        if saved.e is not None or not all(alone):
+        steps = (step for one in layouts for step in (one.unfused if self.by_products else one).steps)
+        if saved.e is not None or not all(alone for _, _, alone in steps):
             rows["delta"] = _dots(do, rows["o"])
         return rows if saved.grad_lse is None else rows | {"dlse": saved.grad_lse}
 
@@ -429,20 +429,15 @@ def _double_backward(
         raise BackendError(
             "double backward (create_graph=True) is not supported by backend='tiles' with dropout; use backend='sdpa'"
         )
-    (q, k, v), (pattern, at) = inputs, call.place
-    options: dict[str, Any] = {
-        "lengths": call.lengths,
-        "scale": call.scale,
-        "softcap": call.softcap,
-        "at": at,
-    }
-    if e is None:
-        return *reference_backend.gradients(grads, Call(q, k, v, pattern, **options)), None
-    i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
-    bias = e[:, torch.arange(k.shape[2]) - i[:, None] - call.distances[0]]
-    *results, of_bias = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, **options))
-    of_e = None if of_bias is None else torch.autograd.grad(bias, e, of_bias, create_graph=True)[0]
-    return *results, of_e
+    (q, k, v), (pattern, at), bias = inputs, call.place, None
+    if e is not None:
+        i = positions(pattern, q.shape[2], k.shape[2], at, q.device)
+        bias = e[:, torch.arange(k.shape[2]) - i[:, None] - call.distances[0]]
+    terms: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "softcap": call.softcap}
+    results = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, at=at, **terms))
+    if bias is None or results[3] is None:
+        return *results[:3], None
+    return *results[:3], torch.autograd.grad(bias, e, results[3], create_graph=True)[0]
 
 
 def attend(

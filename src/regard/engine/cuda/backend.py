@@ -114,7 +114,7 @@ def _backward_in_one_launch(f: CallFacts) -> bool:
 
 def _terms(f: CallFacts) -> bool:
     """Whether the call has terms that only the general kernels support."""
-    return f.hides_keys or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
+    return f.lengths or f.bias != "none" or f.softcap is not None or f.dropout_p > 0
 
 
 def one_launch(n: int, m: int, heads: int, width: int) -> bool:
