@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import BackendError
-from ..pattern import Pattern, query_offset
+from ..pattern import Pattern, query_offset, tree
 from ..position import ByDistance
 from .call import Call
 from .cpu import documents, tiles
@@ -59,7 +59,9 @@ def sparse_attention(call: Call) -> tuple[Tensor, Tensor]:
     if call.dropout_p:
         seed = sample_in_graph(_samples) if torch.compiler.is_compiling() else sample_seed()
     ids, pattern = None, call.pattern
-    if pattern.has_data and (split := documents.parts(pattern)) is not None:
+    if pattern.has_data:
+        split = documents.parts(pattern)
+        assert split is not None and not isinstance(split[0], tree)  # which is refused under a compiler
         ids, pattern = split[0].ids, split[1]
     extras = [_present(x, call.q) for x in (table, slopes, call.lengths, seed, ids)]
     assert pattern.text is not None and not isinstance(call.at, Tensor)

@@ -435,7 +435,7 @@ def _double_backward(
         bias = e[:, torch.arange(k.shape[2]) - i[:, None] - call.distances[0]]
     terms: dict[str, Any] = {"lengths": call.lengths, "scale": call.scale, "softcap": call.softcap}
     results = reference_backend.gradients(grads, Call(q, k, v, pattern, bias=bias, at=at, **terms))
-    if bias is None or results[3] is None:
+    if e is None or bias is None or results[3] is None:
         return *results[:3], None
     return *results[:3], torch.autograd.grad(bias, e, results[3], create_graph=True)[0]
 
