@@ -273,14 +273,17 @@ class Prepared:
 
     backend: str
     variant: str
-    computed: Callable[
-        [], int
-    ]  # the pairs of one head; where data differ by batch row, of one head of all rows
+    count: Callable[[], int]
     run: Callable[[Call], Outputs] | None = None
     build: Callable[[], Callable[..., Tensor]] | None = None
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
     joins_sink: bool = False  # `run` has sink_logits in its results
+
+    @property
+    def computed(self) -> int:
+        """The pairs that are computed for one head; where data differ by batch row, for one head of all rows."""
+        return self.count()
 
     @cached_property
     def direct(self) -> Callable[..., Tensor]:

@@ -108,7 +108,7 @@ def _explain(facts: CallFacts, backend: str) -> Explanation:
         facts.n,
         facts.m,
         facts.pattern.count(facts.n, facts.m, None if facts.row_offsets else facts.offset),
-        prepared.computed(),
+        prepared.computed,
         facts.data_rows,
         prepared.backend,
         prepared.variant,
