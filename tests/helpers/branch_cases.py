@@ -29,11 +29,12 @@ CASES = {  # rows, width, norm, dropout
 }
 
 
-ROTATIONS = {  # pairing, fraction of the columns, whether heads lie inside positions
-    "interleaved pairs": ("interleaved", 1.0, True),
-    "half of the interleaved pairs": ("interleaved", 0.5, False),
-    "pairs of halves": ("halves", 1.0, False),
-    "three tenths of the columns": ("halves", 0.3, True),
+ROTATIONS = {  # pairing, fraction of the columns, the columns of a position in memory; 0: heads are outside
+    "interleaved pairs": ("interleaved", 1.0, 60),
+    "half of the interleaved pairs": ("interleaved", 0.5, 0),
+    "pairs of halves": ("halves", 1.0, 0),
+    "three tenths of the columns": ("halves", 0.3, 60),
+    "the queries of a product of queries, keys and values": ("interleaved", 1.0, 180),
 }
 
 
@@ -114,12 +115,14 @@ def packed(biased: bool) -> dict:
     return {"errors": [float((a - b).detach().abs().max()) / 10 for a, b in pairs]}
 
 
-def rotation(pairing: str, fraction: float, transposed: bool) -> dict:
+def rotation(pairing: str, fraction: float, columns: int) -> dict:
     """A rotary position with the kernel, beside the formula in float64; gradients and gradients of those."""
     torch.manual_seed(7)
     module = build(rg.rope(100.0, pairing=pairing, fraction=fraction), d_k=20)
     module.fuses = True
-    x = torch.randn(2, 7, 3, 20).transpose(1, 2) if transposed else torch.randn(2, 3, 7, 20)
+    x = torch.randn(2, 3, 7, 20)
+    if columns:
+        x = torch.randn(2, 7, columns)[..., :60].unflatten(-1, (3, 20)).transpose(1, 2)
     x.requires_grad_()
     with mock.patch.object(branch_end, "on_gpu", lambda x: True):
         out = module.along(x, 5, 3)
