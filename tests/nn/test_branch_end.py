@@ -83,6 +83,17 @@ def test_a_stack_that_may_fuse_gives_the_same_on_a_cpu(residual):
     assert torch.equal(stack(ids), usual)
 
 
+@pytest.mark.parametrize("norm_at", ["pre", "post"])
+def test_a_branch_without_residual_does_not_end_fused_on_a_gpu(norm_at, monkeypatch):
+    monkeypatch.setattr(branch_end, "supports", lambda *given: True)
+    inner = rg.FeedForward(16, dropout=0.0)
+    block = rg.Block(rg.Attention(8, heads=2), inner, norm_at=norm_at, residual=False).build().train()
+    x = torch.randn(2, 3, 8)
+    usual = block(x)
+    block.fuses_ends = True
+    assert torch.equal(block(x), usual)
+
+
 def test_fused_ends_are_turned_off_again():
     stack = rg.Encoder(rg.Block(rg.Attention(8, heads=2, position=rg.rope()), rg.FeedForward(16)), 1).build()
     parts = (
