@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regard.laws import Budget, check
+from regard.laws import Budget, check, law, try_law
 from regard.laws.adapters import adapt
-from regard.laws.adapters.names import polarity, says_sequence_first, stated_alignment
+from regard.laws.adapters.names import polarity, says_integers, says_sequence_first, stated_alignment
 from regard.position import alibi_slopes, rotate
 
 FEW = Budget(cases=3, seconds=20.0)
@@ -248,3 +248,55 @@ def test_cross_attention_to_a_context_of_another_width_is_checked():
     assert check(target, ["L31", "L65"], FEW).ok
     assert check(Cross(scale=2.0), DEFINITION, FEW).cause.family == "scale inverted"
     assert check(Cross(inverted=True), DEFINITION, FEW).cause.family == "padding inverted"
+
+
+def masked_by(hidden):
+    def integer_or_bool(q, k, v, mask=None):
+        """mask: bool or 0/1, 1 = may attend."""
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        return (scores if mask is None else scores.masked_fill(hidden(mask), -1e9)).softmax(-1) @ v
+
+    return integer_or_bool
+
+
+class Padded(Fused):
+    """Self-attention. mask: (b, n), bool or 0 and 1, 1 = a real token."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, x, mask=None):
+        q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        scores = q @ k.mT / 2
+        if mask is not None:
+            scores = scores.masked_fill(self.hidden(mask)[:, None, None], -1e9)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_that_may_be_integers_is_given_as_both():
+    def bitwise(mask):  # ~1 is −2, which is not 0
+        return (~mask).bool()
+
+    def outcome(target, number):
+        return try_law(law(number), adapt(target), FEW)
+
+    assert outcome(masked_by(lambda mask: ~mask.bool()), "L65").status == "holds"
+    assert "in a mask of integers (" in outcome(masked_by(bitwise), "L65").message
+    assert "raised" in outcome(masked_by(lambda mask: ~mask), "L65").message
+    assert outcome(Padded(lambda mask: mask == 0), "L31").status == "holds"
+    assert "as integers: got" in outcome(Padded(bitwise), "L31").message
+
+
+@pytest.mark.parametrize(
+    "text, integers",
+    [
+        ("mask: bool or 0/1, 1 = may attend", True),
+        ("mask: LongTensor, 1 for tokens", True),
+        ("mask: int tensor (b, n)", True),
+        ("mask: bool (b, 1, n, m), where True means masked", False),
+        ("mask: True where a key may be attended to. Other 0/1 flags", False),
+    ],
+)
+def test_whether_a_mask_may_be_integers_is_read(text, integers):
+    assert says_integers("mask", text) == integers

@@ -142,7 +142,9 @@ def _fresh(harness: Harness, sample: Sample, seed: int) -> Sample:
         y = torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.device, x.dtype)
         return y * sample.facets["size"] if x is call.q else y
 
-    return sample._replace(call=call._replace(q=new(call.q), k=new(call.k), v=new(call.v)))
+    fresh = {id(x): new(x) for x in (call.q, call.k, call.v)}  # one tensor in two places stays one
+    q, k, v = (fresh[id(x)] for x in (call.q, call.k, call.v))
+    return sample._replace(call=call._replace(q=q, k=k, v=v))
 
 
 def _share(harness: Harness, sample: Sample) -> tuple[float | None, str]:

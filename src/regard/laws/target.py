@@ -29,6 +29,10 @@ OPTIONS: dict[str, tuple[str, str]] = {
     "softcap": ("softcap", "float c: the scores become c · tanh(scores / c), before bias and mask"),
     "sink logits": ("sink_logits", "float (h,): an additional score in each head's softmax, without a value"),
     "bias": ("bias", "float, broadcasts to (b, h, n, m), added to the scores; may be −inf"),
+    "integer mask": (
+        "integer_mask",
+        "True: the mask of this call is given as integers 0 and 1, not as bools",
+    ),
     "lengths": ("lengths", "int (b,): keys at or after this index are masked (a model: positions of x)"),
     "context lengths": ("context_lengths", "int (b,): the same for the context of a model"),
     "documents": (

@@ -201,6 +201,24 @@ def test_a_cached_answer_and_a_modified_input_are_causes():
     assert check(modifies, ["L62"], FEW).cause.family == "input modified"
 
 
+def shortcut(same):
+    def attend(q, k, v):
+        """q, k and v may be one tensor: (batch, n, heads, d)."""
+        scale = 1.0 if same(q, k, v) else q.shape[-1] ** -0.5
+        weights = (torch.einsum("bihd,bjhd->bhij", q, k) * scale).softmax(-1)
+        return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+    return attend
+
+
+def test_a_shortcut_for_inputs_that_are_one_tensor_is_a_cause():
+    assert check(shortcut(lambda q, k, v: False), ["L65"], FEW).ok
+    cause = check(shortcut(lambda q, k, v: k is q), ["L65"], FEW).cause
+    assert (cause.family, cause.where) == ("no scale", "where q, k and v are one tensor")
+    cause = check(shortcut(lambda q, k, v: v is k), ["L65"], FEW).cause
+    assert (cause.family, cause.where) == ("no scale", "where k and v are one tensor")
+
+
 def test_dropout_that_is_always_active_is_a_cause():
     def drops(q, k, v):
         a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)

@@ -12,7 +12,7 @@ from ...errors import SpecError
 from ..target import OPTIONS, Function, Model, Target
 from .from_images import images_from_signature
 from .from_signature import Hints, function_from_signature
-from .mask_encoding import MaskEncoding
+from .mask_encoding import MaskEncoding, as_integers
 from .module_cache import read_cache, tensor_of
 from .module_masks import read_masks
 from .names import (
@@ -170,7 +170,9 @@ class ModuleReader:
         if options.get("allowed") is not None:
             allowed = options["allowed"]
             allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-            given[self.names["mask"]] = self.encodings["mask"].encode(allowed, size, dtype)
+            given[self.names["mask"]] = as_integers(
+                self.encodings["mask"].encode(allowed, size, dtype), options
+            )
         if options.get("bias") is not None:
             given[self.names["mask"]] = self.encodings["mask"].added(options["bias"], None, size)
         lengths, left = options.get("lengths"), options.get("left_padding")
@@ -188,6 +190,7 @@ class ModuleReader:
                 given[name] = self.encodings["mask"].encode(kept[:, None], size, dtype)
             else:
                 given[name] = encoding.encode(kept[:, None, None], size, dtype)
+            given[name] = as_integers(given[name], options)
         if options.get("context_lengths") is not None:
             j = torch.arange(size[3], device=x.device)
             kept = (j < options["context_lengths"][:, None])[:, None, None]

@@ -35,6 +35,7 @@ from .names import (
     promised,
     recognized,
     says_added,
+    says_integers,
     says_no_gradient,
     says_square,
     stated_alignment,
@@ -239,6 +240,8 @@ def _read_masks(reader: FunctionReader, hints: Hints, text: str) -> set[str]:
         if "bias" not in reader.names and says_added(reader.names["mask"], text):
             reader.adds_mask = True
             claims |= {"bias"}
+        if pairs.kind.startswith("bool") and says_integers(reading.names["mask"], text):
+            claims |= {"integer mask"}
         if str(pairs) != "bool, True = may attend, shape any that broadcasts":
             reader.notes.append(f"{reader.names['mask']}: {pairs}")
     if reader.padding is not None:
@@ -257,6 +260,8 @@ def _read_masks(reader: FunctionReader, hints: Hints, text: str) -> set[str]:
         )
         reader.notes.append(f"{reader.padding}: {reader.padding_mask}")
         claims |= {"lengths"}
+        if reading.padding_mask.kind.startswith("bool") and says_integers(reading.padding, text):
+            claims |= {"integer mask"}
     return claims
 
 

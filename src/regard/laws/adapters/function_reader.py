@@ -10,7 +10,7 @@ from torch import Tensor
 from ..harness import Inexpressible
 from ..target import OPTIONS
 from . import layouts
-from .mask_encoding import MaskEncoding
+from .mask_encoding import MaskEncoding, as_integers
 from .names import GROUPED, HEAD_COUNTS, KV_HEAD_COUNTS, START, TRAINING
 
 
@@ -40,7 +40,7 @@ class FunctionReader:
                 continue
             value = options[keyword]
             if option == "mask" and self.mask is not None:
-                value = self.mask.encode(value, size, q.dtype)
+                value = as_integers(self.mask.encode(value, size, q.dtype), options)
             if option == "window":
                 value = encode_window(self.window, value)
             given[self.names[option]] = value
@@ -58,7 +58,7 @@ class FunctionReader:
                 else (self.mask, self.names.get("mask"))
             )
             assert encoding is not None and name is not None
-            given[name] = encoding.encode(kept, size, q.dtype)
+            given[name] = as_integers(encoding.encode(kept, size, q.dtype), options)
         return given | self.defaults(q, k, v, given)
 
     def defaults(self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> dict[str, Any]:

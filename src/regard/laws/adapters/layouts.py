@@ -32,7 +32,7 @@ def call_in_layout(layout: str, call: Apply, q: Tensor, k: Tensor, v: Tensor, op
         rows = []
         for i in range(b):
             for g in range(h):
-                mats = (x[i, g] if layout == "n d" else x[i, g].mT for x in (q, k, v))
+                mats = _each(lambda x, i=i, g=g: x[i, g] if layout == "n d" else x[i, g].mT, q, k, v)
                 o = _first(call(*mats, _row_options(options, i, g, b, h)))
                 rows.append(o if layout == "n d" else o.mT)
         return torch.stack(rows).unflatten(0, (b, h))
@@ -40,10 +40,16 @@ def call_in_layout(layout: str, call: Apply, q: Tensor, k: Tensor, v: Tensor, op
         if k.shape[1] != h:
             raise ValueError("grouped heads need a head axis")
         pattern = {"b n d": "(b h) n d", "n b d": "n (b h) d", "b d n": "(b h) d n"}[layout]
-        folded = (rearrange(x, f"b h n d -> {pattern}") for x in (q, k, v))
+        folded = _each(lambda x: rearrange(x, f"b h n d -> {pattern}"), q, k, v)
         return _back(call(*folded, _folded_options(options, b, h)), pattern, b, h)
-    inputs = (rearrange(x, f"b h n d -> {layout}") for x in (q, k, v))
+    inputs = _each(lambda x: rearrange(x, f"b h n d -> {layout}"), q, k, v)
     return _back(call(*inputs, options), layout, b, h)
+
+
+def _each(convert: Callable[[Tensor], Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The inputs converted; one tensor in several places stays one tensor, as a function may test for that."""
+    done = {id(x): convert(x) for x in inputs}
+    return [done[id(x)] for x in inputs]
 
 
 def _first(out: Any) -> Tensor:

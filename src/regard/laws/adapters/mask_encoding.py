@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,11 @@ def typed(kind: str, allowed: Tensor, dtype: torch.dtype) -> Tensor:
         case "1 = masked":
             return (~allowed).long()
     raise AssertionError(kind)
+
+
+def as_integers(mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """The same mask with 0 and 1 for False and True, in a call that asks for integers."""
+    return mask.long() if options.get("integer_mask") and mask.dtype == torch.bool else mask
 
 
 def stated_shapes(text: str) -> tuple[str, ...]:

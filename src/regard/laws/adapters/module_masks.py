@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..probe import describe
 from .mask_encoding import MaskEncoding, find_encoding
-from .names import CONTEXT_PADDING, polarity, says_added
+from .names import CONTEXT_PADDING, polarity, says_added, says_integers
 
 MODEL_PAIRS = ("(b, n, m)", "(b, 1, n, m)", "(b, h, n, m)", "(n, m)")
 MODEL_KEYS = ("(b, m)", "(b, 1, 1, m)", "(b, 1, m)")
@@ -37,6 +37,8 @@ def read_masks(reader: Any) -> set[str]:
         reader.encodings["padding"] = found or MaskEncoding("(b, m)", _bool(side))
         reader.notes.append(f"{reader.padding}: {reader.encodings['padding']}")
         claims |= {"lengths", "left padding"}
+    if _says_integers(reader):
+        claims |= {"integer mask"}
     if name is not None and reader.context is not None and not reader.three:
         side = reader.hints.mask or polarity(name, reader.text, "hide" if "padding" in name else "keep")
         found = _context_padding(reader, [side])
@@ -45,6 +47,14 @@ def read_masks(reader: Any) -> set[str]:
             reader.notes.append(f"{name}: {found}")
             claims |= {"context lengths"}
     return claims
+
+
+def _says_integers(reader: Any) -> bool:
+    """Whether the mask that lengths are given by takes bools, and is said to take integers as well."""
+    name, encoding = reader.padding or reader.names.get("mask"), reader.encodings.get("padding")
+    if name is None or encoding is None or "lengths" in reader.names:
+        return False
+    return encoding.kind.startswith("bool") and says_integers(name, reader.text)
 
 
 def _only_context(reader: Any) -> bool:

@@ -214,6 +214,14 @@ def says_added(name: str, text: str) -> bool:
     return bool(re.search(r"\badded\b", stated_mask(name, text)))
 
 
+def says_integers(name: str, text: str) -> bool:
+    """Whether a docstring says that a mask may have integers 0 and 1."""
+    numbers = r"\b0 ?(/|and|or) ?1\b|\b1 ?(/|and|or) ?0\b|\b1s?\b ?(=|means?|marks?|for|where)(?!\w)"
+    types = r"\bint(eger)?s?\b|\blong\b"
+    stated = re.sub(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]", "", stated_mask(name, text))  # without shapes
+    return bool(re.search(f"{numbers}|{types}", stated, re.I))
+
+
 def says_sequence_first(text: str) -> bool:
     """Whether a docstring says that the axes are (n, b, d)."""
     length, batch = r"(n|l|t|s|seq|seq_len|seqlen|length|time)", r"(b|bs|bsz|batch|batch_size)"

@@ -52,7 +52,12 @@ def model_any_layout(harness: Harness, c: Case) -> Measurement:
     transposed = x.transpose(0, 1).contiguous().transpose(0, 1)
     with torch.no_grad():
         want = harness.run(x, context)
+        measurements = []
+        if harness.supports("separate values"):  # it may test whether its three inputs are one tensor
+            copied = harness.run(x, x.clone(), values=x.clone())
+            measurements.append(compare("outputs with copies of x as keys and values", copied, want))
         return worst(
+            *measurements,
             compare("outputs of an input with stride 2", harness.run(spread, context), want),
             compare(
                 "outputs of an input with positions first in memory", harness.run(transposed, context), want
@@ -168,7 +173,7 @@ LAWS = (
     Law(
         "L57",
         "any memory layout",
-        "inputs with other strides and offsets give the same outputs",
+        "inputs with other strides and offsets, and copies of one input, give the same outputs",
         "every target",
         {
             "function": Trial(

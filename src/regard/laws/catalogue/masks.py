@@ -165,6 +165,11 @@ def model_padding(harness: Harness, c: Case) -> Measurement:
             measurements.append(
                 compare("outputs after the padding was changed", *_real(harness, changed, o, real))
             )
+            if harness.supports("integer mask"):
+                integers = harness.run(x, context, lengths=l, integer_mask=True)
+                measurements.append(
+                    compare("outputs with the padding mask as integers", *_real(harness, integers, o, real))
+                )
             longer = torch.cat([x, harness.changed(x)[:, :1]], 1)
             if longer.shape[1] <= harness.model.max_length and not harness.supports("pooled"):
                 grown = harness.run(longer, context, lengths=l)[:, : c.n]

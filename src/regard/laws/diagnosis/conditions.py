@@ -28,6 +28,8 @@ def _conditions(wrong: Sequence[Facets], right: Sequence[Facets]):
         yield "in 16-bit dtypes", lambda f: f["dtype"] in ("bfloat16", "float16")
     yield "in gradients", lambda f: f["grad"]
     yield "with inputs that are not contiguous", lambda f: f["strided"]
+    yield "where q, k and v are one tensor", lambda f: f.get("shared") == "qkv"
+    yield "where k and v are one tensor", lambda f: bool(f.get("shared"))
     yield "for large scores", lambda f: f["size"] > 1
     for name in names:
         yield f"with {name}", lambda f, name=name: name in f["options"]

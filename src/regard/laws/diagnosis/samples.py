@@ -78,6 +78,19 @@ def samples(harness: Harness) -> Iterator[Sample]:
     if "scale" in supported:
         yield _sample(harness, "a scale of 0", base, ("scale",), scale=0.0)
     yield _sample(harness, "strided inputs", base, strided=True)
+    for names in ((), *((name,) for name in supported[:1])):
+        words = f" and {names[0]}" if names else ""
+        yield _sample(harness, f"one tensor as q, k and v{words}", base, names, shared="qkv")
+    yield _sample(harness, "one tensor as k and v", base, shared="kv")
+    if harness.supports("integer mask"):
+        option = "mask" if "mask" in supported else "lengths"
+        yield _sample(
+            harness,
+            "a mask of integers",
+            base | {"n": 7, "m": 7},
+            (option, "integer mask"),
+            integer_mask=True,
+        )
     for name in ("float32", "bfloat16", "float16"):
         if harness.supports(name) and harness.dtype != DTYPES[name]:
             yield _sample(harness, name, base | {"n": 9, "m": 9, "d_k": 16, "d_v": 16}, dtype=DTYPES[name])
@@ -183,7 +196,10 @@ def _unequal(harness: Harness, names: tuple[str, ...]) -> bool:
 def _sample(
     harness: Harness, name: str, sizes: dict[str, int], options: tuple[str, ...] = (), **how: Any
 ) -> Sample:
-    """how: grad, dtype, size (a factor of q), mean (of the values), strided, scale (the argument)."""
+    """how: grad, dtype, size (a factor of q), mean (of the values), strided, scale and integer_mask (arguments).
+
+    shared: the inputs that are one tensor, "qkv" or "kv", where their sizes allow it.
+    """
     grad, strided, size = how.get("grad", False), how.get("strided", False), how.get("size", 1.0)
     dtype = how.get("dtype") or harness.dtype
     if not harness.supports("d_v≠d_k"):
@@ -195,13 +211,17 @@ def _sample(
     q, k, v = harness.qkv(c)
     q, k, v = (x.to(dtype) for x in (q, k, v + how.get("mean", 0.0)))
     q = q * size
+    shared = how.get("shared", "")
+    if shared and k.shape == v.shape and (shared == "kv" or q.shape == k.shape):
+        q, k, v = (q, q, q) if shared == "qkv" else (q, k, k)
     if strided:
         q, k, v = (torch.stack([x, x + 1], -1)[..., 0] for x in (q, k, v))
     keywords: dict[str, Any] = {}
+    given = [name for name in ("scale", "integer_mask") if name in how]
     for option in options:
-        keywords |= option_value(harness, option, c)
-    if "scale" in how:
-        keywords[OPTIONS["scale"][0]] = how["scale"]
+        if OPTIONS[option][0] not in given:
+            keywords |= option_value(harness, option, c)
+    keywords |= {name: how[name] for name in given}
     keywords = {
         key: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
         for key, x in keywords.items()
@@ -212,6 +232,7 @@ def _sample(
         "options": options,
         "dtype": str(dtype).removeprefix("torch."),
         "strided": strided,
+        "shared": shared,
         "grad": grad,
         "size": size,
     }
