@@ -32,7 +32,7 @@ def read_window(reader: FunctionReader, text: str) -> None:
         "w keys each side": ((3, 3), (i - j).abs() <= 3),
         "w - 1 keys each side": ((2, 2), (i - j).abs() <= 2),
     }
-    stated = _stated_window(text)
+    stated = stated_window(text)
     ran = None
     for form, (value, table) in forms.items():
         reader.window = form
@@ -52,7 +52,7 @@ def read_window(reader: FunctionReader, text: str) -> None:
         reader.notes.append(f"{reader.names['window']}: {reader.window}")
 
 
-def _stated_window(text: str) -> str | None:
+def stated_window(text: str) -> str | None:
     """The inequality that a docstring states for a window given as a number."""
     if re.search(r"\b[ip]\s*[-−]\s*w\w*\s*\+\s*1\b", text) or re.search(WITH_ITSELF, text, re.I):
         return "w keys with itself, causal"

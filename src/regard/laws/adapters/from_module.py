@@ -15,6 +15,7 @@ from .from_signature import Hints, function_from_signature
 from .mask_encoding import MaskEncoding, as_integers
 from .module_cache import read_cache, tensor_of
 from .module_masks import read_masks
+from .module_windows import read_module_window
 from .names import (
     CACHES,
     CONTEXT,
@@ -286,6 +287,7 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
         lacks |= {"grad"}
     if reader.sequence_first:
         reader.notes.append("axes (n, b, d), according to its docstring or batch_first")
+    window = read_module_window(reader)
     make_cache, decode = read_cache(reader)
     if make_cache is not None:
         claims |= {"cache"}
@@ -305,6 +307,8 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
         heads=size_of(module, HEAD_COUNTS),
         max_length=reader.length or min(size_of(module, LENGTH_LIMITS) or 4096, 4096),
         length=reader.length,
+        window=window,
+        layers=None if window is None else 1,
         claims=claims,
         lacks=lacks,
         make_cache=make_cache,

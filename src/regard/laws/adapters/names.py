@@ -145,7 +145,8 @@ def text_of(thing: Any) -> str:
     calls = [owner, getattr(owner, "forward", None)] if isinstance(owner, type) else [owner]
     words = []
     for call in calls:
-        words.append(inspect.getdoc(call) or "" if not isinstance(call, type) or call.__doc__ else "")
+        text = inspect.getdoc(call) or "" if not isinstance(call, type) or call.__doc__ else ""
+        words.append("" if text == inspect.getdoc(nn.Module.forward) else text)  # PyTorch's, inherited
         try:
             source = inspect.getsource(call) if call is not None else ""
         except (OSError, TypeError):

@@ -105,6 +105,14 @@ def _layers(c: Case) -> str:
     return "1 layer" if c.layers == 1 else f"{c.layers} layers"
 
 
+def _around_window(harness: Harness) -> tuple[int, ...]:
+    """Lengths in which a buffer of the window's size is filled more than twice, where they are short."""
+    lengths, model = sequence_lengths(harness, 3), harness.model
+    longest = 2 * sum(model.window or ()) + 5
+    more = model.length is None and max(lengths, default=0) < longest <= min(70, model.max_length)
+    return (*lengths, longest) if more else lengths
+
+
 def _off_by_one_window():
     def change(q, k, v, options):
         if "window" in options:
@@ -157,7 +165,7 @@ LAWS = (
             ),
             "model": Trial(
                 window_reach,
-                lambda harness: {"b": (1, 2), "n": sequence_lengths(harness, 3)},
+                lambda harness: {"b": (1, 2), "n": _around_window(harness)},
                 unless=lambda harness: (
                     positions_out(harness)
                     or (

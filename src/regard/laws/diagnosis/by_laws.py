@@ -35,6 +35,11 @@ BY_LAW = {
         "keep no state between calls",
     ),
     "L29": ("queries attend to the future", "causal ignored", "mask keys j > i in every layer"),
+    "L59": (
+        "a position depends on other inputs than those of its window",
+        "window ignored",
+        "mask pairs outside the window; a buffer holds the last keys of the window and no others",
+    ),
     "L19": ("the output depends on the order of the input", "head split order", AXES),
     "L20": ("the output depends on the order of the context", "head split order", AXES),
     "L31": ("padding has an effect", "padding ignored", BEFORE),
@@ -111,6 +116,8 @@ def from_laws(harness: Harness, outcomes: Sequence[Outcome]) -> Cause | None:
         name, family, fix = "outputs are wrong", "outputs are wrong", "compare with the formula on this call"
     if number == "L29" and isinstance(harness.target, Model):
         name, family = _future(harness, name, family)
+    if number == "L59" and isinstance(harness.target, Model):
+        name, family = _window(harness, name, family)
     if number in ("L31", "L32") and isinstance(harness.target, Model):
         name, family = _padding(harness, name, family)
     if number in ("L48", "L56", "L62") and isinstance(harness.target, Model):
@@ -178,6 +185,25 @@ def _future(harness: Harness, name: str, family: str) -> tuple[str, str]:
     past = effect & (j < i)
     if not bool(past.any()):
         return "causal is inverted: queries attend to the future only", "causal inverted"
+    return name, family
+
+
+def _window(harness: Harness, name: str, family: str) -> tuple[str, str]:
+    """Whether outputs depend on inputs outside the window, miss some inside, or both, as with a wrong slot."""
+    before, after = harness.model.window or (0, 0)
+    n = 2 * (before + after) + 5
+    try:
+        effect = _effect(harness, n)
+    except Exception:  # foreign code; the plain words are right as well
+        return name, family
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    inside = (i - j <= before) & (j - i <= after)
+    outside, missing = (effect & ~inside).any(-1), (~effect & inside).any(-1)
+    if bool((outside & missing).any()):
+        row = int((outside & missing).nonzero()[0])
+        return f"position {row} depends on inputs outside its window in place of some inside", "cache offset"
+    if bool(missing.any()) and not bool(outside.any()):
+        return f"position {int(missing.nonzero()[0])} misses inputs inside its window", "keys dropped"
     return name, family
 
 

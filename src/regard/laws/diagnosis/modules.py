@@ -17,8 +17,9 @@ from ..measurement import compare
 from .cause import MATCH_SECONDS, Cause, unfinished
 from .conditions import condition
 from .fitted import FITTED, Fitted, nearest_slopes, smallest
-from .formula import Call, Formula, Variant
+from .formula import Formula, Variant
 from .module_faults import MODULE_FAULTS, ModuleFault
+from .module_samples import Implied, ModuleSample, evaluate, implied_options, module_samples
 from .projections import (
     Arrangement,
     arrangements,
@@ -27,8 +28,10 @@ from .projections import (
     misread,
     without_tables,
 )
+from .relative_bias import relative_fault
 from .rounding import SIXTEEN_BITS, in_steps, precision_lost, relative_error
 from .samples import HUGE
+from .some_positions import wrong_positions
 from .variants import GRADIENTS, PRECISION, VARIANTS
 from .variants.positions import with_slopes
 
@@ -42,119 +45,6 @@ ADJUSTED = r"temperature|logit_scale|\btau\b|soft_?cap"  # scores that are modif
 SAYS_UNSCALED = r"(?i)\bunscaled|not scaled|no scal|without scal"
 UNSCALED = r"\bt5|unscaled|not scaled|no scal|without scal"
 RIGHT = Formula()
-
-
-class ModuleSample(NamedTuple):
-    """One call of a module, with its output."""
-
-    name: str
-    x: Tensor
-    context: Tensor | None
-    options: dict[str, Any]
-    got: Tensor
-    facets: dict[str, Any]
-
-
-def module_samples(harness: Harness, module: nn.Module) -> Iterator[ModuleSample]:
-    """Calls of a module that takes vectors, with the options that it supports."""
-    model = harness.model
-    limit = model.max_length
-    sizes = [n for n in (5, 7, 1) if n <= limit] if model.length is None else [model.length] * 2
-    choices: list[tuple[str, ...]] = [()]
-    choices += [(o,) for o in ("causal", "mask", "bias", "lengths") if harness.supports(o)]
-    if harness.supports("context lengths") and model.architecture != "attention":
-        choices.append(("context lengths",))
-    pairs = (("causal", "mask"), ("causal", "lengths"), ("mask", "lengths"))
-    choices += [p for p in pairs if all(harness.supports(o) for o in p)]
-    for names in choices:
-        for n in sizes if not names else sizes[1:2]:
-            yield from _module_sample(harness, module, 2, n, names)
-    if model.architecture == "attention" and harness.supports("context"):
-        yield from _module_sample(harness, module, 2, 5, (), m=7)
-        yield from _module_sample(harness, module, 2, 5, (), m=5)
-        if harness.supports("separate values"):
-            yield from _module_sample(harness, module, 2, 5, ("separate values",), m=7)
-    for n in (70, 530, 1100):
-        if n <= limit and model.length is None:
-            yield from _module_sample(harness, module, 1, n, ())
-    for names in choices[1:3]:
-        if limit >= 140:
-            yield from _module_sample(harness, module, 1, 140, names)
-
-
-def _module_sample(
-    harness: Harness, module: nn.Module, b: int, n: int, names: tuple[str, ...], m: int | None = None
-) -> Iterator[ModuleSample]:
-    from ..law import Case
-
-    harness.seed(Case(seed=n))
-    x = harness.sequence(b, n)
-    context = harness.context(b, n + 2) if m is None else harness.second_sequence(b, m)
-    options: dict[str, Any] = {}
-    if "causal" in names:
-        options["causal"] = True
-    if "mask" in names:
-        table = harness.rand(b, n, n) < 0.5
-        options["allowed"] = table | torch.eye(n, dtype=torch.bool, device=harness.device)
-    if "bias" in names:
-        size = (n, n if context is None else context.shape[1])
-        options["bias"] = harness.randn(*size) * (harness.rand(*size) < 0.7)  # 0 at some pairs, as in a mask
-    if "lengths" in names:
-        options["lengths"] = torch.tensor([max(1, n - 2), n, n - 1][:b], device=harness.device)
-    if "context lengths" in names:
-        options["context_lengths"] = torch.tensor([max(1, n - 1), n + 2, n][:b], device=harness.device)
-    if "separate values" in names:
-        options["values"] = harness.second_sequence(b, n if m is None else m)
-    try:
-        with torch.no_grad():
-            got = harness.run(x, context, module, **options)
-    except Exception:  # foreign code; the laws report what raises
-        return
-    facets = {
-        "b": b,
-        "n": n,
-        "m": n if context is None else context.shape[1],
-        "h": harness.model.heads or 1,
-        "h_kv": 0,
-        "d_k": 0,
-        "d_v": 0,
-        "options": names,
-        "dtype": "",
-        "strided": False,
-        "grad": False,
-        "size": 1.0,
-    }
-    words = f"n = {n}{f', m = {m}' if m else ''}{', ' + ' and '.join(names) if names else ''}"
-    yield ModuleSample(f"a call with {words}", x, context, options, got, facets)
-
-
-def evaluate(
-    arrangement: Arrangement,
-    formula: Formula,
-    sample: ModuleSample,
-    fault: ModuleFault | None = None,
-    always_causal: bool = False,
-) -> Tensor:
-    """What a module with these projections returns, in float64."""
-    x = sample.x.double()
-    source = x if sample.context is None else sample.context.double()
-    project = fault.project if fault is not None and fault.project is not None else None
-    merge = fault.merge if fault is not None and fault.merge is not None else None
-    q, k, v = project(arrangement, x, source) if project else arrangement.project(x, source)
-    options = dict(sample.options)
-    values = options.pop("values", None)
-    if values is not None and not (fault is not None and fault.values_of_key):
-        v = arrangement.project(x, values.double())[2]
-    if options.get("allowed") is not None:
-        options["allowed"] = options["allowed"][:, None]
-    if "context_lengths" in options:  # the keys are those of the context
-        options["lengths"] = options.pop("context_lengths")
-    if always_causal and sample.context is None:
-        options["causal"] = True
-    if arrangement.alibi:
-        options["alibi"] = True
-    o = formula(Call(q, k, v, options, k.shape[-2] - q.shape[-2]))
-    return merge(arrangement, o, x) if merge else arrangement.merge(o, x)
 
 
 class Identified(NamedTuple):
@@ -182,6 +72,8 @@ def identify(harness: Harness) -> Identified:
     if harness.supports("pooled") or (model.layers or 1) > 1:
         return Identified(None, None)
     found = _identify(harness, harness.module())
+    if found.cause is None and (fault := relative_fault(harness, harness.module())) is not None:
+        return Identified(found.arrangement, fault)
     if found == Identified(None, None) and (plainer := without_tables(harness.module())) is not None:
         arrangement, cause = _identify(harness, plainer)
         if cause is not None and cause.family == "no scale" and mentions(model.module, UNSCALED):
@@ -200,53 +92,60 @@ def _identify(harness: Harness, module: nn.Module) -> Identified:
     plain = [s for s in seen if not s.options and s.x.shape[1] > 1]
     if not plain:
         return Identified(None, None)
-    always = harness.supports("always causal")
+    implied = implied_options(harness)
     readings = list(itertools.islice(arrangements(module), MAX_ARRANGEMENTS))
 
     def fits(a: Arrangement, formula: Formula, s: ModuleSample, fault: ModuleFault | None = None) -> bool:
         try:
-            want = evaluate(a, formula, s, fault, always)
+            want = evaluate(a, formula, s, fault, implied)
         except (RuntimeError, ValueError, IndexError):
             return False
-        return near(s.got, want, _tolerance(a, s.got.dtype))
+        return near(s.got, want, _tolerance(a, s.got.dtype)) and _says_something(a, s, want, implied)
 
     first = plain[0]
     for a in readings:
         if fits(a, RIGHT, first):
-            return Identified(a, _cause(a, seen, fits, always) or misread(a, harness.model.module))
+            return Identified(a, _cause(a, seen, fits, implied) or misread(a, harness.model.module))
     usual = sorted(readings, key=lambda a: (bool(a.packing), a.residual, a.order != "(h d)"))
     for a in usual[:MAX_FAULTY]:
         for fault in MODULE_FAULTS:
             if all(fits(a, RIGHT, s, fault) for s in plain[:2]):
-                return Identified(None, _described(a, seen, fault, RIGHT, always))
+                return Identified(None, _described(a, seen, fault, RIGHT, implied))
         for variant in VARIANTS:
             if variant in GRADIENTS:
                 continue
             if all(fits(a, variant.formula(), s) for s in plain[:2]):
-                return Identified(None, _described(a, seen, variant, variant.formula(), always))
-        if always:
+                return Identified(None, _described(a, seen, variant, variant.formula(), implied))
+        if implied.get("causal"):
             dense = replace(RIGHT, causal=lambda i, j, c: (i >= 0) & (j >= 0))
             if fits(a, dense, first):
                 return Identified(None, None)
     for a in () if has_learned_slopes(module) else [a for a in usual[:MAX_FITTED] if a.alibi]:
-        sloped = _slopes(a, first, always)
+        sloped = _slopes(a, first, implied)
         if sloped is not None and all(fits(a, sloped.formula(), s) for s in plain[:2]):
-            return Identified(None, _described(a, seen, sloped, sloped.formula(), always))
+            return Identified(None, _described(a, seen, sloped, sloped.formula(), implied))
     if not mentions(module, ADJUSTED):
         for a in usual[:MAX_FITTED]:
-            for variant in _fitted(a, first, always):
+            for variant in _fitted(a, first, implied):
                 if all(fits(a, variant.formula(), s) for s in plain[:2]):
-                    return Identified(None, _described(a, seen, variant, variant.formula(), always))
+                    return Identified(None, _described(a, seen, variant, variant.formula(), implied))
+    for a in usual[:MAX_FAULTY] if not mentions(module, ADJUSTED) else ():
+        with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
+            limit = _tolerance(a, first.got.dtype)
+            if (cause := wrong_positions(harness, module, a, seen, implied, limit)) is not None:
+                return Identified(None, cause)
     for a in usual[:MAX_FAULTY]:
         with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
-            if _rounds(harness, module, a, first, always):
-                return Identified(None, precision_lost(_evidence(a, first, always)))
+            if _rounds(harness, module, a, first, implied):
+                return Identified(None, precision_lost(_evidence(a, first, implied)))
     return Identified(None, None)
 
 
-def _rounds(harness: Harness, module: nn.Module, a: Arrangement, sample: ModuleSample, always: bool) -> bool:
+def _rounds(
+    harness: Harness, module: nn.Module, a: Arrangement, sample: ModuleSample, implied: Implied
+) -> bool:
     """Whether the outputs are nearly those of the formula, and change in steps with an input."""
-    if relative_error(sample.got, evaluate(a, RIGHT, sample, None, always)) > MAX_ROUNDED:
+    if relative_error(sample.got, evaluate(a, RIGHT, sample, None, implied)) > MAX_ROUNDED:
         return False
 
     def got(x: Tensor, context: Tensor | None) -> Tensor:
@@ -254,7 +153,7 @@ def _rounds(harness: Harness, module: nn.Module, a: Arrangement, sample: ModuleS
             return harness.run(x, context, module, **sample.options)
 
     def want(x: Tensor, context: Tensor | None) -> Tensor:
-        return evaluate(a, RIGHT, sample._replace(x=x, context=context), None, always)
+        return evaluate(a, RIGHT, sample._replace(x=x, context=context), None, implied)
 
     x, context = sample.x, sample.context
     if in_steps(lambda y: got(y, context), lambda y: want(y, context), x, SIXTEEN_BITS):
@@ -262,25 +161,25 @@ def _rounds(harness: Harness, module: nn.Module, a: Arrangement, sample: ModuleS
     return context is not None and in_steps(lambda y: got(x, y), lambda y: want(x, y), context, SIXTEEN_BITS)
 
 
-def _fitted(a: Arrangement, sample: ModuleSample, always: bool) -> Iterator[Variant]:
+def _fitted(a: Arrangement, sample: ModuleSample, implied: Implied) -> Iterator[Variant]:
     """Variants with one unknown number, fitted to an output; not the constant scale, as a module has one width."""
     for each in FITTED[1:]:
         if each.option:
             continue
 
         def error(value: float, each: Fitted = each) -> float:
-            want = evaluate(a, each.variant(value).formula(), sample, None, always)
+            want = evaluate(a, each.variant(value).formula(), sample, None, implied)
             return float((sample.got.double() - want).nan_to_num(0.0).abs().max())
 
         with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
             yield each.variant(smallest(error, each.low, each.high))
 
 
-def _slopes(a: Arrangement, sample: ModuleSample, always: bool) -> Variant | None:
+def _slopes(a: Arrangement, sample: ModuleSample, implied: Implied) -> Variant | None:
     """ALiBi with slopes fitted to an output."""
 
     def error(slopes: Tensor) -> Tensor:
-        return evaluate(a, with_slopes(slopes).formula(), sample, None, always) - sample.got.double()
+        return evaluate(a, with_slopes(slopes).formula(), sample, None, implied) - sample.got.double()
 
     with suppress(RuntimeError, ValueError, IndexError):  # the shapes do not fit this arrangement
         return with_slopes(nearest_slopes(error, a.heads))
@@ -288,21 +187,21 @@ def _slopes(a: Arrangement, sample: ModuleSample, always: bool) -> Variant | Non
 
 
 def _described(
-    a: Arrangement, seen: list[ModuleSample], fault: Variant | ModuleFault, formula: Formula, always: bool
+    a: Arrangement, seen: list[ModuleSample], fault: Variant | ModuleFault, formula: Formula, implied: Implied
 ) -> Cause:
     sample = next(s for s in seen if not s.options and s.x.shape[1] > 1)
-    return Cause(fault.name, fault.family, fault.fix, _evidence(a, sample, always), "", 1, 1)
+    return Cause(fault.name, fault.family, fault.fix, _evidence(a, sample, implied), "", 1, 1)
 
 
-def _evidence(a: Arrangement, sample: ModuleSample, always: bool) -> str:
-    want = evaluate(a, RIGHT, sample, None, always)
+def _evidence(a: Arrangement, sample: ModuleSample, implied: Implied) -> str:
+    want = evaluate(a, RIGHT, sample, None, implied)
     return f"{compare('the output', sample.got, want).message}, in {sample.name}"
 
 
-def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) -> Cause | None:
+def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, implied: Implied) -> Cause | None:
     """With the projections known: the fault that explains the samples that the formula does not."""
     wrong = [s for s in seen if not fits(a, RIGHT, s) and bool(torch.isfinite(_real(s)).all())]
-    wrong = [s for s in wrong if not _equal_at_real(a, s, always)]
+    wrong = [s for s in wrong if not _equal_at_real(a, s, implied)]
     if not wrong:
         return None
     right = [s for s in seen if all(s is not w for w in wrong)]
@@ -318,14 +217,14 @@ def _cause(a: Arrangement, seen: list[ModuleSample], fits: Any, always: bool) ->
         if time.process_time() > until:
             break
         done += 1
-        if not any(_same(a, formula, s, outer, always) for s in quick):
+        if not any(_same(a, formula, s, outer, implied) for s in quick):
             continue
-        matched = [s for s in compared if _same(a, formula, s, outer, always)]
+        matched = [s for s in compared if _same(a, formula, s, outer, implied)]
         kept = sum(fits(a, formula, s, outer) for s in right)
         if best is None or (len(matched), kept) > best[:2]:
             best = (len(matched), kept, fault)
     sample = wrong[0]
-    want = evaluate(a, RIGHT, sample, None, always)
+    want = evaluate(a, RIGHT, sample, None, implied)
     text = f"{compare('the output', *_at_real(sample, want)).message}, in {sample.name}"
     text += unfinished(done, len(candidates))
     where = condition([s.facets for s in wrong], [s.facets for s in right])
@@ -372,13 +271,28 @@ def _at_real(s: ModuleSample, want: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(real, s.got, 0.0), torch.where(real, want.to(s.got.dtype), 0.0)
 
 
-def _same(a: Arrangement, formula: Formula, s: ModuleSample, fault: ModuleFault | None, always: bool) -> bool:
+def _same(
+    a: Arrangement, formula: Formula, s: ModuleSample, fault: ModuleFault | None, implied: Implied
+) -> bool:
     try:
-        got, want = _at_real(s, evaluate(a, formula, s, fault, always))
+        got, want = _at_real(s, evaluate(a, formula, s, fault, implied))
     except (RuntimeError, ValueError, IndexError):
         return False
-    return near(got, want, _tolerance(a, s.got.dtype))
+    return near(got, want, _tolerance(a, s.got.dtype)) and _says_something(a, s, want, implied)
 
 
-def _equal_at_real(a: Arrangement, s: ModuleSample, always: bool) -> bool:
-    return _same(a, RIGHT, s, None, always)
+def _says_something(a: Arrangement, s: ModuleSample, want: Tensor, implied: Implied) -> bool:
+    """Whether a variant without a value for some queries has one for an output that the formula does not explain."""
+    undefined = want.isnan()
+    if not bool(undefined.any()):
+        return True
+    got, right = _at_real(s, evaluate(a, RIGHT, s, None, implied))
+    if got.shape != right.shape:
+        return True
+    limit = _tolerance(a, got.dtype) * max(1.0, float(right.nan_to_num(0.0).abs().max()))
+    wrong = ~((got - right).abs() <= limit) & ~right.isnan()
+    return not bool(wrong.any()) or bool((wrong & ~undefined).any())
+
+
+def _equal_at_real(a: Arrangement, s: ModuleSample, implied: Implied) -> bool:
+    return _same(a, RIGHT, s, None, implied)

@@ -128,15 +128,20 @@ def mentions(module: nn.Module, words: str) -> bool:
 
 
 def without_tables(module: nn.Module) -> nn.Module | None:
-    """A copy whose tables of positions are 0: embeddings, and parameters that are named after positions."""
-    plainer, changed = copy.deepcopy(module), False
-    tables = [m.weight for m in plainer.modules() if isinstance(m, nn.Embedding)]
-    tables += [p for name, p in plainer.named_parameters() if p.dim() > 1 and TABLES.search(name)]
+    """A copy whose tables of positions are 0; None where it has none."""
+    plainer = copy.deepcopy(module)
+    tables = position_tables(plainer)
     for table in tables:
-        changed = True
         with torch.no_grad():
             table.zero_()
-    return plainer if changed else None
+    return plainer if tables else None
+
+
+def position_tables(module: nn.Module) -> list[Tensor]:
+    """Embeddings, and parameters that are named after positions."""
+    tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+    named = [p for name, p in module.named_parameters() if p.dim() > 1 and TABLES.search(name)]
+    return tables + [p for p in named if all(p is not table for table in tables)]
 
 
 def _head_counts(q: Matrix, k: Matrix, heads: int | None, kv: int | None) -> Iterator[tuple[int, int]]:

@@ -77,20 +77,7 @@ def samples(harness: Harness) -> Iterator[Sample]:
     yield from _with_options(harness, base, supported)
     if "scale" in supported:
         yield _sample(harness, "a scale of 0", base, ("scale",), scale=0.0)
-    yield _sample(harness, "strided inputs", base, strided=True)
-    for names in ((), *((name,) for name in supported[:1])):
-        words = f" and {names[0]}" if names else ""
-        yield _sample(harness, f"one tensor as q, k and v{words}", base, names, shared="qkv")
-    yield _sample(harness, "one tensor as k and v", base, shared="kv")
-    if harness.supports("integer mask"):
-        option = "mask" if "mask" in supported else "lengths"
-        yield _sample(
-            harness,
-            "a mask of integers",
-            base | {"n": 7, "m": 7},
-            (option, "integer mask"),
-            integer_mask=True,
-        )
+    yield from _forms(harness, base, supported)
     for name in ("float32", "bfloat16", "float16"):
         if harness.supports(name) and harness.dtype != DTYPES[name]:
             yield _sample(harness, name, base | {"n": 9, "m": 9, "d_k": 16, "d_v": 16}, dtype=DTYPES[name])
@@ -153,6 +140,24 @@ def _with_options(harness: Harness, base: dict[str, int], supported: list[str]) 
                 yield _sample(
                     harness, f"{names[0]}, grouped", base | {"h": 4, "h_kv": 2, "n": 7, "m": 7}, names
                 )
+
+
+def _forms(harness: Harness, base: dict[str, int], supported: list[str]) -> Iterator[Sample]:
+    """The same numbers in other forms: with strides, as one tensor, as a mask of integers."""
+    yield _sample(harness, "strided inputs", base, strided=True)
+    for names in ((), *((name,) for name in supported[:1])):
+        words = f" and {names[0]}" if names else ""
+        yield _sample(harness, f"one tensor as q, k and v{words}", base, names, shared="qkv")
+    yield _sample(harness, "one tensor as k and v", base, shared="kv")
+    if harness.supports("integer mask"):
+        option = "mask" if "mask" in supported else "lengths"
+        yield _sample(
+            harness,
+            "a mask of integers",
+            base | {"n": 7, "m": 7},
+            (option, "integer mask"),
+            integer_mask=True,
+        )
 
 
 def _queries_without_keys(harness: Harness, sizes: dict[str, int]) -> bool:

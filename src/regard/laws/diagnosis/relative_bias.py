@@ -1,0 +1,164 @@
+"""A learned bias by distance inside a module: it must depend on j − i alone, and tell the two sides apart.
+
+Where every input is 0, all values are equal, so that to first order the weights do not change:
+∂ o_i/∂ x_j = Σ_h a_hij W_v^h W_o^h, and a is the softmax of the bias alone. The weights of each head follow.
+"""
+
+import copy
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ...reference import repeat_heads
+from ..harness import Harness
+from ..law import Case
+from .cause import Cause
+from .projections import Arrangement, arrangements, mentions, position_tables
+
+RELATIVE = r"relative|\brel_|\bt5\b|\bt5-|rel_?pos|distance"
+GRIDS = r"swin|2-?d\b|two-dimensional|height|image|patch|grid|axial"  # distances in more than one direction
+MAX_READINGS = 12
+MAX_POSITIONS = 140
+PROJECTIONS = 2  # random directions of the output, so that heads can be told apart
+FIX = "index the table with j − i, clamped to its reach, and move the axis of heads to the front with permute"
+
+
+def relative_fault(harness: Harness, module: nn.Module) -> Cause | None:
+    """A fault of the bias by distance of a module that says that it has one; None where none is seen."""
+    model = harness.model
+    if (
+        model.architecture != "attention"
+        or model.length is not None
+        or harness.target.declares("grad") is False
+    ):
+        return None
+    if not mentions(module, RELATIVE) or mentions(module, GRIDS):
+        return None
+    module = copy.deepcopy(module)
+    tables = position_tables(module)
+    if not tables:
+        return None
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for table in tables:  # a table that was initialized with zeros shows nothing
+            table.copy_(torch.randn(table.shape, generator=g).to(table))
+    rows = max(max(table.shape) for table in tables)
+    n = min(max(rows + 3, 12), MAX_POSITIONS, model.max_length)
+    weights = bias_weights(harness, module, n)
+    if weights is None:
+        return None
+    words = _fault(harness, module, weights.log(), tables)
+    if words is None:
+        return None
+    evidence = f"with all inputs 0 and random tables, in a call with n = {n}: {words[1]}"
+    return Cause(words[0], "position bias", FIX, evidence, "", 1, 1)
+
+
+def bias_weights(harness: Harness, module: nn.Module, n: int) -> Tensor | None:
+    """(h, n, n): the softmax of the bias of each head; None where no reading of the projections gives it."""
+    harness.seed(Case(seed=n))
+    x = torch.zeros(1, n, harness.model.d_model or 0, dtype=harness.dtype, device=harness.device)
+    x.requires_grad_()
+    try:
+        out = harness.run(x, None, module)
+        directions = harness.randn(PROJECTIONS, out.shape[-1])
+        columns = [
+            torch.stack([torch.autograd.grad(out[0, i] @ r, x, retain_graph=True)[0][0] for i in range(n)])
+            for r in directions
+        ]  # per direction (i, j, d)
+    except Exception:  # foreign code; the laws report what raises
+        return None
+    jacobian = torch.cat(columns, -1).double()
+    limit = 1e-7 if harness.dtype == torch.float64 else 1e-3
+    for a in list(arrangements(module))[:MAX_READINGS]:
+        if 2 * a.heads > PROJECTIONS * x.shape[-1] or a.rotary or a.residual:
+            continue
+        maps = _maps(a, directions.double())
+        found = torch.linalg.lstsq(maps, rearrange(jacobian, "i j d -> d (i j)")).solution
+        left = (maps @ found - rearrange(jacobian, "i j d -> d (i j)")).abs().max()
+        weights = rearrange(found, "h (i j) -> h i j", i=n)
+        total = (weights.sum(-1) - 1).abs().max()
+        if float(left) < limit and float(total) < 10 * limit and float(weights.min()) > -limit:
+            return weights.clamp(min=0.0)
+    return None
+
+
+def _maps(a: Arrangement, directions: Tensor) -> Tensor:
+    """(directions · d, h): W_v^h W_o^h r, the part of each head in ∂(o·r)/∂x."""
+    w_v = repeat_heads(a.split(a.v.w[None], a.kv_heads), a.heads)[0]
+    width = a.heads * w_v.shape[-1]
+    out = torch.eye(width, dtype=w_v.dtype) if a.o is None else a.o.w
+    w_o = rearrange(out, f"{a.order} e -> h d e", h=a.heads)
+    return rearrange(w_v @ w_o @ directions.mT, "h d r -> (r d) h")
+
+
+def _fault(harness: Harness, module: nn.Module, logs: Tensor, tables: list[Tensor]) -> tuple[str, str] | None:
+    """What is wrong with ln a, (h, n, n), in words, and the evidence."""
+    limit = 1e-5 if harness.dtype == torch.float64 else 1e-2
+    n, causal = logs.shape[-1], harness.supports("always causal")
+    for i in range(1, n - 1):
+        stop = i + 1 if causal else n - 1  # keys that both queries have
+        step = logs[:, i + 1, 1 : stop + 1] - logs[:, i, :stop]
+        apart = (step - step[:, :1]).abs().amax(0).nan_to_num(0.0)
+        if float(apart.max()) > limit:
+            j = int(apart.argmax())
+            return (
+                "the bias by distance depends on more than j − i",
+                f"the bias of ({i}, {j}) and ({i + 1}, {j + 1}) differ by {float(apart.max()):.3g}",
+            )
+    if causal or not bool(torch.isfinite(logs).all()):
+        return None
+    future, past = logs[:, 0] - logs[:, 0, :1], (logs[:, -1] - logs[:, -1, -1:]).flip(-1)
+    return _sides(harness, module, past[:, 1:], future[:, 1:], tables, limit)
+
+
+def _sides(
+    harness: Harness, module: nn.Module, past: Tensor, future: Tensor, tables: list[Tensor], limit: float
+) -> tuple[str, str] | None:
+    """Both (h, n − 1), by distance: keys before and after a query must not share rows of a table by mistake."""
+    same = (past[:, :, None] - future[:, None]).abs().amax(0) <= limit
+    if bool(same.diagonal().all()):
+        unused = _unused_rows(harness, module, past.shape[-1] + 1, tables)
+        if not unused:
+            return None  # one bias for both sides, on purpose: the table has no other rows
+        return (
+            "the distance has lost its sign: keys before and after a query share one bias",
+            f"the bias is the same on both sides, and {unused} rows of the table are never read",
+        )
+    same &= ~(_tail(past, limit)[:, None] & _tail(future, limit))
+    if bool(same.any()):
+        back, on = (int(d) + 1 for d in same.nonzero()[0])
+        return (
+            "distances past the reach of the table take rows of the other side",
+            f"the keys at i − {back} and i + {on} have one bias",
+        )
+    many = [float((side - side[:, :1]).abs().max()) > limit for side in (past, future)]
+    if many[0] != many[1] and not (harness.supports("mask") or harness.supports("causal")):
+        which = "after" if many[0] else "before"
+        return (
+            f"all keys {which} a query share one bias",
+            f"the bias of the keys {which} i does not depend on j",
+        )
+    return None
+
+
+def _tail(side: Tensor, limit: float) -> Tensor:
+    """Distances from which on the bias is constant: past the reach of the table."""
+    moves = (side - side[:, -1:]).abs().amax(0) > limit
+    return ~moves.flip(-1).cumsum(-1).flip(-1).bool()
+
+
+def _unused_rows(harness: Harness, module: nn.Module, n: int, tables: list[Tensor]) -> int:
+    """Rows of the tables without a gradient, if they are a third of a table or more."""
+    harness.seed(Case(seed=1))
+    out = harness.run(harness.sequence(1, n), None, module)
+    grads = torch.autograd.grad((out * harness.randn(*out.shape)).sum(), tables, allow_unused=True)
+    for grad in grads:
+        if grad is None:
+            continue
+        longest = max(range(grad.dim()), key=lambda axis: grad.shape[axis])
+        unused = int((grad.movedim(longest, 0).flatten(1).abs().amax(1) == 0).sum())
+        if 3 * unused >= grad.shape[longest] and unused < grad.shape[longest]:
+            return unused
+    return 0

@@ -1,0 +1,148 @@
+"""Sliding windows in ring buffers, and learned biases by distance, inside a module."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from regard.laws import Budget, law, try_law
+from regard.laws.adapters import adapt
+from regard.laws.diagnosis.module_samples import implied_options, module_samples
+from regard.laws.diagnosis.projections import arrangements
+from regard.laws.diagnosis.relative_bias import bias_weights, relative_fault
+from regard.laws.diagnosis.some_positions import wrong_positions
+from regard.laws.harness import Harness
+
+FEW = Budget(cases=12)
+
+
+class Ring(nn.Module):
+    """Causal self-attention with a sliding window: keys in a ring buffer. Inference only."""
+
+    def __init__(self, slot, filled, window=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.window, self.slot, self.filled = 2, window, slot, filled
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    @torch.no_grad()
+    def forward(self, x):
+        parts = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = parts
+        buffers = [torch.zeros_like(k[:, :, :1]).repeat(1, 1, self.window, 1) for _ in range(2)]
+        steps = []
+        for t in range(x.shape[1]):
+            for buffer, new in zip(buffers, (k, v)):
+                buffer[:, :, self.slot(t)] = new[:, :, t]
+            keys, values = (b[:, :, : self.filled(t)] for b in buffers)
+            steps.append((q[:, :, t : t + 1] @ keys.mT / 2).softmax(-1) @ values)
+        return self.o(torch.cat(steps, 2).transpose(1, 2).flatten(2))
+
+
+def harness_of(module):
+    return Harness(adapt(module), {"float64": True, "float32": True})
+
+
+def outcome(module, number):
+    return try_law(law(number), adapt(module), FEW)
+
+
+def test_a_ring_buffer_is_a_sliding_window():
+    right = Ring(lambda t: t % 3, lambda t: min(t + 1, 3))
+    assert "output i depends on the inputs i − 2 … i (found by probing)" in adapt(right).notes
+    assert outcome(right, "L59").status == "holds"
+
+
+def found_positions(module):
+    harness = harness_of(module)
+    module = harness.module()
+    seen = list(module_samples(harness, module))
+    return wrong_positions(harness, module, next(arrangements(module)), seen, implied_options(harness), 1e-9)
+
+
+def test_slots_of_a_ring_buffer_that_are_read_too_early_are_found():
+    cause = found_positions(Ring(lambda t: t % 3, lambda t: 3))
+    assert cause.name == "outputs are wrong at positions 0, 1 of 70"
+    assert found_positions(Ring(lambda t: t % 3, lambda t: min(t + 1, 3))) is None
+
+
+def test_positions_with_an_unknown_mask_are_not_called_wrong():
+    wider = adapt(Ring(lambda t: t % 5, lambda t: min(t + 1, 5), window=5))
+    object.__setattr__(wider, "window", (6, 0))  # the module reads fewer inputs than this
+    harness = Harness(wider, {"float64": True})
+    module = harness.module()
+    seen = list(module_samples(harness, module))
+    implied = implied_options(harness)
+    assert wrong_positions(harness, module, next(arrangements(module)), seen, implied, 1e-9) is None
+
+
+@pytest.mark.parametrize(
+    "slot", [lambda t: min(t, 2), lambda t: t if t < 3 else t % 2], ids=["stops", "modulus"]
+)
+def test_slots_of_a_ring_buffer_that_keep_an_old_key_are_found(slot):
+    assert outcome(Ring(slot, lambda t: min(t + 1, 3)), "L59").status == "broken"
+
+
+class Relative(nn.Module):
+    """Self-attention with a learned bias by relative position, clamped to 4."""
+
+    def __init__(self, index=None, heads_first=True, rows=9, causal=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads, self.heads_first, self.causal = 3, heads_first, causal
+        self.index = index or (lambda d: d.clamp(-4, 4) + 4)
+        self.table = nn.Parameter(torch.zeros(rows, 3))
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x):
+        n = x.shape[1]
+        q, k, v = (y.unflatten(-1, (3, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        bias = self.table[self.index(torch.arange(n) - torch.arange(n)[:, None])]
+        bias = bias.permute(2, 0, 1) if self.heads_first else bias.reshape(3, n, n)
+        scores = q @ k.mT / 2 + bias
+        if self.causal:
+            scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class CausalRelative(Relative):
+    """Causal self-attention with a learned bias by relative position, clamped to 4."""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Relative(),
+        Relative(lambda d: d.abs().clamp(max=8)),  # one bias for both sides, and no row for another
+        Relative(lambda d: torch.where(d.abs() > 4, 8, d.clamp(-4, 4) + 4)),  # one row for all that is far
+        CausalRelative(lambda d: (-d).clamp(0, 8), causal=True),
+    ],
+    ids=["clamped", "symmetric", "far", "causal"],
+)
+def test_a_bias_by_distance_is_right(module):
+    assert relative_fault(harness_of(module), module.double()) is None
+
+
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (Relative(heads_first=False), "the bias of (1, "),
+        (CausalRelative(lambda d: (-d).clamp(0, 8), heads_first=False, causal=True), "the bias of (1, "),
+        (Relative(lambda d: d.abs().clamp(max=4) + 4), "4 rows of the table are never read"),
+        (Relative(lambda d: d % 9), "the keys at i − 1 and i + 8 have one bias"),
+        (Relative(lambda d: (-d).clamp(0, 8)), "the bias of the keys after i does not depend on j"),
+    ],
+    ids=["axes", "axes, causal", "no sign", "wraps", "one side"],
+)
+def test_a_bias_by_distance_with_a_fault_is_found(module, words):
+    assert words in relative_fault(harness_of(module), module.double()).evidence
+
+
+def test_the_weights_of_a_bias_are_recovered_from_outputs():
+    module = Relative().double()
+    torch.nn.init.normal_(module.table)
+    weights = bias_weights(harness_of(module), module, 6)
+    d = torch.arange(6) - torch.arange(6)[:, None]
+    want = module.table[d.clamp(-4, 4) + 4].permute(2, 0, 1).softmax(-1)
+    assert torch.allclose(weights, want, atol=1e-9)
