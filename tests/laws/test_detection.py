@@ -11,7 +11,7 @@ from torch import nn
 
 import regard as rg
 from regard.errors import SpecError
-from regard.laws import Budget, Function, check
+from regard.laws import Budget, Function, check, law, try_law
 from regard.laws.adapters import adapt
 
 FEW = Budget(cases=3, seconds=20.0)
@@ -204,6 +204,25 @@ def test_a_cache_in_the_arguments_is_compared_with_the_full_pass():
     assert [o.status for o in verdict.outcomes] == ["holds"] * 3, str(verdict)
     broken = check(Cached(restarts=True), ["L33"], FEW)
     assert broken.exit_code == 1 and broken.cause.family == "cache offset"
+
+
+def test_sequences_of_a_packed_call_have_different_lengths():
+    def packed(offset):
+        def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, causal=False):
+            outs, lengths = [], (cu_seqlens_k.diff(), cu_seqlens_q.diff())
+            for s in range(len(cu_seqlens_q) - 1):
+                (a, b), (c, d) = cu_seqlens_q[s : s + 2].tolist(), cu_seqlens_k[s : s + 2].tolist()
+                scores = torch.einsum("ihd,jhd->hij", q[a:b], k[c:d]) * q.shape[-1] ** -0.5
+                if causal:
+                    future = torch.arange(d - c) > torch.arange(b - a)[:, None] + offset(*lengths, s)
+                    scores = scores.masked_fill(future, -math.inf)
+                outs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[c:d]))
+            return torch.cat(outs)
+
+        return try_law(law("L29"), adapt(varlen), FEW).status
+
+    assert packed(lambda m, n, s: int(m[s] - n[s])) == "holds"
+    assert packed(lambda m, n, s: int(m.max() - n.max())) == "broken"  # the offset of the longest sequence
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What the worker processes of the service compute: a task takes the fields of a request and gives plain values."""
 
 import json
+import os
 import signal
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ..pattern import full, parse_pattern
 from . import studio_tasks
 from .studio_tasks import HEADS, WIDTH
 
+NICENESS = 10  # of a worker process: the lowest are 19, the server's is 0
 MAX_EXPLAINED = 1 << 17  # positions of a pattern that is explained
 MAX_DRAWN = 64  # positions that are drawn
 
@@ -97,6 +99,8 @@ TASKS: dict[str, Callable[[dict[str, Any]], Any]] = {"pattern": pattern, "cost":
 def serve(pipe: Connection, memory: int) -> None:
     """The loop of a worker process: one request after the other, until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the server, and the server ends its workers
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)  # the server answers the page while all cores compute
     _limit_memory(memory)
     pipe.send_bytes(b"ready")
     while True:

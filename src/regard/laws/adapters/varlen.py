@@ -34,6 +34,8 @@ def packed_call(
             real = (torch.arange(m, device=q.device) < lengths[:, None]).flatten()
             packed[1:] = [x[real] for x in packed[1:]]
             rows_k = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+        total = len(packed[0])
+        packed, (rows_q, rows_k) = _with_another(packed, (rows_q, rows_k), cu_k is not None)
         arguments: dict[str, Any] = {cu_q: rows_q.to(q.device)}
         if cu_k is not None:
             arguments[cu_k] = rows_k.to(q.device)
@@ -50,9 +52,24 @@ def packed_call(
             arguments[names["causal"]] = False
         o = function(*packed, **arguments)
         o = o[0] if isinstance(o, tuple) else o
-        return rearrange(o, "(b n) h d -> b h n d", b=b)
+        return rearrange(o[:total], "(b n) h d -> b h n d", b=b)
 
     return call, cu_k is not None
+
+
+def _with_another(
+    packed: list[Tensor], rows: tuple[Tensor, Tensor], two: bool
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """One more sequence at the end, of other lengths: in a packed call they differ from sequence to sequence.
+
+    two: its keys are more than its queries.
+    """
+    queries = int(rows[0].diff().max()) + 2
+    sizes = (queries, queries + 4, queries + 4) if two else (queries,) * 3
+    g = torch.Generator().manual_seed(0)
+    more = [torch.randn(size, *x.shape[1:], generator=g).to(x) for x, size in zip(packed, sizes)]
+    longer = [torch.cat([r, r[-1:] + size]) for r, size in zip(rows, sizes)]
+    return [torch.cat(pair) for pair in zip(packed, more)], (longer[0], longer[1])
 
 
 def _boundaries(b: int, n: int, documents: Tensor | None) -> Tensor:
