@@ -82,7 +82,9 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--laws", default="", help="only these laws, for a quick look")
-    parser.add_argument("--set", default="", help="tuned, issues, reports or fresh; all unless given")
+    parser.add_argument(
+        "--set", default="", help="tuned, issues, reports, buffers or fresh; all unless given"
+    )
     parser.add_argument("--right", action="store_true")
     parser.add_argument("--generated", type=int, metavar="SEED", help="those of generated.py instead")
     parser.add_argument("--processes", type=int, default=2)

@@ -22,6 +22,9 @@ SETS = {
     "reports": (
         "reports",
     ),  # after other public reports, in other styles, by another who had not read them either
+    "buffers": (
+        "buffers",
+    ),  # kinds of faults that were missed, in other styles, by the author of their probes
 }
 FRESH = (
     "faults_functions",

@@ -11,7 +11,7 @@ from regard.laws.adapters import adapt
 from regard.laws.diagnosis.module_samples import implied_options, module_samples
 from regard.laws.diagnosis.projections import arrangements
 from regard.laws.diagnosis.relative_bias import bias_weights, relative_fault
-from regard.laws.diagnosis.some_positions import wrong_positions
+from regard.laws.diagnosis.some_positions import uneven_positions, wrong_positions
 from regard.laws.harness import Harness
 
 FEW = Budget(cases=12)
@@ -146,3 +146,24 @@ def test_the_weights_of_a_bias_are_recovered_from_outputs():
     d = torch.arange(6) - torch.arange(6)[:, None]
     want = module.table[d.clamp(-4, 4) + 4].permute(2, 0, 1).softmax(-1)
     assert torch.allclose(weights, want, atol=1e-9)
+
+
+class Rolled(Ring):
+    """Causal self-attention with a sliding window: keys in a ring buffer. Inference only."""
+
+    @torch.no_grad()
+    def forward(self, x):
+        first = super().forward(x[:, :1])
+        return torch.cat([first, 0.7 * super().forward(x)[:, 1:]], 1)
+
+
+def test_equal_inputs_have_equal_outputs():
+    right = Ring(lambda t: t % 3, lambda t: min(t + 1, 3))
+    assert uneven_positions(harness_of(right), right.double()) is None
+    wrong = Rolled(lambda t: t % 3, lambda t: min(t + 1, 3))
+    assert uneven_positions(harness_of(wrong), wrong.double()).name.startswith("weights do not sum to one")
+
+
+def test_a_window_is_read_with_every_input_inside():
+    late = Ring(lambda t: t % 3, lambda t: min(t + 1, 3) if t > 3 else 1)  # the first queries miss their past
+    assert "does not depend on input" in outcome(late, "L59").message

@@ -282,12 +282,13 @@ def module_from_signature(module: nn.Module, hints: Hints | None = None) -> Targ
     claims |= _read_order(reader)
     if reader.context:
         claims |= {"context"} | ({"separate values"} if reader.three else set())
-    lacks = _without(claims, reader)
-    if says_no_gradient(reader.text):
-        lacks |= {"grad"}
+    lacks = {"grad"} if says_no_gradient(reader.text) else set()
     if reader.sequence_first:
         reader.notes.append("axes (n, b, d), according to its docstring or batch_first")
     window = read_module_window(reader)
+    if window is not None:
+        claims |= {"positions"} if window[1] else {"always causal"}
+    lacks |= _without(claims, reader)
     make_cache, decode = read_cache(reader)
     if make_cache is not None:
         claims |= {"cache"}

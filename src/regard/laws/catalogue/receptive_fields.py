@@ -61,18 +61,20 @@ def window_reach(harness: Harness, c: Case) -> Measurement:
                 o,
             )
         ]
-        for edge in (t - before, t + after):
-            if 0 <= edge < n and edge != t:
-                inside = x.clone()
-                inside[:, edge] = other[:, edge]
-                change = (harness.run(inside, context)[:, t] - o).abs().amax()
-                measurements.append(
-                    require(
-                        f"output {t} does not depend on input {edge}, at the edge of its receptive field",
-                        change > 0,
-                    )
-                )
+        for j in _inside(harness, max(0, t - before), min(n - 1, t + after)):
+            changed = x.clone()
+            changed[:, j] = other[:, j]
+            change = (harness.run(changed, context)[:, t] - o).abs().amax()
+            measurements.append(
+                require(f"output {t} does not depend on input {j}, inside its receptive field", change > 0)
+            )
     return worst(*measurements)
+
+
+def _inside(harness: Harness, first: int, last: int) -> list[int]:
+    """The edges of a receptive field and some positions between them."""
+    between = [first + 1 + int(i) for i in harness.randperm(max(0, last - first - 1))[:3]]
+    return [*dict.fromkeys((first, last)), *between]
 
 
 def function_window_reach(harness: Harness, c: Case) -> Measurement:

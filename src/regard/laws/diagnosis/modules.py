@@ -31,7 +31,7 @@ from .projections import (
 from .relative_bias import relative_fault
 from .rounding import SIXTEEN_BITS, in_steps, precision_lost, relative_error
 from .samples import HUGE
-from .some_positions import wrong_positions
+from .some_positions import uneven_positions, wrong_positions
 from .variants import GRADIENTS, PRECISION, VARIANTS
 from .variants.positions import with_slopes
 
@@ -74,6 +74,10 @@ def identify(harness: Harness) -> Identified:
     found = _identify(harness, harness.module())
     if found.cause is None and (fault := relative_fault(harness, harness.module())) is not None:
         return Identified(found.arrangement, fault)
+    if found == Identified(None, None):
+        with suppress(Exception):  # foreign code; the laws report what raises
+            if (uneven := uneven_positions(harness, harness.module())) is not None:
+                return Identified(None, uneven)
     if found == Identified(None, None) and (plainer := without_tables(harness.module())) is not None:
         arrangement, cause = _identify(harness, plainer)
         if cause is not None and cause.family == "no scale" and mentions(model.module, UNSCALED):

@@ -4,15 +4,20 @@ import torch
 from torch import Tensor, nn
 
 from ..harness import Harness
+from ..law import Case
 from ..measurement import compare
 from .cause import Cause
 from .formula import Call, Formula
 from .module_samples import Implied, ModuleSample, evaluate
-from .projections import Arrangement
+from .projections import Arrangement, mentions, position_tables
 
 MIN_RIGHT = 3  # positions with several keys whose outputs are right
 MAX_READ = 4  # wrong positions of which it is found out what they depend on
 MAX_LENGTH = 70
+NOT_EVEN = (  # terms beside softmax, after which equal inputs may have different outputs
+    r"sink|softmax_?(1|one)|\bnull|register|zero_attn|bias_k|gat(e|ing)|conv|decay|retention|linear attention|\bstate"
+    r"|sinus|absolute|pos_?emb|learned pos|dropout|residual|\bnorm|memory|global|pool"
+)
 
 
 def wrong_positions(
@@ -48,6 +53,32 @@ def wrong_positions(
         f"outputs are wrong at positions {some} of {len(right)}", "outputs are wrong at some positions",
         "compare these positions with the others, which are right: what is in the buffer or the tile there?",
         f"{message} among these positions, in {sample.name}", "", 0, 1, exact=False,
+    )  # fmt: skip
+
+
+def uneven_positions(harness: Harness, module: nn.Module) -> Cause | None:
+    """Where all inputs are equal, so are all values, and weights that sum to one give one output at all positions.
+
+    That holds for any mask, window and relative or rotary positions; not for absolute ones, which are excluded.
+    """
+    model = harness.model
+    if model.architecture != "attention" or position_tables(module) or mentions(module, NOT_EVEN):
+        return None
+    if harness.supports("positions") and not mentions(module, r"\brot|rope|alibi|slope|relative"):
+        return None
+    harness.seed(Case(seed=0))
+    n = model.length or min(11, model.max_length)
+    x = harness.sequence(2, 1).expand(-1, n, -1).contiguous()
+    with torch.no_grad():
+        o = harness.run(x, None, module)
+    measured = compare("the output", o, o[:, -1:].expand_as(o))
+    if measured.rank <= (1e-9 if o.dtype == torch.float64 else 1e-4):
+        return None
+    return Cause(
+        "weights do not sum to one: positions with equal inputs have different outputs",
+        "outputs are wrong at some positions", "normalize over the keys that take part, and over no others",
+        f"{measured.message}, where that of the last position is expected (n = {n}, all inputs equal)",
+        "", 0, 1, exact=False,
     )  # fmt: skip
 
 
