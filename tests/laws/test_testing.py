@@ -65,7 +65,8 @@ def test_an_unknown_law_is_refused_when_the_test_is_made():
         laws(leaky, only="causalty")
 
 
-def test_laws_run_as_tests_in_a_separate_folder(pytester):
+def test_laws_run_as_tests_in_a_separate_folder(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins may not work in this process
     pytester.makepyfile(
         mine="""
         import torch.nn.functional as F

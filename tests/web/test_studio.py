@@ -132,7 +132,7 @@ def test_removing_a_head_or_a_key_changes_the_output_as_the_library_says(words):
     assert found["effect"] == pytest.approx(view.remove_key(1), rel=1e-4)
     assert ask(words, "/api/remove", {"text": "5, 12, 7"}) == (
         422,
-        {"error": "say what to remove: a layer and a head, or a key"},
+        {"error": "nothing to remove: give a layer and a head, or a key"},
     )
 
 

@@ -1,7 +1,7 @@
 """The page and its JSON API: each response is the result of a public function.
 
-A browser can send patterns, declarations and texts. It cannot name a file or a Python object. What may take long runs
-in worker processes (workers.py), so that the page and its list of presets never wait for it.
+A browser can send patterns, declarations and texts. It cannot name a file or a Python object. Long computations run
+in worker processes (workers.py), so that the page and its list of presets never wait for them.
 """
 
 import json
@@ -119,7 +119,7 @@ def create_app(
     name: of the model; runs: a folder of training runs; code: the page may send Python code, whose laws are checked.
     """
     workers = Workers() if workers is None else workers
-    whole_page = studio_page()
+    whole_page = HTMLResponse(studio_page())  # encoded once
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -139,7 +139,7 @@ def create_app(
     exclusively = _one_at_a_time(workers.deadline)
 
     @app.get("/", response_class=HTMLResponse)
-    async def home() -> str:
+    async def home() -> Response:
         return whole_page
 
     @app.get("/api")
@@ -173,7 +173,7 @@ def create_app(
 
 
 def _one_at_a_time(deadline: int | float) -> Callable[[Callable[[], Any]], Any]:
-    """A function that runs others, for one request at a time: because of memory, and of models with state.
+    """A function that runs other functions, one request at a time: to limit memory, and for models with state.
 
     A request waits at most half its deadline, so that the other half is left for the model.
     """
@@ -212,7 +212,7 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 def _json(result: Any) -> Response:
-    """JSON without the walk over the values that FastAPI's encoder makes."""
+    """JSON without FastAPI's encoder, which visits every value first."""
     return Response(json.dumps(result), media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""What the service checks before a request is read: its size, its token; and the headers that every response has."""
+"""Checks before a request is read: its size and its token; and the headers of every response."""
 
 import hmac
 import json

@@ -1,6 +1,6 @@
-"""What the studio asks about its model: a summary, heads as data, steps of one head, ablations, generation, runs.
+"""The studio's requests about its model: a summary, heads as data, steps of one head, ablations, generation, runs.
 
-Each route returns what a public function gives; the page shows that Python line. A request names no file or object.
+Each route returns the result of a public function; the page shows that Python line. Requests name no file or object.
 """
 
 from collections import OrderedDict
@@ -67,7 +67,7 @@ class BeamRequest(BaseModel):
 
 
 class Studio:
-    """The model of a server and the texts that it has seen."""
+    """The model of a server, and the recorded attention of the latest texts."""
 
     def __init__(self, loaded: LoadedModel, name: str):
         self.loaded, self.name = loaded, name
@@ -93,7 +93,7 @@ class Studio:
         return "translate" if self.translates else "text"
 
     def summary(self) -> dict[str, Any]:
-        """What the model is: its name, its parts with their parameters, an example text."""
+        """The name of the model, its parts with their parameters, and an example text."""
         model = self.loaded.model
         parts = _outline(model) if isinstance(model, nn.Module) else []
         total = sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else 0
@@ -116,7 +116,7 @@ class Studio:
         }
 
     def _price(self) -> dict[str, Any]:
-        """What a forward pass over PRICED positions costs; for a model that cannot be priced, why."""
+        """The cost of a forward pass over PRICED positions; for a model without a cost, the reason."""
         declared = self.loaded.config if isinstance(self.loaded.config, Spec) else self.loaded.model
         try:
             found = cost(declared, n=PRICED)
@@ -128,7 +128,7 @@ class Studio:
     # heads
 
     def view(self, text: str, target: str | None = None) -> View:
-        """The recorded attention of a text; the last few are remembered."""
+        """The recorded attention of a text; the last few are cached."""
         key = (text, target)
         if key not in self._views:
             source = torch.tensor([self._ids(text)])
@@ -185,7 +185,7 @@ class Studio:
         return answer
 
     def remove(self, request: HeadRequest) -> dict[str, Any]:
-        """What changes without a head, or without a key: the output, and the predicted next token."""
+        """The change of the output and of the predicted next token without a head, or without a key."""
         view = self.view(request.text, request.target)
         model, inputs = self.loaded.model, view._inputs
         if request.key is not None:
@@ -193,7 +193,7 @@ class Studio:
         elif request.layer is not None and request.head is not None:
             change = ablation._without_head_of(request.layer, request.head)
         else:
-            raise SpecError("say what to remove: a layer and a head, or a key")
+            raise SpecError("nothing to remove: give a layer and a head, or a key")
         before, after = ablation._run(model, inputs, None), ablation._run(model, inputs, change)
         return {
             "effect": ablation._difference(before, after, None),
@@ -204,7 +204,7 @@ class Studio:
     # generation
 
     def next(self, request: NextRequest) -> dict[str, Any]:
-        """The distribution of the next token after a text, and what the last position attended to."""
+        """The distribution of the next token after a text, and the attention of the last position."""
         source = torch.tensor([self._ids(request.text)])
         if self.translates:
             after = torch.tensor([[self._start(), *request.after]])
@@ -308,7 +308,7 @@ class Studio:
             return False
 
     def _said(self, view: View) -> str | None:
-        """What the decoder read, as text: of an encoder-decoder, its own translation."""
+        """The decoder's input as text: for an encoder-decoder, its own translation."""
         if not self.translates:
             return None
         inputs = view._inputs
@@ -366,7 +366,7 @@ def _outline(model: nn.Module, depth: int = 4, seen: set[int] | None = None) -> 
         part |= {"parameters": sum(parameters.values()), "shared": shared}
         if (
             isinstance(child, nn.ModuleList) and len(inner) == 1
-        ):  # a list of equal blocks is one block, so often
+        ):  # a list of equal blocks is shown as one block with a count
             part |= {key: inner[0][key] for key in ("class", "times", "parts")}
             part["parameters"] //= part["times"]
             part["shared"] //= part["times"]

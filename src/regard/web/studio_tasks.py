@@ -1,4 +1,4 @@
-"""What the worker processes compute for the studio: parts of a pattern, curves of a cost, laws of an attention."""
+"""The tasks of worker processes for the studio: parts of a pattern, curves of a cost, laws of an attention."""
 
 import time
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def region(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def pair(fields: dict[str, Any]) -> dict[str, Any]:
-    """Whether a query may attend to a key, and what each word says about it."""
+    """Whether a query may attend to a key, and whether each word of the pattern allows it."""
     parsed, i, j = parse_pattern(fields["pattern"]), fields["i"], fields["j"]
     words = {repr(word): bool(word.allows(i, j)) for word in parsed.leaves()}
     return {"i": i, "j": j, "allowed": bool(parsed.allows(i, j)), "words": words}

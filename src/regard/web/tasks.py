@@ -1,4 +1,4 @@
-"""What the worker processes of the service compute: a task takes the fields of a request and gives plain values."""
+"""The tasks of the service's worker processes: each takes the fields of a request and returns plain values."""
 
 import json
 import os

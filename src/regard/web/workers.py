@@ -1,8 +1,8 @@
 """Processes that compute the answers of the service, so that a request can be ended and its memory is bounded.
 
-A request has one deadline for waiting and computing. A worker that misses it is killed, and is free again when its
-new process has started, so that no request waits for that; a worker process that allocates too much gets a
-MemoryError. The server itself only receives, validates and sends.
+A request has one deadline for waiting and computing. A worker that misses it is killed, and is available again when
+its new process has started, so that no request waits for that. A worker process that allocates too much gets a
+MemoryError. The processes run at a lower priority than the server, which only receives, validates and sends.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ CONTEXT: Any = multiprocessing.get_context("forkserver" if os.name == "posix" el
 
 
 class BusyError(RegardError):
-    """No worker became free before the deadline."""
+    """No worker became available before the deadline."""
 
 
 class Workers:
@@ -63,9 +63,10 @@ class Workers:
         except TimeoutError:
             raise BusyError(f"the server is busy: no worker was free within {self.deadline:g} s") from None
         seconds = max(0.0, last - time.monotonic())
-        asked = asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, task, fields, seconds)
-        asked.add_done_callback(lambda _: self._release(worker))  # also where this request is cancelled
-        failed, result = await asyncio.shield(asked)
+        loop = asyncio.get_running_loop()
+        pending = loop.run_in_executor(self._threads, worker.request, task, fields, seconds)
+        pending.add_done_callback(lambda _: self._release(worker))  # also if this request is cancelled
+        failed, result = await asyncio.shield(pending)
         if failed == "deadline":
             raise SpecError(
                 f"this takes longer than {self.deadline:g} s, the limit of this server; use the library, or "
@@ -76,7 +77,7 @@ class Workers:
         return result
 
     def _release(self, worker: "_Worker") -> None:
-        """The worker is free for the next request, at once or when its new process has started."""
+        """Make the worker available for the next request, at once or when its new process has started."""
         if worker.alive or not self._running:
             self._free.put_nowait(worker)
             return
@@ -92,7 +93,7 @@ class _Worker:
         self.process: Any = None
 
     def start(self) -> None:
-        """Start a process, in the place of one that has ended, and wait until it can answer."""
+        """Start a process, to replace one that has ended, and wait until it is ready."""
         from . import tasks
 
         self.pipe, theirs = CONTEXT.Pipe()
@@ -102,7 +103,7 @@ class _Worker:
         with suppress(EOFError, OSError):  # the server ends while this process starts, or it cannot start
             self.alive = self.pipe.recv_bytes() == b"ready"
 
-    def ask(self, task: str, fields: dict[str, Any], seconds: float) -> tuple[str, Any]:
+    def request(self, task: str, fields: dict[str, Any], seconds: float) -> tuple[str, Any]:
         """("", result), ("error", sentence) or ("deadline", None); after a deadline the process is gone."""
         try:
             self.pipe.send_bytes(json.dumps((task, fields)).encode())

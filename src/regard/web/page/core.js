@@ -1,4 +1,4 @@
-// The studio: one panel for each question. Requests go to this server alone; what they return is inserted as text.
+// The studio, one panel for each subject. Requests go to this server only; their results are inserted as text.
 const at = (id) => document.getElementById(id);
 const OWN = "your own …";
 const LINES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#a07800", "#7b3fb0", "#5c6470", "#c2255c"];
@@ -22,7 +22,7 @@ async function ask(path, given, message, stale) {
   if (answer.ok) { message.textContent = ""; (stale || []).forEach((id) => at(id).classList.remove("stale")); return answer.json(); }
   const failed = await answer.json().catch(() => ({}));
   message.textContent = failed.error || `${answer.status} ${answer.statusText}`;
-  return null;  // what is dimmed stays dimmed: it does not belong to this request
+  return null;  // outdated parts stay dimmed: they do not belong to this request
 }
 // Only the latest request counts: responses to earlier ones are dropped.
 function latest(run, delay = 150) {
@@ -65,7 +65,7 @@ panels.forEach((tab) => {
     if (to) { event.preventDefault(); open(to.dataset.panel, true); }
   });
 });
-// The address holds the panel and what it shows, so that a view can be shared.
+// The address has the panel and its fields, so that a view can be shared.
 function remember() {
   const kept = { panel: current };
   if (current === "patterns") { Object.assign(kept, { pattern: at("pattern").value, n: at("n").value, device: at("pattern-device").value }); if (at("pattern-2").value) kept.beside = at("pattern-2").value; if (zoomed.size) Object.assign(kept, { i: zoomed.i, j: zoomed.j, size: zoomed.size }); }

@@ -10,7 +10,7 @@ function showOutput() {
   const step = output.steps[output.chosen];
   at("looked-box").hidden = !step;
   if (!step) return;
-  at("looked-title").textContent = "Where it looked for “" + step.word + "”";
+  at("looked-title").textContent = "What it attended to for “" + step.word + "”";
   const mean = step.keys.map((_, j) => step.attention.reduce((sum, row) => sum + (row[j] || 0), 0) / step.attention.length), most = Math.max(...mean, 1e-9);
   at("looked").replaceChildren(...step.keys.map((key, j) => { const span = element("span", key, { title: mean[j].toFixed(4) }); span.style.setProperty("--w", (mean[j] / most).toFixed(3)); return span; }));
   distribution("choices", step.top, (t) => { const i = output.chosen; output.ids.length = output.steps.length = i; generate(t); });

@@ -34,7 +34,7 @@ function showModel() {
   at("example-generate").hidden = !model.generates;
   at("beam-go").hidden = !model.translates;
 }
-// The example on the model's own panel: its text, what the model makes of it, and how many heads are of which kind.
+// The example on the model's panel: its text, the model's output, and how many heads are of each kind.
 function showExample(found) {
   at("example-box").hidden = false;
   at("example-text").textContent = "“" + at("text").value + "”" + (found.said ? " → “" + found.said + "”" : "");
@@ -68,7 +68,7 @@ async function lookAt() {
   remember();
 }
 function headChosen() { at("removed").textContent = REMOVE_HINT; at("after").replaceChildren(); at("steps-box").classList.toggle("stale", at("steps").childElementCount > 0); remember(); pythonHead(); }
-// What the address asks for: a head, a way to show it, a second text.
+// Fields of the address: a head, the mode in which it is shown, a second text.
 let wanted = null;
 async function restore() {
   const { head, mode, second } = wanted;

@@ -1,5 +1,5 @@
 // Laws
-// A counterexample: the pairs that may attend, then each quantity as it was and as it should be.
+// A counterexample: the allowed pairs, then each quantity, observed and expected.
 function drawnCase(drawn) {
   const box = element("div", undefined, { className: "case" }), text = (x) => x === null ? "NaN" : String(+x.toPrecision(4));
   const grid = (name, rows) => {

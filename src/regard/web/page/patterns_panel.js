@@ -66,7 +66,7 @@ function move(size, i, j) {
   zoomed.i = Math.round(Math.min(Math.max(i, 0), n - zoomed.size)); zoomed.j = Math.round(Math.min(Math.max(j, 0), n - zoomed.size));
   regions();
 }
-// Zoom around the pair that is read, where it is in sight, else around the middle.
+// Zoom around the selected pair if it is visible, else around the center.
 function center(size) {
   const inside = (p, from) => point.shown && p >= from && p < from + zoomed.size ? p : from + zoomed.size / 2;
   move(size, inside(point.i, zoomed.i) - size / 2, inside(point.j, zoomed.j) - size / 2);
