@@ -1,6 +1,7 @@
 """Sliding windows in ring buffers, and learned biases by distance, inside a module."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,8 +55,9 @@ def test_a_ring_buffer_is_a_sliding_window():
     assert outcome(right, "L59").status == "holds"
 
 
-def found_positions(module):
-    harness = harness_of(module)
+def found_positions(module, **changes):
+    target = replace(adapt(module), max_length=7, **changes)
+    harness = Harness(target, {"float64": True})
     module = harness.module()
     seen = list(module_samples(harness, module))
     return wrong_positions(harness, module, next(arrangements(module)), seen, implied_options(harness), 1e-9)
@@ -63,18 +65,14 @@ def found_positions(module):
 
 def test_slots_of_a_ring_buffer_that_are_read_too_early_are_found():
     cause = found_positions(Ring(lambda t: t % 3, lambda t: 3))
-    assert cause.name == "outputs are wrong at positions 0, 1 of 70"
+    assert cause.name == "outputs are wrong at positions 0, 1 of 7"
     assert found_positions(Ring(lambda t: t % 3, lambda t: min(t + 1, 3))) is None
 
 
 def test_positions_with_an_unknown_mask_are_not_called_wrong():
-    wider = adapt(Ring(lambda t: t % 5, lambda t: min(t + 1, 5), window=5))
-    object.__setattr__(wider, "window", (6, 0))  # the module reads fewer inputs than this
-    harness = Harness(wider, {"float64": True})
-    module = harness.module()
-    seen = list(module_samples(harness, module))
-    implied = implied_options(harness)
-    assert wrong_positions(harness, module, next(arrangements(module)), seen, implied, 1e-9) is None
+    ring = Ring(lambda t: t % 4, lambda t: min(t + 1, 4), window=4)
+    assert found_positions(ring) is None
+    assert found_positions(ring, window=(5, 0)) is None  # the module reads fewer inputs than this
 
 
 @pytest.mark.parametrize(
