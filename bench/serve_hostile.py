@@ -6,6 +6,7 @@
 A seeded generator makes bodies that are nearly valid (random values instead of fields, deep nesting, huge numbers,
 long texts, broken JSON, random bytes) and sends them while another process loads the page every 50 ms. With --crowd,
 200 clients then send 50 valid requests each, and every answer is compared with the library's result.
+With --load, processes in other sessions compute at the same time.
 """
 
 import argparse
@@ -325,6 +326,7 @@ def main() -> None:
     options.add_argument("--model", default="tiny-gpt")
     options.add_argument("--port", type=int, default=18765)
     options.add_argument("--deadline", type=float, default=10.0, help="of the server, for one request")
+    options.add_argument("--load", type=int, default=0, help="other processes that compute meanwhile")
     options.add_argument("--rows", type=Path, help="one JSON object a piece, appended")
     options.add_argument("--sum", type=Path, help="start nothing: write the pieces of --rows together")
     given = options.parse_args()
@@ -340,6 +342,10 @@ def main() -> None:
     command = [sys.executable, "-m", "regard", "serve", given.model, "--port", str(given.port)]
     command += ["--deadline", str(given.deadline)]
     server = subprocess.Popen(command)
+    busy = "while True: sum(range(10_000))"
+    others = [
+        subprocess.Popen([sys.executable, "-c", busy], start_new_session=True) for _ in range(given.load)
+    ]
     try:
         while send(given.port, "/api/pattern", b'{"pattern": "causal()"}')[0] != 200:
             time.sleep(0.2)
@@ -350,6 +356,7 @@ def main() -> None:
             "seed": given.seed,
             "clients": given.clients,
             "load_at_start": round(os.getloadavg()[0], 1),
+            "computing_processes": given.load,
             "resident_mb_at_start": before,
             **hostile(
                 given.port, given.requests, given.clients, given.seed, server.pid, until, given.deadline
@@ -362,7 +369,8 @@ def main() -> None:
         server.wait(20)
         result["seconds_to_end_after_SIGTERM"] = round(time.monotonic() - start, 2)
     finally:
-        server.kill()
+        for process in (server, *others):
+            process.kill()
     print(json.dumps(result, indent=1))
     if given.rows:
         with given.rows.open("a", encoding="utf-8") as file:

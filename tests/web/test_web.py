@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import re
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from regard.web import app, protocol  # noqa: E402
 from regard.web.app import create_app  # noqa: E402
 from regard.web.guard import MAX_BODY  # noqa: E402
 from regard.web.serve import _check_port, serve  # noqa: E402
-from regard.web.tasks import MAX_DRAWN, MAX_EXPLAINED  # noqa: E402
+from regard.web.tasks import MAX_DRAWN, MAX_EXPLAINED, NICENESS  # noqa: E402
 from regard.web.workers import Workers, _Worker  # noqa: E402
 from web_server import ask, served, tiny  # noqa: E402
 
@@ -392,6 +393,14 @@ def test_a_hostile_request_gets_a_sentence(bare, path, body, status, message):
 
 def test_a_digit_that_is_no_number_is_refused(ids):
     assert ask(ids, "/api/look", {"text": "\u00b2"})[0] == 422
+
+
+def test_worker_processes_run_at_a_lower_priority_than_the_server():
+    worker = _Worker(200_000_000)
+    worker.start()
+    own, its = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, worker.process.pid))
+    worker.end()
+    assert its == min(19, own + NICENESS)
 
 
 def test_a_client_that_does_not_send_its_request_is_disconnected(monkeypatch):
