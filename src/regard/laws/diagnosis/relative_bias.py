@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ...reference import repeat_heads
+from ..adapters.names import size_of
 from ..harness import Harness
 from ..law import Case
 from .cause import Cause
@@ -19,7 +20,8 @@ from .projections import Arrangement, arrangements, mentions, position_tables
 RELATIVE = r"relative|\brel_|\bt5\b|\bt5-|rel_?pos|distance"
 GRIDS = r"swin|2-?d\b|two-dimensional|height|image|patch|grid|axial"  # distances in more than one direction
 MAX_READINGS = 12
-MAX_POSITIONS = 140
+MIN_POSITIONS, MAX_POSITIONS = 24, 140  # more than the table has rows, where that is not too many
+REACHES = ("max_distance", "reach", "max_relative_position", "max_relative_positions", "longest")
 PROJECTIONS = 2  # random directions of the output, so that heads can be told apart
 FIX = "index the table with j − i, clamped to its reach, and move the axis of heads to the front with permute"
 
@@ -43,8 +45,8 @@ def relative_fault(harness: Harness, module: nn.Module) -> Cause | None:
     with torch.no_grad():
         for table in tables:  # a table that was initialized with zeros shows nothing
             table.copy_(torch.randn(table.shape, generator=g).to(table))
-    rows = max(max(table.shape) for table in tables)
-    n = min(max(rows + 3, 12), MAX_POSITIONS, model.max_length)
+    reach = size_of(module, REACHES) or max(max(table.shape) for table in tables)
+    n = min(max(reach + 4, MIN_POSITIONS), MAX_POSITIONS, model.max_length)
     weights = bias_weights(harness, module, n)
     if weights is None:
         return None
