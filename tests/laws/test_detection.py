@@ -225,6 +225,16 @@ def test_sequences_of_a_packed_call_have_different_lengths():
     assert packed(lambda m, n, s: int(m.max() - n.max())) == "broken"  # the offset of the longest sequence
 
 
+def test_a_target_with_as_many_queries_as_keys_is_called_with_as_many():
+    def square(q, k, v):
+        """n == m."""
+        if q.shape[-2] != k.shape[-2]:
+            raise ValueError("self-attention only")
+        return F.scaled_dot_product_attention(q, k, v)
+
+    assert try_law(law("L10"), adapt(square), FEW).status == "holds"
+
+
 @pytest.mark.long
 def test_packed_sequences_are_recognized():
     def varlen(q, k, v, cu_seqlens, leaks=False):

@@ -127,8 +127,11 @@ def jacobian(harness: Harness, c: Case) -> Measurement:
     options = {} if c.scale is None else {"scale": c.scale}
     b = d**-0.5 if c.scale is None else c.scale
 
+    # As many queries as keys where their number may not differ; the first is the one that counts.
+    others = torch.zeros_like(keys[:, :, 1:]) if not harness.supports("n≠m") else keys[:, :, :0]
+
     def weights(x: Tensor) -> Tensor:
-        return harness.weights(x[None, None, None], keys, **options)[0, 0, 0]
+        return harness.weights(torch.cat([x[None, None, None], others], 2), keys, **options)[0, 0, 0]
 
     J = torch.autograd.functional.jacobian(weights, q[0, 0, 0]).double()
     a = weights(q[0, 0, 0]).detach().double()
