@@ -11,6 +11,7 @@ from ..target import Function, Model, Target
 from . import functions, modules
 from .by_laws import FAMILIES, from_laws
 from .cause import Cause
+from .some_positions import SOME_POSITIONS
 
 SECONDS = 60.0  # the time limit for finding a cause
 
@@ -46,5 +47,6 @@ def _better(seen: Cause | None, by_law: Cause | None) -> Cause | None:
     if seen is None or by_law is None:
         return seen or by_law
     vague = seen.name in ("outputs are wrong", "outputs are NaN or infinite") and not seen.where
+    vague = vague or seen.family == SOME_POSITIONS
     says_more = by_law.family in FAMILIES and not by_law.family.startswith("outputs are wrong")
     return by_law if vague and says_more else seen

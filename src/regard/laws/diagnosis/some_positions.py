@@ -14,6 +14,7 @@ from .projections import Arrangement, mentions, position_tables
 MIN_RIGHT = 3  # positions with several keys whose outputs are right
 MAX_READ = 4  # wrong positions of which it is found out what they depend on
 MAX_LENGTH = 70
+SOME_POSITIONS = "outputs are wrong at some positions"  # the family of these causes
 NOT_EVEN = (  # terms beside softmax, after which equal inputs may have different outputs
     r"sink|softmax_?(1|one)|\bnull|register|zero_attn|bias_k|gat(e|ing)|conv|decay|retention|linear attention|\bstate"
     r"|sinus|absolute|pos_?emb|learned pos|dropout|residual|\bnorm|memory|global|pool"
@@ -50,7 +51,7 @@ def wrong_positions(
     some = ", ".join(str(i) for i in wrong[:MAX_READ].tolist()) + (", …" if len(wrong) > MAX_READ else "")
     message = compare("the output", sample.got[:, wrong], want[:, wrong]).message
     return Cause(
-        f"outputs are wrong at positions {some} of {len(right)}", "outputs are wrong at some positions",
+        f"outputs are wrong at positions {some} of {len(right)}", SOME_POSITIONS,
         "compare these positions with the others, which are right: what is in the buffer or the tile there?",
         f"{message} among these positions, in {sample.name}", "", 0, 1, exact=False,
     )  # fmt: skip
@@ -76,7 +77,7 @@ def uneven_positions(harness: Harness, module: nn.Module) -> Cause | None:
         return None
     return Cause(
         "weights do not sum to one: positions with equal inputs have different outputs",
-        "outputs are wrong at some positions", "normalize over the keys that take part, and over no others",
+        SOME_POSITIONS, "normalize over the keys that take part, and over no others",
         f"{measured.message}, where that of the last position is expected (n = {n}, all inputs equal)",
         "", 0, 1, exact=False,
     )  # fmt: skip
