@@ -143,6 +143,16 @@ def test_time_in_which_other_processes_run_does_not_count(monkeypatch):
         time.sleep(5)
 
 
+def test_a_process_that_is_suspended_again_and_again_is_not_too_slow(monkeypatch):
+    monkeypatch.setattr(search._waiting, "now", lambda: 0.0)
+    deadline = search._Deadline(8.0, search.TooSlow)
+    now = deadline.at
+    for _ in range(5):  # stopped for a minute each time, and running for an instant in between
+        now += 60.0
+        assert not deadline.passed(now)
+    assert [deadline.passed(now + i) for i in (1.0, 2.0, 3.0)] == [False, False, True]
+
+
 def test_a_target_of_a_missing_device_is_not_applicable():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")

@@ -119,14 +119,16 @@ _waiting = _Waiting()
 
 
 class _Deadline:
-    """A limit that is reached after two halves: a process that was suspended for minutes exceeds only one of them.
+    """A limit in several parts: a process that was suspended for minutes, however often, exceeds one part each time.
 
     Time in which other processes had the core does not count: the same target passes on a busy machine.
     """
 
+    PARTS = 8
+
     def __init__(self, seconds: float | int, error: type[BaseException]):
-        self.half, self.error, self.halves = seconds / 2, error, 2
-        self.at = time.monotonic() + self.half
+        self.part, self.error, self.left = seconds / self.PARTS, error, self.PARTS
+        self.at = time.monotonic() + self.part
         self.waited = _waiting.recent()
 
     def passed(self, now: float) -> bool:
@@ -134,11 +136,11 @@ class _Deadline:
             return False
         waited = _waiting.now()
         lost, self.waited = waited - self.waited, waited
-        if lost > 0.1 * self.half:
+        if lost > 0.1 * self.part:
             self.at = now + lost
             return False
-        self.halves, self.at = self.halves - 1, now + self.half
-        return self.halves <= 0
+        self.left, self.at = self.left - 1, now + self.part
+        return self.left <= 0
 
 
 _deadlines: list[_Deadline] = []  # the limits that are running, the outermost first
