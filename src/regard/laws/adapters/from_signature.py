@@ -240,7 +240,7 @@ def _read_masks(reader: FunctionReader, hints: Hints, text: str) -> set[str]:
         if "bias" not in reader.names and says_added(reader.names["mask"], text):
             reader.adds_mask = True
             claims |= {"bias"}
-        if pairs.kind.startswith("bool") and says_integers(reading.names["mask"], text):
+        if pairs.kind.startswith("bool") and says_integers(reader.names["mask"], text):
             claims |= {"integer mask"}
         if str(pairs) != "bool, True = may attend, shape any that broadcasts":
             reader.notes.append(f"{reader.names['mask']}: {pairs}")
@@ -260,7 +260,7 @@ def _read_masks(reader: FunctionReader, hints: Hints, text: str) -> set[str]:
         )
         reader.notes.append(f"{reader.padding}: {reader.padding_mask}")
         claims |= {"lengths"}
-        if reading.padding_mask.kind.startswith("bool") and says_integers(reading.padding, text):
+        if reader.padding_mask.kind.startswith("bool") and says_integers(reader.padding, text):
             claims |= {"integer mask"}
     return claims
 
