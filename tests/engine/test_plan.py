@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from regard.engine import plan as planner
-from regard.engine.parts import ALL, NONE, SOME, cover
+from regard.engine.parts import ALL, LIMITS, NONE, SOME, cover
 from regard.engine.plan import NoPlan, clauses, plan, transposed
 from regard.pattern import (
     Pattern,
@@ -23,6 +23,7 @@ from regard.pattern import (
     documents,
     every,
     full,
+    neighborhood,
     prefix,
     rows,
     sinks,
@@ -413,3 +414,16 @@ def test_what_has_no_plan_says_why_every_time():
     assert reason(strided(7), 1 << 26) == (
         "67108864 rows in tiles of 128, row step 1: 524288 tiles, and the planner stops at 262144"
     )
+
+
+def test_a_grid_has_a_plan_for_all_its_positions_and_coordinates_of_31_bits(monkeypatch):
+    """Its kernels compare all coordinates of a pair in one int32."""
+    grid = neighborhood((8, 8), 3)
+    assert len(plan(grid, 64, 64, 0, 1).passes) == 1
+    for place in ((32, 64, 32, 1), (64, 64, 1, 1)):
+        with pytest.raises(NoPlan, match=r"^queries and keys are not all 64 positions of the grid$"):
+            plan(grid, *place)
+    assert LIMITS["bits"] == 31
+    monkeypatch.setitem(LIMITS, "bits", 9)
+    with pytest.raises(NoPlan, match=r"^the coordinates of .*: 11 bits, and the planner stops at 9$"):
+        plan(neighborhood((8, 8), (3, 5)), 64, 64, 0, 1)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard.engine import reference_backend
 from regard.engine.attention import _key, attention
 from regard.engine.backends import PREPARED
+from regard.engine.explain import explain
 from regard.errors import ShapeError, SpecError
 from regard.pattern import causal, documents, every, full, sinks, where, window
 
@@ -75,6 +76,18 @@ def test_what_data_decide_is_never_cached():
     for table in (torch.eye(7, dtype=torch.bool), torch.ones(7, 7, dtype=torch.bool).tril()):
         wanted = attention(*qkv(), table, backend="reference")
         assert torch.allclose(attention(*qkv(), table), wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [100, 150])  # a table of more than 2¹⁴ pairs is read in another manner
+def test_a_table_of_ones_is_no_table_and_one_pair_less_is(n):
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for _ in range(3))
+    ones = torch.ones(n, n, dtype=torch.bool)
+    assert explain(q, k, v, ones).variant == "dense"
+    for pair in ((0, n - 1), (n // 2, 3), (n - 1, n - 1)):
+        table = ones.clone()
+        table[pair] = False
+        assert explain(q, k, v, table).variant == "masked"
+        assert torch.allclose(attention(q, k, v, table), attention(q, k, v, table, backend="reference"))
 
 
 def test_a_wrong_call_is_refused_every_time():

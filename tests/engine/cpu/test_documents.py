@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from regard.engine.attention import attention
 from regard.engine.cpu import documents as packed
@@ -271,3 +272,20 @@ def test_a_tree_beside_more_than_causal_is_not_run_chain_by_chain():
     mine = outputs_and_gradients("auto", inputs, parents & window(3))
     assert_same(mine, outputs_and_gradients("reference", inputs, parents & window(3)))
     assert_same(mine, outputs_and_gradients("tiles", inputs, causal() & window(3)))
+
+
+def test_a_tree_whose_parents_cannot_be_read_says_so():
+    """Under a transform a call is one operation, which takes ids of documents and no parents."""
+    parents, (q, k, v) = tree(torch.arange(-1, 2)), (x.detach() for x in qkv(3, 3))
+    with pytest.raises(BackendError) as e:
+        torch.func.grad(lambda q: attention(q, k, v, parents, backend="tiles").sum())(q)
+    assert str(e.value) == (
+        "backend='tiles' cannot run this: a compiler or a transform observes the call, and the parents of a tree "
+        "must be read; use backend='sdpa'"
+    )
+    with FlopCounterMode(display=False):
+        found = explain(q, k, v, parents)
+    assert (found.backend, found.reason) == (
+        "sdpa",
+        "tiles cannot: a compiler or a transform observes the call, and the parents of a tree must be read",
+    )
