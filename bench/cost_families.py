@@ -90,7 +90,8 @@ def family(folder: str) -> dict[str, Any]:
         there = total(x for x in [*model.parameters(), *model.buffers(), *tensors_in(arguments)] if x.numel())
         measured = copy.deepcopy(model)
         with torch.no_grad():
-            row["measured_peak"] = there + counted(lambda: measured(**arguments))[0]
+            (peak,), _ = counted(lambda: measured(**arguments), lambda: measured(**arguments))
+        row["measured_peak"] = there + peak
         row["ops"] = sorted({str(op) for per in counter.get_flop_counts().values() for op in per})
     except BaseException as e:
         return {**row, "result": "not built here", "reason": short(e)}
