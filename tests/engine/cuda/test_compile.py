@@ -283,6 +283,22 @@ def test_parts_come_first_and_the_next_launch_adds_them_up(monkeypatch, pattern,
         assert made[1].sizes["S"].adds is None
 
 
+@pytest.mark.parametrize(("programs", "share"), [(8, 0.1), (32, 0.0)])
+def test_dk_and_dv_have_a_dynamic_share_only_where_programs_have_many_blocks(monkeypatch, programs, share):
+    from regard.engine.cuda import launches
+    from regard.engine.cuda.call import CallLayout, Task, contiguous, default
+    from regard.engine.cuda.hopper import launches as hopper
+
+    shares, split_work = [], hopper.split_work
+    monkeypatch.setattr(launches, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "programs_at_a_time", lambda config, device: programs)
+    monkeypatch.setattr(hopper, "split_work", lambda *given: (shares.append(given[5]), split_work(*given))[1])
+    task = Task(causal() & window(64), 0, 1, 0.125, 0.0, None, default(64, 64, torch.bfloat16))
+    call = CallLayout(task, (contiguous(1, 2, 8192, 64),) * 5, torch.bfloat16, torch.device("cpu"))
+    hopper.dkv(call, launches.routes(call, task.configs.dkv, task.configs.hopper_dkv, True)[1])
+    assert shares == [share]  # 510 blocks: 64 or 16 a program
+
+
 @pytest.mark.parametrize("on_hopper", [True, False])
 @pytest.mark.parametrize(
     ("pattern", "zeros"),

@@ -17,6 +17,7 @@ from .static import hopper_static, keep
 
 # The share of the work that is kept for programs that finish early: programs on one multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
+SHORT_RUN = 40  # blocks of a program: with so few, a dynamic share makes dk and dv 1 to 9 % slower (gpu_experiments)
 
 
 def programs_per_multiprocessor(config: Config) -> int:
@@ -175,7 +176,8 @@ def _by_keys(
         ((_, step, (q, k, v, _, do)),) = _flattened(call, DevicePasses((step,), True))
     (b, heads, _, _), group = k.shape, h // h_kv
     at_a_time = programs_at_a_time(config, call.device)
-    share = 0.0 if step.work.slots or chained else DYNAMIC_SHARE
+    short = b * heads * group * len(step.work.blocks) <= SHORT_RUN * at_a_time
+    share = 0.0 if step.work.slots or chained or short else DYNAMIC_SHARE
     backwards = step.accumulates and nth % 2 == 1
     cut = split_work(step.work, b * heads, at_a_time, group, 2, share, backwards)
     launch = Launch(
