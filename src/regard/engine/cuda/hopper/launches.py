@@ -17,7 +17,7 @@ from .static import hopper_static, keep
 
 # The share of the work that is kept for programs that finish early: programs on one multiprocessor differ in speed.
 DYNAMIC_SHARE = 0.1
-SHORT_RUN = 40  # blocks of a program: with so few, a dynamic share makes dk and dv 1 to 9 % slower (gpu_experiments)
+SHORT_RUN = 40  # blocks of a program: so few are 1 to 9 % slower by a dynamic share (gpu_experiments)
 
 
 def programs_per_multiprocessor(config: Config) -> int:
