@@ -223,6 +223,8 @@ def test_sequences_of_a_packed_call_have_different_lengths():
 
     assert packed(lambda m, n, s: int(m[s] - n[s])) == "holds"
     assert packed(lambda m, n, s: int(m.max() - n.max())) == "broken"  # the offset of the longest sequence
+    assert packed(lambda m, n, s: int(m[s] - n[s]) + (s == len(m) - 1)) == "broken"  # of the last one alone
+    assert packed(lambda m, n, s: int(m[s] - n[s]) + (s == 0)) == "broken"  # of the first one alone
 
 
 def test_a_target_with_as_many_queries_as_keys_is_called_with_as_many():

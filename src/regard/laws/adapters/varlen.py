@@ -34,8 +34,8 @@ def packed_call(
             real = (torch.arange(m, device=q.device) < lengths[:, None]).flatten()
             packed[1:] = [x[real] for x in packed[1:]]
             rows_k = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-        total = len(packed[0])
-        packed, (rows_q, rows_k) = _with_another(packed, (rows_q, rows_k), cu_k is not None)
+        real = torch.ones(len(packed[0]), dtype=torch.bool, device=q.device)
+        packed, (rows_q, rows_k), real = _with_another(packed, (rows_q, rows_k), real, cu_k is not None)
         arguments: dict[str, Any] = {cu_q: rows_q.to(q.device)}
         if cu_k is not None:
             arguments[cu_k] = rows_k.to(q.device)
@@ -52,24 +52,31 @@ def packed_call(
             arguments[names["causal"]] = False
         o = function(*packed, **arguments)
         o = o[0] if isinstance(o, tuple) else o
-        return rearrange(o[:total], "(b n) h d -> b h n d", b=b)
+        return rearrange(o[real], "(b n) h d -> b h n d", b=b)
 
     return call, cu_k is not None
 
 
 def _with_another(
-    packed: list[Tensor], rows: tuple[Tensor, Tensor], two: bool
-) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
-    """One more sequence at the end, of other lengths: in a packed call they differ from sequence to sequence.
+    packed: list[Tensor], rows: tuple[Tensor, Tensor], real: Tensor, two: bool
+) -> tuple[list[Tensor], tuple[Tensor, Tensor], Tensor]:
+    """One more sequence, of other lengths: in a packed call they differ from sequence to sequence.
 
-    two: its keys are more than its queries.
+    It comes after the first sequence, so that the first and the last one are compared; beside a single
+    one, before or after it. two: its keys are more than its queries. real: which queries are those of the call.
     """
     queries = int(rows[0].diff().max()) + 2
     sizes = (queries, queries + 4, queries + 4) if two else (queries,) * 3
+    at = 1 if len(rows[0]) > 2 else queries % 2
+    cuts = [int(r[at]) for r in (rows[0], rows[1], rows[1])]
     g = torch.Generator().manual_seed(0)
-    more = [torch.randn(size, *x.shape[1:], generator=g).to(x) for x, size in zip(packed, sizes)]
-    longer = [torch.cat([r, r[-1:] + size]) for r, size in zip(rows, sizes)]
-    return [torch.cat(pair) for pair in zip(packed, more)], (longer[0], longer[1])
+    longer = [
+        torch.cat([x[:cut], torch.randn(size, *x.shape[1:], generator=g).to(x), x[cut:]])
+        for x, size, cut in zip(packed, sizes, cuts)
+    ]
+    bounds = [torch.cat([r[: at + 1], r[at:] + size]) for r, size in zip(rows, sizes)]
+    chosen = torch.cat([real[: cuts[0]], real.new_zeros(queries), real[cuts[0] :]])
+    return longer, (bounds[0], bounds[1]), chosen
 
 
 def _boundaries(b: int, n: int, documents: Tensor | None) -> Tensor:
