@@ -249,7 +249,7 @@ def estimate(cost: Cost, roofline: Roofline, generation: bool = False) -> Estima
         raise SpecError(f"the time of {cost.name} is not known: it is not a module by itself")
     traced = cost.memory.generation if generation else cost.memory.main
     if traced is None:
-        raise SpecError(f"{cost.name} does not decode with a cache of keys and values")
+        raise SpecError(f"the time of a token of {cost.name}: key/value cache {cost.memory.without_cache}")
     return time_of(traced.trace.work, roofline)
 
 

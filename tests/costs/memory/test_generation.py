@@ -89,6 +89,13 @@ def test_what_a_model_does_not_have_is_left_out_of_its_report(family, words):
     assert words in " ".join(str(found).split())
 
 
+def test_a_model_whose_cache_cannot_be_run_is_reported_without_it():
+    config = transformers.XLNetConfig(vocab_size=61, d_model=32, n_layer=1, n_head=4, d_inner=48)
+    found = cost(transformers.XLNetLMHeadModel(config), {"input_ids": torch.randint(3, 61, (2, 8))})
+    assert "key/value cache not known: XLNetLMHeadModel " in " ".join(str(found).split())
+    assert found.memory.decode_peak is None and found.memory.inference_peak > 0
+
+
 def json_of(result):
     return result.plain()["memory"]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ...errors import SpecError
+from ...errors import ShapeError, SpecError
 from ..sizes import Request, Symbols
 from ..trace.nested import tensors_in
 from ..trace.tracer import merged
@@ -158,11 +158,25 @@ class Memory:
         return self.main.usage()
 
     @cached_property
-    def generation(self) -> Run | None:
-        """A prompt and one more token with a cache; None if the model has none."""
+    def _generation(self) -> Run | str:
+        """A prompt and one more token with a cache; or why there is none."""
         setting = replace(self.setting.inference, cached=True)
         long = any(x.dim() > 1 and x.shape[1] > 1 for x in tensors_in(setting.given))
-        return run(setting) if long and generates(setting.module) else None
+        if not long or not generates(setting.module):
+            return NO_CACHE
+        try:
+            return run(setting)
+        except ShapeError as e:  # the rest of the report does not depend on it
+            return f"not known: {str(e).partition('; still known')[0]}"
+
+    @property
+    def generation(self) -> Run | None:
+        return self._generation if isinstance(self._generation, Run) else None
+
+    @property
+    def without_cache(self) -> str:
+        """Why there are no peaks of a prompt and of a token; empty if there are."""
+        return self._generation if isinstance(self._generation, str) else ""
 
     @cached_property
     def _generated(self) -> dict[str, int]:
@@ -271,7 +285,7 @@ class Memory:
         rows: list[tuple[str, int | str | None]] = [
             ("weights", self.weights),
             ("one attention, one batch row: q, k, v, weights, outputs", self.one_attention),
-            ("key/value cache", self.kv_cache or NO_CACHE),
+            ("key/value cache", self.kv_cache or self.without_cache),
             ("cuBLAS workspaces", self.workspace),
             ("inference peak", self.inference_peak),
             ("prefill peak, a prompt of n − 1 tokens", self.prefill_peak),
