@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -252,7 +252,7 @@ class GatheredPiece:
 
     def add_to_keys(
         self,
-        grads: dict[str, list],
+        grads: dict[str, Any],
         name: str,
         of_pairs: Tensor,
         of_rows: Tensor,
