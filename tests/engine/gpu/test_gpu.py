@@ -3,7 +3,8 @@
     PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu.py -q: bfloat16, some in others
     PYTHONPATH=src:tests/helpers python3 -m pytest tests/engine/gpu/test_gpu.py -q -m long: every dtype
 
-Most of the time goes into compiling, so the cases are split among several processes.
+Most of the time goes into compiling, so the cases are split among several processes. Without pytest-xdist: each of
+its workers would compile and run every case.
 """
 
 import importlib.util
