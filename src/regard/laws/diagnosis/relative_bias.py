@@ -22,7 +22,7 @@ GRIDS = r"swin|2-?d\b|two-dimensional|height|image|patch|grid|axial"  # distance
 MAX_READINGS = 12
 MIN_POSITIONS, MAX_POSITIONS = 24, 140  # more than the table has rows, where that is not too many
 REACHES = ("max_distance", "reach", "max_relative_position", "max_relative_positions", "longest")
-PROJECTIONS = 2  # random directions of the output, so that heads can be told apart
+PROJECTIONS = 2  # random directions of the output, so that heads can be distinguished
 FIX = "index the table with j − i, clamped to its reach, and move the axis of heads to the front with permute"
 
 
