@@ -1,6 +1,7 @@
 """rg.use: a pattern of the user's in somebody else's model, per layer and per head, reversible and saved with it."""
 
 import json
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -291,6 +292,114 @@ def test_a_module_that_calls_sdpa_is_intercepted():
     unused = nn.Sequential(Vision(fused=False))
     with rg.use(unused, rg.window(2)), pytest.raises(rg.SpecError, match="its pattern was not used"):
         unused(x)
+
+
+sdpa = F.scaled_dot_product_attention  # under another name
+
+
+def attend(q, k, v):
+    return sdpa(q, k, v)
+
+
+class ByMethod(Vision):
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x, ctx=None):
+        q, _, _ = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        _, k, v = self.qkv(x if ctx is None else ctx).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v).transpose(1, 2).flatten(-2)
+
+
+class ByFunction(ByMethod):
+    def attend(self, q, k, v):
+        return attend(q, k, v)
+
+
+def test_sdpa_is_found_in_methods_and_functions_that_forward_calls():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Vision(), ByMethod(), ByFunction()), torch.randn(3, 10, 8)
+    before = model(x)
+    with rg.use(model, rg.window(2)) as applied:
+        assert list(applied.patterns) == ["0", "1", "2"]
+        for layer in model:
+            q, k, v = layer.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            masked = F.scaled_dot_product_attention(q, k, v, attn_mask=rg.window(2).allowed(10))
+            torch.testing.assert_close(layer(x), masked.transpose(1, 2).flatten(-2), rtol=1e-5, atol=1e-6)
+    assert torch.equal(model(x), before)
+
+
+def test_cross_attention_keeps_its_keys_unless_it_is_named():
+    torch.manual_seed(0)
+    layer = nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True)
+    decoder = nn.TransformerDecoder(layer, 2).eval()
+    x, memory, hidden = torch.randn(2, 7, 16), torch.randn(2, 11, 16), ~PATTERN.allowed(7)
+    expected = decoder(x, memory, tgt_mask=hidden)
+    with rg.use(decoder, PATTERN) as applied:
+        assert list(applied.patterns) == ["layers.0.self_attn", "layers.1.self_attn"]
+        torch.testing.assert_close(decoder(x, memory), expected, rtol=1e-5, atol=1e-6)
+    both = decoder(x, memory, tgt_mask=hidden, memory_mask=~PATTERN.allowed(7, 11))
+    with rg.use(decoder, {"*": PATTERN}):
+        torch.testing.assert_close(decoder(x, memory), both, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("same_length", [False, True])
+def test_a_call_with_a_context_is_cross_attention(same_length):
+    torch.manual_seed(0)
+    x, context = torch.randn(2, 7, 8), torch.randn(2, 7 if same_length else 11, 8)
+    own, multihead = ByMethod(), nn.MultiheadAttention(8, 2, batch_first=True)
+    calls = [lambda: own(x, context), lambda: own(x, ctx=context), lambda: multihead(x, context, context)[0]]
+    before = [call() for call in calls]
+    with rg.use(own, rg.window(1)), rg.use(multihead, rg.window(1)):
+        for call, o in zip(calls, before):
+            assert torch.equal(call(), o)
+        assert not torch.allclose(own(x), own.forward.__wrapped__(x))
+        masked = multihead.forward.__wrapped__(x, x, x, attn_mask=~rg.window(1).allowed(7))[0]
+        torch.testing.assert_close(multihead(x, x, x)[0], masked, rtol=1e-5, atol=1e-6)
+
+
+def test_handles_are_removed_in_any_order(llama):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 2).eval()
+    x = torch.randn(2, 13, 16)
+    for run, model in ((lambda: llama(IDS).logits, llama), (lambda: encoder(x), encoder)):
+        before = run()
+        first, second = rg.use(model, rg.window(2)), rg.use(model, rg.window(5))
+        newest = run()
+        assert not torch.allclose(newest, before)
+        first.remove()
+        assert torch.equal(run(), newest)
+        third = rg.use(model, rg.window(2))
+        second.remove()
+        assert not torch.allclose(run(), newest)
+        third.remove()
+        torch.testing.assert_close(run(), before)
+    assert llama.config._attn_implementation == "eager"
+    assert not [name for name, m in encoder.named_modules() if "forward" in vars(m) or m._forward_pre_hooks]
+
+
+def test_a_copy_of_a_model_in_use_reads_its_own_weights():
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 1).eval()
+    x = torch.randn(2, 13, 16)
+    with rg.use(encoder, rg.window(2)):
+        before, copied = encoder(x), deepcopy(encoder)
+        with torch.no_grad():
+            for weight in encoder.parameters():
+                weight.zero_()
+        assert torch.equal(copied(x), before)
+
+
+def test_a_grid_can_be_declared_for_a_model():
+    torch.manual_seed(0)
+    grid = rg.neighborhood((3, 5), 3)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 1).eval()
+    x = torch.randn(2, 15, 16)
+    expected = encoder(x, mask=~grid.allowed(15))
+    with rg.use(encoder, grid):
+        torch.testing.assert_close(encoder(x), expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(rg.ShapeError, match="a grid of 3 × 5 has 15 positions"):
+            encoder(x[:, :14])
 
 
 def test_attention_of_timm_takes_a_pattern():

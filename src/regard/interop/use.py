@@ -2,11 +2,13 @@
 
 import fnmatch
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..engine.attention import attention
 from ..errors import SpecError, nearest
-from ..pattern import Both, Pattern, causal, per_head
+from ..pattern import Both, Pattern, causal, neighborhood, per_head
 
 Patterns = Pattern | Sequence[Pattern]
 SDPA = "scaled_dot_product_attention"
@@ -53,6 +55,8 @@ def use(model: Any, pattern: Any = None) -> Applied:
     pattern: one for all layers; a sequence with one per query head; or a mapping from a layer (its number, or its
     module name, * allowed) to one of these. None: Hugging Face models run by regard, with the patterns saved in their
     configuration, if any. Positions count from the first key; in a left-padded row from its first real token.
+    Cross-attention keeps all its keys, unless a mapping names it. A second call on the same layers takes the place of
+    the first until it is removed; handles may be removed in any order.
     Works for Hugging Face models whose attention goes through their registry, alone or inside another module (PEFT,
     torch.compile), for nn.MultiheadAttention and what is built from it, for timm, and for any module that calls
     F.scaled_dot_product_attention.
@@ -70,19 +74,26 @@ def use(model: Any, pattern: Any = None) -> Applied:
         raise SpecError(
             "rg.use(model) without a pattern is for Hugging Face models; give a pattern: rg.use(model, rg.causal())"
         )
+    named = isinstance(pattern, Mapping)
     found = {name: m for name, m in model.named_modules() if _replaceable(m)}
+    if not named:
+        cross = _cross_attention(model)
+        found = {name: m for name, m in found.items() if name not in cross}
     if not found:
         raise SpecError(
             f"{type(model).__name__} has no attention that can be replaced: no nn.MultiheadAttention, and no module "
             f"whose forward calls F.{SDPA}"
         )
-    return _use_in_modules(model, found, assign(pattern, found))
+    return _use_in_modules(model, found, assign(pattern, found), named)
 
 
-def _use_in_modules(model: nn.Module, found: Mapping[str, nn.Module], chosen: dict[str, Patterns]) -> Applied:
+def _use_in_modules(
+    model: nn.Module, found: Mapping[str, nn.Module], chosen: dict[str, Patterns], named: bool
+) -> Applied:
+    """named: the layers were chosen by name, so that cross-attention takes its pattern too."""
     for name, given in chosen.items():
         check_patterns(given, getattr(found[name], "num_heads", None), name, False)
-    undo = [_install(found[name], given) for name, given in chosen.items()]
+    undo = [_install(found[name], given, named) for name, given in chosen.items()]
     undo += [_without_nested_tensors(m) for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
 
     def back() -> None:
@@ -102,9 +113,12 @@ def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: A
     registered = {
         f"{part}.{name}": m for part, inner in parts.items() for name, m in attention_modules(inner).items()
     }
-    own = {
-        name: m for name, m in model.named_modules() if within(name) is None and _replaceable(m)
-    }  # next to the Hugging Face models
+    cross = set() if isinstance(pattern, Mapping) else _cross_attention(model)
+    own = {  # next to the Hugging Face models
+        name: m
+        for name, m in model.named_modules()
+        if within(name) is None and name not in cross and _replaceable(m)
+    }
     with ExitStack() as undo:  # an error in the second model puts the first one back
         if pattern is None:
             applied = [undo.enter_context(use_in_hugging_face(inner, None)) for inner in parts.values()]
@@ -123,7 +137,8 @@ def _use_in_wrapped(model: nn.Module, parts: Mapping[str, nn.Module], pattern: A
                 here = {name[len(part) + 1 :]: p for name, p in chosen.items() if within(name) == part}
                 if here:
                     undo.enter_context(use_in_hugging_face(inner, here))
-            undo.enter_context(_use_in_modules(model, own, {k: p for k, p in chosen.items() if k in own}))
+            here = {name: p for name, p in chosen.items() if name in own}
+            undo.enter_context(_use_in_modules(model, own, here, isinstance(pattern, Mapping)))
         return Applied(chosen, undo.pop_all().close)
 
 
@@ -176,7 +191,7 @@ def _one(given: Any) -> Pattern:
         raise SpecError(
             f"{what} is not a pattern; use rg.causal(), rg.window(2), …, or one per head in a list"
         )
-    if given.has_data:
+    if any(leaf.has_data and not isinstance(leaf, neighborhood) for leaf in given.leaves()):
         raise SpecError(f"{given!r} carries data of one input, so it cannot be declared for a model")
     return given
 
@@ -189,7 +204,8 @@ def check_patterns(given: Patterns, heads: int | None, name: str, past_only: boo
     for one in dict.fromkeys(each):
         assert isinstance(one, Pattern)
         seen = causal() & one if past_only else one
-        counts = seen.row_counts(CHECKED_QUERIES)
+        grids = [leaf.size for leaf in one.leaves() if isinstance(leaf, neighborhood)]
+        counts = seen.row_counts(min(grids, default=CHECKED_QUERIES))
         if (counts == 0).any():
             first = int((counts == 0).argmax())
             raise SpecError(
@@ -209,7 +225,63 @@ def forward_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _replaceable(module: nn.Module) -> bool:
-    return isinstance(module, nn.MultiheadAttention) or SDPA in forward_names(module)
+    return isinstance(module, nn.MultiheadAttention) or _calls_sdpa(type(module))
+
+
+def _calls_sdpa(kind: type) -> bool:
+    """Whether the forward method of a class calls SDPA, under any name: itself, by another method of the class, or by
+    a function of the same module."""
+    waiting, seen = [inspect.unwrap(kind.forward)], set()
+    while waiting:
+        function = waiting.pop()
+        code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        if SDPA in code.co_names:
+            return True
+        for name in code.co_names:
+            if names.get(name) is F.scaled_dot_product_attention:
+                return True
+            for other in (getattr(kind, name, None), names.get(name)):
+                if inspect.isfunction(other) and other.__module__ == function.__module__:
+                    waiting.append(inspect.unwrap(other))
+    return False
+
+
+# Cross-attention, by how it is called, and by the names under which modules have it.
+
+CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
+CONTEXT = re.compile(r"context|ctx|memory|encoder|cond|^kv$", re.IGNORECASE)  # arguments
+
+
+def is_named_cross(name: str, module: nn.Module) -> bool:
+    last = name.rsplit(".", 2)[-2:]
+    return bool(getattr(module, "is_cross_attention", False)) or any(CROSS.search(part) for part in last)
+
+
+def _cross_attention(model: nn.Module) -> set[str]:
+    """The names of the modules that are known to be cross-attention before they are called."""
+    found = {name for name, module in model.named_modules() if is_named_cross(name, module)}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerDecoderLayer):
+            found.add(f"{name}.multihead_attn" if name else "multihead_attn")
+    return found
+
+
+def _is_cross(module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call attends to something else than its own input."""
+    if isinstance(module, nn.MultiheadAttention):
+        query, key, value = [*args, *(kwargs[x] for x in ("query", "key", "value") if x in kwargs)][:3]
+        axis = 1 if module.batch_first and query.dim() == 3 else 0
+        return query is not key and (key is value or query.shape[axis] != key.shape[axis])
+    try:
+        given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+    except TypeError:
+        return False
+    tensors = [x for x in given.values() if isinstance(x, Tensor)]
+    context = [x for name, x in given.items() if isinstance(x, Tensor) and CONTEXT.search(name)]
+    return any(x is not tensors[0] for x in context)
 
 
 def _without_nested_tensors(encoder: nn.TransformerEncoder) -> Callable[[], None]:
@@ -223,38 +295,65 @@ def _without_nested_tensors(encoder: nn.TransformerEncoder) -> Callable[[], None
     return undo
 
 
-def _install(module: nn.Module, given: Patterns) -> Callable[[], None]:
-    """Replace the forward of one attention module. A hook makes nn.TransformerEncoderLayer leave its fast path."""
-    had = "forward" in module.__dict__
-    before = module.forward
+PATTERNED = "_regard_patterned"
+
+
+@dataclass
+class Patterned:
+    """What a module has while patterns are in use: its own forward, and the patterns, the newest last.
+
+    An attribute of the module and not a closure, so that a copy of the module reads its own.
+    """
+
+    before: Callable[..., Any]
+    had_own: bool  # the forward was an attribute of the module, not of its class
+    hook: Any
+    patterns: list[tuple[Patterns, bool]]  # and whether the module was chosen by name
+
+
+def _install(module: nn.Module, given: Patterns, named: bool) -> Callable[[], None]:
+    """Give one attention module a pattern, in place of an earlier one until this is undone. A hook makes
+    nn.TransformerEncoderLayer leave its fast path."""
     if isinstance(module, nn.MultiheadAttention):
         _check_multihead(module)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return _multihead(module, given, *args, **kwargs)
-    else:
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with Intercepted(type(module).__name__, given) as mode:
-                out = before(*args, **kwargs)
-            if not mode.calls:
-                raise SpecError(
-                    f"{type(module).__name__} did not call F.{SDPA}, so its pattern was not used; "
-                    f"switch its fused attention on"
-                )
-            return out
-
-    module.forward = wraps(before)(forward)
-    hook = module.register_forward_pre_hook(_nothing)
+    state: Patterned | None = module.__dict__.get(PATTERNED)
+    if state is None:
+        before, had_own = module.forward, "forward" in module.__dict__
+        state = Patterned(before, had_own, module.register_forward_pre_hook(_nothing), [])
+        module.__dict__[PATTERNED] = state
+        module.forward = update_wrapper(partial(_patterned_forward, module), before)
+    entry, active = (given, named), state
+    active.patterns.append(entry)
 
     def undo() -> None:
-        hook.remove()
-        if had:
-            module.forward = before
+        active.patterns[:] = [x for x in active.patterns if x is not entry]
+        if active.patterns:
+            return
+        del module.__dict__[PATTERNED]
+        active.hook.remove()
+        if active.had_own:
+            module.forward = active.before
         else:
             del module.forward
 
     return undo
+
+
+def _patterned_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    state: Patterned = module.__dict__[PATTERNED]
+    given, named = state.patterns[-1]
+    if not named and _is_cross(module, args, kwargs):
+        return state.before(*args, **kwargs)
+    if isinstance(module, nn.MultiheadAttention):
+        return _multihead(module, given, *args, **kwargs)
+    with Intercepted(type(module).__name__, given) as mode:
+        out = state.before(*args, **kwargs)
+    if not mode.calls:
+        raise SpecError(
+            f"{type(module).__name__} did not call F.{SDPA}, so its pattern was not used; "
+            f"switch its fused attention on"
+        )
+    return out
 
 
 def _nothing(module: nn.Module, args: Any) -> None:

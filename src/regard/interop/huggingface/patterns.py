@@ -1,6 +1,5 @@
 """Patterns of the user's in Hugging Face models: `rg.use`, and how they are saved with the model's configuration."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,11 +7,10 @@ from torch import nn
 
 from ...errors import SpecError
 from ...pattern import Pattern
-from ..use import Applied, Patterns, assign, check_patterns, forward_names
+from ..use import Applied, Patterns, assign, check_patterns, forward_names, is_named_cross
 from .own_attention import REGISTRY
 from .registration import NAME
 
-CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 FIELD = "regard_patterns"  # where the configuration keeps them
 
 
@@ -20,12 +18,8 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The self-attention modules of a model that call the registry, by name. Cross attention is left alone."""
     found = {}
     for name, module in model.named_modules():
-        if REGISTRY not in forward_names(module):
-            continue
-        last = name.rsplit(".", 2)[-2:]
-        if getattr(module, "is_cross_attention", False) or any(CROSS.search(part) for part in last):
-            continue
-        found[name] = module
+        if REGISTRY in forward_names(module) and not is_named_cross(name, module):
+            found[name] = module
     return found
 
 
@@ -43,37 +37,63 @@ def use_in_hugging_face(model: Any, pattern: Any) -> Applied:
         chosen = assign(pattern, modules)
     for name, given in chosen.items():
         check_patterns(given, _heads(modules[name]), name, bool(getattr(modules[name], "is_causal", False)))
-    before = {"": model.config._attn_implementation}
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
-    earlier = {key: (c._attn_implementation, getattr(c, FIELD, None)) for key, c in configs.items()}
-    had = {name: m.__dict__.get("regard_pattern", ...) for name, m in modules.items()}
-    model.set_attn_implementation(NAME)
+    states = model.__dict__.setdefault(STATES, [_State(model, modules, None)])
+    state = _State(model, modules, chosen)
+    before = model.config._attn_implementation
+    state.apply()
     if model.config._attn_implementation != NAME:
+        states[-1].apply()
         raise SpecError(
-            f"{type(model).__name__} did not take attn_implementation={NAME!r}; it has {before['']!r}"
+            f"{type(model).__name__} did not take attn_implementation={NAME!r}; it has {before!r}"
         )
-    for name, module in modules.items():
-        module.__dict__["regard_pattern"] = chosen.get(name)
-        module.__dict__["regard_name"] = name
-    written = written_patterns(chosen, modules)
-    for config in configs.values():
-        setattr(config, FIELD, written)
+    states.append(state)
 
     def undo() -> None:
-        for key, config in configs.items():
-            implementation, patterns = earlier[key]
+        states[:] = [x for x in states if x is not state]
+        states[-1].apply()
+        if len(states) == 1:
+            model.__dict__.pop(STATES, None)
+
+    return Applied(chosen, undo)
+
+
+STATES = "_regard_states"  # of a model: as it was, then one for each use that has not been removed
+
+
+class _State:
+    """What a model's attention is set to; chosen is None: as it is now."""
+
+    def __init__(self, model: Any, modules: Mapping[str, nn.Module], chosen: dict[str, Patterns] | None):
+        self.model, self.modules, self.chosen = model, modules, chosen
+        configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules()) if c is not None}
+        self.configs = list(configs.values())
+        self.earlier = [(c._attn_implementation, getattr(c, FIELD, None)) for c in self.configs]
+        self.had = {name: m.__dict__.get("regard_pattern", ...) for name, m in modules.items()}
+
+    def apply(self) -> None:
+        if self.chosen is None:
+            self._restore()
+            return
+        self.model.set_attn_implementation(NAME)
+        for name, module in self.modules.items():
+            module.__dict__["regard_pattern"] = self.chosen.get(name)
+            module.__dict__["regard_name"] = name
+        written = written_patterns(self.chosen, self.modules)
+        for config in self.configs:
+            setattr(config, FIELD, written)
+
+    def _restore(self) -> None:
+        for config, (implementation, patterns) in zip(self.configs, self.earlier):
             config._attn_implementation = implementation
             if patterns is None:
                 config.__dict__.pop(FIELD, None)
             else:
                 setattr(config, FIELD, patterns)
-        for name, module in modules.items():
-            if had[name] is ...:
+        for name, module in self.modules.items():
+            if self.had[name] is ...:
                 module.__dict__.pop("regard_pattern", None)
             else:
-                module.__dict__["regard_pattern"] = had[name]
-
-    return Applied(chosen, undo)
+                module.__dict__["regard_pattern"] = self.had[name]
 
 
 def _heads(module: nn.Module) -> int | None:
