@@ -74,6 +74,17 @@ def test_tokens_come_from_ids_from_names_or_from_a_tokenizer():
         look(model, IDS, {"from": []})
 
 
+def test_names_and_grids_that_fit_no_attention_are_refused():
+    layer, x = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True).eval(), torch.randn(2, 5, 16)
+    with pytest.raises(rg.ShapeError, match="tokens has 2 rows of 4; the attention has 2 rows of 5"):
+        look(layer, x, [list("abcd")] * 2)
+    with pytest.raises(rg.ShapeError, match="tokens has 1 rows of 5; the attention has 2 rows of 5"):
+        look(layer, x, list("abcde"))
+    with pytest.raises(rg.ShapeError, match=r"grid=\(9, 9\) has 81 tokens; the attention has 2 rows of 5"):
+        look(layer, x, grid=(9, 9))
+    assert look(layer, x, [list("abcde")] * 2, grid=(2, 2, 1)).keys(0) == tuple("abcde")
+
+
 def test_both_sides_of_a_cross_attention_have_their_tokens():
     pytest.importorskip("transformers")
     given = inputs("marian")

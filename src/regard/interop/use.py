@@ -228,7 +228,7 @@ def _replaceable(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or _calls_sdpa(type(module))
 
 
-def _calls_sdpa(kind: type) -> bool:
+def _calls_sdpa(kind: type[nn.Module]) -> bool:
     """Whether the forward method of a class calls SDPA, under any name: itself, by another method of the class, or by
     a function of the same module."""
     waiting, seen = [inspect.unwrap(kind.forward)], set()

@@ -72,6 +72,19 @@ def read(inputs: Any, tokens: Any = None, grid: Any = None, image: Any = None) -
     )
 
 
+def check_used(labels: Labels, shapes: Sequence[tuple[int, ...]], tokens: Any, grid: Any) -> None:
+    """Refuse names, and a grid, that fit no attention call of the run: they would not be shown anywhere."""
+    lengths = sorted({(b, length) for b, _, n, m in shapes for length in (n, m)})
+    found = ", ".join(f"{b} rows of {length}" for b, length in lengths)
+    for side in (labels.source, labels.target) if tokens is not None and not _is_tokenizer(tokens) else ():
+        counts = {len(row) for row in side.names} if side is not None else set()
+        if side is not None and not any((len(side.names), count) in lengths for count in counts):
+            names = ", ".join(map(str, sorted(counts)))
+            raise ShapeError(f"tokens has {len(side.names)} rows of {names}; the attention has {found}")
+    if grid is not None and labels.grid is not None and labels.grid.tokens not in {x for _, x in lengths}:
+        raise ShapeError(f"grid={grid!r} has {labels.grid.tokens} tokens; the attention has {found}")
+
+
 def grid_for(labels: Labels, inputs: Any, tokens: int) -> Grid | None:
     """The given grid, or the grid of an image of this shape in this many tokens."""
     if labels.grid is not None:

@@ -54,6 +54,7 @@ def look(
         run(model, inputs)
     if not collector.calls:
         raise RegardError(_no_calls(model, interceptor.module_calls, interceptor.missed))
+    labels.check_used(named, [call.shape for call in collector.calls], tokens, grid)
     return View(collector, tuple(interceptor.missed), model, inputs)
 
 
