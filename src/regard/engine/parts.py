@@ -111,9 +111,10 @@ class Tiles:
         return replace(self, first=self.first[::by], rows=self.rows[::by])
 
 
-def cut_tiles(axis: Axis, tile: int, row_step: int, cuts: Ints, classes: Ints) -> Tiles:
+def cut_tiles(axis: Axis, tile: int, row_step: int, cuts: Ints) -> Tiles:
     """Tiles of at most `tile` rows, all of one residue class mod row_step, none across a cut (a row index)."""
     edges = np.unique(np.concatenate([[0], cuts, [axis.count]]).astype(np.int64))
+    classes = np.arange(min(row_step, axis.count), dtype=np.int64)
     limit("tiles", (len(edges) - 1) * len(classes), f"one residue class mod {row_step} per tile")
     begin, end = edges[:-1, None], edges[1:, None]
     first = begin + (classes - begin) % row_step

@@ -18,19 +18,15 @@ import numpy as np
 from ..pattern import Both, Either, Not, Pattern, Relation, Word, full, neighborhood
 from ..progression import FAR, Ints
 from .parts import (
-    ALL,
     LIMITS,
     MASKED_PAIR_COST,
     MAX_PARTS,
-    NONE,
     PART_COST,
-    SOME,
     Axis,
     NoPlan,
     Tiles,
     cut_tiles,
     divide,
-    kleene,
     limit,
     relations,
     residue_period,
@@ -122,19 +118,7 @@ class Request:
             last = self.xs.start + self.xs.step * self.xs.count
             multiples = np.arange(self.xs.start // tiling.grid, last // tiling.grid + 1)
             ends = np.append(ends, multiples * tiling.grid)
-        return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends), self.classes(tiling))
-
-    def classes(self, tiling: Tiling) -> Ints:
-        """The residues mod row_step whose rows may have an allowed key."""
-        c = np.arange(min(tiling.row_step, self.xs.count), dtype=np.int64)
-        x = self.xs.start + self.xs.step * c
-        values = {}
-        for word, relation in self.relations(tiling.pattern).items():
-            k, residue = relation.query_class
-            known = k > 1 and self.xs.step * tiling.row_step % k == 0
-            right = ALL if _is_row_class(relation) else SOME
-            values[word] = np.where(known, np.where(x % k == residue, right, NONE), SOME).astype(np.int8)
-        return c[kleene(tiling.pattern, values) > NONE]
+        return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends))
 
     def make_pass(self, tiling: Tiling) -> Pass:
         return self._parts(tiling, self.tiles(tiling))
