@@ -52,27 +52,22 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     """The call prepared by the backend of that name, or by the fastest that can run it."""
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
-    if torch.compiler.is_compiling():
-        return _prepare(f, backend)
-    if f.pattern.text is None:  # compared by identity, so it would be kept alive; its data may change
+    # A pattern without text is compared by identity, so it would be kept alive; its data may change.
+    if torch.compiler.is_compiling() or f.pattern.text is None:
         return _prepare(f, backend)
     return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
-    if backend == "auto":
-        if torch.compiler.is_compiling():
-            return _without_sizes(f).prepare(f)
-        chosen, reason = _fastest(f)
-        return _explained(chosen.prepare(f), reason)
-    if why := TABLE[backend].refuses(f):
-        instead = (_without_sizes(f) if torch.compiler.is_compiling() else _fastest(f)[0]).name
-        raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={instead!r}")
-    prepared = TABLE[backend].prepare(f)
-    return prepared if torch.compiler.is_compiling() else _explained(prepared, "requested by name")
-
-
-def _explained(prepared: Prepared, reason: str) -> Prepared:
+    compiling, chosen, reason = torch.compiler.is_compiling(), TABLE.get(backend), "requested by name"
+    if chosen is None or (why := chosen.refuses(f)):
+        best, reason = (_without_sizes(f), "") if compiling else _fastest(f)
+        if chosen is not None:
+            raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={best.name!r}")
+        chosen = best
+    prepared = chosen.prepare(f)
+    if compiling:
+        return prepared
     return replace(prepared, reason=f"{reason}; {prepared.note}" if prepared.note else reason)
 
 
