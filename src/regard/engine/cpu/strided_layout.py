@@ -121,7 +121,8 @@ def _combs(complete: Plan) -> list[every]:
 def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
     by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     repeated: dict[tuple[int, ...], int] = defaultdict(int)
-    for row, row_step, rows, key, key_step, keys, full in _segments(one):
+    tiles_of_parts = np.repeat(one.tiles, np.diff(one.offsets), axis=0).tolist()
+    for (row, row_step, rows), (key, key_step, keys, full) in zip(tiles_of_parts, one.parts.tolist()):
         shape = (row_step, rows, key_step, keys, full)
         number = repeated[row, *shape]  # parts of one tile never share a group: it writes to each row once
         repeated[row, *shape] += 1
@@ -131,28 +132,6 @@ def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
             by, of_rows = None if full else one.pattern, (row, row_shift, row_step, rows)
             group = TileGroup(tiles, *of_rows, key, key_shift, key_step, keys, by, start, step)
             yield from [group] if full or tiles == 1 else _same_mask(group, one.pattern)
-
-
-def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
-    """(row, row step, rows, key, key step, keys, full) of each part; parts that touch are one where that pays."""
-    tile_of = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
-    shapes = defaultdict(set)  # where in each tile full parts of one shape begin
-    for t, (key, key_step, keys, full) in zip(tile_of.tolist(), one.parts.tolist()):
-        if full:
-            shapes[t, key_step, keys].add(key)
-    tiles, parts = one.tiles.tolist(), one.parts.tolist()
-    for t, (low, high) in enumerate(zip(one.offsets[:-1].tolist(), one.offsets[1:].tolist())):
-        joined: list[list[int]] = []  # with whether they are fixed
-        for key, key_step, keys, full in parts[low:high]:
-            # Where a neighboring tile has the same part further on, one mask serves all tiles.
-            beside = (at for s in (t - 1, t + 1) for at in shapes.get((s, key_step, keys), ()))
-            fixed = bool(full) and all(at == key for at in beside)
-            last = joined[-1] if joined else [0, 0, 0, 0, True]
-            if not fixed and not last[4] and last[1] == key_step and last[0] + key_step * last[2] == key:
-                last[2:4] = last[2] + keys, last[3] & full
-            else:
-                joined.append([key, key_step, keys, full, fixed])
-        yield from ((*tiles[t], *part[:4]) for part in joined)
 
 
 def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
