@@ -272,6 +272,7 @@ class Prepared:
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
     joins_sink: bool = False  # `run` has sink_logits in its results
+    seconds: float = 0.0  # an estimate, where the backend compares variants by it
 
     @property
     def computed(self) -> int:
