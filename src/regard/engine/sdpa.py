@@ -20,7 +20,7 @@ from .. import compat
 from ..pattern import causal, full
 from . import reference_backend
 from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zeros_in
-from .cpu.kernels import padded_to
+from .cpu.kernels import fused_backward, fused_forward
 
 # Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
 MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
@@ -44,7 +44,6 @@ MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
 _sdpa = compat.sdpa
-_flash_forward, _flash_backward = compat.flash_forward_direct, compat.flash_backward
 
 
 class Sdpa:
@@ -206,13 +205,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask, is_causal, scale, biased=False):
-        d = max(q.shape[-1], v.shape[-1])
-        o, lse = _flash_forward(
-            padded_to(q, d), padded_to(k, d), padded_to(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        o, lse = fused_forward(q, k, v, scale, mask, is_causal)
         ctx.save_for_backward(q, k, v, mask, o, lse)
         ctx.options = is_causal, scale, biased
-        return o if o.shape[-1] == v.shape[-1] else o[..., : v.shape[-1]]
+        return o
 
     @staticmethod
     def backward(ctx, grad):
@@ -224,11 +220,5 @@ class _Fused(torch.autograd.Function):
                 call = _as_call(q, k, v, mask, is_causal, scale)
                 grads = reference_backend.gradients((grad, None), call)[:3]
             return *(g if g is None or again else g.detach() for g in grads), None, None, None, None
-        d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
-        dq, dk, dv = _flash_backward(
-            padded_to(grad, d), padded_to(q, d), padded_to(k, d), padded_to(v, d), o, lse, 0.0, is_causal,
-            attn_mask=mask, scale=scale,
-        )  # fmt: skip
-        if d_k != d_v:
-            dq, dk, dv = dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
-        return dq, dk, dv, None, None, None, None
+        grads = fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal)
+        return *grads, None, None, None, None

@@ -248,8 +248,9 @@ def fused_forward(
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -inf)
     padded = (padded_to(x, d) for x in (q, k, v))
-    o, lse = compat.flash_forward(*padded, 0.0, triangle, attn_mask=mask, scale=scale)
-    return o[..., : v.shape[-1]], lse if empty is None else lse.masked_fill(empty, -inf)
+    o, lse = compat.flash_forward_direct(*padded, 0.0, triangle, attn_mask=mask, scale=scale)
+    o = o if v.shape[-1] == d else o[..., : v.shape[-1]]
+    return o, lse if empty is None else lse.masked_fill(empty, -inf)
 
 
 def fused_backward(
@@ -267,7 +268,7 @@ def fused_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     padded = [padded_to(x, max(d_k, d_v)) for x in (grad, q, k, v, o)]
     dq, dk, dv = compat.flash_backward(*padded, lse, 0.0, triangle, attn_mask=mask, scale=scale)
-    return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+    return (dq, dk, dv) if d_k == d_v else (dq[..., :d_k], dk[..., :d_k], dv[..., :d_v])
 
 
 def padded_to(x: Tensor, d: int) -> Tensor:
