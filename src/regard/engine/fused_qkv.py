@@ -4,7 +4,7 @@ For sequences so short that a head's scores are one tile, as sentences are. What
 and its gradient: heads are neither split nor concatenated. Everything else goes through `attention`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,8 +17,7 @@ MAX_POSITIONS = 128  # of a tile
 MAX_ELEMENTS = 128 * 64  # positions × width: what the registers hold
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What a call computes, beside its tensors."""
 
     heads: int
@@ -60,9 +59,7 @@ def attend(
     A row of x holds the queries, then keys and values; where a context is given, that holds the last two.
     """
     seed = torch.randint(2**31 - 1, (1,), device=x.device) if options.dropout_p else None
-    sizes = [options.heads, options.kv_heads, options.d_k, options.d_v, int(options.causal)]
-    factors = [options.scale, options.dropout_p]
-    return torch.ops.regard.fused_qkv(x, context, lengths, seed, sizes, factors)
+    return torch.ops.regard.fused_qkv(x, context, lengths, seed, [*map(int, options[:5])], [*options[5:]])
 
 
 # The operation. Defined by its schema: torch.library.custom_op would cost more time than a launch.

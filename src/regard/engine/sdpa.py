@@ -82,9 +82,11 @@ class Sdpa:
         if f.unmasked:
             square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
-            is_causal = isinstance(f.pattern, causal) and f.n > 1
+            is_causal = True if isinstance(f.pattern, causal) and f.n > 1 else False  # noqa: SIM210 — no symbol
             build = (lambda: _function(f, None, is_causal)) if _direct(f) else None
-            return Prepared(self.name, "dense", count, _dense, build)
+            return Prepared(
+                self.name, "dense", count, lambda call: (_attend(call, None, is_causal), None), build
+            )
         cached = (
             _direct(f) and f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
         )
@@ -130,14 +132,6 @@ def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     mask = torch.zeros(1, 1, f.n, f.m + padding, dtype=f.dtype, device=device)
     mask = mask[..., : f.m].masked_fill_(~(allowed | empty), -inf)
     return zeros_in(_function(f, mask, False), empty)
-
-
-def _dense(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
-    """softmax(scale · q kᵀ) v over all keys, or over those up to the query where n = m."""
-    is_causal = isinstance(call.pattern, causal)
-    if call.n == 1:  # one query at the end sees every key; an `if`, as n may be a symbol
-        is_causal = False
-    return _attend(call, None, is_causal), None
 
 
 def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:

@@ -165,8 +165,7 @@ class TileGroup:
         if self.concatenated:
             costs, keys = CONCATENATED, rows * len(self.shared)  # a cost per row for each shared part
         elif fused:
-            wide = (rows if self.mergeable else self.rows) >= 192  # then the op has larger blocks
-            costs, keys = FUSED if wide else FUSED_NARROW, self.keys if self.mergeable else keys
+            costs = FUSED if self.rows >= 192 else FUSED_NARROW  # the op has larger blocks from there on
         else:
             costs, calls = PRODUCTS, len(self.pieces(heads))
             pairs = rows * self.keys * (1.0 if self.rows >= 64 else 1.3)  # products of few rows are slow
@@ -413,13 +412,13 @@ class Layout:
     @cached_property
     def unfused(self) -> "Layout":
         """The same for bias and dropout: small tiles, each group at one distance, all by products."""
-        return replace(self, groups=tuple(part for group in self._as_run for part in group.small_tiles()))
+        return replace(self, groups=tuple(part for group in self.groups for part in group.small_tiles()))
 
     @cached_property
     def with_bias(self) -> tuple[TileGroup, ...]:
         """The groups that the fused op runs with a bias: complete where nothing but a view of the bias is read."""
         groups: list[TileGroup] = []
-        for group in self._as_run:
+        for group in self.groups:
             one_distance = group.tiles == 1 or group.key_shift == group.step * group.row_shift
             view = group.masked_by is None and group.key_step == 1 and one_distance
             groups += [group] if view else group.small_tiles()
@@ -431,7 +430,7 @@ class Layout:
 
         fresh: no group before it writes to its rows; alone: no other group does.
         """
-        groups = sorted(self._as_run, key=lambda group: (not group.fused, group.by_head))
+        groups = sorted(self.groups, key=lambda group: (not group.fused, group.by_head))
         times = np.zeros(self.n, dtype=np.int64)
         for group in groups:
             times[group.row_numbers] += 1
@@ -441,10 +440,6 @@ class Layout:
             steps.append((group, not written[at].any(), bool((times[at] == 1).all())))
             written[at] = True
         return steps
-
-    @cached_property
-    def _as_run(self) -> list[TileGroup]:
-        return [group.as_one() if group.mergeable else group for group in self.groups]
 
     @cached_property
     def overwrites(self) -> bool:
@@ -480,7 +475,7 @@ class Layout:
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
-        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self._as_run)
+        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
         if not self.concatenated:
             return groups + (1.5e6 if grad else 0.5e6)
         return groups + (3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6)
