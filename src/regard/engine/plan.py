@@ -120,22 +120,19 @@ class Request:
             ends = np.append(ends, multiples * tiling.grid)
         return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends))
 
-    def make_pass(self, tiling: Tiling) -> Pass:
-        return self._parts(tiling, self.tiles(tiling))
-
     def cost(self, tiling: Tiling) -> float:
         """What a pass costs, in pairs, estimated from a sample of its tiles."""
         tiling = replace(tiling, pattern=_without_row_classes(tiling.pattern, self.by_keys))
         tiles = self.tiles(tiling)
         sample = tiles.sample(SAMPLE_TILES)
-        one = self._parts(tiling, sample)
+        one = self.make_pass(tiling, sample)
         rows = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
         keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
         cost = (np.repeat(rows, np.diff(one.offsets)) * keys).sum() + rows.sum() * TILE_COST
         penalty = 1 if one.max_parts <= MAX_PARTS else 2
         return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
-    def _parts(self, tiling: Tiling, tiles: Tiles) -> Pass:
+    def make_pass(self, tiling: Tiling, tiles: Tiles) -> Pass:
         """The parts of these tiles; a tile without an allowed key is left out."""
         offsets, parts = divide(tiling.pattern, tiles, self.ys, self.by_keys)
         table = np.stack([tiles.first, np.full_like(tiles.first, tiling.row_step), tiles.rows], axis=1)
@@ -220,7 +217,8 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     if len(reasons) == len(candidates):
         raise reasons[0]
     best = min(costs, key=costs.__getitem__) if costs else candidates[0]
-    return tuple(one for one in map(request.make_pass, best) if len(one.parts))
+    passes = (request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
+    return tuple(one for one in passes if len(one.parts))
 
 
 def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ...]]:

@@ -180,8 +180,11 @@ class GatheredLayout:
         tables = {count: _pieces(tiles, n, m, count, group, q.dtype) for count in set(counts)}
         self._pieces = tables[chunk]
         if len(counts) > 1:
-            of_heads = (((h * chunk, count), tables[count]) for h, count in enumerate(counts))
-            self._pieces = [piece.of_heads(*at, group, n, m) for at, pieces in of_heads for piece in pieces]
+            self._pieces = []
+            for first, count in zip(range(0, heads, chunk), counts):
+                of_keys = slice(first // group * m, (first + count) // group * m)
+                of_heads = {"of_rows": slice(first * n, (first + count) * n), "of_keys": of_keys}
+                self._pieces += [replace(piece, **of_heads) for piece in tables[count]]
 
     def pieces(self, heads: int) -> list["GatheredPiece"]:
         return self._pieces
@@ -211,12 +214,6 @@ class GatheredPiece:
 
     fresh = alone = True
     has_empty_row = False  # the mask lets an empty row attend to all keys; the caller clears it
-
-    def of_heads(self, first: int, count: int, group: int, n: int, m: int) -> "GatheredPiece":
-        """The same for `count` heads from `first` on, of which each `group` share their keys."""
-        end = first + count
-        of_rows, of_keys = slice(first * n, end * n), slice(first // group * m, end // group * m)
-        return replace(self, of_rows=of_rows, of_keys=of_keys)
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "t r l"]:
         return self.masks

@@ -143,22 +143,6 @@ class TileGroup:
             return self.tiles >= MIN_TILES or self.cycle > 1
         return not self.split and (self.tiles > 8 or self.tiles * self.rows * self.keys >= ONE_HEAD_SCORES)
 
-    @cached_property
-    def by_rows(self) -> bool:
-        """Whether a piece is some rows of the one tile of a head."""
-        return self.by_head and self.tiles == 1 and self.masked_by is None and not self.concatenated
-
-    @cached_property
-    def chunk(self) -> int:
-        """Tiles of a piece, or rows where there is one tile; heads where a piece has several."""
-        limit = MAX_CONCATENATED if self.concatenated else MAX_SPLIT[1] if self.split else MAX_SCORES
-        size = self.keys if self.by_rows else self.all_keys * self.rows
-        chunk = max(limit // size, 1)
-        if not self.by_head or self.by_rows:
-            return chunk
-        even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
-        return -(-even // self.cycle) * self.cycle
-
     def nanoseconds(self, heads: int, grad: bool, fused: bool) -> float:
         """An estimate for the fused op or for products."""
         pairs, rows, keys, calls = float(self.pairs), self.tiles * self.rows, self.tiles * self.keys, 1
@@ -263,12 +247,19 @@ class TileGroup:
             self.tile(phase, apart.shape[1], self.phases).keys_of(into).add_(apart)
 
     def pieces(self, heads: int) -> list[tuple["TileGroup", slice]]:
-        """The tiles and the heads of each piece."""
+        """The tiles and the heads of each piece: a tile of some heads, or some tiles or rows of one head."""
+        limit = MAX_CONCATENATED if self.concatenated else MAX_SPLIT[1] if self.split else MAX_SCORES
+        chunk = max(limit // (self.all_keys * self.rows), 1)
         if not self.by_head:
-            chunks = [slice(h, min(h + self.chunk, heads)) for h in range(0, heads, self.chunk)]
-            return [(self.tile(t), chunk) for t in range(self.tiles) for chunk in chunks]
-        take, count = (self.some_rows, self.rows) if self.by_rows else (self.tile, self.tiles)
-        parts = [take(x, min(self.chunk, count - x)) for x in range(0, count, self.chunk)]
+            chunks = [slice(h, min(h + chunk, heads)) for h in range(0, heads, chunk)]
+            return [(self.tile(t), some) for t in range(self.tiles) for some in chunks]
+        take, count = self.tile, self.tiles
+        if self.tiles == 1 and self.masked_by is None and not self.concatenated:
+            take, count, chunk = self.some_rows, self.rows, max(limit // self.keys, 1)
+        else:
+            even = -(-count // -(-count // chunk))  # pieces of one size
+            chunk = -(-even // self.cycle) * self.cycle
+        parts = [take(x, min(chunk, count - x)) for x in range(0, count, chunk)]
         return [(part, slice(h, h + 1)) for h in range(heads) for part in parts]
 
 

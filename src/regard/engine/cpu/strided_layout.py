@@ -38,16 +38,11 @@ def layout(
     return min((one for _, one in layouts), key=lambda one: one.nanoseconds())
 
 
+@lru_cache(maxsize=64)
 def layout_or_mask(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
     """The same where a call was chosen before its sizes or offsets were known: without a plan, every pair, masked."""
-    try:
+    with suppress(NoPlan):
         return layout(pattern, n, m, start, step)
-    except NoPlan:
-        return _every_pair(pattern, n, m, start, step)
-
-
-@lru_cache(maxsize=64)
-def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
     firsts = range(0, n, MASKED_ROWS) if m else ()
     tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
     return Layout(n, m, start, step, tuple(tiles))
@@ -67,14 +62,10 @@ def merged_layouts(
         except NoPlan:
             continue
         layouts.append((rest, from_plans(teeth, rest)))
-    if not layouts or _min_groups(complete) <= MAX_GROUPS:
+    least_groups = sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in complete.passes)
+    if not layouts or least_groups <= MAX_GROUPS:
         layouts.insert(0, (complete, from_plans(complete)))
     return tuple(layouts)
-
-
-def _min_groups(complete: Plan) -> int:
-    """How many groups there are at least."""
-    return sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in complete.passes)
 
 
 def from_plans(*plans: Plan) -> Layout:
@@ -121,8 +112,7 @@ def _combs(complete: Plan) -> list[every]:
 def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
     by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     repeated: dict[tuple[int, ...], int] = defaultdict(int)
-    tiles_of_parts = np.repeat(one.tiles, np.diff(one.offsets), axis=0).tolist()
-    for (row, row_step, rows), (key, key_step, keys, full) in zip(tiles_of_parts, one.parts.tolist()):
+    for row, row_step, rows, key, key_step, keys, full in _segments(one):
         shape = (row_step, rows, key_step, keys, full)
         number = repeated[row, *shape]  # parts of one tile never share a group: it writes to each row once
         repeated[row, *shape] += 1
@@ -131,7 +121,32 @@ def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
         for row, key, row_shift, key_shift, tiles in _runs(sorted(corners)):
             by, of_rows = None if full else one.pattern, (row, row_shift, row_step, rows)
             group = TileGroup(tiles, *of_rows, key, key_shift, key_step, keys, by, start, step)
-            yield from [group] if full or tiles == 1 else _same_mask(group, one.pattern)
+            # Tiles with a mask are cut into groups whose tiles all have the mask of their first.
+            for low, high, cycle in [(0, tiles, 1)] if full or tiles == 1 else _cycles(group, one.pattern):
+                for phase in range(low, low + cycle):
+                    yield group.tile(phase, len(range(phase, high, cycle)), cycle)
+
+
+def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
+    """(row, row step, rows, key, key step, keys, full) of each part; parts that touch are one where that pays."""
+    tile_of = np.repeat(np.arange(len(one.tiles)), np.diff(one.offsets))
+    shapes = defaultdict(set)  # where in each tile full parts of one shape begin
+    for t, (key, key_step, keys, full) in zip(tile_of.tolist(), one.parts.tolist()):
+        if full:
+            shapes[t, key_step, keys].add(key)
+    tiles, parts = one.tiles.tolist(), one.parts.tolist()
+    for t, (low, high) in enumerate(zip(one.offsets[:-1].tolist(), one.offsets[1:].tolist())):
+        joined: list[list[int]] = []  # with whether they are fixed
+        for key, key_step, keys, full in parts[low:high]:
+            # Where a neighboring tile has the same part further on, one mask serves all tiles.
+            beside = (at for s in (t - 1, t + 1) for at in shapes.get((s, key_step, keys), ()))
+            fixed = bool(full) and all(at == key for at in beside)
+            last = joined[-1] if joined else [0, 0, 0, 0, True]
+            if not fixed and not last[4] and last[1] == key_step and last[0] + key_step * last[2] == key:
+                last[2:4] = last[2] + keys, last[3] & full
+            else:
+                joined.append([key, key_step, keys, full, fixed])
+        yield from ((*tiles[t], *part[:4]) for part in joined)
 
 
 def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -156,13 +171,6 @@ def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, 
 
 
 # Tiles whose masks are the same.
-
-
-def _same_mask(group: TileGroup, pattern: Pattern) -> Iterator[TileGroup]:
-    """A group masked by a pattern, cut into groups whose tiles all have the mask of their first."""
-    for low, high, cycle in _cycles(group, pattern):
-        for phase in range(low, low + cycle):
-            yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
 
 def _cycles(group: TileGroup, pattern: Pattern) -> Iterator[tuple[int, int, int]]:
