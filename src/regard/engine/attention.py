@@ -146,9 +146,9 @@ def _checked(
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
-    options["dropout_p"], front = float(options.get("dropout_p", 0.0)), None
-    if not _four_axes(q, k, v):
-        q, k, v, front = with_four_axes(q, k, v)
+    options["dropout_p"] = float(options.get("dropout_p", 0.0))
+    q, k, v, front = with_four_axes(q, k, v)
+    if front is not None:
         table, options["bias"] = (_flattened(x, front) for x in (table, options.get("bias")))
     return normalized(check(Call(q, k, v, pattern, table, **options))), front
 
@@ -239,18 +239,21 @@ def allowed_from(
 # Other axes than batch, heads, positions and width, as PyTorch's attention takes them.
 
 
-def _four_axes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not (q.dim() == k.dim() == v.dim() == 4):
-        return False
-    return q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2] and (q.shape[1] != 1 or k.shape[1] == 1)
-
-
-def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has.
+def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
+    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has; None:
+    they are as given.
 
     (n, d) has one head of one batch row, (h, n, d) one batch row. Further axes are batch axes. A size of 1 is
     expanded to that of the others.
     """
+    four = q.dim() == k.dim() == v.dim() == 4
+    if (
+        four
+        and q.shape[0] == k.shape[0]
+        and k.shape[:2] == v.shape[:2]
+        and (q.shape[1] != 1 or k.shape[1] == 1)
+    ):
+        return q, k, v, None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
             raise ShapeError(
@@ -263,8 +266,8 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
         batch = torch.broadcast_shapes(*batches)
         (of_keys,) = torch.broadcast_shapes(heads[1:2], heads[2:])
     except RuntimeError:
-        if q.dim() == k.dim() == v.dim() == 4:
-            return q, k, v, tuple(q.shape[:2])  # `check` says which axis does not fit
+        if four:
+            return q, k, v, None  # `check` says which axis does not fit
         raise ShapeError(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; their batch axes, and the heads of k "
             "and v, need to be the same, or 1"

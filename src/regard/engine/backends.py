@@ -106,12 +106,11 @@ def _without_sizes(f: CallFacts) -> Backend:
         return TABLE["reference"]
     if f.unmasked and not f.return_lse and not stores_scores(f):
         return TABLE["sdpa"]
-    names = {"cpu": ("tiles",), "cuda": ("flex", "triton")}.get(f.device_type, ())
-    for name in names:
-        by_documents = name == "tiles" and f.pattern.has_data  # whose ids a graph does not know
-        by_blocks = name == "flex" and not f.pattern.has_data
-        dropped = name == "tiles" and f.dropout_p > 0 and f.bias != "distance"
-        if not (by_documents or by_blocks or dropped) and not TABLE[name].refuses(f):
+    dropped = f.dropout_p > 0 and f.bias != "distance"
+    tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
+    kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
+    for name in {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
+        if not TABLE[name].refuses(f):
             return TABLE[name]
     return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]
 

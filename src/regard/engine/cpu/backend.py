@@ -27,7 +27,7 @@ from ..call import Call, CallFacts, Outputs, Prepared, needs_grad, zeros_in
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
-from .kernels import MAX_SAVED_WEIGHTS, fused_forward, join
+from .kernels import fused_forward, join, max_saved
 from .layout import Layout
 from .strided_layout import concatenated_layouts, layout, layout_or_mask
 from .tiles import TileAttention, attend, working
@@ -187,7 +187,7 @@ def _by_gathering(
 def _concatenated(f: CallFacts) -> Prepared | None:
     if not _plain(f):
         return None
-    saved = min(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v), MAX_SAVED_WEIGHTS)
+    saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
     times = [(one.nanoseconds(f.flat_heads, f.grad, saved), one) for one in concatenated_layouts(*f.place)]
     if not times:
         return None

@@ -30,7 +30,7 @@ from ... import compat
 LOG2E = log2(e)
 MAX_VIEWS = 256  # shapes that a set of buffers remembers
 MAX_POOLED = 16  # sets of buffers that wait for a call: more threads than that allocate their own
-MAX_SAVED_WEIGHTS = 1 << 24  # weights saved for the backward pass, at most: 64 MiB in float32
+SAVED_WEIGHTS = 1 << 21, 1 << 24  # weights that may be saved for the backward pass: 8 to 64 MiB in float32
 
 # Memory: buffers that one call after another writes to, and what the C library keeps.
 
@@ -94,6 +94,11 @@ def keep_freed_memory() -> None:
             libc = ctypes.CDLL(None)
             for name, size in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
                 libc.mallopt(name, size)
+
+
+def max_saved(numbers: int) -> int:
+    """How many weights the backward pass may find saved. numbers: those that q, k, v and o have together."""
+    return min(max(numbers, SAVED_WEIGHTS[0]), SAVED_WEIGHTS[1])
 
 
 # Products, and what lies between them.

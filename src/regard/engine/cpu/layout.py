@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, causal
 from ...progression import Ints
-from .kernels import MAX_SAVED_WEIGHTS, Buffers, product
+from .kernels import Buffers, product
 
 # Rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair.
 NARROW, WIDE = 64, 192
@@ -253,13 +253,13 @@ class TileGroup:
         if not self.by_head:
             chunks = [slice(h, min(h + chunk, heads)) for h in range(0, heads, chunk)]
             return [(self.tile(t), some) for t in range(self.tiles) for some in chunks]
-        take, count = self.tile, self.tiles
         if self.tiles == 1 and self.masked_by is None and not self.concatenated:
-            take, count, chunk = self.some_rows, self.rows, max(limit // self.keys, 1)
+            rows = max(limit // self.keys, 1)
+            parts = [self.some_rows(r, min(rows, self.rows - r)) for r in range(0, self.rows, rows)]
         else:
-            even = -(-count // -(-count // chunk))  # pieces of one size
+            even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
             chunk = -(-even // self.cycle) * self.cycle
-        parts = [take(x, min(chunk, count - x)) for x in range(0, count, chunk)]
+            parts = [self.tile(t, min(chunk, self.tiles - t)) for t in range(0, self.tiles, chunk)]
         return [(part, slice(h, h + 1)) for h in range(heads) for part in parts]
 
 
@@ -453,12 +453,6 @@ class Layout:
             ]
             self._pieces[heads] = sorted(pieces, key=lambda p: p.heads.start if p.group.by_head else -1)
         return self._pieces[heads]
-
-    @staticmethod
-    def max_saved(q: Tensor, k: Tensor, v: Tensor) -> int:
-        """How many weights the backward pass may find saved: as many as q, k, v and o have numbers."""
-        o = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
-        return min(q.numel() + k.numel() + v.numel() + o, MAX_SAVED_WEIGHTS)
 
     @cached_property
     def _pieces(self) -> dict[int, list[Piece]]:

@@ -265,7 +265,6 @@ class TileAttention:
         self, buffers: Buffers, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Weights]:
         """o, lse, and the weights that were saved; in float32 or float64."""
-        first = self.layouts[0]
         q, scale, _ = self._scaled(q, e)
         q, k, v = q.contiguous(), with_flat_heads(k), with_flat_heads(v)
         rows: Named = {"q": q, "o": q.new_empty(*q.shape[:3], v.shape[-1])}
@@ -273,7 +272,8 @@ class TileAttention:
             rows["lse"] = q.new_full(q.shape[:3], -inf)
         if e is not None:
             rows["e"] = for_each_batch_row(e, len(q))
-        run = Executor(self, scale, buffers, first.max_saved(q, k, v) if self.learns else 0)
+        numbers = sum(x.numel() for x in (q, k, v, rows["o"]))
+        run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.learns else 0)
         for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
             bias = of_rows.pop("e", None)
             layout = layout.unfused if self.by_products else layout
