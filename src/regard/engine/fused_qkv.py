@@ -33,7 +33,8 @@ def fits(
     x: Float[Tensor, "b n d_model"], source: Float[Tensor, "b m d_context"], d: int, pattern: Pattern
 ) -> bool:
     """Whether these kernels run a call with heads of width d: on CUDA, in 16 bits, short, full or causal."""
-    if not x.is_cuda or _computed_in(x) not in (torch.bfloat16, torch.float16):
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    if not x.is_cuda or dtype not in (torch.bfloat16, torch.float16):
         return False
     if not torch.compiler.is_compiling() and not eager(x, source):
         return False
@@ -41,11 +42,6 @@ def fits(
     if n > MAX_POSITIONS or m > MAX_POSITIONS or max(n, m, 64) * max(d, 16) > MAX_ELEMENTS:
         return False
     return isinstance(pattern, full) or (isinstance(pattern, causal) and source is x)
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def attend(

@@ -72,10 +72,10 @@ def from_plans(*plans: Plan) -> Layout:
     """Plans of disjoint sets of pairs as one layout."""
     groups = [group for each in plans for one in each.passes for group in _groups(one, each.start, each.step)]
     first = plans[0]
-    return Layout(first.n, first.m, first.start, first.step, tuple(_merged(groups)))
+    return Layout(first.n, first.m, first.start, first.step, tuple(with_joined_rows(groups)))
 
 
-def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
+def with_joined_rows(groups: list[TileGroup]) -> Iterator[TileGroup]:
     """Rows that have the same keys in full and follow one another, as one tile: the last tile may be shorter."""
     same_keys: dict[tuple[int, ...], list[TileGroup]] = defaultdict(list)
     for group in groups:

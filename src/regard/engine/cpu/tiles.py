@@ -473,11 +473,9 @@ def attend_backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one; saved has no e."""
     dtype = working(grad.dtype)
-    tensors = {x: getattr(saved, x) for x in ("q", "k", "v", "o", "lse", "grad_lse")}
-    tensors = {name: None if x is None else x.to(dtype) for name, x in tensors.items()}
-    e = call.along(bias, dtype)
-    of_bias = of_bias and bias is not None
-    *grads, de = with_buffers(call.backward, grad.to(dtype), Saved(**tensors, e=e), of_bias)
+    fields: list[Any] = [x.to(dtype) if isinstance(x, Tensor) else x for x in saved]
+    saved = Saved(*fields)._replace(e=call.along(bias, dtype))
+    *grads, de = with_buffers(call.backward, grad.to(dtype), saved, of_bias and bias is not None)
     if bias is None or de is None:
         return *grads, None, None
     return *grads, *along_backward(de, bias, *call.distances)
