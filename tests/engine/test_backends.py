@@ -9,7 +9,7 @@ import torch
 
 import regard as rg
 from regard.engine.backends import TABLE, choose
-from regard.engine.call import CallFacts
+from regard.engine.call import CallFacts, Prepared
 from regard.engine.cpu.strided_layout import layout
 from regard.engine.plan import NoPlan
 from regard.errors import BackendError
@@ -75,11 +75,11 @@ def test_a_pattern_with_data_runs_by_the_faster_of_packed_documents_and_gathered
     of_documents = facts(rg.documents(torch.arange(4096, device="cpu") // 64))
 
     def variant(listed, packed, no_documents=None):
-        found = None if listed is None else backend.Variant(backend.LISTED, listed, None)
+        found = None if listed is None else Prepared("tiles", backend.LISTED, None, seconds=listed)
         monkeypatch.setattr(backend, "_listed", lambda f: found)
-        monkeypatch.setattr(backend, "_merged", lambda f, name: backend.Variant(name, packed, None))
+        monkeypatch.setattr(backend, "_merged", lambda f, name: Prepared("tiles", name, None, seconds=packed))
         monkeypatch.setattr(backend, "_no_documents", lambda f: no_documents)
-        return TABLE["tiles"].variant(of_documents).name
+        return TABLE["tiles"].prepare(of_documents).variant
 
     assert variant(listed=1.0, packed=2.0) == backend.LISTED and variant(2.0, 1.0) == backend.PACKED
     assert variant(1.0, 0.9) == backend.LISTED  # the estimate of packed documents has a margin

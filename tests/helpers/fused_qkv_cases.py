@@ -7,7 +7,6 @@ Each gives the largest errors beside float64, of the output and of every gradien
 
 import json
 import sys
-from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -35,7 +34,7 @@ ATTENDS = {  # b, n, m (None: over itself), lengths, dtype
         (0, 9, 23),
         torch.float32,
     ),
-    "in half precision, with lengths": (replace(OWN, d_k=24), 2, 33, None, (33, 5), torch.float16),
+    "in half precision, with lengths": (OWN._replace(d_k=24), 2, 33, None, (33, 5), torch.float16),
     "with dropout": (Options(2, 1, 16, 16, False, 0.25, 0.3), 2, 13, None, None, torch.float32),
 }
 LOSSES = {  # chunk, smoothing, bias

@@ -97,15 +97,13 @@ def observed() -> Iterator[list[str]]:
     ran: list[str] = []
 
     def sdpa_variant(*args, **kwargs):
-        mask = kwargs.get(
-            "attn_mask", args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None
-        )
+        mask = next((x for x in args[3:5] if isinstance(x, torch.Tensor)), kwargs.get("attn_mask"))
         return "sdpa, dense" if mask is None else "sdpa, masked"
 
     with ExitStack() as stack:
         for holder, name, variant in (
             (sdpa, "_sdpa", sdpa_variant),
-            (sdpa, "_flash_forward", sdpa_variant),
+            (sdpa, "fused_forward", sdpa_variant),
             (reference_backend, "attend", "reference, formula"),
             (flex, "attend", "flex, blocks of 128 × 128"),
             (TileAttention, "forward", _tiles_variant),

@@ -76,7 +76,6 @@ def attention(
         q, k, v, pattern, lengths=lengths, bias=bias, scale=scale, softcap=softcap, sink_logits=sink_logits,
         ties=ties, dropout_p=dropout_p, at=at, return_lse=return_lse,
     )  # fmt: skip
-    call = normalized(call)
     if isinstance(call.pattern, per_head):
         o, lse = by_heads(call, lambda heads: _run(heads, backend))
     elif key is not None and call.q is q and call.at is at and q.shape[1]:
@@ -120,7 +119,7 @@ def weights(
     for name in options.keys() - {"scale", "softcap", "sink_logits", "ties", "at"}:
         raise TypeError(f"weights() got an unexpected keyword argument {name!r}")
     call, front = _checked(q, k, k, pattern, lengths=lengths, bias=bias, **options)
-    call = normalized(call).hide()
+    call = call.hide()
     k = reference.repeat_heads(call.k, call.q.shape[1])
     terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sink_logits": call.sink_logits}
     found = reference.attend(
@@ -131,7 +130,6 @@ def weights(
 
 def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns = None, **options: Any) -> Call:
     """The arguments of `attention`, checked, without those that change nothing."""
-    options.pop("backend", None)
     pattern, lengths, at = simplified(q, k, pattern, options.pop("lengths", None), options.pop("at", None))
     foreign = {name: x for name, x in options.items() if name not in Call.__dataclass_fields__}
     if foreign:
@@ -142,16 +140,17 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, pattern: Patterns = None, **options
 def _checked(
     q: Tensor, k: Tensor, v: Tensor, pattern: Patterns, **options: Any
 ) -> tuple[Call, tuple[int, ...] | None]:
-    """The checked call, and the leading axes that its results are reshaped to; None: these are (batch, heads)."""
+    """The call, checked and normalized, and the leading axes that its results are reshaped to; None: these are
+    (batch, heads)."""
     named = ("lengths", "bias", "sink_logits", "at", "scale")
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
-    options["dropout_p"], front = float(options.get("dropout_p", 0.0)), None
-    if not _four_axes(q, k, v):
-        q, k, v, front = with_four_axes(q, k, v)
+    options["dropout_p"] = float(options.get("dropout_p", 0.0))
+    q, k, v, front = with_four_axes(q, k, v)
+    if front is not None:
         table, options["bias"] = (_flattened(x, front) for x in (table, options.get("bias")))
-    return check(Call(q, k, v, pattern, table, **options)), front
+    return normalized(check(Call(q, k, v, pattern, table, **options))), front
 
 
 def _pattern_and_table(given: Pattern | Tensor | Sequence | None) -> tuple[Pattern, Tensor | None]:
@@ -184,28 +183,16 @@ def _row_extras(q: Tensor, lengths: Any, at: Any) -> tuple | None:
 
 
 def _key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: object,
-    scale: int | float | None,
-    backend: str,
-    rows: tuple = (),
+    q: Tensor, k: Tensor, v: Tensor, pattern: object, scale: float | None, backend: str, rows: tuple = ()
 ) -> tuple | None:
     """The cache key of a call with only these arguments; None if the contents of a tensor decide how it runs, or if a
     compiler, a transform or a dispatch mode must see PyTorch's operations."""
-    if (
-        _compiling()
-        or type(q) is not Tensor
-        or _transforms()
-        or _modes()
-        or _autocast()
-        or type(scale) is bool
-    ):
+    if _compiling() or type(q) is not Tensor or type(scale) is bool:
         return None
-    if pattern is None:
-        text: str | None = ""
-    elif not isinstance(pattern, Pattern) or (text := pattern.text) is None:
+    if _transforms() or _modes() or _autocast():
+        return None
+    text = "" if pattern is None else pattern.text if isinstance(pattern, Pattern) else None
+    if text is None:
         return None
     try:
         hash(scale)
@@ -214,12 +201,8 @@ def _key(
             text, scale, grad, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             type(k), type(v), backend, *rows,
         )  # fmt: skip
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ):  # not dense tensors, or scale not a number: `require_tensors` says so
-        return None
+    except (AttributeError, TypeError, RuntimeError):
+        return None  # not dense tensors, or scale not a number: `require_tensors` says so
 
 
 def _autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -256,18 +239,21 @@ def allowed_from(
 # Other axes than batch, heads, positions and width, as PyTorch's attention takes them.
 
 
-def _four_axes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    if not (q.dim() == k.dim() == v.dim() == 4):
-        return False
-    return q.shape[0] == k.shape[0] and k.shape[:2] == v.shape[:2] and (q.shape[1] != 1 or k.shape[1] == 1)
-
-
-def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has.
+def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
+    """q, k and v as (batch, heads, positions, width), and the axes in front of the positions that a result has; None:
+    they are as given.
 
     (n, d) has one head of one batch row, (h, n, d) one batch row. Further axes are batch axes. A size of 1 is
     expanded to that of the others.
     """
+    four = q.dim() == k.dim() == v.dim() == 4
+    if (
+        four
+        and q.shape[0] == k.shape[0]
+        and k.shape[:2] == v.shape[:2]
+        and (q.shape[1] != 1 or k.shape[1] == 1)
+    ):
+        return q, k, v, None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() < 2:
             raise ShapeError(
@@ -280,8 +266,8 @@ def with_four_axes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
         batch = torch.broadcast_shapes(*batches)
         (of_keys,) = torch.broadcast_shapes(heads[1:2], heads[2:])
     except RuntimeError:
-        if q.dim() == k.dim() == v.dim() == 4:
-            return q, k, v, tuple(q.shape[:2])  # `check` says which axis does not fit
+        if four:
+            return q, k, v, None  # `check` says which axis does not fit
         raise ShapeError(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; their batch axes, and the heads of k "
             "and v, need to be the same, or 1"
@@ -373,21 +359,14 @@ def normalized(call: Call) -> Call:
         changes["pattern"] = call.pattern.patterns[0]
     if not call.hard and call.ties != "share":
         changes["ties"] = "share"
-    d_k = call.q.shape[-1]
-    if call.scale is not None and d_k and call.scale in (d_k**-0.5, 1 / sqrt(d_k)):
+    scale, d_k = call.scale, call.q.shape[-1]
+    if scale is not None and d_k and scale in (d_k**-0.5, 1 / sqrt(d_k)):
         changes["scale"] = None
+    elif scale is not None and scale <= 0:  # PyTorch's causal CPU kernel would give NaN (0 · −∞)
+        changes |= {"q": -call.q, "scale": -scale} if scale < 0 else {"q": 0 * call.q, "scale": 1.0}
     if call.at is not None and not call.pattern.reads_query and not isinstance(call.bias, ByDistance):
         changes["at"] = None
-    return _above_zero(replaced(call, **changes) if changes else call)
-
-
-def _above_zero(call: Call) -> Call:
-    """The same call with a scale above 0: PyTorch's causal CPU kernel gives NaN for others (0 · −∞)."""
-    if call.scale is None or call.scale > 0:
-        return call
-    if call.scale < 0:
-        return replaced(call, q=-call.q, scale=-call.scale)
-    return replaced(call, q=0 * call.q, scale=1.0)
+    return replaced(call, **changes) if changes else call
 
 
 # Arguments that do not fit.
@@ -434,18 +413,17 @@ def _check_extras(call: Call) -> None:
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
         )
-    if call.softcap is not None and (
-        isinstance(call.softcap, bool) or not isinstance(call.softcap, int | float)
-    ):
-        raise SpecError(f"softcap={call.softcap!r} is not a number; use None for scores without a cap")
-    if call.softcap is not None and not call.softcap > 0:
-        raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
-    if isinstance(call.at, Tensor) and not _whole(call.at):
-        raise ShapeError(f"at is {call.at.dtype}; offsets are whole numbers: give at.long()")
-    if isinstance(call.at, Tensor) and tuple(call.at.shape) != (b,):
-        raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
+    if call.softcap is not None:
+        if isinstance(call.softcap, bool) or not isinstance(call.softcap, int | float):
+            raise SpecError(f"softcap={call.softcap!r} is not a number; use None for scores without a cap")
+        if not call.softcap > 0:
+            raise SpecError(f"softcap={call.softcap} is not above 0; use None for scores without a cap")
     if not isinstance(call.at, Tensor):
         query_offset(call.pattern, n, m, call.at)
+    elif not _whole(call.at):
+        raise ShapeError(f"at is {call.at.dtype}; offsets are whole numbers: give at.long()")
+    elif tuple(call.at.shape) != (b,):
+        raise ShapeError(f"at has shape {tuple(call.at.shape)}; one offset per batch row is needed: ({b},)")
     if call.pattern.has_data:
         call.pattern.check_data(m, n, call.at)
     for name, x in (("pattern", call.table), ("bias", call.bias if isinstance(call.bias, Tensor) else None)):

@@ -52,27 +52,22 @@ def choose(f: CallFacts, backend: str = "auto") -> Prepared:
     """The call prepared by the backend of that name, or by the fastest that can run it."""
     if backend not in BACKENDS:
         raise SpecError(f"unknown backend {backend!r}; {nearest(backend, BACKENDS)}")
-    if torch.compiler.is_compiling():
-        return _prepare(f, backend)
-    if f.pattern.text is None:  # compared by identity, so it would be kept alive; its data may change
+    # A pattern without text is compared by identity, so it would be kept alive; its data may change.
+    if torch.compiler.is_compiling() or f.pattern.text is None:
         return _prepare(f, backend)
     return PREPARED.get((f, backend)) or PREPARED.put((f, backend), _prepare(f, backend))
 
 
 def _prepare(f: CallFacts, backend: str) -> Prepared:
-    if backend == "auto":
-        if torch.compiler.is_compiling():
-            return _without_sizes(f).prepare(f)
-        chosen, reason = _fastest(f)
-        return _explained(chosen.prepare(f), reason)
-    if why := TABLE[backend].refuses(f):
-        instead = (_without_sizes(f) if torch.compiler.is_compiling() else _fastest(f)[0]).name
-        raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={instead!r}")
-    prepared = TABLE[backend].prepare(f)
-    return prepared if torch.compiler.is_compiling() else _explained(prepared, "requested by name")
-
-
-def _explained(prepared: Prepared, reason: str) -> Prepared:
+    compiling, chosen, reason = torch.compiler.is_compiling(), TABLE.get(backend), "requested by name"
+    if chosen is None or (why := chosen.refuses(f)):
+        best, reason = (_without_sizes(f), "") if compiling else _fastest(f)
+        if chosen is not None:
+            raise BackendError(f"backend={backend!r} cannot run this: {why}; use backend={best.name!r}")
+        chosen = best
+    prepared = chosen.prepare(f)
+    if compiling:
+        return prepared
     return replace(prepared, reason=f"{reason}; {prepared.note}" if prepared.note else reason)
 
 
@@ -111,12 +106,11 @@ def _without_sizes(f: CallFacts) -> Backend:
         return TABLE["reference"]
     if f.unmasked and not f.return_lse and not stores_scores(f):
         return TABLE["sdpa"]
-    names = {"cpu": ("tiles",), "cuda": ("flex", "triton")}.get(f.device_type, ())
-    for name in names:
-        by_documents = name == "tiles" and f.pattern.has_data  # whose ids a graph does not know
-        by_blocks = name == "flex" and not f.pattern.has_data
-        dropped = name == "tiles" and f.dropout_p > 0 and f.bias != "distance"
-        if not (by_documents or by_blocks or dropped) and not TABLE[name].refuses(f):
+    dropped = f.dropout_p > 0 and f.bias != "distance"
+    tiles = () if f.pattern.has_data or dropped else ("tiles",)  # a graph does not know the ids of documents
+    kernels = ("flex", "triton") if f.pattern.has_data else ("triton",)
+    for name in {"cpu": tiles, "cuda": kernels}.get(f.device_type, ()):
+        if not TABLE[name].refuses(f):
             return TABLE[name]
     return TABLE["reference" if f.return_lse or f.softcap is not None else "sdpa"]
 

@@ -198,10 +198,8 @@ class CallFacts:
         keys or one query at the end."""
         if self.table or self.lengths or self.bias != "none" or self.softcap is not None:
             return False
-        if self.n == 0 or self.m == 0:
-            return False
-        if isinstance(self.pattern, full):
-            return True
+        if self.n == 0 or self.m == 0 or isinstance(self.pattern, full):
+            return self.n > 0 and self.m > 0
         if not isinstance(self.pattern, causal) or self.at is not None or self.row_offsets:
             return False
         return self.n == self.m or self.n == 1
@@ -236,15 +234,10 @@ def facts_of(call: Call) -> CallFacts:
     by_distance = isinstance(call.bias, ByDistance)
     added = (call.bias.table, call.bias.slopes) if isinstance(call.bias, ByDistance) else (call.bias,)
     batch, heads, n, d_k = call.q.shape
+    sizes = n, call.m, d_k, call.v.shape[-1], batch, heads, call.k.shape[1]
     return CallFacts(
         call.pattern,
-        n,
-        call.m,
-        d_k,
-        call.v.shape[-1],
-        batch,
-        heads,
-        call.k.shape[1],
+        *sizes,
         call.q.dtype,
         str(call.q.device),
         at=None if isinstance(call.at, Tensor) else call.at,
@@ -279,6 +272,7 @@ class Prepared:
     note: str = ""  # how the variant is laid out
     reason: str = ""  # why this backend runs
     joins_sink: bool = False  # `run` has sink_logits in its results
+    seconds: float = 0.0  # an estimate, where the backend compares variants by it
 
     @property
     def computed(self) -> int:

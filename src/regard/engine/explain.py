@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import SpecError, nearest
 from ..pattern import Pattern, per_head
 from ..value import ShownAsTable
-from .attention import call_of, normalized
+from .attention import call_of
 from .backends import choose
 from .call import CallFacts, Prepared, facts_of
 from .cpu.backend import GATHERED
@@ -65,56 +65,43 @@ def explain(*given: Any, backend: str = "auto", **options: Any) -> Explanation:
       ...
     """
     if isinstance(given[0] if given else options.get("q"), Tensor):
-        facts = facts_of(normalized(call_of(*given, **options)))
+        facts = facts_of(call_of(*given, **options))
     else:
         facts = facts_from(*given, **options)
-    if isinstance(facts.pattern, per_head):
-        return _explain_heads(facts, facts.pattern, backend)
-    return _explain(facts, backend)
+    return _explain_heads(facts, backend) if isinstance(facts.pattern, per_head) else _explain(facts, backend)
 
 
-def _explain_heads(facts: CallFacts, pattern: per_head, backend: str) -> Explanation:
+def _explain_heads(facts: CallFacts, backend: str) -> Explanation:
     """The launches of a pattern per head, as one: pairs are of all heads."""
+    pattern = facts.pattern
+    assert isinstance(pattern, per_head)
     check_heads(pattern, facts.heads)
-    group, each, lines = facts.heads // facts.kv_heads, [], []
-    for one, heads in launches(pattern.patterns, group):
-        kv_heads = len({head // group for head in heads})
-        found = _explain(replace(facts, pattern=one, heads=len(heads), kv_heads=kv_heads), backend)
+    each, lines = [], []
+    for one, heads, kv_heads in launches(pattern.patterns, facts.heads // facts.kv_heads):
+        found = _explain(replace(facts, pattern=one, heads=len(heads), kv_heads=len(kv_heads)), backend)
         each.append((len(heads), found))
         numbers = ", ".join(map(str, heads[:6])) + (", …" if len(heads) > 6 else "")
         lines.append(
             f"heads {numbers:<10}{one!r}: {found.backend}, {found.variant}, {found.waste:.2f} × needed"
         )
         lines += found.passes
-    names = dict.fromkeys(found.backend for _, found in each)
     return Explanation(
-        pattern,
-        facts.n,
-        facts.m,
-        sum(count * found.needed for count, found in each),
-        sum(count * found.computed for count, found in each),
-        facts.heads * facts.data_rows,
-        ", ".join(names),
-        f"{len(each)} launches",
-        "heads with equal patterns run together",
-        tuple(lines),
-    )
+        pattern, facts.n, facts.m,
+        needed=sum(count * found.needed for count, found in each),
+        computed=sum(count * found.computed for count, found in each),
+        rows=facts.heads * facts.data_rows,
+        backend=", ".join(dict.fromkeys(found.backend for _, found in each)),
+        variant=f"{len(each)} launches",
+        reason="heads with equal patterns run together",
+        passes=tuple(lines),
+    )  # fmt: skip
 
 
 def _explain(facts: CallFacts, backend: str) -> Explanation:
     prepared = choose(facts, backend)
-    return Explanation(
-        facts.pattern,
-        facts.n,
-        facts.m,
-        facts.pattern.count(facts.n, facts.m, None if facts.row_offsets else facts.offset),
-        prepared.computed,
-        facts.data_rows,
-        prepared.backend,
-        prepared.variant,
-        prepared.reason,
-        _passes(facts, prepared),
-    )
+    needed = facts.pattern.count(facts.n, facts.m, None if facts.row_offsets else facts.offset)
+    pairs = facts.pattern, facts.n, facts.m, needed, prepared.computed, facts.data_rows
+    return Explanation(*pairs, prepared.backend, prepared.variant, prepared.reason, _passes(facts, prepared))
 
 
 def facts_from(pattern: Pattern, n: int, m: int | None = None, **options: Any) -> CallFacts:

@@ -52,11 +52,8 @@ class Flash4:
         major = capability(f.device)
         if major not in CAPABILITIES:
             return f"its backward pass has a fixed order on GPUs of capability 9 and 10 only, here {major}"
-        terms = _terms(f) or _shapes(f)
-        if terms:
-            return terms
-        if f.offset[1] != 1:
-            return f"queries {f.offset[1]} positions apart are not supported"
+        if reason := _unsupported(f):
+            return reason
         if not f.pattern.has_data and has_empty_row(*f.place):
             return "some queries have no allowed key"
         if not parts_of(f.pattern, f.n, f.m, f.offset[0]):
@@ -79,10 +76,13 @@ class Flash4:
 
     def prepare(self, f: CallFacts) -> Prepared:
         options = Options(parts_of(f.pattern, f.n, f.m, f.offset[0]), f.factor, f.return_lse)
-        build = (lambda: _function(options)) if f.only_pattern else None
+        run = partial(attend, _kernel, options=options)
+        build = (lambda: lambda q, k, v: run(q, k, v)[0]) if f.only_pattern else None
         bands = " and ".join(map(str, options.parts))
         variant = f"{PACKAGE} {version()}, {bands}" + (", deterministic backward" if f.grad else "")
-        return Prepared(self.name, variant, lambda: _computed(f), lambda call: _run(call, options), build)
+        return Prepared(
+            self.name, variant, lambda: _computed(f), lambda call: run(call.q, call.k, call.v), build
+        )
 
 
 @cache
@@ -99,8 +99,9 @@ def capability(device: str) -> int | None:
     return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else None
 
 
-def _terms(f: CallFacts) -> str | None:
-    """What is not in its softmax, or not as exact as here."""
+def _unsupported(f: CallFacts) -> str | None:
+    """What is not in its softmax, or not as exact as here; shapes that its kernels do not take."""
+    dtype, (_, step) = str(f.dtype).removeprefix("torch."), f.offset
     refused = (
         (f.hard, "scale=inf has no softmax"),
         (f.observed, "a compiler or transform must see PyTorch's operations, which its kernels are not"),
@@ -110,18 +111,15 @@ def _terms(f: CallFacts) -> str | None:
         (f.lengths, "keys that are hidden per batch row (lengths) are not supported here"),
         (f.row_offsets, "per-row query offsets (`at` as a tensor) are not supported"),
         (f.dropout_p > 0, "it has no dropout"),
-    )
+        (dtype not in ("float16", "bfloat16"), f"its kernels take float16 or bfloat16, not {dtype}"),
+        (f.d_k != f.d_v,
+         f"queries {f.d_k} and values {f.d_v} wide: its kernels for two widths are for other shapes"),
+        (f.d_k % 8 or not 8 <= f.d_k <= MAX_HEAD_DIM,
+         f"heads {f.d_k} wide; a multiple of 8 up to {MAX_HEAD_DIM} is needed"),
+        (f.pairs == 0, "there are no pairs"),
+        (step != 1, f"queries {step} positions apart are not supported"),
+    )  # fmt: skip
     return next((reason for holds, reason in refused if holds), None)
-
-
-def _shapes(f: CallFacts) -> str | None:
-    if f.dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernels take float16 or bfloat16, not {str(f.dtype).removeprefix('torch.')}"
-    if f.d_k != f.d_v:
-        return f"queries {f.d_k} and values {f.d_v} wide: its kernels for two widths are for other shapes"
-    if f.d_k % 8 or not 8 <= f.d_k <= MAX_HEAD_DIM:
-        return f"heads {f.d_k} wide; a multiple of 8 up to {MAX_HEAD_DIM} is needed"
-    return "there are no pairs" if f.pairs == 0 else None
 
 
 # Bands: its windows are counted from the last key, which belongs to the last query.
@@ -214,20 +212,10 @@ def _computed(f: CallFacts) -> int:
 # Running.
 
 
-def _function(options: Options) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    kernel = _kernel()
-    return lambda q, k, v: attend(kernel, q, k, v, options)[0]
-
-
-def _run(call: Call, options: Options) -> Outputs:
-    o, lse = attend(_kernel(), call.q, call.k, call.v, options)
-    return o, lse if options.return_lse else None
-
-
-def _kernel() -> Callable[..., Any]:
+def _kernel(*tensors: Tensor, **options: Any) -> Any:
     from flash_attn.cute import flash_attn_func
 
-    return flash_attn_func
+    return flash_attn_func(*tensors, **options)
 
 
 def attend(kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, options: Options) -> Outputs:

@@ -74,7 +74,8 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     """softmax(scale · q kᵀ) v over the pairs of the pattern; the log-sum-exp where it is requested."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    q, k, v = (_wide(x) for x in (call.q, call.k, call.v))
+    missing = (max(MIN_HEAD_DIM - x.shape[-1], 0) for x in (call.q, call.k, call.v))
+    q, k, v = (F.pad(x, (0, d)) if d else x for x, d in zip((call.q, call.k, call.v), missing))
     options: dict[str, Any] = {"scale": call.factor, "enable_gqa": call.grouped}
     if call.softcap is not None:
         options["score_mod"] = _capped(call.softcap)
@@ -94,10 +95,6 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
 def _capped(c: float) -> Callable:
     """Scores under a softcap, as FlexAttention takes a change of scores."""
     return lambda score, b, h, i, j: c * torch.tanh(score / c)
-
-
-def _wide(x: Float[Tensor, "b h n d"]) -> Float[Tensor, "b h n w"]:
-    return x if x.shape[-1] >= MIN_HEAD_DIM else F.pad(x, (0, MIN_HEAD_DIM - x.shape[-1]))
 
 
 def visited(pattern: Pattern, n: int, m: int, start: int, step: int) -> int:

@@ -4,7 +4,7 @@ For sequences so short that a head's scores are one tile, as sentences are. What
 and its gradient: heads are neither split nor concatenated. Everything else goes through `attention`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,8 +17,7 @@ MAX_POSITIONS = 128  # of a tile
 MAX_ELEMENTS = 128 * 64  # positions × width: what the registers hold
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What a call computes, beside its tensors."""
 
     heads: int
@@ -34,7 +33,8 @@ def fits(
     x: Float[Tensor, "b n d_model"], source: Float[Tensor, "b m d_context"], d: int, pattern: Pattern
 ) -> bool:
     """Whether these kernels run a call with heads of width d: on CUDA, in 16 bits, short, full or causal."""
-    if not x.is_cuda or _computed_in(x) not in (torch.bfloat16, torch.float16):
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    if not x.is_cuda or dtype not in (torch.bfloat16, torch.float16):
         return False
     if not torch.compiler.is_compiling() and not eager(x, source):
         return False
@@ -42,11 +42,6 @@ def fits(
     if n > MAX_POSITIONS or m > MAX_POSITIONS or max(n, m, 64) * max(d, 16) > MAX_ELEMENTS:
         return False
     return isinstance(pattern, full) or (isinstance(pattern, causal) and source is x)
-
-
-def _computed_in(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def attend(
@@ -60,9 +55,7 @@ def attend(
     A row of x holds the queries, then keys and values; where a context is given, that holds the last two.
     """
     seed = torch.randint(2**31 - 1, (1,), device=x.device) if options.dropout_p else None
-    sizes = [options.heads, options.kv_heads, options.d_k, options.d_v, int(options.causal)]
-    factors = [options.scale, options.dropout_p]
-    return torch.ops.regard.fused_qkv(x, context, lengths, seed, sizes, factors)
+    return torch.ops.regard.fused_qkv(x, context, lengths, seed, [*map(int, options[:5])], [*options[5:]])
 
 
 # The operation. Defined by its schema: torch.library.custom_op would cost more time than a launch.

@@ -79,8 +79,7 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     """The results of all heads, in the order of the heads. run: for a call of some heads with one pattern."""
     assert isinstance(call.pattern, per_head)
     group, order, results = call.q.shape[1] // call.k.shape[1], list[int](), list[Outputs]()
-    for pattern, heads in launches(call.pattern.patterns, group):
-        kv_heads = list(dict.fromkeys(head // group for head in heads))
+    for pattern, heads, kv_heads in launches(call.pattern.patterns, group):
         part = replaced(
             call,
             q=_heads(call.q, heads, 1),
@@ -99,8 +98,9 @@ def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     return o, torch.cat(logs, 1).index_select(1, back) if len(logs) == len(results) else None
 
 
-def launches(patterns: tuple[Pattern, ...], group: int) -> list[tuple[Pattern, list[int]]]:
-    """Heads that run together: of one pattern, and as many of them in each group of heads that share their keys."""
+def launches(patterns: tuple[Pattern, ...], group: int) -> list[tuple[Pattern, list[int], list[int]]]:
+    """Heads that run together: of one pattern, and as many of them in each group of heads that share their keys. With
+    the key heads of each launch."""
     together: dict[tuple[Pattern, int], list[int]] = defaultdict(list)
     for first in range(0, len(patterns), group):
         members: dict[Pattern, list[int]] = defaultdict(list)
@@ -108,7 +108,10 @@ def launches(patterns: tuple[Pattern, ...], group: int) -> list[tuple[Pattern, l
             members[patterns[head]].append(head)
         for pattern, heads in members.items():
             together[pattern, len(heads)] += heads
-    return [(pattern, heads) for (pattern, _), heads in together.items()]
+    return [
+        (pattern, heads, list(dict.fromkeys(head // group for head in heads)))
+        for (pattern, _), heads in together.items()
+    ]
 
 
 def _heads(x: Tensor, heads: list[int], axis: int) -> Tensor:

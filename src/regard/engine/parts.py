@@ -12,7 +12,7 @@ becomes progressions: full where all, partial where some. Neighboring cells are 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import gcd, isqrt, lcm
+from math import gcd, lcm
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,9 +111,10 @@ class Tiles:
         return replace(self, first=self.first[::by], rows=self.rows[::by])
 
 
-def cut_tiles(axis: Axis, tile: int, row_step: int, cuts: Ints, classes: Ints) -> Tiles:
+def cut_tiles(axis: Axis, tile: int, row_step: int, cuts: Ints) -> Tiles:
     """Tiles of at most `tile` rows, all of one residue class mod row_step, none across a cut (a row index)."""
     edges = np.unique(np.concatenate([[0], cuts, [axis.count]]).astype(np.int64))
+    classes = np.arange(min(row_step, axis.count), dtype=np.int64)
     limit("tiles", (len(edges) - 1) * len(classes), f"one residue class mod {row_step} per tile")
     begin, end = edges[:-1, None], edges[1:, None]
     first = begin + (classes - begin) % row_step
@@ -134,11 +135,6 @@ class Bounds:
     inner: tuple[Ints, Ints]
     modulus: int
     residue: Ints
-
-    def without_residue(self) -> "Bounds":
-        """The same with less known: no y is certain to be allowed for all rows."""
-        empty = (self.outer[0], self.outer[0])
-        return Bounds(self.outer, empty, 1, np.zeros_like(self.residue))
 
     def value(self, lo: Ints) -> NDArray[np.int8]:
         """ALL, SOME or NONE of the cells that start at lo, where the residue is right."""
@@ -216,11 +212,6 @@ MAX_PARTS = 8  # parts a tile may have before `auto` masks instead; the planner 
 Cover = tuple[tuple[int, int, bool], ...]  # residue, step, full: disjoint progressions without ends
 
 
-def kleene(pattern: Pattern, values: dict[Pattern, NDArray[np.int8]]) -> NDArray[np.int8]:
-    """The value of a pattern from those of its words, where SOME means: it depends on the pair."""
-    return pattern.fold(values.__getitem__, np.minimum, np.maximum, lambda v: ALL - v)
-
-
 @dataclass(frozen=True, eq=False)
 class Residues:
     """Which residues of y make which words true: `kinds` of tiles, equal up to a shift."""
@@ -271,17 +262,12 @@ def cover(values: bytes) -> Cover:
     """A greedy choice of few disjoint progressions that hold exactly the residues whose value is not NONE."""
     left = np.frombuffer(values, dtype=np.int8).copy()
     period, chosen = len(left), []
-    for step in _divisors(period):
+    for step in (np.flatnonzero(period % np.arange(1, period + 1) == 0) + 1).tolist():  # its divisors
         table = left.reshape(-1, step)
         for residue in np.flatnonzero(table.min(axis=0) > NONE):
             chosen.append((int(residue), step, bool(table[:, residue].min() == ALL)))
             table[:, residue] = NONE
     return tuple(sorted(chosen))
-
-
-def _divisors(k: int) -> list[int]:
-    small = [d for d in range(1, isqrt(k) + 1) if k % d == 0]
-    return sorted({*small, *(k // d for d in small)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,7 +382,8 @@ def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Int
     nothing = np.zeros_like(lo, dtype=np.int8)
     code = np.zeros_like(lo)
     for truth in reversed(residues.truths):  # the first outcome is the last digit
-        code = 3 * code + kleene(pattern, {w: v if w in truth else nothing for w, v in values.items()})
+        value = {w: v if w in truth else nothing for w, v in values.items()}
+        code = 3 * code + pattern.fold(value.__getitem__, np.minimum, np.maximum, lambda v: ALL - v)
     code[lo == hi] = 0
     table, index = _covers(code, residues)
     columns = (spans(table, index[:, c], lo[:, c], hi[:, c], residues.shift) for c in range(lo.shape[1]))
@@ -404,12 +391,14 @@ def divide(pattern: Pattern, tiles: Tiles, ys: Axis, by_keys: bool) -> tuple[Int
 
 
 def _bounded(words: dict[Pattern, Bounds]) -> dict[Pattern, Bounds]:
-    """Drop residues, from the last words on, once their common period exceeds MAX_PERIOD: those words are masked."""
-    period, out = 1, {}
+    """Drop residues, from the last words on, once their common period exceeds MAX_PERIOD: those words are masked, as
+    no y is certain to be allowed for all rows."""
+    period, out = 1, dict(words)
     for w, r in words.items():
-        common = lcm(period, r.modulus)
-        out[w] = r if common <= MAX_PERIOD else r.without_residue()
-        period = common if common <= MAX_PERIOD else period
+        if (common := lcm(period, r.modulus)) <= MAX_PERIOD:
+            period = common
+        else:
+            out[w] = Bounds(r.outer, (r.outer[0], r.outer[0]), 1, np.zeros_like(r.residue))
     return out
 
 

@@ -18,19 +18,15 @@ import numpy as np
 from ..pattern import Both, Either, Not, Pattern, Relation, Word, full, neighborhood
 from ..progression import FAR, Ints
 from .parts import (
-    ALL,
     LIMITS,
     MASKED_PAIR_COST,
     MAX_PARTS,
-    NONE,
     PART_COST,
-    SOME,
     Axis,
     NoPlan,
     Tiles,
     cut_tiles,
     divide,
-    kleene,
     limit,
     relations,
     residue_period,
@@ -122,36 +118,21 @@ class Request:
             last = self.xs.start + self.xs.step * self.xs.count
             multiples = np.arange(self.xs.start // tiling.grid, last // tiling.grid + 1)
             ends = np.append(ends, multiples * tiling.grid)
-        return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends), self.classes(tiling))
-
-    def classes(self, tiling: Tiling) -> Ints:
-        """The residues mod row_step whose rows may have an allowed key."""
-        c = np.arange(min(tiling.row_step, self.xs.count), dtype=np.int64)
-        x = self.xs.start + self.xs.step * c
-        values = {}
-        for word, relation in self.relations(tiling.pattern).items():
-            k, residue = relation.query_class
-            known = k > 1 and self.xs.step * tiling.row_step % k == 0
-            right = ALL if _is_row_class(relation) else SOME
-            values[word] = np.where(known, np.where(x % k == residue, right, NONE), SOME).astype(np.int8)
-        return c[kleene(tiling.pattern, values) > NONE]
-
-    def make_pass(self, tiling: Tiling) -> Pass:
-        return self._parts(tiling, self.tiles(tiling))
+        return cut_tiles(self.xs, self.tile, tiling.row_step, self.xs.index(ends))
 
     def cost(self, tiling: Tiling) -> float:
         """What a pass costs, in pairs, estimated from a sample of its tiles."""
         tiling = replace(tiling, pattern=_without_row_classes(tiling.pattern, self.by_keys))
         tiles = self.tiles(tiling)
         sample = tiles.sample(SAMPLE_TILES)
-        one = self._parts(tiling, sample)
+        one = self.make_pass(tiling, sample)
         rows = (one.tiles[:, 2] + self.tile) / 2  # a short tile is not cheaper in proportion
         keys = one.parts[:, 2] * np.where(one.parts[:, 3], 1, MASKED_PAIR_COST) + PART_COST
         cost = (np.repeat(rows, np.diff(one.offsets)) * keys).sum() + rows.sum() * TILE_COST
         penalty = 1 if one.max_parts <= MAX_PARTS else 2
         return penalty * float(cost) * len(tiles.first) / max(len(sample.first), 1)
 
-    def _parts(self, tiling: Tiling, tiles: Tiles) -> Pass:
+    def make_pass(self, tiling: Tiling, tiles: Tiles) -> Pass:
         """The parts of these tiles; a tile without an allowed key is left out."""
         offsets, parts = divide(tiling.pattern, tiles, self.ys, self.by_keys)
         table = np.stack([tiles.first, np.full_like(tiles.first, tiling.row_step), tiles.rows], axis=1)
@@ -236,7 +217,8 @@ def _cheapest(pattern: Pattern, request: Request) -> tuple[Pass, ...]:
     if len(reasons) == len(candidates):
         raise reasons[0]
     best = min(costs, key=costs.__getitem__) if costs else candidates[0]
-    return tuple(one for one in map(request.make_pass, best) if len(one.parts))
+    passes = (request.make_pass(tiling, request.tiles(tiling)) for tiling in best)
+    return tuple(one for one in passes if len(one.parts))
 
 
 def _candidates(pattern: Pattern, request: Request) -> Iterator[tuple[Tiling, ...]]:

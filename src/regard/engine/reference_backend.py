@@ -7,6 +7,7 @@ create_graph=True its gradients come from here, exact, and as expensive in time 
 
 from contextlib import nullcontext
 from math import inf
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,31 +43,20 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     16-bit inputs are computed in float32, as the log-sum-exp has that dtype in every backend.
     """
     kind = call.q.device.type  # meta has no autocast to switch off
+    dtype, outs, lses = torch.promote_types(call.q.dtype, torch.float32), [], []
+    terms: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "ties": call.ties}
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-        return _by_chunks(call, torch.promote_types(call.q.dtype, torch.float32))
-
-
-def _by_chunks(call: Call, dtype: torch.dtype) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n"]]:
-    q = call.q.to(dtype)
-    k, v = (reference.repeat_heads(x.to(dtype), q.shape[1]) for x in (call.k, call.v))
-    allowed, bias = call.allowed(), call.dense_bias()
-    outs, lses = [], []
-    rows = max(1, CHUNK // max(1, call.m))
-    for first in range(0, max(1, call.n), rows):
-        chunk = slice(first, first + rows)
-        result = reference.attend(
-            q[..., chunk, :],
-            k,
-            v,
-            _rows(allowed, chunk),
-            bias=_rows(bias, chunk),
-            scale=call.scale,
-            softcap=call.softcap,
-            ties=call.ties,
-        )
-        outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)
-        lses.append(result.lse)
-    return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
+        q = call.q.to(dtype)
+        k, v = (reference.repeat_heads(x.to(dtype), q.shape[1]) for x in (call.k, call.v))
+        allowed, bias = call.allowed(), call.dense_bias()
+        rows = max(1, CHUNK // max(1, call.m))
+        for first in range(0, max(1, call.n), rows):
+            chunk = slice(first, first + rows)
+            some = q[..., chunk, :], k, v, _rows(allowed, chunk)
+            result = reference.attend(*some, bias=_rows(bias, chunk), **terms)
+            outs.append(F.dropout(result.weights, call.dropout_p) @ v if call.dropout_p else result.o)
+            lses.append(result.lse)
+        return torch.cat(outs, -2).to(call.q.dtype), torch.cat(lses, -1)
 
 
 def gradients(grads: tuple[Tensor | None, Tensor | None], call: Call) -> tuple[Tensor | None, ...]:

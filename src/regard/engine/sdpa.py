@@ -20,7 +20,7 @@ from .. import compat
 from ..pattern import causal, full
 from . import reference_backend
 from .call import Call, CallFacts, Prepared, eager, needs_grad, readable, zeros_in
-from .cpu.kernels import padded_to
+from .cpu.kernels import fused_backward, fused_forward
 
 # Seconds per pair: two cores, heads of 64, float32; measured by bench/cpu_patterns.py. Forward, and with backward.
 MASKED, MASKED_GRAD = 1.8e-9, 6.4e-9
@@ -44,7 +44,6 @@ MAX_ROUNDING = 1e-4
 MAX_CACHED_MASK = {"cpu": 1 << 20, "cuda": 1 << 22}  # pairs: 4 MiB in float32, 8 MiB in bfloat16
 
 _sdpa = compat.sdpa
-_flash_forward, _flash_backward = compat.flash_forward_direct, compat.flash_backward
 
 
 class Sdpa:
@@ -83,9 +82,11 @@ class Sdpa:
         if f.unmasked:
             square = f.n == f.m and isinstance(f.pattern, causal)  # there the future is skipped
             count = (lambda: f.pattern.count(f.n)) if square else (lambda: f.n * f.m)
-            is_causal = isinstance(f.pattern, causal) and f.n > 1
+            is_causal = True if isinstance(f.pattern, causal) and f.n > 1 else False  # noqa: SIM210 — no symbol
             build = (lambda: _function(f, None, is_causal)) if _direct(f) else None
-            return Prepared(self.name, "dense", count, _dense, build)
+            return Prepared(
+                self.name, "dense", count, lambda call: (_attend(call, None, is_causal), None), build
+            )
         cached = (
             _direct(f) and f.n * f.m <= MAX_CACHED_MASK[f.device_type] and not isinstance(f.pattern, full)
         )
@@ -131,14 +132,6 @@ def _masked_function(f: CallFacts) -> Callable[[Tensor, Tensor, Tensor], Tensor]
     mask = torch.zeros(1, 1, f.n, f.m + padding, dtype=f.dtype, device=device)
     mask = mask[..., : f.m].masked_fill_(~(allowed | empty), -inf)
     return zeros_in(_function(f, mask, False), empty)
-
-
-def _dense(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
-    """softmax(scale · q kᵀ) v over all keys, or over those up to the query where n = m."""
-    is_causal = isinstance(call.pattern, causal)
-    if call.n == 1:  # one query at the end sees every key; an `if`, as n may be a symbol
-        is_causal = False
-    return _attend(call, None, is_causal), None
 
 
 def _masked(call: Call) -> tuple[Float[Tensor, "b h n d_v"], None]:
@@ -206,13 +199,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, mask, is_causal, scale, biased=False):
-        d = max(q.shape[-1], v.shape[-1])
-        o, lse = _flash_forward(
-            padded_to(q, d), padded_to(k, d), padded_to(v, d), 0.0, is_causal, attn_mask=mask, scale=scale
-        )
+        o, lse = fused_forward(q, k, v, scale, mask, is_causal)
         ctx.save_for_backward(q, k, v, mask, o, lse)
         ctx.options = is_causal, scale, biased
-        return o if o.shape[-1] == v.shape[-1] else o[..., : v.shape[-1]]
+        return o
 
     @staticmethod
     def backward(ctx, grad):
@@ -224,11 +214,5 @@ class _Fused(torch.autograd.Function):
                 call = _as_call(q, k, v, mask, is_causal, scale)
                 grads = reference_backend.gradients((grad, None), call)[:3]
             return *(g if g is None or again else g.detach() for g in grads), None, None, None, None
-        d, d_k, d_v = o.shape[-1], q.shape[-1], v.shape[-1]
-        dq, dk, dv = _flash_backward(
-            padded_to(grad, d), padded_to(q, d), padded_to(k, d), padded_to(v, d), o, lse, 0.0, is_causal,
-            attn_mask=mask, scale=scale,
-        )  # fmt: skip
-        if d_k != d_v:
-            dq, dk, dv = dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
-        return dq, dk, dv, None, None, None, None
+        grads = fused_backward(grad, (q, k, v, o, lse), scale, mask, is_causal)
+        return *grads, None, None, None, None

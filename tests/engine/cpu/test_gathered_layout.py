@@ -59,7 +59,7 @@ def close(fast, plain, ref, dtype):
 def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, given, monkeypatch):
     """Tiles that the last of a head fills up, of one residue, of all queries; one head at a time and all."""
     monkeypatch.setattr(gathered_layout, "MAX_SCORES", near)
-    monkeypatch.setattr(gathered_layout, "MAX_SAVED", kept)
+    monkeypatch.setattr(kernels, "SAVED_WEIGHTS", (kept, kept))
     inputs = tensors(**given)
     allowed = pattern.allowed(inputs[0].shape[2])
     empty, dtype = ~allowed.any(-1, keepdim=True), inputs[0].dtype
@@ -76,7 +76,7 @@ def test_however_the_queries_are_cut_it_is_the_formula(pattern, near, kept, give
 
 @pytest.mark.parametrize("kept", [0, 1 << 21])
 def test_many_weights_are_made_again_instead_of_kept(kept, monkeypatch):
-    monkeypatch.setattr(gathered_layout, "MAX_SAVED", kept)
+    monkeypatch.setattr(kernels, "SAVED_WEIGHTS", (kept, kept))
     inputs, saved = tensors(n=67), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         (call, *_) = calls(window(9), inputs)

@@ -1,16 +1,15 @@
-"""PyTorch's fused CPU attention as it is corrected here, and its replacement by products. Buffers, saved weights and
-huge pages: reused from call to call, never by two at once, within bounds."""
+"""PyTorch's fused CPU attention as it is corrected here, and its replacement by products. Buffers and saved
+weights: reused from call to call, never by two at once, within bounds."""
 
 import ctypes
 import sys
 from math import inf
 from threading import Thread
 
-import pytest
 import torch
 
 from regard import compat
-from regard.engine.cpu import kernels
+from regard.engine.cpu import kernels, tiles
 from tile_cases import tensors
 
 
@@ -82,26 +81,10 @@ def test_no_two_threads_get_the_same_buffers_and_few_sets_stay(monkeypatch):
 
 
 def test_weights_beyond_the_budget_are_not_saved():
-    saved = kernels.SavedWeights(torch.zeros(1), 30)
-    taken = [saved.take((2, 3, 4)), saved.take((1, 2, 4)), saved.take((1, 2, 3))]
+    run = tiles.Executor(None, 1.0, kernels.Buffers(torch.zeros(1)), 30)
+    taken = [run.save((2, 3, 4)), run.save((1, 2, 4)), run.save((1, 2, 3))]
     assert [None if x is None else tuple(x.shape) for x in taken] == [(2, 3, 4), None, (1, 2, 3)]
-    assert saved.weights == taken
-
-
-asked: list[tuple[int, int, int]] = []
-
-
-@pytest.mark.parametrize("advise", [None, lambda first, size, how: asked.append((first, size, how)) or -1])
-def test_huge_pages_are_requested_for_large_tensors_and_never_needed(advise, monkeypatch):
-    """Complete pages inside the tensor; where the system has none, or refuses, nothing changes."""
-    asked.clear()
-    monkeypatch.setattr(kernels, "_advise", lambda: advise)
-    small, big = torch.empty(100), torch.empty((1 << 19) + 300)
-    assert kernels.huge_pages(small) is small and kernels.huge_pages(big) is big
-    for first, size, how in asked:
-        assert first % 4096 == size % 4096 == 0 and how == 14
-        assert big.data_ptr() <= first < first + size <= big.data_ptr() + 4 * big.numel()
-    assert len(asked) == (advise is not None)
+    assert run.weights == taken
 
 
 def test_glibc_keeps_freed_memory_and_a_system_without_it_is_left_alone(monkeypatch):
@@ -109,17 +92,20 @@ def test_glibc_keeps_freed_memory_and_a_system_without_it_is_left_alone(monkeypa
 
     class Libc:
         def __init__(self, name):
-            self.madvise, self.mallopt = lambda *x: 0, lambda *x: requested.append(x)
+            self.mallopt = lambda *x: requested.append(x)
 
     class OtherLibc:  # musl has no mallopt
         def __init__(self, name):
-            self.madvise = lambda *x: 0
+            pass
 
-    advise = kernels._advise.__wrapped__
+    keep = kernels.keep_freed_memory.__wrapped__
     monkeypatch.setattr(ctypes, "CDLL", Libc)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert advise() is not None and requested == [(-3, 32 << 20), (-1, 128 << 20)]
+    keep()
+    assert requested == [(-3, 32 << 20), (-1, 128 << 20)]
     monkeypatch.setattr(ctypes, "CDLL", OtherLibc)
-    assert advise() is None
+    keep()
+    monkeypatch.setattr(ctypes, "CDLL", Libc)
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert advise() is None and len(requested) == 2
+    keep()
+    assert len(requested) == 2

@@ -53,7 +53,6 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
             put(entry, "facts_of", lambda call: _facts(trace, call))
             put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
             put(kernels, "_pool", [])
-            put(kernels, "_advise", lambda: None)
             put(kernels.Buffers, "_allocate", trace.keeping(kernels.Buffers._allocate))
             for name in ("allowed", "mask"):
                 put(layout.TileGroup, name, _outside(getattr(layout.TileGroup, name)))

@@ -14,7 +14,7 @@ bias by distance, dropout       tiles of scores, the bias read along diagonals
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ from ..call import Call, CallFacts, Outputs, Prepared, needs_grad, zeros_in
 from ..compiled_ops import sparse_attention
 from ..plan import NoPlan, keys_of_query, why_masked
 from . import documents, gathered_layout
-from .kernels import MAX_SAVED_WEIGHTS, fused_forward, join
+from .kernels import fused_forward, join, max_saved
 from .layout import Layout
 from .strided_layout import concatenated_layouts, layout, layout_or_mask
 from .tiles import TileAttention, attend, working
@@ -46,12 +46,6 @@ BY_DISTANCE, WITH_DROPOUT = "bias by distance", "dropout"
 # Seconds of one query: of a call, of a progression of keys, and per number of k and v.
 QUERY_CALL, QUERY_PART, QUERY_NUMBER = 40e-6, 15e-6, 0.12e-9
 Keys = list[range | Tensor]  # of one query: progressions, or positions one by one
-
-
-class Variant(NamedTuple):
-    name: str
-    seconds: float
-    prepared: Prepared
 
 
 class Tiles:
@@ -74,18 +68,14 @@ class Tiles:
     def estimate(self, f: CallFacts) -> float:
         if f.unmasked:  # the same products as without tiles, and more steps
             return f.pairs * (EVERY_PAIR_GRAD if f.grad else EVERY_PAIR) * (DROPOUT if f.dropout_p else 1.0)
-        return self.variant(f).seconds
+        return self.prepare(f).seconds
 
     def prepare(self, f: CallFacts) -> Prepared:
-        return self.variant(f).prepared
-
-    def variant(self, f: CallFacts) -> Variant:
         """The variant that runs; where several can, the fastest by estimate."""
         if f.pattern.has_data:
             if (listed := _listed(f)) is not None and _no_documents(f):
                 return listed
-            packed = _merged(f, PACKED)
-            packed = packed._replace(seconds=packed.seconds / SAFETY_MARGIN)
+            packed = _safely(_merged(f, PACKED))
             return packed if listed is None or packed.seconds < listed.seconds else listed
         if _is_one_query(f):
             return _one_query(f)
@@ -94,10 +84,14 @@ class Tiles:
         if torch.compiler.is_compiling():
             return _merged(f)
         best = min(variants(f), key=lambda v: v.seconds)
-        return best if best.name == GATHERED else best._replace(seconds=best.seconds / SAFETY_MARGIN)
+        return best if best.variant == GATHERED else _safely(best)
 
 
-def variants(f: CallFacts) -> list[Variant]:
+def _safely(one: Prepared) -> Prepared:
+    return replace(one, seconds=one.seconds / SAFETY_MARGIN)
+
+
+def variants(f: CallFacts) -> list[Prepared]:
     """Those that can run a pattern without data, bias or dropout."""
     return [v for v in (_gathered(f), _concatenated(f), _merged(f)) if v is not None]
 
@@ -127,11 +121,10 @@ def _no_documents(f: CallFacts) -> str | None:
 # One function per variant: its estimate, and how it is prepared.
 
 
-def _gathered(f: CallFacts) -> Variant | None:
+def _gathered(f: CallFacts) -> Prepared | None:
     if not _plain(f) or f.n * f.m > gathered_layout.MAX_PAIRS:
         return None
-    width = (f.d_k + f.d_v) // 2
-    best = gathered_layout.fastest(f.place, f.flat_heads, width, f.grad)
+    best = gathered_layout.fastest(f.place, f.flat_heads, (f.d_k + f.d_v) // 2, f.grad)
     if best is None:
         return None
     shape, nanoseconds = best
@@ -143,7 +136,7 @@ def _gathered(f: CallFacts) -> Variant | None:
     return _by_gathering(f, GATHERED, [shape], nanoseconds * 1e-9, tiles)
 
 
-def _listed(f: CallFacts) -> Variant | None:
+def _listed(f: CallFacts) -> Prepared | None:
     """A pattern that data or a grid decide, where few keys are needed by each tile; else None.
 
     `where(fn)` is left out: the function may give something else at the next call.
@@ -175,7 +168,7 @@ def _by_gathering(
     shapes: list[gathered_layout.Shape],
     seconds: float,
     tiles: Callable[[], tuple[gathered_layout.Gathering, ...]],
-) -> Variant:
+) -> Prepared:
     def build() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         found = tiles()
         layout = gathered_layout.GatheredLayout(found, *f.like())
@@ -188,23 +181,21 @@ def _by_gathering(
     many = f"{keys[0]} to {keys[-1]}" if len(keys) > 1 else keys[0]
     note = f"{count} × {shapes[0].rows} queries, each time over the {many} keys gathered for them"
     pairs = sum(shape.pairs for shape in shapes)
-    return Variant(name, seconds, Prepared("tiles", name, lambda: pairs, None, build, note))
+    return Prepared("tiles", name, lambda: pairs, None, build, note, seconds=seconds)
 
 
-def _concatenated(f: CallFacts) -> Variant | None:
+def _concatenated(f: CallFacts) -> Prepared | None:
     if not _plain(f):
         return None
-    saved = min(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v), MAX_SAVED_WEIGHTS)
+    saved = max_saved(f.flat_heads * (f.n + f.m) * (f.d_k + f.d_v))
     times = [(one.nanoseconds(f.flat_heads, f.grad, saved), one) for one in concatenated_layouts(*f.place)]
     if not times:
         return None
     nanoseconds, groups = min(times, key=lambda pair: pair[0])
     rows = max(group.rows for group in groups.groups)
     note = f"tiles of {rows} queries, all keys of a tile in one softmax"
-    prepared = Prepared(
-        "tiles", CONCATENATED, lambda: groups.computed, None, lambda: _function(f, groups), note
-    )
-    return Variant(CONCATENATED, nanoseconds * 1e-9, prepared)
+    how = lambda: groups.computed, None, lambda: _function(f, groups), note
+    return Prepared("tiles", CONCATENATED, *how, seconds=nanoseconds * 1e-9)
 
 
 def _plain(f: CallFacts) -> bool:
@@ -217,14 +208,12 @@ def _function(f: CallFacts, layout: Any) -> TileAttention:
     return TileAttention((layout,), f.factor, (f.pattern, f.offset), learns=f.grad)
 
 
-def _merged(f: CallFacts, name: str = MERGED) -> Variant:
-    if torch.compiler.is_compiling():
-        return _with_lse(f, name, inf)
-    rows = _layouts(f)
+def _merged(f: CallFacts, name: str = MERGED) -> Prepared:
+    rows = () if torch.compiler.is_compiling() else _layouts(f)
     return _with_lse(f, name, sum(x.nanoseconds(f.flat_heads // len(rows), f.grad) for x in rows) * 1e-9)
 
 
-def _by_distance(f: CallFacts) -> Variant:
+def _by_distance(f: CallFacts) -> Prepared:
     if f.bias == "distance" and (f.bias_grad or not f.dropout_p):
         call = 0.0 if f.bias_grad else BIAS_CALL_GRAD if f.grad else BIAS_CALL
         seconds = f.pairs * (BIAS_GRAD if f.grad or f.bias_grad else BIAS) + call
@@ -242,7 +231,7 @@ def _layouts(f: CallFacts, at: At | Tensor = None) -> tuple[Layout, ...]:
     return (layout(*f.place),)
 
 
-def _with_lse(f: CallFacts, name: str, seconds: float) -> Variant:
+def _with_lse(f: CallFacts, name: str, seconds: float) -> Prepared:
     """By merged layouts: with bias and dropout, lengths, the log-sum-exp."""
 
     def run(call: Call) -> Outputs:
@@ -255,7 +244,7 @@ def _with_lse(f: CallFacts, name: str, seconds: float) -> Variant:
         with torch.autocast("cpu", enabled=False):  # the tensors were cast at the entry point
             return attend(call.q, call.k, call.v, tiles, call.bias)
 
-    return Variant(name, seconds, Prepared("tiles", name, lambda: sum(x.computed for x in _layouts(f)), run))
+    return Prepared("tiles", name, lambda: sum(x.computed for x in _layouts(f)), run, seconds=seconds)
 
 
 # One query: decoding costs the keys of the pattern, however long the cache is.
@@ -271,16 +260,17 @@ def _is_one_query(f: CallFacts) -> bool:
     return True
 
 
-def _one_query(f: CallFacts) -> Variant:
+def _one_query(f: CallFacts) -> Prepared:
     parts, rows = _keys(f.pattern, f.offset[0], 0, f.m), f.batch if f.row_offsets or f.lengths else 1
     count, numbers = sum(map(len, parts)), f.batch * f.kv_heads * (f.d_k + f.d_v)
     seconds = rows * (QUERY_CALL + len(parts) * QUERY_PART) + numbers * count * QUERY_NUMBER
     if f.grad:  # the gradient of each part is a tensor as long as the cache
         seconds = 3 * seconds + len(parts) * numbers * f.m * QUERY_NUMBER
-    prepared = Prepared("tiles", ONE_QUERY, lambda: count, lambda call: _attend_one_query(call, f.offset[0]))
-    if _plain(f) and not f.grad:
-        prepared = replace(prepared, build=lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0])
-    return Variant(ONE_QUERY, seconds, prepared)
+    build = (
+        (lambda: lambda q, k, v: _fused(q, k, v, parts, f.factor)[0]) if _plain(f) and not f.grad else None
+    )
+    how = lambda: count, lambda call: _attend_one_query(call, f.offset[0]), build
+    return Prepared("tiles", ONE_QUERY, *how, seconds=seconds)
 
 
 def _keys(pattern: Pattern, position: int, low: int, high: int) -> Keys:

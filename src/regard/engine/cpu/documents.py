@@ -21,15 +21,14 @@ from torch import Tensor
 from ...pattern import At, Both, Pattern, causal, documents, full, query_offset, tree
 from ...pattern.data import chains, spans
 from .layout import Layout, TileGroup
-from .strided_layout import layout_or_mask
+from .strided_layout import layout_or_mask, with_joined_rows
 
 MAX_SHARED = 128  # keys of documents that share a tile: they are computed faster than one call for each takes
 MAX_CACHED = 8  # layouts, each with its masks: those of a batch of ids, one for each pattern beside them
 MAX_RECTANGLES = 256  # rectangles of a tree: one with more is faster by gathered keys
 MAX_TILE = 512  # a longer document is planned, as it would be alone; a shorter one is one tile, masked
-HALVED = range(
-    384, 640
-)  # positions of a causal document that is divided: there the fused op takes up to a fifth less
+# Positions of a causal document that is divided: there the fused op takes up to a fifth less.
+HALVED = range(384, 640)
 
 
 def parts(pattern: Pattern) -> tuple[documents | tree, Pattern] | None:
@@ -140,14 +139,11 @@ def _of_tree(parents: list[int], n: int, start: int) -> tuple[TileGroup, ...] | 
             above += [one._replace(key=key, keys=stop - key) for key, stop in runs]
         if len(above) > MAX_RECTANGLES:
             return None
-    joined: list[Document] = []  # contiguous chains with the same keys above are one rectangle
-    for one in sorted(above, key=lambda one: (one.key, one.keys, one.row)):
-        if joined and joined[-1][2:] == one[2:] and joined[-1].row + joined[-1].rows == one.row:
-            one = Document(joined[-1].row, joined.pop().rows + one.rows, *one[2:])
-        joined.append(one)
+    above.sort(key=lambda one: (one.key, one.keys, one.row))
+    rectangles = [_tiles(one, 1, None, start) for one in above]
     equal = (list(group) for _, group in groupby(own, key=lambda one: (one.rows, one.keys)))
     triangles = (part for group in equal for part in _causal_tiles(group[0], len(group), start))
-    return *triangles, *(_tiles(one, 1, None, start) for one in joined)
+    return *triangles, *with_joined_rows(rectangles)
 
 
 def _own_tiles(one: Document, tiles: int, rest: Pattern, start: int) -> Iterator[TileGroup]:

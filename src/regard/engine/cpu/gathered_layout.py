@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import compat
 from ...pattern import Pattern, neighborhood
 from ..parts import row_steps
-from .kernels import Buffers, product
+from .kernels import SAVED_WEIGHTS, Buffers, product
 
 MAX_PAIRS = 1 << 20  # pairs of a head that are evaluated to choose the tiles
 KEY_MULTIPLE = 16  # keys of a tile come in multiples of this, where there are as many: MKL is slow on others
@@ -26,7 +26,6 @@ MIN_ROWS = 32  # queries of a tile
 DATA_ROWS = 64  # queries of a tile where data decide
 MAX_DATA_PAIRS = 1 << 28  # pairs that are enumerated for it
 DATA_SIZES = 8  # different numbers of keys that such tiles may have: those of one number are computed at once
-MAX_SAVED = 1 << 21  # weights saved for the backward pass: 8 MiB in float32; more are computed a second time
 MAX_SCORES = 1 << 18  # scores of one piece: 1 MiB in float32 stays in the caches
 NEAR = 1 << 18  # numbers of the queries of all heads up to which rows that are apart come from the L2 cache
 
@@ -63,7 +62,7 @@ def nanoseconds(shape: Shape, n: int, heads: int, d: int, grad: bool) -> float:
     copied += (5 if grad else 2) * n * (hop > 1 or tiles * rows > n)
     pair, query, tile, call = (5.5, 0.0, 0.0, 6e5) if grad else (2.0, 50.0, 1.5e3, 5e4)
     pair *= 1.2 if keys > 3 * rows else 1.0  # products of few rows are slow
-    pair *= 1.3 if grad and heads * shape.pairs > MAX_SAVED else 1.0  # weights are computed a second time
+    pair *= 1.3 if grad and heads * shape.pairs > SAVED_WEIGHTS[0] else 1.0  # some are computed a second time
     width = d / 64
     row = (75.0 if hop > 1 and heads * n * d > NEAR else 25.0) * width
     per_head = shape.pairs * pair * (0.3 + 0.7 * width) + n * query + tiles * tile + copied * row
@@ -175,20 +174,18 @@ class GatheredLayout:
         n, m, pairs = q.shape[2], k.shape[2], sum(one.shape.pairs for one in tiles)
         heads, group = q.shape[0] * q.shape[1], q.shape[1] // k.shape[1]
         chunk = min(max(MAX_SCORES // (pairs * group), 1) * group, heads)
-        self.weights = heads * pairs
         counts = [min(chunk, heads - first) for first in range(0, heads, chunk)]
         tables = {count: _pieces(tiles, n, m, count, group, q.dtype) for count in set(counts)}
         self._pieces = tables[chunk]
         if len(counts) > 1:
-            of_heads = (((h * chunk, count), tables[count]) for h, count in enumerate(counts))
-            self._pieces = [piece.of_heads(*at, group, n, m) for at, pieces in of_heads for piece in pieces]
+            self._pieces = []
+            for first, count in zip(range(0, heads, chunk), counts):
+                of_rows = slice(first * n, (first + count) * n)
+                of_keys = slice(first // group * m, (first + count) // group * m)
+                self._pieces += [replace(x, of_rows=of_rows, of_keys=of_keys) for x in tables[count]]
 
     def pieces(self, heads: int) -> list["GatheredPiece"]:
         return self._pieces
-
-    def max_saved(self, *qkv: Tensor) -> int:
-        """All weights or none."""
-        return self.weights if self.weights <= MAX_SAVED else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,12 +208,6 @@ class GatheredPiece:
 
     fresh = alone = True
     has_empty_row = False  # the mask lets an empty row attend to all keys; the caller clears it
-
-    def of_heads(self, first: int, count: int, group: int, n: int, m: int) -> "GatheredPiece":
-        """The same for `count` heads from `first` on, of which each `group` share their keys."""
-        end = first + count
-        of_rows, of_keys = slice(first * n, end * n), slice(first // group * m, end // group * m)
-        return replace(self, of_rows=of_rows, of_keys=of_keys)
 
     def mask(self, dtype: torch.dtype) -> Float[Tensor, "t r l"]:
         return self.masks

@@ -14,6 +14,7 @@ Fresh pages cost as much as the products that write to them, so memory is kept f
 import ctypes
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from math import e, inf, log2, prod
 from typing import Any
@@ -29,9 +30,9 @@ from ... import compat
 LOG2E = log2(e)
 MAX_VIEWS = 256  # shapes that a set of buffers remembers
 MAX_POOLED = 16  # sets of buffers that wait for a call: more threads than that allocate their own
-MAX_SAVED_WEIGHTS = 1 << 24  # weights saved for the backward pass, at most: 64 MiB in float32
+SAVED_WEIGHTS = 1 << 21, 1 << 24  # weights that may be saved for the backward pass: 8 to 64 MiB in float32
 
-# Memory: buffers that one call after another writes to, saved weights, huge pages.
+# Memory: buffers that one call after another writes to, and what the C library keeps.
 
 
 class Buffers:
@@ -52,7 +53,7 @@ class Buffers:
     def _allocate(self, name: str, shape: tuple[int, ...]) -> Tensor:
         count = prod(shape)
         if name not in self.memory or len(self.memory[name]) < count:
-            self.memory[name] = huge_pages(self.like.new_empty(count))
+            self.memory[name] = self.like.new_empty(count)
             self.views = {key: view for key, view in self.views.items() if key[0] != name}
         if len(self.views) >= MAX_VIEWS:
             self.views.clear()
@@ -68,6 +69,7 @@ def with_buffers(run: Callable[..., Any], q: Tensor, *rest: Any) -> Any:
     try:
         buffers = _pool.pop()
     except IndexError:
+        keep_freed_memory()
         buffers = Buffers(q)
     if buffers.like.dtype != q.dtype:
         buffers = Buffers(q)
@@ -78,64 +80,25 @@ def with_buffers(run: Callable[..., Any], q: Tensor, *rest: Any) -> Any:
             _pool.append(buffers)
 
 
-# Weights that the backward pass reads.
-
-Weights = list[Tensor | None]  # of each piece its weights, or None where they are computed a second time
-
-
-class SavedWeights:
-    """Memory for up to `budget` weights of one call."""
-
-    def __init__(self, like: Tensor, budget: int):
-        self.like, self.budget = like, budget
-        self.weights: Weights = []
-
-    def take(self, shape: tuple[int, int, int]) -> Tensor | None:
-        """Memory for the weights of the next piece; None if the budget is spent."""
-        size, weights = prod(shape), None
-        if size <= self.budget:
-            self.budget -= size
-            weights = huge_pages(self.like.new_empty(shape))
-        self.weights.append(weights)
-        return weights
-
-
-# Huge pages. Many small products visit much memory, and each page takes an entry of the translation cache. At
-# n = 4096, window(64) | every(64), forward and backward, 89 ms became 76.
-
-PAGE, HUGE_PAGE = 1 << 12, 1 << 21  # bytes
-MADV_HUGEPAGE = 14  # as Linux numbers it
 # As glibc numbers them, with bytes: blocks up to the first size come from its heap, and of the free memory at the end
 # of the heap this much is kept. Otherwise it would go back to the system after each call, and the next call, whose
 # weights and gradients are new tensors, would write to fresh pages.
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = (-3, 32 << 20), (-1, 128 << 20)
 
 
-def huge_pages(x: Tensor) -> Tensor:
-    """The same tensor, not yet written to, on pages of 2 MiB where it is large and the system has them."""
-    size = x.numel() * x.element_size()
-    advise = _advise() if size >= HUGE_PAGE and x.is_cpu else None
-    if advise is not None:
-        first = -(-x.data_ptr() // PAGE) * PAGE
-        # It is advice: the result does not matter.
-        advise(first, (x.data_ptr() + size - first) // PAGE * PAGE, MADV_HUGEPAGE)
-    return x
-
-
 @cache
-def _advise() -> Callable[[int, int, int], int] | None:
-    """madvise, where there is one. The first call sets what glibc keeps."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        libc = ctypes.CDLL(None)
-        madvise = libc.madvise
-        for name, size in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            libc.mallopt(name, size)
-    except (OSError, AttributeError):
-        return None
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return madvise
+def keep_freed_memory() -> None:
+    """Once in a process; where the C library is another one, nothing changes."""
+    if sys.platform.startswith("linux"):
+        with suppress(OSError, AttributeError):
+            libc = ctypes.CDLL(None)
+            for name, size in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+                libc.mallopt(name, size)
+
+
+def max_saved(numbers: int) -> int:
+    """How many weights the backward pass may find saved. numbers: those that q, k, v and o have together."""
+    return min(max(numbers, SAVED_WEIGHTS[0]), SAVED_WEIGHTS[1])
 
 
 # Products, and what lies between them.
@@ -248,8 +211,9 @@ def fused_forward(
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -inf)
     padded = (padded_to(x, d) for x in (q, k, v))
-    o, lse = compat.flash_forward(*padded, 0.0, triangle, attn_mask=mask, scale=scale)
-    return o[..., : v.shape[-1]], lse if empty is None else lse.masked_fill(empty, -inf)
+    o, lse = compat.flash_forward_direct(*padded, 0.0, triangle, attn_mask=mask, scale=scale)
+    o = o if v.shape[-1] == d else o[..., : v.shape[-1]]
+    return o, lse if empty is None else lse.masked_fill(empty, -inf)
 
 
 def fused_backward(
@@ -267,7 +231,7 @@ def fused_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     padded = [padded_to(x, max(d_k, d_v)) for x in (grad, q, k, v, o)]
     dq, dk, dv = compat.flash_backward(*padded, lse, 0.0, triangle, attn_mask=mask, scale=scale)
-    return dq[..., :d_k], dk[..., :d_k], dv[..., :d_v]
+    return (dq, dk, dv) if d_k == d_v else (dq[..., :d_k], dk[..., :d_k], dv[..., :d_v])
 
 
 def padded_to(x: Tensor, d: int) -> Tensor:

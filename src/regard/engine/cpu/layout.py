@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...pattern import Pattern, causal
 from ...progression import Ints
-from .kernels import MAX_SAVED_WEIGHTS, Buffers, product
+from .kernels import Buffers, product
 
 # Rows of a tile: a narrow tile wastes less of a band, a wide one takes less time per pair.
 NARROW, WIDE = 64, 192
@@ -143,30 +143,13 @@ class TileGroup:
             return self.tiles >= MIN_TILES or self.cycle > 1
         return not self.split and (self.tiles > 8 or self.tiles * self.rows * self.keys >= ONE_HEAD_SCORES)
 
-    @cached_property
-    def by_rows(self) -> bool:
-        """Whether a piece is some rows of the one tile of a head."""
-        return self.by_head and self.tiles == 1 and self.masked_by is None and not self.concatenated
-
-    @cached_property
-    def chunk(self) -> int:
-        """Tiles of a piece, or rows where there is one tile; heads where a piece has several."""
-        limit = MAX_CONCATENATED if self.concatenated else MAX_SPLIT[1] if self.split else MAX_SCORES
-        size = self.keys if self.by_rows else self.all_keys * self.rows
-        chunk = max(limit // size, 1)
-        if not self.by_head or self.by_rows:
-            return chunk
-        even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
-        return -(-even // self.cycle) * self.cycle
-
     def nanoseconds(self, heads: int, grad: bool, fused: bool) -> float:
         """An estimate for the fused op or for products."""
         pairs, rows, keys, calls = float(self.pairs), self.tiles * self.rows, self.tiles * self.keys, 1
         if self.concatenated:
             costs, keys = CONCATENATED, rows * len(self.shared)  # a cost per row for each shared part
         elif fused:
-            wide = (rows if self.mergeable else self.rows) >= 192  # then the op has larger blocks
-            costs, keys = FUSED if wide else FUSED_NARROW, self.keys if self.mergeable else keys
+            costs = FUSED if self.rows >= 192 else FUSED_NARROW  # the op has larger blocks from there on
         else:
             costs, calls = PRODUCTS, len(self.pieces(heads))
             pairs = rows * self.keys * (1.0 if self.rows >= 64 else 1.3)  # products of few rows are slow
@@ -264,12 +247,19 @@ class TileGroup:
             self.tile(phase, apart.shape[1], self.phases).keys_of(into).add_(apart)
 
     def pieces(self, heads: int) -> list[tuple["TileGroup", slice]]:
-        """The tiles and the heads of each piece."""
+        """The tiles and the heads of each piece: a tile of some heads, or some tiles or rows of one head."""
+        limit = MAX_CONCATENATED if self.concatenated else MAX_SPLIT[1] if self.split else MAX_SCORES
+        chunk = max(limit // (self.all_keys * self.rows), 1)
         if not self.by_head:
-            chunks = [slice(h, min(h + self.chunk, heads)) for h in range(0, heads, self.chunk)]
-            return [(self.tile(t), chunk) for t in range(self.tiles) for chunk in chunks]
-        take, count = (self.some_rows, self.rows) if self.by_rows else (self.tile, self.tiles)
-        parts = [take(x, min(self.chunk, count - x)) for x in range(0, count, self.chunk)]
+            chunks = [slice(h, min(h + chunk, heads)) for h in range(0, heads, chunk)]
+            return [(self.tile(t), some) for t in range(self.tiles) for some in chunks]
+        if self.tiles == 1 and self.masked_by is None and not self.concatenated:
+            rows = max(limit // self.keys, 1)
+            parts = [self.some_rows(r, min(rows, self.rows - r)) for r in range(0, self.rows, rows)]
+        else:
+            even = -(-self.tiles // -(-self.tiles // chunk))  # pieces of one size
+            chunk = -(-even // self.cycle) * self.cycle
+            parts = [self.tile(t, min(chunk, self.tiles - t)) for t in range(0, self.tiles, chunk)]
         return [(part, slice(h, h + 1)) for h in range(heads) for part in parts]
 
 
@@ -413,13 +403,13 @@ class Layout:
     @cached_property
     def unfused(self) -> "Layout":
         """The same for bias and dropout: small tiles, each group at one distance, all by products."""
-        return replace(self, groups=tuple(part for group in self._as_run for part in group.small_tiles()))
+        return replace(self, groups=tuple(part for group in self.groups for part in group.small_tiles()))
 
     @cached_property
     def with_bias(self) -> tuple[TileGroup, ...]:
         """The groups that the fused op runs with a bias: complete where nothing but a view of the bias is read."""
         groups: list[TileGroup] = []
-        for group in self._as_run:
+        for group in self.groups:
             one_distance = group.tiles == 1 or group.key_shift == group.step * group.row_shift
             view = group.masked_by is None and group.key_step == 1 and one_distance
             groups += [group] if view else group.small_tiles()
@@ -431,7 +421,7 @@ class Layout:
 
         fresh: no group before it writes to its rows; alone: no other group does.
         """
-        groups = sorted(self._as_run, key=lambda group: (not group.fused, group.by_head))
+        groups = sorted(self.groups, key=lambda group: (not group.fused, group.by_head))
         times = np.zeros(self.n, dtype=np.int64)
         for group in groups:
             times[group.row_numbers] += 1
@@ -441,10 +431,6 @@ class Layout:
             steps.append((group, not written[at].any(), bool((times[at] == 1).all())))
             written[at] = True
         return steps
-
-    @cached_property
-    def _as_run(self) -> list[TileGroup]:
-        return [group.as_one() if group.mergeable else group for group in self.groups]
 
     @cached_property
     def overwrites(self) -> bool:
@@ -468,19 +454,13 @@ class Layout:
             self._pieces[heads] = sorted(pieces, key=lambda p: p.heads.start if p.group.by_head else -1)
         return self._pieces[heads]
 
-    @staticmethod
-    def max_saved(q: Tensor, k: Tensor, v: Tensor) -> int:
-        """How many weights the backward pass may find saved: as many as q, k, v and o have numbers."""
-        o = q.numel() // max(q.shape[-1], 1) * v.shape[-1]
-        return min(q.numel() + k.numel() + v.numel() + o, MAX_SAVED_WEIGHTS)
-
     @cached_property
     def _pieces(self) -> dict[int, list[Piece]]:
         return {}
 
     def nanoseconds(self, heads: int = 8, grad: bool = True, saved: int = 0) -> float:
         """An estimate. saved: how many weights of concatenated keys the backward pass does not compute again."""
-        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self._as_run)
+        groups = sum(group.nanoseconds(heads, grad, group.fused) for group in self.groups)
         if not self.concatenated:
             return groups + (1.5e6 if grad else 0.5e6)
         return groups + (3e6 + 4.0 * max(heads * self.computed - saved, 0) if grad else 0.7e6)

@@ -38,16 +38,11 @@ def layout(
     return min((one for _, one in layouts), key=lambda one: one.nanoseconds())
 
 
+@lru_cache(maxsize=64)
 def layout_or_mask(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
     """The same where a call was chosen before its sizes or offsets were known: without a plan, every pair, masked."""
-    try:
+    with suppress(NoPlan):
         return layout(pattern, n, m, start, step)
-    except NoPlan:
-        return _every_pair(pattern, n, m, start, step)
-
-
-@lru_cache(maxsize=64)
-def _every_pair(pattern: Pattern, n: int, m: int, start: int, step: int) -> Layout:
     firsts = range(0, n, MASKED_ROWS) if m else ()
     tiles = (TileGroup(1, r, 0, 1, min(MASKED_ROWS, n - r), 0, 0, 1, m, pattern, start, step) for r in firsts)
     return Layout(n, m, start, step, tuple(tiles))
@@ -67,24 +62,20 @@ def merged_layouts(
         except NoPlan:
             continue
         layouts.append((rest, from_plans(teeth, rest)))
-    if not layouts or _min_groups(complete) <= MAX_GROUPS:
+    least_groups = sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in complete.passes)
+    if not layouts or least_groups <= MAX_GROUPS:
         layouts.insert(0, (complete, from_plans(complete)))
     return tuple(layouts)
-
-
-def _min_groups(complete: Plan) -> int:
-    """How many groups there are at least."""
-    return sum(len(np.unique(one.parts[:, 1:], axis=0)) for one in complete.passes)
 
 
 def from_plans(*plans: Plan) -> Layout:
     """Plans of disjoint sets of pairs as one layout."""
     groups = [group for each in plans for one in each.passes for group in _groups(one, each.start, each.step)]
     first = plans[0]
-    return Layout(first.n, first.m, first.start, first.step, tuple(_merged(groups)))
+    return Layout(first.n, first.m, first.start, first.step, tuple(with_joined_rows(groups)))
 
 
-def _merged(groups: list[TileGroup]) -> Iterator[TileGroup]:
+def with_joined_rows(groups: list[TileGroup]) -> Iterator[TileGroup]:
     """Rows that have the same keys in full and follow one another, as one tile: the last tile may be shorter."""
     same_keys: dict[tuple[int, ...], list[TileGroup]] = defaultdict(list)
     for group in groups:
@@ -130,7 +121,10 @@ def _groups(one: Pass, start: int, step: int) -> Iterator[TileGroup]:
         for row, key, row_shift, key_shift, tiles in _runs(sorted(corners)):
             by, of_rows = None if full else one.pattern, (row, row_shift, row_step, rows)
             group = TileGroup(tiles, *of_rows, key, key_shift, key_step, keys, by, start, step)
-            yield from [group] if full or tiles == 1 else _same_mask(group, one.pattern)
+            # Tiles with a mask are cut into groups whose tiles all have the mask of their first.
+            for low, high, cycle in [(0, tiles, 1)] if full or tiles == 1 else _cycles(group, one.pattern):
+                for phase in range(low, low + cycle):
+                    yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
 
 def _segments(one: Pass) -> Iterator[tuple[int, ...]]:
@@ -177,13 +171,6 @@ def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[int, int, int, int, 
 
 
 # Tiles whose masks are the same.
-
-
-def _same_mask(group: TileGroup, pattern: Pattern) -> Iterator[TileGroup]:
-    """A group masked by a pattern, cut into groups whose tiles all have the mask of their first."""
-    for low, high, cycle in _cycles(group, pattern):
-        for phase in range(low, low + cycle):
-            yield group.tile(phase, len(range(phase, high, cycle)), cycle)
 
 
 def _cycles(group: TileGroup, pattern: Pattern) -> Iterator[tuple[int, int, int]]:

@@ -11,9 +11,9 @@ adds its share of the exact gradients. Weights of a softmax over all keys are sa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from math import frexp, inf
+from math import frexp, inf, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +30,14 @@ from ..call import Call
 from . import kernels
 from .distance_bias import TileBias, along, along_backward, for_each_batch_row, padded
 from .gathered_layout import GatheredLayout, GatheredPiece, joined
-from .kernels import Buffers, SavedWeights, Weights, huge_pages, with_buffers
+from .kernels import Buffers, with_buffers
 from .layout import Layout, Piece, TileGroup
 
 AnyPiece = Piece | GatheredPiece
 Named = dict[str, Tensor]
+
+
+Weights = list[Tensor | None]  # of each piece its weights, or None where they are computed a second time
 
 
 @dataclass
@@ -44,7 +47,8 @@ class Executor:
     call: "TileAttention"
     scale: float  # of the products
     buffers: Buffers
-    saved: SavedWeights | None = None  # where forward puts the weights
+    budget: int = 0  # how many weights may still be saved for the backward pass
+    weights: Weights = field(default_factory=list)
 
     @cached_property
     def generator(self) -> torch.Generator:
@@ -58,12 +62,18 @@ class Executor:
         stay = 1.0 - self.call.dropout_p
         return torch.empty_like(weights).bernoulli_(stay, generator=self.generator).div_(stay)
 
+    def save(self, shape: tuple[int, int, int]) -> Tensor | None:
+        """Memory for the weights of the next piece; None if the budget is spent."""
+        fits = prod(shape) <= self.budget
+        self.budget -= prod(shape) if fits else 0
+        self.weights.append(self.buffers.like.new_empty(shape) if fits else None)
+        return self.weights[-1]
+
     def forward(self, piece: AnyPiece, rows: Named, keys: Named, e: Tensor | None) -> None:
         buffers, o = self.buffers, piece.rows_of(rows["o"])
         q = piece.load_rows(rows["q"], "q", buffers)
         k, v = piece.load_keys(keys["k"], "k", buffers), piece.load_keys(keys["v"], "v", buffers)
-        w = None if self.saved is None else self.saved.take(piece.scores)
-        w = self._scores(piece, q, k, e, w)
+        w = self._scores(piece, q, k, e, self.save(piece.scores) if self.call.one_softmax else None)
         if self.call.one_softmax:
             torch.softmax(w, -1, out=w)
             piece.store(o, kernels.mix(w, v, piece.output(o, "o", buffers)))
@@ -253,18 +263,17 @@ class TileAttention:
 
     def forward(
         self, buffers: Buffers, q: Tensor, k: Tensor, v: Tensor, e: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, SavedWeights]:
+    ) -> tuple[Tensor, Tensor | None, Weights]:
         """o, lse, and the weights that were saved; in float32 or float64."""
-        first = self.layouts[0]
         q, scale, _ = self._scaled(q, e)
         q, k, v = q.contiguous(), with_flat_heads(k), with_flat_heads(v)
-        saved = SavedWeights(q, first.max_saved(q, k, v) if self.learns and self.one_softmax else 0)
-        rows: Named = {"q": q, "o": huge_pages(q.new_empty(*q.shape[:3], v.shape[-1]))}
+        rows: Named = {"q": q, "o": q.new_empty(*q.shape[:3], v.shape[-1])}
         if not self.one_softmax:
             rows["lse"] = q.new_full(q.shape[:3], -inf)
         if e is not None:
             rows["e"] = for_each_batch_row(e, len(q))
-        run = Executor(self, scale, buffers, saved if self.one_softmax else None)
+        numbers = sum(x.numel() for x in (q, k, v, rows["o"]))
+        run = Executor(self, scale, buffers, kernels.max_saved(numbers) if self.learns else 0)
         for layout, of_rows, of_keys in self._heads(rows, {"k": k, "v": v}):
             bias = of_rows.pop("e", None)
             layout = layout.unfused if self.by_products else layout
@@ -275,7 +284,7 @@ class TileAttention:
                 run.fused(group, of_rows, of_keys, bias)
             for piece in () if all_fused else layout.pieces(of_rows["q"].shape[0]):
                 run.forward(piece, of_rows, of_keys, bias)
-        return rows["o"], rows.get("lse"), saved
+        return rows["o"], rows.get("lse"), run.weights
 
     def _heads(self, rows: Named, keys: Named) -> Iterator[tuple[Any, Named, Named]]:
         """(layout, (b·h_kv, …) of each of `rows`, which have b and h in front, the same of `keys`), as views.
@@ -321,7 +330,7 @@ class TileAttention:
         q, scale, outside = self._scaled(saved.q, saved.e)
         do, q, k, v = do.contiguous(), q.contiguous(), with_flat_heads(saved.k), with_flat_heads(saved.v)
         gathered = isinstance(self.layouts[0], GatheredLayout)
-        rows: Named = {"do": do, "q": q, "dq": huge_pages(torch.empty_like(q))}
+        rows: Named = {"do": do, "q": q, "dq": torch.empty_like(q)}
         if not self.one_softmax:
             rows |= self._merged_rows(do, saved)
         if saved.e is not None:
@@ -329,7 +338,7 @@ class TileAttention:
             rows["de"] = torch.zeros_like(rows["e"])
         keys: dict[str, Any] = {"k": k, "v": v, "dk": [], "dv": []}
         if not gathered:
-            keys |= {"d" + x: huge_pages(torch.empty_like(keys[x])).zero_() for x in ("k", "v")}
+            keys |= {"d" + x: torch.zeros_like(keys[x]) for x in ("k", "v")}
         run = Executor(self, scale, buffers)
         weights = iter(saved.weights)
         for layout, of_rows, of_keys in self._heads(rows, keys):
@@ -400,8 +409,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, e, call):
-        o, lse, saved = with_buffers(call.forward, q, k, v, e)
-        ctx.save_for_backward(q, k, v, e, None if lse is None else o, lse, *saved.weights)
+        o, lse, weights = with_buffers(call.forward, q, k, v, e)
+        ctx.save_for_backward(q, k, v, e, None if lse is None else o, lse, *weights)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return o, lse
@@ -464,11 +473,9 @@ def attend_backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of q, k, v, table and slopes, for an operation that a compiler sees as one; saved has no e."""
     dtype = working(grad.dtype)
-    tensors = {x: getattr(saved, x) for x in ("q", "k", "v", "o", "lse", "grad_lse")}
-    tensors = {name: None if x is None else x.to(dtype) for name, x in tensors.items()}
-    e = call.along(bias, dtype)
-    of_bias = of_bias and bias is not None
-    *grads, de = with_buffers(call.backward, grad.to(dtype), Saved(**tensors, e=e), of_bias)
+    fields: list[Any] = [x.to(dtype) if isinstance(x, Tensor) else x for x in saved]
+    saved = Saved(*fields)._replace(e=call.along(bias, dtype))
+    *grads, de = with_buffers(call.backward, grad.to(dtype), saved, of_bias and bias is not None)
     if bias is None or de is None:
         return *grads, None, None
     return *grads, *along_backward(de, bias, *call.distances)
