@@ -14,6 +14,7 @@ from pattern_strategies import offsets, patterns
 from regard import reference
 from regard.engine import reference_backend
 from regard.engine.attention import attention, weights
+from regard.engine.explain import explain
 from regard.errors import BackendError, ShapeError, SpecError
 from regard.pattern import (
     Pattern,
@@ -878,3 +879,13 @@ def test_a_float_mask_is_an_additive_mask_when_it_is_called_a_bias():
     additive = torch.zeros(N, M, dtype=f64).masked_fill(~causal().allowed(N, M), -inf)
     got, expected = attention(*qkv(), bias=additive), attention(*qkv(), causal())
     assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiles", "sdpa"])
+def test_offsets_per_row_may_have_more_queries_than_keys(backend):
+    q, k = (torch.randn(2, 2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (5, 3))
+    at = torch.tensor([0, 1])
+    o = attention(q, k, k, causal(), at=at, backend=backend)
+    rows = [attention(q[r : r + 1], k[r : r + 1], k[r : r + 1], causal(), at=int(at[r])) for r in (0, 1)]
+    assert_close(o, torch.cat(rows))
+    assert explain(q, k, k, causal(), at=at, backend=backend).needed == 12

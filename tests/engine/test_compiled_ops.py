@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from regard.engine.attention import attention
 from regard.errors import BackendError
-from regard.pattern import causal, documents, every, full, lengths, strided, where, window
+from regard.pattern import causal, documents, every, full, lengths, per_head, strided, where, window
 from regard.position import ByDistance, alibi_slopes
 
 pytestmark = pytest.mark.compiled
@@ -241,3 +241,17 @@ def test_decoding_after_a_growing_cache_costs_at_most_two_compilations():
         inputs = qkv(1, m)
         assert_close(compiled(*inputs), attention(*inputs, SPARSE), rtol=0, atol=1e-12)
     assert 1 <= counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"softcap": 3.0}], ids=str)
+def test_a_pattern_per_head_is_one_graph(options):
+    q, k, v = randn(2, 4, 13, 5), randn(2, 2, 13, 5, seed=1), randn(2, 2, 13, 3, seed=2)
+    patterns = per_head([causal(), window(3), causal(), causal() & every(4)])
+
+    def f(q, k, v):
+        made = attention(q, k, v, patterns, **options)
+        return torch.cat([x.flatten() for x in (made if isinstance(made, tuple) else (made,))])
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(q, k, v), f(q, k, v))
+    assert_close(compiled(*(x[..., :9, :] for x in (q, k, v))), f(*(x[..., :9, :] for x in (q, k, v))))

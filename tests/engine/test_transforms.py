@@ -62,3 +62,17 @@ def test_a_second_derivative_says_what_to_use():
 
     with pytest.raises(rg.BackendError, match=r"not supported under torch.func; use backend='reference'"):
         torch.func.grad(lambda q: torch.func.grad(loss)(q).square().sum())(q)
+
+
+def test_forward_mode_names_the_backend_that_has_it():
+    q = randn(1, 2, N, 8, seed=0)
+
+    def f(x, backend="auto"):
+        return rg.attention(x, x, x, PATTERNS["window"], softcap=3.0, backend=backend)
+
+    with pytest.raises(rg.BackendError, match=r"torch\.func\.jvp\).*use backend='reference'"):
+        torch.func.jvp(f, (q,), (q,))
+    few = q[:, :, :50]
+    _, moved = torch.func.jvp(lambda x: f(x, "reference"), (few,), (torch.ones_like(few),))
+    step = 1e-6
+    assert_close(moved, (f(few + step) - f(few - step)) / (2 * step), rtol=1e-6, atol=1e-8)

@@ -66,6 +66,24 @@ def test_options_that_are_no_tensors_are_refused_in_words(options, message):
         rg.attention(X, X, X, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bias": rg.alibi()}, r"^bias=alibi\(\) is neither a tensor nor rg\.ByDistance"),
+        (
+            {"at": [0, 1]},
+            r"^at=\[0, 1\]: use a whole number, \(start, step\), or a tensor with one per batch row$",
+        ),
+        ({"at": (1, 2, 3)}, r"^at=\(1, 2, 3\): use a whole number"),
+        ({"at": "x"}, r"^at='x': use a whole number"),
+        ({"dropout_p": "x"}, r"^dropout_p='x' is not a number in \[0, 1\)$"),
+    ],
+)
+def test_biases_offsets_and_dropout_of_another_kind_are_refused_in_words(options, message):
+    with pytest.raises(rg.SpecError, match=message):
+        rg.attention(X, X, X, rg.causal(), **options)
+
+
 @pytest.mark.parametrize("cap", ["3", True, torch.tensor(3.0)], ids=str)
 def test_a_softcap_is_a_number(cap):
     with pytest.raises(rg.SpecError, match=r"is not a number; use None for scores without a cap$"):

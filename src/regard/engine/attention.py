@@ -146,6 +146,8 @@ def _checked(
     require_tensors(q=q, k=k, v=v, **{name: options.get(name) for name in named})
     pattern, table = _pattern_and_table(pattern)
     q, k, v = _autocast_inputs(q, k, v)
+    if not isinstance(options.get("dropout_p", 0.0), int | float):
+        raise SpecError(f"dropout_p={options['dropout_p']!r} is not a number in [0, 1)")
     options["dropout_p"] = float(options.get("dropout_p", 0.0))
     q, k, v, front = with_four_axes(q, k, v)
     if front is not None:
@@ -412,6 +414,11 @@ def _check_extras(call: Call) -> None:
     if call.sink_logits is not None and tuple(call.sink_logits.shape) != (q.shape[1],):
         raise ShapeError(
             f"sink_logits has shape {tuple(call.sink_logits.shape)}; one per query head is needed: ({q.shape[1]},)"
+        )
+    if not isinstance(call.bias, Tensor | ByDistance | None):
+        raise SpecError(
+            f"bias={call.bias!r} is neither a tensor nor rg.ByDistance(table=…, slopes=…); a position is declared in "
+            f"rg.Attention(position=…), and the slopes of ALiBi are rg.position.alibi_slopes(heads)"
         )
     if call.softcap is not None:
         if isinstance(call.softcap, bool) or not isinstance(call.softcap, int | float):

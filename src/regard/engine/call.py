@@ -82,12 +82,13 @@ class Call:
             tables.append(visible[:, None, None, :])
         return reduce(and_, tables) if tables else None
 
-    def dense_bias(self) -> Float[Tensor, "..."] | None:
-        """The bias as a tensor that broadcasts to (b, h, n, m), in q's dtype."""
+    def dense_bias(self, dtype: torch.dtype | None = None) -> Float[Tensor, "..."] | None:
+        """The bias as a tensor that broadcasts to (b, h, n, m), in this dtype; None: that of q."""
+        dtype = self.q.dtype if dtype is None else dtype
         if not isinstance(self.bias, ByDistance):
-            return None if self.bias is None else self.bias.to(self.q.dtype)
+            return None if self.bias is None else self.bias.to(dtype)
         where = positions(self.pattern, self.n, self.m, self.at, self.q.device)
-        return self.bias.dense(where, torch.arange(self.m, device=self.q.device)).to(self.q.dtype)
+        return self.bias.dense(where, torch.arange(self.m, device=self.q.device)).to(dtype)
 
     def visible(self) -> Bool[Tensor, "b m"] | None:
         """Which keys `lengths` leaves visible in each batch row; None: all."""
@@ -172,8 +173,10 @@ class CallFacts:
 
     @property
     def offset(self) -> tuple[int, int]:
-        """(start, step): query r is at position start + step · r."""
-        return query_offset(self.pattern, self.n, self.m, self.at)
+        """(start, step): query r is at position start + step · r. Where each batch row has its own offset, plans are
+        chosen for queries at the end of the keys, or from key 0 on if there are more queries."""
+        at = 0 if self.row_offsets and self.n > self.m else self.at
+        return query_offset(self.pattern, self.n, self.m, at)
 
     @property
     def place(self) -> tuple[Pattern, int, int, int, int]:

@@ -78,7 +78,9 @@ def check_heads(pattern: per_head, heads: int) -> None:
 def by_heads(call: Call, run: Callable[[Call], Outputs]) -> Outputs:
     """The results of all heads, in the order of the heads. run: for a call of some heads with one pattern."""
     assert isinstance(call.pattern, per_head)
-    group, order, results = call.q.shape[1] // call.k.shape[1], list[int](), list[Outputs]()
+    group = call.q.shape[1] // call.k.shape[1]
+    order: list[int] = []
+    results: list[Outputs] = []
     for pattern, heads, kv_heads in launches(call.pattern.patterns, group):
         part = replaced(
             call,

@@ -48,7 +48,7 @@ def attend(call: Call) -> tuple[Float[Tensor, "b h n d_v"], Float[Tensor, "b h n
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         q = call.q.to(dtype)
         k, v = (reference.repeat_heads(x.to(dtype), q.shape[1]) for x in (call.k, call.v))
-        allowed, bias = call.allowed(), call.dense_bias()
+        allowed, bias = call.allowed(), call.dense_bias(dtype)
         rows = max(1, CHUNK // max(1, call.m))
         for first in range(0, max(1, call.n), rows):
             chunk = slice(first, first + rows)

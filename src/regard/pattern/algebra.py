@@ -375,6 +375,8 @@ for kind in (Both, Either, Not):
 
 def query_offset(pattern: Pattern, n: int, m: int, at: At = None) -> tuple[int, int]:
     """(start, step): query r of n over m keys is at position start + step · r."""
+    if not (at is None or hasattr(at, "__index__") or (isinstance(at, tuple) and len(at) == 2)):
+        raise SpecError(f"at={at!r}: use a whole number, (start, step), or a tensor with one per batch row")
     if isinstance(at, tuple):
         start, step = at
         if step < 1:

@@ -14,6 +14,7 @@ OPERATIONS = {
     ast.Sub: lambda a, b: a - b,
 }
 
+MORE_WORDS = "neighborhood", "per_head"  # whose arguments are not single numbers
 MAX_DEPTH = 100  # levels of nested operators
 
 
@@ -61,14 +62,14 @@ def _pattern(node: ast.expr, depth: int = 0) -> Pattern:
                 raise FormatError(f"{ast.unparse(node)}: {e}") from e
         case ast.Call(ast.Name(word), arguments, keywords):
             if word not in words:
-                raise FormatError(f"{word!r} is not a pattern word; {nearest(word, words)}")
+                raise FormatError(f"{word!r} is not a pattern word; {nearest(word, [*words, *MORE_WORDS])}")
             given = {str(k.arg): _number(k.value, word) for k in keywords}
             try:
                 return words[word](*[_number(a, word) for a in arguments], **given)
             except TypeError as e:
                 raise FormatError(f"{ast.unparse(node)}: {e}") from e
     raise FormatError(
-        f"{ast.unparse(node)!r} is not a pattern; combine {', '.join(words)} with &, |, - and ~"
+        f"{ast.unparse(node)!r} is not a pattern; combine {', '.join([*words, *MORE_WORDS])} with &, |, - and ~"
     )
 
 

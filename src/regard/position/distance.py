@@ -45,11 +45,13 @@ class ByDistance:
         return 0 if self.table is None else self.table.shape[-1] // 2
 
     def at(self, distances: Int[Tensor, "*o"]) -> Float[Tensor, "h *o"]:
-        """The bias at each distance j − i."""
-        if self.table is None:
-            return -_outer(self.slopes, distances.abs())  # type: ignore[arg-type]
-        near = self.table[:, distances.clamp(-self.reach, self.reach) + self.reach]
-        return near if self.slopes is None else near - _outer(self.slopes, distances.abs())
+        """The bias at each distance j − i, in float32 at least: 16 bits hold neither a distance nor a long sum of
+        gradients."""
+        table, slopes = (None if x is None else at_least_float32(x) for x in (self.table, self.slopes))
+        if table is None:
+            return -_outer(slopes, distances.abs())  # type: ignore[arg-type]
+        near = table[:, distances.clamp(-self.reach, self.reach) + self.reach]
+        return near if slopes is None else near - _outer(slopes, distances.abs())
 
     def dense(
         self, q_positions: Int[Tensor, "*b n"], k_positions: Int[Tensor, " m"]
@@ -116,6 +118,10 @@ def skew(logits: Float[Tensor, "*b n r"]) -> Float[Tensor, "*b n m"]:
     flat = rearrange(F.pad(logits, (0, 1)), "... n r -> ... (n r)")
     rows = rearrange(flat[..., n - 1 : n - 1 + n * r], "... (n r) -> ... n r", n=n)
     return rows[..., : r - n + 1]
+
+
+def at_least_float32(x: Float[Tensor, "*o"]) -> Float[Tensor, "*o"]:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _outer(per_head: Float[Tensor, " h"], each: Real[Tensor, "*o"]) -> Float[Tensor, "h *o"]:

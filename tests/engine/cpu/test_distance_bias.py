@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pattern_strategies import offsets, patterns
+from regard.engine.attention import attention
 from regard.engine.cpu import distance_bias, tiles
 from regard.engine.cpu import layout as layouts
 from regard.engine.cpu.strided_layout import layout
@@ -266,3 +267,34 @@ def test_nothing_of_size_n_times_m_is_held(monkeypatch):
         o, _ = attend(q, k, v, laid, ByDistance(table), scale=0.25)
         torch.autograd.grad(o.sum(), (q, k, v, table))
     assert largest <= 4 << 20
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiles", "sdpa", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_slopes_of_16_bits_count_long_distances(backend, dtype):
+    """The visible keys are far away, where 16 bits do not tell one distance from the next."""
+    n, at, end, slopes = 67, 4101, 30, torch.tensor([1.0, 0.25])
+    q, k, v = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(s)).half() for s in range(3))
+    distance = torch.arange(end) - (torch.arange(n) + at)[:, None]
+    scores = q.double() @ k[..., :end, :].double().mT / 8**0.5 - slopes[:, None, None] * distance.abs()
+    expected = scores.softmax(-1) @ v[..., :end, :].double()
+    o = attention(
+        q, k, v, bias=ByDistance(slopes=slopes.to(dtype)), lengths=torch.tensor([end]), at=at, backend=backend
+    )
+    torch.testing.assert_close(o.double(), expected, rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "reference", "tiles"])
+def test_the_gradient_of_a_table_of_16_bits_is_summed_in_float32(backend):
+    n, reach = 509, 2
+    q, k, v, do = (
+        torch.randn(1, 1, n, 8, generator=torch.Generator().manual_seed(s)).bfloat16() for s in range(4)
+    )
+    table = torch.randn(1, 2 * reach + 1, generator=torch.Generator().manual_seed(4)).bfloat16()
+    grads = []
+    for kind in (torch.float64, torch.bfloat16):
+        given = table.to(kind).requires_grad_()
+        name = "reference" if kind == torch.float64 else backend
+        o = attention(*(x.to(kind) for x in (q, k, v)), bias=ByDistance(given), backend=name)
+        grads.append(torch.autograd.grad(o, given, do.to(kind))[0].double())
+    assert (grads[1] - grads[0]).abs().max() < 0.02 * grads[0].abs().max()

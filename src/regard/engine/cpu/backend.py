@@ -105,8 +105,13 @@ def _no_documents(f: CallFacts) -> str | None:
     split = documents.parts(f.pattern)
     if split is not None and f.observed and isinstance(split[0], tree):
         return "a compiler or a transform observes the call, and the parents of a tree must be read"
-    if split is None:
+    if split is None and any(isinstance(leaf, documents.documents | tree) for leaf in f.pattern.leaves()):
         return f"{f.pattern!r} is not documents(ids), or that and words that read i − j"
+    if split is None:
+        return (
+            f"{f.pattern!r} is decided by data or a grid: its keys are gathered from {gathered_layout.DATA_ROWS} "
+            f"queries on, where tiles need at most half of all pairs, and nothing but the pattern changes the scores"
+        )
     if f.n == 0 or f.m == 0:
         return "there are no pairs"
     if torch.compiler.is_compiling():  # the ids are read when the graph runs

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ...position import ByDistance
+from ...position.distance import at_least_float32
 from .kernels import Buffers
 from .layout import TileGroup
 
@@ -29,8 +30,9 @@ def along(bias: ByDistance, low: int, high: int) -> Float[Tensor, "h x"]:
         last = bias.table[:, -1:].expand(-1, max(high - max(low - 1, reach), 0))
         parts.append(torch.cat([first, near, last], -1))
     if bias.slopes is not None:
-        distances = torch.arange(low, high + 1, dtype=bias.slopes.dtype).abs()
-        parts.append(-einsum(bias.slopes, distances, "h, x -> h x"))
+        slopes = at_least_float32(bias.slopes)
+        distances = torch.arange(low, high + 1, dtype=slopes.dtype).abs()
+        parts.append(-einsum(slopes, distances, "h, x -> h x"))
     return reduce(add, parts)
 
 
