@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from ...engine.attention import attention
 from ...engine.explain import explain as explain_call
 from ...errors import BackendError, SpecError
-from ..use import by_head, hugging_face_parts
+from ..patterned import by_head
+from ..use import hugging_face_parts
 from .arriving import (
     UserPattern,
     at_stored_positions,

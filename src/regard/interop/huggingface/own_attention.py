@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...pattern import full
-from ..use import SDPA, Intercepted, forward_names
+from ..patterned import Intercepted
+from ..use import SDPA, forward_names
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 EAGER = "eager"

@@ -7,7 +7,8 @@ from torch import nn
 
 from ...errors import SpecError
 from ...pattern import Pattern
-from ..use import Applied, Patterns, assign, check_patterns, forward_names, is_named_cross
+from ..patterned import Patterns
+from ..use import Applied, assign, check_patterns, forward_names, is_named_cross
 from .own_attention import REGISTRY
 from .registration import NAME
 
