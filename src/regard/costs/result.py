@@ -1,11 +1,12 @@
 """The cost of a model as a value, and conclusions from it: savings, the bottleneck, orders of products."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import SpecError
+from ..formulas import RelativeOrders, ScoreOrders, relative_orders, score_orders
 from ..position import quadratic
 from ..spec import Attention, FeedForward, Spec
 from ..spec.attention import BIASES
@@ -19,8 +20,7 @@ CORE = ("scores", "mixing")
 PROJECTIONS = ("q", "k", "v", "output", "w_q", "w_k")
 
 
-@dataclass(frozen=True)
-class Saving:
+class Saving(NamedTuple):
     """The share of FLOPs that the patterns save compared with full attention."""
 
     core: float  # of scores and mixing, by the pairs that the pattern allows
@@ -35,8 +35,7 @@ class Saving:
         )
 
 
-@dataclass(frozen=True)
-class Bottleneck:
+class Bottleneck(NamedTuple):
     """The kind of work with the most FLOPs, and its arithmetic intensity."""
 
     part: str  # projections, core, feed-forward, head or rest
@@ -59,62 +58,6 @@ class Bottleneck:
             f"bottleneck: {self.part}, {self.share:.1%} of the FLOPs ({self.why}); "
             f"arithmetic intensity {self.intensity:.1f} FLOP/byte"
         )
-
-
-@dataclass(frozen=True)
-class ScoreOrders:
-    """FLOPs of all content scores x_i W_q W_kᵀ x_jᵀ of one attention, in three orders of the same products.
-
-    naive      every pair projects its query and its key        n·m·(2·d·d_k + 2·d·d_k + 2·d_k) per head
-    projected  every vector is projected once                   2·n·d·h·d_k + 2·m·d·h·d_k + 2·n·m·h·d_k
-    merged_qk  W_q W_kᵀ first, then x (W_q W_kᵀ) xᵀ             2·d·d_k·d + 2·n·d·d + 2·n·m·d per head
-    """
-
-    naive: Amount
-    projected: Amount
-    merged_qk: Amount
-
-
-def score_orders(
-    n: Amount, m: Amount, d: Amount, heads: Amount = 1, d_k: Amount | None = None
-) -> ScoreOrders:
-    """FLOPs of content scores in three orders; the sizes may be numbers or symbols.
-
-    >>> score_orders(1000, 1000, 512)
-    ScoreOrders(naive=1049600000000, projected=2072576000, merged_qk=1816723456)
-    """
-    d_k = d if d_k is None else d_k
-    return ScoreOrders(
-        naive=heads * n * m * (4 * d * d_k + 2 * d_k),
-        projected=heads * (2 * n * d * d_k + 2 * m * d * d_k + 2 * n * m * d_k),
-        merged_qk=heads * (2 * d * d_k * d + 2 * n * d * d + 2 * n * m * d),
-    )
-
-
-@dataclass(frozen=True)
-class RelativeOrders:
-    """FLOPs of scores r_{j−i} · v of relative positions with d_p features: per pair, or per distinct offset."""
-
-    per_pair: Amount
-    offsets: Amount  # the number of distinct offsets: n + m − 1 on a line
-    per_offset: Amount
-    with_content: Amount  # per pair, plus content scores with each vector projected once
-
-
-def relative_orders(
-    n: Amount, m: Amount, d_p: Amount, d: Amount, heads: Amount = 1, offsets: Amount | None = None
-) -> RelativeOrders:
-    """FLOPs of position scores, and together with content scores of heads of width d / heads.
-
-    offsets: the number of distinct offsets; needed on a grid.
-
-    >>> relative_orders(1000, 1000, 3, 512)
-    RelativeOrders(per_pair=6000000, offsets=1999, per_offset=11994, with_content=2078576000)
-    """
-    offsets = n + m - 1 if offsets is None else offsets
-    per_pair = 2 * heads * n * m * d_p
-    content = score_orders(n, m, d).projected  # for any number of heads: together their width is d
-    return RelativeOrders(per_pair, offsets, 2 * heads * offsets * d_p, content + per_pair)
 
 
 @dataclass(frozen=True, repr=False)
@@ -288,7 +231,7 @@ class Cost(tables.ShownAsTables):
             "total": self.total.plain(),
             "biases": self.biases,
             "pairs": [p.plain() for p in self.pairs],
-            **{name: None if c is None else asdict(c) for name, c in conclusions.items()},
+            **{name: None if c is None else c._asdict() for name, c in conclusions.items()},
             "memory": None if self.memory is None else self.memory.plain(),
             "uncounted": list(self.uncounted),
             "notes": list(self.notes),
