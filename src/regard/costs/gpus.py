@@ -7,7 +7,7 @@ product or copy reaches EFFICIENCY of them (`regard bench machine` on an H200).
 from typing import NamedTuple
 
 from ..errors import SpecError, nearest
-from .time import Roofline
+from ..machine import Roofline
 from .trace.attention import Gpu
 
 GB, TB, TFLOPS = 10**9, 10**12, 10**12

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import SpecError
+from ..machine import Roofline, load_roofline
 from ..pattern import Pattern
 from ..spec.base import require_positive
 from .gpus import Card, card
@@ -16,9 +17,9 @@ from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
-from .subject import Runs, Subject, largest_of
+from .subject import MAX_BATCH, Runs, Subject
 from .tables import ShownAsTables, Table
-from .time import Roofline, load_roofline, time_of
+from .time import time_of
 from .trace.attention import A100, H200, Gpu
 
 SHARE = 0.9  # a plan uses this much of the memory; the rest is for the CUDA context and other libraries
@@ -202,8 +203,8 @@ class _Search:
 
     def _traced(self, n: int, batch: int, option: Option, gpu: Gpu) -> Run:
         dtype = torch.bfloat16 if option.training is None else torch.float32
-        setting = self.subject.setting(Size(n, n, batch), option.training, dtype, "cuda", gpu)
-        return run(replace(setting, cached=option.cached))
+        where = {"dtype": dtype, "device": "cuda", "gpu": gpu, "cached": option.cached}
+        return run(self.subject.setting(Size(n, n, batch), option.training, **where))
 
     def runs(self, vary: str, option: Option, on: Card) -> Runs:
         """By batch, or by length in steps of 64 with a batch of 1."""
@@ -220,15 +221,15 @@ class _Search:
         return self.made.setdefault((vary, option, own), Runs(at, 1 if vary == "batch" else 2))
 
     def choice(self, label: str, on: Card, option: Option) -> Choice:
-        budget, runs = int(SHARE * on.memory), self.runs("batch", option, on)
-        batch = largest_of(runs, budget, on.gpu, self.ranks, expandable=True)
-        peak = runs.peak(max(batch, 1), on.gpu, self.ranks, True)
-        if not batch:
-            return Choice(label, on.memory, option, self.n, 0, self.ranks, peak, 0.0, "")
-        phases = time_of(runs.work(batch), _roofline(label, on)).phases
-        seconds = phases["decode"] if option.cached else sum(phases.values())
-        code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
-        return Choice(label, on.memory, option, self.n, batch, self.ranks, peak, seconds, code)
+        runs = self.runs("batch", option, on)
+        peak = partial(runs.peak, gpu=on.gpu, ranks=self.ranks, expandable=True)
+        batch, seconds, code = runs.largest(peak, int(SHARE * on.memory), MAX_BATCH), 0.0, ""
+        if batch:
+            phases = time_of(runs.work(batch), _roofline(label, on)).phases
+            seconds = phases["decode"] if option.cached else sum(phases.values())
+            code = code_of(self.subject, self.name, self.n, batch, option, self.ranks)
+        used = peak(max(batch, 1))
+        return Choice(label, on.memory, option, self.n, batch, self.ranks, used, seconds, code)
 
     def longest(self, on: Card, choice: Choice) -> int | None:
         """The longest n that fits with a batch of 1, in steps of 64; None where the model determines it."""
@@ -239,12 +240,8 @@ class _Search:
         start = max(1, min(self.n // STEP_N, limit // 4))
         for steps in {min(k * start, limit) for k in (1, 2, 4)} if limit else ():
             runs.at(steps)
-        budget = int(SHARE * on.memory)
-        steps = largest_of(runs, budget, on.gpu, self.ranks, True, limit)
-        # Kernels round lengths up, so the parabola is checked where it ends.
-        while steps and runs.at(steps) and runs.peak(steps, on.gpu, self.ranks, True) > budget:
-            steps -= max(1, steps // 200)
-        return STEP_N * steps or None
+        peak = partial(runs.peak, gpu=on.gpu, ranks=self.ranks, expandable=True)
+        return STEP_N * runs.largest(peak, int(SHARE * on.memory), limit, check=True) or None
 
 
 def _roofline(label: str, on: Card) -> Roofline:

@@ -164,15 +164,17 @@ class Cost(tables.ShownAsTables):
         if self.request is None:
             return None
         variants = {word: _with_biases(self.request.spec, word) for word in BIASES}
-        trees = {word: build_tree(replace(self.request, spec=spec))[0] for word, spec in variants.items()}
-        return {word: tree.total.parameters for word, tree in trees.items()}
+        return {word: self._tree(spec=spec).total.parameters for word, spec in variants.items()}
+
+    def _tree(self, **changed: Any) -> Part:
+        return build_tree(replace(self.request, **changed))[0]
 
     @cached_property
     def saving(self) -> Saving | None:
         """The share of FLOPs that the patterns save, in the attention core and in total; None if traced."""
         if self.request is None:
             return None
-        dense, _ = build_tree(replace(self.request, dense=True))
+        dense = self._tree(dense=True)
         core, dense_core, total = core_of(self.tree), core_of(dense), self.total.flops
 
         def saved(now: Amount, before: Amount) -> float:
@@ -286,15 +288,12 @@ def _module_of(path: str) -> str:
 
 def _why(part: str, kinds: dict[str, Amounts]) -> str:
     core, projections = (kinds.get(k, Amounts()).executed_flops for k in ("core", "projections"))
-    reasons = {
+    if part == "core" and projections:
+        return f"pairs grow as n·m, projections as n + m: here {core / projections:.1f} times the projections"
+    if part == "projections" and core:
+        return f"few pairs for this width: {projections / core:.1f} times the attention core"
+    return {
         "core": "more than everything else",
         "feed-forward": "its matrices are the widest",
         "head": "the vocabulary is larger than all layers together",
-    }
-    if core and projections:
-        ratio = f"here {core / projections:.1f} times the projections"
-        reasons["core"] = f"pairs grow as n·m, projections as n + m: {ratio}"
-        reasons["projections"] = (
-            f"few pairs for this width: {projections / core:.1f} times the attention core"
-        )
-    return reasons.get(part, "there is no attention in it")
+    }.get(part, "there is no attention in it")

@@ -73,22 +73,21 @@ class Subject:
         table = None if getattr(position, "beyond", "") == "resample" else getattr(position, "table", None)
         return table if isinstance(table, int) else NO_LIMIT
 
-    def setting(
-        self,
-        size: Size,
-        training: TrainingStep | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-        gpu: Gpu = H200,
-    ) -> Setting:
-        """The model with inputs of this size."""
+    def setting(self, size: Size, training: TrainingStep | None = None, **where: Any) -> Setting:
+        """The model with inputs of this size. where: dtype, device, gpu."""
         if self.declared:
             targets = None if training is None else declared_targets(self.model, size)
-            given: tuple[tuple, dict] = (declared_inputs(self.model, size, dtype), {})
+            inputs = declared_inputs(self.model, size, where.get("dtype", torch.float32))
+            given: tuple[tuple, dict] = (inputs, {})
         else:
             labels = training is not None and training.loss is None
             targets, given = None, ((), generated_inputs(self.module, size, labels))
-        return Setting(self.module, given, targets, dtype, training, device, gpu, evaluate=training is None)
+        return Setting(self.module, given, targets, training=training, evaluate=training is None, **where)
+
+    def setting_of(self, request: Request, size: Size | None = None) -> Setting:
+        """The model as requested, or at another size."""
+        where = {"dtype": request.dtype, "device": request.device}
+        return self.setting(size or request.size, training_of(request.train), **where)
 
     def fits(self, request: Request, budget: int, vary: str = "batch") -> int:
         """The largest batch (or n, with `vary="n"`) whose peak is at most `budget` bytes; 0 if none fits.
@@ -103,11 +102,12 @@ class Subject:
 
         def at(x: int) -> Run:
             size = Size(n, m, x) if vary == "batch" else Size(x, x if m == n else m, batch)
-            return run(self.setting(size, training_of(request.train), request.dtype, request.device))
+            return run(self.setting_of(request, size))
 
-        if vary == "batch":
-            return largest_of(Runs(at, 1), budget, H200)
-        return largest(lambda x: at(x).usage().peak, budget, self.max_n)
+        if vary == "n":
+            return largest(lambda x: at(x).usage().peak, budget, self.max_n)
+        runs = Runs(at, 1)
+        return runs.largest(lambda x: runs.peak(x, H200), budget, MAX_BATCH)
 
 
 class Runs:
@@ -130,6 +130,28 @@ class Runs:
         """With the sizes of x, in the order of the nearest known run that runs alike."""
         nearest = self.known[min(self._near(x), key=lambda k: abs(k - x))]
         return nearest.usage(sizes=self.sizes(x, gpu), ranks=ranks, expandable=expandable).peak
+
+    def largest(self, peak: Callable[[int], int], budget: int, limit: int, check: bool = False) -> int:
+        """The largest size up to the limit whose peak, by these runs, is at most the budget; 0 if none fits.
+
+        check: trace the result too, since kernels round lengths up.
+        """
+        if not limit:
+            return 0
+        if not self.known:
+            self.at(1)
+        for _ in range(6):
+            x = largest(peak, budget, limit)
+            if x <= 1 or self.reaches(x):
+                break
+            # A little above what is likely the largest, so that the next estimate lies between two runs.
+            beyond = x if len(self.known) == 1 else x // 8
+            self.at(min(x + beyond, limit) if x > max(self.known) else x)
+        else:
+            check = True
+        while check and x and self.at(x) and peak(x) > budget:  # the peak of a known run is exact
+            x -= max(1, x // 200)
+        return x
 
     def reaches(self, x: int) -> bool:
         """Whether x is a known run, or lies between runs that decide it."""
@@ -192,30 +214,6 @@ def _polynomial(points: list[int], values: list[list[int]], x: int) -> list[int]
         weight = prod((x - b) / (a - b) for j, b in enumerate(points) if j != i)
         total += weight * torch.tensor(values[i], dtype=torch.float64)
     return total.round().long().tolist()
-
-
-def largest_of(
-    runs: Runs, budget: int, gpu: Gpu, ranks: int = 1, expandable: bool = False, limit: int = MAX_BATCH
-) -> int:
-    """The largest size up to the limit whose peak is at most the budget; 0 if none fits."""
-    if not limit:
-        return 0
-    if not runs.known:
-        runs.at(1)
-
-    def peak(x: int) -> int:
-        return runs.peak(x, gpu, ranks, expandable)
-
-    for _ in range(6):
-        x = largest(peak, budget, limit)
-        if x <= 1 or runs.reaches(x):
-            return x
-        # A little above what is likely the largest, so that the next estimate lies between two runs.
-        beyond = x if len(runs.known) == 1 else x // 8
-        runs.at(min(x + beyond, limit) if x > max(runs.known) else x)
-    while x and runs.at(x) and peak(x) > budget:  # the peak of a known run is exact
-        x -= max(1, x // 200)
-    return x
 
 
 def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:

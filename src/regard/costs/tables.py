@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .memory.allocator import readable
 from .trace.tracer import merged
@@ -32,19 +32,16 @@ class Table(NamedTuple):
     lines: Sequence[tuple[str, ...]]
     below: tuple[str, ...] = ()
 
-    def _sides(self) -> list[str]:
+    def _sides(self) -> list[Literal["left", "right"]]:
         """Columns of words are aligned to the left, of numbers to the right."""
         columns = zip(*self.lines, strict=True) if self.lines else [()] * len(self.heading)
         numbers = [any(c[0].isdigit() or c[0] in "+-−" for c in cells if c) for cells in columns]
         return ["right" if k and number else "left" for k, number in enumerate(numbers)]
 
     def text(self) -> str:
-        every, sides = [self.heading, *self.lines], self._sides()
-        widths = [max(map(len, column)) for column in zip(*every)]
-        cells = [
-            [f"{c:{'<' if s == 'left' else '>'}{w}}" for c, w, s in zip(l, widths, sides)] for l in every
-        ]
-        rows = ["  ".join(line).rstrip() for line in cells]
+        widths = [max(map(len, column)) for column in zip(self.heading, *self.lines)]
+        formats = [f"{'<' if s == 'left' else '>'}{w}" for s, w in zip(self._sides(), widths)]
+        rows = ["  ".join(map(format, line, formats)).rstrip() for line in (self.heading, *self.lines)]
         return "\n".join([self.above, "", *rows, *(["", *self.below] if self.below else [])])
 
     def rich(self) -> Any:
@@ -54,7 +51,7 @@ class Table(NamedTuple):
 
         table = RichTable(box=None, header_style="bold", pad_edge=False)
         for title, side in zip(self.heading, self._sides()):
-            table.add_column(title, justify="left" if side == "left" else "right", no_wrap=True)
+            table.add_column(title, justify=side, no_wrap=True)
         for line in self.lines:
             table.add_row(*map(Text, line))
         return Group(Text(self.above), "", table, "", *map(Text, self.below))
@@ -96,19 +93,14 @@ class ShownAsTables:
 
 def table(cost: Any, depth: int | None = None) -> Table:
     """The tree, top down, in amounts of the whole model, to this depth; the last number is the share of the FLOPs."""
-    total, traced, lines = cost.total, cost.request is None, []
-    shown = [
-        "parameters",
-        "flops",
-    ]  # other amounts have a column if they are not zero and differ from the rest
-    if total.executed_flops != total.flops:
-        shown.append("executed_flops")
-    if cost.sizes.get("train"):
-        shown.append("backward_flops")
-        if total.executed_backward_flops != total.backward_flops:
-            shown.append("executed_backward_flops")
-    if total.elementwise_flops:
-        shown.append("elementwise_flops")
+    total, traced, train, lines = cost.total, cost.request is None, cost.sizes.get("train"), []
+    left_out = {
+        "executed_flops": total.executed_flops == total.flops,
+        "backward_flops": not train,
+        "executed_backward_flops": not train or total.executed_backward_flops == total.backward_flops,
+        "elementwise_flops": not total.elementwise_flops,
+    }
+    shown = [name for name in HEADINGS if not left_out.get(name)]
     for path, part, times in cost.tree.nodes():
         # The operations of a traced module are left out, but for attention: they would double the table.
         at, term = path.count("/") + 1 if path else 0, not part.parts and not part.own.parameters
@@ -219,9 +211,7 @@ def latex(tree: Part) -> str:
         cells = " & ".join(map(as_latex, (a.parameters, a.flops, a.elementwise_flops)))
         return rf"\text{{{label}}} & {cells} \\"
 
-    lines = [line(path, amounts) for path, amounts in tree.terms()]
-    total = tree.total.map(lambda a: sympy.expand(a))
     head = r"\text{term} & \text{parameters} & \text{FLOPs} & \text{elementwise FLOPs} \\ \hline"
-    return "\n".join(
-        [r"\begin{array}{l|r|r|r}", head, *lines, r"\hline", line("total", total), r"\end{array}"]
-    )
+    lines = [line(path, amounts) for path, amounts in tree.terms()]
+    lines += [r"\hline", line("total", tree.total.map(sympy.expand))]
+    return "\n".join([r"\begin{array}{l|r|r|r}", head, *lines, r"\end{array}"])

@@ -5,7 +5,7 @@ It comes from running the module on meta tensors (runs.py) and replaying what it
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -76,54 +76,44 @@ class Peak:
 
     def table(self, rows: int = 20) -> str:
         """Modules and kinds at the peak, largest first, with their share."""
-        total, shown = max(sum(a.bytes for a in self.alive), 1), self.alive[:rows]
-        width = max((len(a.path) for a in shown), default=0)
-
-        def line(size: int, text: str) -> str:
-            return f"{readable(size):>14}  {size / total:>6.1%}  {text}".rstrip()
-
-        lines = [line(a.bytes, f"{a.kind:<18}  {a.path or OUTSIDE:<{width}}") for a in shown]
-        rest = sum(a.bytes for a in self.alive[rows:])
-        return "\n".join(
-            [*lines, *([line(rest, f"in {len(self.alive) - rows} smaller ones")] if rest else [])]
-        )
+        total, rest = max(sum(a.bytes for a in self.alive), 1), sum(a.bytes for a in self.alive[rows:])
+        lines = [(a.bytes, f"{a.kind:<18}  {a.path or OUTSIDE}") for a in self.alive[:rows]]
+        lines += [(rest, f"in {len(self.alive) - rows} smaller ones")] if rest else []
+        return "\n".join(f"{readable(size):>14}  {size / total:>6.1%}  {text}" for size, text in lines)
 
     def plain(self) -> dict[str, Any]:
-        plain = asdict(replace(self, timeline=())) | {"by_kind": self.by_kind()}
-        del plain["timeline"]
-        return plain | {"alive": [a._asdict() for a in self.alive]}
+        names = ("bytes", "phase", "path", "operation")
+        alive = [a._asdict() for a in self.alive]
+        return {name: getattr(self, name) for name in names} | {"alive": alive, "by_kind": self.by_kind()}
 
 
 def peak_of(run: Run, usage: Usage) -> Peak:
     """The peak of a run, and the course of the memory around it."""
-    meter, workspaces = run.trace.meter, sum(run.workspaces)
-    records, events = meter.records, meter.events
+    records, events = run.trace.meter.records, run.trace.meter.events
+    setup, step = events[: run.begin], events[run.begin :]
     kinds = [run.kinds.get(k, "workspace" if r.workspace else "temporary") for k, r in enumerate(records)]
     # These are alive from the first event on, unless they were replaced later.
     stays = run.keys("optimizer state") | run.keys(TABLES)
-    alive: set[int] = stays - {key for key, change in events if change < 0}
-    for key, change in events[: run.begin]:
-        alive.add(key) if change > 0 else alive.discard(key)
-    current: Counter[str] = Counter({"workspace": workspaces})
-    for key in alive:
+    alive = Counter(stays - {key for key, change in events if change < 0})
+    current = Counter({"workspace": sum(run.workspaces)})
+    for key, change in setup:
+        alive[key] = max(change, 0)
+    for key in +alive:
         current[kinds[key]] += records[key].bytes
-    timeline, stride = [], max(1, (len(events) - run.begin) // 400)
-    at_peak: set[int] = set(alive)
-    for index, (key, change) in enumerate(events[run.begin :]):
+    timeline, at_peak, stride = [], +alive, max(1, len(step) // 400)
+    for index, (key, change) in enumerate(step):
         if key not in stays:
-            (alive.add if change > 0 else alive.discard)(key)
+            alive[key] = max(change, 0)
             current[kinds[key]] += change * records[key].bytes
         if index == usage.at:
-            at_peak = set(alive)
+            at_peak = +alive
         if index % stride == 0 or index == usage.at:
             timeline.append((records[key].phase, dict(current)))
-    sums: Counter[tuple[str, str]] = Counter()
+    sums = Counter({("workspace", "cuBLAS"): sum(run.workspaces)})
     for key in at_peak:
         sums[kinds[key], merged(run.owners.get(key, records[key].path))] += records[key].bytes
-    if workspaces:
-        sums["workspace", "cuBLAS"] += workspaces
     entries = sorted((Alive(size, *where) for where, size in sums.items() if size), reverse=True)
-    record = records[events[run.begin + usage.at][0]]
+    record = records[step[usage.at][0]]
     return Peak(usage.peak, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
 
 
@@ -184,7 +174,7 @@ class Memory:
 
     @property
     def weights(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.main.module.parameters())
+        return sum(p.nbytes for p in self.main.module.parameters())
 
     @cached_property
     def inference_peak(self) -> int:

@@ -66,6 +66,7 @@ class Call(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int]:
+        """d_k and d_v."""
         return self.q.shape[-1], self.v.shape[-1]
 
     def forward(self) -> Amounts:
@@ -98,9 +99,10 @@ def call_pairs(q: Tensor, k: Tensor, mask: Tensor | None, real: Tensor | None, c
         square = min(n, m)
         one = square * (square + 1) // 2 + max(0, n - m) * m
         return CallPairs(heads * one, heads * one, "causal")
-    if mask is None or real is None:
-        unknown = "a mask with unknown values: all pairs are counted"
-        return CallPairs(full, full, "none" if mask is None else unknown)
+    if mask is None:
+        return CallPairs(full, full, "none")
+    if real is None:
+        return CallPairs(full, full, "a mask with unknown values: all pairs are counted")
     allowed = real if real.dtype == torch.bool else real > torch.finfo(torch.float32).min / 2
     repeats = full // max(1, allowed.numel())  # the mask is broadcast over heads and batch rows
     return CallPairs(int(allowed.sum()) * repeats, full, "mask")
@@ -180,7 +182,7 @@ class FusedKernel(torch.autograd.Function):
         grads, of_mask = [torch.empty_like(x) for x in (q, k, v)], None
         ctx.trace.workspace(backward_workspace(ctx.kernel, q, k, v), f"{FUSED} ({ctx.kernel})")
         products = 2 * 2.5 * q.shape[:3].numel() * k.shape[2] * (q.shape[-1] + v.shape[-1])
-        moved = 4 * sum(x.numel() * x.element_size() for x in (q, k, v))
+        moved = 4 * (q.nbytes + k.nbytes + v.nbytes)
         ctx.trace.note_work(products, moved, str(q.dtype), "attention")
         if ctx.needs_input_grad[3]:
             *rows, m = mask.shape
@@ -207,10 +209,10 @@ def count_attention(trace: Any, call: Call) -> Float[Tensor, "*h n d_v"]:
     kernels = {kernel_of(call, trace.device, gpu) for gpu in (H200, A100)}
     if len(kernels) > 1 and not (kernels == {"cudnn", "flash"} and heads_within(call.q)):
         trace.by_card = True  # otherwise the two differ in their workspace only
-    if kernel_of(call, trace.device, trace.gpu) != "math":
-        amounts = call.forward()
+    kernel, amounts = kernel_of(call, trace.device, trace.gpu), call.forward()
+    if kernel != "math":
         trace.note_work(amounts.executed_flops, amounts.bytes, str(call.q.dtype), "attention")
-    return counted(trace, FUSED, call, lambda: (_run(trace, call), None))[0]
+    return counted(trace, FUSED, call, lambda: (_run(trace, call, kernel), None))[0]
 
 
 def counted(
@@ -231,9 +233,8 @@ def counted(
     return out, lse
 
 
-def _run(trace: Any, call: Call) -> Tensor:
+def _run(trace: Any, call: Call, kernel: str) -> Tensor:
     q, k, v, mask = call[:4]
-    kernel = kernel_of(call, trace.device, trace.gpu)
     if kernel == "math":
         with compat.below_autocast():
             return _math(call, trace.device)
@@ -281,61 +282,41 @@ def _math(call: Call, device: str) -> Tensor:
     return returned[1]
 
 
-def sdpa(trace: Any) -> Any:
-    """The replacement for F.scaled_dot_product_attention."""
-
-    def scaled_dot_product_attention(
-        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False, **_
-    ):  # scale does not change the cost
-        real = None if attn_mask is None else trace.value_of(attn_mask)
-        with without_function_modes():
-            tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
-        query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
-        pairs = call_pairs(query, key, attn_mask, real, is_causal)
-        same = slice(1) if enable_gqa else slice(-2)  # grouped heads are no broadcast
-        broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
-        call = Call(query, key, value, attn_mask, dropout_p, is_causal, pairs, broadcast)
-        return count_attention(trace, call)
-
-    return scaled_dot_product_attention
+def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
+    """In place of F.scaled_dot_product_attention; its scale does not change the cost."""
+    real = None if attn_mask is None else trace.value_of(attn_mask)
+    with without_function_modes():
+        tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
+    query, key, value, attn_mask = autocast.lowered(trace.device, tensors)
+    pairs = call_pairs(query, key, attn_mask, real, is_causal)
+    same = slice(1) if options.get("enable_gqa") else slice(-2)  # grouped heads are no broadcast
+    broadcast = not query.shape[same] == key.shape[same] == value.shape[same]
+    call = Call(query, key, value, attn_mask, dropout_p, is_causal, pairs, broadcast)
+    return count_attention(trace, call)
 
 
-def flex(trace: Any) -> Any:
-    """The replacement for flex_attention: the pairs that its block mask computes, and that its mask_mod allows."""
-
-    def flex_attention(query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **__):
-        pairs = call_pairs(query, key, None, None, False)
-        if block_mask is not None:
-            sizes = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
-            computed = _block_pairs(block_mask, *sizes)
-            needed, mask = _allowed_pairs(block_mask, *sizes)
-            pairs = CallPairs(computed if needed is None else needed, computed, mask)
-        out = count_attention(trace, Call(query, key, value, None, 0.0, False, pairs))
-        return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
-
-    return flex_attention
+def flex(trace, query, key, value, score_mod=None, block_mask=None, *_, return_lse=False, **__) -> Any:
+    """In place of flex_attention: the pairs that its block mask computes, and that its mask_mod allows."""
+    pairs = call_pairs(query, key, None, None, False)
+    if block_mask is not None:
+        pairs = _block_pairs(block_mask, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
+    out = count_attention(trace, Call(query, key, value, None, 0.0, False, pairs))
+    return (out, query.new_empty(query.shape[:-1], dtype=torch.float32)) if return_lse else out
 
 
-def _block_pairs(mask: Any, heads: int, n: int, m: int) -> int:
-    """Pairs in the blocks that a block mask visits, over all heads and batch rows."""
-    blocks = mask.kv_num_blocks.sum()
-    if mask.full_kv_num_blocks is not None:
-        blocks = blocks + mask.full_kv_num_blocks.sum()
-    rows = mask.kv_num_blocks.shape[0] * mask.kv_num_blocks.shape[1]
-    height, width = mask.BLOCK_SIZE
-    return min(int(blocks) * height * width * heads // max(1, rows), heads * n * m)
-
-
-def _allowed_pairs(mask: Any, heads: int, n: int, m: int) -> tuple[int | None, str]:
-    """The number of pairs that mask_mod allows, or None if there are too many to evaluate; and its name."""
-    name = getattr(mask.mask_mod, "__name__", "mask_mod")
+def _block_pairs(mask: Any, heads: int, n: int, m: int) -> CallPairs:
+    """Pairs in the blocks that a block mask visits, and that its mask_mod allows, if few enough to evaluate."""
+    (b, h), name = mask.kv_num_blocks.shape[:2], getattr(mask.mask_mod, "__name__", "mask_mod")
+    repeats, (height, width) = (
+        heads // max(1, b * h),
+        mask.BLOCK_SIZE,
+    )  # the mask is broadcast over heads and rows
+    counts = mask.kv_num_blocks, mask.full_kv_num_blocks
+    blocks = sum(int(count.sum()) for count in counts if count is not None)
+    computed = min(blocks * height * width * repeats, heads * n * m)
     if n * m > MAX_MASK_PAIRS:
-        return None, f"{name}: too many pairs to evaluate, counted by blocks"
-    device = mask.kv_num_blocks.device
-    rows, columns = torch.arange(n, device=device)[:, None], torch.arange(m, device=device)[None, :]
-    b, h = mask.kv_num_blocks.shape[:2]
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    allowed = sum(
-        int(mask.mask_mod(zero + i, zero + j, rows, columns).sum()) for i in range(b) for j in range(h)
-    )
-    return allowed * heads // max(1, b * h), name
+        return CallPairs(computed, computed, f"{name}: too many pairs to evaluate, counted by blocks")
+    with torch.device(mask.kv_num_blocks.device):
+        i, j, zero = torch.arange(n)[:, None], torch.arange(m)[None, :], torch.zeros((), dtype=torch.long)
+        tables = [mask.mask_mod(zero + row, zero + head, i, j) for row in range(b) for head in range(h)]
+    return CallPairs(sum(int(table.sum()) for table in tables) * repeats, computed, name)

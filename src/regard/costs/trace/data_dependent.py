@@ -59,9 +59,8 @@ def _histc(trace: Any, func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _equal(trace: Any, func: Any, args: tuple, kwargs: dict) -> bool:
-    if args[0].shape != args[1].shape:
-        return False
-    return bool(torch.equal(trace.known(args[0]), trace.known(args[1])))
+    a, b = args[:2]
+    return a.shape == b.shape and torch.equal(trace.known(a), trace.known(b))
 
 
 def _assumed(note: str, value: Callable[[Tensor, tuple], Tensor | None]) -> Callable[..., Any]:

@@ -140,18 +140,14 @@ class OnDevice(TorchFunctionMode):
             return self.trace.known(x) if x.is_meta else x
 
 
-def simulated_facts(trace: Any, of: Callable) -> Callable:
+def simulated_facts(trace: Any, of: Callable, device: Any = None) -> Any:
     """torch.cuda.get_device_capability or get_device_properties, which answer for the simulated device too."""
-
-    def answer(device: Any = None) -> Any:
-        if getattr(device, "index", device) != INDEX:
-            return of(device)
-        trace.by_card, gpu = True, trace.gpu
-        major, minor = gpu.capability
-        facts = SimpleNamespace(major=major, minor=minor, multi_processor_count=gpu.multiprocessors)
-        return gpu.capability if of.__name__ == "get_device_capability" else facts
-
-    return answer
+    if getattr(device, "index", device) != INDEX:
+        return of(device)
+    trace.by_card, (major, minor) = True, trace.gpu.capability
+    if of.__name__ == "get_device_capability":
+        return major, minor
+    return SimpleNamespace(major=major, minor=minor, multi_processor_count=trace.gpu.multiprocessors)
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **_: Any) -> Tensor:

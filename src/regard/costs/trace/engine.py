@@ -54,7 +54,8 @@ def traced_engine(trace: Any, fused: Any) -> Iterator[None]:
             put(entry, "choose", lambda f, backend: _chosen(trace, f, backend))
             put(kernels, "_pool", [])
             put(kernels, "_advise", lambda: None)
-            put(kernels.Buffers, "_allocate", trace.keeping(kernels.Buffers._allocate))
+            allocate = kernels.Buffers._allocate
+            put(kernels.Buffers, "_allocate", lambda *args: trace.keeping(allocate, *args))
             for name in ("allowed", "mask"):
                 put(layout.TileGroup, name, _outside(getattr(layout.TileGroup, name)))
         yield
@@ -80,9 +81,7 @@ def _chosen(trace: Any, f: CallFacts, backend: str) -> Prepared:
             if prepared.build is not None:
                 with _Tables(trace):
                     attend = prepared.build()
-                prepared = replace(
-                    prepared, build=None, run=lambda call: (attend(call.q, call.k, call.v), None)
-                )
+                prepared = replace(prepared, build=None, run=lambda c: (attend(c.q, c.k, c.v), None))
         trace.prepared[f, backend] = prepared
     prepared = trace.prepared[f, backend]
     if prepared.backend != "tiles":

@@ -75,11 +75,6 @@ def _power(size: int, most: int) -> int:
     return most if size >= most else 1 << (size.bit_length() - 1)
 
 
-def _embedding_gradient(args: tuple, kwargs: dict, outs: list[Tensor]) -> int | Need:
-    grad, ids = args[:2]
-    return Need(sort_needs, (ids.numel(), outs[0].shape[0], grad.shape[-1]))
-
-
 def sort_needs(rows: int, vocab: int, d: int, gpu: Gpu) -> int:
     """The gradient of an embedding with more than 3072 ids sorts them and sums runs of ten."""
     if rows <= 3072:
@@ -128,20 +123,17 @@ def _low_product(args: tuple, kwargs: dict, outs: list[Tensor]) -> int:
 CUDA: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     # The kernel stores the product of the gradient and the output.
-    "_softmax_backward_data": lambda args, kwargs, outs: args[0].numel() * args[0].element_size(),
+    "_softmax_backward_data": lambda args, kwargs, outs: args[0].nbytes,
     "sum": _sum,
-    "embedding_dense_backward": _embedding_gradient,
+    "embedding_dense_backward": lambda args, kwargs, outs: Need(
+        sort_needs, (args[1].numel(), *outs[0].shape)
+    ),
     "sparse_attention_backward": _sparse_backward,
 }
 CPU: dict[str, Needs] = {
     "_safe_softmax": _safe_softmax,
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), _low_product),
 }
-
-
-def _cdist(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """‖a − b‖ of every pair: a difference and a square per entry, counted like one product."""
-    return 2 * prod(a.shape[:-1]) * b.shape[-2] * a.shape[-1]
 
 
 PRODUCTS: dict[str, Callable[..., int]] = {
@@ -151,7 +143,8 @@ PRODUCTS: dict[str, Callable[..., int]] = {
     "addr": lambda c, a, b, *_, **__: 2 * a.numel() * b.numel(),
     # Groups of rows have a matrix each (experts): every row is multiplied once.
     **dict.fromkeys(("_int_mm", "_grouped_mm"), lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1]),
-    "_cdist_forward": _cdist,
+    # ‖a − b‖ of every pair: a difference and a square per entry, counted like one product.
+    "_cdist_forward": lambda a, b, *_, **__: 2 * a.numel() * b.shape[-2],
 }
 
 

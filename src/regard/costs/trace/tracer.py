@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, wraps
+from functools import lru_cache, partial
 from threading import RLock
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,13 +25,7 @@ from torch.utils import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import compat
-from ...compat import (
-    DispatchMode,
-    aten_operator,
-    aten_operators,
-    without_dispatch_modes,
-    without_function_modes,
-)
+from ...compat import DispatchMode, aten_operator, without_dispatch_modes, without_function_modes
 from ...errors import ShapeError
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
@@ -44,7 +38,7 @@ from .nested import map_leaves, tensors_in
 
 MAX_VALUE_ENTRIES = 1 << 24  # larger values are not computed
 MAX_CONSTANT_ENTRIES = 1 << 20  # larger constants are not computed either
-CONSTANTS = aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
+CONSTANTS = compat.aten_operators("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 COPIES = (aten_operator("_to_copy"), torch.ops.aten.clone)
 STATE = ("zeros_like", "empty_like", "clone")  # by which the first step creates an optimizer's state
 READ_SCALAR = aten_operator("_local_scalar_dense")
@@ -141,15 +135,12 @@ class Trace(DispatchMode):
             self.note_work(0, 0, "", "view")
             return
         name, tensors = op.__name__.split(".")[0], tensors_in((args, out))
-        flops, moved = (
-            product_flops(op, args, kwargs, out),
-            sum(x.numel() * x.element_size() for x in tensors),
-        )
+        flops, moved = product_flops(op, args, kwargs, out), sum(x.nbytes for x in tensors)
         made = self.meter.phase == "optimizer" and name in STATE
         if not made and any(x.is_meta for x in tensors):
             dtype = next((x.dtype for x in tensors if x.is_floating_point()), torch.float32)
-            own = "own" if op.namespace == "regard" else "operation"
-            kind = "attention" if own == "operation" and "attention" in name else own
+            fused = "attention" if "attention" in name else "operation"
+            kind = "own" if op.namespace == "regard" else fused
             lists = sum(len(a) for a in args if isinstance(a, list | tuple)) if "foreach" in name else 0
             self.note_work(flops or 0, moved, str(dtype), kind, lists)
         if not self.counts or self.meter.phase not in ("forward", "backward"):
@@ -158,8 +149,7 @@ class Trace(DispatchMode):
             if not has_no_product(op):
                 self.unknown[f"{op.namespace}.{name} in {self.path or 'the top-level call'}"] += 1
             elif not self.in_backward and isinstance(out, Tensor) and out.is_floating_point():
-                moved = 2 * out.numel() * out.element_size()
-                self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=moved))
+                self.add("elementwise", Amounts(elementwise_flops=out.numel(), bytes=2 * out.nbytes))
         elif not self.in_backward:
             self.add(name, Amounts(flops=flops, executed_flops=flops, bytes=moved))
         elif not self._skipped():
@@ -216,35 +206,23 @@ class Trace(DispatchMode):
         self.meter.track(x, self.path, "table")
         self.kept.add(self.meter.key_of(x))
 
-    def keeping(self, allocate: Callable) -> Callable:
-        """The same function; what it allocates stays from call to call."""
-
-        @wraps(allocate)
-        def call(*args: Any) -> Any:
-            first = len(self.meter.records)
-            out = allocate(*args)
-            self.kept.update(range(first, len(self.meter.records)))
-            return out
-
-        return call
+    def keeping(self, allocate: Callable, *args: Any) -> Any:
+        """What this function returns; what it allocates stays from call to call."""
+        first = len(self.meter.records)
+        out = allocate(*args)
+        self.kept.update(range(first, len(self.meter.records)))
+        return out
 
     def placed(self, x: Tensor) -> Tensor:
         """A copy of a real tensor on the simulated device; its value is known."""
+        return self.tracked(lambda: self.to_meta(x), "copy to the device")
+
+    def tracked(self, make: Callable[[], Tensor], operation: str) -> Tensor:
+        """What this function returns, metered, while nothing inside it is."""
         with without_function_modes(), without_dispatch_modes():
-            twin = self.to_meta(x)
-            self.meter.track(twin, self.path, "copy to the device")
-        return twin
-
-    def tracked(self, make: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The same function, whose real result is metered."""
-
-        def call() -> Tensor:
-            with without_function_modes(), without_dispatch_modes():
-                x = make()
-                self.meter.track(x, self.path, make.__name__)
-            return x
-
-        return call
+            x = make()
+            self.meter.track(x, self.path, operation)
+        return x
 
     def known(self, x: Tensor) -> Tensor:
         """The value of a meta tensor; an error if it is not known."""
@@ -308,29 +286,23 @@ class Trace(DispatchMode):
         self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor], outs: list[Tensor]
     ) -> None:
         """The same call on real values, if all inputs are known and nothing is random."""
+        out, name = outs[0], func.__name__
         if sum(x.numel() for x in outs) > MAX_VALUE_ENTRIES:
             return
         if func.overloadpacket in CONSTANTS:
-            self._set_constant(func, args, kwargs, outs[0])
-            return
-        if not self.all_known(*tensors):
-            if tensors and outs[0] is tensors[0]:  # written in place with unknown values
-                self.values.pop(outs[0], None)
-            self._propagate_mask(func, args, kwargs, outs[0])
-            return
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            name = func.__name__
-            if outs[0].numel() == 1 and name.startswith(("rand.", "uniform")):  # so that no layer is dropped
-                self.values[outs[0]] = torch.full(outs[0].shape, 0.999, dtype=outs[0].dtype)
-            elif not outs[0].dim() and func.__name__.startswith("randint"):  # a seed
-                self.values[outs[0]] = torch.ones((), dtype=outs[0].dtype)
-            return
-        if func.__name__.startswith(("cos.", "sin.")):  # no mask is made of angles
-            return
-        if "empty" in func.__name__ and outs[0].is_floating_point():
-            return
-        for x, value in zip(outs, self.computed(func, args, kwargs)):
-            self.values[x] = value
+            self._set_constant(func, args, kwargs, out)
+        elif not self.all_known(*tensors):
+            if tensors and out is tensors[0]:  # written in place with unknown values
+                self.values.pop(out, None)
+            self._propagate_mask(func, args, kwargs, out)
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            if out.numel() == 1 and name.startswith(("rand.", "uniform")):  # so that no layer is dropped
+                self.values[out] = torch.full(out.shape, 0.999, dtype=out.dtype)
+            elif not out.dim() and name.startswith("randint"):  # a seed
+                self.values[out] = torch.ones((), dtype=out.dtype)
+        elif not name.startswith(("cos.", "sin.")) and not ("empty" in name and out.is_floating_point()):
+            for x, value in zip(outs, self.computed(func, args, kwargs)):  # no mask is made of angles
+                self.values[x] = value
 
     def _set_constant(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """The value of new_ones, zeros_like, …, which depends on no value of the tensor that they are like."""
@@ -393,20 +365,20 @@ def merged(path: str) -> str:
 @contextmanager
 def tracing(trace: Trace) -> Iterator[None]:
     """Everything that is called inside runs on meta tensors and is counted."""
-    collects = gc.isenabled()
-    fused = sdpa(trace)
+    collects, fused = gc.isenabled(), partial(sdpa, trace)
     # A checkpoint saves the state of the random generators; that of a GPU takes no memory of the GPU.
     replaced: list[tuple[Any, str, Any]] = [
         (F, "scaled_dot_product_attention", fused),
         (checkpoint, "get_device_states", lambda *_: ([], [])),
-        *((module, name, flex(trace)) for module, name in _importers_of_flex()),
+        *((module, name, partial(flex, trace)) for module, name in _importers_of_flex()),
     ]
     if trace.device == "cuda":
         replaced += [(F, "dropout", dropout), (F, "rms_norm", rms_norm)]
         for name in ("get_device_capability", "get_device_properties"):
-            replaced.append((torch.cuda, name, simulated_facts(trace, getattr(torch.cuda, name))))
+            replaced.append((torch.cuda, name, partial(simulated_facts, trace, getattr(torch.cuda, name))))
     if trace.device == "cpu":
-        replaced.append((torch, "get_rng_state", trace.tracked(torch.get_rng_state)))
+        state = partial(trace.tracked, torch.get_rng_state, "get_rng_state")
+        replaced.append((torch, "get_rng_state", state))
     with ExitStack() as stack:
         stack.enter_context(_one_at_a_time)
         for module, name, replacement in replaced:
