@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import spec
 from ..errors import SpecError
+from ..nn.example_inputs import example_inputs, example_targets
 from ..spec.base import require_known, require_positive
 from .memory.runs import Run, Setting, prompt, run
 from .memory.step import Optimizer, TrainingStep, autocast_region, loss_of, prepare, training_of
@@ -76,8 +77,8 @@ class Subject:
     def setting(self, size: Size, training: TrainingStep | None = None, **where: Any) -> Setting:
         """The model with inputs of this size. where: dtype, device, gpu."""
         if self.declared:
-            targets = None if training is None else declared_targets(self.model, size)
-            inputs = declared_inputs(self.model, size, where.get("dtype", torch.float32))
+            targets = None if training is None else example_targets(self.model, size.n, size.batch)
+            inputs = example_inputs(self.model, *size, where.get("dtype", torch.float32))
             given: tuple[tuple, dict] = (inputs, {})
         else:
             labels = training is not None and training.loss is None
@@ -233,43 +234,6 @@ def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> i
             high, high_peak = size, used
         halve = bounded and high - low > before // 4
     return low
-
-
-# -- declarations -------------------------------------------------------------------------------------------------
-
-
-def declared_inputs(declared: Any, size: Size, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """Inputs of the right shapes: ids, vectors or pixels; where a model has a context, that too."""
-
-    def sequence(part: Any, length: int, width: int | None = None) -> Tensor:
-        if getattr(part, "embedding", None) is not None or getattr(part, "vocab", None) is not None:
-            return torch.zeros(size.batch, length, dtype=torch.long)
-        shape = (size.batch, length, part.d_model if width is None else width)
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    match declared:
-        case spec.EncoderDecoder():
-            return sequence(declared.encoder, size.m), sequence(declared.decoder, size.n)
-        case spec.Recurrent():
-            return sequence(declared, size.m), sequence(declared, size.n)
-        case spec.Vision():
-            return (torch.empty(size.batch, declared.channels, *declared.image, dtype=dtype, device="meta"),)
-    given = [sequence(declared, size.n)]
-    inner = getattr(declared, "block", declared)
-    cross = inner if isinstance(inner, spec.Attention) else getattr(inner, "cross", None)
-    if cross is not None and (cross is not declared or cross.d_context is not None):
-        given.append(sequence(cross, size.m, cross.sizes.d_context))
-    return tuple(given)
-
-
-def declared_targets(declared: Any, size: Size) -> Tensor | None:
-    """Class or token ids, if the model has a head that scores them."""
-    match getattr(getattr(declared, "decoder", declared), "head", None):
-        case spec.ClassifierHead():
-            return torch.zeros(size.batch, dtype=torch.long)
-        case spec.LanguageHead() | spec.MaskedHead():
-            return torch.zeros(size.batch * size.n, dtype=torch.long)
-    return None
 
 
 # -- Hugging Face -------------------------------------------------------------------------------------------------

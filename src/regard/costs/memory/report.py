@@ -4,8 +4,9 @@ It comes from running the module on meta tensors (runs.py) and replaying what it
 """
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ ADVICE = {
 }
 OUTSIDE = "outside modules (loss, optimizer)"
 PHASES = {"optimizer": "optimizer step", "decode": "decoding of a token", "prefill": "prompt"}
+BETWEEN_STEPS = ("weights", "inputs", "optimizer state", "master weights")
 NO_CACHE = "none: this model does not decode with a cache of keys and values"
 
 
@@ -45,8 +47,7 @@ class Alive(NamedTuple):
     path: str
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """The moment at which most memory is allocated."""
 
     bytes: int
@@ -82,9 +83,9 @@ class Peak:
         return "\n".join(f"{readable(size):>14}  {size / total:>6.1%}  {text}" for size, text in lines)
 
     def plain(self) -> dict[str, Any]:
-        names = ("bytes", "phase", "path", "operation")
-        alive = [a._asdict() for a in self.alive]
-        return {name: getattr(self, name) for name in names} | {"alive": alive, "by_kind": self.by_kind()}
+        plain = self._asdict() | {"alive": [a._asdict() for a in self.alive], "by_kind": self.by_kind()}
+        del plain["timeline"]
+        return plain
 
 
 def peak_of(run: Run, usage: Usage) -> Peak:
@@ -117,8 +118,9 @@ def peak_of(run: Run, usage: Usage) -> Peak:
     return Peak(usage.peak, record.phase, record.path, record.operation, tuple(entries), tuple(timeline))
 
 
-def _bytes_of(kind: str) -> Any:
-    return property(lambda self: self.main.bytes(kind))
+def _number(what: str, read: Callable[["Memory"], Any]) -> Any:
+    """A number of bytes that is computed when it is read, with its description."""
+    return property(read, doc=what)
 
 
 class Memory:
@@ -133,10 +135,6 @@ class Memory:
         self._declared = request if request and attention.attention_of(request.spec) is not None else None
         if main is not None:
             self.main = main
-
-    gradients = _bytes_of("gradients")
-    optimizer_state = _bytes_of("optimizer state")
-    master_weights = _bytes_of("master weights")
 
     @cached_property
     def main(self) -> Run:
@@ -172,24 +170,10 @@ class Memory:
     def _generated(self) -> dict[str, int]:
         return {} if self.generation is None else self.generation.usage().by_phase
 
-    @property
-    def weights(self) -> int:
-        return sum(p.nbytes for p in self.main.module.parameters())
-
     @cached_property
     def inference_peak(self) -> int:
         """Of a forward pass without gradients."""
         return run(self.setting.inference).usage().peak if self.trains else self.usage.peak
-
-    @property
-    def prefill_peak(self) -> int | None:
-        """Of a prompt of n − 1 tokens that fills a cache of keys and values; None without a cache."""
-        return self._generated.get("prefill")
-
-    @property
-    def decode_peak(self) -> int | None:
-        """Of the next token with that cache."""
-        return self._generated.get("decode")
 
     @property
     def one_attention(self) -> int:
@@ -213,10 +197,6 @@ class Memory:
         """The same as sympy expressions."""
         return attention.saved_by_cores(self._declared, Symbols()) if self._declared else {}
 
-    @property
-    def workspace(self) -> int:
-        return sum(self.main.workspaces)
-
     @cached_property
     def saved(self) -> dict[str, int]:
         """Saved for the backward pass, by module, largest first."""
@@ -225,24 +205,21 @@ class Memory:
             saved[merged(records[k].path)] += records[k].bytes
         return dict(saved.most_common())
 
-    @property
-    def saved_total(self) -> int:
-        return sum(self.saved.values())
-
-    @property
-    def training_peak(self) -> int | None:
-        """Of a training step; None without one."""
-        return self.usage.peak if self.trains else None
-
-    @property
-    def reserved(self) -> int:
-        """Taken from the device for it, with the gaps of the allocator."""
-        return self.usage.reserved
-
-    @property
-    def between_steps(self) -> int:
-        kinds = ("weights", "inputs", "optimizer state", "master weights")
-        return sum(map(self.main.bytes, kinds)) + self.workspace
+    weights = _number("", lambda m: sum(p.nbytes for p in m.main.module.parameters()))
+    gradients = _number("", lambda m: m.main.bytes("gradients"))
+    optimizer_state = _number("", lambda m: m.main.bytes("optimizer state"))
+    master_weights = _number("float32 copies of weights", lambda m: m.main.bytes("master weights"))
+    workspace = _number("of cuBLAS", lambda m: sum(m.main.workspaces))
+    saved_total = _number("saved for the backward pass", lambda m: sum(m.saved.values()))
+    between_steps = _number("", lambda m: sum(map(m.main.bytes, BETWEEN_STEPS)) + m.workspace)
+    training_peak = _number("None without a training step", lambda m: m.usage.peak if m.trains else None)
+    prefill_peak = _number(
+        "of a prompt of n − 1 tokens that fills a cache; None without one",
+        lambda m: m._generated.get("prefill"),
+    )
+    decode_peak = _number("of the next token with that cache", lambda m: m._generated.get("decode"))
+    reserved = _number("taken from the device, with the gaps of the allocator", lambda m: m.usage.reserved)
+    peak_part = _number("the phase in which the peak occurs", lambda m: m.peak.phase)
 
     def per_rank(self, ranks: int, strategy: str = "fsdp") -> Usage:
         """Of one of several ranks: "fsdp" divides weights, gradients and optimizer state; "ddp" repeats them."""
@@ -252,11 +229,6 @@ class Memory:
     def peak(self) -> Peak:
         """The moment of the peak of the training step, else of inference, and what is alive there."""
         return peak_of(self.main, self.usage)
-
-    @property
-    def peak_part(self) -> str:
-        """The phase in which the peak occurs."""
-        return self.peak.phase
 
     def explain_peak(self) -> str:
         """The moment of the peak, what is alive there, and what would lower it, in words."""
