@@ -18,7 +18,8 @@ from .memory.runs import Run, Setting, prompt, run
 from .memory.step import Optimizer, TrainingStep, autocast_region, loss_of, prepare, training_of
 from .sizes import Request, Size
 from .trace.attention import H200, Gpu
-from .trace.tracer import Trace, Work
+from .trace.nested import map_leaves
+from .trace.tracer import Work
 
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "MTModel")
 CLASSIFIERS = ("ForImageClassification", "ForSequenceClassification", "ForAudioClassification")
@@ -57,11 +58,9 @@ class Subject:
     @property
     def tokens(self) -> int | None:
         """The length of an image model, which its image determines."""
-        if self.declared:
+        if self.declared or not reads_pixels(self.model):
             return getattr(self.model, "tokens", None)
         config: Any = self.module.config
-        if getattr(self.module, "main_input_name", "") != "pixel_values" or hasattr(config, "vocab_size"):
-            return None
         return (_side(config.image_size) // _side(getattr(config, "patch_size", 1))) ** 2
 
     @property
@@ -193,34 +192,30 @@ class Runs:
         """The known sizes that decide x: itself, or the nearest that run alike, with one above if there is one."""
         if x in self.known:
             return [x]
-        above = sorted(k for k in self.known if k > x)[: self.degree]
-        first = above[0] if above else max(self.known)
-        alike = [k for k, run in self.known.items() if self._alike(run.trace, self.known[first].trace)]
-        nearest = sorted(alike, key=lambda k: abs(k - x))
-        chosen = [first, *(k for k in nearest if k != first and (k < x or not above or self.degree > 1))]
-        return sorted(chosen[: self.degree + 1])
 
-    @staticmethod
-    def _alike(a: Trace, b: Trace) -> bool:
-        same = a.meter.events == b.meter.events and a.meter.needs.keys() == b.meter.needs.keys()
-        return same and len(a.work) == len(b.work)
+        def order(k: int) -> tuple:
+            trace = self.known[k].trace
+            return trace.meter.events, trace.meter.needs.keys(), len(trace.work)
+
+        above = [k for k in self.known if k > x]
+        first = min(above) if above else max(self.known)
+        others = sorted((k for k in self.known if k != first), key=lambda k: abs(k - x))
+        alike = [k for k in others if (k < x or not above or self.degree > 1) and order(k) == order(first)]
+        return sorted([first, *alike[: self.degree]])
 
 
 def _polynomial(points: list[int], values: list[list[int]], x: int) -> list[int]:
     """Values at x of the polynomials through the values at the points."""
     if len(points) == 1:
         return values[0]
-    total = torch.zeros(len(values[0]), dtype=torch.float64)
-    for i, a in enumerate(points):
-        weight = prod((x - b) / (a - b) for j, b in enumerate(points) if j != i)
-        total += weight * torch.tensor(values[i], dtype=torch.float64)
-    return total.round().long().tolist()
+    weights = [prod((x - b) / (a - b) for b in points if b != a) for a in points]
+    columns = torch.tensor(values, dtype=torch.float64)
+    return (torch.tensor(weights, dtype=torch.float64) @ columns).round().long().tolist()
 
 
 def largest(peak: Callable[[int], int], budget: int, limit: int = NO_LIMIT) -> int:
     """The largest size up to `limit` whose peak is at most the budget, for a peak that grows with the size."""
-    low, low_peak, high, high_peak = 0, 0, limit + 1, 0
-    halve = False
+    low, low_peak, high, high_peak, halve = 0, 0, limit + 1, 0, False
     while high - low > 1:
         if not high_peak:  # an upper bound, by what the last size leaves free
             size = min(limit, max(1, low * min(64, max(2, 2 * budget // max(low_peak, 1)))))
@@ -273,7 +268,7 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     if main == "input_values":
         return {main: torch.empty(batch, size.n, device="meta")}
     classes = {"labels": _ids(batch)} if labels and name.endswith(CLASSIFIERS) else {}
-    if main == "pixel_values" and not hasattr(config, "vocab_size"):
+    if reads_pixels(model):
         side = _side(config.image_size)
         return {main: torch.empty(batch, config.num_channels, side, side, device="meta")} | classes
     encodes = bool(getattr(config, "is_encoder_decoder", False))
@@ -283,6 +278,10 @@ def generated_inputs(model: nn.Module, size: Size, labels: bool = False) -> dict
     if encodes and "decoder_input_ids" in inspect.signature(model.forward).parameters:
         given["decoder_input_ids"] = _ids(batch, size.n)
     return given | classes
+
+
+def reads_pixels(model: Any) -> bool:
+    return getattr(model, "main_input_name", "") == "pixel_values" and not hasattr(model.config, "vocab_size")
 
 
 def _side(size: Any) -> int:
@@ -303,13 +302,14 @@ def example(
     subject = Subject(model)
     length = subject.tokens or n
     setting = subject.setting(Size(length, m or length, batch), TrainingStep())
-    (args, named), targets = setting.given, setting.targets
 
-    def real(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, dtype=x.dtype, device=device) if x.is_floating_point() else x.to(device)
+    def real(x: Tensor | None) -> Tensor | None:
+        if x is None or not x.is_floating_point():
+            return None if x is None else x.to(device)
+        return torch.randn(x.shape, dtype=x.dtype, device=device)
 
-    inputs = {k: real(x) for k, x in named.items()} or tuple(map(real, args))
-    return inputs, None if targets is None else targets.to(device)
+    (args, named), targets = map_leaves(real, (setting.given, setting.targets))
+    return named or args, targets
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

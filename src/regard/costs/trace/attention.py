@@ -284,7 +284,7 @@ def _math(call: Call, device: str) -> Tensor:
 
 def sdpa(trace, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> Tensor:
     """In place of F.scaled_dot_product_attention; its scale does not change the cost."""
-    real = None if attn_mask is None else trace.value_of(attn_mask)
+    real = trace.value_of(attn_mask)
     with without_function_modes():
         tensors = [trace.joined(x) for x in (query, key, value, attn_mask)]
     query, key, value, attn_mask = autocast.lowered(trace.device, tensors)

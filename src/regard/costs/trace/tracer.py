@@ -29,7 +29,7 @@ from ...compat import DispatchMode, aten_operator, without_dispatch_modes, witho
 from ...errors import ShapeError
 from ..tree import Amounts, Pairs
 from . import autocast, data_dependent, kernels
-from .attention import Gpu, Need, flex, sdpa
+from .attention import H200, Gpu, Need, flex, sdpa
 from .device import OnDevice, dropout, rms_norm, simulated_facts
 from .engine import OWN_HANDLERS, traced_engine
 from .kernels import has_no_product, product_flops
@@ -68,9 +68,9 @@ class DataDependent(ShapeError):
 class Trace(DispatchMode):
     """Amounts by module and operation, pairs of each attention, operations that were not counted, storages."""
 
-    def __init__(self, device: str = "cpu", gpu: Gpu | None = None):
+    def __init__(self, device: str = "cpu", gpu: Gpu = H200):
         super().__init__()
-        self.device, self.gpu = device, gpu or Gpu()
+        self.device, self.gpu = device, gpu
         self.amounts: dict[tuple[str, str], Amounts] = {}
         self.pairs: list[Pairs] = []
         self.unknown: Counter[str] = Counter()
@@ -174,7 +174,7 @@ class Trace(DispatchMode):
             self._uncounted.append((first, compat.node_number()))
 
     def _skipped(self) -> bool:
-        if not self._uncounted or (node := compat.running_node()) is None:
+        if (node := compat.running_node()) is None:
             return False
         at = bisect_right(self._uncounted, (node, 1 << 62)) - 1
         return at >= 0 and node < self._uncounted[at][1]
@@ -233,10 +233,10 @@ class Trace(DispatchMode):
             )
         return self.values[x]
 
-    def value_of(self, x: Tensor) -> Tensor | None:
+    def value_of(self, x: Tensor | None) -> Tensor | None:
         """The value of a tensor if it is known; for a mask it is enough to know which pairs it excludes."""
         with without_function_modes():
-            return self.values.get(x, self._masks.get(x)) if x.is_meta else x
+            return self.values.get(x, self._masks.get(x)) if x is not None and x.is_meta else x
 
     def readable(self, x: Tensor) -> bool:
         """Whether the engine reads this table of rows without a key; where it is unknown, no row is empty."""
@@ -266,16 +266,13 @@ class Trace(DispatchMode):
         if outs and outs[0].is_meta:
             if plain:
                 self._compute_values(func, args, kwargs, tensors, outs)
-            self._meter(func, args, kwargs, outs)
+            name = "view" if func.is_view else func.__name__.split(".")[0]
+            for x in outs:
+                if self.meter.key_of(x) is None:
+                    self.meter.track(x, self.path, name)
+            self.workspace(kernels.workspace(name, args, outs, self.device), name)
         self._count(func, args, kwargs, out)
         return out
-
-    def _meter(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor]) -> None:
-        name = "view" if func.is_view else func.__name__.split(".")[0]
-        for x in outs:
-            if self.meter.key_of(x) is None:
-                self.meter.track(x, self.path, name)
-        self.workspace(kernels.workspace(name, args, kwargs, outs, self.device), name)
 
     def workspace(self, need: int | Need, operation: str) -> None:
         """Bytes that an operation allocates and frees while it runs."""
@@ -326,6 +323,9 @@ class Trace(DispatchMode):
     def all_known(self, *tensors: Tensor) -> bool:
         return all(x in self.values or not x.is_meta for x in tensors)
 
+    def _real(self, x: Any) -> Any:
+        return self.values[x] if isinstance(x, Tensor) and x.is_meta else x
+
     def _propagate_mask(self, func: Any, args: tuple, kwargs: dict, out: Tensor) -> None:
         """A mask with −∞ to which something learned is added still excludes the same pairs, and so do its views."""
         name = func.__name__.split(".")[0]
@@ -349,9 +349,6 @@ class Trace(DispatchMode):
             return
         if float(value) <= LOWEST:
             self._masks[out] = (condition if name == "where" else ~condition).expand(out.shape)
-
-    def _real(self, x: Any) -> Any:
-        return self.values[x] if isinstance(x, Tensor) and x.is_meta else x
 
 
 @lru_cache(maxsize=1 << 14)
