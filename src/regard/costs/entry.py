@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -220,17 +221,12 @@ def _tree(trace: Trace, module: nn.Module, name: str) -> Part:
 
 def _folded(parts: list[Part]) -> list[Part]:
     """Numbered layers that are equal and follow each other as one part: `0–31` is 32 times the same."""
-    runs: list[list[Part]] = []
-    for part in parts:
-        first = runs[-1][0] if runs else part
-        numbered = runs and part.name.isdigit() and first.name.isdigit()
-        if numbered and replace(part, name=first.name) == first:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return [
-        r[0] if len(r) == 1 else replace(r[0], name=f"{r[0].name}–{r[-1].name}", times=len(r)) for r in runs
-    ]
+    folded = []
+    for _, same in groupby(parts, lambda part: replace(part, name="0") if part.name.isdigit() else part):
+        first, *others = same
+        name = f"{first.name}–{others[-1].name}" if others else first.name
+        folded.append(replace(first, name=name, times=1 + len(others)))
+    return folded
 
 
 def _name(model: Any) -> str:

@@ -19,10 +19,10 @@ from ..machine import time_call
 from ..pattern import full, window
 from ..spec import Attention, Convolutional, Recurrent
 from ..spec.base import require_positive
+from ..table import ShownAsTables, Table
 from .flops.models import build_tree
 from .result import core_of
 from .sizes import Request
-from .tables import ShownAsTables, Table
 from .tree import Part
 
 ATTENTION, RESTRICTED = "attention", "restricted attention"

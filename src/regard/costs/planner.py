@@ -12,13 +12,13 @@ from ..errors import SpecError
 from ..machine import Roofline, load_roofline
 from ..pattern import Pattern
 from ..spec.base import require_positive
+from ..table import ShownAsTables, Table
 from .gpus import Card, card
 from .memory.allocator import readable
 from .memory.runs import Run, generates, run
 from .memory.step import TrainingStep
 from .sizes import Size
 from .subject import MAX_BATCH, Runs, Subject
-from .tables import ShownAsTables, Table
 from .time import time_of
 from .trace.attention import A100, H200, Gpu
 

@@ -10,6 +10,7 @@ from ..formulas import RelativeOrders, ScoreOrders, relative_orders, score_order
 from ..position import quadratic
 from ..spec import Attention, FeedForward, Spec
 from ..spec.attention import BIASES
+from ..table import ShownAsTables, Table
 from . import tables
 from .flops.models import build_tree
 from .sizes import Symbols
@@ -61,7 +62,7 @@ class Bottleneck(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class Cost(tables.ShownAsTables):
+class Cost(ShownAsTables):
     """The cost of a model. `print` it for a table; `total`, `tree` and `json()` are for programs."""
 
     name: str  # what was priced
@@ -240,11 +241,11 @@ class Cost(tables.ShownAsTables):
             "tree": self.tree.plain(),
         }
 
-    def table(self, depth: int | None = None) -> tables.Table:
+    def table(self, depth: int | None = None) -> Table:
         """The table to this depth of the tree: `.text()`, `.rich()`, `.html()`."""
         return tables.table(self, depth)
 
-    def tables(self) -> list[tables.Table]:
+    def tables(self) -> list[Table]:
         return [self.table()]
 
     def __repr__(self) -> str:

@@ -1,11 +1,9 @@
-"""Tables as plain text, for a terminal and for a notebook; the table of a cost; its formulas in LaTeX."""
+"""The table of a cost, with the remarks below it; its formulas in LaTeX."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
-from html import escape
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from ..table import Table
 from .memory.allocator import readable
 from .trace.tracer import merged
 from .tree import Amounts, Part
@@ -22,73 +20,6 @@ HEADINGS = {
     "executed_backward_flops": "executed backward",
     "elementwise_flops": "elementwise",
 }
-
-
-class Table(NamedTuple):
-    """Lines of cells under a heading, with text above and below. The first column may be indented by spaces."""
-
-    above: str
-    heading: tuple[str, ...]
-    lines: Sequence[tuple[str, ...]]
-    below: tuple[str, ...] = ()
-
-    def _sides(self) -> list[Literal["left", "right"]]:
-        """Columns of words are aligned to the left, of numbers to the right."""
-        columns = zip(*self.lines, strict=True) if self.lines else [()] * len(self.heading)
-        numbers = [any(c[0].isdigit() or c[0] in "+-−" for c in cells if c) for cells in columns]
-        return ["right" if k and number else "left" for k, number in enumerate(numbers)]
-
-    def text(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.heading, *self.lines)]
-        formats = [f"{'<' if s == 'left' else '>'}{w}" for s, w in zip(self._sides(), widths)]
-        rows = ["  ".join(map(format, line, formats)).rstrip() for line in (self.heading, *self.lines)]
-        return "\n".join([self.above, "", *rows, *(["", *self.below] if self.below else [])])
-
-    def rich(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(box=None, header_style="bold", pad_edge=False)
-        for title, side in zip(self.heading, self._sides()):
-            table.add_column(title, justify=side, no_wrap=True)
-        for line in self.lines:
-            table.add_row(*map(Text, line))
-        return Group(Text(self.above), "", table, "", *map(Text, self.below))
-
-    def html(self) -> str:
-        sides = self._sides()
-
-        def row(line: tuple[str, ...], tag: str) -> str:
-            indents = [0.5 + 0.6 * (len(cell) - len(cell.lstrip())) for cell in line]
-            styles = [f"text-align:{s};padding-left:{i:.1f}em" for s, i in zip(sides, indents)]
-            cells = (f'<{tag} style="{s}">{escape(c.strip())}</{tag}>' for c, s in zip(line, styles))
-            return f"<tr>{''.join(cells)}</tr>"
-
-        lines = row(self.heading, "th") + "".join(row(line, "td") for line in self.lines)
-        above, below = escape(self.above).replace("\n", "<br>"), "<br>".join(map(escape, self.below))
-        return f"<p>{above}</p><table>{lines}</table><p><small>{below}</small></p>"
-
-
-class ShownAsTables:
-    """A result that is shown as tables; `plain()` has dictionaries, lists, numbers and strings for programs."""
-
-    plain: Callable[[], dict[str, Any]]
-    tables: Callable[[], list[Table]]
-
-    def json(self, indent: int | None = None) -> str:
-        return json.dumps(self.plain(), indent=indent, ensure_ascii=False)
-
-    def __str__(self) -> str:
-        return "\n\n".join(t.text() for t in self.tables())
-
-    def __rich__(self) -> Any:
-        from rich.console import Group
-
-        return Group(*(t.rich() for t in self.tables()))
-
-    def _repr_html_(self) -> str:
-        return "".join(t.html() for t in self.tables())
 
 
 def table(cost: Any, depth: int | None = None) -> Table:

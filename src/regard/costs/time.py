@@ -59,10 +59,6 @@ class Estimate:
     def bound(self) -> str:
         return "host" if sum(self.host.values()) > sum(self.device.values()) else "device"
 
-    @property
-    def longest(self) -> PartTime:
-        return self.parts[0]
-
     def plain(self) -> dict[str, Any]:
         parts = [p._asdict() for p in self.parts]
         return {"seconds": self.seconds, "bound": self.bound, **asdict(self), "parts": parts}
